@@ -13,7 +13,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,14 @@ def unholdable(value: Any, depth: int = 0) -> str:
         if isinstance(item, dict | list | int) and (problem := unholdable(item, depth + 1)):
             return problem
     return ""
+
+
+def listed(words: Iterable[str], conjunction: str = "and") -> str:
+    """Write words as a sentence lists them: a, b and c."""
+    *first, last = words
+    if first:
+        return f"{', '.join(first)} {conjunction} {last}"
+    return last
 
 
 def toml_value(value: Any) -> str:

@@ -24,6 +24,8 @@ from retrain.errors import EnvironmentFailure
 
 T = TypeVar("T")
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+"""Hosts of this machine's own servers; a server that listens everywhere prints the last one."""
 _CLOSE_S = 5.0
 """Seconds for what is under way in a loop to end; a socket that does not close must not hold the
 process up."""
@@ -82,8 +84,26 @@ class Answer:
         """The host of the Location header. A redirection is never followed, since what is sent is
         meant for one host alone.
         """
-        host = urlsplit(self.headers.get("location", "")).netloc.rpartition("@")[2]
+        try:
+            host = urlsplit(self.headers.get("location", "")).netloc.rpartition("@")[2]
+        except ValueError:  # http://a]b/
+            return "what is no address"
         return host or "another path"
+
+
+def client_for(url: str, **settings: Any) -> httpx.AsyncClient:
+    """Return a client for the server at `url`.
+
+    Raises EnvironmentFailure for a proxy or certificates of the environment that cannot be used.
+    """
+    try:
+        # A proxy cannot reach this machine's own servers.
+        return httpx.AsyncClient(trust_env=urlsplit(url).hostname not in LOOPBACK, **settings)
+    except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
+        raise EnvironmentFailure(
+            f"The environment names a proxy or certificates that cannot be used ({error}): correct"
+            " or unset HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE and SSL_CERT_DIR."
+        ) from error
 
 
 async def exchange(

@@ -121,6 +121,17 @@ class SecondHasOtherWeights(TwoServers):
     second_class = OtherWeights
 
 
+class SecondNeverEnds(TwoServers):
+    """Its completions of one token, which would be EOS, are another one."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        for one in super().sample(requests):
+            other = np.full(len(one.token_ids), 48, np.int32)
+            ends = one.server == "http://two" and one.finish_reason is FinishReason.STOP
+            never = replace(one, token_ids=other, finish_reason=FinishReason.LENGTH)
+            yield never if ends else one
+
+
 class HalvesTheScale(Served):
     def changed(self, weights: Weights) -> Weights:
         return {name: 0.5 * value if "lora_B" in name else value for name, value in weights.items()}

@@ -29,7 +29,7 @@ from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign, plan
 from retrain.campaign.runner import _Execution
 from retrain.cli.status import lines
 from retrain.config import config_from_toml
-from retrain.errors import ConfigurationError, Interrupted
+from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.records.entries import EvaluationRecord
 from retrain.report.data import ReportRequest
 from retrain.report.page import write_report
@@ -58,6 +58,7 @@ class Simulated:
 
     right: Mapping[str, list[int]]
     failing: frozenset[str] = frozenset()
+    stopping: frozenset[str] = frozenset()
     until: int = 10_000
     workers: int = 1
     identical: bool = False
@@ -71,6 +72,8 @@ class Simulated:
             raise Killed
         if run.name in self.failing:
             return EndedJob(RunOutcome(Status.FAILED, "out of memory"))
+        if run.name in self.stopping:
+            return EndedJob(RunOutcome(Status.INTERRUPTED, "Interrupted by SIGTERM."))
         count = self.right[run.condition][run.seed - 1]
         write_run(
             run.folder,
@@ -185,6 +188,47 @@ def test_a_signal_is_passed_on_and_no_more_runs_start(tmp_path: Path) -> None:
     assert told == [signal.SIGINT] and caught.value.exit_code == 130
     ended = Counter(statuses(tmp_path / "c").values())
     assert ended.pop(Status.INTERRUPTED) == 1 and {*ended} == {Status.PENDING}
+
+
+def test_a_run_that_was_stopped_alone_is_left_out_of_the_look_as_a_failed_one_is(
+    tmp_path: Path,
+) -> None:
+    """A worker that was ended by hand, or by [training] max_hours."""
+    plan = planned(tmp_path / "c", max_seeds=3)
+    launcher = Simulated(BETTER, stopping=frozenset({"maxrl+none_s2"}))
+    execute(plan, launcher)
+    assert len(launcher.started) == 6
+    assert [look["missing"] for look in looks(plan.folder)] == [[], ["maxrl+none"], []]
+    execute(plan, again := Simulated(BETTER))
+    assert again.started == ["maxrl+none_s2"]
+    assert [look["seed"] for look in looks(plan.folder)] == [1, 2, 3, 2]
+
+
+@pytest.mark.slow
+def test_a_look_that_meets_a_damaged_file_ends_the_campaign_after_the_running_runs(
+    tmp_path: Path,
+) -> None:
+    plan = planned(tmp_path / "c", max_seeds=6)
+    with pytest.raises(Killed):
+        execute(plan, Simulated(BETTER, until=3))
+    damaged = tmp_path / "c" / "runs" / "grpo+none_s1" / "evaluation.jsonl"
+    whole = damaged.read_text()
+    damaged.write_text("{" + whole)
+    launcher = Simulated(BETTER, workers=2)
+
+    def start(run: CampaignRun, slot: int) -> Any:
+        """A run that ends after as many polls as runs were started before and with it."""
+        launcher.start(run, slot)
+        polled = iter([None] * len(launcher.started) + [RunOutcome(Status.DONE)])
+        return SimpleNamespace(poll=lambda: next(polled), kill=lambda: pytest.fail("killed"))
+
+    with pytest.raises(RunFailed, match=r"grpo\+none_s1.*evaluation\.jsonl"):
+        execute(plan, SimpleNamespace(start=start, workers=2, notes=[]))
+    assert launcher.started == ["maxrl+none_s2", "grpo+none_s3"]
+    assert statuses(plan.folder)["grpo+none_s3"] is Status.DONE
+    damaged.write_text(whole)
+    execute(plan, Simulated(BETTER))
+    assert len(looks(plan.folder)) == 6
 
 
 def test_a_clear_difference_stops_the_campaign_and_the_rest_is_skipped(
@@ -318,6 +362,21 @@ def test_a_decided_condition_is_dropped_and_the_others_go_on(tmp_path: Path) -> 
     assert (
         verdicts["rloo+none"].verdict is Verdict.INCONCLUSIVE and verdicts["rloo+none"].pairs == 10
     )
+
+
+def test_a_condition_without_a_pair_stays_in_the_family_and_has_bet_nothing(
+    tmp_path: Path,
+) -> None:
+    plan = planned(tmp_path / "c", max_seeds=4, conditions=CONDITIONS)
+    everything = frozenset(run.name for run in plan.runs if run.condition == "rloo+none")
+    execute(plan, Simulated({**BETTER, **LIKE_THE_BASELINE}, failing=everything))
+    better, base = BETTER["maxrl+none"], BETTER["grpo+none"]
+    differences = {seed: (better[seed] - base[seed]) / ASKED for seed in range(4)}
+    found, _ = evidence([differences, {}], 4)
+    assert found < evidence([differences], 4)[0]
+    assert evidence_of(plan.folder)[-1] == pytest.approx(found, rel=1e-4)
+    (contrast,) = compare_campaign(plan.folder, TestSettings()).contrasts
+    assert contrast.conclusion.p_adjusted == pytest.approx(1 / found)
 
 
 def test_a_resume_tries_a_failed_run_again_and_looks_at_its_seed_once_more(tmp_path: Path) -> None:

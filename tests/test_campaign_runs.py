@@ -19,14 +19,14 @@ import pytest
 import torch
 
 from retrain import load_runs
-from retrain.analysis.runs import find_runs
-from retrain.campaign import Manifest, Status, plan_campaign, run_campaign
+from retrain.analysis.runs import campaign_runs, find_runs
+from retrain.campaign import CampaignPlan, Manifest, Status, plan_campaign, run_campaign
 from retrain.campaign.launch import share_devices, start_worker
-from retrain.config import config_from_mapping, load_config, replaced
+from retrain.config import TrainConfig, config_from_mapping, load_config, replaced
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.records.run_folder import Liveness, RunFolder, Writer, writer_lock
+from retrain.records.run_folder import Liveness, RunFolder, Writer, mark, writer_lock
 from tests import commands
-from tests.campaigns import CAMPAIGN, sections
+from tests.campaigns import CAMPAIGN, sections, write_run
 from tests.runs import lines, small_run, timeless
 
 NAMES = ["grpo+none_s1", "weighted_s1", "grpo+none_s2", "weighted_s2"]
@@ -193,6 +193,45 @@ def test_a_finished_campaign_taken_up_again_runs_nothing(
     assert "4 of them finished before" in printed and "started" not in printed
 
 
+def test_a_run_that_max_hours_ends_is_not_done_and_waits_for_more_hours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[str] = []
+
+    def train(config: TrainConfig) -> None:
+        """Half a step an hour."""
+        began.append(config.resume.from_)
+        folder, training = Path(config.logging.log_dir), config.training
+        hours = min(training.max_hours, 2 * training.max_steps)
+        write_run(
+            folder,
+            training.seed,
+            [0.5] * int(hours / 2),
+            max_steps=training.max_steps,
+            seconds=3600 * hours,
+            algorithm=config.algorithm.model_dump(exclude_unset=True),
+        )
+
+    monkeypatch.setattr("retrain.run.loop.train", train)
+    folder, campaign = tmp_path / "c", {"seeds": [1], "conditions": CAMPAIGN["conditions"][:1]}
+
+    def run(hours: float, **more: dict[str, Any]) -> Status:
+        hourly = {"training": {"max_hours": hours}}
+        run_campaign(config_from_mapping(sections(folder, campaign, **hourly, **more)))
+        return Manifest.read(folder)["grpo+none_s1"].status
+
+    again = {"resume": {"from": str(folder)}}
+    first = r"grpo\+none_s1 \(interrupted: \[training\] max_hours = 2 came after 1 of 2 steps; give"
+    for more in ({}, again):
+        with pytest.raises(RunFailed, match=f"{first} more hours, such as --max-hours 4"):
+            run(2.0, **more)
+    (stored,) = campaign_runs(folder)
+    assert stored.unfinished == "stopped after 1 of 2 steps"
+    assert len(began) == 1
+    assert run(9.0, **again) is Status.DONE
+    assert began[1:] == [str(folder / "runs" / "grpo+none_s1")]
+
+
 # -- runs that fail --------------------------------------------------------------------------------
 
 
@@ -303,6 +342,43 @@ def test_a_campaign_never_starts_in_anothers_folder(sequential: Finished) -> Non
     assert "holds a run" in refused(sequential.folder / "runs" / NAMES[0])
     with writer_lock(RunFolder(sequential.folder)):  # one that goes on cannot be resumed
         assert f"is being written by pid {os.getpid()} on" in refused(sequential.folder)
+
+
+def test_a_campaign_takes_no_folder_of_another_kind(tmp_path: Path) -> None:
+    for kind in ("run", "squeeze"):
+        mark(tmp_path / kind, kind)
+        assert f"{tmp_path / kind} holds a {kind}" in refused(tmp_path / kind)
+
+
+def test_a_resume_keeps_the_margin_that_was_planned(tmp_path: Path) -> None:
+    def plan(**margin: float) -> CampaignPlan:
+        return plan_campaign(config_from_mapping(sections(tmp_path, margin)), tmp_path)
+
+    manifest = Manifest.of_plan(plan(margin=0.02), datetime.now())
+    manifest.resumed_with(plan(margin=0.02))
+    for other, shown in ((plan(margin=0.05), "0.05"), (plan(), "unset")):
+        with pytest.raises(ConfigurationError, match=f"margin = {shown}.*planned with 0.02"):
+            manifest.resumed_with(other)
+
+
+def test_a_run_takes_two_devices_at_most() -> None:
+    with pytest.raises(ConfigurationError, match="devices_per_run = 3 is out of range"):
+        config_from_mapping(sections(Path("c"), {"devices_per_run": 3}))
+
+
+def test_of_two_campaigns_in_one_folder_the_later_one_does_not_replace_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one began and ended while this one planned its runs."""
+
+    def plan(config: TrainConfig, folder: Path) -> CampaignPlan:
+        folder.mkdir()
+        (folder / "manifest.json").write_text("the other's")
+        return plan_campaign(config, folder)
+
+    monkeypatch.setattr("retrain.campaign.manifest.plan_campaign", plan)
+    assert "already holds a campaign" in refused(tmp_path / "c")
+    assert (tmp_path / "c" / "manifest.json").read_text() == "the other's"
 
 
 def test_what_would_change_the_campaign_is_refused_at_resume(sequential: Finished) -> None:

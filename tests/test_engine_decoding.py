@@ -327,8 +327,13 @@ def test_decoding_in_bf16_sums_in_float32(monkeypatch, lengths, window, widens):
         keys, values = (
             part[row, :, seen].double().repeat_interleave(3, dim=0) for part in (key, value)
         )
-        weights = torch.softmax(0.25 * query[row].double() @ keys.transpose(1, 2), dim=-1)
+        scores = 0.25 * query[row].double() @ keys.transpose(1, 2)
+        weights = torch.softmax(scores, dim=-1)
         exact = weights @ values
-        # Its own rounding, and as much of the largest: with scores in bfloat16 it is twice that.
-        beyond = (found[row] - exact).abs() - 2.0**-9 * exact.abs()
-        assert beyond.max() < 2.0**-9 * exact.abs().max()
+        rounded = exact.abs()
+        if not widens:
+            # The fused kernel also rounds weights, and sums and scores where the processor has no
+            # products of bfloat16: by the derivative of softmax, w s |v - exact| for each score.
+            spread = (values[:, None] - exact[:, :, None]).abs()[:, 0]
+            rounded = 2 * rounded + weights @ values.abs() + (weights * scores.abs()) @ spread
+        assert ((found[row] - exact).abs() <= 1.01 * 2.0**-8 * rounded + 1e-6).all()

@@ -74,6 +74,8 @@ class Net:
             found = found.pop(0) if len(found) > 1 else found[0]
         if callable(found):
             found = found(request)
+        if isinstance(found, httpx.Response):
+            return found
         return httpx.Response(found) if isinstance(found, int) else httpx.Response(200, json=found)
 
     def posts(self) -> list[str]:
@@ -375,11 +377,52 @@ def test_credentials_in_an_address_are_used_and_not_shown(net: Net) -> None:
     with pytest.raises(ServerFailure) as caught:
         ask(net.pool("http://me:word@127.0.0.1:1/v1"))
     assert "word" not in str(caught.value)
+    # A server may repeat the header that it got, and a user alone may be a key.
+    for url, header in (("http://me:word@", "bWU6d29yZA=="), ("http://a-key@", "YS1rZXk6")):
+        net.answers[A] = lambda request: httpx.Response(400, text=request.headers["Authorization"])
+        with pytest.raises(ServerFailure, match=r"answered 400: Basic \*\*\*") as caught:
+            ask(net.pool(url + A.removeprefix("http://")))
+        assert net.asked[-1].headers["Authorization"] == f"Basic {header}"
 
 
 # -- servers that misbehave ------------------------------------------------------------------------
 
 KEY = "very-secret-value"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:1", "socksio"),
+        ("HTTP_PROXY", "ftp://127.0.0.1", "Unknown scheme for proxy"),
+        ("HTTP_PROXY", "http://u:pw@h:port", "Invalid port: 'port'"),
+        ("SSL_CERT_FILE", "/none", "No such file"),
+    ],
+)
+def test_an_unusable_proxy_is_one_sentence_and_this_machine_needs_none(
+    net: Net, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, told: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(EnvironmentFailure, match=f"cannot be used .*{told}") as caught:
+        ServerPool(["http://10.0.0.1"], what="The server", timeout_s=1)
+    assert "u:pw" not in str(caught.value)
+    net.answers["http://0.0.0.0:1"] = {"done": 1}
+    assert ask(net.pool("http://0.0.0.0:1")) == [{"done": 1}]
+
+
+def test_patience_is_counted_once_for_what_each_server_is_asked(net: Net) -> None:
+    """What a healthy server breaks off was tried for `total_s`, and then waited for anew."""
+
+    def breaks(_: httpx.Request) -> httpx.Response:
+        raise httpx.ReadError("closed")
+
+    net.answers[A] = breaks
+    pool = net.pool(A, patience=replace(HASTY, silent_s=1.0, total_s=0.9, attempts=1000))
+    threading.Timer(0.7, net.answers.clear).start()
+    began = monotonic()
+    with pytest.raises(ServerFailure, match="does not answer"):
+        pool.run(pool.on_each(lambda server: server.post("/work")))
+    assert 0.9 < monotonic() - began < 1.6
 
 
 def ask_for_real(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -447,6 +490,10 @@ def test_a_connection_that_breaks_while_a_server_is_looked_at_costs_nothing() ->
             r"answered 307: it redirects to 10\.0\.0\.1:9; name",
         ),
         (
+            lambda handler: handler.send(307, b"", Location="http://a]b/"),
+            "answered 307: it redirects to what is no address; name",
+        ),
+        (
             raw(b'{"error": {"message": "no such thing", "code": 404}}'),
             "answered 404: no such thing",
         ),
@@ -464,6 +511,7 @@ def test_a_connection_that_breaks_while_a_server_is_looked_at_costs_nothing() ->
         "hang after headers",
         "endless",
         "redirect",
+        "redirect to nowhere",
         "error in a 200",
         "word in a 200",
         "busy in a 200",

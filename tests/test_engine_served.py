@@ -45,7 +45,7 @@ from retrain.errors import (
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
 from retrain.inference_engine.http import Patience
 from retrain.inference_engine.openai import OpenAIEngine
-from retrain.inference_engine.served import _pool
+from retrain.inference_engine.served import ServedAdapter, _pool
 from retrain.noise import Stream
 from retrain.run.parts import Parts, load_parts, run_parity_gate
 from retrain.types import Completion, FinishReason
@@ -327,6 +327,19 @@ def test_the_gate_stops_a_server_that_samples_from_another_policy(
             choice(token_ids=[9] * 6, logprobs=None),
             ServerFailure,
             r'does not know: {"choices": \[{"finish_reason": "length"',
+        ),
+        *(
+            (
+                choice(token_ids=[9] * 6, logprobs={"token_logprobs": [0.0] * 5 + [value]}),
+                ServerFailure,
+                "returned a log-prob of -1.*, which no sampled token has",
+            )
+            for value in (-1e300, -(10**400))  # beyond float32
+        ),
+        (
+            choice(token_ids=[9] * 2, finish_reason="abort"),
+            ServerFailure,
+            r'ended a completion with finish_reason = "abort" \(4 tries',
         ),
         (choice(token_ids=[9] * 5), ServerFailure, "returned 5 tokens with 6 log-probs"),
         (
@@ -1143,6 +1156,49 @@ def test_a_signal_is_answered_while_a_lost_server_should_load_an_adapter(
     with closing(engine), pytest.raises(Interrupted):
         engine.sync(lab().save_adapter, 0)
     assert time.monotonic() - started < 30 and "it is tried again" in gone[0]
+
+
+def test_a_server_that_hangs_does_not_hold_up_the_end_of_a_run(
+    tmp_path: Path, server: VLLMDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrain.inference_engine.served._LEAVE_S", 0.2)
+
+    def hang(path: str, body: Any) -> Any:
+        if path != "/v1/unload_lora_adapter":
+            return None
+        time.sleep(2)
+        return 0, ""
+
+    class Patient(HastyVLLM):
+        patience = replace(HASTY, silent_s=60)
+
+    for timeout_s in (60.0, 0.1):
+        inference = {"timeout_s": timeout_s}
+        engine = engine_of(served(tmp_path, server.url, inference=inference), Patient)
+        engine._adapter = ServedAdapter("one", tmp_path)
+        server.faults = [hang]
+        began = time.monotonic()
+        engine.close()
+        assert time.monotonic() - began < 1.8
+
+
+def test_a_server_that_comes_back_during_a_sync_gets_the_new_version_too(
+    tmp_path: Path, server: VLLMDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was loading the old one: the new one goes to those that are there."""
+    with closing(engine_of(served(tmp_path, server.url))) as engine:
+        engine.sync(lab().save_adapter, 0)
+        old, load, given = engine._adapter, engine._dialect.load, list[str]()
+        new = ServedAdapter("new", old.folder)
+
+        async def slow_load(to: Any, adapter: ServedAdapter) -> None:
+            given.append(adapter.name)
+            engine._adapter = new
+            await load(to, adapter)
+
+        monkeypatch.setattr(engine._dialect, "load", slow_load)
+        engine._pool.run(engine._prepare(engine._pool.servers[0]))
+        assert given == [old.name, "new"]
 
 
 def test_patience_bounds_the_tries_of_one_server_too(tmp_path: Path) -> None:

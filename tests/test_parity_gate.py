@@ -19,6 +19,8 @@ from retrain import train
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run import gate, gate_fits
 from retrain.run.gate_causes import UNCLEAR, likely_cause
+from retrain.run.gate_looks import fault as fault_of
+from retrain.run.gate_looks import first_sound
 from retrain.run.identical import chance_of_identical
 from retrain.run.observer import default_mismatch_limit
 from retrain.run.parts import Parts, gate_inputs, load_parts, run_parity_gate
@@ -156,6 +158,82 @@ def test_of_two_servers_the_wrong_one_is_named(
         run_parity_gate(CONFIG, parts, 0)
 
 
+def test_completions_that_end_at_one_server_do_not_hide_another(parts: Parts, engine: Any) -> None:
+    engine("SecondNeverEnds")
+    inputs, prompts = gate_inputs(CONFIG, parts, 0, False), parts.prompts.batch(0, 2, 3)
+    gate._sync(inputs)
+    sampled = gate._sampled(inputs, prompts, 24, 0)
+    told = "^Parity gate, at http://two alone of 2 servers: none of 64 completions ended"
+    with pytest.raises(RunFailed, match=told):
+        gate._check_endings(sampled, prompts)
+
+
+def test_a_fault_has_to_be_found_twice_at_the_same_server() -> None:
+    """Of many sound servers, noise may accuse another one in each look."""
+    fault, small = fault_of("Parity gate: wrong."), [gate_fits.Suspect(0.2, "x", stops=False)]
+    sound: list[gate_fits.Suspect] = []
+    assert first_sound([("a", {"one": fault, "two": sound}), ("b", {"one": small, "two": fault})])
+    looks = [("a", {"one": fault, "two": sound}), ("b", {"one": fault, "two": fault})]
+    with pytest.raises(RunFailed, match="at one alone of 2 servers"):
+        first_sound(looks)
+
+
+def test_a_prompt_near_the_end_of_the_context_is_asked_for_what_is_left(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no answer, after which completions may end, is longer than that."""
+    inputs, (prompt,) = gate_inputs(CONFIG, parts, 0, False), parts.prompts.batch(0, 1, 3)
+    answer = np.full(9, 48, np.int32)
+    inputs = replace(inputs, answers=lambda _: [answer, answer[:7]])
+    monkeypatch.setattr(type(parts.backend), "reach", (len(prompt.token_ids) + 8, 0))
+    (request,) = gate._requests(inputs, [prompt], 32, 0)
+    assert request.max_tokens == 8
+    sampled = gate_fits.GateSample(inputs, [], [])
+    _, place, _ = gate._likely_end(sampled, prompt)
+    assert len(place.token_ids) == len(prompt.token_ids) + 7
+
+
+def test_at_a_temperature_near_0_kept_counts_are_compared_without_overflow(parts: Parts) -> None:
+    training = {"temperature": 1e-8, "top_p": 0.9, "max_tokens": 2}
+    inputs = gate_inputs(small(Path("nowhere"), training=training), parts, 0, False)
+    prompts = parts.prompts.batch(0, 2, 3)
+    assert "kept" not in gate._miscounted(gate._sampled(inputs, prompts, 2, 0))
+
+
+@pytest.mark.filterwarnings("error")
+def test_log_probs_that_are_the_learners_own_fit_no_temperature(parts: Parts) -> None:
+    inputs = replace(gate_inputs(CONFIG, parts, 0, False), half_precision=True)
+    sampled = gate._sampled(inputs, parts.prompts.batch(0, 2, 3), 24, 0)
+    rows = [
+        replace(row, logprobs=own) for row, own in zip(sampled.rows, sampled.learner, strict=True)
+    ]
+    assert gate_fits.temperature_suspects(replace(sampled, rows=rows)) == []
+
+
+class Overflows:
+    """A learner and its trial adapter: above a strength of 0.05 no log-prob is finite, as where a
+    float16 would be above 65,504.
+    """
+
+    def __init__(self, sampled: gate_fits.GateSample) -> None:
+        self.own, self.engine = sampled.learner, sampled.inputs.backend.engine
+
+    def set(self, strength: float) -> None:
+        self.strength = strength
+
+    def logprobs(self, rows: Any, temperature: float) -> list[Any]:
+        change = np.float32(4 * self.strength if self.strength <= 0.05 else np.nan)
+        return [own + change for own in self.own]
+
+
+def test_a_trial_adapter_whose_effect_is_not_finite_is_too_strong(parts: Parts) -> None:
+    inputs = gate_inputs(CONFIG, parts, 0, False)
+    sampled = gate._sampled(inputs, parts.prompts.batch(0, 2, 3), 4, 0)
+    trial: Any = Overflows(sampled)
+    found = replace(sampled, inputs=replace(inputs, backend=trial))
+    assert gate_fits.visible_strength(trial, found) == 0.05
+
+
 @pytest.mark.parametrize(
     ("off", "told"),
     [
@@ -221,9 +299,33 @@ def test_in_half_precision_one_module_is_a_group_of_its_own(parts: Parts, engine
     with inputs.backend.trial_adapter(0) as trial:
         trial.set(1.0)
         gate._sync(inputs)
-        suspects = gate._trial_look(inputs, trial, 1.0, parts.prompts.batch(0, 2, 3), 0).suspects
+        (suspects,) = gate._trial_look(
+            inputs, trial, 1.0, parts.prompts.batch(0, 2, 3), 0
+        ).findings.values()
     found = max(suspects, key=lambda suspect: suspect.explained)
     assert "effect on k_proj in part 1 of 4 of the layers" in found.sentence and not found.stops
+
+
+def test_in_half_precision_a_projection_is_a_group_after_short_completions_too(
+    parts: Parts, engine: Any
+) -> None:
+    """Two completions of four tokens are too few for a fit; more are measured then."""
+    engine("DropsAProjection")
+    inputs = replace(gate_inputs(CONFIG, parts, 0, False), half_precision=True)
+    with inputs.backend.trial_adapter(0) as trial:
+        trial.set(1.0)
+        gate._sync(inputs)
+        sampled = gate._sampled(inputs, parts.prompts.batch(0, 4, 3), 4, 0)
+        _, suspects = gate_fits.adapter_suspects(trial, 1.0, sampled)
+    found = max(suspects, key=lambda suspect: suspect.explained)
+    assert "effect on v_proj were missing" in found.sentence and found.stops
+
+
+def test_an_adapter_with_the_other_sign_is_not_called_ignored() -> None:
+    fit = gate_fits.Fit(gate_fits._WHOLE, 1.0, 0.01, 0.1, 0.99)
+    assert "ignores the adapter" in fit.sentence("nothing was trained")
+    told = replace(fit, share=2.0).sentence("nothing was trained")
+    assert "as if the adapter's effect had the other sign, so nothing was trained" in told
 
 
 @pytest.mark.parametrize(("second", "warning"), [("q_proj", "q_proj"), ("", "")])
@@ -236,8 +338,8 @@ def test_a_small_group_is_a_warning_if_another_look_finds_one_too(
 
     def look(*arguments: Any) -> gate._TrialLook:
         group = groups[arguments[-1]]
-        found = [gate.Suspect(0.1, group, stops=False)] if group else []
-        return gate._TrialLook(nothing, "", 0.5, found)
+        found = [gate_fits.Suspect(0.1, group, stops=False)] if group else []
+        return gate._TrialLook(nothing, 0.5, {"": found})
 
     monkeypatch.setattr(gate, "_trial_look", look)
     assert gate._with_trial_adapter(nothing, nothing, 1.0, []) == (nothing, 0.5, warning)

@@ -10,7 +10,7 @@ from retrain.advantages.pipeline import CreditPipeline
 from retrain.backends.own_loss import own_loss
 from retrain.campaign.plan import plan_campaign
 from retrain.cli.help import papers_page
-from retrain.config import TrainConfig, config_from_mapping, load_config
+from retrain.config import TrainConfig, config_from_mapping, load_config, replaced
 from retrain.config.load import config_from_toml, load_stored
 from retrain.config.names import OWN_PLUGINS, PAPERS, recipe_names
 from retrain.config.recipes import METHOD, departures, recipe
@@ -92,6 +92,9 @@ def test_what_the_file_sets_otherwise_is_named_in_one_line(file: Path) -> None:
     assert departure_note(config) == "dapo without its clip_high (yours: 0.2)."
     assert departure_note(config) in preflight_lines(config)
     assert departure_note(with_mode("dapo")) == ""
+    moved = replaced(with_mode("dapo"), {"schedule.points": {"loss.clip_high": [[0, 0.3]]}})
+    assert departure_note(moved) == "dapo without its clip_high (yours: moved by [schedule])."
+    assert not any("clip_high = " in line for line in preflight_lines(moved))
     assert any(line.startswith('algorithm_mode = "dapo" sets') for line in preflight_lines(config))
 
 

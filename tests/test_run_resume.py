@@ -20,13 +20,13 @@ import torch
 from retrain.backends.rows import learning_rate
 from retrain.cli.main import main
 from retrain.config import TrainConfig, dump_toml, load_config, replaced, resume_differences
-from retrain.config.stored import campaign_command
+from retrain.config.stored import campaign_command, config_hash
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.text import resolve_model
-from retrain.records.run_folder import RunFolder
+from retrain.records.run_folder import RunFolder, mark
 from retrain.run.notes import _spent_rate_note
 from retrain.run.session import Session
-from retrain.run.start import note_model
+from retrain.run.start import part_of_session
 from tests import commands
 from tests.runs import assert_same_run, lines, small, small_run
 from tests.stops import PLACED, Placed, Random, killed, stop_twice
@@ -296,9 +296,9 @@ def test_a_run_that_goes_on_with_other_model_files_says_so_and_records_both(
 
 
 def test_a_run_that_begins_again_without_a_checkpoint_records_the_files_that_it_has() -> None:
-    found = {"model_sha256": "first", "resumed": [{}]}
-    assert note_model(found, "a/model", "second", goes_on=False) == ""
-    assert found == {"model_sha256": "second", "resumed": [{}]}
+    found: dict[str, Any] = {"model_sha256": "first", "resumed": [{"step": 0}, {"step": 4}]}
+    assert part_of_session(found, goes_on=False) is found
+    assert part_of_session(found, goes_on=True) is found["resumed"][-1]
 
 
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
@@ -336,6 +336,8 @@ def test_more_steps_change_a_falling_rate_only_if_the_user_names_its_end(tmp_pat
     resumed = json.loads((folder / "environment.json").read_text())["resumed"][-1]
     assert resumed["step"] == 1
     assert resumed["changed"] == ["training.max_steps (1, 3)", "training.lr_horizon (0, 3)"]
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert state["config_hash"] == config_hash(falling(folder, 3, lr_horizon=3))
 
 
 @pytest.mark.parametrize("changes", [{"lr_schedule": "constant"}, {"lr_horizon": 1}])
@@ -483,6 +485,16 @@ def test_resume_without_a_file_reads_the_runs_own_or_a_newer_retrain_toml(
     assert started[-1].training.max_steps == 50
     beside.write_text("[training]\nlr = fast\n")
     assert resumed().startswith("Read logs/run/config.toml, and not retrain.toml: retrain.toml ")
+
+
+def test_resuming_a_campaign_without_a_file_asks_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mark(Path("logs/c"), "campaign")
+    assert main(["--resume", "logs/c"]) == 2
+    said = capsys.readouterr().err
+    assert "logs/c holds a campaign" in said and "`retrain FILE --resume logs/c`" in said
 
 
 def test_the_printed_command_of_a_campaign_has_its_file_and_its_flags(

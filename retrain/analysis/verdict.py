@@ -18,7 +18,7 @@ from typing import Literal
 
 from retrain.analysis import power, statistics
 from retrain.analysis.e_process import anytime_p, confidence_sequence, evidence
-from retrain.analysis.power import Correction
+from retrain.analysis.power import Correction, Rule
 from retrain.analysis.statistics import Differences, Interval, max_t
 from retrain.records.entries import Direction
 
@@ -57,6 +57,9 @@ class TestSettings:
     """Leave pairs with a failed run out, or give that run the worst value."""
     looks: int = 0
     """The number of looks, for the correction "evidence"."""
+    absent: int = 0
+    """The planned contrasts without a pair so far, for the correction "evidence": each may still
+    have one, so it stays in the family and has bet nothing."""
 
     @property
     def rule(self) -> Correction:
@@ -69,12 +72,16 @@ class TestSettings:
     def adjusted(self, family: Sequence[Differences]) -> list[float]:
         """The p of each contrast, adjusted over the family."""
         if self.rule == "evidence":
-            return [anytime_p(value) for value in evidence(family, self.looks)]
+            return [anytime_p(value) for value in self.evidence_for(family)]
         if self.rule == "holm":
             return statistics.holm(
                 [statistics.sign_flip_p(list(contrast.values())) for contrast in family]
             )
         return max_t(family)
+
+    def evidence_for(self, family: Sequence[Differences]) -> list[float]:
+        """The evidence for each contrast over the planned family; `family` has a pair in each."""
+        return evidence([*family, *[{}] * self.absent], self.looks)[: len(family)]
 
     def smallest_adjusted(self, pairs: Sequence[int]) -> list[float] | list[None]:
         """The smallest adjusted p that any differences of so many pairs in each contrast could
@@ -90,7 +97,7 @@ class TestSettings:
     def p(self, differences: Differences) -> float:
         """The p of one contrast alone."""
         if self.rule == "evidence":
-            return self.adjusted([differences])[0]
+            return anytime_p(*evidence([differences], self.looks))
         return statistics.sign_flip_p([*differences.values()])
 
     def interval(self, differences: Differences) -> Interval | None:
@@ -105,9 +112,8 @@ class TestSettings:
             return statistics.t_interval([*differences.values()], 1 - self.alpha)
         return None
 
-    def seeds_to_conclude(self, comparisons: int) -> int:
-        """The fewest pairs with which any contrast of the family can be significant."""
-        return power.seeds_to_conclude(self.alpha, comparisons, self.rule)
+    def of_family(self, comparisons: int) -> Rule:
+        return Rule(comparisons, self.alpha, self.power, self.rule)
 
     def detectable(self, pairs: int, sd: float, comparisons: int) -> Interval | None:
         """The difference found with the stated power, over the 95% interval of the sd; None if
@@ -116,28 +122,20 @@ class TestSettings:
         # Looks do not fix the number of seeds, so that there is no such difference.
         if self.rule == "evidence":
             return None
-        low, high = power.sd_interval(sd, pairs - 1)
-        found = [
-            power.minimal_detectable_effect(
-                pairs, end, self.alpha, self.power, comparisons, self.rule
-            )
-            for end in (low, high)
-        ]
-        if found[0] is None or found[1] is None:
+        units = power.minimal_detectable_effect(pairs, 1.0, self.of_family(comparisons))
+        if units is None:
             return None
-        return (found[0], found[1])
+        low, high = power.sd_interval(sd, pairs - 1)
+        return units * low, units * high
 
     def seeds_needed(self, sd: float, comparisons: int) -> int | None:
         """Seeds that find `effect` at this sd; None without an effect, under looks, and where it is
         out of reach.
         """
-        if (
-            self.effect is None
-            or self.rule == "evidence"
-            or power.out_of_reach(self.effect, sd, self.alpha, self.power, comparisons)
-        ):
+        rule = self.of_family(comparisons)
+        if self.effect is None or self.rule == "evidence" or rule.out_of_reach(self.effect, sd):
             return None
-        return power.seeds_needed(self.effect, sd, self.alpha, self.power, comparisons, self.rule)
+        return power.seeds_needed(self.effect, sd, rule)
 
 
 @dataclass(frozen=True)

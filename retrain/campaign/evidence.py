@@ -5,11 +5,11 @@ A seed is looked at once all of its needed runs have ended, in the order of the 
 decides depends only on these runs, so a campaign that was killed and resumed decides the same. The
 looks are stored in the manifest and are not taken again.
 
-A run that failed is left out of the look at its seed: nothing is bet on its pair. A resumed
-campaign tries it again, as it does any failed run, and looks at the seed once more if it now ends;
-that look takes only the pairs that were missing. A run has one result however often it is tried, so
-trying again chooses nothing. As with every comparison among the runs that finished, what must not
-depend on how good a run would have been is whether it fails.
+A run that failed or was stopped is left out of the look at its seed: nothing is bet on its pair. A
+resumed campaign tries it again, and looks at the seed once more if it now ends; that look takes
+only the pairs that were missing. A run has one result however often it is tried, so trying again
+chooses nothing. As with every comparison among the runs that finished, what must not depend on how
+good a run would have been is whether it fails.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,6 @@ from dataclasses import replace
 from math import ceil
 
 from retrain.analysis.compare import Comparison, compare_campaign
-from retrain.analysis.e_process import evidence
 from retrain.analysis.measures import difference_words
 from retrain.analysis.planned import CampaignRecord, Look
 from retrain.analysis.verdict import TestSettings, Verdict
@@ -26,7 +25,8 @@ from retrain.campaign.plan import CampaignPlan, CampaignRun
 from retrain.errors import ConfigurationError
 from retrain.records.terminal import counted
 
-_ENDED = (Status.DONE, Status.FAILED)
+_WITHOUT_RESULT = {Status.FAILED, Status.INTERRUPTED}
+_ENDED = {Status.DONE} | _WITHOUT_RESULT
 
 
 class EvidenceRule:
@@ -114,7 +114,7 @@ class EvidenceRule:
         )
 
     def _failed(self, seed: int) -> list[str]:
-        """The undecided conditions with a failed run in this seed's pair."""
+        """The undecided conditions with a run in this seed's pair that has no result."""
         baseline = self._plan.conditions[0]
         pairs = {
             condition: [self._runs[label, seed] for label in (condition, baseline)]
@@ -123,7 +123,7 @@ class EvidenceRule:
         return [
             condition
             for condition, pair in pairs.items()
-            if Status.FAILED in map(self._status, pair)
+            if _WITHOUT_RESULT.intersection(map(self._status, pair))
         ]
 
     def _status(self, run: CampaignRun) -> Status:
@@ -158,7 +158,7 @@ class EvidenceRule:
             for looks, contrast in zip(taken, comparison.contrasts, strict=True)
         ]
         # Over the whole family: a decided condition has its evidence still, and bets no more.
-        found = evidence(at_looks, len(record.looks))
+        found = comparison.test.evidence_for(at_looks)
         undecided = set(self._undecided)
         open_now = [
             (contrast.condition, value, contrast.conclusion.verdict)

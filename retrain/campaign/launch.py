@@ -33,15 +33,14 @@ from typing import IO, Any, Protocol
 from retrain.backends.base import backend_kind
 from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
-from retrain.config import TrainConfig, config_from_mapping, dump_toml, replaced
-from retrain.config.load import given_values
-from retrain.config.schema import Campaign, Provenance
+from retrain.config import TrainConfig, dump_toml, replaced
+from retrain.config.schema import Campaign, Training
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError
 from retrain.install import install_hint
 from retrain.records.disk import path_error
 from retrain.records.redact import harmless
 from retrain.records.run_folder import OUTPUT, RunFolder
-from retrain.system import Json
+from retrain.system import Json, read_object
 
 
 @dataclass(frozen=True)
@@ -97,12 +96,15 @@ def perform(config: TrainConfig) -> RunOutcome:
 
     folder = RunFolder(Path(config.logging.log_dir))
     try:
-        # A run that was begun has the marker; without a checkpoint it is resumed at step 0.
-        train(
-            replaced(config, {"resume.from": str(folder.path)}, origin="file")
-            if folder.marker.is_file()
-            else config
-        )
+        # Looked at before too, so that no model is loaded for a run without an hour left.
+        if not _used_hours(folder, config.training):
+            # A run that was begun has the marker; without a checkpoint it is resumed at step 0.
+            train(
+                replaced(config, {"resume.from": str(folder.path)}, origin="file")
+                if folder.marker.is_file()
+                else config
+            )
+        used = _used_hours(folder, config.training)
     except Interrupted as error:
         return RunOutcome(Status.INTERRUPTED, str(error), stopped_by=error.exit_code - 128)
     except RetrainError as error:
@@ -118,7 +120,24 @@ def perform(config: TrainConfig) -> RunOutcome:
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (the traceback is in"
             f" {OUTPUT})",
         )
+    if used:
+        return RunOutcome(Status.INTERRUPTED, used)
     return RunOutcome(Status.DONE)
+
+
+def _used_hours(folder: RunFolder, training: Training) -> str:
+    """Say that `[training] max_hours` came before a run's last step; "" if it did not."""
+    if not (training.max_hours and folder.summary.is_file()):
+        return ""
+    summary = read_object(folder.summary)
+    steps, hours = summary["steps"], summary["seconds"] / 3600
+    if steps >= training.max_steps or hours < training.max_hours:
+        return ""
+    return (
+        f"[training] max_hours = {training.max_hours:g} came after {steps} of"
+        f" {training.max_steps} steps; give more hours, such as --max-hours"
+        f" {2 * max(training.max_hours, hours):.3g}"
+    )
 
 
 @contextmanager
@@ -330,8 +349,12 @@ def start_worker(run: CampaignRun, threads: int | None) -> "Worker":
     """Start the worker process of a run. `threads` is its OMP_NUM_THREADS unless that is set; None
     does not set it.
     """
-    run.folder.mkdir(parents=True, exist_ok=True)
-    with (run.folder / OUTPUT).open("ab") as log:
+    return _worker_for(_request(run), run.folder, threads)
+
+
+def _worker_for(request: bytes, folder: Path, threads: int | None) -> "Worker":
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / OUTPUT).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "retrain.campaign.worker"],
             stdin=subprocess.PIPE,
@@ -343,7 +366,7 @@ def start_worker(run: CampaignRun, threads: int | None) -> "Worker":
     assert process.stdin is not None
     # The process may have ended already, which `poll` reports.
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(_request(run) + b"\n")
+        process.stdin.write(request + b"\n")
         process.stdin.flush()
     return Worker(process)
 
@@ -680,14 +703,9 @@ class RayLauncher:
             config = replaced(
                 config, {"backend.devices": _DEVICES[self._settings.devices_per_run]}, origin="file"
             )
-        path = config.source_path
+        run = replace(run, config=config)
         task = self._ray.remote(num_cpus=1, num_gpus=self._gpus, max_retries=0)(_perform)
-        return RayJob(
-            self._ray,
-            task.remote(
-                given_values(config), str(path.resolve()) if path else "", run.name, str(Path.cwd())
-            ),
-        )
+        return RayJob(self._ray, task.remote(_request(run), str(run.folder), str(Path.cwd())))
 
     def close(self) -> None:
         """Disconnect, which ends a local cluster, and delete the folder of a local cluster."""
@@ -740,16 +758,13 @@ class RayJob:
         self._ray.cancel(self._task, force=True)
 
 
-def _perform(values: Json, path: str, name: str, folder: str) -> tuple[str, str, bool]:
+def _perform(request: bytes, folder: str, started_in: str) -> tuple[str, str, bool]:
     """The Ray task: start the worker process and wait for it. The worker ends with this process,
     which holds its standard input.
     """
     # Paths in a configuration are relative to the folder where the campaign was started.
-    os.chdir(folder)
-    config = config_from_mapping(values, provenance=Provenance(Path(path) if path else None))
-    worker = start_worker(
-        CampaignRun(name, config.condition_label, config.training.seed, config), threads=None
-    )
+    os.chdir(started_in)
+    worker = _worker_for(request, Path(folder), threads=None)
     try:
         while True:
             try:

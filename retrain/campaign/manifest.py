@@ -23,14 +23,7 @@ from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
 from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
-from retrain.records.run_folder import (
-    Liveness,
-    RunFolder,
-    Writer,
-    mark,
-    writer_lock,
-    written_by,
-)
+from retrain.records.run_folder import RunFolder, mark, writer_lock
 from retrain.records.terminal import clean
 from retrain.system import Json, toml_value
 
@@ -216,12 +209,23 @@ class Manifest:
             differences += resume_differences(run.config, now[name].config)
         if differences:
             raise ConfigurationError(list(dict.fromkeys(differences)))
+        self._check_margin(plan)
         self._check_looks(plan)
         fresh = Manifest.of_plan(plan, datetime.now().astimezone())
         self.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
         self._by_name = {entry.name: entry for entry in self.runs}
         self.config, self.conditions = fresh.config, fresh.conditions
         self.seeds, self.max_steps = fresh.seeds, fresh.max_steps
+
+    def _check_margin(self, plan: CampaignPlan) -> None:
+        """Raises ConfigurationError for another margin than the one that was planned."""
+        planned, now = (self.plan or {}).get("margin"), plan.settings.margin
+        if self.plan and now != planned:
+            raise ConfigurationError(
+                f"[campaign] margin = {_shown(now)}: {self.folder} was planned with"
+                f" {_shown(planned)}, and a plan keeps its margin; restore that, and give another"
+                " one to `retrain compare --margin`."
+            )
 
     def _check_looks(self, plan: CampaignPlan) -> None:
         """Check a resumed plan. Raises ConfigurationError where its steps, conditions or order of
@@ -250,6 +254,10 @@ class Manifest:
                     f"[campaign] {key} = {toml_value(now)}: {self.folder} has been looked at"
                     f" {len(looked)} times with {toml_value(before)}; restore that, {otherwise}"
                 )
+
+
+def _shown(margin: float | None) -> str:
+    return "unset" if margin is None else f"{margin:g}"
 
 
 def analysis_plan(plan: CampaignPlan) -> AnalysisPlan:
@@ -303,6 +311,11 @@ def open_campaign(config: TrainConfig, now: datetime) -> Iterator[tuple[Campaign
         if resumed:
             manifest = Manifest.read(folder)
             manifest.resumed_with(plan)
+        elif (folder / MANIFEST).is_file():
+            raise ConfigurationError(
+                f"{folder} already holds a campaign; continue it with"
+                f" `{campaign_command(config, folder)}`, or choose another [logging] log_dir."
+            )
         else:
             manifest = Manifest.of_plan(plan, now)
         manifest.write()
@@ -315,18 +328,11 @@ def _new_folder(config: TrainConfig, now: datetime) -> Path:
     """
     if config.is_set("logging.log_dir"):
         folder = Path(config.logging.log_dir)
-        if (folder / MANIFEST).is_file():
-            writer = Writer.of(RunFolder(folder))
-            if writer and writer.liveness() is Liveness.ALIVE:
-                raise written_by(RunFolder(folder), str(writer))
+        kind = RunFolder(folder).claim().kind
+        if kind not in ("", "campaign"):
             raise ConfigurationError(
-                f"{folder} already holds a campaign; continue it with"
-                f" `{campaign_command(config, folder)}`, or choose another [logging] log_dir."
-            )
-        if RunFolder(folder).claim().holds_run:
-            raise ConfigurationError(
-                f"{folder} holds a run; choose another [logging] log_dir for the campaign, or leave"
-                " the key out."
+                f"{folder} holds a {kind}; choose another [logging] log_dir for the campaign, or"
+                " leave the key out."
             )
         return folder
     name, number = f"campaign_{now.strftime(TIMESTAMP)}", 1

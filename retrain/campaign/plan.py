@@ -5,7 +5,7 @@ with the conditions that it concerns.
 Planning starts and writes nothing, so `retrain explain` shows the plan that a campaign would run.
 """
 
-import re
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from retrain.backends.declared import incapable
 from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.config.judging import verifies
 from retrain.config.load import arms, given_values
+from retrain.config.names import folder_name
 from retrain.config.schema import Campaign, Condition, Logging, Provenance
 from retrain.data.prompts import each_source, load_examples
 from retrain.data.sources import NoHeldOutSplit
@@ -31,7 +32,6 @@ THROTTLE = "tinker_throttle"
 DEFAULT_MAX_STEPS = 500
 
 _MODES = ("advantage_mode", "transform_mode", "algorithm_mode")
-_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9+._-]")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def max_steps(config: TrainConfig) -> int:
 
 def run_name(condition: str, seed: int) -> str:
     """The name of a run, `{condition}_s{seed}`, in characters that a folder's name may have."""
-    return f"{_NOT_IN_A_NAME.sub('_', condition)}_s{seed}"
+    return f"{folder_name(condition)}_s{seed}"
 
 
 def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> Json:
@@ -249,23 +249,24 @@ def check(plan: CampaignPlan) -> Findings:
     lacking = _without_held_out(plan)
     sources = dict.fromkeys(lacking.values())
     missing = [f"No held-out evaluation at the end: {name} holds nothing out." for name in sources]
-    # What the campaign can conclude.
-    design = []
-    comparisons = len(plan.conditions) - 1
-    if comparisons:
-        from retrain.analysis.power import Correction, design_line
+    said = (*lines, *condition_notes(plan), *missing, *_design_lines(plan))
+    return Findings(said, frozenset(lacking))
 
-        evaluation = plan.runs[0].config.evaluation
-        problems = 0
-        if evaluation.asked_for:
-            problems = sum(part.max_examples for part in evaluation.parts)
-        correction: Correction = "evidence" if plan.settings.stop == "evidence" else "maxt"
-        design = [
-            design_line(
-                len(plan.seeds), comparisons, problems, evaluation.samples, correction=correction
-            )
-        ]
-    return Findings((*lines, *condition_notes(plan), *missing, *design), frozenset(lacking))
+
+def _design_lines(plan: CampaignPlan) -> Iterator[str]:
+    """What the campaign can conclude."""
+    from retrain.analysis.power import Rule, design_line, equivalence_line
+
+    settings, comparisons = plan.settings, len(plan.conditions) - 1
+    if not comparisons:
+        return
+    evaluation, seeds, problems = plan.runs[0].config.evaluation, len(plan.seeds), 0
+    if evaluation.asked_for:
+        problems = sum(part.max_examples for part in evaluation.parts)
+    rule = Rule(comparisons, correction=settings.correction)
+    yield design_line(seeds, rule, problems, evaluation.samples)
+    if settings.margin and settings.stop == "seeds":
+        yield from equivalence_line(seeds, rule, settings.margin)
 
 
 def condition_notes(plan: CampaignPlan) -> list[str]:

@@ -170,9 +170,11 @@ class _Execution:
         """Conditions whose first pair was looked at."""
         self._stopping = False
         self._rule: EvidenceRule | None = None
+        self._not_looked: RetrainError | None = None
+        """Why a look could not be taken: a file of a run that had ended is damaged."""
 
     def run(self) -> None:
-        """Raises Interrupted after a signal."""
+        """Raises Interrupted after a signal, RunFailed where a look met a damaged file."""
         self._queue_unfinished()
         settings, next_start = self._plan.settings, 0.0
         stagger = (
@@ -207,6 +209,8 @@ class _Execution:
             raise Interrupted(
                 f"Interrupted by {Signals(number).name}; continue with `{again}`.", number
             )
+        if self._not_looked:
+            raise self._not_looked
 
     def _start_next(self) -> bool:
         """Start the first waiting run that may start; False if there is none."""
@@ -260,9 +264,15 @@ class _Execution:
 
     def _look(self) -> None:
         """Take the looks that are due, and drop the runs that they make needless."""
-        if self._rule is None:
+        if self._rule is None or self._not_looked:
             return
-        self._rule.look()
+        try:
+            self._rule.look()
+        except RetrainError as error:
+            # Runs that are under way end first; which others are needed no look can say.
+            self._not_looked = error
+            self._waiting.clear()
+            return
         needless = [run for run in self._waiting if not self._rule.needs(run)]
         for run in needless:
             self._waiting.remove(run)

@@ -19,6 +19,7 @@ from typer.models import ArgumentInfo, OptionInfo
 from retrain.cli.init import template_names
 from retrain.cli.usage import EXAMPLES
 from retrain.config.names import NAME_CUTOFF, nearest
+from retrain.system import listed
 
 _ANY_FLAG = "[--KEY VALUE]..."
 """In the usage of a command that also takes the configuration's flags."""
@@ -33,6 +34,8 @@ _HELP = ("--help", "Print this page.")
 
 @dataclass(frozen=True)
 class Parameter:
+    word: str
+    """Its name in the command's signature."""
     name: str
     """--option, or an argument's name."""
     value: str
@@ -96,6 +99,7 @@ def _parameter(given: inspect.Parameter, annotation: Sequence[Any]) -> Parameter
     if not required and given.default not in (None, "", False, Path()):
         text += f" Default: {given.default}."
     return Parameter(
+        given.name,
         _name(given.name, info),
         (info.metavar or value) if is_option else "",
         text,
@@ -123,7 +127,7 @@ def _values(kind: Any, info: ArgumentInfo | OptionInfo) -> tuple[str, str]:
         return "", "no value"
     if get_origin(kind) is Literal or issubclass(kind, StrEnum):
         choices = [str(choice) for choice in get_args(kind) or kind]
-        return "|".join(choices), f"{', '.join(choices[:-1])} or {choices[-1]}"
+        return "|".join(choices), listed(choices, "or")
     value, words = _WORDS[kind]
     limits = [
         f"{side} {limit:g}"
@@ -218,9 +222,7 @@ def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
 
 def _missing(name: str, parameter: str) -> str:
     """`parameter` is the name in the command's signature."""
-    signature = inspect.signature(module_of(name).command, eval_str=True).parameters.values()
-    given = [each.name for each in signature if get_args(each.annotation)]
-    absent = dict(zip(given, parameters_of(name), strict=True))[parameter]
+    absent = next(each for each in parameters_of(name) if each.word == parameter)
     meaning = absent.text.rstrip(".")
     if not meaning[1:2].isupper():  # TOML stays as it is
         meaning = f"{meaning[:1].lower()}{meaning[1:]}"

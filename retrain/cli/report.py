@@ -2,7 +2,6 @@
 machine.
 """
 
-import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from retrain.cli.shared import (
     refuse_two_baselines,
 )
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.install import install_hint
+from retrain.install import install_hint, missing_package
 
 if TYPE_CHECKING:
     from retrain.report.data import ReportRequest
@@ -136,14 +135,12 @@ def _write(
 
 def _check_extra() -> None:
     """Raise EnvironmentFailure if a package of the extra is not installed."""
-    for name in _EXTRA:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise EnvironmentFailure(
-                f'retrain report needs the extra "report" ({error.name} is missing);'
-                f" {install_hint('report')}."
-            ) from error
+    missing = missing_package(*_EXTRA)
+    if missing:
+        raise EnvironmentFailure(
+            f'retrain report needs the extra "report" ({missing} is missing);'
+            f" {install_hint('report')}."
+        )
 
 
 def _formats(text: str) -> list[str]:

@@ -118,15 +118,17 @@ def _continued(parsed: RunArguments) -> "tuple[TrainConfig, str] | None":
         for given in parsed.overrides.given
         if given.path == "resume.from"
     ]
-    if parsed.path is not None or not named or kind_of(named[0].path) != "run":
+    if parsed.path is not None or not named:
         return None
     folder, beside = named[0], Path(DEFAULT_FILE)
-    if not folder.config.is_file():
-        if beside.exists():
+    kind = kind_of(folder.path)
+    if kind != "run" or not folder.config.is_file():
+        if kind not in ("run", "campaign") or beside.exists():
             return None
+        what = "a campaign" if kind == "campaign" else f"no {folder.config.name} yet"
         raise ConfigurationError(
-            f"{folder.path} holds no {folder.config.name} yet, and no configuration file is given;"
-            f" name the file that the run began with: `retrain FILE --resume {folder.path}`."
+            f"{folder.path} holds {what}, and no configuration file is given; name the file that it"
+            f" began with: `retrain FILE --resume {folder.path}`."
         )
     own = load_config(folder.config, parsed.overrides)
     if not beside.exists():

@@ -9,7 +9,7 @@ of a run, `explain`, `retrain backends` and the documents all read these rows.
 
 import importlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, takewhile
@@ -32,7 +32,7 @@ from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of, transfo
 from retrain.config.schema import Backend, TrainConfig
 from retrain.config.section import Applicability
 from retrain.errors import ConfigurationError
-from retrain.system import toml_value
+from retrain.system import listed, toml_value
 
 Outcome = Literal["used", "served", "unused", "refused"]
 """served: a setting of the server, which `retrain serve` passes on; a run cannot change it. unused:
@@ -191,14 +191,6 @@ def _campaign(config: TrainConfig) -> bool:
     return config.campaign is not None
 
 
-def _listed(words: Sequence[str], conjunction: str = "and") -> str:
-    """Write names as values of a file: "tis" and "seq_tis"."""
-    *first, last = (f'"{word}"' for word in words)
-    if first:
-        return f"{', '.join(first)} {conjunction} {last}"
-    return last
-
-
 def _implied_by_names() -> Iterator[Effect]:
     """Rows of the bounds that some corrections read, and of the keys with the trait
     `applies_when`.
@@ -206,7 +198,7 @@ def _implied_by_names() -> Iterator[Effect]:
     corrections = table("correction").items()
     for bound in sorted({*chain.from_iterable(bounds for _, bounds in corrections)}):
         owners = [name for name, bounds in corrections if bound in bounds]
-        because = f"it belongs to correction = {_listed(owners)}"
+        because = f"it belongs to correction = {listed(map(toml_value, owners))}"
         yield unused(f"loss.{bound}", because=because, when=_no_correction_with(bound))
     for key in all_keys():
         if key.traits.applies_when:
@@ -531,7 +523,8 @@ def _implied_by_backend(name: str, declared: Any, known: Reasons) -> Iterator[Ef
     elif others := tuple(name for name in builtin_names("loss") if name not in declared.losses):
         yield row(
             "loss.mode",
-            f"it does not train with this loss; use {_listed(declared.losses, 'or')}",
+            "it does not train with this loss; use"
+            f" {listed(map(toml_value, declared.losses), 'or')}",
             values=others,
         )
     if declared.loss_reduction == "mean":
@@ -765,7 +758,7 @@ _TINKER: Rows = (
         because=(
             'a service with [backend.options] loss_reduction = "mean" divides by the weights that'
             " carry the gradient of a loss that is computed here; use"
-            f" {', '.join(_SERVICE_LOSSES[:-1])} or {_SERVICE_LOSSES[-1]}"
+            f" {listed(_SERVICE_LOSSES, 'or')}"
         ),
         when=lambda config: (
             config.backend.tinker.loss_reduction == "mean"

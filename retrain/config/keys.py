@@ -17,6 +17,7 @@ from retrain.config.names import ALIASES, builtin_names, synonym
 from retrain.config.section import NO_TRAITS, Section, Traits, traits_of
 from retrain.config.sections import AllSections, Condition
 from retrain.config.values import MAX_SEED, OpenName
+from retrain.system import listed
 
 BARE_SECTIONS = ("model", "algorithm", "training", "optimizer", "backend", "logging")
 """Sections whose keys are flags by their bare name; every other section's flags carry its name in
@@ -239,8 +240,7 @@ class _Member:
             if check in _SPECIAL:
                 return _SPECIAL[check]
         if self.kind is Literal:
-            *first, last = (f'"{value}"' for value in self.args)
-            return " or ".join([", ".join(first), last] if first else [last])
+            return listed((f'"{value}"' for value in self.args), "or")
         bounds = [_BOUNDS[type(one)].format(one) for one in self.metadata if type(one) in _BOUNDS]
         if self.kind is list:
             some = " of at least one" if bounds else ""

@@ -228,6 +228,14 @@ def condition_label(advantage_mode: str, transform_mode: str, algorithm_mode: st
     return "+".join(map(_last_part, modes))
 
 
+def folder_name(label: str) -> str:
+    """A condition's label in characters that a folder's name may have."""
+    return _NOT_IN_A_FOLDER.sub("_", label)
+
+
+_NOT_IN_A_FOLDER = re.compile(r"[^A-Za-z0-9+._-]")
+
+
 def _last_part(name: str) -> str:
     """The last part of a dotted path; any other name as it is."""
     return name.rpartition(".")[2] if is_dotted(name) else name

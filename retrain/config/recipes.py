@@ -89,11 +89,7 @@ def above_recipe_of_condition(data: Mapping[str, Any], name: str) -> Json:
 
 
 def _given(data: Mapping[str, Any]) -> Json:
-    return {
-        f"{section}.{key}": value
-        for section, keys in data.items()
-        for key, value in _table(keys).items()
-    }
+    return by_path({section: _table(keys) for section, keys in data.items()})
 
 
 def _filled(data: Mapping[str, Any], values: Mapping[str, Any]) -> Json:

@@ -6,7 +6,6 @@ A rule reads a configuration whose values are all allowed one by one, and yields
 is refused by the part that knows.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from retrain.config.learning_sections import BACKEND_OPTIONS, Backend
 from retrain.config.names import (
     builtin_names,
     fixed_aggregation,
+    folder_name,
     is_recipe,
     nearest,
     source_task,
@@ -563,7 +563,7 @@ def _labels_are_unique(config: AllSections) -> Violations:
     seen: dict[str, tuple[int, str]] = {}
     for number, condition in enumerate(config.conditions, start=1):
         # Many disks do not tell upper from lower case.
-        folder = re.sub(r"[^A-Za-z0-9+._-]", "_", condition.label).casefold()
+        folder = folder_name(condition.label).casefold()
         first, label = seen.setdefault(folder, (number, condition.label))
         if first != number:
             names = f'called "{label}" and "{condition.label}"'

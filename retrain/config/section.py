@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from pydantic.fields import FieldInfo
 
 from retrain.config.values import MAX_SEED, check_path, check_serialisable, check_table
+from retrain.system import listed
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,10 @@ class Applicability:
     def otherwise(self) -> str:
         """Why the key has no effect, as a clause."""
         name = self.path.partition(".")[2]
-        *first, last = (v if v.isdecimal() else f'"{v}"' for v in self.values)
-        listed = last
-        if first:
-            listed = f"{', '.join(first)} or {last}"
+        values = listed((v if v.isdecimal() else f'"{v}"' for v in self.values), "or")
         if self.unless:
-            return f"{name} is {listed}"
-        return f"it belongs to {name} = {listed}"
+            return f"{name} is {values}"
+        return f"it belongs to {name} = {values}"
 
 
 Strings = list[str]

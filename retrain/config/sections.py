@@ -229,9 +229,14 @@ class Campaign(Section):
         "Times that a run is restarted after its worker was lost (killed, or its machine gone).",
         ge=0,
     )
-    devices_per_run: int = key(1, "Devices of one run.", ge=1)
+    devices_per_run: int = key(1, "Devices of one run; two sample and train at once.", ge=1, le=2)
     workers_per_device: int = key(1, "Runs that share one device.", ge=1)
     price_per_hour: float = key(0.0, "Price of one device hour, for the cost in reports.", ge=0)
+
+    @property
+    def correction(self) -> Literal["maxt", "evidence"]:
+        """How the p values of the planned comparison are adjusted."""
+        return "evidence" if self.stop == "evidence" else "maxt"
 
 
 class AllSections(Section):

@@ -131,7 +131,7 @@ def _sentence(
             text = f"[{loc[0]}] is a section, and here it is {_shown(data[str(loc[0])])}"
         return f"{place.file}: {_finish(text)}"
     path = f"{loc[0]}.{loc[1]}"
-    where = place.of(path, *(alias for alias, canonical in ALIASES.items() if canonical == path))
+    where = place.of(*_spellings(path))
     # Four parts are a condition's: campaign, conditions, number, key.
     if len(loc) == 4:
         return f"{where}: {_finish(_condition_problem(loc, details))}"
@@ -141,11 +141,16 @@ def _sentence(
     return f"{where}: {_finish(_wrong_value(keys_by_path()[path], value, details))}"
 
 
+def _spellings(path: str) -> list[str]:
+    """The own name of a key, then its aliases."""
+    return [path, *(alias for alias, canonical in ALIASES.items() if canonical == path)]
+
+
 def _value(data: Mapping[str, Any], path: str, detail: ErrorDetails) -> Any:
     """The value that was given, under the key's own name or an alias; the refused one where a
     section gathered it from other names, as [schedule] does.
     """
-    for candidate in (path, *(alias for alias, canonical in ALIASES.items() if canonical == path)):
+    for candidate in _spellings(path):
         section, _, name = candidate.partition(".")
         if name in data.get(section, {}):
             return data[section][name]

@@ -9,6 +9,7 @@ the others, and it is taken back once its health answers.
 import asyncio
 import math
 import time
+from base64 import b64encode
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -21,7 +22,15 @@ import httpx
 import stamina
 
 from retrain.errors import ConfigurationError, RetrainError, ServerFailure
-from retrain.web import Answer, AnswerOverflow, EventLoop, exchange, key_from, masked
+from retrain.web import (
+    Answer,
+    AnswerOverflow,
+    EventLoop,
+    client_for,
+    exchange,
+    key_from,
+    masked,
+)
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -35,7 +44,6 @@ _came: ContextVar[Answer | None] = ContextVar("_came", default=None)
 _CONNECT_S = 10.0
 _MAX_BYTES = 1 << 30
 """Largest answer: some hundred bytes for each token of the completions of a prompt."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -272,7 +280,7 @@ class ServerPool:
         slow = 0
         while True:
             try:
-                return await self._ask_patiently(request, tried)
+                return await self._ask_patiently(request, tried, time.monotonic())
             except Refusal as error:
                 raise self.refusal(error) from error
             except RequestTimeout as error:
@@ -283,16 +291,17 @@ class ServerPool:
                         " timeout_s, or lower [training] max_tokens, batch_size or group_size."
                     ) from error
 
-    async def _ask_patiently(self, request: Callable[[Server], Awaitable[T]], tried: set[str]) -> T:
+    async def _ask_patiently(
+        self, request: Callable[[Server], Awaitable[T]], tried: set[str], started: float
+    ) -> T:
         """Make `request` until it is answered. `tried` collects the servers that did not answer;
-        others come first.
+        others come first. Patience counts from `started`.
 
         Raises Refusal, ServerFailure, and RequestTimeout for a healthy server that is too slow.
         """
         tries = 0
-        started = time.monotonic()
         try:
-            async for attempt in self._attempts():
+            async for attempt in self._attempts(started):
                 with attempt:
                     tries += 1
                     self._tell_patience(started)
@@ -325,7 +334,9 @@ class ServerPool:
 
         async def one(server: Server) -> None:
             try:
-                async for attempt in self._attempts(self._patience.attempts, has_others=others):
+                async for attempt in self._attempts(
+                    started, self._patience.attempts, has_others=others
+                ):
                     with attempt, self._understood(server):
                         results[server.url] = await request(server)
             except (TransientFailure, RequestTimeout) as error:
@@ -337,7 +348,7 @@ class ServerPool:
         while not results:
             # Any live server fulfils this: it waits for one.
             if not self.alive:
-                await self.ask(lambda _: asyncio.sleep(0))
+                await self._ask_patiently(lambda _: asyncio.sleep(0), set(), started)
             others = len(self.alive) > 1
             await asyncio.gather(*(one(server) for server in self.alive))
             is_unfit = bool(problems) and isinstance(problems[-1], BadAnswer)
@@ -356,7 +367,7 @@ class ServerPool:
                 await self._check_health(server)
                 # A connection kept open may close as it is used again: uvicorn's does after an
                 # error of its own.
-                async for attempt in self._attempts(self._patience.look_attempts):
+                async for attempt in self._attempts(time.monotonic(), self._patience.look_attempts):
                     with attempt, self._understood(server):
                         await look(server)
             except (TransientFailure, RequestTimeout) as error:
@@ -372,12 +383,15 @@ class ServerPool:
             if not server.alive:
                 self._log(f"{self._what} {server.problem}; left out until it answers.")
 
-    def _attempts(self, attempts: int | None = None, *, has_others: bool = False) -> Any:
-        """The tries of one request. An unfit answer has `attempts`; without that number a server
-        that is busy or silent has until the end of patience. One that is gone has few where there
-        are others to go on with.
+    def _attempts(
+        self, began: float, attempts: int | None = None, *, has_others: bool = False
+    ) -> Any:
+        """The tries of one request, whose patience counts from `began`. An unfit answer has
+        `attempts`; without that number a server that is busy or silent has until the end of
+        patience. One that is gone has few where there are others to go on with.
         """
         patience, started, unfit, gone = self._patience, time.monotonic(), 0, 0
+        left = patience.silent_s - (started - began)
 
         def is_worth_another(error: Exception) -> bool:
             nonlocal unfit, gone
@@ -392,7 +406,7 @@ class ServerPool:
         return stamina.retry_context(
             on=is_worth_another,
             attempts=attempts,
-            timeout=patience.silent_s if attempts is None else patience.total_s,
+            timeout=left if attempts is None else min(left, patience.total_s),
             wait_initial=patience.first_s,
             wait_max=patience.most_s,
         )
@@ -568,21 +582,22 @@ def _server(
             f"[inference] url {shown} holds a user, and api_key_env a key, and a request takes one;"
             " leave one out."
         )
-    client = httpx.AsyncClient(
+    client = client_for(
+        full,
         base_url=full,
         headers=headers,
         timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None),
         # The engine itself bounds the requests that are under way.
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        trust_env=parts.hostname not in LOOPBACK,  # a proxy cannot reach this machine's own servers
         transport=transport,
     )
-    secrets = (
-        headers.get("Authorization", "").removeprefix("Bearer "),
-        parts.password or "",
-        unquote(parts.password or ""),
-    )
-    return Server(shown, client, lost, timeout_s, secrets)
+    secrets = [headers.get("Authorization", "").removeprefix("Bearer ")]
+    if parts.username is not None:
+        # A user alone may be a key.
+        secret = parts.password or parts.username
+        both = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        secrets += [secret, unquote(secret), b64encode(both.encode()).decode()]
+    return Server(shown, client, lost, timeout_s, tuple(secrets))
 
 
 def addresses(url: str) -> tuple[str, str]:

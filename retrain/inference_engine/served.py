@@ -19,7 +19,6 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from secrets import token_hex
@@ -42,6 +41,7 @@ from retrain.inference_engine.http import (
     Json,
     Patience,
     Refusal,
+    RequestTimeout,
     Server,
     ServerMismatch,
     ServerPool,
@@ -72,6 +72,9 @@ _LOOK_S = 0.05
 signal asked the run to stop."""
 _ROUNDING = 1e-3
 """Nats by which a log-prob may lie above 0: the server's own rounding."""
+_SMALLEST = float(np.finfo(np.float32).min)
+_LEAVE_S = 30.0
+"""Seconds that a server has to wake and to forget the adapter when a run ends."""
 
 
 @dataclass(frozen=True)
@@ -442,9 +445,13 @@ class ServedEngine(InferenceEngine):
         # One that was left out may have come back as another.
         if "looked" not in server.facts:
             await self._look(server)
-        adapter = self._adapter
-        if adapter is None:
-            return
+        given: ServedAdapter | None = None
+        # The next version may come while a server that is taken back loads this one.
+        while (adapter := self._adapter) is not None and adapter is not given:
+            await self._give(server, adapter)
+            given = adapter
+
+    async def _give(self, server: Server, adapter: ServedAdapter) -> None:
         try:
             await self._dialect.load(server, adapter)
         except Refusal as error:
@@ -496,11 +503,12 @@ class ServedEngine(InferenceEngine):
         adapter, self._adapter = self._adapter, None
 
         async def one(server: Server) -> None:
-            with suppress(TransientFailure, Refusal):
-                if server.facts.pop("asleep", False):
-                    await self._dialect.wake(server)
-                if adapter is not None:
-                    await self._dialect.unload(server, adapter)
+            with suppress(TransientFailure, Refusal, RequestTimeout, TimeoutError):
+                async with asyncio.timeout(_LEAVE_S):
+                    if server.facts.pop("asleep", False):
+                        await self._dialect.wake(server)
+                    if adapter is not None:
+                        await self._dialect.unload(server, adapter)
 
         if adapter is not None and self._pool.alive:
             self._pool.run(self._pool.on_each(one))
@@ -517,7 +525,7 @@ def _damage(one: ServedSample) -> str:
     wrong = [
         value
         for value in values
-        if type(value) not in (float, int) or not -inf < value <= _ROUNDING
+        if type(value) not in (float, int) or not _SMALLEST <= value <= _ROUNDING
     ]
     if wrong:
         return (
@@ -525,6 +533,15 @@ def _damage(one: ServedSample) -> str:
             " weights or its settings are broken"
         )
     return ""
+
+
+def has_stopped(reason: Any) -> bool:
+    """Return True for a completion that ended at an EOS, False at the limit. Raises AnswerFormError
+    for one that the server broke off, as vLLM and SGLang do while they shut down.
+    """
+    if reason not in ("stop", "length"):
+        raise AnswerFormError(f"ended a completion with finish_reason = {json.dumps(reason)}")
+    return bool(reason == "stop")
 
 
 def check_prompt(seen: int, sent: int) -> None:

@@ -21,13 +21,14 @@ from retrain.inference_engine.commands import (
     refuse_four_bits,
     setting_flags,
 )
-from retrain.inference_engine.http import AnswerFormError, Json, Refusal, Server
+from retrain.inference_engine.http import Json, Refusal, Server
 from retrain.inference_engine.served import (
     Dialect,
     ServedAdapter,
     ServedEngine,
     ServedSample,
     check_prompt,
+    has_stopped,
 )
 
 if TYPE_CHECKING:
@@ -82,12 +83,11 @@ class SGLangDialect(Dialect):
         """
         about = one["meta_info"]
         check_prompt(about["prompt_tokens"], prompt)
-        reason = about["finish_reason"]["type"]
-        if reason not in ("stop", "length"):
-            raise AnswerFormError(f'ended a completion with finish_reason "{reason}"')
         pairs = about["output_token_logprobs"]
         return ServedSample(
-            [token for _, token, *_ in pairs], [logprob for logprob, *_ in pairs], reason == "stop"
+            [token for _, token, *_ in pairs],
+            [logprob for logprob, *_ in pairs],
+            has_stopped(about["finish_reason"]["type"]),
         )
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:

@@ -21,14 +21,20 @@ from retrain.inference_engine.commands import (
     setting_flags,
 )
 from retrain.inference_engine.http import (
-    LOOPBACK,
     Json,
     Refusal,
     Server,
     ServerMismatch,
     TransientFailure,
 )
-from retrain.inference_engine.served import Dialect, ServedAdapter, ServedEngine, ServedSample
+from retrain.inference_engine.served import (
+    Dialect,
+    ServedAdapter,
+    ServedEngine,
+    ServedSample,
+    has_stopped,
+)
+from retrain.web import LOOPBACK
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -145,7 +151,8 @@ class VLLMDialect(Dialect):
         kept = None
         if mask is not None:
             kept = [len(tokens) for tokens in mask]
-        return ServedSample(choice["token_ids"], values, choice["finish_reason"] == "stop", kept)
+        stopped = has_stopped(choice["finish_reason"])
+        return ServedSample(choice["token_ids"], values, stopped, kept)
 
     async def _check_kept_sets(self, server: Server) -> None:
         cut, advice = self.config.training, "or leave top_k, top_p and min_p off"

@@ -9,12 +9,12 @@ compare ONE --baseline OTHER`.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
-from itertools import count
-from math import sqrt
+from itertools import count, groupby
+from math import comb, sqrt
 from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
@@ -46,14 +46,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """The unbiased probability that one of k samples is right, given c right ones among n: 1 -
     C(n-c, k) / C(n, k).
 
-    Source: Chen et al. 2021, arXiv 2107.03374, equation 1, in its product form. Raises ValueError
-    unless 0 <= c <= n and 1 <= k <= n.
+    Source: Chen et al. 2021, arXiv 2107.03374, equation 1. Raises ValueError unless 0 <= c <= n and
+    1 <= k <= n.
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
-    if n - c < k:
-        return 1.0
-    return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+    return (comb(n, k) - comb(n - c, k)) / comb(n, k)
 
 
 def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, float]:
@@ -208,6 +206,14 @@ class Evaluation:
             "samples": sum(problem.samples for problem in self.problems),
             "could_not_judge": sum(problem.could_not_judge for problem in self.problems),
         }
+
+
+def read_evaluations(path: Path, ks: Iterable[int]) -> list[Evaluation]:
+    """Return the evaluations in evaluation.jsonl, oldest first. Raises RunFailed for a damaged
+    file.
+    """
+    by_step = groupby(EvaluationRecord.read(path), key=lambda record: record.step)
+    return [Evaluation(step, [*problems], sorted({1, *ks})) for step, problems in by_step]
 
 
 def _pass_rates(problems: Sequence[EvaluationRecord], k: int) -> list[float]:

@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -434,24 +433,17 @@ def _runs(pid: int, since: float) -> bool:
     """Return True if `pid` is a process that already ran at `since`; a younger process only reuses
     the number.
     """
-    if not Path("/proc/self/stat").exists():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # there, and another user's
-            return True
-        return True
+    import psutil
+
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+        process = psutil.Process(pid)
+        started, status = process.create_time(), process.status()
+    except psutil.NoSuchProcess:
         return False
-    # After the name, which may hold anything.
-    fields = text.rpartition(")")[2].split()
-    state, start_ticks = fields[0], int(fields[19])
-    uptime = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
-    started = time.time() - uptime + start_ticks / os.sysconf("SC_CLK_TCK")
-    return state not in "ZX" and started <= since + _CLOCK_SLACK_S
+    except psutil.AccessDenied:  # there, and another user's
+        return True
+    ended = status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return not ended and started <= since + _CLOCK_SLACK_S
 
 
 def written_by(folder: RunFolder, who: str) -> ConfigurationError:

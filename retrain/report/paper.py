@@ -19,6 +19,7 @@ from retrain.records.redact import Redactor
 from retrain.records.terminal import clean, counted, markdown_lines
 from retrain.report.data import ConditionCurves, ReportData
 from retrain.report.drawing import PageFigure, to_picture
+from retrain.system import listed
 
 FORMATS = ("svg", "pdf", "png")
 Table = tuple[Sequence[str], list[list[str]]]
@@ -186,8 +187,6 @@ def _apart(arms: Sequence[ConditionCurves]) -> str:
 
 
 def _conditions(arms: Sequence[ConditionCurves]) -> str:
-    labels = [arm.label for arm in arms]
+    labels = listed(arm.label for arm in arms)
     seeds = seeds_words(sorted({run.seed for arm in arms for run in arm.runs}))
-    if len(labels) == 1:
-        return f"{labels[0]} ({seeds}) was"
-    return f"{', '.join(labels[:-1])} and {labels[-1]} ({seeds}) were"
+    return f"{labels} ({seeds}) {'was' if len(arms) == 1 else 'were'}"

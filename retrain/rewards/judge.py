@@ -30,7 +30,15 @@ from retrain.records.redact import harmless, secret_values
 from retrain.rewards.answers import after_thought
 from retrain.rewards.score import PartScore, ScoreRequest
 from retrain.types import Example, JudgeUsage
-from retrain.web import Answer, AnswerOverflow, EventLoop, exchange, key_from, masked
+from retrain.web import (
+    Answer,
+    AnswerOverflow,
+    EventLoop,
+    client_for,
+    exchange,
+    key_from,
+    masked,
+)
 
 if TYPE_CHECKING:
     from retrain.config.schema import Reward
@@ -95,7 +103,7 @@ class ChatClient:
         if api_key:
             headers = {"Authorization": f"Bearer {api_key}"}
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        self._http = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits)
+        self._http = client_for(base_url, headers=headers, timeout=timeout_s, limits=limits)
         self._slots = asyncio.Semaphore(concurrency)
         self._resting_until = 0.0
         """Loop time before which the server wants no request."""

@@ -27,8 +27,9 @@ _MOST, _TRIES = 1e4, 6
 """How many times a change is enlarged at most; and how often its size is tried."""
 _NAMED = 0.99
 """Share of the difference's sum of squares that a cause must explain to be named."""
-_ALL = 0.9
-"""Share of the whole adapter's effect from which on all of it is missing."""
+_OLDER = 0.9
+"""Share of the last update's effect from which on it is missing; more is where earlier updates
+were alike."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class AdapterLag:
         """The cause that the differences look like, in words."""
         last = self.last.explained if self.last else 0.0
         whole = self.whole.explained if self.whole else 0.0
-        if self.whole and whole >= max(_NAMED, last) and self.whole.share > _ALL:
+        if self.whole and whole >= max(_NAMED, last) and self.whole.is_all:
             return "it looks as if it served the base model"
-        if self.last and last >= max(_NAMED, whole) and self.last.share > 0:
+        if self.last and last >= max(_NAMED, whole) and self.last.share > _OLDER:
             return "it looks as if it served the adapter of an earlier step"
         return (
             "another adapter, cached prefixes, or another cause; the differences do not say which"

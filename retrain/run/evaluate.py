@@ -78,12 +78,18 @@ def evaluate_run(
         if found:
             line = f"Evaluating {found.folder}"
         log(line)
-    return _evaluate(config, found, log, keep)
+    return evaluate_weights(config, found, log, keep)
 
 
-def _evaluate(
-    config: TrainConfig, found: Checkpoint | None, log: Callable[[str], None], keep: Keep
+def evaluate_weights(
+    config: TrainConfig,
+    found: Checkpoint | None,
+    log: Callable[[str], None],
+    keep: Keep = lambda *_: None,
 ) -> Evaluation:
+    """Evaluate a checkpoint, or the weights that a run of `config`, which asks for an evaluation,
+    begins with.
+    """
     step, choices = 0, None
     if found:
         step, choices = found.step, found.state().choices

@@ -16,6 +16,7 @@ looked at again with other noise; what fails twice stops the run.
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain, cycle
 from math import exp, isclose
 
@@ -32,7 +33,6 @@ from retrain.run.gate_causes import ServedAdapters, learned_adapters, likely_cau
 from retrain.run.gate_fits import (
     GateInputs,
     GateSample,
-    Suspect,
     adapter_suspects,
     agreement,
     groups_of,
@@ -40,7 +40,7 @@ from retrain.run.gate_fits import (
     temperature_suspects,
     visible_strength,
 )
-from retrain.run.gate_servers import naming, only_faulty, told_of
+from retrain.run.gate_looks import Findings, fault, first_sound, naming
 from retrain.run.identical import chance_of_identical
 from retrain.types import (
     Completion,
@@ -78,6 +78,8 @@ one."""
 _MISCOUNTED, _MISCOUNTED_IN_HALF = 0.01, 0.05
 """Share of tokens, and at least two of them, whose kept count may be outside of what rounding
 allows. Half precision is known by its mean alone, and single tokens move by several times that."""
+_MOST_SLACK = 500.0
+"""Nats of rounding that a count allows for: near temperature 0 no float would hold e to it."""
 _ENDINGS, _EXPECTED_ENDINGS = 64, 10.0
 """Completions of one token that the gate asks for so that some are EOS, and how many it then has to
 expect to miss them: none has a chance of e^-10."""
@@ -92,29 +94,30 @@ _HOT = 2.0
 """The temperature of hot samples, if the run's is not higher: the highest that every server
 takes."""
 
+_NOT_APPLICABLE = "not applicable"
+
 
 @dataclass(frozen=True)
 class GateResult:
     """The gate's measurements, kept in environment.json."""
 
     tokens: int
-    max_difference: float | None
-    """This and the next two: None where the backend cannot score rows, so that nothing was
-    compared."""
-    mean_difference: float | None
-    tolerance: float | None
-    """For the mean in half precision, else for the largest difference."""
-    gold: str
-    """"<right>/<asked>" gold answers, or "not applicable" where the reward does not compare
-    answers."""
-    adapter_effect: float | None
-    """Nats by which the trial adapter changed the log-probs on average; None where the backend
-    cannot change its adapter."""
-    groups: int
-    """Groups of layers. Where engine and learner differ by more than rounding, each is fitted by
-    itself."""
     longest_prompt: int
     """Tokens."""
+    gold: str = _NOT_APPLICABLE
+    """"<right>/<asked>" gold answers, unless the reward does not compare answers."""
+    max_difference: float | None = None
+    """This and the next two: None where the backend cannot score rows, so that nothing was
+    compared."""
+    mean_difference: float | None = None
+    tolerance: float | None = None
+    """For the mean in half precision, else for the largest difference."""
+    adapter_effect: float | None = None
+    """Nats by which the trial adapter changed the log-probs on average; None where the backend
+    cannot change its adapter."""
+    groups: int = 0
+    """Groups of layers. Where engine and learner differ by more than rounding, each is fitted by
+    itself."""
     half_precision: bool = False
     """Engine and learner were compared as in half precision, since a key says so or since they
     differ just so."""
@@ -196,14 +199,16 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     if not inputs.trained:
         _sync(inputs)
     when = "after the first step's adapter was synced, " if inputs.trained else ""
-    inputs, sampled = _first_look(inputs, asked if trial is None else few, when)
+    sampled = _first_look(inputs, asked if trial is None else few, when)
+    inputs = sampled.inputs
     # 3. They agree under an adapter that shows, and again after it was taken back.
-    effect, suspected = None, ""
+    found, effect, suspected = agreement(sampled), None, ""
     if trial is not None:
         with trial:
-            strength = visible_strength(inputs, trial, sampled)
+            strength = visible_strength(trial, sampled)
             _sync(inputs)
             sampled, effect, suspected = _with_trial_adapter(inputs, trial, strength, asked)
+            found = agreement(sampled)
         _sync(inputs)
         if not inputs.in_process:
             served = {"the trial adapter": (trial, strength)}
@@ -212,13 +217,12 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     # 4. The end of a completion is trained, and completions are equal only by chance.
     _check_eos(inputs, prompts[0])
     _check_drawn_alone(inputs, prompts[0])
-    endings, found = _check_endings(sampled, prompts), agreement(sampled)
+    endings = _check_endings(sampled, prompts)
     return GateResult(
         tokens=found.tokens,
         max_difference=found.largest,
         mean_difference=found.mean,
         tolerance=found.tolerance,
-        gold=_NOT_APPLICABLE,
         adapter_effect=effect,
         groups=len(groups_of(inputs, trial)) if trial is not None else 0,
         longest_prompt=max(len(prompt.token_ids) for prompt in asked),
@@ -235,12 +239,6 @@ def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> Gate
     completions = _ask(inputs, _requests(inputs, prompts, _FEW_TOKENS, 0))
     return GateResult(
         tokens=sum(len(completion.token_ids) for completion in completions),
-        max_difference=None,
-        mean_difference=None,
-        tolerance=None,
-        gold=_NOT_APPLICABLE,
-        adapter_effect=None,
-        groups=0,
         longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
     )
 
@@ -280,23 +278,22 @@ def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
 # -- engine and learner on the same tokens ---------------------------------------------------------
 
 
-def _first_look(
-    inputs: GateInputs, prompts: Sequence[Prompt], when: str
-) -> tuple[GateInputs, GateSample]:
+def _first_look(inputs: GateInputs, prompts: Sequence[Prompt], when: str) -> GateSample:
     """Compare with the adapter as it is. A server whose precision no key gives is compared in half
     precision from then on if it differs as half precision makes this model differ.
     """
     try:
-        return inputs, _compare(inputs, prompts, _FEW_TOKENS, when)
+        return _compare(inputs, prompts, _FEW_TOKENS, when)
     except RunFailed:
         if inputs.half_precision or inputs.in_process or inputs.dtype_set or inputs.trained:
             raise
         halved = replace(inputs, half_precision=True)
         sampled = _sampled(halved, prompts, _FEW_TOKENS, 0)
-        if _fault(sampled, when) or temperature_suspects(halved, sampled):
-            raise
+        for part in sampled.by_server().values():
+            if _fault(part, when) or temperature_suspects(part):
+                raise
         inputs.backend.engine.rounds = True
-        return halved, sampled
+        return sampled
 
 
 def _compare(
@@ -306,15 +303,17 @@ def _compare(
     when: str,
     served: ServedAdapters | None = None,
 ) -> GateSample:
-    """Sample and compare. Raises RunFailed if every look, each with its own noise, finds a fault;
-    `served` are adapters that the engine may serve by mistake.
+    """Sample and compare. Raises RunFailed if every look finds a fault; `served` are adapters that
+    the engine may serve by mistake.
     """
-    for look in range(_LOOKS):
-        sampled = _sampled(inputs, prompts, max_tokens, look)
-        fault = _fault(sampled, when, served)
-        if not fault:
-            return sampled
-    raise RunFailed(fault)
+
+    def looks() -> Iterator[tuple[GateSample, Findings]]:
+        for look in range(_LOOKS):
+            sampled = _sampled(inputs, prompts, max_tokens, look)
+            parts = sampled.by_server().items()
+            yield sampled, {server: fault(_fault(part, when, served)) for server, part in parts}
+
+    return first_sound(looks())
 
 
 @dataclass(frozen=True)
@@ -322,15 +321,9 @@ class _TrialLook:
     """One sample under the trial adapter, and what is wrong with it."""
 
     sampled: GateSample
-    fault: str
-    """As a sentence; "" if there is none."""
     effect: float
     """Nats by which the adapter changed the log-probs on average."""
-    suspects: list[Suspect]
-
-    @property
-    def stops(self) -> bool:
-        return bool(self.fault) or _any_stops(self.suspects)
+    findings: Findings
 
 
 def _with_trial_adapter(
@@ -339,56 +332,40 @@ def _with_trial_adapter(
     """As `_compare`, under the trial adapter, which the engine serves; return its effect in nats
     too, and a warning of what does not stop the run, if two looks find such.
     """
-    suspects = list[Suspect]()
-    for look in range(_LOOKS):
-        seen = _trial_look(inputs, trial, strength, prompts, look)
-        if not seen.stops:
-            warnings = list[str]()
-            if seen.suspects:
-                again = _trial_look(inputs, trial, strength, prompts, _LOOKS)
-                warnings = [one.sentence for one in again.suspects if not one.stops]
-            return seen.sampled, seen.effect, next(iter(warnings), "")
-        suspects += seen.suspects
-    # What is proven otherwise may have a small group as its cause.
-    suspects = [suspect for suspect in suspects if suspect.stops] or suspects
-    fault = seen.fault
-    if suspects:
-        fault = max(suspects, key=lambda suspect: suspect.explained).sentence
-    raise RunFailed(fault)
+    look = partial(_trial_look, inputs, trial, strength, prompts)
+    seen = first_sound((each, each.findings) for each in map(look, range(_LOOKS)))
+    warnings = list[str]()
+    if any(seen.findings.values()):
+        again = look(_LOOKS).findings
+        warnings = [
+            naming(one.sentence, [server], len(again))
+            for server, found in again.items()
+            for one in found
+            if not one.stops
+        ]
+    return seen.sampled, seen.effect, next(iter(warnings), "")
 
 
 def _trial_look(
     inputs: GateInputs, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt], look: int
 ) -> _TrialLook:
     sampled = _sampled(inputs, prompts, _TOKENS, look)
-    # First, since it measures rounding under this adapter.
-    fault = _fault(sampled, "with a trial adapter, ")
-
-    def suspected(part: GateSample) -> tuple[float, list[Suspect]]:
-        effect, found = adapter_suspects(inputs, trial, strength, part)
-        hotter = temperature_suspects(inputs, part)
+    effects, findings = list[float](), {}
+    for server, part in sampled.by_server().items():
+        # First, since it measures rounding under this adapter.
+        found = fault(_fault(part, "with a trial adapter, "))
+        effect, suspects = adapter_suspects(trial, strength, part)
+        hotter = temperature_suspects(part)
         if hotter and not rounding_hides_temperature(part):
-            found += hotter
-        return effect, found
-
-    effect, found = suspected(sampled)
-    if _any_stops(found):
-        part, servers = only_faulty(sampled, lambda part: _any_stops(suspected(part)[1]))
-        if servers:
-            found = [
-                replace(suspect, sentence=naming(suspect.sentence, servers))
-                for suspect in suspected(part)[1]
-            ]
-    return _TrialLook(sampled, fault, effect, found)
+            suspects += hotter
+        effects.append(effect)
+        findings[server] = found + suspects
+    return _TrialLook(sampled, float(np.mean(effects)), findings)
 
 
-def _any_stops(suspects: Sequence[Suspect]) -> bool:
-    return any(suspect.stops for suspect in suspects)
-
-
-def _fault(sampled: GateSample, when: str, served: ServedAdapters | None = None) -> str:
-    """Return the fault that the completions show, as a sentence; "" if there is none."""
-    return told_of(sampled, lambda part: _miscounted(part) or _disagreement(part, when, served))
+def _fault(part: GateSample, when: str, served: ServedAdapters | None = None) -> str:
+    """Return the fault that a server's completions show, as a sentence; "" if there is none."""
+    return _miscounted(part) or _disagreement(part, when, served)
 
 
 def _miscounted(sampled: GateSample) -> str:
@@ -400,7 +377,7 @@ def _miscounted(sampled: GateSample) -> str:
         return ""
     # Rounding moves tokens across the boundary, so a count lies between the counts of a slightly
     # tighter cut and of a slightly wider one.
-    slack = 2 * agreement(sampled).tolerance
+    slack = min(2 * agreement(sampled).tolerance, _MOST_SLACK)
     fewest = inputs.backend.kept(sampled.rows, _moved(cuts, -slack))
     most = inputs.backend.kept(sampled.rows, _moved(cuts, slack))
     if fewest is None or most is None:
@@ -571,7 +548,7 @@ def _requests(
         SampleRequest(
             prompt_ids=prompt.token_ids,
             count=_SAMPLES,
-            max_tokens=min(max_tokens, _room(inputs, len(prompt.token_ids))),
+            max_tokens=min(max_tokens, _positions(inputs) - len(prompt.token_ids)),
             temperature=inputs.temperature,
             noise=NoiseKey(inputs.seed, Stream.PARITY, 0, slot),
             first_sample=look * _SAMPLES,
@@ -581,14 +558,14 @@ def _requests(
     ]
 
 
-def _room(inputs: GateInputs, prompt_tokens: int) -> int:
-    """Return the number of tokens that fit after a prompt in the model's context, and in the length
-    for which a server was started.
+def _positions(inputs: GateInputs) -> int:
+    """Return the number of tokens that prompt and completion may have together: in the model's
+    context, and in the length for which a server was started.
     """
     positions, _ = inputs.backend.reach
     if not inputs.in_process:
         positions = min(positions, max(inputs.longest_row, _SERVED_ROOM))
-    return max(inputs.max_tokens, positions - prompt_tokens)
+    return positions
 
 
 # -- tokens, template, reward ----------------------------------------------------------------------
@@ -623,36 +600,46 @@ def _check_endings(sampled: GateSample, prompts: Sequence[Prompt]) -> int:
     # A prompt that is cut anywhere may not be encoded to the same ids again.
     if not sampled.inputs.backend.engine.capabilities.token_ids_in:
         return ended
-    fault = ""
-    for look, (inputs, place, probability) in enumerate(_ending_places(sampled, prompts)):
-        request = _probe(inputs, place, _ENDINGS, 1, look)
-        probes = _scored(inputs, [place], _ask(inputs, [request]))
-        found = _ended(probes)
-        fault = told_of(probes, lambda part: _disagreement(part, _ENDING))
-        surely_kept = probability > 0.5 or not inputs.truncation.active
-        if not found and _ENDINGS * probability >= _EXPECTED_ENDINGS and surely_kept:
-            fault = (
+    first = _likely_end(sampled, prompts[0])
+    if _ENDINGS * first[2] < 1:
+        return ended
+    places = enumerate(_ending_places(sampled, prompts, first))
+    return ended + first_sound(_ending_look(look, *place) for look, place in places)
+
+
+EndingPlace = tuple[GateInputs, Prompt, float]
+"""A place where EOS is likely, as a prompt, and its probability there by the learner, at the
+temperature of the inputs."""
+
+
+def _ending_look(
+    look: int, inputs: GateInputs, place: Prompt, probability: float
+) -> tuple[int, Findings]:
+    """Sample one token at a place many times; return how many are EOS, and what is wrong."""
+    request = _probe(inputs, place, _ENDINGS, 1, look)
+    probes = _scored(inputs, [place], _ask(inputs, [request]))
+    surely_kept = probability > 0.5 or not inputs.truncation.active
+    expected = surely_kept and _ENDINGS * probability >= _EXPECTED_ENDINGS
+    findings = {}
+    for server, part in probes.by_server().items():
+        sentence = _disagreement(part, _ENDING)
+        if expected and not _ended(part):
+            sentence = (
                 f"Parity gate: none of {_ENDINGS} completions ended, where by the learner the"
                 f" end-of-sequence token has a probability of {probability:.2f}, so"
                 f" {inputs.consequence}; check that the engine samples it, and returns it."
             )
-        if not fault:
-            return ended + found
-    if fault:
-        raise RunFailed(fault)
-    return ended
+        findings[server] = fault(sentence)
+    return _ended(probes), findings
 
 
 def _ending_places(
-    sampled: GateSample, prompts: Sequence[Prompt]
-) -> Iterator[tuple[GateInputs, Prompt, float]]:
+    sampled: GateSample, prompts: Sequence[Prompt], first: EndingPlace
+) -> Iterator[EndingPlace]:
     """Yield the places of two looks. All draws at one place have one rounding, so the second is
     another place: after the last prompt, or else after the first. It is the first place again only
     where no completion is likely to end anywhere else.
     """
-    first = _likely_end(sampled, prompts[0])
-    if _ENDINGS * first[2] < 1:
-        return
     yield first
     for prompt in (prompts[-1], prompts[0]):
         other = _likely_end(sampled, prompt, first[1].token_ids)
@@ -667,12 +654,9 @@ def _ended(sampled: GateSample) -> int:
     return int(np.isin([row.token_ids[-1] for row in sampled.rows], sampled.inputs.eos_ids).sum())
 
 
-def _likely_end(
-    sampled: GateSample, prompt: Prompt, seen: Int32Array | None = None
-) -> tuple[GateInputs, Prompt, float]:
-    """Return the place after `prompt` where EOS is most probable for the learner, as a prompt, and
-    its probability there at the temperature of the inputs that are returned; 0 where the only place
-    is `seen`.
+def _likely_end(sampled: GateSample, prompt: Prompt, seen: Int32Array | None = None) -> EndingPlace:
+    """Return the place after `prompt` where EOS is most probable for the learner; with probability
+    0 where the only place is `seen`.
     """
     inputs, start = sampled.inputs, len(prompt.token_ids)
     own = [
@@ -689,7 +673,7 @@ def _likely_end(
     begun |= {
         answer.tobytes(): np.append(prompt.token_ids, answer) for answer in inputs.answers(prompt)
     }
-    places = [ids.astype(np.int32) for ids in begun.values()]
+    places = [ids.astype(np.int32) for ids in begun.values() if len(ids) < _positions(inputs)]
     if seen is not None:
         places = [ids for ids in places if not np.array_equal(ids, seen)]
     if not places:
@@ -728,24 +712,31 @@ def _check_drawn_alone(inputs: GateInputs, prompt: Prompt) -> None:
     ones that cannot be equal by chance.
     """
     hot = replace(inputs, temperature=max(_HOT, inputs.temperature))
-    for look in range(_LOOKS):
-        request = _probe(hot, prompt, _ALONE, _TOKENS, look)
-        probes = _scored(hot, [prompt], _ask(hot, [request]))
-        rows, learner = probes.rows, probes.learner
-        if hot.raw:
-            learner = inputs.backend.logprobs(rows, hot.temperature)
-        # A group for each server, since `_ask` sends the request to all of them.
-        groups: dict[int, list[tuple[Int32Array, Float32Array]]] = {}
-        for row, own in zip(rows, learner, strict=True):
-            groups.setdefault(row.group, []).append((row.token_ids[row.spans[0][0] :], own))
-        chance = chance_of_identical(groups.values())
-        if chance >= _IMPOSSIBLE:
-            return
-    raise RunFailed(
-        f"Parity gate: completions of one prompt at temperature {hot.temperature:g} are identical,"
-        f" and by the learner's log-probs the chance is below {chance:.0e}: the engine draws"
-        f" them with one seed, or ignores the temperature, so {inputs.consequence}; check how it"
-        " takes n, seed and temperature."
+
+    def looks() -> Iterator[tuple[None, Findings]]:
+        for look in range(_LOOKS):
+            request = _probe(hot, prompt, _ALONE, _TOKENS, look)
+            probes = _scored(hot, [prompt], _ask(hot, [request]))
+            parts = probes.by_server().items()
+            yield None, {server: fault(_alike(part)) for server, part in parts}
+
+    first_sound(looks())
+
+
+def _alike(part: GateSample) -> str:
+    """Say that a server's completions of one prompt are equal, and not by chance; "" if not."""
+    inputs, learner = part.inputs, part.learner
+    if inputs.raw:
+        learner = inputs.backend.logprobs(part.rows, inputs.temperature)
+    ids = [row.token_ids[row.spans[0][0] :] for row in part.rows]
+    chance = chance_of_identical([list(zip(ids, learner, strict=True))])
+    if chance >= _IMPOSSIBLE:
+        return ""
+    return (
+        f"Parity gate: completions of one prompt at temperature {inputs.temperature:g} are"
+        f" identical, and by the learner's log-probs the chance is below {chance:.0e}: the engine"
+        f" draws them with one seed, or ignores the temperature, so {inputs.consequence}; check"
+        " how it takes n, seed and temperature."
     )
 
 
@@ -772,9 +763,6 @@ def _check_template(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
 
 def _plain(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).split())
-
-
-_NOT_APPLICABLE = "not applicable"
 
 
 def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:

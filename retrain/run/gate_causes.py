@@ -22,6 +22,7 @@ ServedAdapters = Mapping[str, tuple[TrialAdapter, float]]
 """Name of an adapter that the engine may serve in place of its own -> the change of the learner's,
 and its strength, that give it."""
 _CHECK_LOADING = "check how it loads adapters and caches prefixes"
+_EOS_ALONE = "the end-of-sequence token alone differs; check the log-prob that the engine returns"
 _OLD_CACHE = (
     "only what follows the long prompt differs, as with keys and values that were computed with"
     " another adapter; check how it caches prefixes"
@@ -64,27 +65,11 @@ def likely_cause(sampled: GateSample, served: ServedAdapters) -> str:
             f" {sampled.inputs.engine_temperature:g}; check the engine's own sampling settings"
         )
     allowed, half = agreement(sampled).tolerance, sampled.inputs.half_precision
-    for place, sentence in _places(sampled):
+    for place, sentence in ((sampled.at_end, _EOS_ALONE), (sampled.after_long, _OLD_CACHE)):
         rest = np.abs(difference[~place])
         if len(rest) >= _FEWEST and (rest.mean() if half else rest.max()) <= allowed:
             return sentence
     return UNCLEAR
-
-
-def _places(sampled: GateSample) -> list[tuple[npt.NDArray[np.bool_], str]]:
-    """Sets of tokens, [n] of all rows, and what it means if they alone differ."""
-    ids = np.concatenate([row.token_ids[list(row.action_positions())] for row in sampled.rows])
-    in_long = [number in sampled.long for number in range(len(sampled.rows))]
-    return [
-        (
-            np.isin(ids, sampled.inputs.eos_ids),
-            "the end-of-sequence token alone differs; check the log-prob that the engine returns",
-        ),
-        (
-            np.repeat(in_long, [row.num_actions for row in sampled.rows]),
-            _OLD_CACHE,
-        ),
-    ]
 
 
 def _effect(sampled: GateSample, change: TrialAdapter, strength: float) -> npt.NDArray[np.float64]:

@@ -37,7 +37,8 @@ _VISIBLE, _VISIBLE_HALF = (0.02, 0.5), (0.1, 1.0)
 still a language model."""
 _FIRST_STRENGTH, _STRENGTH_TRIES = 0.1, 6
 _PROBED = 2
-"""Effects are measured on this many completions, the longest ones."""
+"""Effects are measured on this many completions, those that change most, and on more where these
+have fewer tokens than a fit needs."""
 _MISSING = 0.25
 """Share of a group's effect that may be missing or too much; where the engine applies the adapter,
 it is within a few hundredths of 0."""
@@ -46,8 +47,8 @@ _SIGNIFICANT = 5.0
 _ROUNDING = 1e-5
 """Nats per token that must be off, at temperature 1 and above: rounding in float32 gives less, and
 a few tokens of it can look like the effect of a group. """
-_IGNORED = 0.9
-"""From this share of the whole adapter on, the engine ignores it."""
+_ALL = (0.9, 1.1)
+"""Within these shares all of an effect is missing; beyond, it has another sign."""
 _WHOLE = "all layers"
 _HOTTER = 1.1
 """The temperature, as a multiple of the run's, whose effect on the log-probs is looked for in the
@@ -64,6 +65,8 @@ as that token's rounding, whatever its standard error."""
 _FITTED = 24
 """Tokens that a fit needs in half precision: of fewer, a standard error says nothing."""
 
+Mask = npt.NDArray[np.bool_]
+
 
 @dataclass(frozen=True)
 class GateInputs:
@@ -79,7 +82,6 @@ class GateInputs:
     is known."""
     temperature: float
     truncation: Truncation
-    max_tokens: int
     longest_row: int
     """Tokens of the run's longest prompt and completion together."""
     seed: int
@@ -141,16 +143,34 @@ class GateSample:
     servers: Sequence[str] = ()
     """The address of the server behind each row; none where no server sampled."""
 
-    def part(self, server: str) -> "GateSample":
-        """The completions of one server."""
+    def by_server(self) -> dict[str, "GateSample"]:
+        """The completions of each server by its address; all of them as "" where one samples, or
+        none. Each is judged by its own: those of sound ones would hide a fault.
+        """
+        if len(addresses := sorted({*self.servers})) < 2:
+            return {"": self}
+        return {server: self._part(server) for server in addresses}
+
+    def _part(self, server: str) -> "GateSample":
         kept = [number for number, one in enumerate(self.servers) if one == server]
         return GateSample(
             self.inputs,
             [self.rows[number] for number in kept],
             [self.learner[number] for number in kept],
             frozenset(place for place, number in enumerate(kept) if number in self.long),
-            [server] * len(kept),
         )
+
+    @property
+    def after_long(self) -> Mask:
+        """[n] of the tokens of all rows: those after the long prompt."""
+        in_long = [number in self.long for number in range(len(self.rows))]
+        return np.repeat(in_long, [row.num_actions for row in self.rows])
+
+    @property
+    def at_end(self) -> Mask:
+        """[n] of the tokens of all rows: those that end a sequence."""
+        ids = [row.token_ids[list(row.action_positions())] for row in self.rows]
+        return np.isin(np.concatenate(ids), self.inputs.eos_ids)
 
     @property
     def differences(self) -> list[Float32Array]:
@@ -215,17 +235,15 @@ def agreement(sampled: GateSample) -> Agreement:
     return Agreement(len(found), largest, mean, tolerance, rounding, excess)
 
 
-def _parts(sampled: GateSample) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
-    """Yield tokens that have to agree on average, [n] of all rows: a fault in few of them would not
-    show in the mean of all.
+def _parts(sampled: GateSample) -> Iterator[tuple[str, Mask]]:
+    """Yield tokens that have to agree on average: a fault in few of them would not show in the mean
+    of all.
     """
-    ids = np.concatenate([row.token_ids[list(row.action_positions())] for row in sampled.rows])
-    in_long = [number in sampled.long for number in range(len(sampled.rows))]
-    long = np.repeat(in_long, [row.num_actions for row in sampled.rows])
+    after_long = sampled.after_long
+    yield "", np.ones_like(after_long)
     for where, part in (
-        ("", np.ones(len(ids), np.bool_)),
-        (" after the long prompt", long),
-        (" at the end-of-sequence token", np.isin(ids, sampled.inputs.eos_ids)),
+        (" after the long prompt", after_long),
+        (" at the end-of-sequence token", sampled.at_end),
     ):
         if part.any():
             yield where, part
@@ -243,10 +261,11 @@ def _allowed_mean(inputs: GateInputs, rounding: Float32Array) -> float:
 # -- the adapter's effect --------------------------------------------------------------------------
 
 
-def visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: GateSample) -> float:
+def visible_strength(trial: TrialAdapter, sampled: GateSample) -> float:
     """Bisect for the strength at which the trial adapter changes log-probs visibly. Leaves the
     trial adapter at it.
     """
+    inputs = sampled.inputs
     visible = _VISIBLE_HALF if inputs.half_precision else _VISIBLE
     before = np.concatenate(sampled.learner)
     strength, bounds = _FIRST_STRENGTH, [0.0, float("inf")]
@@ -256,7 +275,7 @@ def visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: GateSampl
         effect = float(np.abs(after - before).mean())
         if visible[0] <= effect <= visible[1]:
             break
-        bounds[effect > visible[1]] = strength
+        bounds[not effect <= visible[1]] = strength  # not finite is too large
         low, high = bounds
         if high == float("inf"):
             strength = 2 * low
@@ -280,7 +299,7 @@ class Suspect:
 
 
 def adapter_suspects(
-    inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: GateSample
+    trial: TrialAdapter, strength: float, sampled: GateSample
 ) -> tuple[float, list[Suspect]]:
     """Return the trial adapter's mean effect in nats, and the groups whose effect the engine's
     log-probs lack in part, or have too much of.
@@ -288,12 +307,14 @@ def adapter_suspects(
     A group's effect is what the learner's log-probs lose without the group, on the completions that
     the whole adapter changes most. The whole adapter counts as one more group, on all completions.
     """
+    inputs = sampled.inputs
     trial.set(0.0)
     without = inputs.learner_logprobs(sampled.rows)
     whole = [own - other for own, other in zip(sampled.learner, without, strict=True)]
     by_change = sorted(range(len(whole)), key=lambda number: -float(np.abs(whole[number]).sum()))
-    probed = by_change[:_PROBED]
-    effects = _group_effects(inputs, trial, strength, sampled, probed)
+    counts = np.cumsum([len(whole[number]) for number in by_change])
+    probed = by_change[: max(_PROBED, 1 + int(np.searchsorted(counts, _FITTED)))]
+    effects = _group_effects(trial, strength, sampled, probed)
     fits: list[Fit] = []
     # In half precision few tokens cannot tell an effect from rounding.
     fewest = _FITTED if inputs.half_precision else 1
@@ -325,16 +346,12 @@ def groups_of(inputs: GateInputs, trial: TrialAdapter) -> tuple[str, ...]:
 
 
 def _group_effects(
-    inputs: GateInputs,
-    trial: TrialAdapter,
-    strength: float,
-    sampled: GateSample,
-    probed: Sequence[int],
+    trial: TrialAdapter, strength: float, sampled: GateSample, probed: Sequence[int]
 ) -> dict[str, Float32Array]:
     """Group of the adapter -> [n] what the learner's log-probs of the `probed` completions lose
     without it; nothing where all that differs is rounding. The trial adapter is whole afterwards.
     """
-    rows = [sampled.rows[number] for number in probed]
+    inputs, rows = sampled.inputs, [sampled.rows[number] for number in probed]
     own = np.concatenate([sampled.learner[number] for number in probed])
     differences = own - np.concatenate([row.logprobs for row in rows])
     groups = groups_of(inputs, trial)
@@ -371,7 +388,7 @@ def temperature_fit(sampled: GateSample) -> TemperatureFit | None:
     effect = hotter.astype(np.float64) - np.concatenate(sampled.learner)
     size = effect @ effect
     # The size is 0 for a backend whose learner knows one temperature only.
-    if not size or np.square(effect).max() > _ONE_TOKEN * size:
+    if not size or not difference.any() or np.square(effect).max() > _ONE_TOKEN * size:
         return None
     share = float(effect @ difference / size)
     return TemperatureFit(
@@ -394,11 +411,11 @@ def rounding_hides_temperature(sampled: GateSample) -> bool:
     return bool(moved > max(_SELECTED, _ROUNDED * off))
 
 
-def temperature_suspects(inputs: GateInputs, sampled: GateSample) -> list[Suspect]:
+def temperature_suspects(sampled: GateSample) -> list[Suspect]:
     """Return another temperature as a suspect where the differences, each within half precision's
     tolerance, together say so.
     """
-    difference = np.concatenate(sampled.differences)
+    inputs, difference = sampled.inputs, np.concatenate(sampled.differences)
     if not inputs.half_precision or len(difference) < _FITTED or not np.isfinite(difference).all():
         return []  # in float32 the tolerance of a single difference leaves nothing
     fit = temperature_fit(sampled)
@@ -427,12 +444,16 @@ class Fit:
     explained: float
     """The part of the difference's sum of squares that the fit explains, between 0 and 1."""
 
+    @property
+    def is_all(self) -> bool:
+        return _ALL[0] < self.share < _ALL[1]
+
     def sentence(self, consequence: str) -> str:
         advice = (
             f"so {consequence}; check how the engine loads the adapter, its scale, the names of its"
             " layers, and cached prefixes."
         )
-        if self.group == _WHOLE and self.share > _IGNORED:
+        if self.group == _WHOLE and self.is_all:
             return (
                 "Parity gate: the engine ignores the adapter and samples from the base model,"
                 f" {advice}"
@@ -441,6 +462,8 @@ class Fit:
         if self.group == _WHOLE:
             where = ""
         amount = f"{min(self.share, 1):.0%} of the adapter's effect{where} were missing"
+        if self.share > _ALL[1]:
+            amount = f"the adapter's effect{where} had the other sign"
         if self.share < 0:
             amount = f"the adapter's effect{where} were {-self.share:.0%} too large"
         return (

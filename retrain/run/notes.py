@@ -24,6 +24,7 @@ from retrain.records.token_table import damage_of, read_tokens
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader
 from retrain.run.calibration import AT_ONCE, ONE_IN
+from retrain.run.control import CONTROLS
 from retrain.run.teacher import teacher_note
 from retrain.system import read_object, toml_value
 from retrain.types import LogLine
@@ -51,20 +52,21 @@ def _recipe_line(config: TrainConfig) -> list[str]:
     kept = [
         f"{bracketed(path)} = {toml_value(value)}"
         for path, value in recipe(name).items()
-        if config.value(path) == value
+        if config.value(path) == value and path not in config.schedule.points
     ]
     return [f'algorithm_mode = "{name}" sets {", ".join(kept)}.']
 
 
 def departure_note(config: TrainConfig) -> str:
     """Name the keys of the recipe that the user has set otherwise; "" if there are none."""
-    said = [
-        f"{path.partition('.')[2]} (yours: {toml_value(value)})"
-        for path, value in departures(config).items()
-    ]
+    name, moved = config.algorithm.algorithm_mode, config.schedule.points
+    yours = {path: toml_value(value) for path, value in departures(config).items()}
+    if is_recipe(name):
+        yours |= {path: "moved by [schedule]" for path in recipe(name) if path in moved}
+    said = [f"{path.partition('.')[2]} (yours: {value})" for path, value in yours.items()]
     if not said:
         return ""
-    return f"{config.algorithm.algorithm_mode} without its {', '.join(said)}."
+    return f"{name} without its {', '.join(said)}."
 
 
 def _spent_rate_note(training: Training) -> str:
@@ -200,8 +202,10 @@ def _lab_note(config: TrainConfig) -> str:
 
 def _loss_note(config: TrainConfig) -> str:
     """Warn about a clip without effect, in no step of a schedule: with one update per step the
-    ratio is 1 up to the mismatch of sampler and learner.
+    ratio is 1 up to the mismatch of sampler and learner. A control of one's own may set any clip.
     """
+    if config.schedule.control not in ("", *CONTROLS):
+        return ""
     steps = [values for _, values in extremes(config)] or [{}]
     if not all(_clips_nothing(with_values(config, values)) for values in steps):
         return ""

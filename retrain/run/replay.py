@@ -1,7 +1,7 @@
 """Takes steps of a stored run again, from its nearest checkpoint, in another folder."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +12,11 @@ from retrain.config import TrainConfig, dump_toml, replaced
 from retrain.noise import uniform
 from retrain.records.checkpoint import CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
+from retrain.records.jsonl import read_jsonl, truncate_to_step
 from retrain.records.run_folder import RunFolder
 from retrain.run.loop import take_step
 from retrain.run.pressure import decided_by
+from retrain.run.saver import Schedule
 from retrain.run.session import Session
 from retrain.system import read_object
 from retrain.tracking.base import Verbosity
@@ -52,17 +54,21 @@ def replayed(
     config = replaced(config, changes)
     if start:
         _copy(folder, RunFolder(scratch), config, start)
-    recorded = {}
-    if folder.environment.is_file():
-        recorded = read_object(folder.environment)
-    skipped = recorded.get("parity_gate") is None
     with Session.open(
-        config, overwrite=False, verbosity=Verbosity.SILENT, skip_parity=skipped
+        config, overwrite=False, verbosity=Verbosity.SILENT, skip_parity=True
     ) as session:
+        session.adapter_tests = _adapter_tests(folder)
+        if session.state.gate_mismatch is None:
+            session.state = replace(session.state, gate_mismatch=_gate_mismatch(folder))
         if session.pressure:
             session.pressure.replayed = decided_by(folder, start)
         # That of the checkpoint's step is made again too: its copy would equal itself.
+        if start:
+            truncate_to_step(session.folder.evaluation, start)
         session.state = replace(session.state, last_evaluation=-1)
+        session.schedule = _Recorded(
+            session.schedule.training, session.schedule.evaluation, _evaluated(folder)
+        )
         while True:
             session.evaluate_if_due()
             session.save_if_due()
@@ -73,6 +79,25 @@ def replayed(
         if stop in CheckpointStore(stored_checkpoints(folder)).steps():
             session.save_now()
         yield session
+
+
+@dataclass(frozen=True)
+class _Recorded(Schedule):
+    """The schedule of a run with the evaluations that it made under an earlier one, such as that
+    at the end of a run that was then trained on.
+    """
+
+    evaluated: Collection[int]
+
+    def evaluates_at(self, step: int) -> bool:
+        return step in self.evaluated or super().evaluates_at(step)
+
+
+def _evaluated(folder: RunFolder) -> set[int]:
+    """The steps of the evaluations that a run recorded."""
+    if not folder.evaluation.is_file():
+        return set()
+    return {line["step"] for line in read_jsonl(folder.evaluation)}
 
 
 @dataclass(frozen=True)
@@ -89,9 +114,12 @@ def draw_of(
     session: Session, ids: Int32Array, slot: int, sample: int, position: int
 ) -> Draw | None:
     """Return how the last of `ids`, a prompt and the beginning of a completion, is drawn in the
-    next step. None where the draw is truncated or greedy, or the sampler's logits are not
-    to be had.
+    next step. None where the draw is truncated or greedy, or the sampler's logits are not to be
+    had; while that step is drawn ahead, in split mode, they are of weights that the learner has no
+    more.
     """
+    if session.prefetched and session.prefetched.is_under_way:
+        return None
     step = session.state.step
     plan = session.plan(step)
     rounds = session.config.inference.reduced_precision
@@ -104,6 +132,25 @@ def draw_of(
         return None
     found = uniform(plan.seed, plan.stream, step, slot, sample, position)
     return Draw(float(found), *map(float, ranges[0][0]))
+
+
+def _adapter_tests(folder: RunFolder) -> set[int]:
+    """The steps that tested the engine's adapter: each session skips that or not."""
+    fields = ("adapter_lag", "adapter_missing")
+    return {
+        line["step"]
+        for line in read_jsonl(folder.metrics)
+        if any(line.get(field) is not None for field in fields)
+    }
+
+
+def _gate_mismatch(folder: RunFolder) -> float | None:
+    """What the first session's parity gate measured, which the limit of a step follows from."""
+    if not folder.environment.is_file():
+        return None
+    gate = read_object(folder.environment).get("parity_gate") or {}
+    mean: float | None = gate.get("mean_difference")
+    return mean
 
 
 def _copy(source: RunFolder, target: RunFolder, config: TrainConfig, start: int) -> None:

@@ -125,7 +125,3 @@ class Saver:
             return
         self.saved_at, self.saved_evaluation = state.step, state.last_evaluation
         self._failures = 0
-
-    def save_final(self, state: TrainerState) -> None:
-        """Write the last adapter, without the state that a resume needs."""
-        self.store.save_final(state, self.backend.save_adapter)

@@ -3,11 +3,10 @@
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 from retrain.backends.declared import incapable, is_raw, loss_notes
@@ -26,8 +25,8 @@ from retrain.errors import (
 )
 from retrain.model.text import model_fingerprint
 from retrain.records.disk import replace_file
-from retrain.records.entries import EvaluationRecord, StepRecord
-from retrain.records.evaluation import Evaluation
+from retrain.records.entries import StepRecord
+from retrain.records.evaluation import Evaluation, read_evaluations
 from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
@@ -44,6 +43,7 @@ from retrain.run.calibration import (
 from retrain.run.common import Common
 from retrain.run.control import MovingKeys
 from retrain.run.dialogues import SamplingPlan, Watcher
+from retrain.run.gate import GateResult
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, skipped_gate_line
 from retrain.run.observer import (
@@ -70,7 +70,7 @@ from retrain.run.parts import (
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
-from retrain.run.start import RunStart, note_model, open_run, refuse_other_data
+from retrain.run.start import RunStart, open_run, part_of_session, refuse_other_data
 from retrain.run.step_record import Step
 from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
@@ -140,6 +140,9 @@ class Session:
         """The step whose weights the engine samples from."""
         self._skip_parity = skip_parity
         self._gate_repeated = skip_parity
+        self.adapter_tests: Collection[int] | None = None
+        """In a replay: the steps that tested the engine's adapter; a run may be resumed with
+        another --skip-parity."""
 
     # -- the start ---------------------------------------------------------------------------------
 
@@ -234,11 +237,7 @@ class Session:
             newest_first = reversed(list(read_jsonl(metrics)))
             self.observer.restore(StepRecord.from_json(line, metrics) for line in newest_first)
         if evaluation.exists():
-            ks = sorted({1, *self.config.evaluation.k})
-            by_step = groupby(EvaluationRecord.read(evaluation), key=lambda record: record.step)
-            self.evaluations = [
-                Evaluation(step=step, problems=[*problems], ks=ks) for step, problems in by_step
-            ]
+            self.evaluations = read_evaluations(evaluation, self.config.evaluation.k)
 
     def _pass_gate(self) -> None:
         result = None
@@ -254,19 +253,26 @@ class Session:
         if result:
             line = LogLine(result.line(), result.brief)
         self.tracker.message(line)
+        self._describe(result)
+        self.saver.rehearse()
+
+    def _describe(self, gate: GateResult | None) -> None:
+        """Complete environment.json, also by what is this session's alone."""
+        model = self.config.model
         environment = read_object(self.folder.environment) | {
-            "parity_gate": result and result.to_json(),
             "data_sha256": self.parts.prompts.fingerprint,
             "engine": asdict(self.parts.backend.engine.capabilities),
             "backend": asdict(self.parts.backend.capabilities),
             "loss": loss_notes(self.config),
         }
-        model, goes_on = self.config.model, self.saver.saved_at >= 0
-        note = note_model(environment, model.model, model_fingerprint(model), goes_on=goes_on)
-        if note:
-            self.tracker.message(note)
+        own = part_of_session(environment, goes_on=self.saver.saved_at >= 0)
+        own["parity_gate"], own["model_sha256"] = gate and gate.to_json(), model_fingerprint(model)
+        if environment.get("model_sha256") not in (None, own["model_sha256"]):
+            self.tracker.message(
+                f'[model] model = "{model.model}" has other files than when the run began; if its'
+                " weights changed, restore them: the adapter was trained on the first ones."
+            )
         replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
-        self.saver.rehearse()
 
     # -- one step: sample, turn to learning, learn, record -----------------------------------------
 
@@ -406,7 +412,8 @@ class Session:
         adapter; None where that is not tested.
         """
         backend, step = self.parts.backend, self.state.step
-        if not is_due(step) or self._skip_parity or not self._samples_current_weights:
+        tests = not self._skip_parity if self.adapter_tests is None else step in self.adapter_tests
+        if not (tests and is_due(step) and self._samples_current_weights):
             return None
         inputs = gate_inputs(self._settings, self.parts, step, trained=True)
         count = most_completions(half_precision=inputs.half_precision)
@@ -640,7 +647,7 @@ class Session:
         """Write the last adapter and the summary, and print the last lines."""
         training, state = self.config.training, self.state
         if self.world.is_rank_zero:
-            self.saver.save_final(state)
+            self.saver.store.save_final(state, self.parts.backend.save_adapter)
         if state.step < training.max_steps:
             self.tracker.message(
                 f"Stopped at the [training] max_hours limit ({training.max_hours:g} h) after"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from retrain.backends.rows import learning_rate
@@ -155,10 +155,9 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     notes: list[str] = []
     store = CheckpointStore(stored_checkpoints(folder), config.training.keep_checkpoints)
     checkpoint = _newest(store, folder, notes.append)
-    if checkpoint:
-        state = checkpoint.state()
-    else:
-        state = _first_state(config)
+    state = _first_state(config)
+    if checkpoint:  # other max_steps may come with another end of a falling rate
+        state = replace(checkpoint.state(), config_hash=state.config_hash)
     refuse_other_schedule(load_stored(folder.config), config, state.step)
     replayed = {}
     if config.backpressure.enabled:
@@ -265,21 +264,12 @@ def refuse_other_data(opened: RunStart, fingerprint: str) -> None:
         )
 
 
-def note_model(environment: Json, model: str, sha256: str | None, *, goes_on: bool) -> str:
-    """Put the fingerprint of the files of `model` into the content of environment.json: among what
-    a later session found, if the run `goes_on` from a checkpoint. Return what to say, or "".
+def part_of_session(environment: Json, *, goes_on: bool) -> Json:
+    """Return the part of environment.json's content that is about this session: all of it, or its
+    entry among the later ones if the run `goes_on` from a checkpoint.
     """
     later = environment.get("resumed")
-    if not (goes_on and later):
-        environment["model_sha256"] = sha256
-        return ""
-    later[-1]["model_sha256"] = sha256
-    if environment.get("model_sha256") in (None, sha256):
-        return ""
-    return (
-        f'[model] model = "{model}" has other files than when the run began; if its weights'
-        " changed, restore them: the adapter was trained on the first ones."
-    )
+    return later[-1] if goes_on and later else environment
 
 
 def _newest(

@@ -4,7 +4,7 @@ records' fields.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, compress
 from time import monotonic
 from typing import Any
 
@@ -27,6 +27,7 @@ from retrain.types import (
     JudgeUsage,
     Row,
     RowKey,
+    Scored,
     StepResult,
     Trajectory,
 )
@@ -87,49 +88,45 @@ class RewardStatistics:
     0 or 1.
     """
 
-    completions: int
     judged: int
     correct: int
+    correct_rate: float | None
+    """These and all below are fields of the record."""
     mean_reward: float | None
     reward_std: float | None
-    truncated: int
+    max_token_hit_rate: float | None
     truncated_reward_mean: float | None
     completion_tokens_mean: float | None
-    answers: int | None
-    """Completions with an answer in a box; None unless the reward reads boxes."""
-    identical: int
-    """Groups whose completions are all the same."""
-
-    @property
-    def correct_rate(self) -> float | None:
-        if self.judged:
-            return self.correct / self.judged
-        return None
+    answer_found_rate: float | None
+    groups_identical: int
 
 
 def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> RewardStatistics:
     """`boxes` finds the answer in a completion; None if the reward does not."""
     members = list(chain.from_iterable(group.members for group in rollout.first_draws))
-    rewards = [member.score.reward for member in members if member.score.reward is not None]
-    truncated = [
-        member.score.reward
-        for member in members
-        if member.trajectory.finish_reason is FinishReason.LENGTH
-    ]
+    is_cut = [one.trajectory.finish_reason is FinishReason.LENGTH for one in members]
+    rewards, rate, found = _rewards(members), None, None
+    correct = sum(group.correct for group in rollout.first_draws)
+    if rewards:
+        rate = correct / len(rewards)
+    if boxes:
+        found = mean_or_none([boxes(member.text) is not None for member in members])
     return RewardStatistics(
-        completions=len(members),
         judged=len(rewards),
-        correct=sum(group.correct for group in rollout.first_draws),
+        correct=correct,
+        correct_rate=rate,
         mean_reward=mean_or_none(rewards),
         reward_std=_deviation(rewards),
-        truncated=len(truncated),
-        truncated_reward_mean=mean_or_none([reward for reward in truncated if reward is not None]),
+        max_token_hit_rate=mean_or_none(is_cut),
+        truncated_reward_mean=mean_or_none(_rewards(compress(members, is_cut))),
         completion_tokens_mean=mean_or_none([member.trajectory.num_actions for member in members]),
-        answers=(
-            None if boxes is None else sum(boxes(member.text) is not None for member in members)
-        ),
-        identical=sum(map(_is_identical, rollout.first_draws)),
+        answer_found_rate=found,
+        groups_identical=sum(map(_is_identical, rollout.first_draws)),
     )
+
+
+def _rewards(members: Iterable[Scored]) -> list[float]:
+    return [one.score.reward for one in members if one.score.reward is not None]
 
 
 def _deviation(rewards: Sequence[float]) -> float | None:
@@ -204,20 +201,9 @@ def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
 
 
 def reward_fields(statistics: RewardStatistics) -> dict[str, Any]:
-    return {
-        "mean_reward": statistics.mean_reward,
-        "reward_std": statistics.reward_std,
-        "correct_rate": statistics.correct_rate,
-        "max_token_hit_rate": (
-            statistics.truncated / statistics.completions if statistics.completions else None
-        ),
-        "truncated_reward_mean": statistics.truncated_reward_mean,
-        "completion_tokens_mean": statistics.completion_tokens_mean,
-        "answer_found_rate": (
-            None if statistics.answers is None else statistics.answers / statistics.completions
-        ),
-        "groups_identical": statistics.identical,
-    }
+    fields = asdict(statistics)
+    del fields["judged"], fields["correct"]
+    return fields
 
 
 def judge_fields(groups: Iterable[Group]) -> dict[str, Any]:

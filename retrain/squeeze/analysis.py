@@ -133,7 +133,7 @@ def layer_spectrum(
     """Compute the spectrum of B A from A [rank, d_in] and B [d_out, rank]. Raises ValueError for
     wrong shapes, nan and inf.
     """
-    values = torch.linalg.svdvals(_core(*_triangles(lora_a, lora_b, name)))
+    values = torch.linalg.svdvals(_core(lora_a, lora_b, name))
     return LayerSpectrum(name, lora_a.shape[0], tuple(values.tolist()), scale)
 
 
@@ -142,22 +142,19 @@ def factorise(lora_a: Tensor, lora_b: Tensor, name: str) -> Factors:
     a, b = _checked(lora_a, lora_b, name)
     q_a, r_a = torch.linalg.qr(a.T)
     q_b, r_b = torch.linalg.qr(b)
-    u, values, vh = torch.linalg.svd(_core(r_a, r_b), full_matrices=False)
+    u, values, vh = torch.linalg.svd(r_b @ r_a.T, full_matrices=False)
     return Factors(q_b @ u, values, q_a @ vh.T)
 
 
 def product_norm(lora_a: Tensor, lora_b: Tensor) -> float:
     """Return the Frobenius norm of B A."""
-    return float(torch.linalg.matrix_norm(_core(*_triangles(lora_a, lora_b, "product"))))
+    return float(torch.linalg.matrix_norm(_core(lora_a, lora_b, "product")))
 
 
-def _triangles(lora_a: Tensor, lora_b: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def _core(lora_a: Tensor, lora_b: Tensor, name: str) -> Tensor:
     a, b = _checked(lora_a, lora_b, name)
-    return torch.linalg.qr(a.T, mode="r").R, torch.linalg.qr(b, mode="r").R
-
-
-def _core(r_a: Tensor, r_b: Tensor) -> Tensor:
-    return r_b @ r_a.T
+    core: Tensor = torch.linalg.qr(b, mode="r").R @ torch.linalg.qr(a.T, mode="r").R.T
+    return core
 
 
 def _checked(lora_a: Tensor, lora_b: Tensor, name: str) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,9 @@ fraction, since peft only divides it.
 """
 
 import json
-import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from math import fsum, hypot, sqrt
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.records.disk import replacing_folder, write_synced
+from retrain.records.disk import replacing_folder, sync_files
 from retrain.records.run_folder import MARKER, mark
 from retrain.squeeze.adapter import (
     CARD_FILE,
@@ -58,15 +57,9 @@ class Compression:
         return max(self.ranks.values())
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "source_rank": self.source_rank,
-            "rank": self.rank,
-            "ranks": self.ranks,
-            "relative_error": self.relative_error,
-            "storage_error": self.storage_error,
-            "source_parameters": self.source_parameters,
-            "parameters": self.parameters,
-        }
+        values = asdict(self)
+        del values["folder"]
+        return {"rank": self.rank, **values}
 
 
 def compressed_alpha(
@@ -120,7 +113,7 @@ def compress(
 ) -> Compression:
     """Do what `compress_adapter` does for an adapter in memory."""
     check_output(adapter.folder, output, overwrite)
-    ranks = _ranks(adapter, target_rank)
+    ranks = ranks_of(adapter, target_rank)
     tensors = dict(adapter.others)
     cut, whole = [], []
     for layer in adapter.layers:
@@ -166,7 +159,10 @@ def truncated(layer: LoraLayer, factors: Factors, k: int) -> tuple[Tensor, Tenso
     return a.to("cpu", layer.a.dtype).contiguous(), b.to("cpu", layer.b.dtype).contiguous()
 
 
-def _ranks(adapter: LoraAdapter, target: int | Mapping[str, int]) -> dict[str, int]:
+def ranks_of(adapter: LoraAdapter, target: int | Mapping[str, int]) -> dict[str, int]:
+    """Return the rank of each layer. Raises ConfigurationError for a rank that does not fit, and
+    for names that are not the layers'.
+    """
     names = {layer.name for layer in adapter.layers}
     if not isinstance(target, int) and set(target) != names:
         wrong = sorted(names ^ set(target))
@@ -217,10 +213,10 @@ def _write(output: Path, tensors: dict[str, Tensor], settings: dict[str, Any], c
     with replacing_folder(output) as aside:
         mark(aside, "squeeze")
         save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
-        with (aside / WEIGHTS_FILE).open("rb") as file:
-            os.fsync(file.fileno())
-        write_synced(aside / CONFIG_FILE, json.dumps(settings, indent=2, sort_keys=True) + "\n")
-        write_synced(aside / CARD_FILE, card)
+        text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+        (aside / CONFIG_FILE).write_text(text, encoding="utf-8")
+        (aside / CARD_FILE).write_text(card, encoding="utf-8")
+        sync_files(aside)
 
 
 def _settings(adapter: LoraAdapter, ranks: Mapping[str, int]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ and compare the held-out accuracy of both on the same problems with the same sam
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,9 @@ from retrain.records.disk import replace_file, safetensors_io, writing_to
 from retrain.records.evaluation import Z_95, Evaluation
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import GAP, clean, table_lines
-from retrain.run.dialogues import Watcher
-from retrain.run.interrupts import Interrupts
+from retrain.run.evaluate import evaluate_weights
 from retrain.run.notes import trust_note
-from retrain.run.parts import Say, load_parts
+from retrain.run.parts import Say
 from retrain.squeeze.adapter import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -35,7 +34,7 @@ from retrain.squeeze.adapter import (
     weight_names,
 )
 from retrain.squeeze.analysis import Analysis, analyze, svd_device
-from retrain.squeeze.compression import Compression, check_output, compress
+from retrain.squeeze.compression import Compression, check_output, compress, ranks_of
 from retrain.system import expanded
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 from retrain.tracking.lines import pass_at_1
@@ -157,15 +156,11 @@ def measure_accuracy(
             tensors |= {key_a: a, key_b: b}
         save_file(tensors, padded / WEIGHTS_FILE)
         (padded / CONFIG_FILE).write_text(json.dumps(source.settings), encoding="utf-8")
-        return Accuracy(_evaluate(config, source.folder, log), _evaluate(config, padded, log))
-
-
-def _evaluate(config: TrainConfig, adapter: Path, log: Say) -> Evaluation:
-    parts = load_parts(replaced(config, {"lora.init_from": str(adapter)}), None, log, learns=False)
-    with closing(parts), Interrupts() as interrupts:
-        assert parts.evaluator is not None  # evaluation.at_end asked for it
-        parts.backend.engine.sync(parts.backend.save_adapter, 0)
-        return parts.evaluator.run(0, Watcher(interrupts.check, lambda _: None))
+        before, after = (
+            evaluate_weights(replaced(config, {"lora.init_from": str(folder)}), None, log)
+            for folder in (source.folder, padded)
+        )
+        return Accuracy(before, after)
 
 
 # -- the job ---------------------------------------------------------------------------------------
@@ -307,11 +302,8 @@ def squeeze_adapter(
 
 def check_settings(settings: "Squeeze", adapter: LoraAdapter) -> None:
     """Raise ConfigurationError for settings that do not fit the adapter."""
-    if settings.compress_to > adapter.rank:
-        raise ConfigurationError(
-            f"[squeeze] compress_to = {settings.compress_to} is out of range; allowed: 1 to"
-            f" {adapter.rank}, the rank of {adapter.folder}."
-        )
+    if settings.compress_to:
+        ranks_of(adapter, settings.compress_to)
     if settings.evaluate and settings.output_path:
         check_evaluable(adapter)
 

@@ -1,0 +1,50 @@
+"""The parity gate's looks, each with its own noise: a server is at fault if all of them find it so.
+
+Each server is judged by its own completions, as if it were the only one: among those of sound
+servers a fault would be a small share.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import TypeVar
+
+from retrain.errors import RunFailed
+from retrain.run.gate_fits import Suspect
+
+Findings = Mapping[str, Sequence[Suspect]]
+"""Address of a server -> what is wrong with it; "" stands for the only one."""
+Seen = TypeVar("Seen")
+
+
+def fault(sentence: str) -> list[Suspect]:
+    """What is wrong without a cause that explains it; nothing for ""."""
+    return [Suspect(0.0, sentence)] if sentence else []
+
+
+def first_sound(looks: Iterable[tuple[Seen, Findings]]) -> Seen:
+    """Return what was seen in the first look after which no server is left that all of them found
+    at fault. Raises RunFailed if there is none.
+    """
+    before = list[Findings]()
+    for seen, findings in looks:
+        before.append(findings)
+        wrong = [
+            server
+            for server in findings
+            if all(any(one.stops for one in look[server]) for look in before)
+        ]
+        if not wrong:
+            return seen
+    found = list(chain.from_iterable(look[wrong[0]] for look in reversed(before)))
+    # A cause says more than a fault, whose cause may be a group too small to stop a run by itself.
+    causes = [one for one in found if one.explained]
+    told = [one for one in causes if one.stops] or causes or found
+    raise RunFailed(naming(max(told, key=lambda one: one.explained).sentence, wrong, len(findings)))
+
+
+def naming(sentence: str, servers: Sequence[str], count: int) -> str:
+    """The gate's sentence with the servers that it is about, unless those are all."""
+    if len(servers) == count:
+        return sentence
+    where = f"Parity gate, at {' and '.join(servers)} alone of {count} servers: "
+    return sentence.replace("Parity gate: ", where, 1)
