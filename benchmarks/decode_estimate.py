@@ -27,10 +27,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from retrain.inference_engine.fixed_step import FixedStep, StepBuffers
 from retrain.inference_engine.kv_cache import PagePool
 from retrain.model import budget, functions, fused
-from retrain.model.attention import VarlenAttention
+from retrain.model.attention import FusedAttention
 from retrain.model.fused import FusedDecoder
 from retrain.model.step_kernels import StepKernels
-from retrain.model.varlen import fits_flash
+from retrain.model.varlen import flash
 
 BANDWIDTH = {"H100": 2.85e12, "H200": 4.3e12}
 """Bytes per second of a large copy."""
@@ -154,7 +154,7 @@ def count(rows: int, length: int, *, joined: bool) -> tuple[Counter[str], dict[s
     decoder.refresh(sampling=True)
     device = torch.device("meta")
     pool = PagePool(rows * -(-length // 256), decoder.kv_heads, torch.bfloat16, device)
-    kernel = VarlenAttention(fits=fits_flash, paged=attend)
+    kernel = FusedAttention(attend, flash)
     step = FixedStep(decoder, pool, StepBuffers(rows, 8, device), kernel, np.array([2]), 2048)
     with torch.no_grad(), one_kernel_each(counting), counting:
         step.step(rows, PLAIN)

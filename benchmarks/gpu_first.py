@@ -46,7 +46,7 @@ from retrain.inference_engine.fixed_step import Variant
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun
 from retrain.inference_engine.rows import SampleJob
 from retrain.inference_engine.scheduler import DecodeRun
-from retrain.model.attention import FusedAttention, VarlenAttention
+from retrain.model.attention import FusedAttention
 from retrain.model.budget import DecodeLimits
 from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
@@ -61,6 +61,7 @@ from retrain.model.varlen import (
     PagedKernel,
     PagedRows,
     Spans,
+    flash,
     flash_paged,
     has_flash,
     plain,
@@ -81,6 +82,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 96,
     },
 }  # fmt: skip
+OWN = FusedAttention(flash_paged, flash)
+"""Attention on a GPU."""
 PLAIN = Variant(greedy=False, truncated=False, adapted=True)
 NO_END = np.array([2**31 - 1])
 _OPENING_S = 120.0
@@ -216,7 +219,7 @@ def attention(machine: Machine) -> Found:
     for window in (None, 100):
         spans = Spans.of([64, 1, 300], [164, 40, 300], machine.device)
         packed = make(365, heads, size), make(504, key_heads, size), make(504, key_heads, size)
-        kernel = VarlenAttention().packed_kernel(packed[0], None) if machine.cuda else plain
+        kernel = OWN.packed_kernel(packed[0], None) if machine.cuda else plain
         assert kernel is not None, f"no packed kernel for {machine.dtype}"
         difference = kernel(*packed, spans, 0.1, window) - plain(*packed, spans, 0.1, window)
         found[f"packed, window {window}"] = float(difference.abs().max())
@@ -471,7 +474,7 @@ def learn(machine: Machine) -> Found:
         if machine.big
         else [Segment(0, 16), Segment(16, 100, 0, 16)]
     )
-    own = VarlenAttention() if machine.cuda else VarlenAttention(plain, lambda _: True)
+    own = OWN if machine.cuda else FusedAttention(packed=plain, fits=lambda _: True)
     found, gradients, of_layers = (
         {"kernels": type(fused.norms[0].kernels).__name__},
         {},

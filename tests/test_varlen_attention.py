@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retrain.backends.local.learner import Learner, _Weights
 from retrain.backends.local.micro_batches import LearnerRow
 from retrain.inference_engine.kv_cache import PromptPass
-from retrain.model.attention import FusedAttention, VarlenAttention
+from retrain.model.attention import FusedAttention
+from retrain.model.devices import attention_of
 from retrain.model.fused import FusedDecoder
 from retrain.model.packing import PackedAttention, Segment
 from retrain.model.varlen import plain
@@ -27,7 +28,7 @@ from tests.learner_models import config_for, make_rows
 from tests.segments import SEGMENTS, row_by_row
 
 CPU = torch.device("cpu")
-ORACLE = VarlenAttention(plain, lambda query: True)
+ORACLE = FusedAttention(packed=plain, fits=lambda query: True)
 LAYOUTS = {
     "shared prompts, ragged, one token": SEGMENTS,
     "whole rows": [Segment(0, 5), Segment(5, 9), Segment(14, 1)],
@@ -131,7 +132,7 @@ def test_the_learner_attends_once_a_layer_and_builds_no_mask(checkpointing: bool
             MachineChoices(1, 8, 1024, 1024, checkpointing),
             FusedDecoder(base.model, merge=False),
         )
-        learner._kernel = VarlenAttention()
+        learner._kernel = attention_of("default", "cuda", torch.bfloat16)
         rows = [
             LearnerRow(number, row, row.logprobs, row.logprobs, row.logprobs)
             for number, row in enumerate(make_rows(longest=80))

@@ -18,10 +18,9 @@ from retrain.distributed import ALONE, World
 from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.kv_cache import DecodePass, KVArena, PromptPass, PromptState
 from retrain.inference_engine.sampling import upload
-from retrain.model import attention
+from retrain.model import attention, varlen
 from retrain.model.budget import context_length
 from retrain.model.fused import FusedDecoder
-from retrain.model.varlen import flash_paged, plain_paged, reads_pages
 from retrain.types import Int32Array
 
 
@@ -52,12 +51,10 @@ class Decoder:
         attention.refuse_undecodable(self._base)
         self.shards = shards
         self.fused = fused or FusedDecoder.of(self._base, merge=merge)
-        over_pages = plain_paged if self.fused is None else self.fused.kernels.attend
-        if over_pages is plain_paged and flash and reads_pages():
-            over_pages = flash_paged
-        self.kernel: attention.FusedAttention = (
-            attention.VarlenAttention if flash else attention.FusedAttention
-        )(paged=over_pages)
+        over_pages = varlen.plain_paged if self.fused is None else self.fused.kernels.attend
+        if over_pages is varlen.plain_paged and flash and varlen.reads_pages():
+            over_pages = varlen.flash_paged
+        self.kernel = attention.FusedAttention(over_pages, varlen.flash if flash else None)
 
     @property
     def device(self) -> torch.device:

@@ -24,8 +24,6 @@ from retrain.model.varlen import (
     PackedKernel,
     PagedKernel,
     fits_flash,
-    flash,
-    flash_paged,
     plain_paged,
 )
 
@@ -260,8 +258,9 @@ class FusedAttention:
         packed: PackedKernel | None = None,
         fits: Callable[[Tensor], bool] = fits_flash,
     ) -> None:
-        """`paged`: one query per row over keys and values in pages. `fits`: whether `packed` takes
-        queries of this shape and dtype.
+        """`paged`: one query per row over keys and values in pages. `packed`: packed sequences in
+        one call, without a soft cap. `fits`: whether `packed` takes queries of this shape and
+        dtype.
         """
         self.paged, self._packed, self._fits = paged, packed, fits
 
@@ -335,20 +334,6 @@ class FusedAttention:
         if softcap is None and self._fits(query):
             return self._packed
         return None
-
-
-class VarlenAttention(FusedAttention):
-    """`FusedAttention`, with packed sequences in one call where the kernel takes them; it knows no
-    soft cap.
-    """
-
-    def __init__(
-        self,
-        kernel: PackedKernel = flash,
-        fits: Callable[[Tensor], bool] = fits_flash,
-        paged: PagedKernel = flash_paged,
-    ) -> None:
-        super().__init__(paged, kernel, fits)
 
 
 def prefers_products(query: Tensor) -> bool:

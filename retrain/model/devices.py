@@ -10,10 +10,10 @@ import torch
 
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.model.attention import FusedAttention, VarlenAttention
+from retrain.model.attention import FusedAttention
 from retrain.model.budget import PAGE_TOKENS
 from retrain.model.packed import computes_bf16
-from retrain.model.varlen import has_flash, reads_pages
+from retrain.model.varlen import flash, flash_paged, has_flash, reads_pages
 from retrain.types import LogLine
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def engine_options(
 def attention_of(kernel: str, device_type: str, dtype: torch.dtype) -> FusedAttention:
     """Return the learner's attention under `[inference] attention_kernel`, which holds for both."""
     if kernel != "cutlass" and has_flash(device_type, dtype):
-        return VarlenAttention()
+        return FusedAttention(flash_paged, flash)
     return FusedAttention()
 
 
