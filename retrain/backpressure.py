@@ -238,9 +238,6 @@ _MIN_GAIN = 0.10
 throughput by this fraction."""
 _ROUNDING = 1e-9
 """Added before rounding down, since 0.29 * 100 is 28.999999999999996."""
-_ANOMALY = 0.8
-"""A smoothed throughput below this fraction of the law's prediction is reported. Nothing acts on
-it, since noise causes it too."""
 
 
 class Regime(StrEnum):
@@ -277,9 +274,6 @@ class Decision:
     r2: float | None
     utilization: float | None
     """Smoothed throughput as a fraction of the law's maximum up to the largest batch."""
-    anomaly: float | None
-    """Smoothed throughput as a fraction of the law's prediction for this batch; None unless it is
-    far below 1."""
 
     def record_fields(self, hint: Roofline | None = None) -> dict[str, Any]:
         """The bp_ fields of a StepRecord. Where the batch may grow, the roofline hint replaces the
@@ -406,15 +400,13 @@ class BackpressureController:
         return fmean(throughput for seen, throughput in self.observations if seen == p)
 
     def _decision(self, action: Action, regime: Regime, used: int) -> Decision:
-        utilization = anomaly = None
+        utilization = None
         if self.law:
             utilization = self.ema / self.law.peak(
                 max(self.settings.max_batch_size, used) * self.group_size
             )
-            ratio = self.ema / self.law.throughput(self.ema_p)
-            anomaly = ratio if ratio < _ANOMALY else None
         return Decision(
-            action, regime, used, self.batch_size, self.ema, self.law, self.r2, utilization, anomaly
+            action, regime, used, self.batch_size, self.ema, self.law, self.r2, utilization
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from runs import lines, small, small_run
 
 from retrain import train
 from retrain.backends.base import LAST_UPDATE, WHOLE_ADAPTER
-from retrain.backends.local.learned import LearnedChange
+from retrain.backends.local.changes import AdapterChange
 from retrain.backends.local.optimizer import AdapterOptimizer
 from retrain.run.adapter_lag import AdapterLag, _effect, adapter_lag, is_due
 from retrain.run.calibration import chosen_rows
@@ -130,7 +130,8 @@ def test_a_change_too_small_or_too_large_is_measured_at_another_size(
     compared = GateSample(inputs, rows, inputs.learner_logprobs(rows))
     found = []
     for size in (1.0, factor):
-        with LearnedChange(parameters, {name: -size * own for name, own in moved.items()}) as one:
+        changes = [(parameters[name], -size * own) for name, own in moved.items()]
+        with AdapterChange(changes) as one:
             effect = _effect(compared, one)
         assert effect is not None
         found.append(effect / size)

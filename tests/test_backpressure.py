@@ -173,7 +173,6 @@ def test_a_batch_below_its_target_on_a_clean_law_is_not_called_retrograde() -> N
     one = controller(8)
     decisions = drive(one, LAW.throughput, one.sweep_steps + 20)[one.sweep_steps :]
     assert Regime.RETROGRADE not in {decision.regime for decision in decisions}
-    assert all(decision.anomaly is None for decision in decisions)
     assert decisions[-1].utilization == pytest.approx(
         LAW.throughput(256) / LAW.throughput(LAW.optimum), rel=1e-6
     )
@@ -217,11 +216,10 @@ def test_measurements_that_no_law_explains_change_nothing() -> None:
     )
 
 
-def test_a_slow_stretch_is_reported_and_throttles_nothing() -> None:
+def test_a_slow_stretch_throttles_nothing() -> None:
     one = controller(8)
     drive(one, LAW.throughput, one.sweep_steps + 10)
     slow = drive(one, lambda p: 0.5 * LAW.throughput(p), 12)
-    assert slow[-1].anomaly is not None and slow[-1].anomaly < 0.8
     assert Action.THROTTLE not in {decision.action for decision in slow}
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from retrain.backends.local.backend import LocalTrialAdapter
+from retrain.backends.local.changes import LocalTrialAdapter
 from retrain.campaign import plan_campaign
 from retrain.campaign.launch import (
     ForkedProcess,

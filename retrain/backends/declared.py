@@ -7,7 +7,7 @@ installed packages' metadata.
 """
 
 import importlib.util
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal
@@ -198,10 +198,7 @@ def _loss_words(own: OwnFunction) -> str:
         "reads entropies": own.declares("needs_entropy"),
         "reads the base model's log-probs": own.declares("needs_reference"),
     }
-    return (
-        "is a plugin, proved on a small batch:"
-        f" {', '.join(words for words, holds in parts.items() if holds)}"
-    )
+    return f"is a plugin, proved on a small batch: {_those_that_hold(parts)}"
 
 
 def _missing_address(config: "TrainConfig") -> Iterator[str]:
@@ -269,7 +266,7 @@ def engine_words(engine: EngineCapabilities) -> str:
         "n per request": engine.n,
     }
     place = "in this process" if engine.in_process else "external server"
-    return ", ".join([place, *(words for words, is_given in given.items() if is_given)])
+    return _those_that_hold({place: True} | given)
 
 
 def backend_words(backend: BackendCapabilities) -> str:
@@ -285,7 +282,11 @@ def backend_words(backend: BackendCapabilities) -> str:
         "teachers": backend.scores_reference,
         "samples a step ahead": backend.samples_ahead,
     }
-    return ", ".join(words for words, is_given in given.items() if is_given)
+    return _those_that_hold(given)
+
+
+def _those_that_hold(claims: Mapping[str, bool]) -> str:
+    return ", ".join(words for words, holds in claims.items() if holds)
 
 
 # -- the list of the built-in ones -----------------------------------------------------------------

@@ -124,9 +124,7 @@ def prove_loss(function: OwnFunction) -> None:
     """Raise ProofError for the first property that does not hold."""
     batch = small_batch(function)
     terms = _called(function, batch)
-    _unchanged_and_deterministic(
-        function, lambda: small_batch(function), lambda found: found.values
-    )
+    _unchanged_and_deterministic(function, lambda found: found.values)
     _proved_gradient(terms, batch)
     changed = replace(batch.tokens, weights=batch.tokens.weights * 2, regulariser_weights=None)
     if not torch.equal(function.call(changed).values, terms.values):
@@ -184,13 +182,8 @@ def has_wrong_sign(function: OwnFunction) -> bool:
 
 
 def _called(function: OwnFunction, batch: Batch) -> Terms:
-    """Call it once. Raises ProofError with whatever it raises, and for terms of another dtype or
-    that are not finite.
-    """
-    try:
-        terms: Terms = function.call(batch.tokens)
-    except Exception as error:
-        raise ProofError(_why(function, error)) from error
+    """Call it once. Raises ProofError also for terms of another dtype or that are not finite."""
+    terms: Terms = _tried(function, batch.tokens)
     if terms.values.dtype != torch.float64:
         raise ProofError(
             f"gives {terms.values.dtype} for inputs of torch.float64; keep the dtype of tokens.new"
@@ -204,6 +197,14 @@ def _called(function: OwnFunction, batch: Batch) -> Terms:
             f"gives {terms.values[place].item()} for a token with {given}; its terms must be finite"
         )
     return terms
+
+
+def _tried(function: OwnFunction, *inputs: Any) -> Any:
+    """Call it for the first time. Raises ProofError with whatever it raises."""
+    try:
+        return function.call(*inputs)
+    except Exception as error:
+        raise ProofError(_why(function, error)) from error
 
 
 def _why(function: OwnFunction, error: Exception) -> str:
@@ -235,13 +236,11 @@ def _attribute(function: OwnFunction, name: str) -> str:
     return f"{function.name.rpartition('.')[2]}.{name}"
 
 
-def _unchanged_and_deterministic(
-    function: OwnFunction, make: Callable[[], Batch], values: Callable[[Any], Tensor]
-) -> None:
+def _unchanged_and_deterministic(function: OwnFunction, values: Callable[[Any], Tensor]) -> None:
     """Two calls on equal batches give equal bytes, draw nothing, and leave their inputs as they
     were.
     """
-    first, second = make(), make()
+    first, second = small_batch(function), small_batch(function)
     before = torch.random.get_rng_state()
     versions = {name: tensor._version for name, tensor in _tensors(first.tokens)}
     answers = [values(function.call(batch.tokens)) for batch in (first, second)]
@@ -366,13 +365,10 @@ def _equal_parts(
 
 def prove_correction(function: OwnFunction) -> None:
     batch = small_batch(function)
-    try:
-        weights = function.call(batch.tokens)
-    except Exception as error:
-        raise ProofError(_why(function, error)) from error
+    weights = _tried(function, batch.tokens)
     if not torch.isfinite(weights).all():
         raise ProofError("gives weights that are not finite")
-    _unchanged_and_deterministic(function, lambda: small_batch(function), lambda found: found)
+    _unchanged_and_deterministic(function, lambda found: found)
     for index in _sequences():
         alone = function.call(batch.part(index, [len(index)]))
         if not torch.allclose(alone, weights[index], rtol=1e-9, atol=1e-12):
@@ -385,13 +381,10 @@ def prove_correction(function: OwnFunction) -> None:
 def prove_aggregation(function: OwnFunction) -> None:
     counts, group = np.array([3, 1, 4, 2, 4], np.int64), np.array([0, 0, 2, 1, 1], np.int64)
     given = counts.copy(), group.copy()
-    try:
-        weights = function.call(*given)
-        again, other = function.call(counts.copy(), group.copy()), np.array([2, 4, 0, 1, 3])
-        # The order of the completions and the numbers of the groups are arbitrary.
-        moved = function.call(counts[other], (group + 7)[other])
-    except Exception as error:
-        raise ProofError(_why(function, error)) from error
+    weights = _tried(function, *given)
+    again, other = _tried(function, counts.copy(), group.copy()), np.array([2, 4, 0, 1, 3])
+    # The order of the completions and the numbers of the groups are arbitrary.
+    moved = _tried(function, counts[other], (group + 7)[other])
     if not (np.array_equal(given[0], counts) and np.array_equal(given[1], group)):
         raise ProofError("changes counts or group in place; make a new array")
     if weights != again:

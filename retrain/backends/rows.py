@@ -5,7 +5,7 @@ Nothing here needs torch, so a backend whose service computes elsewhere installs
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -89,6 +89,14 @@ def check_rows(rows: Sequence[Row]) -> None:
                 f"row {index}: {row.num_actions} action tokens need as many kept counts of 1 or"
                 f" more, not {row.kept.tolist()}"
             )
+
+
+def for_each_row(rows: Sequence[Row], found: Iterable[Float32Array]) -> list[Float32Array]:
+    """Return one array for each row: the next one of `found` for a row with actions, else an empty
+    one.
+    """
+    values = iter(found)
+    return [next(values) if row.num_actions else np.empty(0, np.float32) for row in rows]
 
 
 def first_nonfinite(inputs: Mapping[str, Sequence[Float32Array]]) -> str:

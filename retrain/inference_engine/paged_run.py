@@ -156,11 +156,6 @@ class RunningRow:
     def completion(self, ends: Collection[int]) -> Completion:
         return completion_of(self.job, Draws.of_columns(np.array(self.draws)), ends)
 
-    @property
-    def shares_prompt(self) -> bool:
-        """Its prompt may be computed once for its group: it has no draws, and extends nothing."""
-        return not self.draws and not self.job.request.extends
-
 
 def row_key(job: SampleJob, fed: npt.NDArray[np.int32]) -> RowKey:
     """Return the key of a row under which `fed` [T], prompt and completion, are cached."""
@@ -175,7 +170,10 @@ class Pager:
         self.cached: OrderedDict[PromptKey | RowKey, CachedTokens] = OrderedDict()
 
     def shares(self, row: RunningRow) -> bool:
-        return self.keeps_prompts and row.shares_prompt
+        """Return True if its prompt is computed once for its group: it has no draws, and extends
+        nothing.
+        """
+        return self.keeps_prompts and not (row.draws or row.job.request.extends)
 
     def reserve(self, row: RunningRow, using: dict[PromptKey, CachedTokens], running: int) -> bool:
         """Return True if the row's pages are free beside a reserve for `running` rows. Cached

@@ -159,15 +159,24 @@ def plugged_in(model: Any) -> Iterator[None]:
             config._attn_implementation = kernel
 
 
-def _window_mask(*, local_size: int | None = None, **unused: Any) -> Tensor:
-    """Return a [1, 1, 1, 1] whose attribute `window` is the sliding window's width, 0 for none.
+_WINDOW_DTYPE = torch.int32
+"""The dtype of no mask of transformers."""
+
+
+def _window_mask(
+    *, mask_function: Callable[..., Tensor], local_size: int | None = None, **unused: Any
+) -> Tensor:
+    """Return a [1, 1, 1, 1] that holds the sliding window's width, 0 for none; -1 if a token sees a
+    later one (BERT, Gemma 3 for embeddings), which no window says. A slice of it (Gemma 4) is the
+    same.
 
     transformers' mask signature: some families (Qwen2-MoE, Phi-MoE) give their window to the mask
     and not to the attention function.
     """
-    mask = torch.empty((1, 1, 1, 1), dtype=torch.int8, device="cpu")
-    mask.window = local_size or 0  # type: ignore[attr-defined]  # a note for our own kernels
-    return mask
+    window, (first, second) = local_size or 0, torch.arange(2, device="cpu")
+    if mask_function(0, 0, first, second):
+        window = -1
+    return torch.full((1, 1, 1, 1), window, dtype=_WINDOW_DTYPE, device="cpu")
 
 
 def attend(
@@ -188,13 +197,14 @@ def attend(
     # What this attention would silently leave out is refused.
     unknown = [
         f"the attention argument {name}"
-        for name in ("s_aux", "position_bias")
+        for name in ("s_aux", "sinks", "position_bias", "indices", "block_indices")
         if kwargs.get(name) is not None
     ]
-    if attention_mask is None:
-        window = sliding_window
-    else:
-        window = getattr(attention_mask, "window", -1)
+    window = sliding_window
+    if attention_mask is not None:
+        window = -1
+        if attention_mask.dtype == _WINDOW_DTYPE:
+            window = int(attention_mask)
     if window == -1:
         unknown.append("an attention mask of its own")
     if attention_batch is None:

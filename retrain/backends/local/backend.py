@@ -1,32 +1,27 @@
-"""The local backend: one model on one device, shared by the learner and the sampler; and the
-adapter that the parity gate tries.
-
-The tried adapter has seeded changes with a visible effect on every adapted layer, and they are
-taken back byte for byte. At a fresh start every lora_B is 0, so an engine that ignores, mis-scales
-or mis-maps the adapter would agree with the learner.
-"""
+"""The local backend: one model on one device, shared by the learner and the sampler."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import nn
 
 from retrain.backends.base import Backend, FrozenWeights, TrialAdapter
 from retrain.backends.declared import engine_class, is_raw
+from retrain.backends.local.changes import LocalTrialAdapter, learned_changes
 from retrain.backends.local.facts import LocalFacts
-from retrain.backends.local.learned import learned_changes
 from retrain.backends.local.learner import Learner, old_logprobs_note, rounds
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import InferenceEngine, Truncation
 from retrain.inference_engine.pytorch import PyTorchEngine
-from retrain.model.adapter import Adapter, symmetric_uniforms
+from retrain.model.adapter import Adapter
 from retrain.model.attention import refuse_undecodable
 from retrain.model.budget import context_length
 from retrain.model.devices import choose_device, engine_options, half_precision_note
@@ -36,89 +31,11 @@ from retrain.model.machine import budget_of, choose
 from retrain.model.pool import Pool
 from retrain.model.precision import other_precision
 from retrain.model.text import eos_token_ids, load_tokenizer, resolve_model
-from retrain.noise import Stream
 from retrain.plugins import user_code
 from retrain.types import Float32Array, Float64Array, LogLine, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-
-
-# -- the adapter that the gate tries ---------------------------------------------------------------
-
-
-_DEPTHS = 4
-"""Runs of consecutive layers that are groups."""
-
-
-class LocalTrialAdapter(TrialAdapter):
-    """Adds to each lora_B uniform values so large that the change of a layer's output is about
-    `strength` times its input.
-
-    With s the adapter's scale and A [r, I], the change s B A x has in each component a root mean
-    square of s std(B) |A| rms(x), |A| the Frobenius norm: B is drawn with a standard deviation of
-    strength / (s |A|).
-    """
-
-    def __init__(self, adapter: Adapter, seed: int) -> None:
-        adapted = [
-            (name, module)
-            for name, module in adapter.peft_model.named_modules()
-            if hasattr(module, "lora_B")
-        ]
-        self._layers = [
-            _Layer(name, module, seed, number) for number, (name, module) in enumerate(adapted)
-        ]
-        self._members: dict[str, set[int]] = {}
-        for number, layer in enumerate(self._layers):
-            part = _DEPTHS * number // len(self._layers)
-            run = f"part {part + 1} of {_DEPTHS} of the layers"
-            for group in (layer.projection, run, f"{layer.projection} in {run}"):
-                self._members.setdefault(group, set()).add(number)
-        self.fine_groups = tuple(group for group in self._members if " in part " in group)
-        self.groups = tuple(group for group in self._members if group not in self.fine_groups)
-
-    def __enter__(self) -> Self:
-        for layer in self._layers:
-            layer.begin()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.set(0.0)
-
-    @torch.no_grad()
-    def set(self, strength: float, without: str = "") -> None:
-        left_out: set[int] = set()
-        if without:
-            left_out = self._members[without]
-        for number, layer in enumerate(self._layers):
-            layer.change(0.0 if number in left_out else strength)
-
-
-class _Layer:
-    def __init__(self, name: str, module: Any, seed: int, number: int) -> None:
-        self.projection = name.rpartition(".")[2]
-        (adapter,) = module.lora_A
-        down: nn.Parameter = module.lora_A[adapter].weight
-        self.up: nn.Parameter = module.lora_B[adapter].weight
-        self._saved = self._trial = torch.empty(0)
-        self._seed, self._number = seed, number
-        size = module.scaling[adapter] * float(down.detach().norm())
-        self._width = 3**0.5 / size if size else 0.0
-        """Half the range of uniform values whose standard deviation is 1 / (s |A|)."""
-
-    def begin(self) -> None:
-        self._saved = self.up.detach().clone()
-        unit = symmetric_uniforms(self._seed, Stream.PARITY, 1, self._number, self.up)
-        self._trial = (self._width * unit).to(self._saved)
-
-    def change(self, strength: float) -> None:
-        self.up.copy_(
-            torch.add(self._saved, self._trial, alpha=strength) if strength else self._saved
-        )
-
-
-# -- the backend -----------------------------------------------------------------------------------
 
 
 _prepared: WeakSet[nn.Module] = WeakSet()
@@ -390,7 +307,7 @@ class LocalBackend(LocalFacts):
         if self._teacher is not None:
             teaching = self._adapter.holding(self._teacher)
         with _current(self._base.device), _deterministic(self._base.device), teaching:
-            return self._learner.reference_logprobs(rows, base=is_base)
+            return self._learner.look_up(rows, reference=is_base, whole=True)
 
     def rounded_logprobs(
         self, rows: Sequence[Row], temperature: float | None = None
@@ -399,22 +316,25 @@ class LocalBackend(LocalFacts):
         with _current(self._base.device):
             if dtype is None:
                 return None
-            return self._learner.logprobs_in(dtype, rows, temperature)
+            return self._learner.look_up(rows, temperature=temperature, dtype=dtype)
 
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
         with _current(self._base.device):
-            return self._learner.kept(rows, truncation)
+            return self._learner.look_up(rows, truncation=truncation)
 
     def draw_ranges(self, rows: Sequence[Row], temperature: float) -> list[Float64Array]:
         with _current(self._base.device):
-            return self._learner.draw_ranges(rows, temperature)
+            found = self._learner.look_up(rows, temperature=temperature, ranges=True)
+        return [ranges.astype(np.float64) for ranges in found]
 
     def tempered_scores(
         self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
     ) -> list[Float32Array]:
         self._make_room()
         with _current(self._base.device), _deterministic(self._base.device):
-            return self._learner.tempered_scores(rows, temperature, truncation, tolerance)
+            return self._learner.look_up(
+                rows, temperature=temperature, truncation=truncation, tolerance=tolerance
+            )
 
     # -- files -------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from retrain.backends.rows import (
     Update,
     check_rows,
     first_nonfinite,
+    for_each_row,
     minibatch_split,
     num_completions,
     row_weights,
@@ -50,7 +51,7 @@ from retrain.model.head import TokenScores, count_kept, draw_ranges, score_token
 from retrain.model.load import BaseModel, layers
 from retrain.model.pool import Pool, in_order
 from retrain.model.precision import computed_in
-from retrain.types import Float32Array, Float64Array, MachineChoices, Row, StepResult
+from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -300,40 +301,13 @@ class Learner:
         """[T] log-probs of each row, without gradient or dropout, at the training temperature
         unless one is given.
         """
-        return self._looked_up(rows, temperature=temperature)
+        return self.look_up(rows, temperature=temperature)
 
-    def reference_logprobs(self, rows: Sequence[Row], *, base: bool) -> list[Float32Array]:
-        """As `logprobs`, over the whole vocabulary; with `base` by the frozen base."""
-        return self._looked_up(rows, reference=base, whole=True)
-
-    def logprobs_in(
-        self, dtype: torch.dtype, rows: Sequence[Row], temperature: float | None = None
-    ) -> list[Float32Array]:
-        """As `logprobs`, with the base in `dtype`."""
-        return self._looked_up(rows, temperature=temperature, dtype=dtype)
-
-    def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
-        """[T] of each row: the tokens that `truncation` keeps of the learner's own distribution."""
-        return self._looked_up(rows, truncation=truncation)
-
-    def draw_ranges(self, rows: Sequence[Row], temperature: float) -> list[Float64Array]:
-        """[T, 2] of each row: `model.head.draw_ranges`."""
-        found = self._looked_up(rows, temperature=temperature, ranges=True)
-        return [ranges.astype(np.float64) for ranges in found]
-
-    def tempered_scores(
-        self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
-    ) -> list[Float32Array]:
-        """[T, 14] of each row: `model.calibration.tempered_scores`."""
-        return self._looked_up(
-            rows, temperature=temperature, truncation=truncation, tolerance=tolerance
-        )
-
-    def _looked_up(self, rows: Sequence[Row], **asked: Any) -> list[Float32Array]:
+    def look_up(self, rows: Sequence[Row], **asked: Any) -> list[Float32Array]:
+        """As `score`, also for rows without actions, which have no values."""
         check_rows(rows)
         filled = _learner_rows(rows, [row.num_actions for row in rows])
-        scores = iter(self.score(filled, **asked))
-        return [next(scores) if row.num_actions else np.empty(0, np.float32) for row in rows]
+        return for_each_row(rows, self.score(filled, **asked))
 
     def score(self, rows: Sequence[LearnerRow], **asked: Any) -> list[Float32Array]:
         """[T] log-probs of each row, or what else the fields `asked` of a `_Question` ask for.

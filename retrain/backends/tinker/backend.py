@@ -23,6 +23,7 @@ from retrain.backends.rows import (
     Update,
     check_rows,
     first_nonfinite,
+    for_each_row,
     learning_rate,
     minibatch_split,
     num_completions,
@@ -345,9 +346,7 @@ class TinkerBackend(TinkerFacts):
                 "Tinker returned no log-probs for a forward pass, so sampler and learner cannot be"
                 " compared."
             )
-        # Rows without actions were not asked about.
-        remaining = iter(values)
-        return [next(remaining) if row.num_actions else np.empty(0, np.float32) for row in rows]
+        return for_each_row(rows, values)
 
     # -- files -------------------------------------------------------------------------------------
 
