@@ -111,6 +111,11 @@ def joined() -> Iterator[World]:
     world = World(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
     import torch
 
+    # Its functions take the group of the moment as a default. Imported later, by transformers, they
+    # would keep gloo's threads beyond `destroy_process_group`, into the end of the process, where
+    # such a thread can abort it.
+    import torch.distributed.nn.functional
+
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(world.local_rank)

@@ -57,9 +57,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.names) - set(CLAIMS)):
         parser.error(f"{', '.join(unknown)} is no replication; choose from {', '.join(CLAIMS)}")
-    if arguments.smollm2 and not (ROOT / arguments.smollm2).is_dir():
+    if arguments.smollm2 and not (ROOT / arguments.smollm2 / "config.json").is_file():
         parser.error(
-            f"--smollm2 {arguments.smollm2} is no folder; scripts/get_smollm2.py writes it"
+            f"--smollm2 {arguments.smollm2} holds no model (no config.json);"
+            " scripts/get_smollm2.py writes it"
         )
     for claim in arguments.names or CLAIMS:
         name, model = claim, []

@@ -208,6 +208,10 @@ def test_a_table_flag_adds_to_the_table_of_the_file(file: Path) -> None:
         (["--no-lr"], "--no-lr is not a flag"),
         (["--no-no-plugins-strict"], "--no-no-plugins-strict is not a flag"),
         (["--transform-param", "cap"], "flag --transform-param takes key=value"),
+        (
+            ["--schedule-points", "5"],
+            "such as --schedule-points 'training.lr=[[0, 1e-5], [200, 0]]', and got '5'",
+        ),
         (["--transform-param", "cap=[1"], "the value is not valid TOML"),
         (["--transform-param", "a b=1"], "is not a key; use letters, digits, _ and -"),
         (["--training.lr.x", "1"], "--training.lr.x is not a flag"),

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,9 @@ from retrain.records.token_table import read_tokens
 from tests.commands import Ranks
 from tests.runs import lines, small
 
+LAUNCHER = [
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+]  # fmt: skip
 SHARED: dict[str, Any] = {
     "training": {"batch_size": 3, "updates_per_batch": 2, "minibatches": 2, "top_p": 0.9},
     "loss": {"mode": "ppo", "kl_coef": 0.01, "max_grad_norm": 1.0},
@@ -79,27 +81,32 @@ def assert_same_learning(shared: Path, alone: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_learn_what_one_does(alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "shared"
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    command = [*launcher, *arguments(folder, **SHARED)]
+    command = [*LAUNCHER, *arguments(folder, **SHARED)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    if run.returncode:
-        # Two of more than a hundred and fifty launches ended with 1 before their output was kept
-        # here. Until the cause is known one more is made, and the first is shown.
-        warnings.warn(run.stdout + run.stderr, stacklevel=1)
-        command += ["--overwrite"]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=240)
     output = run.stdout
     assert run.returncode == 0, output + run.stderr
     assert output.count("Step 0 ") == 1, "one process speaks"
     assert "2 processes share this run" in output
     assert_same_learning(folder, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_thread_of_the_process_group_outlives_it(tmp_path: Path) -> None:
+    """One aborted a process that had done its work, in three of some 200 launches."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from retrain.distributed import joined\n"
+        "with joined() as world:\n"
+        "    world.any_rank(True)\n"
+        "    import torch.distributed.nn.functional\n"
+        "tasks = Path('/proc/self/task').glob('*/comm')\n"
+        "print([name for name in map(Path.read_text, tasks) if 'gloo' in name])\n"
+    )
+    command = [*LAUNCHER, str(script)]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
+    assert run.stdout.count("[]") == 2, run.stdout
 
 
 @pytest.mark.slow

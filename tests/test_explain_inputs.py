@@ -59,6 +59,8 @@ def test_what_the_machine_lacks_is_refused_with_3(
         ({"inference": {"dtype": "fp8"}}, 2, '[inference] dtype = "fp8"'),
         ({"resume": {"from": "nowhere"}}, 2, "holds no run of retrain"),
         ({"data": {"source": "math"}}, 3, "is not in the hub's cache"),
+        ({"data": {"source": "aime24"}}, 2, "is an evaluation set and is not trained on"),
+        ({"evaluation": {"source": "aime24", "every": 1}}, 3, "is not in the hub's cache"),
         (
             {"algorithm": {"transform_mode": "hicra"}, "planning": {"detector": "semantic"}},
             3,

@@ -180,3 +180,16 @@ def test_a_cap_is_found_by_its_name_and_an_unnamed_change_is_refused(
     monkeypatch.setattr(model, "forward", moved)
     with pytest.raises(ConfigurationError, match="changes its logits"):
         find_head(model, model.model, "unnamed")
+
+
+def test_a_layer_between_hidden_states_and_head_is_said() -> None:
+    config = CONFIG_MAPPING["electra"](
+        vocab_size=61,
+        embedding_size=16,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ConfigurationError, match="changes its logits"):
+        find_head(model, model.base_model, "electra")

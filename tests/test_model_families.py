@@ -178,3 +178,23 @@ def test_a_mask_that_a_layer_made_itself_is_refused() -> None:
     batch = PromptPass([1], FusedAttention())
     with pytest.raises(ConfigurationError, match="an attention mask of its own"):
         attend(torch.nn.Linear(1, 1), one, one, one, torch.zeros(1, 2, 1, 1), attention_batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("bert-generation", {}), ("gemma3_text", {"use_bidirectional_attention": True})],
+)
+def test_attention_to_later_tokens_is_not_taken_for_causal(
+    family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, family, FAMILIES.get(family, {}) | settings)
+    with pytest.raises(ConfigurationError, match="has an attention mask of its own"):
+        refuse_undecodable(tiny_model(family))
+
+
+@pytest.mark.parametrize("name", ["s_aux", "sinks", "position_bias", "indices", "block_indices"])
+def test_what_attention_would_leave_out_is_refused(name: str) -> None:
+    one = torch.zeros(1, 2, 1, 8)
+    batch = PromptPass([1], FusedAttention())
+    with pytest.raises(ConfigurationError, match=f"the attention argument {name}"):
+        attend(torch.nn.Linear(1, 1), one, one, one, None, attention_batch=batch, **{name: one})

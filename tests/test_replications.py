@@ -65,7 +65,7 @@ def test_the_page_of_the_real_model_keeps_what_its_reader_wrote(
         (["foo"], "foo is no replication; choose from luck, nsr, ranks, mismatch"),
         (
             ["nsr", "--smollm2", "/nowhere"],
-            "--smollm2 /nowhere is no folder; scripts/get_smollm2.py writes it",
+            "--smollm2 /nowhere holds no model (no config.json); scripts/get_smollm2.py writes it",
         ),
     ],
 )

@@ -13,7 +13,10 @@ from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_toml
 from retrain.config.load import replaced
 from retrain.errors import ConfigurationError
+from retrain.records.jsonl import truncate_to_step
+from retrain.records.run_folder import RunFolder
 from retrain.run.loop import Run
+from retrain.run.pressure import decided_by
 from tests.runs import lines, small, small_run, timeless
 
 BLOCK = """
@@ -84,6 +87,18 @@ def test_prompts_go_on_where_the_step_before_ended(run: Run) -> None:
         return [row["prompt_id"] for row in rows if row["sample"] == 0]
 
     assert order(run.folder)[:21] == order(fixed.folder)[:21]
+
+
+def test_times_that_a_resume_cut_are_found_by_the_next_one(run: Run, tmp_path: Path) -> None:
+    """The first one ended before it had made a step again."""
+    folder = RunFolder(tmp_path)
+    shutil.copyfile(run.folder / "metrics.jsonl", folder.metrics)
+    times = decided_by(folder, 3)
+    assert set(times) == {3, 4, 5, 6, 7, 8}
+    truncate_to_step(folder.metrics, 3)
+    assert decided_by(folder, 3) == times
+    folder.metrics.unlink()
+    assert decided_by(folder, 3) == times
 
 
 def test_a_resumed_run_decides_by_the_recorded_times(run: Run, tmp_path: Path) -> None:

@@ -148,8 +148,11 @@ def table_entry(text: str, flag: str) -> Json:
     """
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
+        example = "cap=0.1"
+        if flag == "--schedule-points":
+            example = "'training.lr=[[0, 1e-5], [200, 0]]'"
         raise ConfigurationError(
-            f"flag {flag} takes key=value, such as {flag} cap=0.1, and got {text!r}."
+            f"flag {flag} takes key=value, such as {flag} {example}, and got {text!r}."
         )
     parsed = _toml(f"{name} = {value}")
     if parsed is not None and not _holds_dates(parsed):

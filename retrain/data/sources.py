@@ -559,3 +559,5 @@ SOURCES: dict[str, Callable[[Query], ReadResult]] = {
     "parquet": lambda query: _local(query, [".parquet"]),
 }
 """The built-in names of `[data] source`."""
+HUB_SOURCES = SOURCES.keys() - {"lab", "jsonl", "parquet"}
+"""Those that are read from the hub unless `[data] path` names a copy."""

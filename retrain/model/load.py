@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -286,11 +287,14 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
         expected = model(input_ids=probe, use_cache=False).logits[0].float()
         hidden = decoder(input_ids=probe, use_cache=False).last_hidden_state[0]
         # Granite divides by its scale, HyperCLOVA multiplies.
-        for scale in (1.0, *mentioned, *(1 / scale for scale in mentioned)):
-            for softcap in (*softcaps, None):
-                head = Head(weight, bias, scale, softcap)
-                if _matches(head.logits(hidden), expected, tolerance):
-                    return head
+        scales = (1.0, *mentioned, *(1 / scale for scale in mentioned))
+        for scale, softcap in product(scales, (*softcaps, None)):
+            head = Head(weight, bias, scale, softcap)
+            # Electra has a layer before its head, which reads fewer numbers than a hidden state.
+            if hidden.shape[1] == weight.shape[1] and _matches(
+                head.logits(hidden), expected, tolerance
+            ):
+                return head
     raise ConfigurationError(
         f'[model] model = "{name}" changes its logits in a way that the learner does not know, so'
         " log-probs would be wrong; scaled and soft-capped heads are known: use another model, or"

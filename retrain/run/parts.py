@@ -30,6 +30,7 @@ from retrain.data.chat import ChatRenderer, messages_of
 from retrain.data.prompts import each_source, examples_key, of_task, query_of
 from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
+from retrain.data.sources import HUB_SOURCES, SOURCES, Benchmark, Query
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
 from retrain.environments.loading import (
@@ -274,18 +275,29 @@ def check_inputs(config: TrainConfig) -> str:
     if config.environment.provider:
         return ""
     build_scorer(replaced(config, {"reward.workers": 1})).close()
-    source = config.data.source
-    on_hub = source in ("math", "gsm8k") or source.startswith("hub:")
-    if (
-        config.data.path
-        or source.endswith(DATA_FILE_SUFFIXES)
-        or source in ("jsonl", "parquet")
-        or (on_hub and is_offline())
-    ):
+    for own in each_source(config):
+        if own.evaluation.asked_for and _asks_nobody(query_of(own, "heldout")):
+            load_examples(own, "heldout")
+    if _asks_nobody(query_of(config, "train")):
         talks = [messages_of(each, config.data) for each in load_examples(config, "train").examples]
         texts = ["\n".join(message["content"] for message in talk) for talk in talks]
         return unasked_note(config, texts)
     return ""
+
+
+def _asks_nobody(query: Query) -> bool:
+    """True if an answer is read from files alone, or refused: where the hub may not be asked, and
+    of a set for evaluation that is to be trained on.
+    """
+    source, reader = query.data.source, SOURCES.get(query.data.source)
+    on_hub = source in HUB_SOURCES or source.startswith("hub:")
+    return bool(
+        query.data.path
+        or source.endswith(DATA_FILE_SUFFIXES)
+        or source in ("jsonl", "parquet")
+        or (on_hub and is_offline())
+        or (query.split == "train" and isinstance(reader, Benchmark))
+    )
 
 
 def check_model(config: TrainConfig) -> None:

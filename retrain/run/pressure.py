@@ -5,10 +5,11 @@ next, and replays both after a resume.
 from collections.abc import Mapping
 from itertools import chain
 from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.backpressure import BackpressureController, Roofline, roofline, step_flops
-from retrain.records.jsonl import read_jsonl
+from retrain.records.jsonl import aside_of, read_jsonl
 from retrain.records.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -89,12 +90,12 @@ class Pressure:
 
 
 def decided_by(folder: RunFolder, first_step: int) -> dict[int, float]:
-    """Step -> seconds of the steps from `first_step` on that a resumed run makes again; anything
-    but such a pair is left out.
+    """Step -> seconds of the steps from `first_step` on that a resumed run makes again, also where
+    a resume before it cut their rows and ended; anything but such a pair is left out.
     """
-    if not folder.metrics.is_file():
-        return {}
-    pairs = [(line.get("step"), line.get("bp_step_time_s")) for line in read_jsonl(folder.metrics)]
+    files = filter(Path.is_file, (aside_of(folder.metrics), folder.metrics))
+    rows = chain.from_iterable(map(read_jsonl, files))
+    pairs = [(row.get("step"), row.get("bp_step_time_s")) for row in rows]
     return {
         step: float(seconds)
         for step, seconds in pairs
