@@ -104,7 +104,7 @@ def false_verdicts(campaigns: int) -> Iterator[list[object]]:
 
 def found_effects(campaigns: int) -> Iterator[list[object]]:
     for seeds, family in ((6, 1), (8, 1), (8, 4), (10, 1), (11, 1), (12, 4), (16, 1), (16, 4)):
-        effect = power.minimal_detectable_effect(seeds, 1.0, comparisons=family)
+        effect = power.minimal_detectable_effect(seeds, 1.0, power.Rule(family))
         assert effect is not None
         rng = np.random.default_rng(seeds)
         for share in (0.6, 1.0):
@@ -119,7 +119,7 @@ def found_effects(campaigns: int) -> Iterator[list[object]]:
                     ].verdict
                     is Verdict.IMPROVEMENT
                 )
-            predicted = power.power_of(seeds, share * effect, comparisons=family)
+            predicted = power.power_of(seeds, share * effect, power.Rule(family))
             yield [
                 seeds,
                 family,
@@ -181,7 +181,7 @@ def power_by_correction(campaigns: int) -> Iterator[list[object]]:
             for correction in found:
                 rules = TestSettings(correction=correction)
                 found[correction] += conclude(family, rules)[0].verdict is Verdict.IMPROVEMENT
-        predicted = power.power_of(seeds, float(np.sqrt(2.0)), comparisons=4)
+        predicted = power.power_of(seeds, float(np.sqrt(2.0)), power.Rule(4))
         yield [
             seeds,
             *(f"{100 * count / campaigns:.0f}%" for count in (found["holm"], found["maxt"])),

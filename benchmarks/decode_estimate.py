@@ -29,7 +29,7 @@ from retrain.inference_engine.kv_cache import PagePool
 from retrain.model import budget, functions, fused
 from retrain.model.attention import VarlenAttention
 from retrain.model.fused import FusedDecoder
-from retrain.model.step_kernels import TorchKernels
+from retrain.model.step_kernels import StepKernels
 from retrain.model.varlen import fits_flash
 
 BANDWIDTH = {"H100": 2.85e12, "H200": 4.3e12}
@@ -150,7 +150,7 @@ def count(rows: int, length: int, *, joined: bool) -> tuple[Counter[str], dict[s
     with patch.object(fused, "TRITON_DEVICES", {"meta"} if joined else set()):
         decoder = FusedDecoder.of(model.get_base_model(), merge=False)
     assert decoder is not None
-    decoder.kernels = OneEach(counting) if joined else TorchKernels()
+    decoder.kernels = OneEach(counting) if joined else StepKernels()
     decoder.refresh(sampling=True)
     device = torch.device("meta")
     pool = PagePool(rows * -(-length // 256), decoder.kv_heads, torch.bfloat16, device)

@@ -46,7 +46,7 @@ from retrain.inference_engine.fixed_step import Variant
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun
 from retrain.inference_engine.rows import SampleJob
 from retrain.inference_engine.scheduler import DecodeRun
-from retrain.model.attention import FusedAttention, Kernel, VarlenAttention
+from retrain.model.attention import FusedAttention, VarlenAttention
 from retrain.model.budget import DecodeLimits
 from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
@@ -56,7 +56,7 @@ from retrain.model.layer_kernels import differences as layer_differences
 from retrain.model.packed import quantised
 from retrain.model.packing import PackedAttention, Segment
 from retrain.model.projection import LoraTerm, Projection
-from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences
+from retrain.model.step_kernels import StepKernels, TritonKernels, differences
 from retrain.model.varlen import (
     PagedKernel,
     PagedRows,
@@ -243,7 +243,7 @@ def kernels(machine: Machine) -> Found:
     """The Triton kernels of a step: whether they agree with torch's operators, and, one by one
     beside these, microseconds and bandwidth.
     """
-    chosen: StepKernels = TritonKernels() if machine.cuda else TorchKernels()
+    chosen: StepKernels = TritonKernels() if machine.cuda else StepKernels()
     found: Found = {
         "kernels": type(chosen).__name__,
         "wrong": differences(chosen, machine.device, machine.dtype, narrow=True),
@@ -315,7 +315,7 @@ def kernels(machine: Machine) -> Found:
     for name, (moved, call) in calls.items():
         try:
             times = {}
-            for kind, of in (("us", chosen), ("torch_us", TorchKernels())):
+            for kind, of in (("us", chosen), ("torch_us", StepKernels())):
                 call(of)
                 times[kind] = 1e3 * machine.clock(partial(call, of), 50 if machine.cuda else 1)
             found[name] = times | {"GB_per_s": moved / times["us"] / 1e3}
@@ -537,7 +537,7 @@ def one_pass(
     trained: list[Tensor],
     head: Head,
     segments: list[Segment],
-    kernel: Kernel,
+    kernel: FusedAttention,
     *,
     checkpointed: bool,
 ) -> list[Tensor]:

@@ -206,11 +206,11 @@ def peeking(campaigns: int) -> Iterator[list[object]]:
 def expected_seeds(campaigns: int) -> Iterator[list[object]]:
     for contrasts in (1, 4):
         for effect in (1.0, 1.5, 2.0):
-            fixed = power.seeds_needed(effect, 1.0, ALPHA, 0.8, contrasts)
-            same = power.power_of(fixed, effect, ALPHA, contrasts)
+            fixed = power.seeds_needed(effect, 1.0, power.Rule(contrasts, ALPHA))
+            same = power.power_of(fixed, effect, power.Rule(contrasts, ALPHA))
             for most in (12, 16, 24):
                 found, mean, most_used = seeds_used(effect, campaigns, contrasts, most)
-                at_mean = power.power_of(round(mean), effect, ALPHA, contrasts)
+                at_mean = power.power_of(round(mean), effect, power.Rule(contrasts, ALPHA))
                 plan = f"{fixed} ({100 * same:.0f}%)"
                 yield [
                     contrasts,

@@ -25,9 +25,9 @@ def answer(comparisons: int, effect: float) -> tuple[float, int, list[float]]:
     for cached in (power._joint_level, power._detectable_units, power._noise):
         cached.cache_clear()
     begun = time.process_time()
-    seeds = power.seeds_needed(effect, 1.0, comparisons=comparisons)
+    seeds = power.seeds_needed(effect, 1.0, power.Rule(comparisons))
     found = [
-        power.minimal_detectable_effect(count, 1.0, comparisons=comparisons) or float("inf")
+        power.minimal_detectable_effect(count, 1.0, power.Rule(comparisons)) or float("inf")
         for count in power.SEED_COUNTS
     ]
     return time.process_time() - begun, seeds, found

@@ -2,10 +2,11 @@
 
 import gc
 import importlib
+import logging
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import settings
 from tests.commands import IMPORTED
 from tests.marks import first_of
 from tests.stops import MOMENTS
+from tests.unwaited import wait_for_no_disk
 
 # The suite runs in as many processes as there are cores. Threads of one process that meet at every
 # operator would wait for those of another; child processes inherit the setting, so what they
@@ -25,6 +27,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # kernels run in its interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+wait_for_no_disk()
+
+# Nobody reads what libraries log, and pytest's own plugin, which pyproject.toml leaves out, would
+# put its handlers on hundreds of loggers six times a test.
+logging.getLogger().addHandler(logging.NullHandler())
+logging.lastResort = logging.NullHandler()
 
 gc.disable()  # until everything is imported and collected
 
@@ -114,18 +123,21 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         )
 
 
-@pytest.fixture(autouse=True)
-def rows_of_the_table(request: pytest.FixtureRequest, record_property: Any) -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Report the rows of docs/reliability.md that a test belongs to."""
-    marks = [mark.args[0] for mark in request.node.iter_markers("faults")]
+    marks = [mark.args[0] for mark in item.iter_markers("faults")]
     if marks:
-        record_property("rows", marks)
+        item.user_properties.append(("rows", marks))
 
 
-@pytest.fixture(autouse=True)
-def own_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
     """The command line leaves its own hook, which the next test must not meet."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    before = sys.excepthook
+    try:
+        return (yield)
+    finally:
+        sys.excepthook = before
 
 
 @pytest.fixture

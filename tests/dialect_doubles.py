@@ -13,15 +13,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from runs import small
 from safetensors.torch import load_file, save_file
-from vllm_double import HASTY, Answer, VLLMDouble, error, lab
+from vllm_double import HASTY, Answer, VLLMDouble, eos_ids, error, lab, texts
 
 from retrain.inference_engine.base import BASE_MODEL, SampleRequest
 from retrain.inference_engine.max import MAXEngine
 from retrain.inference_engine.mlx import MLXEngine
 from retrain.inference_engine.sglang import SGLangEngine
-from retrain.inference_engine.texts import Texts
 from retrain.model.text import LAB_MODEL, load_tokenizer
 from retrain.types import Completion, FinishReason
 
@@ -150,9 +148,7 @@ class LlamaCppDouble(RawDouble):
             ]
             for own in ("token_ids", "prompt_token_ids", "sampling_mask"):
                 choice.pop(own, None)
-            text = Texts(small(Path("nowhere")).model, "The double").decode(
-                [one["id"] for one in content if one["id"] not in lab()._eos_ids()]
-            )
+            text = texts().decode([one["id"] for one in content if one["id"] not in eos_ids()])
             asked = "logprobs" in settings
             choice |= {"text": text, "logprobs": {"content": content} if asked else None}
         return status, answer | {"usage": {"prompt_tokens": len(prompt)}}

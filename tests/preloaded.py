@@ -6,6 +6,7 @@ import gc
 import importlib
 
 from tests.commands import IMPORTED
+from tests.unwaited import wait_for_no_disk
 
 _FOR_COMMANDS = [
     "retrain.cli.main", "retrain.cli.parameters", "retrain.explain", "retrain.model.memory",
@@ -30,3 +31,4 @@ def _prepare() -> None:
 
 
 _prepare()
+wait_for_no_disk()

@@ -499,7 +499,7 @@ def linked() -> tuple[socket.socket, ForkedProcess]:
     link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     receiving, sending = os.pipe()
     os.close(sending)
-    return theirs, ForkedProcess(link, os.fdopen(receiving, "rb", buffering=0))
+    return theirs, ForkedProcess(link, os.fdopen(receiving, "rb", buffering=0), theirs.close)
 
 
 def test_a_forked_process_tells_its_end_once_and_takes_signals() -> None:
@@ -511,6 +511,25 @@ def test_a_forked_process_tells_its_end_once_and_takes_signals() -> None:
     assert process.poll() == process.poll() == -11
     process.send_signal(signal.SIGTERM)  # it has ended
     process.stdout.close()
+
+
+def test_of_the_workers_of_a_parent_that_hangs_one_alone_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("retrain.campaign.launch._END_S", 0.5)
+    pairs = [linked() for _ in range(4)]
+
+    def end_parent() -> None:
+        for theirs, _ in pairs:
+            theirs.close()
+
+    for theirs, process in pairs:
+        theirs.send(json.dumps({"forked": 1}).encode())
+        process._end_parent = end_parent
+    began = time.monotonic()
+    for _, process in pairs:
+        Worker(process).kill()
+    assert time.monotonic() - began < 1.5
 
 
 def test_a_worker_whose_parent_is_lost_was_killed_with_it() -> None:

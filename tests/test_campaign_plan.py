@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from campaigns import planned_config
 
-from retrain.analysis.power import equivalence_line
+from retrain.analysis.power import Rule, equivalence_line
 from retrain.analysis.verdict import PairedDifferences, TestSettings, conclude
 from retrain.campaign import CampaignPlan, plan_campaign
 from retrain.campaign.plan import check
@@ -328,10 +328,10 @@ def test_what_no_run_could_do_is_said_before_the_first_run(
 
 
 def test_a_margin_within_which_nothing_can_be_called_equivalent_is_said() -> None:
-    said = next(equivalence_line(6, 4, 0.02))
+    said = next(equivalence_line(6, Rule(4), 0.02))
     assert said.endswith("with 6 seeds: 4 comparisons at 0.05 take at least 7.")
     for seeds, comparisons in ((6, 3), (7, 4)):
-        assert not [*equivalence_line(seeds, comparisons, 0.02)]
+        assert not [*equivalence_line(seeds, Rule(comparisons), 0.02)]
         alike = [PairedDifferences.of([0.0] * seeds)] * comparisons
         assert {one.verdict for one in conclude(alike, TestSettings(margin=0.02))} == {"equivalent"}
     alike = [PairedDifferences.of([0.0] * 6)] * 4

@@ -453,6 +453,42 @@ def test_a_campaign_section_that_none_wrote_is_named(
         assert "manifest.json" in text and "cannot be read" in text
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("plan", []),
+        ("plan.alpha", "x"),
+        ("plan.alpha", 0),
+        ("plan.margin", True),
+        ("plan.seeds", [1, "2"]),
+        ("plan.conditions", None),
+        ("plan.metric", {}),
+        ("looks", 5),
+        ("looks", [{"seed": "1", "evidence": {}, "decided": {}}]),
+        ("looks", [{"seed": 1, "evidence": [], "decided": {}}]),
+        ("looks", [{"seed": 1, "evidence": {"maxrl+none": "x"}, "decided": {}}]),
+        ("seeds", 8),
+        ("seeds", ["1"]),
+        ("max_steps", [2]),
+    ],
+)
+def test_a_value_of_the_manifest_that_no_campaign_wrote_is_named(
+    place: str, value: Any, campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(content: dict[str, Any]) -> None:
+        *above, name = place.split(".")
+        for part in above:
+            content = content[part]
+        content[name] = value
+
+    copy = Path(shutil.copytree(campaign, tmp_path / "campaign"))
+    edit_manifest(copy, change)
+    assert main(["compare", str(copy)]) == 1
+    text = " ".join(capsys.readouterr().err.split())
+    assert f"manifest.json has {place}" in text and "which no campaign wrote" in text
+    assert main(["status", str(copy)]) == 0
+
+
 def test_a_planned_margin_is_taken_and_hashed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -565,6 +565,18 @@ def test_a_pilot_that_recorded_its_times_gives_the_cheapest_design(
     )
 
 
+def test_power_counts_every_problem_of_a_repeated_id(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed_pilot(tmp_path)
+    wanted = planned(capsys, tmp_path, "--effect", "0.1")
+    for path in (tmp_path / "runs").glob("*/evaluation.jsonl"):
+        path.write_text(re.sub(r'"problem-\d+"', '"one"', path.read_text()))
+    found = planned(capsys, tmp_path, "--effect", "0.1")
+    names = ("held_out_problems", "held_out_problems_needed")
+    assert [found[name] for name in names] == [wanted[name] for name in names]
+
+
 def test_power_of_a_pilot_with_one_condition_assumes_independent_arms(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

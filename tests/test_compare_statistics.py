@@ -345,9 +345,8 @@ def found(differences: np.ndarray, comparisons: int = 1) -> float:
 )
 def test_power_is_as_predicted(seeds: int, effect: float, comparisons: int) -> None:
     simulated = found(np.random.default_rng(5).normal(effect, 1, (600, seeds)), comparisons)
-    assert power.power_of(
-        seeds, effect, comparisons=comparisons, correction="holm"
-    ) == pytest.approx(simulated, abs=0.05)
+    rule = power.Rule(comparisons, correction="holm")
+    assert power.power_of(seeds, effect, rule) == pytest.approx(simulated, abs=0.05)
 
 
 def test_the_minimal_detectable_effect_is_found_four_times_in_five() -> None:
@@ -366,9 +365,9 @@ def test_seeds_needed_is_the_textbook_and_a_few(sd: float, textbook: int) -> Non
 @given(st.floats(0.3, 3.0), st.sampled_from([1, 4]))
 @settings(deadline=None, max_examples=12)
 def test_seeds_needed_is_the_first_number_with_that_power(effect: float, comparisons: int) -> None:
-    seeds = power.seeds_needed(effect, 1.0, comparisons=comparisons)
-    assert power.power_of(seeds, effect, comparisons=comparisons) >= 0.8
-    assert power.power_of(seeds - 1, effect, comparisons=comparisons) < 0.8
+    seeds = power.seeds_needed(effect, 1.0, power.Rule(comparisons))
+    assert power.power_of(seeds, effect, power.Rule(comparisons)) >= 0.8
+    assert power.power_of(seeds - 1, effect, power.Rule(comparisons)) < 0.8
 
 
 @pytest.mark.parametrize(("seeds", "effect"), [(7, 1.7), (9, 1.4), (13, 1.0)])
@@ -382,7 +381,7 @@ def test_power_under_joint_flips_is_as_predicted(seeds: int, effect: float) -> N
             max_t([dict(enumerate(row)) for row in differences])[0] < 0.05
             and statistics.t_interval(differences[0])[0] > 0
         )
-    assert power.power_of(seeds, effect, comparisons=4) == pytest.approx(hits / 500, abs=0.06)
+    assert power.power_of(seeds, effect, power.Rule(4)) == pytest.approx(hits / 500, abs=0.06)
 
 
 @pytest.mark.parametrize(("seeds", "family"), [(11, 4), (30, 12)])
@@ -405,9 +404,9 @@ def test_too_few_seeds_have_no_power_whatever_the_effect() -> None:
     assert power.power_of(5, 100.0) == 0.0 and power.minimal_detectable_effect(5, 0.01) is None
     assert (
         power.minimal_detectable_effect(6, 0.01) is not None
-        and power.minimal_detectable_effect(5, 0.01, comparisons=4) is None
+        and power.minimal_detectable_effect(5, 0.01, power.Rule(4)) is None
     )
-    assert power.minimal_detectable_effect(6, 0.01, comparisons=4, correction="holm") is None
+    assert power.minimal_detectable_effect(6, 0.01, power.Rule(4, correction="holm")) is None
     assert statistics.seeds_to_reach(0.05) == 6 and statistics.seeds_to_reach(0.05, 4) == 8
     assert power.seeds_needed(1.0, 0.0) == 6
 

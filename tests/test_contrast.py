@@ -18,7 +18,7 @@ import torch
 
 from retrain.advantages.step import Segments
 from retrain.advantages.transforms import sure_sentence, top_share
-from retrain.analysis.power import seeds_needed
+from retrain.analysis.power import Rule, seeds_needed
 from retrain.analysis.runs import StoredRun
 from retrain.backends.local.backend import LocalBackend
 from retrain.cli.main import main
@@ -258,8 +258,8 @@ def test_seeds_grow_as_arms_are_alike_and_noisy(
     assert dataclasses.replace(seen, arms=[base, other], steps=32).effect(other) == 2.0
     for family in (1, 2):
         one = dataclasses.replace(seen, arms=[base, *[other] * family], steps=32)
-        assert one.seeds_for(other) == seeds_needed(2.0, 1.0, comparisons=family)
-    assert seeds_needed(2.0, 1.0, comparisons=1) < seeds_needed(2.0, 1.0, comparisons=2)
+        assert one.seeds_for(other) == seeds_needed(2.0, 1.0, Rule(family))
+    assert seeds_needed(2.0, 1.0, Rule(1)) < seeds_needed(2.0, 1.0, Rule(2))
 
 
 def test_what_a_recipe_sets_beyond_a_gradient_is_noted(run: StoredRun, tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from retrain.model.projection import LoraTerm
 from retrain.model.step_kernels import (
     Heads,
     StepKernels,
-    TorchKernels,
     TritonKernels,
     differences,
     step_kernels,
@@ -93,7 +92,7 @@ def test_a_sum_and_its_norm(kernels: StepKernels, dtype: torch.dtype, size: int)
     for update in (None, apart):
         found, expected = make(3, size, dtype=dtype, seed=2), make(3, size, dtype=dtype, seed=2)
         assert_near(
-            kernels.add_norm(found, update, norm), TorchKernels().add_norm(expected, update, norm)
+            kernels.add_norm(found, update, norm), StepKernels().add_norm(expected, update, norm)
         )
         assert torch.equal(found, expected), "the residual stream is the rounded sum"
 
@@ -137,7 +136,7 @@ def test_heads_are_normed_turned_and_stored(
     )
     assert_near(
         turned,
-        TorchKernels().apply_rope_and_store_kv(
+        StepKernels().apply_rope_and_store_kv(
             qkv, pending, heads, rotary, norm, tuple(expected), places
         ),
     )
@@ -159,7 +158,7 @@ def test_the_gated_activation(
         make(rows, 2 * size + 1, dtype=dtype)[:, : 2 * size] * 3,
         low_rank(rows, rank, 2 * size, dtype),
     )
-    assert_near(kernels.gate(gates.clone(), pending), TorchKernels().gate(gates, pending))
+    assert_near(kernels.gate(gates.clone(), pending), StepKernels().gate(gates, pending))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -177,7 +176,7 @@ def test_a_product_with_weights_in_eight_bits(
     for bias in (None, make(outputs, dtype=dtype)):
         assert_near(
             kernels.scaled_product(x, weight, scale, bias),
-            TorchKernels().scaled_product(x, weight, scale, bias),
+            StepKernels().scaled_product(x, weight, scale, bias),
         )
 
 
@@ -445,9 +444,7 @@ def test_a_kernel_that_does_not_fit_the_models_heads_is_not_used(
 
     monkeypatch.setattr(attention, "attend", overflowing)
     fused = FusedDecoder.of(model, merge=False, log=said.append)
-    assert (
-        fused is not None and isinstance(fused.kernels, TorchKernels) and "shared memory" in said[0]
-    )
+    assert fused is not None and type(fused.kernels) is StepKernels and "shared memory" in said[0]
 
 
 def test_a_kernel_that_is_wrong_is_not_used(
@@ -460,9 +457,9 @@ def test_a_kernel_that_is_wrong_is_not_used(
         and not said
     )
     right = TritonKernels()
-    right.gate = lambda *gates: TorchKernels().gate(*gates) * 1.01  # type: ignore[method-assign]
+    right.gate = lambda *gates: StepKernels().gate(*gates) * 1.01  # type: ignore[method-assign]
     monkeypatch.setattr(steps, "TritonKernels", lambda: right)
-    assert isinstance(step_kernels(torch.device(DEVICE), torch.float32, said.append), TorchKernels)
+    assert type(step_kernels(torch.device(DEVICE), torch.float32, said.append)) is StepKernels
     assert "differ" in said[0] and "gate" in said[0]
 
 
@@ -474,7 +471,7 @@ def test_kernels_that_do_not_compile_are_not_used(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(steps, "TRITON_DEVICES", {DEVICE})
     monkeypatch.setattr(steps, "TritonKernels", failing)
     monkeypatch.setattr(layers, "TritonLayers", failing)
-    assert isinstance(step_kernels(torch.device(DEVICE), torch.float32, said.append), TorchKernels)
+    assert type(step_kernels(torch.device(DEVICE), torch.float32, said.append)) is StepKernels
     assert layers.layer_kernels(torch.device(DEVICE), torch.float32, said.append) is None
     assert ["do not compile here (RuntimeError: no compiler)" in line for line in said] == [
         True,

@@ -30,7 +30,7 @@ from dialect_doubles import (
     double,
 )
 from runs import lines, small
-from vllm_double import lab
+from vllm_double import eos_ids, lab
 
 from retrain import train
 from retrain.backends.local.backend import LocalBackend
@@ -80,9 +80,7 @@ def served(folder: Path, url: str, engine: str, **sections: Any) -> Any:
 
 def engine_of(make: type, url: str, folder: Path) -> Any:
     config = served(folder, url, make.__name__)
-    return make(
-        config, model=lab()._base.model, eos_ids=lab()._eos_ids(), device=lab()._base.device
-    )
+    return make(config, model=lab()._base.model, eos_ids=eos_ids(), device=lab()._base.device)
 
 
 def request(ids: Any = range(40, 60), count: int = 2, **changes: Any) -> SampleRequest:

@@ -25,6 +25,7 @@ from vllm_double import (
     SleepyVLLM,
     VLLMDouble,
     doubles,
+    eos_ids,
     first,
     lab,
     scripted,
@@ -90,7 +91,7 @@ def served(folder: Path, *urls: str, engine: str = "vllm_double.HastyVLLM", **se
 
 
 def engine_of(config: Any, make: type = HastyVLLM, device: str = "cpu") -> Any:
-    return make(config, model=lab()._base.model, eos_ids=lab()._eos_ids(), device=device)
+    return make(config, model=lab()._base.model, eos_ids=eos_ids(), device=device)
 
 
 def choice(**changes: Any) -> Callable[[str, Any], Any]:
@@ -182,7 +183,7 @@ def test_requests_hold_what_the_policy_is_and_no_seed(tmp_path: Path, server: VL
     wanted |= WITHOUT_PENALTY
     assert (
         wanted.items() <= body.items()
-        and body["stop_token_ids"] == list(lab()._eos_ids())
+        and body["stop_token_ids"] == list(eos_ids())
         and "seed" not in body
     )
 

@@ -78,6 +78,23 @@ def change_row(path: Path, step: int, **values: Any) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def reseal(run: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows of evaluation.jsonl, and their hash into the checkpoint after two steps."""
+
+    def sealed(folder: Path) -> None:
+        for path in checkpoint.iterdir():
+            shutil.copyfile(path, folder / path.name)
+        (folder / "manifest.json").unlink()
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+
+    (run / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    checkpoint = run / "checkpoints" / "step_000002"
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    before = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= 2).encode()
+    state["files"]["evaluation.jsonl"] = {"size": len(before), "sha256": sha256(before).hexdigest()}
+    commit_folder(checkpoint, sealed, step=2, config_hash=state["config_hash"])
+
+
 # -- verify ----------------------------------------------------------------------------------------
 
 
@@ -144,7 +161,7 @@ def test_the_evaluation_at_the_checkpoint_is_made_again(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The checkpoint knows the bytes of evaluation.jsonl, so a forger seals it anew."""
-    written, checkpoint = copy / "evaluation.jsonl", copy / "checkpoints" / "step_000002"
+    written = copy / "evaluation.jsonl"
     rows = lines(written)
     row = next(row for row in rows if row["step"] == 2)
     row["correct"] = 1 - row["correct"]
@@ -154,17 +171,29 @@ def test_the_evaluation_at_the_checkpoint_is_made_again(
     assert f"{copy} cannot be verified from step 2" in said and "evaluation.jsonl differs" in said
     assert "--overwrite" not in said, "which would delete what is to be verified"
 
-    def sealed(folder: Path) -> None:
-        for path in checkpoint.iterdir():
-            shutil.copyfile(path, folder / path.name)
-        (folder / "manifest.json").unlink()
-        (folder / "trainer_state.json").write_text(json.dumps(state))
-
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
-    before = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= 2).encode()
-    state["files"]["evaluation.jsonl"] = {"size": len(before), "sha256": sha256(before).hexdigest()}
-    commit_folder(checkpoint, sealed, step=2, config_hash=state["config_hash"])
+    reseal(copy, rows)
     assert main(["verify", str(copy)]) == 1
+    assert "at step 2, in the held-out" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_evaluation_of_an_earlier_max_steps_is_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None is due there any more. Its rows are forged and sealed anew, as by the run itself."""
+    evaluation = {"at_end": True, "max_examples": 4, "max_tokens": 24, "reward": "match"}
+    run = tmp_path / "run"
+    first = small(run, evaluation=evaluation, training={"max_steps": 2})
+    small_run(first, quiet=True)
+    more = {"evaluation": evaluation, "training": {"max_steps": 3}, "resume": {"from": str(run)}}
+    small_run(small(run, **more), quiet=True)
+    assert [row["step"] for row in lines(run / "evaluation.jsonl")] == [2] * 4 + [3] * 4
+    assert main(["verify", str(run)]) == 0
+    assert "not compared" not in capsys.readouterr().out
+    rows = lines(run / "evaluation.jsonl")
+    rows[0]["correct"] = 1 - rows[0]["correct"]
+    reseal(run, rows)
+    assert main(["verify", str(run)]) == 1
     assert "at step 2, in the held-out" in capsys.readouterr().out
 
 
@@ -232,6 +261,13 @@ def test_every_token_lies_in_the_range_of_its_uniform() -> None:
             drawn = uniform(3, Stream.SAMPLING, 2, 1, one.sample, np.arange(length))
             assert (ranges[:, 0] - 1e-5 < drawn).all() and (drawn < ranges[:, 1] + 1e-5).all()
             assert np.exp(one.logprobs) == pytest.approx(ranges[:, 1] - ranges[:, 0], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_last_adapter_of_no_step_is_not_compared(copy: Path) -> None:
+    manifest = copy / "checkpoints" / "final" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"step": []}))
+    assert main(["verify", str(copy)]) == 0
 
 
 def test_a_changed_last_adapter_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -492,10 +528,58 @@ def test_a_run_that_ended_earlier_is_named(
 ) -> None:
     metrics = copy / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
+    for name in ("summary.json", "trainer_state.json"):  # as of a run that was killed
+        (copy / name).unlink()
     assert main(["diff", str(base), str(copy)]) == 1
     found = capsys.readouterr().out
     assert f"equal until {copy} ends; it has no step 3" in found
     assert "tokens_every" not in found
+
+
+@pytest.mark.parametrize("lost", [[], ["summary.json"]])
+def test_records_that_were_cut_are_no_earlier_end(
+    base: Path, copy: Path, lost: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = copy / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
+    for name in lost:
+        (copy / name).unlink()
+    assert main(["diff", str(base), str(copy)]) == 1
+    found = capsys.readouterr()
+    assert not found.out and "the file was changed or the disk is damaged" in found.err
+    if not lost:
+        assert f"{metrics} ends after 3 of the 4 steps" in found.err
+        assert main(["verify", str(copy)]) == 2
+        assert f"{metrics} ends after 3 of the 4 steps" in capsys.readouterr().err
+
+
+def test_a_step_that_is_recorded_twice_is_not_called_equal(
+    base: Path, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = copy / "metrics.jsonl"
+    first, *others = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([first.replace('"loss"', '"other"'), first, *others]))
+    assert main(["diff", str(base), str(copy)]) == 1
+    assert "holds step 0 a second time" in capsys.readouterr().err
+
+
+def test_an_evaluation_of_one_run_alone_is_named(
+    base: Path, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = [row for row in lines(copy / "evaluation.jsonl") if row["step"] < 4]
+    (copy / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    assert main(["diff", str(base), str(copy)]) == 0
+    assert f"Only {base} was evaluated at step 4." in capsys.readouterr().out
+
+
+def test_every_record_of_a_repeated_id_is_compared(base: Path, copy: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(base, tmp_path / "other"))
+    rows = [row | {"example_id": "one"} for row in lines(base / "evaluation.jsonl")]
+    changed = [rows[0] | {"correct": 1 - rows[0]["correct"]}, *rows[1:]]
+    for run, own in ((other, rows), (copy, changed)):
+        (run / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    found = parting(StoredRun(other), StoredRun(copy), range(10))
+    assert found is not None and (found.stage, found.fields) == ("held-out", ("one",))
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evaluation.jsonl"])

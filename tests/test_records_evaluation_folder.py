@@ -113,6 +113,19 @@ def test_evaluations_of_other_problems_or_at_another_temperature_are_not_compare
     assert main(["compare", str(one)]) == 2 and "--baseline EVALUATION" in capsys.readouterr().err
 
 
+def test_an_evaluation_is_no_run_and_says_what_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = (write_evaluation(tmp_path / name, [1] * 9) for name in ("one", "two"))
+    assert main(["diff", str(one), str(two)]) == 2
+    assert "one holds no run of retrain (it is an evaluation's)" in capsys.readouterr().err
+    assert main(["status", str(tmp_path)]) == 0
+    assert "resume it" not in capsys.readouterr().out
+    (one / "evaluation.jsonl").unlink()
+    assert main(["compare", str(one), "--baseline", str(two)]) == 2
+    assert "one holds no problem of an evaluation" in capsys.readouterr().err
+
+
 def test_every_task_and_every_k_has_an_interval() -> None:
     problems = [EvaluationRecord(0, f"p{i}", f"task-{i % 2}", 4, i % 5, 0, None) for i in range(40)]
     summary = Evaluation(0, problems, ks=[1, 4]).summary()

@@ -542,6 +542,16 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path, capsys: Captured) -> N
     assert "holds no run" in capsys.readouterr().err
 
 
+def test_a_squeeze_that_no_campaign_wrote_is_named(tmp_path: Path, capsys: Captured) -> None:
+    folder = write_campaign(tmp_path / "campaign", {"grpo+none": [50]})
+    content = json.loads((folder / "manifest.json").read_text())
+    table = [{"rank": 1, "mean": "x", "min": 0.1, "max": 0.9}]
+    content["squeeze"] = {"table": table, "threshold": 0.9, "rule": "mean", "recommended_rank": 1}
+    (folder / "manifest.json").write_text(json.dumps(content))
+    assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 1
+    assert "manifest.json has squeeze.table.0.mean = x, which no" in capsys.readouterr().err
+
+
 def test_without_the_extra_one_sentence_names_it(
     campaign: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

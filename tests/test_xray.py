@@ -72,6 +72,12 @@ def test_pass_at_k_of_the_whole_group_has_no_gradient_and_says_so() -> None:
     assert one.is_flat and "no gradient at any pass rate" in next(sentences(one))
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_advantage_without_any_for_a_single_right_answer_has_a_sentence() -> None:
+    one = of(lambda rewards: rewards if sum(rewards) > 1 else [0.0] * len(rewards))
+    assert "5% of the time weighs" in next(sentences(one))
+
+
 @pytest.mark.parametrize("function", [grpo, grpo_std, maxrl])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_signal_and_noise_are_those_of_sampled_groups(

@@ -55,6 +55,18 @@ def lab() -> Any:
     return backend
 
 
+@cache
+def eos_ids() -> tuple[int, ...]:
+    """Those of all doubles. The backend reads its tokenizer's files every time."""
+    ids: tuple[int, ...] = lab()._eos_ids()
+    return ids
+
+
+@cache
+def texts() -> Texts:
+    return Texts(small(Path("nowhere")).model, "The double")
+
+
 class VLLMDouble:
     """`url` once started. `asked` lists (path, body) of every POST; `faults` answers before
     anything else does.
@@ -246,16 +258,15 @@ class VLLMDouble:
         return status, answer
 
     def write(self, model: str, prompt: str, settings: Any) -> Answer:
-        texts, ids = Texts(small(Path("nowhere")).model, "The double"), []
-        ids = texts.encode(prompt)
+        ids = texts().encode(prompt)
         with self.lock:
             self.calls += 1
             found = sorted(self.sample(model, ids, settings), key=lambda one: one.sample)
         choices = [
             {
                 "index": one.sample,
-                "text": texts.decode(
-                    [token for token in one.token_ids.tolist() if token not in lab()._eos_ids()]
+                "text": texts().decode(
+                    [token for token in one.token_ids.tolist() if token not in eos_ids()]
                 ),
                 "finish_reason": "stop" if one.finish_reason is FinishReason.STOP else "length",
                 "logprobs": None,

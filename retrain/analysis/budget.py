@@ -6,6 +6,7 @@ training metric is averaged over the last steps that are complete at N.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -16,9 +17,9 @@ import numpy as np
 from retrain.analysis.arms import RunsByCondition
 from retrain.analysis.held_out import Answers, UnjudgedRule
 from retrain.analysis.measures import Metric
-from retrain.analysis.runs import StoredRun
+from retrain.analysis.runs import CHANGED, StoredRun
 from retrain.analysis.statistics import Floats
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.entries import EvaluationRecord, StepRecord
 
 _FORM = re.compile(r"(tokens|updates)=(\d[\d_]*(?:\.\d+)?(?:e\d+)?)")
@@ -124,10 +125,7 @@ class RunAtBudget(StoredRun):
         if not self.held_out_file.is_file():
             return None
         self._check_reached()
-        # The step of an evaluation is the number of steps completed before it, the index into
-        # `costs`.
-        stored = groupby(EvaluationRecord.read(self.held_out_file), key=lambda one: one.step)
-        points = [(float(self.costs[step]), Answers.of(list(records))) for step, records in stored]
+        points = list(self._evaluations())
         if not points:
             return None
         size = self.budget.size
@@ -151,6 +149,21 @@ class RunAtBudget(StoredRun):
             )
         weight = (size - earlier) / (cost - earlier)
         return InterpolatedAnswers.between(before, after, weight)
+
+    def _evaluations(self) -> Iterator[tuple[float, Answers]]:
+        """Yield the cost before each evaluation, and its answers. Raises RunFailed for one of steps
+        that are not recorded.
+        """
+        # The step of an evaluation is the number of steps completed before it, the index into
+        # `costs`.
+        stored = groupby(EvaluationRecord.read(self.held_out_file), key=lambda one: one.step)
+        for step, records in stored:
+            if step >= len(self.costs):
+                raise RunFailed(
+                    f"{self.held_out_file} holds an evaluation after {step} steps, and"
+                    f" {self.folder.metrics} has {len(self.costs) - 1} of them{CHANGED}"
+                )
+            yield float(self.costs[step]), Answers.of(list(records))
 
     def curve(self, name: str) -> Floats:
         points = super().curve(name)

@@ -45,6 +45,7 @@ from retrain.analysis.pairs import (
     pair_up,
 )
 from retrain.analysis.planned import Absences, CampaignRecord, Look, planned_line
+from retrain.analysis.power import seeds_to_conclude
 from retrain.analysis.robust import SecondLine, second_line, with_collapsed_failed
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs
 from retrain.analysis.selection import PairOfLabels, Request, Selection, select, worst_value
@@ -244,7 +245,7 @@ class Comparison:
     @property
     def seeds_to_conclude(self) -> int:
         """Fewest pairs with which any contrast of the family can be significant."""
-        return self.test.seeds_to_conclude(len(self.contrasts))
+        return seeds_to_conclude(self.test.of_family(len(self.contrasts)))
 
     @property
     def one_baseline(self) -> bool:

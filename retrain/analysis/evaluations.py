@@ -95,8 +95,9 @@ class EvaluationComparison:
 
 
 def open_evaluation(folder: Path) -> StoredEvaluation:
-    files = EvaluationFolder(folder)
-    problems = list(EvaluationRecord.read(files.problems))
+    files, problems = EvaluationFolder(folder), list[EvaluationRecord]()
+    if files.problems.is_file():
+        problems += EvaluationRecord.read(files.problems)
     if not problems:
         raise ConfigurationError(f"{folder} holds no problem of an evaluation; evaluate again.")
     return StoredEvaluation(folder, load_stored(files.config, to_read=True), problems)

@@ -9,6 +9,7 @@ et al. 2021, arXiv 2108.13264.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from math import comb
 
@@ -214,12 +215,8 @@ class Pairs:
     candidate: Arm
     baseline: Arm
     differences: Differences
-    least: Differences | None
-    """The differences with every unjudged answer counted against the candidate; None where all were
-    judged."""
-    most: Differences | None
-    by_problem: Floats | None
-    """[pairs, problems]; None without held-out answers."""
+    answers: Mapping[int, AnswerDifference]
+    """Seed -> its difference by problem, for each of `differences`; empty for a training metric."""
     looks: Mapping[int, int] | None = None
     """Seed -> number of the look that took it, from 0; None where nothing was looked at."""
 
@@ -237,22 +234,21 @@ class Pairs:
         """The contrast as an e-process has seen it: the seeds of `looks`, which gives the number of
         the look of each, in their order.
         """
-        order = [seed for seed in looks if seed in self.differences]
-        places = [list(self.differences).index(seed) for seed in order]
-
-        def ordered(values: Differences | None) -> dict[int, float] | None:
-            if values is None:
-                return None
-            return {seed: values[seed] for seed in order}
-
         return replace(
             self,
-            differences=ordered(self.differences) or {},
-            least=ordered(self.least),
-            most=ordered(self.most),
-            by_problem=None if self.by_problem is None else self.by_problem[places],
+            differences={
+                seed: self.differences[seed] for seed in looks if seed in self.differences
+            },
+            answers={seed: self.answers[seed] for seed in looks if seed in self.answers},
             looks=looks,
         )
+
+    @cached_property
+    def by_problem(self) -> Floats | None:
+        """[pairs, problems]; None without held-out answers."""
+        if self.answers:
+            return np.array([found.by_problem for found in self.answers.values()])
+        return None
 
     @property
     def problems(self) -> int:
@@ -267,7 +263,10 @@ class Pairs:
         """
         wide = self.wide_interval(1 - alpha / family)
         few = 0 < self.problems < FEW_PROBLEMS
-        least, most = (None if end is None else self._keyed(end) for end in (self.least, self.most))
+        found, least, most = self.answers, None, None
+        if any(one.unjudged for one in found.values()):
+            least = self._keyed({seed: one.least for seed, one in found.items()})
+            most = self._keyed({seed: one.most for seed, one in found.items()})
         unbounded = (-np.inf, np.inf)  # one problem, or too few that were judged
         return PairedDifferences(
             self._keyed(self.differences),
@@ -368,25 +367,11 @@ def pair_up(candidate: Arm, baseline: Arm, metric: Metric, worst: float | None) 
         for arm in (candidate, baseline)
     )
     if metric.k is None:
-        return Pairs(
-            candidate, baseline, statistics.paired_differences(ours, theirs), None, None, None
-        )
-    # A difference is NaN where no problem was judged in both runs.
+        return Pairs(candidate, baseline, statistics.paired_differences(ours, theirs), {})
     found = {seed: _between(candidate, baseline, seed, metric.k) for seed in theirs if seed in ours}
-    found = {
-        seed: difference for seed, difference in found.items() if not np.isnan(difference.mean)
-    }
-    bounded = any(difference.unjudged for difference in found.values())
-    return Pairs(
-        candidate,
-        baseline,
-        differences={seed: difference.mean for seed, difference in found.items()},
-        least={seed: difference.least for seed, difference in found.items()} if bounded else None,
-        most={seed: difference.most for seed, difference in found.items()} if bounded else None,
-        by_problem=(
-            np.array([difference.by_problem for difference in found.values()]) if found else None
-        ),
-    )
+    # A difference is NaN where no problem was judged in both runs.
+    known = {seed: one for seed, one in found.items() if not np.isnan(one.mean)}
+    return Pairs(candidate, baseline, {seed: one.mean for seed, one in known.items()}, known)
 
 
 def _between(candidate: Arm, baseline: Arm, seed: int, k: int) -> AnswerDifference:

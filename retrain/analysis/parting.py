@@ -90,13 +90,19 @@ def _rows(run: StoredRun, steps: range) -> dict[int, Json]:
     }
 
 
-def _evaluations(run: StoredRun) -> dict[int, Json]:
-    """Steps completed -> problem -> its line of evaluation.jsonl."""
-    found: dict[int, Json] = {}
+def _evaluations(run: StoredRun) -> dict[int, dict[str, list[EvaluationRecord]]]:
+    """Steps completed -> id -> the records of its problems, several where data repeats the id."""
+    found: dict[int, dict[str, list[EvaluationRecord]]] = {}
     if run.folder.evaluation.is_file():
         for record in EvaluationRecord.read(run.folder.evaluation):
-            found.setdefault(record.step, {})[record.example_id] = record.to_json()
+            found.setdefault(record.step, {}).setdefault(record.example_id, []).append(record)
     return found
+
+
+def evaluated_alone(one: StoredRun, other: StoredRun, steps: range) -> list[int]:
+    """The steps, up to the end of `steps`, after which `one` alone was evaluated."""
+    alone = _evaluations(one).keys() - _evaluations(other).keys()
+    return sorted(step for step in alone if steps.start <= step <= steps.stop)
 
 
 def _different(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> tuple[str, ...]:
@@ -318,16 +324,23 @@ def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:
     if (last / MANIFEST).is_file() and (last / _ADAPTER).is_file():
         end = read_object(last / MANIFEST).get("step", -1)
         # A replay keeps its adapters by step, so the last one of `one` is looked up by its step.
-        same = _adapters(other).get(end)
-        if same and same.read_bytes() != (last / _ADAPTER).read_bytes():
+        same = [path for step, path in _adapters(other).items() if step == end]
+        if same and same[0].read_bytes() != (last / _ADAPTER).read_bytes():
             return str(last / _ADAPTER)
     return ""
 
 
 def absent(one: StoredRun, other: StoredRun, steps: range) -> list[str]:
-    """Steps of `steps` that `other` holds and `one` does not: nothing was compared with them."""
+    """What `other`, a replay of `steps` of `one`, holds and `one` does not, and the evaluations
+    that it could not make: nothing was compared with them.
+    """
     ours, theirs = _answers(one, steps), _answers(other, steps)
     found = [f"the answers of step {step}" for step in theirs if step not in ours]
+    found += [f"the evaluation at step {step}" for step in evaluated_alone(other, one, steps)]
+    found += [
+        f"the evaluation at step {step} again (config.toml asks for none)"
+        for step in evaluated_alone(one, other, steps)
+    ]
     found += [
         f"the tokens of step {step}"
         for step in steps

@@ -21,13 +21,11 @@ from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.pairs import Pairs, pair_up
 from retrain.analysis.power import (
     SEED_COUNTS,
-    Correction,
+    Rule,
     minimal_detectable_effect,
-    out_of_reach,
     problems_needed,
     sd_interval,
     seeds_needed,
-    seeds_to_conclude,
 )
 from retrain.analysis.runs import RECENT, Pair, StoredRun, find_runs
 from retrain.analysis.statistics import paired_differences, sample_sd
@@ -119,47 +117,29 @@ class Design:
     """The hours of all arms, one run after the other."""
 
 
-def cheapest(
-    spread: Spread,
-    effect: float,
-    comparisons: int,
-    alpha: float,
-    power: float,
-    correction: Correction = "maxt",
-) -> Design | None:
+def cheapest(spread: Spread, effect: float, rule: Rule) -> Design | None:
     """The design that finds `effect` in the least time; None if none of at most MAX_DESIGN_SEEDS
     seeds does.
     """
-    found = []
-    for problems, samples in product(PROBLEMS, SAMPLES):
-        design = _with_fewest_seeds(
-            spread, problems, samples, effect, comparisons, alpha, power, correction
-        )
-        if design:
-            found.append(design)
-    return min(found, key=lambda design: design.hours, default=None)
+    designs = (
+        _with_fewest_seeds(spread, problems, samples, effect, rule)
+        for problems, samples in product(PROBLEMS, SAMPLES)
+    )
+    return min(filter(None, designs), key=lambda design: design.hours, default=None)
 
 
 def _with_fewest_seeds(
-    spread: Spread,
-    problems: int,
-    samples: int,
-    effect: float,
-    comparisons: int,
-    alpha: float,
-    power: float,
-    correction: Correction,
+    spread: Spread, problems: int, samples: int, effect: float, rule: Rule
 ) -> Design | None:
     sd = spread.sd(problems, samples)
 
     def detectable(seeds: int) -> float:
-        found = minimal_detectable_effect(seeds, sd, alpha, power, comparisons, correction)
-        if found is None:
-            return float("inf")
+        found = minimal_detectable_effect(seeds, sd, rule)
+        assert found is not None  # from the fewest on
         return found
 
     # More seeds find smaller differences, so that the fewest can be found by bisection.
-    counts = range(max(2, seeds_to_conclude(alpha, comparisons, correction)), MAX_DESIGN_SEEDS + 1)
+    counts = range(rule.fewest, MAX_DESIGN_SEEDS + 1)
     first = bisect_left(counts, True, key=lambda seeds: detectable(seeds) <= effect)
     if first == len(counts):
         return None
@@ -169,7 +149,7 @@ def _with_fewest_seeds(
         problems,
         samples,
         detectable(seeds),
-        spread.seconds(seeds, problems, samples, comparisons + 1) / 3600,
+        spread.seconds(seeds, problems, samples, rule.comparisons + 1) / 3600,
     )
 
 
@@ -236,43 +216,38 @@ class SeedPlan:
 
     effect: float | None
     sd: float
-    alpha: float
-    power: float
-    comparisons: int
-    correction: Correction = "maxt"
+    rule: Rule
 
     def seeds(self, sd: float) -> int | None:
         """Seeds that find the effect at this sd; None if more than MAX_SEEDS. Requires an
         effect.
         """
         assert self.effect is not None
-        if out_of_reach(self.effect, sd, self.alpha, self.power, self.comparisons):
+        if self.rule.out_of_reach(self.effect, sd):
             return None
-        return seeds_needed(
-            self.effect, sd, self.alpha, self.power, self.comparisons, self.correction
-        )
+        return seeds_needed(self.effect, sd, self.rule)
 
     def detectable(self) -> dict[int, float | None]:
         """Seeds -> the smallest difference they find; None if so few can conclude nothing."""
-        rule = self.alpha, self.power, self.comparisons, self.correction
-        return {seeds: minimal_detectable_effect(seeds, self.sd, *rule) for seeds in SEED_COUNTS}
+        return {
+            seeds: minimal_detectable_effect(seeds, self.sd, self.rule) for seeds in SEED_COUNTS
+        }
 
     def cheapest(self, spread: Spread) -> Design | None:
         """The seeds, problems and samples that find the effect in the least time. Requires an
         effect.
         """
         assert self.effect is not None
-        return cheapest(
-            spread, self.effect, self.comparisons, self.alpha, self.power, self.correction
-        )
+        return cheapest(spread, self.effect, self.rule)
 
     def problems(self, held_out: HeldOutVariances) -> int:
         """The number of held-out problems that tell apart two given models which differ by the
         effect. Requires an effect.
         """
         assert self.effect is not None
+        between, within, samples = held_out.between, held_out.within, held_out.samples
         return problems_needed(
-            self.effect, held_out.between, held_out.within, held_out.samples, self.alpha, self.power
+            self.effect, between, within, samples, self.rule.alpha, self.rule.power
         )
 
 
@@ -347,22 +322,18 @@ def held_out_variances(pairs: Sequence[Pair]) -> HeldOutVariances | None:
 
 
 def _pair_variances(one: StoredRun, other: StoredRun) -> HeldOutVariances | None:
-    if not one.final_evaluation or not other.final_evaluation:
+    ours, theirs = one.answers, other.answers
+    if ours is None or theirs is None:
         return None
-    ours = {item.example_id: item for item in one.final_evaluation.problems}
-    theirs = {item.example_id: item for item in other.final_evaluation.problems}
-    samples = max((item.samples for item in ours.values()), default=0)
+    samples = int(ours.judged.max())
     # A problem that was judged less often has another sampling variance, and is left out.
-    shared = [
-        name
-        for name, item in ours.items()
-        if name in theirs and item.samples == theirs[name].samples == samples
-    ]
-    if len(shared) < 2 or not samples:
+    shared = (ours.judged == samples) & (theirs.judged == samples)
+    problems = int(shared.sum())
+    if problems < 2 or not samples:
         return None
-    rates = np.array([[arm[name].correct / samples for name in shared] for arm in (ours, theirs)])
+    rates = np.stack([ours.right[shared], theirs.right[shared]]) / samples
     within = 0.0
     if samples > 1:
         within = float((rates * (1 - rates)).mean(axis=1).sum()) * samples / (samples - 1)
     between = max(0.0, float(np.var(rates[0] - rates[1], ddof=1)) - within / samples)
-    return HeldOutVariances(len(shared), samples, between, within)
+    return HeldOutVariances(problems, samples, between, within)

@@ -8,14 +8,15 @@ computed as if it had been planned.
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from retrain.analysis.integrity import absent_words, given_keys
 from retrain.analysis.measures import Metric
-from retrain.analysis.runs import StoredRun, seeds_words
-from retrain.errors import RunFailed
+from retrain.analysis.runs import MANIFEST, StoredRun, no_campaigns_value, seeds_words
 from retrain.records.entries import Direction
 from retrain.records.terminal import counted
 from retrain.system import Json, read_object
@@ -34,7 +35,7 @@ class AnalysisPlan:
     conditions: tuple[str, ...]
     """The others; each is compared with the baseline."""
     metric: str
-    alpha: float
+    alpha: Annotated[float, Field(gt=0, lt=1)]
     rule: Literal["seeds", "evidence"]
     """The exact test once after all seeds, or the e-process after every seed."""
     seeds: tuple[int, ...]
@@ -42,7 +43,7 @@ class AnalysisPlan:
     max_steps: int
     better: Direction = "higher"
     """The direction of the metric that is an improvement."""
-    margin: float | None = None
+    margin: Annotated[float | None, Field(gt=0)] = None
     """Differences below this are equivalent; None: no verdict of equivalence is planned."""
 
     def to_json(self) -> Json:
@@ -73,13 +74,17 @@ class Look:
     """Conditions that the look went without, since a run of their pair had failed; a later look at
     the seed may take it."""
 
-    @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> "Look":
-        """Raises KeyError for a look without its seed, evidence or decisions."""
-        return cls(stored["seed"], stored["evidence"], stored["decided"], stored.get("missing", ()))
-
     def to_json(self) -> Json:
         return asdict(self)
+
+
+class _Stored(BaseModel):
+    """What a manifest says of a campaign's analysis, each value of its own type."""
+
+    plan: AnalysisPlan | None = None
+    looks: list[Look] = []
+    seeds: list[int] = []
+    max_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,29 +109,25 @@ class CampaignRecord:
     @classmethod
     def read(cls, folder: Path) -> "CampaignRecord":
         """Raises RunFailed for a damaged manifest."""
-        path = folder / "manifest.json"
+        path = folder / MANIFEST
         content = read_object(path)
         try:
-            stored: Any = content.get("plan")
-            plan = None if stored is None else _plan(stored)
-            looks = [Look.from_json(look) for look in content.get("looks") or []]
-            seeds = [int(seed) for seed in content.get("seeds") or []]
-            grid = [*given_keys(folder).get("campaign", {}).get("grid", {})]
-        except (TypeError, ValueError, KeyError) as error:
-            raise RunFailed(
-                f"{path} has a plan or a look that cannot be read ({error}): the file was changed."
-            ) from error
-        sha256 = _sha256(stored) if plan else ""
+            stored = _Stored.model_validate_json(json.dumps(content), strict=True)
+        except ValidationError as error:
+            raise no_campaigns_value(path, error) from error
+        sha256 = ""
+        if stored.plan:
+            sha256 = _sha256(content["plan"])
         return cls(
-            plan,
-            edited=plan is not None and stored.get("sha256") != sha256,
-            looks=looks,
-            seeds=seeds,
-            max_steps=content.get("max_steps"),
+            stored.plan,
+            edited=stored.plan is not None and content["plan"].get("sha256") != sha256,
+            looks=stored.looks,
+            seeds=stored.seeds,
+            max_steps=stored.max_steps,
             sha256=sha256,
             # Every version that writes "looks" writes a plan beside them.
-            removed=plan is None and "looks" in content,
-            grid=grid,
+            removed=stored.plan is None and "looks" in content,
+            grid=[*(given_keys(folder).get("campaign", {}).get("grid") or {})],
         )
 
     @property
@@ -174,16 +175,6 @@ class CampaignRecord:
         else:
             conditions = (condition,)
         return any(seed in self.looks_of(other) for other in conditions)
-
-
-def _plan(stored: Mapping[str, Any]) -> AnalysisPlan:
-    later = ("better", "margin")  # which plans of earlier versions did not hold
-    values = {
-        field.name: stored[field.name]
-        for field in fields(AnalysisPlan)
-        if field.name in stored or field.name not in later
-    }
-    return AnalysisPlan(**values | {name: tuple(values[name]) for name in ("conditions", "seeds")})
 
 
 def deviations(

@@ -10,6 +10,7 @@ test at the level that the flips can reach agrees with it within about five poin
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, floor, log2
 from typing import Literal
@@ -39,42 +40,61 @@ SEED_COUNTS = (4, 6, 8, 12, 16, 24, 32)
 """Rows of the table of detectable differences."""
 
 
-def seeds_to_conclude(
-    alpha: float = 0.05, comparisons: int = 1, correction: Correction = "maxt"
-) -> int:
+@dataclass(frozen=True)
+class Rule:
+    """When a difference counts as found, and how often it is to be found."""
+
+    comparisons: int = 1
+    """The size of the family."""
+    alpha: float = 0.05
+    power: float = 0.8
+    correction: Correction = "maxt"
+
+    @property
+    def fewest(self) -> int:
+        """The fewest seeds that have any power."""
+        return max(2, seeds_to_conclude(self))
+
+    def out_of_reach(self, effect: float, sd: float) -> bool:
+        """Whether the effect needs more than MAX_SEEDS, at this sd of the differences."""
+        return self.normal_seeds(effect, sd) > MAX_SEEDS
+
+    def normal_seeds(self, effect: float, sd: float) -> float:
+        """The normal approximation, with Bonferroni's level."""
+        return normal_seeds(effect, sd, self.alpha / self.comparisons, self.power)
+
+
+_ALONE = Rule()
+
+
+def seeds_to_conclude(rule: Rule = _ALONE) -> int:
     """Fewest pairs with which any contrast of a family can be significant; at looks, if the other
     contrasts have no evidence either way.
     """
-    if correction == "evidence":
-        reached = capital(np.ones(_MAX_LOOKS)) >= comparisons / alpha - (comparisons - 1)
+    family, alpha = rule.comparisons, rule.alpha
+    if rule.correction == "evidence":
+        reached = capital(np.ones(_MAX_LOOKS)) >= family / alpha - (family - 1)
         if reached.any():
             return int(reached.argmax()) + 1
         return _MAX_LOOKS
-    return seeds_to_reach(alpha, 1 if correction == "maxt" else comparisons)
+    return seeds_to_reach(alpha, 1 if rule.correction == "maxt" else family)
 
 
-def power_of(
-    seeds: int,
-    effect: float,
-    alpha: float = 0.05,
-    comparisons: int = 1,
-    correction: Correction = "maxt",
-) -> float:
+def power_of(seeds: int, effect: float, rule: Rule = _ALONE) -> float:
     """The probability that `seeds` pairs find a mean difference of `effect` standard deviations
     (normal differences).
 
     With the correction "evidence", that one of `seeds` looks finds it. The other contrasts of the
     family do not differ; all share the baseline, so that their differences correlate by a half.
     """
-    if seeds < max(2, seeds_to_conclude(alpha, comparisons, correction)):
+    if seeds < rule.fewest:
         return 0.0
-    family = min(comparisons, _MAX_FAMILY)
-    if correction == "evidence":
+    family, alpha = min(rule.comparisons, _MAX_FAMILY), rule.alpha
+    if rule.correction == "evidence":
         return _power_of_looks(seeds, effect, alpha, family)
-    if correction == "holm":
-        family, level = 1, alpha / comparisons
-    else:
-        level = alpha
+    level = alpha
+    if rule.correction == "holm":
+        family, level = 1, alpha / rule.comparisons
     if seeds <= SIMULATED_SEEDS:
         return _power_of_flips(seeds, effect, alpha, family, level)
     if family > 1:
@@ -116,51 +136,35 @@ def _power_of_t(seeds: int, effect: float, level: float) -> float:
     return float(1 - nctdtr(seeds - 1, effect * np.sqrt(seeds), critical))
 
 
-def minimal_detectable_effect(
-    seeds: int,
-    sd: float,
-    alpha: float = 0.05,
-    power: float = 0.8,
-    comparisons: int = 1,
-    correction: Correction = "maxt",
-) -> float | None:
-    """The smallest mean difference that `seeds` pairs find with probability `power`; None if so few
+def minimal_detectable_effect(seeds: int, sd: float, rule: Rule = _ALONE) -> float | None:
+    """The smallest mean difference that `seeds` pairs find with the rule's power; None if so few
     can conclude nothing.
     """
-    units = _detectable_units(seeds, alpha, power, comparisons, correction)
+    units = _detectable_units(seeds, rule)
     if units is None:
         return None
     return units * sd
 
 
-def seeds_needed(
-    effect: float,
-    sd: float,
-    alpha: float = 0.05,
-    power: float = 0.8,
-    comparisons: int = 1,
-    correction: Correction = "maxt",
-) -> int:
-    """The fewest seeds that find a mean difference of `effect` with probability `power`, given the
-    sd of the differences.
+def seeds_needed(effect: float, sd: float, rule: Rule = _ALONE) -> int:
+    """The fewest seeds that find a mean difference of `effect` with the rule's power, given the sd
+    of the differences.
 
     Raises ValueError unless effect > 0 and sd >= 0, and if more than MAX_SEEDS would be needed.
     """
     if not effect > 0 or not sd >= 0:
         raise ValueError(f"the effect must be above 0 and the sd at least 0, got {effect} and {sd}")
-    fewest = max(2, seeds_to_conclude(alpha, comparisons, correction))
+    fewest = rule.fewest
     if sd == 0:
         return fewest
-    if out_of_reach(effect, sd, alpha, power, comparisons):
+    if rule.out_of_reach(effect, sd):
         raise ValueError(
             f"an effect of {effect} at an sd of {sd} needs more than {MAX_SEEDS:,} seeds"
         )
     # The normal approximation is near the answer, and every power on the way is a simulation.
-    start = max(fewest, floor(normal_seeds(effect, sd, alpha / comparisons, power)))
+    start = max(fewest, floor(rule.normal_seeds(effect, sd)))
     return _first_count(
-        lambda seeds: power_of(seeds, effect / sd, alpha, comparisons, correction) >= power,
-        fewest,
-        start,
+        lambda seeds: power_of(seeds, effect / sd, rule) >= rule.power, fewest, start
     )
 
 
@@ -180,10 +184,6 @@ def _first_count(enough: Callable[[int], bool], fewest: int, start: int) -> int:
             step *= 2
             low, high = high, high + step
     return low + 1 + bisect_left(range(low + 1, high), True, key=enough)
-
-
-def out_of_reach(effect: float, sd: float, alpha: float, power: float, comparisons: int) -> bool:
-    return normal_seeds(effect, sd, alpha / comparisons, power) > MAX_SEEDS
 
 
 def normal_seeds(effect: float, sd: float, alpha: float = 0.05, power: float = 0.8) -> float:
@@ -225,22 +225,19 @@ def problems_needed(
 
 
 @lru_cache(maxsize=256)
-def _detectable_units(
-    seeds: int, alpha: float, power: float, comparisons: int, correction: Correction
-) -> float | None:
+def _detectable_units(seeds: int, rule: Rule) -> float | None:
     """The minimal detectable effect in standard deviations, by bisection."""
-    if seeds < max(2, seeds_to_conclude(alpha, comparisons, correction)):
+    if seeds < rule.fewest:
         return None
     low, high = 0.0, 1.0
-    while power_of(seeds, high, alpha, comparisons, correction) < power:
+    while power_of(seeds, high, rule) < rule.power:
         low, high = high, 2 * high
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        low, high = (
-            (low, middle)
-            if power_of(seeds, middle, alpha, comparisons, correction) >= power
-            else (middle, high)
-        )
+        if power_of(seeds, middle, rule) >= rule.power:
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -281,50 +278,41 @@ def _joint_level(seeds: int, alpha: float, family: int) -> float:
 # -- a design, in words ----------------------------------------------------------------------------
 
 
-def equivalence_line(
-    seeds: int, comparisons: int, margin: float, alpha: float = 0.05
-) -> Iterator[str]:
+def equivalence_line(seeds: int, rule: Rule, margin: float) -> Iterator[str]:
     """Say that so few seeds can call no condition equivalent, however alike they are; yield nothing
     if they can.
     """
     # n pairs give a p of 2^-n at best, which Holm multiplies for the first.
-    own = floor(log2(comparisons / alpha)) + 1
-    fewest = max(seeds_to_conclude(alpha, comparisons), own)
+    own = floor(log2(rule.comparisons / rule.alpha)) + 1
+    fewest, family = max(seeds_to_conclude(rule), own), counted(rule.comparisons, "comparison")
     if seeds < fewest:
         yield (
             f"[campaign] margin = {margin:g} can call nothing equivalent with"
-            f" {counted(seeds, 'seed')}: {counted(comparisons, 'comparison')} at {alpha:g}"
-            f" take{'s' if comparisons == 1 else ''} at least {fewest}."
+            f" {counted(seeds, 'seed')}: {family} at {rule.alpha:g}"
+            f" take{'s' if rule.comparisons == 1 else ''} at least {fewest}."
         )
 
 
-def design_line(
-    seeds: int,
-    comparisons: int,
-    problems: int,
-    samples: int,
-    alpha: float = 0.05,
-    power: float = 0.8,
-    correction: Correction = "maxt",
-) -> str:
+def design_line(seeds: int, rule: Rule, problems: int = 0, samples: int = 1) -> str:
     """A line on the effects that a campaign can find, every condition being compared with the
     first.
 
     `problems` is 0 where their number is not known.
     """
-    family = counted(comparisons, "comparison")
-    units = minimal_detectable_effect(seeds, 1.0, alpha, power, comparisons, correction)
-    fewest = seeds_to_conclude(alpha, comparisons, correction)
+    family = counted(rule.comparisons, "comparison")
+    units = minimal_detectable_effect(seeds, 1.0, rule)
+    fewest = seeds_to_conclude(rule)
     if units is None:
+        needs = "needs" if rule.comparisons == 1 else "need"
         return (
             f"Cannot conclude by design: {counted(seeds, 'seed')} cannot show a difference, however"
-            f" large; {family} at {alpha:g} need{'s' if comparisons == 1 else ''} at least"
+            f" large; {family} at {rule.alpha:g} {needs} at least"
             f" {fewest} seeds; plan {fewest + 1}, since one failed run voids {fewest}."
         )
-    looked = ", looked at one by one," if correction == "evidence" else ""
+    looked = ", looked at one by one," if rule.correction == "evidence" else ""
     found = (
         f"{counted(seeds, 'seed')}{looked} and {family} find a true difference of {units:.2g}"
-        f" standard deviations of the paired differences in {100 * power:g}% of cases."
+        f" standard deviations of the paired differences in {100 * rule.power:g}% of cases."
     )
     if seeds == fewest:
         found += (

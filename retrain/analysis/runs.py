@@ -27,18 +27,20 @@ from retrain.config.moving import with_values, wrong_key
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES, engine_kind
 from retrain.records.entries import MEASURED, EvaluationRecord, StepRecord
-from retrain.records.evaluation import Evaluation
+from retrain.records.evaluation import Evaluation, is_evaluation
 from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
 from retrain.records.run_folder import RunFolder, Writer
 from retrain.system import Json, is_path_text, read_object
 
 if TYPE_CHECKING:
     import pandas as pd
+    from pydantic import ValidationError
 
 MANIFEST = "manifest.json"
-_CHANGED = (
+CHANGED = (
     ": the file was changed or the disk is damaged; put it back from a copy, or make the run anew."
 )
+"""The end of a sentence on a damaged file of a run."""
 
 
 @dataclass(frozen=True)
@@ -201,13 +203,23 @@ class StoredRun:
         # A campaign planned more steps than a run makes that [training] max_hours ended.
         if self.summary and not self.planned:
             return ""
-        made, planned = self.summary.get("steps", self.steps), self.config.training.max_steps
+        made, planned = self.summary.get("steps"), self.config.training.max_steps
+        if type(made) is not int:
+            made = self.steps
         if made >= planned:
             return ""
         return f"stopped after {made} of {planned} steps"
 
     @cached_property
     def damage(self) -> str:
+        """`lost_steps`, or else a sentence on how metrics.jsonl differs from its seal."""
+        problem = self._broken_seal(self.folder.metrics)
+        if problem and not self.lost_steps:
+            return f"{problem}{CHANGED}"
+        return self.lost_steps
+
+    @cached_property
+    def lost_steps(self) -> str:
         """A sentence on what metrics.jsonl lacks or holds twice; "" if its steps are 0, 1, 2, ...
         and as many as summary.json counts.
         """
@@ -234,9 +246,8 @@ class StoredRun:
             else:
                 found = "holds none of the" if path.is_file() else "is missing, with the"
             problem = f"{path} {found} {expected} steps that {self.folder.summary.name} counts"
-        problem = problem or self._broken_seal(path)
         if problem:
-            return f"{problem}{_CHANGED}"
+            return f"{problem}{CHANGED}"
         return ""
 
     @cached_property
@@ -261,7 +272,7 @@ class StoredRun:
     def _sealed(self, path: Path) -> Path:
         problem = self._broken_seal(path)
         if problem:
-            raise RunFailed(f"{problem}{_CHANGED}")
+            raise RunFailed(f"{problem}{CHANGED}")
         return path
 
     def _broken_seal(self, path: Path) -> str:
@@ -411,16 +422,37 @@ def is_campaign(folder: Path) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    return RunFolder(folder).config.is_file()
+    """True for a folder with a configuration that is not what `retrain eval` wrote."""
+    if not RunFolder(folder).config.is_file():
+        return False
+    try:
+        return not is_evaluation(folder)
+    except RunFailed:  # a marker that was damaged
+        return True
 
 
 def stored_run(folder: Path) -> StoredRun:
     """Open a run's folder. Raises ConfigurationError for any other folder."""
     if not is_run(folder):
-        raise ConfigurationError(
-            f"{folder} holds no run of retrain (no config.toml); name a run's folder."
-        )
+        raise ConfigurationError(f"{no_run(folder)}; name a run's folder.")
     return StoredRun(folder)
+
+
+def no_run(folder: Path) -> str:
+    """Why a folder is no run's, as the beginning of a sentence."""
+    reason = "no config.toml"
+    if RunFolder(folder).config.is_file():
+        reason = "it is an evaluation's"
+    return f"{folder} holds no run of retrain ({reason})"
+
+
+def no_campaigns_value(path: Path, error: "ValidationError", *above: str) -> RunFailed:
+    """The error that names the first wrong value of a manifest, in its entry `above`."""
+    first = error.errors()[0]
+    return RunFailed(
+        f"{path} has {'.'.join(map(str, (*above, *first['loc'])))} = {str(first['input'])[:80]},"
+        f" which no campaign wrote ({first['msg']}): the file was changed; put it back from a copy."
+    )
 
 
 def campaign_runs(folder: Path) -> list[StoredRun]:

@@ -49,7 +49,6 @@ class Request:
 class Selection:
     """The arms and pairs of a comparison, and what was left out of them."""
 
-    grouped: RunsByCondition
     metric: Metric
     test: TestSettings
     """With the correction that the campaign's looks ask for."""
@@ -91,7 +90,7 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
     if not family:
         apart_too = sum(map(len, alike.values())) < len(grouped.runs)
         raise _no_pair(arms.values(), left_out, metric, some_apart=apart_too)
-    return Selection(grouped, metric, test, reference, arms, family, differing, left_out, notes)
+    return Selection(metric, test, reference, arms, family, differing, left_out, notes)
 
 
 def _arms(

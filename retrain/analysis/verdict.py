@@ -18,7 +18,7 @@ from typing import Literal
 
 from retrain.analysis import power, statistics
 from retrain.analysis.e_process import anytime_p, confidence_sequence, evidence
-from retrain.analysis.power import Correction
+from retrain.analysis.power import Correction, Rule
 from retrain.analysis.statistics import Differences, Interval, max_t
 from retrain.records.entries import Direction
 
@@ -112,9 +112,8 @@ class TestSettings:
             return statistics.t_interval([*differences.values()], 1 - self.alpha)
         return None
 
-    def seeds_to_conclude(self, comparisons: int) -> int:
-        """The fewest pairs with which any contrast of the family can be significant."""
-        return power.seeds_to_conclude(self.alpha, comparisons, self.rule)
+    def of_family(self, comparisons: int) -> Rule:
+        return Rule(comparisons, self.alpha, self.power, self.rule)
 
     def detectable(self, pairs: int, sd: float, comparisons: int) -> Interval | None:
         """The difference found with the stated power, over the 95% interval of the sd; None if
@@ -123,28 +122,20 @@ class TestSettings:
         # Looks do not fix the number of seeds, so that there is no such difference.
         if self.rule == "evidence":
             return None
-        low, high = power.sd_interval(sd, pairs - 1)
-        found = [
-            power.minimal_detectable_effect(
-                pairs, end, self.alpha, self.power, comparisons, self.rule
-            )
-            for end in (low, high)
-        ]
-        if found[0] is None or found[1] is None:
+        units = power.minimal_detectable_effect(pairs, 1.0, self.of_family(comparisons))
+        if units is None:
             return None
-        return (found[0], found[1])
+        low, high = power.sd_interval(sd, pairs - 1)
+        return units * low, units * high
 
     def seeds_needed(self, sd: float, comparisons: int) -> int | None:
         """Seeds that find `effect` at this sd; None without an effect, under looks, and where it is
         out of reach.
         """
-        if (
-            self.effect is None
-            or self.rule == "evidence"
-            or power.out_of_reach(self.effect, sd, self.alpha, self.power, comparisons)
-        ):
+        rule = self.of_family(comparisons)
+        if self.effect is None or self.rule == "evidence" or rule.out_of_reach(self.effect, sd):
             return None
-        return power.seeds_needed(self.effect, sd, self.alpha, self.power, comparisons, self.rule)
+        return power.seeds_needed(self.effect, sd, rule)
 
 
 @dataclass(frozen=True)

@@ -124,15 +124,15 @@ def _shape(value: Any) -> list[int] | None:
 
 
 def _one_per_token(values: Any, tokens: ActionTokens, what: str) -> None:
-    if _shape(values) is None:
+    shape, wanted = _shape(values), [len(tokens.new)]
+    if shape is None:
         raise ValueError(
-            f"it gave {type(values).__name__}, and must give {what}, a tensor of shape"
-            f" [{len(tokens.new)}]"
+            f"it gave {type(values).__name__}, and must give {what}, a tensor of shape {wanted}"
         )
-    if _shape(values) != [len(tokens.new)]:
+    if shape != wanted:
         raise ValueError(
-            f"it gave a tensor of shape {_shape(values)}, and must give {what}, of shape"
-            f" [{len(tokens.new)}]: [loss] aggregation takes the mean"
+            f"it gave a tensor of shape {shape}, and must give {what}, of shape {wanted}: [loss]"
+            " aggregation takes the mean"
         )
 
 

@@ -491,7 +491,7 @@ class ForkParent:
                 link.close()
                 os.close(receiving)
                 raise
-        return ForkedProcess(link, os.fdopen(receiving, "rb", buffering=0))
+        return ForkedProcess(link, os.fdopen(receiving, "rb", buffering=0), self.close)
 
     def close(self) -> None:
         """End the process and its workers."""
@@ -511,9 +511,12 @@ class ForkedProcess:
 
     stdin = None
 
-    def __init__(self, link: socket.socket, stdout: IO[bytes]) -> None:
+    def __init__(
+        self, link: socket.socket, stdout: IO[bytes], end_parent: Callable[[], None]
+    ) -> None:
         """`link` takes a signal's number as a byte, and gives the worker's end as JSON."""
         self._link = link
+        self._end_parent = end_parent
         self.stdout = stdout
         self._forked = False
         self._code: int | None = None
@@ -524,8 +527,12 @@ class ForkedProcess:
         return self._code
 
     def wait(self) -> None:
-        """Wait for its end, or until its parent is too busy to tell of it."""
+        """Wait for its end. A parent that is too busy to tell of it, as while it loads a model, is
+        ended with all of its workers, so that nobody waits for each of them.
+        """
         self._receive(timeout=_END_S)
+        if self._code is None:
+            self._end_parent()
 
     def _receive(self, timeout: float) -> None:
         """Take what the parent says until the worker has ended or nothing more comes."""

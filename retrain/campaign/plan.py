@@ -255,7 +255,7 @@ def check(plan: CampaignPlan) -> Findings:
 
 def _design_lines(plan: CampaignPlan) -> Iterator[str]:
     """What the campaign can conclude."""
-    from retrain.analysis.power import design_line, equivalence_line
+    from retrain.analysis.power import Rule, design_line, equivalence_line
 
     settings, comparisons = plan.settings, len(plan.conditions) - 1
     if not comparisons:
@@ -263,11 +263,10 @@ def _design_lines(plan: CampaignPlan) -> Iterator[str]:
     evaluation, seeds, problems = plan.runs[0].config.evaluation, len(plan.seeds), 0
     if evaluation.asked_for:
         problems = sum(part.max_examples for part in evaluation.parts)
-    yield design_line(
-        seeds, comparisons, problems, evaluation.samples, correction=settings.correction
-    )
+    rule = Rule(comparisons, correction=settings.correction)
+    yield design_line(seeds, rule, problems, evaluation.samples)
     if settings.margin and settings.stop == "seeds":
-        yield from equivalence_line(seeds, comparisons, settings.margin)
+        yield from equivalence_line(seeds, rule, settings.margin)
 
 
 def condition_notes(plan: CampaignPlan) -> list[str]:

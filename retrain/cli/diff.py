@@ -26,19 +26,45 @@ def command(
     cause: a key, data, a version, a plugin, a verdict, rounding, or weights. Exits with 1 if they
     differ.
     """
-    from retrain.analysis.parting import parting
+    from retrain.analysis.parting import evaluated_alone, parting
     from retrain.analysis.runs import stored_run
 
     ours, theirs = stored_run(one), stored_run(other)
     for run in (ours, theirs):
         run.check_present()
-    found = parting(ours, theirs, range(max(ours.steps, theirs.steps)))
+    steps = range(max(ours.steps, theirs.steps))
+    found = parting(ours, theirs, steps)
+    if found is None or found.stage == "end":
+        refuse_damaged(ours, theirs)
+    if found:
+        steps = range(found.step)
+    alone = {
+        str(run.path): evaluated_alone(run, peer, steps)
+        for run, peer in ((ours, theirs), (theirs, ours))
+    }
     if as_json:
-        print_json({"equal": found is None} | parting_json(ours, theirs, found))
+        content = {"equal": found is None, "evaluated_alone": alone}
+        print_json(content | parting_json(ours, theirs, found))
     else:
         print("\n".join(parting_lines(ours, theirs, found)))
+        for path, evaluated in alone.items():
+            if evaluated:
+                print(f"  Only {path} was evaluated at step {', '.join(map(str, evaluated))}.")
     if found:
         raise typer.Exit(1)
+
+
+def refuse_damaged(one: "StoredRun", other: "StoredRun") -> None:
+    """Raise RunFailed where damaged records look like those of a run that ended earlier, or like
+    equal ones.
+    """
+    from retrain.errors import RunFailed
+
+    problem = one.lost_steps or other.lost_steps
+    if one.steps != other.steps:
+        problem = problem or min(one, other, key=lambda run: run.steps).damage
+    if problem:
+        raise RunFailed(problem)
 
 
 def parting_lines(

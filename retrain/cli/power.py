@@ -52,6 +52,7 @@ def command(
     deviation.
     """
     from retrain.analysis.pilot import SeedPlan, read_pilot
+    from retrain.analysis.power import Rule
 
     if (pilot is None) == (sd is None):
         raise ConfigurationError(
@@ -69,7 +70,7 @@ def command(
     spread = found.sd if found else sd
     assert spread is not None
     shown = found.comparisons if found else 1
-    plan = SeedPlan(effect, spread, alpha, power, comparisons or shown, correction)
+    plan = SeedPlan(effect, spread, Rule(comparisons or shown, alpha, power, correction))
     _check(plan, comparisons, found)
     if as_json or form == "json":
         print_json(_as_json(plan, found))
@@ -81,7 +82,7 @@ def _check(plan: "SeedPlan", comparisons: int | None, pilot: "Pilot | None") -> 
     """Raises ConfigurationError for a value outside its range."""
     from retrain.analysis.selection import check_levels
 
-    check_levels(plan.alpha, plan.power)
+    check_levels(plan.rule.alpha, plan.rule.power)
     if plan.effect == 0:
         raise ConfigurationError(
             "--effect 0 needs infinitely many seeds; give the smallest difference that matters,"
@@ -106,12 +107,13 @@ def _check(plan: "SeedPlan", comparisons: int | None, pilot: "Pilot | None") -> 
 def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
     from retrain.records.terminal import counted, table_lines
 
-    family = counted(plan.comparisons, "comparison")
-    if plan.comparisons > 1:
-        family += f" ({plan.correction})"
+    rule = plan.rule
+    family = counted(rule.comparisons, "comparison")
+    if rule.comparisons > 1:
+        family += f" ({rule.correction})"
     yield (
-        f"Paired by seed, two-sided, alpha {plan.alpha:g} over {family}, power"
-        f" {100 * plan.power:g}%."
+        f"Paired by seed, two-sided, alpha {rule.alpha:g} over {family}, power"
+        f" {100 * rule.power:g}%."
     )
     if pilot:
         yield from _pilot_lines(pilot)
@@ -165,7 +167,7 @@ def _design_line(plan: "SeedPlan", spread: "Spread") -> str:
     return (
         f"{luck}. Cheapest at the pilot's spread and speed: {found.seeds} seeds,"
         f" {found.problems:,} problems x {counted(found.samples, 'sample')},"
-        f" {found.hours:.2g} hours for all {plan.comparisons + 1} arms one after the other."
+        f" {found.hours:.2g} hours for all {plan.rule.comparisons + 1} arms one after the other."
     )
 
 
@@ -213,10 +215,7 @@ def _as_json(plan: "SeedPlan", pilot: "Pilot | None") -> dict[str, Any]:
         "sd_interval": pilot.sd_interval if pilot else None,
         "source": pilot.source if pilot else "given",
         "metric": pilot.metric.name if pilot else None,
-        "alpha": plan.alpha,
-        "power": plan.power,
-        "comparisons": plan.comparisons,
-        "correction": plan.correction,
+        **asdict(plan.rule),
         "sd_by_contrast": dict(pilot.sd_by_contrast) if pilot else None,
         "sd_assured": pilot.assured_sd if pilot else None,
         "seeds_assured": plan.seeds(pilot.assured_sd) if pilot and wanted else None,

@@ -127,8 +127,8 @@ def _continued(parsed: RunArguments) -> "tuple[TrainConfig, str] | None":
             return None
         what = "a campaign" if kind == "campaign" else f"no {folder.config.name} yet"
         raise ConfigurationError(
-            f"{folder.path} holds {what}, and no configuration file is given; name the file that it"
-            f" began with: `retrain FILE --resume {folder.path}`."
+            f"{folder.path} holds {what}, and no configuration file is given; name the file that"
+            f" the {kind} began with: `retrain FILE --resume {folder.path}`."
         )
     own = load_config(folder.config, parsed.overrides)
     if not beside.exists():

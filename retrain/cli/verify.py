@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.cli.diff import parting_json, parting_lines
+from retrain.cli.diff import parting_json, parting_lines, refuse_damaged
 from retrain.cli.shared import AsJson, Trust, load_dotenv, print_json, print_progress
 from retrain.errors import ConfigurationError, RunFailed
 
@@ -38,7 +38,7 @@ def command(
     """Take steps of a run again, from the nearest sealed checkpoint, and compare records, answers,
     stored tokens and adapters byte for byte. Exits with 1 at the first difference.
     """
-    from retrain.analysis.parting import absent, adapters_differ, files_differ, parting
+    from retrain.analysis.parting import absent, adapters_differ, files_differ
     from retrain.analysis.runs import StoredRun, stored_run
 
     load_dotenv()
@@ -48,7 +48,7 @@ def command(
     with TemporaryDirectory(prefix="retrain-verify-") as scratch:
         again = StoredRun(Path(scratch) / "run")
         _replay(stored, begin, stop, again.path)
-        found = parting(stored, again, taken)
+        found = _parting(stored, again, taken)
         other_file = files_differ(stored, again, taken)
         other_adapter = adapters_differ(stored, again)
         missing = absent(stored, again, taken)
@@ -66,12 +66,12 @@ def command(
                 "other_file": other_file or None,
                 "other_adapter": other_adapter,
                 "missing": missing,
+                "damage": stored.damage or None,
                 "draw": draw,
             }
         )
     elif equal:
-        print(f"Verified: steps {begin} to {stop - 1} of {run} are the same, byte for byte.")
-        _print_besides(lines, missing)
+        _print_verified(stored, taken, lines, missing)
     elif found:
         print("\n".join(lines))
     elif other_file:
@@ -96,15 +96,30 @@ def _asked(run: "StoredRun", steps: str, trust: bool) -> tuple[int, int]:
     return nearest_checkpoint(run.folder, start, print_progress), stop
 
 
-def _print_besides(lines: list[str], things: list[str]) -> None:
-    """Print what was recorded differently, and the first of what a run does not have, with how many
-    more there are.
+def _parting(stored: "StoredRun", again: "StoredRun", steps: range) -> "Parting | None":
+    """Return the first difference. Raises RunFailed where the run's damaged records have none of
+    the steps.
     """
+    from retrain.analysis.parting import parting
+
+    found = parting(stored, again, steps)
+    if found and found.stage == "end":
+        refuse_damaged(stored, again)
+    return found
+
+
+def _print_verified(run: "StoredRun", steps: range, lines: list[str], things: list[str]) -> None:
+    """Print what was recorded differently, the first of what a run does not have, with how many
+    more there are, and how its records are damaged.
+    """
+    print(f"Verified: steps {steps[0]} to {steps[-1]} of {run.path} are the same, byte for byte.")
     for line in lines[1:]:  # the first says that they are equal
         print(line)
     if things:
         more = [f"and {len(things) - _SHOWN} more"] * (len(things) > _SHOWN)
         print(f"Not there, and so not compared: {', '.join([*things[:_SHOWN], *more])}.")
+    if run.damage:
+        print(run.damage)
 
 
 def _draw_lines(draw: dict[str, float] | None) -> Iterator[str]:
@@ -198,6 +213,8 @@ def _range(text: str, run: "StoredRun") -> tuple[int, int]:
         raise ConfigurationError(
             run.damage or f"{run.path} has no step yet; there is nothing to verify."
         )
+    if not text and run.lost_steps:
+        raise ConfigurationError(f"{run.lost_steps} Or name --steps that are there.")
     if not text:
         return nearest_checkpoint(run.folder, taken - 1, print_progress), taken
     parts = re.fullmatch(r"(\d*):(\d*)", text)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run
+from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run, no_run
 from retrain.backends.declared import backend_class
 from retrain.backends.local.backend import LocalBackend
 from retrain.campaign.plan import max_steps, plan_campaign
@@ -176,10 +176,7 @@ def load_base(target: Path, trust: bool) -> TrainConfig:
             refuse_foreign_code(config, "a contrast")
         return config
     if not is_run(target):
-        raise ConfigurationError(
-            f"{target} holds no run of retrain (no config.toml); name a run's folder or a"
-            " configuration."
-        )
+        raise ConfigurationError(f"{no_run(target)}; name a run's folder or a configuration.")
     file = StoredRun(target).folder.config
     config = load_config(file, environ={})  # complete: today's variables do not apply to it
     if not trust and (named := named_code(config)):

@@ -18,7 +18,7 @@ from retrain.advantages.planning import RegexDetector
 from retrain.advantages.sepa import linear_lambda
 from retrain.advantages.step import BoolArray
 from retrain.advantages.transforms import top_share
-from retrain.analysis.power import out_of_reach, power_of, seeds_needed
+from retrain.analysis.power import Rule, power_of, seeds_needed
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig, replaced
 from retrain.contrast.batch import Arm, Batch, Say, flat_logprobs, moved_arms
@@ -101,14 +101,17 @@ class Contrast:
     def seeds_for(self, arm: ArmGradient) -> int | None:
         """Fewest seeds that find that difference in 80% of campaigns; None if none can."""
         effect = self.effect(arm)
-        comparisons = len(self.arms) - 1
-        if not effect or out_of_reach(effect, 1.0, 0.05, 0.8, comparisons):
+        if not effect or self._rule.out_of_reach(effect, 1.0):
             return None
-        return seeds_needed(effect, 1.0, comparisons=comparisons)
+        return seeds_needed(effect, 1.0, self._rule)
 
     def power(self, arm: ArmGradient) -> float:
         """Probability that a campaign of `seeds` finds it."""
-        return power_of(self.seeds, self.effect(arm) or 0.0, comparisons=len(self.arms) - 1)
+        return power_of(self.seeds, self.effect(arm) or 0.0, self._rule)
+
+    @property
+    def _rule(self) -> Rule:
+        return Rule(len(self.arms) - 1)
 
     def to_json(self) -> Json:
         arms = [

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from retrain.advantages.sepa import follows_schedule, maximal_lambda
 from retrain.analysis.pilot import Design, cheapest
 from retrain.analysis.power import (
+    Rule,
     design_line,
     equivalence_line,
     minimal_detectable_effect,
-    seeds_to_conclude,
 )
 from retrain.analysis.runs import StoredRun
 from retrain.backends.base import BackendCapabilities, backend_kind
@@ -100,17 +100,14 @@ def campaign_power(
         with suppress(ConfigurationError):
             found = read_pilot(pilot)
         found = found if found and found.sd > 0 else None
-    detectable = minimal_detectable_effect(
-        seeds, found.sd if found else 1.0, ALPHA, POWER, comparisons, correction
-    )
+    rule = Rule(comparisons, ALPHA, POWER, correction)
+    detectable = minimal_detectable_effect(seeds, found.sd if found else 1.0, rule)
     # Looks do not fix the number of seeds, so no design has a cost beforehand.
     design = None
     if found and found.spread and detectable and correction == "maxt":
-        design = cheapest(found.spread, detectable, comparisons, ALPHA, POWER)
-    fewest = max(2, seeds_to_conclude(ALPHA, comparisons, correction))
-    return Power(
-        seeds, comparisons, fewest, detectable, found.metric.name if found else None, design
-    )
+        design = cheapest(found.spread, detectable, rule)
+    metric = found.metric.name if found else None
+    return Power(seeds, comparisons, rule.fewest, detectable, metric, design)
 
 
 def campaign_caveats(
@@ -119,11 +116,11 @@ def campaign_caveats(
     if config.campaign is None:
         return
     if power and power.seeds <= power.seeds_needed:
-        correction = config.campaign.correction
-        yield design_line(power.seeds, power.comparisons, 0, 1, ALPHA, POWER, correction)
+        rule = Rule(power.comparisons, ALPHA, POWER, config.campaign.correction)
+        yield design_line(power.seeds, rule)
     margin = config.campaign.margin
     if power and margin and config.campaign.stop == "seeds":
-        yield from equivalence_line(power.seeds, power.comparisons, margin, ALPHA)
+        yield from equivalence_line(power.seeds, Rule(power.comparisons, ALPHA), margin)
     if config.is_set("evaluation.at_end") and not config.evaluation.asked_for:
         yield (
             "No held-out evaluation ([evaluation] at_end = false), so conditions are compared by"

@@ -55,7 +55,7 @@ class Decoder:
         over_pages = plain_paged if self.fused is None else self.fused.kernels.attend
         if over_pages is plain_paged and flash and reads_pages():
             over_pages = flash_paged
-        self.kernel: attention.Kernel = (
+        self.kernel: attention.FusedAttention = (
             attention.VarlenAttention if flash else attention.FusedAttention
         )(paged=over_pages)
 

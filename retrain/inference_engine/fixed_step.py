@@ -19,7 +19,7 @@ from torch import Tensor
 from retrain.inference_engine.kv_cache import PagedTokens, PagePool
 from retrain.inference_engine.rows import NOISE_BLOCK
 from retrain.inference_engine.sampling import draw_scaled, upload
-from retrain.model.attention import Kernel
+from retrain.model.attention import FusedAttention
 from retrain.model.budget import sampling_chunk_bytes
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import chunk_rows
@@ -177,7 +177,7 @@ class FixedStep:
         fused: FusedDecoder,
         pool: PagePool,
         buffers: StepBuffers,
-        kernel: Kernel,
+        kernel: FusedAttention,
         eos_ids: npt.NDArray[np.int64],
         context: int,
     ) -> None:

@@ -25,7 +25,7 @@ from transformers import Cache
 
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.sampling import upload
-from retrain.model.attention import Kernel, RowLengths
+from retrain.model.attention import FusedAttention, RowLengths
 from retrain.model.budget import PAGE_TOKENS
 from retrain.model.varlen import PagedRows, Spans
 from retrain.types import Int32Array
@@ -190,7 +190,9 @@ class PromptPass(Cache):  # type: ignore[misc]  # the base class has no types
     keys and values here.
     """
 
-    def __init__(self, lengths: Sequence[int], kernel: Kernel, held: Sequence[int] = ()) -> None:
+    def __init__(
+        self, lengths: Sequence[int], kernel: FusedAttention, held: Sequence[int] = ()
+    ) -> None:
         """`lengths` counts the new tokens of each prompt, `held` its earlier tokens. `update` puts
         the keys and values of the earlier tokens before the new ones.
         """
@@ -275,7 +277,9 @@ class DecodePass(Cache):  # type: ignore[misc]  # the base class has no types
     length.
     """
 
-    def __init__(self, arena: KVArena, lengths: npt.NDArray[np.int64], kernel: Kernel) -> None:
+    def __init__(
+        self, arena: KVArena, lengths: npt.NDArray[np.int64], kernel: FusedAttention
+    ) -> None:
         """`lengths` [R] tokens already cached per row; the new token's position is the same
         number.
         """
@@ -455,7 +459,7 @@ class PagedTokens:
     def __init__(
         self,
         pool: PagePool,
-        kernel: Kernel,
+        kernel: FusedAttention,
         slot_mapping: Tensor,
         block_table: Tensor,
         cache_seqlens: Tensor,

@@ -41,7 +41,7 @@ from retrain.inference_engine.rows import (
     row_settings,
 )
 from retrain.inference_engine.sampling import Draws, upload
-from retrain.model.attention import Kernel
+from retrain.model.attention import FusedAttention
 from retrain.model.budget import DecodeLimits
 from retrain.types import Completion
 
@@ -55,7 +55,7 @@ class PagedPromptPass(PromptPass):
     """
 
     def __init__(
-        self, sequences: Sequence["PrefillSequence"], kernel: Kernel, pool: PagePool
+        self, sequences: Sequence["PrefillSequence"], kernel: FusedAttention, pool: PagePool
     ) -> None:
         super().__init__(
             [len(sequence.new) for sequence in sequences],

@@ -201,11 +201,8 @@ class Rows:
         self._entropies = np.zeros((rows, longest), dtype=np.float32)
         self._kept = np.zeros((rows, longest), dtype=np.int32)
         self._all: list[npt.NDArray[Any]] = [
-            self.cached, self.sampled, self.limit, self.temperature, self.last_tokens,
-            self.top_k, self.top_p, self.min_p, self._noise_keys, self._first_positions,
-            self._noise, self._noise_start, self._tokens, self._logprobs, self._entropies,
-            self._kept,
-        ]  # fmt: skip
+            value for value in vars(self).values() if isinstance(value, np.ndarray)
+        ]
 
     def start(self, jobs: list[SampleJob]) -> range:
         """Append a row for each job; returns their numbers."""

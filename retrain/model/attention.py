@@ -159,24 +159,31 @@ def plugged_in(model: Any) -> Iterator[None]:
             config._attn_implementation = kernel
 
 
-_WINDOW_DTYPE = torch.int32
+_WINDOW_DTYPE = torch.int8
 """The dtype of no mask of transformers."""
 
 
 def _window_mask(
-    *, mask_function: Callable[..., Tensor], local_size: int | None = None, **unused: Any
+    *,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    allow_is_bidirectional_skip: bool | None = None,
+    **unused: Any,
 ) -> Tensor:
-    """Return a [1, 1, 1, 1] that holds the sliding window's width, 0 for none; -1 if a token sees a
-    later one (BERT, Gemma 3 for embeddings), which no window says. A slice of it (Gemma 4) is the
-    same.
+    """Return a [1, 1, 1, 1] whose first stride is the sliding window's width plus 1, 1 for none;
+    0 where no window says what a token sees. A slice of it (Gemma 4) keeps the stride, and a tensor
+    without values has one too.
 
     transformers' mask signature: some families (Qwen2-MoE, Phi-MoE) give their window to the mask
-    and not to the attention function.
+    and not to the attention function. `use_vmap` is set for a mask function of the family's own
+    (Gemma 3 for embeddings), and `allow_is_bidirectional_skip` is passed where tokens see later
+    ones (BERT).
     """
-    window, (first, second) = local_size or 0, torch.arange(2, device="cpu")
-    if mask_function(0, 0, first, second):
-        window = -1
-    return torch.full((1, 1, 1, 1), window, dtype=_WINDOW_DTYPE, device="cpu")
+    stride = 1 + (local_size or 0)
+    if use_vmap or allow_is_bidirectional_skip is not None:
+        stride = 0
+    size, strides = (1, 1, 1, 1), (stride, 1, 1, 1)
+    return torch.empty_strided(size, strides, dtype=_WINDOW_DTYPE, device="cpu")
 
 
 def attend(
@@ -204,7 +211,7 @@ def attend(
     if attention_mask is not None:
         window = -1
         if attention_mask.dtype == _WINDOW_DTYPE:
-            window = int(attention_mask)
+            window = attention_mask.stride(0) - 1
     if window == -1:
         unknown.append("an attention mask of its own")
     if attention_batch is None:
@@ -217,50 +224,6 @@ def attend(
         query, key, value, scaling or query.shape[-1] ** -0.5, window or None, softcap
     )
     return output.transpose(1, 2).contiguous(), None
-
-
-class Kernel(Protocol):
-    """An implementation of the two attentions that the engine needs; `window` is the number of last
-    tokens that are seen.
-    """
-
-    def decode(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rows: "RowLengths",
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """Attend with one query per row, [R, Hq, 1, D], over its own tokens of [R, Hk, L, D]."""
-        ...
-
-    def causal(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """Causal attention of the last T of L tokens: [B, Hq, T, D] over [B, Hk, L, D]; query t
-        sees keys 0 .. L - T + t.
-        """
-        ...
-
-    @property
-    def paged(self) -> PagedKernel:
-        """One query per row over keys and values in pages."""
-        ...
-
-    def packed_kernel(self, query: Tensor, softcap: float | None) -> PackedKernel | None:
-        """Return one function for packed sequences of any lengths, if there is one for queries [..,
-        D] of this dtype.
-        """
-        ...
 
 
 class RowLengths:
@@ -285,8 +248,10 @@ class RowLengths:
 
 
 class FusedAttention:
-    """PyTorch's fused attention, on every device; a soft cap takes plain matrix products, and so
-    does decoding in float32 on a CPU.
+    """The two attentions that the engine needs, by PyTorch's fused attention, on every device; a
+    soft cap takes plain matrix products, and so does decoding in float32 on a CPU.
+
+    `window` is the number of last tokens that are seen.
     """
 
     def __init__(
@@ -295,7 +260,9 @@ class FusedAttention:
         packed: PackedKernel | None = None,
         fits: Callable[[Tensor], bool] = fits_flash,
     ) -> None:
-        """`fits`: whether `packed` takes queries of this shape and dtype."""
+        """`paged`: one query per row over keys and values in pages. `fits`: whether `packed` takes
+        queries of this shape and dtype.
+        """
         self.paged, self._packed, self._fits = paged, packed, fits
 
     def decode(
@@ -308,7 +275,9 @@ class FusedAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """The queries of a key-value head are laid side by side, so no key is repeated."""
+        """Attend with one query per row, [R, Hq, 1, D], over its own tokens of [R, Hk, L, D]. The
+        queries of a key-value head are laid side by side, so no key is repeated.
+        """
         count, heads, _, dim = query.shape
         grouped = query.reshape(count, key.shape[1], heads // key.shape[1], dim)
         widens = query.device.type == "cpu" and query.dtype == torch.bfloat16 and widens_bf16()
@@ -333,6 +302,9 @@ class FusedAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
+        """Causal attention of the last T of L tokens: [B, Hq, T, D] over [B, Hk, L, D]; query t
+        sees keys 0 .. L - T + t.
+        """
         queries, length = query.shape[2], key.shape[2]
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
@@ -357,6 +329,9 @@ class FusedAttention:
         return torch.cat(outputs, dim=2)
 
     def packed_kernel(self, query: Tensor, softcap: float | None) -> PackedKernel | None:
+        """Return one function for packed sequences of any lengths, if there is one for queries [..,
+        D] of this dtype.
+        """
         if softcap is None and self._fits(query):
             return self._packed
         return None

@@ -10,7 +10,7 @@ import torch
 
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.model.attention import FusedAttention, Kernel, VarlenAttention
+from retrain.model.attention import FusedAttention, VarlenAttention
 from retrain.model.budget import PAGE_TOKENS
 from retrain.model.packed import computes_bf16
 from retrain.model.varlen import has_flash, reads_pages
@@ -73,7 +73,7 @@ def engine_options(
     )
 
 
-def attention_of(kernel: str, device_type: str, dtype: torch.dtype) -> Kernel:
+def attention_of(kernel: str, device_type: str, dtype: torch.dtype) -> FusedAttention:
     """Return the learner's attention under `[inference] attention_kernel`, which holds for both."""
     if kernel != "cutlass" and has_flash(device_type, dtype):
         return VarlenAttention()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.adapter import lora_config
-from retrain.model.attention import Kernel, missing, plugged_in
+from retrain.model.attention import FusedAttention, missing, plugged_in
 from retrain.model.devices import attention_of
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head
@@ -176,7 +176,7 @@ def weightless_model(
 
 
 def _kept_per_token(
-    base: BaseModel, fused: FusedDecoder | None, kernel: Kernel, name: str, *, drops: bool
+    base: BaseModel, fused: FusedDecoder | None, kernel: FusedAttention, name: str, *, drops: bool
 ) -> int:
     """Count the bytes that a forward pass keeps of a token, under dropout if the adapter `drops`.
     Raises PredictionError where a model without weights cannot run.
@@ -195,7 +195,7 @@ def _kept_per_token(
         ) from error
 
 
-def _kept_bytes(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> int:
+def _kept_bytes(base: BaseModel, fused: FusedDecoder | None, kernel: FusedAttention) -> int:
     """Count the bytes of the storages that autograd keeps for the probe's tokens; each counts once,
     and parameters do not count.
     """
@@ -241,7 +241,7 @@ def _dropping(model: nn.Module) -> Iterator[None]:
             place.update(modules)
 
 
-def _forward(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> Tensor:
+def _forward(base: BaseModel, fused: FusedDecoder | None, kernel: FusedAttention) -> Tensor:
     """Return the probe's hidden states, computed as the learner does."""
     from peft.helpers import disable_input_dtype_casting
 

@@ -33,7 +33,6 @@ from retrain.model.step_kernels import (
     TRITON_DEVICES,
     Heads,
     StepKernels,
-    TorchKernels,
     TritonKernels,
     step_kernels,
 )
@@ -179,7 +178,7 @@ class FusedDecoder:
             chain.from_iterable(projection.parameters for projection in self._projections)
         )
         self.merge = merge
-        self.kernels: StepKernels = TorchKernels()
+        self.kernels: StepKernels = StepKernels()
         """The kernels of decoding steps."""
         self._packed_head: FrozenProduct | None = None
         """The prepacked head, while a sampler reads it."""

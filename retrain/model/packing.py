@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from retrain.model.attention import Kernel, prefers_products
+from retrain.model.attention import FusedAttention, prefers_products
 from retrain.model.varlen import Spans
 
 # -- attention as matrix products ------------------------------------------------------------------
@@ -303,7 +303,7 @@ class PackedAttention:
     """The `AttentionBatch` of a packed sequence."""
 
     def __init__(
-        self, segments: Sequence[Segment], budget: int, kernel: Kernel, device: torch.device
+        self, segments: Sequence[Segment], budget: int, kernel: FusedAttention, device: torch.device
     ) -> None:
         """`budget` bounds the keys of the segments that run together, padding included; a longer
         segment runs alone.

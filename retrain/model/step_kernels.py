@@ -11,7 +11,7 @@ R ranks, O outputs.
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from retrain.model.functions import Norm, apply_rope, gated, normed
 from retrain.model.packed import quantised, scaled_product
 from retrain.model.probe import Make, choose, compare, numbers
 from retrain.model.projection import LoraTerm
-from retrain.model.varlen import PagedKernel, PagedRows, plain_paged
+from retrain.model.varlen import PagedRows, plain_paged
 
 TRITON_DEVICES = {"cuda"}
 _MAX_NARROW_ROWS = 256
@@ -41,12 +41,20 @@ Draw = Callable[[Tensor, Tensor, Tensor, Cuts | None], Tensor]
 kept."""
 
 
-class StepKernels(Protocol):
+class StepKernels:
+    """The operations in torch's operators: the reference of every kernel."""
+
+    draw: Draw | None = None
+    """Draws tokens; None leaves that to the sampler's own function."""
+    attend = staticmethod(plain_paged)
+    """Attention over pages."""
+    scaled_product = staticmethod(scaled_product)
+
     def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         """The normed sum [N, H] of `residual` [N, H], which becomes the sum, and `update` [N,
         H].
         """
-        ...
+        return normed(residual if update is None else residual.add_(update), norm)
 
     def apply_rope_and_store_kv(
         self,
@@ -62,49 +70,6 @@ class StepKernels(Protocol):
         cos and sin [N, 1, D]; keys and values [K, D] of each row go to the tokens `slot_mapping`
         [N] of `pages`, which are [P, T, K, D].
         """
-        ...
-
-    def gate(self, gates: Tensor, pending: LoraTerm | None) -> Tensor:
-        """silu(gate) * up [N, I] of both side by side, after `pending` is added."""
-        ...
-
-    def scaled_product(
-        self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        """[N, O] of x [N, I] and a weight [O, I] in 8 bits whose outputs have scales [O, 1]."""
-        ...
-
-    @property
-    def attend(self) -> PagedKernel:
-        """Attention over pages."""
-        ...
-
-    @property
-    def draw(self) -> Draw | None:
-        """Draws tokens; None leaves that to the sampler's own function."""
-        ...
-
-
-class TorchKernels:
-    """The reference of every kernel."""
-
-    draw = None
-    attend = staticmethod(plain_paged)
-    scaled_product = staticmethod(scaled_product)
-
-    def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
-        return normed(residual if update is None else residual.add_(update), norm)
-
-    def apply_rope_and_store_kv(
-        self,
-        qkv: Tensor,
-        pending: LoraTerm | None,
-        heads: Sequence[int],
-        rotary: tuple[Tensor, Tensor],
-        norm: Norm | None,
-        pages: tuple[Tensor, Tensor],
-        slot_mapping: Tensor,
-    ) -> Tensor:
         queries, keys = heads[:2]
         fused = _added(qkv, pending).view(len(qkv), -1, pages[0].shape[-1])
         rotated = apply_rope(fused[:, : queries + keys], *rotary, norm)
@@ -115,6 +80,7 @@ class TorchKernels:
         return rotated[:, :queries]
 
     def gate(self, gates: Tensor, pending: LoraTerm | None) -> Tensor:
+        """silu(gate) * up [N, I] of both side by side, after `pending` is added."""
         return gated(_added(gates, pending), None)
 
 
@@ -125,13 +91,13 @@ def _added(y: Tensor, pending: LoraTerm | None) -> Tensor:
     return pending.added_to(y)
 
 
-class TritonKernels:
+class TritonKernels(StepKernels):
     """One kernel each, and two for a draw, four where it is truncated."""
 
     def __init__(self) -> None:
         from retrain.model.kernels import attention, products, rowwise, sampler
 
-        self.gate, self.draw = rowwise.gate, sampler.draw
+        self.gate, self.draw = rowwise.gate, sampler.draw  # type: ignore[method-assign]
         self._attend, self._narrow_product = attention.attend, products.scaled_product
         self._add_norm = rowwise.add_norm
         self._apply_rope_and_store_kv = rowwise.apply_rope_and_store_kv
@@ -202,20 +168,20 @@ def step_kernels(
     bits. `log` receives a line saying why Triton's were not taken on a device that has them.
     """
     if device.type not in TRITON_DEVICES:
-        return TorchKernels()
+        return StepKernels()
     if importlib.util.find_spec("triton") is None:
         log(
             "Decoding uses torch's operators: the package triton, which joins them in fewer"
             " kernels, is not installed."
         )
-        return TorchKernels()
+        return StepKernels()
     kernels: TritonKernels | None
     kernels, reason = choose(
         TritonKernels, partial(differences, device=device, dtype=dtype, heads=heads, narrow=narrow)
     )
     if kernels is None:
         log(f"Decoding uses torch's operators: {reason}.")
-        return TorchKernels()
+        return StepKernels()
     return kernels
 
 
@@ -236,7 +202,7 @@ def differences(
     `narrow` tries products in 8 bits too.
     """
     make = numbers(device, dtype)
-    wrong = compare(TorchKernels(), kernels, _cases(make, heads, narrow=narrow), _TOLERANCE)
+    wrong = compare(StepKernels(), kernels, _cases(make, heads, narrow=narrow), _TOLERANCE)
     if kernels.draw is not None and not _draws_right(kernels.draw, make(3, 5000)):
         wrong.append("draw")
     return wrong

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from retrain.analysis.arms import differing_keys
 from retrain.analysis.compare import Comparison, compare_campaign, compare_runs
@@ -23,6 +24,7 @@ from retrain.analysis.runs import (
     find_runs,
     is_campaign,
     is_run,
+    no_campaigns_value,
     read_metrics,
 )
 from retrain.analysis.selection import PairOfLabels, check_sizes
@@ -269,18 +271,34 @@ class SqueezeCurve:
 
     @classmethod
     def from_json(cls, adapter: str, squeeze: Mapping[str, Any]) -> "SqueezeCurve":
-        """Read the curve from what Analysis.to_json gives and a campaign's manifest stores."""
-        table = squeeze["table"]
+        """Read the curve from what Analysis.to_json gives and a campaign's manifest stores. Raises
+        ValidationError for anything else.
+        """
+        found = _StoredSqueeze.model_validate(squeeze, strict=True)
         return cls(
             adapter=adapter,
-            ranks=[row["rank"] for row in table],
-            mean=[row["mean"] for row in table],
-            lowest=[row["min"] for row in table],
-            highest=[row["max"] for row in table],
-            threshold=squeeze["threshold"],
-            rule=squeeze["rule"],
-            recommended=squeeze["recommended_rank"],
+            ranks=[row.rank for row in found.table],
+            mean=[row.mean for row in found.table],
+            lowest=[row.min for row in found.table],
+            highest=[row.max for row in found.table],
+            threshold=found.threshold,
+            rule=found.rule,
+            recommended=found.recommended_rank,
         )
+
+
+class _StoredRank(BaseModel):
+    rank: int = Field(ge=1)
+    mean: FiniteFloat
+    min: FiniteFloat
+    max: FiniteFloat
+
+
+class _StoredSqueeze(BaseModel):
+    table: list[_StoredRank]
+    threshold: FiniteFloat
+    rule: str
+    recommended_rank: int = Field(ge=1)
 
 
 @dataclass(frozen=True)
@@ -473,7 +491,10 @@ def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> Squee
     if is_campaign(folder):
         squeeze = read_object(folder / MANIFEST).get("squeeze")
         if isinstance(squeeze, dict) and squeeze.get("table"):
-            return SqueezeCurve.from_json(runs[0].name if runs else "", squeeze)
+            try:
+                return SqueezeCurve.from_json(runs[0].name if runs else "", squeeze)
+            except ValidationError as error:
+                raise no_campaigns_value(folder / MANIFEST, error, "squeeze") from error
     for run in runs:
         named, settings = run.summary.get("adapter"), run.config.squeeze
         # An analysis takes seconds of SVDs, so a run without a key of [squeeze] has none.

@@ -150,6 +150,8 @@ class ForkServer:
             )
             return self._read_reply()
         except OSError as error:
+            # A reply that is late would be taken for the answer to the next request.
+            self._control.close()
             raise ForkServerLost(str(error)) from error
 
     def _read_reply(self) -> int:

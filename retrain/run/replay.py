@@ -1,7 +1,7 @@
 """Takes steps of a stored run again, from its nearest checkpoint, in another folder."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +12,11 @@ from retrain.config import TrainConfig, dump_toml, replaced
 from retrain.noise import uniform
 from retrain.records.checkpoint import CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
-from retrain.records.jsonl import read_jsonl
+from retrain.records.jsonl import read_jsonl, truncate_to_step
 from retrain.records.run_folder import RunFolder
 from retrain.run.loop import take_step
 from retrain.run.pressure import decided_by
+from retrain.run.saver import Schedule
 from retrain.run.session import Session
 from retrain.system import read_object
 from retrain.tracking.base import Verbosity
@@ -62,7 +63,12 @@ def replayed(
         if session.pressure:
             session.pressure.replayed = decided_by(folder, start)
         # That of the checkpoint's step is made again too: its copy would equal itself.
+        if start:
+            truncate_to_step(session.folder.evaluation, start)
         session.state = replace(session.state, last_evaluation=-1)
+        session.schedule = _Recorded(
+            session.schedule.training, session.schedule.evaluation, _evaluated(folder)
+        )
         while True:
             session.evaluate_if_due()
             session.save_if_due()
@@ -73,6 +79,25 @@ def replayed(
         if stop in CheckpointStore(stored_checkpoints(folder)).steps():
             session.save_now()
         yield session
+
+
+@dataclass(frozen=True)
+class _Recorded(Schedule):
+    """The schedule of a run with the evaluations that it made under an earlier one, such as that
+    at the end of a run that was then trained on.
+    """
+
+    evaluated: Collection[int]
+
+    def evaluates_at(self, step: int) -> bool:
+        return step in self.evaluated or super().evaluates_at(step)
+
+
+def _evaluated(folder: RunFolder) -> set[int]:
+    """The steps of the evaluations that a run recorded."""
+    if not folder.evaluation.is_file():
+        return set()
+    return {line["step"] for line in read_jsonl(folder.evaluation)}
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,8 @@ def objective_name(one: Xray) -> str:
     """The closed form of the objective where it is a known one, else ""."""
     group, coefficients = one.group, one.coefficients
     scale = coefficients[0]
+    if scale == 0:
+        return ""
     if np.allclose(coefficients, scale, rtol=_ALIKE) and scale > 0:
         factor = f"{scale:.4g} x "
         if np.isclose(scale, 1, rtol=_ALIKE):

@@ -313,9 +313,9 @@ class LocalBackend(LocalFacts):
         self, rows: Sequence[Row], temperature: float | None = None
     ) -> list[Float32Array] | None:
         dtype = other_precision(self._base)
+        if dtype is None:
+            return None
         with _current(self._base.device):
-            if dtype is None:
-                return None
             return self._learner.look_up(rows, temperature=temperature, dtype=dtype)
 
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:

@@ -42,7 +42,7 @@ from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import Truncation
 from retrain.model.adapter import Adapter
-from retrain.model.attention import Kernel, missing, plugged_in
+from retrain.model.attention import FusedAttention, missing, plugged_in
 from retrain.model.calibration import tempered_scores
 from retrain.model.devices import attention_of
 from retrain.model.functions import recomputed
@@ -173,7 +173,7 @@ class Learner:
             config.loss, rounded=rounds(config.inference, base.dtype)
         )
         self._kernel_of = partial(attention_of, config.inference.attention_kernel, base.device.type)
-        self._kernel: Kernel = self._kernel_of(base.dtype)
+        self._kernel: FusedAttention = self._kernel_of(base.dtype)
         self._packs = not missing(base.model)
         self._checkpointed = _checkpointed_layers(base, choices)
         self._pool = pool or Pool()

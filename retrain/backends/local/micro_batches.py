@@ -13,7 +13,7 @@ from torch import Tensor
 
 from retrain.backends.rows import needed_tokens, shift
 from retrain.distributed import World
-from retrain.model.attention import Kernel
+from retrain.model.attention import FusedAttention
 from retrain.model.packing import PackedAttention, Segment
 from retrain.types import Float32Array, Row
 
@@ -168,7 +168,12 @@ class _Packer:
 
 
 def pack(
-    rows: Sequence[LearnerRow], device: torch.device, kernel: Kernel, budget: int, *, share: bool
+    rows: Sequence[LearnerRow],
+    device: torch.device,
+    kernel: FusedAttention,
+    budget: int,
+    *,
+    share: bool,
 ) -> MicroBatch:
     """Pack the rows into one sequence; `share` packs equal prompts once."""
     packer = _Packer()
