@@ -414,6 +414,15 @@ class RoundsOneEnding(StripsEOS):
             yield completion
 
 
+class NoNumbers(StripsEOS):
+    """Its log-probs are NaN, as where a server's weights overflow."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        for completion in TorchEngine.sample(self, requests):
+            completion.logprobs[:] = np.nan
+            yield completion
+
+
 class OneSeed(StripsEOS):
     """Draws all completions of a request with the same noise."""
 

@@ -169,7 +169,7 @@ def test_an_evaluation_with_too_many_unjudged_answers_fails_as_training_does() -
 
     def evaluated(unjudged: int, limit: float) -> int:
         evaluator = Evaluator(Silent(unjudged, 40), [([], None)], [1], limit)  # type: ignore[arg-type]
-        return evaluator.run(3, watcher).problems[0].could_not_judge
+        return evaluator.run(3, watcher)[0].problems[0].could_not_judge
 
     with pytest.raises(
         RunFailed,

@@ -669,6 +669,16 @@ def test_a_sound_bf16_sampler_whose_rounding_looks_like_another_temperature_pass
     assert train(config, quiet=True).summary.steps == 1
 
 
+def test_log_probs_that_are_not_finite_stop_a_run_whose_learner_has_none(
+    parts: Parts, engine: Any
+) -> None:
+    """Nothing is compared where a service trains, and the loss would read them."""
+    engine("NoNumbers")
+    inputs, prompts = gate_inputs(CONFIG, parts, 0, False), parts.prompts.batch(0, 2, 3)
+    with pytest.raises(RunFailed, match="a log-prob is not finite before any training"):
+        gate._gate_without_learner(inputs, prompts)
+
+
 def test_rounding_at_one_ending_stops_no_run(parts: Parts, engine: Any) -> None:
     """All draws at one place have the same rounding, so the second look is at another."""
     engine("RoundsOneEnding")

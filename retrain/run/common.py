@@ -110,8 +110,14 @@ class Common:
             "gate", own, make, GateResult.to_json, lambda stored: GateResult(**stored)
         )
 
-    def evaluation(self, evaluator: Evaluator, make: Callable[[], Evaluation]) -> Evaluation:
-        """The evaluation of the untrained weights, where a rule says what is right."""
+    def evaluation(self, evaluator: Evaluator, watcher: Watcher) -> Evaluation:
+        """The evaluation of the untrained weights; another run's where a rule says what is
+        right.
+        """
+
+        def make() -> Evaluation:
+            return evaluator.run(0, watcher)[0]
+
         rewards, judging = table("reward"), with_judging_reward(self._config)
         kinds = judging.reward.types
         if not all(kind in rewards and rewards[kind].compares_answers for kind in kinds):

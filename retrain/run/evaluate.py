@@ -100,6 +100,6 @@ def evaluate_weights(
         assert parts.evaluator is not None  # evaluation.at_end asked for it
         with Interrupts() as interrupts:
             watcher = Watcher(interrupts.check, lambda _: None)
-            evaluation, groups = parts.evaluator.run_with_answers(step, watcher)
+            evaluation, groups = parts.evaluator.run(step, watcher)
         keep(config, evaluation, groups)
         return evaluation

@@ -43,14 +43,10 @@ class Evaluator:
         """Completions of one evaluation."""
         return sum(len(prompts) * plan.group_size for prompts, plan in self.sets)
 
-    def run(self, step: int, watcher: Watcher) -> Evaluation:
-        """Evaluate the current weights. Raises RunFailed if too many answers could not be
-        judged.
+    def run(self, step: int, watcher: Watcher) -> tuple[Evaluation, list[Group]]:
+        """Evaluate the current weights; return the answers too, one group per problem. Raises
+        RunFailed if too many answers could not be judged.
         """
-        return self.run_with_answers(step, watcher)[0]
-
-    def run_with_answers(self, step: int, watcher: Watcher) -> tuple[Evaluation, list[Group]]:
-        """Evaluate as `run` does, and return the answers too, one group per problem."""
         # Step 0 of the noise's coordinates at every training step: common random numbers over the
         # run.
         rollouts = [self.sampler.draw(prompts, 0, plan, watcher) for prompts, plan in self.sets]

@@ -234,9 +234,10 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
 
 
 def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
-    """Check a sampler alone: that it answers in the model's tokens."""
+    """Check a sampler alone: that it answers in the model's tokens, with log-probs."""
     _sync(inputs)
     completions = _ask(inputs, _requests(inputs, prompts, _FEW_TOKENS, 0))
+    _check_finite([completion.logprobs for completion in completions])
     return GateResult(
         tokens=sum(len(completion.token_ids) for completion in completions),
         longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
@@ -455,13 +456,17 @@ def _sampled(
     long = replace(long, count=1, max_tokens=tokens, noise=noise)
     sampled = _scored(inputs, prompts, _ask(inputs, [*short, long]))
     last = len(short) * inputs.backend.engine.replicas
-    if not np.isfinite(np.concatenate(sampled.differences)).all():
+    _check_finite(sampled.differences)
+    rows = frozenset(number for number, row in enumerate(sampled.rows) if row.group >= last)
+    return replace(sampled, long=rows)
+
+
+def _check_finite(logprobs: Sequence[Float32Array]) -> None:
+    if not np.isfinite(np.concatenate(logprobs)).all():
         raise RunFailed(
             "Parity gate: a log-prob is not finite before any training; check the model's weights"
             " and [model] dtype."
         )
-    rows = frozenset(number for number, row in enumerate(sampled.rows) if row.group >= last)
-    return replace(sampled, long=rows)
 
 
 def _ask(inputs: GateInputs, requests: Sequence[SampleRequest]) -> list[Completion]:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from retrain.backends.declared import incapable, is_raw, loss_notes
@@ -603,11 +602,10 @@ class Session:
             return
         self._sync()
         watcher = self._watch(f"Evaluation at step {step}", evaluator.completions)
-        evaluate = partial(evaluator.run, step, watcher)
         if step:
-            result = evaluate()
+            result, _ = evaluator.run(step, watcher)
         else:
-            result = self.common.evaluation(evaluator, evaluate)
+            result = self.common.evaluation(evaluator, watcher)
         self.tracker.emit(result)
         self.evaluations.append(result)
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
