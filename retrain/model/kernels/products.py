@@ -29,6 +29,12 @@ def rounded(x, dtype: tl.constexpr):
     return x.to(dtype).to(tl.float32)
 
 
+@triton.jit
+def read(place, inside):
+    """The numbers at `place` in float32, 0 where it is not `inside`."""
+    return tl.load(place, mask=inside, other=0.0).to(tl.float32)
+
+
 def factors(x: Tensor) -> Any:
     """Return the dtype in which a kernel multiplies numbers of `x`: its own, for the matrix units,
     or float32, where products are the same.
@@ -119,9 +125,9 @@ def _product(
             other=0,
         )
         total += tl.dot(values.to(FACTORS), _widened(bits).to(FACTORS), input_precision="ieee")
-    total *= tl.load(scale + at, mask=here, other=0.0).to(tl.float32)[None, :]
+    total *= read(scale + at, here)[None, :]
     if HAS_BIAS:
-        total += tl.load(bias + at, mask=here, other=0.0).to(tl.float32)[None, :]
+        total += read(bias + at, here)[None, :]
     target = out + row[:, None].to(tl.int64) * outputs + at[None, :]
     tl.store(target, rounded(total, dtype).to(dtype), mask=held[:, None] & here[None, :])
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrain.model.kernels.products import ROWS, factors, low_rank, ranks_at_once, rounded
+from retrain.model.kernels.products import ROWS, factors, low_rank, ranks_at_once, read, rounded
 
 # -- norm ------------------------------------------------------------------------------------------
 
@@ -34,17 +34,17 @@ def _add_norm(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
-    x = tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    x = read(residual + row * size + at, inside)
     if HAS_UPDATE:
         x = rounded(
-            x + tl.load(update + row * update_stride + at, mask=inside, other=0.0).to(tl.float32),
+            x + read(update + row * update_stride + at, inside),
             dtype,
         )
         tl.store(residual + row * size + at, x.to(dtype), mask=inside)
     scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / size + eps)
     if KEEPS:
         tl.store(scales + row, scale)
-    normed = rounded(x * scale, dtype) * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    normed = rounded(x * scale, dtype) * read(weight + at, inside)
     tl.store(out + row * size + at, rounded(normed, dtype).to(dtype), mask=inside)
 
 
@@ -81,11 +81,9 @@ def _norm_gradient(grad, x, weight, scales, out, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
-    value = tl.load(x + row * size + at, mask=inside, other=0.0).to(tl.float32)
-    weighted = tl.load(grad + row * size + at, mask=inside, other=0.0).to(tl.float32)
-    weighted = rounded(
-        weighted * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32), dtype
-    )
+    value = read(x + row * size + at, inside)
+    weighted = read(grad + row * size + at, inside)
+    weighted = rounded(weighted * read(weight + at, inside), dtype)
     scale = tl.load(scales + row)
     mean = tl.sum(value * weighted, axis=0) * scale * scale / size
     tl.store(
@@ -118,14 +116,8 @@ def normed_halves(left, right, scale, weight, at, HALF: tl.constexpr, dtype: tl.
     product rounded.
     """
     inside, by = at < HALF, scale[:, None]
-    left = (
-        rounded(left * by, dtype)
-        * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    )
-    right = (
-        rounded(right * by, dtype)
-        * tl.load(weight + HALF + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    )
+    left = rounded(left * by, dtype) * read(weight + at, inside)[None, :]
+    right = rounded(right * by, dtype) * read(weight + HALF + at, inside)[None, :]
     return rounded(left, dtype), rounded(right, dtype)
 
 
@@ -137,10 +129,10 @@ def rotated_halves(
     product with the cosine is rounded.
     """
     angle = row[:, None] * (2 * HALF) + at[None, :]
-    cos_left = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-    cos_right = tl.load(cos + angle + HALF, mask=inside, other=0.0).to(tl.float32)
-    sin_left = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32) * way
-    sin_right = tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32) * way
+    cos_left = read(cos + angle, inside)
+    cos_right = read(cos + angle + HALF, inside)
+    sin_left = read(sin + angle, inside) * way
+    sin_right = read(sin + angle + HALF, inside) * way
     rotated = rounded(rounded(left * cos_left, dtype) - right * sin_left, dtype)
     return rotated, rounded(rounded(right * cos_right, dtype) + left * sin_right, dtype)
 
@@ -162,8 +154,8 @@ def _apply_rope_and_store_kv(
     at = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (at < HALF)[None, :]
     source = qkv + row[:, None] * row_stride + head * size + at[None, :]
-    left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    left = read(source, inside)
+    right = read(source + HALF, inside)
     if R:
         outputs: tl.constexpr = (Q + 2 * K) * size
         of_head = up + head * size
@@ -259,8 +251,8 @@ def _apply_rope(
     inside = (row < rows)[:, None] & (at < HALF)[None, :]
     source = x + row[:, None] * row_stride + head * head_stride + at[None, :]
     left, right = (
-        tl.load(source, mask=inside, other=0.0).to(tl.float32),
-        tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32),
+        read(source, inside),
+        read(source + HALF, inside),
     )
     scale = 1.0 / tl.sqrt_rn(
         (tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / size + eps
@@ -305,18 +297,16 @@ def _apply_rope_gradient(
     inside = (row < rows)[:, None] & (at < HALF)[None, :]
     source = grad + row[:, None] * grad_row_stride + head * grad_head_stride + at[None, :]
     left, right = (
-        tl.load(source, mask=inside, other=0.0).to(tl.float32),
-        tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32),
+        read(source, inside),
+        read(source + HALF, inside),
     )
     left, right = rotated_halves(left, right, -1.0, cos, sin, row, at, inside, HALF, dtype)
     factor = weight + head * size + at
-    left = rounded(left * tl.load(factor, mask=at < HALF, other=0.0).to(tl.float32)[None, :], dtype)
-    right = rounded(
-        right * tl.load(factor + HALF, mask=at < HALF, other=0.0).to(tl.float32)[None, :], dtype
-    )
+    left = rounded(left * read(factor, at < HALF)[None, :], dtype)
+    right = rounded(right * read(factor + HALF, at < HALF)[None, :], dtype)
     source = x + row[:, None] * row_stride + head * head_stride + at[None, :]
-    value_left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    value_right = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    value_left = read(source, inside)
+    value_right = read(source + HALF, inside)
     place = row * tl.num_programs(1) + head
     scale = tl.load(scales + place, mask=row < rows, other=0.0)
     mean = (
@@ -370,8 +360,8 @@ def _gate(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (at < size)[None, :]
     source = gates + row[:, None] * row_stride + at[None, :]
-    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
+    gate = read(source, inside)
+    factor = read(source + size, inside)
     if R:
         gate = rounded(
             gate
@@ -421,9 +411,9 @@ def _gate_gradient(grad, gates, out, row_stride, size, BLOCK: tl.constexpr):
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     source, target = gates + row * row_stride + at, out + row * 2 * size + at
-    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
-    of_inner = tl.load(grad + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    gate = read(source, inside)
+    factor = read(source + size, inside)
+    of_inner = read(grad + row * size + at, inside)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     of_active = rounded(of_inner * factor, dtype)
     tl.store(
