@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from retrain.cli.main import main
 from retrain.config.load import load_stored
 from retrain.records.run_folder import RunFolder
 from retrain.run.replay import draw_of, replayed
@@ -113,6 +114,15 @@ def test_a_resumed_split_run_equals_the_straight_one(straight: Path, tmp_path: P
             folder / "checkpoints" / "step_000008" / name for folder in (straight, tmp_path / "run")
         )
         assert left.read_bytes() == right.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_that_was_resumed_where_no_checkpoint_is_due_is_made_again(tmp_path: Path) -> None:
+    """Nothing was drawn ahead of the end of its first session."""
+    for steps in (2, 4):
+        run(tmp_path / "run", save_every=0, max_steps=steps)
+    with two_devices():
+        assert main(["verify", str(tmp_path / "run"), "--steps", "0:4"]) == 0
 
 
 def test_a_sampling_failure_ahead_is_the_runs_failure(

@@ -14,11 +14,12 @@ from retrain.records.checkpoint import CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.jsonl import read_jsonl, truncate_to_step
 from retrain.records.run_folder import RunFolder
+from retrain.records.state import TrainerState
 from retrain.run.loop import take_step
 from retrain.run.pressure import decided_by
 from retrain.run.saver import Schedule
 from retrain.run.session import Session
-from retrain.system import read_object
+from retrain.system import Json, read_object
 from retrain.tracking.base import Verbosity
 from retrain.types import Int32Array, Row
 
@@ -67,7 +68,10 @@ def replayed(
             truncate_to_step(session.folder.evaluation, start)
         session.state = replace(session.state, last_evaluation=-1)
         session.schedule = _Recorded(
-            session.schedule.training, session.schedule.evaluation, _evaluated(folder)
+            session.schedule.training,
+            session.schedule.evaluation,
+            _evaluated(folder),
+            _saved(folder),
         )
         while True:
             session.evaluate_if_due()
@@ -75,22 +79,24 @@ def replayed(
             if session.state.step >= stop or session.is_finished:
                 break
             take_step(session)
-        # The run may have been stopped there, between the steps at which one is due.
-        if stop in CheckpointStore(stored_checkpoints(folder)).steps():
-            session.save_now()
         yield session
 
 
 @dataclass(frozen=True)
 class _Recorded(Schedule):
-    """The schedule of a run with the evaluations that it made under an earlier one, such as that
-    at the end of a run that was then trained on.
+    """The schedule of a run with the evaluations and checkpoints that it made under an earlier one,
+    such as those at the end of a run that was then trained on, or where it was stopped: in split
+    mode nothing is drawn ahead of them.
     """
 
     evaluated: Collection[int]
+    saved: Collection[int]
 
     def evaluates_at(self, step: int) -> bool:
         return step in self.evaluated or super().evaluates_at(step)
+
+    def saves_at(self, step: int, state: TrainerState) -> bool:
+        return step in self.saved or super().saves_at(step, state)
 
 
 def _evaluated(folder: RunFolder) -> set[int]:
@@ -148,12 +154,24 @@ def _gate_mismatch(folder: RunFolder) -> float | None:
     """What the first parity gate of a run's sessions measured, which the limit of a step follows
     from.
     """
-    if not folder.environment.is_file():
-        return None
-    first = read_object(folder.environment)
-    gates = (session.get("parity_gate") or {} for session in (first, *first.get("resumed", [])))
+    gates = (session.get("parity_gate") or {} for session in _sessions(folder))
     means = (gate.get("mean_difference") for gate in gates)
     return next((mean for mean in means if mean is not None), None)
+
+
+def _saved(folder: RunFolder) -> set[int]:
+    """The steps of the checkpoints that a run has, and of those from which it was resumed."""
+    _, *later = _sessions(folder)
+    resumed = {session.get("step", 0) for session in later}
+    return (resumed | {*CheckpointStore(stored_checkpoints(folder)).steps()}) - {0}
+
+
+def _sessions(folder: RunFolder) -> list[Json]:
+    """What environment.json says of each session."""
+    if not folder.environment.is_file():
+        return [{}]
+    first = read_object(folder.environment)
+    return [first, *first.get("resumed", [])]
 
 
 def _copy(source: RunFolder, target: RunFolder, config: TrainConfig, start: int) -> None:
