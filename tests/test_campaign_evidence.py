@@ -20,6 +20,7 @@ from campaigns import planned_config, problems, write_run
 from retrain.analysis.compare import compare_campaign
 from retrain.analysis.comparison_text import to_text
 from retrain.analysis.e_process import evidence
+from retrain.analysis.explanation import computed
 from retrain.analysis.planned import CampaignRecord
 from retrain.analysis.status import overview
 from retrain.analysis.verdict import TestSettings, Verdict
@@ -188,6 +189,21 @@ def test_a_signal_is_passed_on_and_no_more_runs_start(tmp_path: Path) -> None:
     assert told == [signal.SIGINT] and caught.value.exit_code == 130
     ended = Counter(statuses(tmp_path / "c").values())
     assert ended.pop(Status.INTERRUPTED) == 1 and {*ended} == {Status.PENDING}
+
+
+def test_a_signal_that_ends_the_last_run_of_a_seed_takes_no_look(tmp_path: Path) -> None:
+    """In one process the run itself takes the signal."""
+    plan, interrupts = planned(tmp_path / "c"), Interrupts()
+    baseline = Simulated(BETTER)
+    stopped = RunOutcome(Status.INTERRUPTED, "Saved.", stopped_by=signal.SIGINT)
+
+    def start(run: CampaignRun, slot: int) -> EndedJob:
+        return EndedJob(stopped) if baseline.started else baseline.start(run, slot)
+
+    with pytest.raises(Interrupted):
+        execute(plan, SimpleNamespace(start=start, workers=1, notes=[]), interrupts)
+    assert statuses(plan.folder)["maxrl+none_s1"] is Status.INTERRUPTED
+    assert not looks(plan.folder)
 
 
 def test_a_run_that_was_stopped_alone_is_left_out_of_the_look_as_a_failed_one_is(
@@ -375,8 +391,10 @@ def test_a_condition_without_a_pair_stays_in_the_family_and_has_bet_nothing(
     found, _ = evidence([differences, {}], 4)
     assert found < evidence([differences], 4)[0]
     assert evidence_of(plan.folder)[-1] == pytest.approx(found, rel=1e-4)
-    (contrast,) = compare_campaign(plan.folder, TestSettings()).contrasts
+    comparison = compare_campaign(plan.folder, TestSettings())
+    (contrast,) = comparison.contrasts
     assert contrast.conclusion.p_adjusted == pytest.approx(1 / found)
+    assert any("over 2 comparisons by closed testing" in line for line in computed(comparison))
 
 
 def test_a_resume_tries_a_failed_run_again_and_looks_at_its_seed_once_more(tmp_path: Path) -> None:
@@ -435,7 +453,7 @@ def test_a_campaign_whose_runs_all_failed_starts_over_at_a_resume(tmp_path: Path
     plan = planned(tmp_path / "c")
     everything = frozenset(run.name for run in plan.runs if run.condition == "grpo+none")
     said = execute(plan, Simulated(BETTER, failing=everything))
-    assert said[0] == "Look 1 (seed 1): no pair yet, since runs failed."
+    assert said[0] == "Look 1 (seed 1): no pair yet, since runs have no result."
     assert (
         "(10 done, 10 failed)" in (status := " ".join(lines(overview(plan.folder))))
         and "failed (out of memory)" in status

@@ -339,15 +339,15 @@ def refused(folder: Path, campaign: dict[str, Any] | None = None, **others: dict
 
 def test_a_campaign_never_starts_in_anothers_folder(sequential: Finished) -> None:
     assert f"--resume {sequential.folder}`" in refused(sequential.folder)
-    assert "holds a run" in refused(sequential.folder / "runs" / NAMES[0])
+    assert "of the kind run; choose" in refused(sequential.folder / "runs" / NAMES[0])
     with writer_lock(RunFolder(sequential.folder)):  # one that goes on cannot be resumed
         assert f"is being written by pid {os.getpid()} on" in refused(sequential.folder)
 
 
 def test_a_campaign_takes_no_folder_of_another_kind(tmp_path: Path) -> None:
-    for kind in ("run", "squeeze"):
+    for kind in ("run", "squeeze", "evaluation"):
         mark(tmp_path / kind, kind)
-        assert f"{tmp_path / kind} holds a {kind}" in refused(tmp_path / kind)
+        assert f"{tmp_path / kind} is a folder of the kind {kind};" in refused(tmp_path / kind)
 
 
 def test_a_resume_keeps_the_margin_that_was_planned(tmp_path: Path) -> None:

@@ -243,9 +243,14 @@ class Comparison:
     """The keys that [campaign.grid] varies, whose conditions are ranked."""
 
     @property
+    def family(self) -> int:
+        """The number of comparisons over which p is adjusted."""
+        return len(self.contrasts) + self.test.absent
+
+    @property
     def seeds_to_conclude(self) -> int:
         """Fewest pairs with which any contrast of the family can be significant."""
-        return seeds_to_conclude(self.test.of_family(len(self.contrasts)))
+        return seeds_to_conclude(self.test.of_family(self.family))
 
     @property
     def one_baseline(self) -> bool:
@@ -432,8 +437,9 @@ def _contrasts(
     """One contrast per candidate; the p values are adjusted over all of them."""
     family, metric, test = selection.family, selection.metric, selection.test
     worst = worst_value(selection.arms.values(), metric, test)
+    size = len(family) + test.absent
     conclusions = conclude(
-        [pairs.paired(test.alpha, len(family)) for pairs in family], test, metric.better
+        [pairs.paired(test.alpha, size) for pairs in family], test, metric.better
     )
     at_worst: Sequence[Conclusion | None] = [None] * len(family)
     if worst is not None and test.failed == "exclude" and any(pairs.losses() for pairs in family):
@@ -504,5 +510,5 @@ def _concluded_at_worst(
     family = [pair_up(candidate, baseline, metric, worst) for candidate, baseline in arms]
     if record and test.rule == "evidence":
         family = [pairs.at_looks(record.first_looks(pairs.candidate.label)) for pairs in family]
-    paired = [pairs.paired(test.alpha, len(family)) for pairs in family]
+    paired = [pairs.paired(test.alpha, len(family) + test.absent) for pairs in family]
     return conclude(paired, replace(test, failed="worst"), metric.better)

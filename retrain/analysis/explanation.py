@@ -41,7 +41,7 @@ def explanation(contrast: Contrast, comparison: Comparison) -> str:
 
 def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
-    pairs, family = counted(found.pairs, "pair"), counted(len(comparison.contrasts), "comparison")
+    pairs, family = counted(found.pairs, "pair"), counted(comparison.family, "comparison")
     if test.rule == "evidence" and not found.unsure:
         return (
             f"The evidence is {1 / found.p_adjusted:.3g} over {family}; {1 / test.alpha:g} decides."
@@ -95,7 +95,7 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
             f"{agree}, but {problems} with so few judged answers have no interval for new"
             " problems. Evaluate on more."
         )
-    adjusted = " (wider over the family)" if len(comparison.contrasts) > 1 else ""
+    adjusted = " (wider over the family)" if comparison.family > 1 else ""
     return (
         f"{agree}, but the interval for new problems,"
         f" {interval_words(contrast.wide.interval, metric)}{adjusted}, contains 0: with"
@@ -295,7 +295,7 @@ def looks_taken(comparison: Comparison) -> Iterator[str]:
                 words += f", {look.decided[condition]}"
             parts.append(words)
         parts += [
-            f"{condition} without this seed, since one of its runs had failed"
+            f"{condition} without this seed, since one of its runs had no result"
             for condition in look.missing
         ]
         yield f"Look {number} (seed {look.seed}): {'; '.join(parts)}."
@@ -312,8 +312,8 @@ def computed(comparison: Comparison) -> Iterator[str]:
         f"{metric.description[0].upper()}{metric.description[1:]}{judge}{how}; {direction}. The"
         " unit is the run; runs are paired by seed."
     )
-    several = len(comparison.contrasts) > 1
-    family = counted(len(comparison.contrasts), "comparison")
+    several = comparison.family > 1
+    family = counted(comparison.family, "comparison")
     adjusted = {
         "maxt": "joint sign flips of whole seeds (max-T)",
         "holm": "Holm",
@@ -337,7 +337,7 @@ def computed(comparison: Comparison) -> Iterator[str]:
         )
     if any(contrast.wide for contrast in comparison.contrasts):
         all_of_them = (
-            f", at {100 * (1 - test.alpha / len(comparison.contrasts)):.4g}% (Bonferroni)"
+            f", at {100 * (1 - test.alpha / comparison.family):.4g}% (Bonferroni)"
             if several
             else ""
         )

@@ -71,8 +71,8 @@ class Look:
     decided: Mapping[str, str]
     """Condition -> its verdict, for those decided at this look; they run no more."""
     missing: Sequence[str] = ()
-    """Conditions that the look went without, since a run of their pair had failed; a later look at
-    the seed may take it."""
+    """Conditions that the look went without, since a run of their pair had failed or was stopped; a
+    later look at the seed may take it."""
 
     def to_json(self) -> Json:
         return asdict(self)

@@ -447,12 +447,13 @@ def no_run(folder: Path) -> str:
 
 
 def no_campaigns_value(path: Path, error: "ValidationError", *above: str) -> RunFailed:
-    """The error that names the first wrong value of a manifest, in its entry `above`."""
+    """The error that names the first wrong or absent value of a manifest, in its entry `above`."""
     first = error.errors()[0]
-    return RunFailed(
-        f"{path} has {'.'.join(map(str, (*above, *first['loc'])))} = {str(first['input'])[:80]},"
-        f" which no campaign wrote ({first['msg']}): the file was changed; put it back from a copy."
-    )
+    place = ".".join(map(str, (*above, *first["loc"])))
+    problem = f"{place} = {str(first['input'])[:80]}, which no campaign wrote ({first['msg']})"
+    if first["type"] == "missing":
+        problem = f"no {place}, which every campaign writes"
+    return RunFailed(f"{path} has {problem}: the file was changed; put it back from a copy.")
 
 
 def campaign_runs(folder: Path) -> list[StoredRun]:

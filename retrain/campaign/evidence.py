@@ -141,7 +141,7 @@ class EvidenceRule:
             comparison = compare_campaign(self._plan.folder, TestSettings(), record=record)
         # No pair so far; the comparison at the end says why.
         except ConfigurationError:
-            self._say(f"{name}: no pair yet, since runs failed.")
+            self._say(f"{name}: no pair yet, since runs have no result.")
             return look
         if comparison.test.rule != "evidence":
             self._say(f"{name} decides nothing. {comparison.planned}")

@@ -130,13 +130,13 @@ def _used_hours(folder: RunFolder, training: Training) -> str:
     if not (training.max_hours and folder.summary.is_file()):
         return ""
     summary = read_object(folder.summary)
-    steps, hours = summary["steps"], summary["seconds"] / 3600
-    if steps >= training.max_steps or hours < training.max_hours:
+    steps, seconds = summary["steps"], summary["seconds"]
+    if steps >= training.max_steps or seconds < training.max_hours * 3600:
         return ""
     return (
         f"[training] max_hours = {training.max_hours:g} came after {steps} of"
         f" {training.max_steps} steps; give more hours, such as --max-hours"
-        f" {2 * max(training.max_hours, hours):.3g}"
+        f" {2 * max(training.max_hours, seconds / 3600):.3g}"
     )
 
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from retrain import __version__
-from retrain.analysis.planned import ALPHA, AnalysisPlan
+from retrain.analysis.planned import ALPHA, AnalysisPlan, CampaignRecord
 from retrain.analysis.runs import MANIFEST
 from retrain.campaign.plan import RUNS, CampaignPlan, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
@@ -39,7 +39,7 @@ class Status(StrEnum):
     DONE = "done"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """Saved and stopped after a signal; `--resume` continues it."""
+    """Saved and stopped by a signal or `[training] max_hours`; `--resume` continues it."""
     SKIPPED = "skipped"
     """No longer needed: the evidence had decided its condition, or all of them."""
 
@@ -110,8 +110,9 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read `folder`/manifest.json. Raises RunFailed for a file that cannot be parsed."""
+        """Read `folder`/manifest.json. Raises RunFailed for one that no campaign wrote."""
         path = folder / MANIFEST
+        CampaignRecord.read(folder)  # checks the plan and the looks
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             runs = [
@@ -331,8 +332,8 @@ def _new_folder(config: TrainConfig, now: datetime) -> Path:
         kind = RunFolder(folder).claim().kind
         if kind not in ("", "campaign"):
             raise ConfigurationError(
-                f"{folder} holds a {kind}; choose another [logging] log_dir for the campaign, or"
-                " leave the key out."
+                f"{folder} is a folder of the kind {kind}; choose another [logging] log_dir for the"
+                " campaign, or leave the key out."
             )
         return folder
     name, number = f"campaign_{now.strftime(TIMESTAMP)}", 1

@@ -335,7 +335,8 @@ class _Execution:
         if outcome.status is Status.DONE:
             self._compare_with_baseline(run)
             self._on_done(run)
-        if not self._stopping:
+        # In this process a signal ends the run before `_stop` is called.
+        if self._interrupts.stopped_by is None:
             self._look()
 
 

@@ -156,8 +156,8 @@ def methods(data: ReportData) -> str:
     if comparison.test.rule == "evidence":
         tested = "an e-process that is looked at after every seed"
     family = ""
-    if len(comparison.contrasts) > 1:
-        family = f", adjusted over {counted(len(comparison.contrasts), 'comparison')}"
+    if comparison.family > 1:
+        family = f", adjusted over {counted(comparison.family, 'comparison')}"
     return (
         f"{trained} Runs were compared{against} as wholes, paired by seed, by"
         f" {comparison.metric.name}{problems}; intervals are {level} intervals of the mean"
