@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import faulty_engines
 import numpy as np
@@ -178,6 +178,19 @@ def test_a_fault_has_to_be_found_twice_at_the_same_server() -> None:
         first_sound(looks)
 
 
+def test_a_server_that_did_not_answer_one_look_is_judged_by_the_other() -> None:
+    fault, nothing = fault_of("Parity gate: wrong."), cast("Any", None)
+    alone, both = {"one": fault}, {"one": fault, "two": fault_of("")}
+    with pytest.raises(RunFailed, match="at one alone of 2 servers"):
+        first_sound([("a", alone), ("b", both)])
+    with pytest.raises(RunFailed, match=r"^Parity gate: wrong"):
+        first_sound([("a", both), ("b", alone)])
+    with pytest.raises(RunFailed, match=r"^Parity gate: wrong"):
+        first_sound([("a", {"two": fault}), ("b", alone)])
+    sampled = gate_fits.GateSample(nothing, [], [], servers=["one", "one"])
+    assert [*sampled.by_server()] == ["one"]
+
+
 def test_a_prompt_near_the_end_of_the_context_is_asked_for_what_is_left(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +204,21 @@ def test_a_prompt_near_the_end_of_the_context_is_asked_for_what_is_left(
     sampled = gate_fits.GateSample(inputs, [], [])
     _, place, _ = gate._likely_end(sampled, prompt)
     assert len(place.token_ids) == len(prompt.token_ids) + 7
+
+
+def test_a_long_prompt_of_whole_prompts_leaves_room_for_its_completion(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where text is sent; a server may have been started for the longest row alone."""
+    monkeypatch.setattr(type(parts.backend), "reach", (4096, 0))
+    able = replace(parts.backend.engine.capabilities, in_process=False, token_ids_in=False)
+    monkeypatch.setattr(parts.backend.engine, "capabilities", able)
+    inputs = replace(gate_inputs(CONFIG, parts, 0, False), longest_row=364)
+    (prompt,) = parts.prompts.batch(0, 1, 3)
+    prompts = [replace(prompt, token_ids=np.full(size, 48, np.int32)) for size in (250, 300)]
+    long = gate._long_prompt(inputs, prompts)
+    (request,) = gate._requests(inputs, [long], gate._FEW_TOKENS, 0)
+    assert request.max_tokens == gate._FEW_TOKENS
 
 
 def test_at_a_temperature_near_0_kept_counts_are_compared_without_overflow(parts: Parts) -> None:

@@ -28,7 +28,7 @@ from retrain.noise import Stream, uniform
 from retrain.records.checkpoint import commit_folder
 from retrain.records.run_folder import RunFolder
 from retrain.run.gate import GateResult
-from retrain.run.replay import replayed
+from retrain.run.replay import _gate_mismatch, replayed
 from retrain.types import Row
 from tests.marks import first_of
 
@@ -130,6 +130,15 @@ def test_a_step_is_made_again_as_its_session_tested_the_engine(
     config = load_stored(folder / "config.toml", to_read=True)
     with replayed(RunFolder(folder), config, 0, 1, tmp_path / "again") as session:
         assert session.state.gate_mismatch == 5e-4
+
+
+def test_the_mismatch_of_a_gate_that_a_later_session_ran_is_found(tmp_path: Path) -> None:
+    """As with a run that began with --skip-parity: a session keeps the first figure."""
+    folder = RunFolder(tmp_path)
+    gates = [None, {"mean_difference": None}, {"mean_difference": 0.0}, {"mean_difference": 0.1}]
+    sessions = [{"step": step, "parity_gate": gate} for step, gate in enumerate(gates)]
+    folder.environment.write_text(json.dumps({"parity_gate": None, "resumed": sessions}))
+    assert _gate_mismatch(folder) == 0.0
 
 
 def test_a_changed_number_a_changed_token_and_a_changed_adapter_are_found(

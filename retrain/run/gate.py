@@ -259,8 +259,8 @@ def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
     """Return the prompts' tokens, repeated to more than a page of a KV cache, and past the model's
     sliding window if the run gets that far.
     """
-    positions, window = inputs.backend.reach
-    wanted = _PAGE
+    positions, wanted = _positions(inputs), _PAGE
+    _, window = inputs.backend.reach
     if window + _FEW_TOKENS < inputs.longest_row:  # a server has room for the longest row alone
         wanted = max(wanted, window)
     length = max(1, min(wanted + 1, positions - _FEW_TOKENS))

@@ -144,11 +144,12 @@ class GateSample:
     """The address of the server behind each row; none where no server sampled."""
 
     def by_server(self) -> dict[str, "GateSample"]:
-        """The completions of each server by its address; all of them as "" where one samples, or
-        none. Each is judged by its own: those of sound ones would hide a fault.
+        """The completions of each server by its address, "" where none sampled. Each is judged by
+        its own: those of sound ones would hide a fault.
         """
-        if len(addresses := sorted({*self.servers})) < 2:
-            return {"": self}
+        addresses = sorted({*self.servers}) or [""]
+        if len(addresses) == 1:
+            return {addresses[0]: self}
         return {server: self._part(server) for server in addresses}
 
     def _part(self, server: str) -> "GateSample":

@@ -1,4 +1,5 @@
-"""The parity gate's looks, each with its own noise: a server is at fault if all of them find it so.
+"""The parity gate's looks, each with its own noise: a server is at fault if every look that it
+answered finds it so.
 
 Each server is judged by its own completions, as if it were the only one: among those of sound
 servers a fault would be a small share.
@@ -12,7 +13,7 @@ from retrain.errors import RunFailed
 from retrain.run.gate_fits import Suspect
 
 Findings = Mapping[str, Sequence[Suspect]]
-"""Address of a server -> what is wrong with it; "" stands for the only one."""
+"""Address of a server, or "" -> what is wrong with it."""
 Seen = TypeVar("Seen")
 
 
@@ -22,8 +23,8 @@ def fault(sentence: str) -> list[Suspect]:
 
 
 def first_sound(looks: Iterable[tuple[Seen, Findings]]) -> Seen:
-    """Return what was seen in the first look after which no server is left that all of them found
-    at fault. Raises RunFailed if there is none.
+    """Return what was seen in the first look in which every server is sound, or was in a look
+    before. Raises RunFailed if there is none.
     """
     before = list[Findings]()
     for seen, findings in looks:
@@ -31,11 +32,11 @@ def first_sound(looks: Iterable[tuple[Seen, Findings]]) -> Seen:
         wrong = [
             server
             for server in findings
-            if all(any(one.stops for one in look[server]) for look in before)
+            if all(any(one.stops for one in look[server]) for look in before if server in look)
         ]
         if not wrong:
             return seen
-    found = list(chain.from_iterable(look[wrong[0]] for look in reversed(before)))
+    found = list(chain.from_iterable(look.get(wrong[0], ()) for look in reversed(before)))
     # A cause says more than a fault, whose cause may be a group too small to stop a run by itself.
     causes = [one for one in found if one.explained]
     told = [one for one in causes if one.stops] or causes or found

@@ -145,12 +145,15 @@ def _adapter_tests(folder: RunFolder) -> set[int]:
 
 
 def _gate_mismatch(folder: RunFolder) -> float | None:
-    """What the first session's parity gate measured, which the limit of a step follows from."""
+    """What the first parity gate of a run's sessions measured, which the limit of a step follows
+    from.
+    """
     if not folder.environment.is_file():
         return None
-    gate = read_object(folder.environment).get("parity_gate") or {}
-    mean: float | None = gate.get("mean_difference")
-    return mean
+    first = read_object(folder.environment)
+    gates = (session.get("parity_gate") or {} for session in (first, *first.get("resumed", [])))
+    means = (gate.get("mean_difference") for gate in gates)
+    return next((mean for mean in means if mean is not None), None)
 
 
 def _copy(source: RunFolder, target: RunFolder, config: TrainConfig, start: int) -> None:
