@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from retrain import load_runs
+from retrain.analysis.integrity import problem_of
 from retrain.analysis.runs import campaign_runs, find_runs
 from retrain.campaign import CampaignPlan, Manifest, Status, plan_campaign, run_campaign
 from retrain.campaign.launch import share_devices, start_worker
@@ -226,7 +227,9 @@ def test_a_run_that_max_hours_ends_is_not_done_and_waits_for_more_hours(
         with pytest.raises(RunFailed, match=f"{first} more hours, such as --max-hours 4"):
             run(2.0, **more)
     (stored,) = campaign_runs(folder)
-    assert stored.unfinished == "stopped after 1 of 2 steps"
+    assert stored.unfinished == "stopped after 1 of 2 steps" and stored.planned
+    failed = replace(stored, planned=replace(stored.planned, status="failed"))
+    assert not problem_of(failed, {})  # it could not go on
     assert len(began) == 1
     assert run(9.0, **again) is Status.DONE
     assert began[1:] == [str(folder / "runs" / "grpo+none_s1")]

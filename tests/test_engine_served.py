@@ -1185,7 +1185,9 @@ def test_a_server_that_hangs_does_not_hold_up_the_end_of_a_run(
 def test_a_server_that_comes_back_during_a_sync_gets_the_new_version_too(
     tmp_path: Path, server: VLLMDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was loading the old one: the new one goes to those that are there."""
+    """It was loading the old one, which it keeps no longer: the new one goes to those that are
+    there.
+    """
     with closing(engine_of(served(tmp_path, server.url))) as engine:
         engine.sync(lab().save_adapter, 0)
         old, load, given = engine._adapter, engine._dialect.load, list[str]()
@@ -1198,7 +1200,7 @@ def test_a_server_that_comes_back_during_a_sync_gets_the_new_version_too(
 
         monkeypatch.setattr(engine._dialect, "load", slow_load)
         engine._pool.run(engine._prepare(engine._pool.servers[0]))
-        assert given == [old.name, "new"]
+        assert given == [old.name, "new"] and list(server.adapters) == ["new"]
 
 
 def test_patience_bounds_the_tries_of_one_server_too(tmp_path: Path) -> None:

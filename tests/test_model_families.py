@@ -17,7 +17,7 @@ from retrain.errors import ConfigurationError
 from retrain.inference_engine.kv_cache import PromptPass
 from retrain.model import fused as decoder
 from retrain.model.adapter import target_modules
-from retrain.model.attention import FusedAttention, attend, refuse_undecodable
+from retrain.model.attention import FusedAttention, _window_mask, attend, refuse_undecodable
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import choose_deterministic_experts
 from retrain.model.text import resolve_model
@@ -176,8 +176,10 @@ def test_a_run_trains_a_mixture_of_experts_in_float32(tmp_path: Path) -> None:
 def test_a_mask_that_a_layer_made_itself_is_refused() -> None:
     one = torch.zeros(1, 2, 1, 8)
     batch = PromptPass([1], FusedAttention())
-    with pytest.raises(ConfigurationError, match="an attention mask of its own"):
-        attend(torch.nn.Linear(1, 1), one, one, one, torch.zeros(1, 2, 1, 1), attention_batch=batch)
+    window = _window_mask(local_size=3)
+    for mask in (torch.zeros(1, 2, 1, 1), window * 1, window.repeat(2, 1, 1, 1), window[0]):
+        with pytest.raises(ConfigurationError, match="an attention mask of its own"):
+            attend(torch.nn.Linear(1, 1), one, one, one, mask, attention_batch=batch)
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,12 @@ class StoredRun:
             return int(last["step"]) + 1
         return 0
 
+    @property
+    def counted_steps(self) -> int:
+        """The steps completed as summary.json counts them; without it, `steps`."""
+        counted = self.summary.get("steps")
+        return counted if type(counted) is int else self.steps
+
     @cached_property
     def summary(self) -> Json:
         """The content of summary.json, which is written when a session ends without being killed;
@@ -203,20 +209,20 @@ class StoredRun:
         # A campaign planned more steps than a run makes that [training] max_hours ended.
         if self.summary and not self.planned:
             return ""
-        made, planned = self.summary.get("steps"), self.config.training.max_steps
-        if type(made) is not int:
-            made = self.steps
-        if made >= planned:
+        planned = self.config.training.max_steps
+        if self.counted_steps >= planned:
             return ""
-        return f"stopped after {made} of {planned} steps"
+        return f"stopped after {self.counted_steps} of {planned} steps"
 
     @cached_property
     def damage(self) -> str:
         """`lost_steps`, or else a sentence on how metrics.jsonl differs from its seal."""
+        if self.lost_steps:
+            return self.lost_steps
         problem = self._broken_seal(self.folder.metrics)
-        if problem and not self.lost_steps:
+        if problem:
             return f"{problem}{CHANGED}"
-        return self.lost_steps
+        return ""
 
     @cached_property
     def lost_steps(self) -> str:

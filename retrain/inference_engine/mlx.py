@@ -28,6 +28,7 @@ from retrain.inference_engine.served import (
     ServedEngine,
     ServedSample,
     check_prompt,
+    has_stopped,
     make_readable,
 )
 from retrain.inference_engine.texts import Texts
@@ -98,7 +99,7 @@ class MLXDialect(Dialect):
         return ServedSample(
             [token["id"] for token in tokens],
             [token["logprob"] for token in tokens],
-            choice["finish_reason"] == "stop",
+            has_stopped(choice["finish_reason"]),
         )
 
     async def why_it_differs(self, server: Server) -> str:

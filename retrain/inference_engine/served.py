@@ -449,6 +449,8 @@ class ServedEngine(InferenceEngine):
         # The next version may come while a server that is taken back loads this one.
         while (adapter := self._adapter) is not None and adapter is not given:
             await self._give(server, adapter)
+            if given is not None:
+                await self._unload(given, server)
             given = adapter
 
     async def _give(self, server: Server, adapter: ServedAdapter) -> None:

@@ -168,16 +168,16 @@ def _window_mask(
     allow_is_bidirectional_skip: bool | None = None,
     **unused: Any,
 ) -> Tensor:
-    """Return a [1, 1, 1, 1] whose first stride is the sliding window's width plus 1, 1 for none;
-    0 where no window says what a token sees. A slice of it (Gemma 4) keeps the stride, and a tensor
-    without values has one too.
+    """Return a [1, 1, 1, 1] whose first stride is the sliding window's width plus 2, 2 for none; 0
+    where no window says what a token sees. A slice of it (Gemma 4) keeps the stride, a tensor
+    without values has one too, and what a layer makes of it otherwise has a stride of 1 or 0.
 
     transformers' mask signature: some families (Qwen2-MoE, Phi-MoE) give their window to the mask
     and not to the attention function. `use_vmap` is set for a mask function of the family's own
     (Gemma 3 for embeddings), and `allow_is_bidirectional_skip` is passed where tokens see later
     ones (BERT).
     """
-    stride = 1 + (local_size or 0)
+    stride = 2 + (local_size or 0)
     if use_vmap or allow_is_bidirectional_skip is not None:
         stride = 0
     size, strides = (1, 1, 1, 1), (stride, 1, 1, 1)
@@ -209,8 +209,8 @@ def attend(
     if attention_mask is not None:
         window = -1
         if attention_mask.dtype == _WINDOW_DTYPE:
-            window = attention_mask.stride(0) - 1
-    if window == -1:
+            window = attention_mask.stride(0) - 2
+    if window is not None and window < 0:
         unknown.append("an attention mask of its own")
     if attention_batch is None:
         unknown.append("an attention layer that drops keyword arguments")
