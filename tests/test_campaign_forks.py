@@ -42,6 +42,7 @@ from retrain.model import load
 from retrain.model.packed import kept_fit, kept_pack, shared_packs
 from retrain.model.text import LAB_MODEL
 from retrain.run import common, gate
+from retrain.run.interrupts import Interrupts
 from retrain.run.loop import train
 from retrain.run.sharing import shared, shared_parts
 from retrain.types import Example
@@ -230,14 +231,15 @@ def test_a_signal_that_meets_a_worker_at_its_fork_is_not_forgotten(tmp_path: Pat
     worker.
     """
     runs = runs_of(tmp_path, campaign={"max_steps": 500, "seeds": [1]})
-    parent = ForkParent(threads=1)
-    try:
-        for run in runs:
-            worker = Worker(parent.fork(run))
-            worker.stop(signal.SIGINT)
-            assert "SIGINT" in outcome_of(worker).reason
-    finally:
-        parent.close()
+    with Interrupts():  # as the campaign: no worker begins with Ctrl-C ignored
+        parent = ForkParent(threads=1)
+        try:
+            for run in runs:
+                worker = Worker(parent.fork(run))
+                worker.stop(signal.SIGINT)
+                assert "SIGINT" in outcome_of(worker).reason
+        finally:
+            parent.close()
 
 
 def test_a_run_that_was_stopped_before_its_fork_was_refused_is_not_started(tmp_path: Path) -> None:

@@ -354,6 +354,8 @@ def test_an_adapter_with_the_other_sign_is_not_called_ignored() -> None:
     assert "ignores the adapter" in fit.sentence("nothing was trained")
     told = replace(fit, share=2.0).sentence("nothing was trained")
     assert "as if the adapter's effect had the other sign, so nothing was trained" in told
+    told = replace(fit, share=2.0, explained=0.6).sentence("nothing was trained")
+    assert "other sign" not in told
 
 
 @pytest.mark.parametrize(("second", "warning"), [("q_proj", "q_proj"), ("", "")])

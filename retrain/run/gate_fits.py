@@ -49,6 +49,9 @@ _ROUNDING = 1e-5
 a few tokens of it can look like the effect of a group. """
 _ALL = (0.9, 1.1)
 """Within these shares all of an effect is missing; beyond, it has another sign."""
+_SIGN = 0.8
+"""Share of the differences' sum of squares from which on that is said: other faults gave shares
+beyond where 0.17 to 0.45 was explained."""
 _WHOLE = "all layers"
 _HOTTER = 1.1
 """The temperature, as a multiple of the run's, whose effect on the log-probs is looked for in the
@@ -463,7 +466,7 @@ class Fit:
         if self.group == _WHOLE:
             where = ""
         amount = f"{min(self.share, 1):.0%} of the adapter's effect{where} were missing"
-        if self.share > _ALL[1]:
+        if self.share > _ALL[1] and self.explained >= _SIGN:
             amount = f"the adapter's effect{where} had the other sign"
         if self.share < 0:
             amount = f"the adapter's effect{where} were {-self.share:.0%} too large"
