@@ -331,8 +331,8 @@ def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:
 
 
 def absent(one: StoredRun, other: StoredRun, steps: range) -> list[str]:
-    """What `other`, a replay of `steps` of `one`, holds and `one` does not, and the evaluations
-    that it could not make: nothing was compared with them.
+    """Return what could not be compared, in words: what `other`, a replay of `steps` of `one`, has
+    and `one` lacks, and the evaluations of `one` that the replay could not make.
     """
     ours, theirs = _answers(one, steps), _answers(other, steps)
     found = [f"the answers of step {step}" for step in theirs if step not in ours]

@@ -79,7 +79,7 @@ class Look:
 
 
 class _Stored(BaseModel):
-    """What a manifest says of a campaign's analysis, each value of its own type."""
+    """The entries of a manifest on the analysis; reading them checks their types."""
 
     plan: AnalysisPlan | None = None
     looks: list[Look] = []

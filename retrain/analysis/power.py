@@ -52,15 +52,19 @@ class Rule:
 
     @property
     def fewest(self) -> int:
-        """The fewest seeds that have any power."""
+        """Return the fewest seeds with which a difference can be found at all."""
         return max(2, seeds_to_conclude(self))
 
     def out_of_reach(self, effect: float, sd: float) -> bool:
-        """Whether the effect needs more than MAX_SEEDS, at this sd of the differences."""
+        """Return True if finding the effect takes more than MAX_SEEDS seeds; `sd` is that of the
+        paired differences.
+        """
         return self.normal_seeds(effect, sd) > MAX_SEEDS
 
     def normal_seeds(self, effect: float, sd: float) -> float:
-        """The normal approximation, with Bonferroni's level."""
+        """Return the seeds that find the effect, by the normal approximation and Bonferroni's
+        level.
+        """
         return normal_seeds(effect, sd, self.alpha / self.comparisons, self.power)
 
 

@@ -254,7 +254,9 @@ def check(plan: CampaignPlan) -> Findings:
 
 
 def _design_lines(plan: CampaignPlan) -> Iterator[str]:
-    """What the campaign can conclude."""
+    """Yield sentences on the differences that the campaign's seeds can find, and on a margin that
+    they are too few for.
+    """
     from retrain.analysis.power import Rule, design_line, equivalence_line
 
     settings, comparisons = plan.settings, len(plan.conditions) - 1

@@ -55,8 +55,8 @@ def command(
 
 
 def refuse_damaged(one: "StoredRun", other: "StoredRun") -> None:
-    """Raise RunFailed where damaged records look like those of a run that ended earlier, or like
-    equal ones.
+    """Raise RunFailed if damage to the records of a run may be why two runs look equal, or why one
+    seems to end earlier.
     """
     from retrain.errors import RunFailed
 

@@ -1,8 +1,9 @@
 """Causal attention of sequences of any lengths laid end to end: one call for all, no mask, no
 padding, no repeated key.
 
-On CUDA it is torch's flash kernel. `plain` is the same function in matrix products, on any device
-and in any dtype: what the kernel is compared with, and what stands in for it where there is none.
+On CUDA it is torch's flash kernel. `plain` and `plain_paged` are the same functions in matrix
+products, on any device and in any dtype: tests and benchmarks compare the kernels with them, and
+`plain_paged` decodes where there is no kernel over pages.
 Shape letters: S sequences, Nq and Nk tokens of all of them, Hq query heads, Hk key-value heads, D
 head size.
 """

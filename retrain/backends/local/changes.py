@@ -73,9 +73,12 @@ class LocalTrialAdapter(AdapterChange):
 
 
 def _trial_change(module: Any, seed: int, number: int) -> tuple[nn.Parameter, Tensor]:
-    """With s the adapter's scale and A [r, I], a change s B A x has in each component a root mean
-    square of s std(B) |A| rms(x), |A| the Frobenius norm: B is drawn with a standard deviation of 1
-    / (s |A|), which is that of uniform values in +-3**0.5 / (s |A|).
+    """Return a layer's lora_B [O, r], and what strength 1 adds to it: uniform values between -w and
+    w, where w = sqrt(3) / (s |A|).
+
+    s is the adapter's scale and |A| the Frobenius norm of lora_A [r, I]. Such values have the
+    standard deviation 1 / (s |A|), and a B of that deviation gives s B A x the root mean square of
+    x in each component.
     """
     (adapter,) = module.lora_A
     up: nn.Parameter = module.lora_B[adapter].weight
