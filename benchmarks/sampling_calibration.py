@@ -28,7 +28,7 @@ from retrain.model.calibration import DISTANCES, tempered_scores
 from retrain.model.head import Head, kept_counts
 from retrain.model.truncation import keep_only
 from retrain.run.calibration import (
-    LEAST_VARIANCE,
+    MIN_VARIANCE,
     SHARED_FROM,
     TOLERANCE,
     WARNED_FROM,
@@ -272,7 +272,7 @@ def shared_noise_of(products: Floats, streams: int, steps: int) -> str:
     total, highest = np.zeros((streams, 4)), np.zeros(streams)
     for _ in range(steps):
         total += products[random.integers(len(products), size=streams)]
-        z = total[:, ::2] / np.sqrt(np.maximum(total[:, 1::2], LEAST_VARIANCE))
+        z = total[:, ::2] / np.sqrt(np.maximum(total[:, 1::2], MIN_VARIANCE))
         highest = np.maximum(highest, z.max(1))
     told = int((highest >= SHARED_FROM).sum())
     low, high = stats.binomtest(told, streams).proportion_ci(method="wilson")

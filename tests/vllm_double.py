@@ -28,7 +28,7 @@ from retrain.types import Completion, FinishReason, Row
 
 Answer = tuple[int, Any]
 HASTY = Patience(
-    silent_s=0.6, total_s=1.5, attempts=4, first_s=0.02, most_s=0.04, health_s=3.0, recheck_s=0.1
+    silent_s=0.6, total_s=1.5, attempts=4, first_s=0.02, max_s=0.04, health_s=3.0, recheck_s=0.1
 )
 """So that a test need not wait as a run does."""
 

@@ -49,7 +49,7 @@ _MAX_BYTES = 1 << 30
 @dataclass(frozen=True)
 class Patience:
     """The limits of retrying a request, with exponential backoff and jitter between `first_s` and
-    `most_s`.
+    `max_s`.
     """
 
     silent_s: float = math.inf
@@ -64,7 +64,7 @@ class Patience:
     look_attempts: int = 3
     """At the start, where somebody is waiting for the sentence."""
     first_s: float = 0.5
-    most_s: float = 15.0
+    max_s: float = 15.0
     health_s: float = 5.0
     """Seconds until a server counts as silent when it is asked for its health."""
     recheck_s: float = 10.0
@@ -408,7 +408,7 @@ class ServerPool:
             attempts=attempts,
             timeout=left if attempts is None else min(left, patience.total_s),
             wait_initial=patience.first_s,
-            wait_max=patience.most_s,
+            wait_max=patience.max_s,
         )
 
     def _tell_patience(self, started: float) -> None:

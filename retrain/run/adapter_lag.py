@@ -23,13 +23,13 @@ _VISIBLE, _VISIBLE_HALF = (2e-5, 0.1), (0.05, 0.5)
 """Nats by which a change should move the learner's log-probs on average: far above its rounding,
 and small enough to be in proportion to the change. In float32 few changes need to be enlarged for
 it."""
-_MOST, _TRIES = 1e4, 6
+_MAX_STRENGTH, _MAX_TRIES = 1e4, 6
 """How many times a change is enlarged at most; and how often its size is tried."""
 _NAMED = 0.99
 """Share of the difference's sum of squares that a cause must explain to be named."""
 _OLDER = 0.9
-"""Share of the last update's effect from which on it is missing; more is where earlier updates
-were alike."""
+"""Share of the last update's effect that must be missing before the engine is said to serve an
+earlier adapter; it is above 1 where updates before that one were alike and are missing too."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,15 @@ def _effect(sampled: GateSample, change: TrialAdapter) -> Float32Array | None:
     low, high = _VISIBLE_HALF if inputs.backend.half_precision else _VISIBLE
     below, above = 0.0, float("inf")
     own = np.concatenate(sampled.learner)
-    for _ in range(_TRIES):
+    for _ in range(_MAX_TRIES):
         change.set(strength)
         lost = own - np.concatenate(inputs.learner_logprobs(sampled.rows))
         size = float(np.abs(lost).mean())
         if low <= size <= high:
             return lost / np.float32(strength)
         if size < low:
-            below, strength = strength, min(_MOST, strength * 2 * low / max(size, low / 100))
+            larger = strength * 2 * low / max(size, low / 100)
+            below, strength = strength, min(_MAX_STRENGTH, larger)
         else:  # too large, or not finite
             above, strength = strength, strength * max(0.01, low / size)
         # Beyond the visible the effect grows faster than the strength.

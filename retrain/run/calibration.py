@@ -35,7 +35,7 @@ _COOL = 0.7
 Places = npt.NDArray[np.int64]
 SHARED_FROM = 6.0
 """Standard deviations of the products of places from which noise counts as shared."""
-LEAST_VARIANCE = 1.0
+MIN_VARIANCE = 1.0
 """Variance of the products that counts at least. A product is at most 1/4: while their standard
 deviation is below that, a few pairs of improbable tokens would look like shared noise."""
 
@@ -113,12 +113,12 @@ class Calibration:
     @property
     def shared(self) -> tuple[float, float]:
         """Standard deviations by which completions of one prompt, and completions of one number,
-        are more alike than independent ones; too few while the variance is below LEAST_VARIANCE.
+        are more alike than independent ones; too few while the variance is below MIN_VARIANCE.
         """
         prompt, prompt_variance, number, number_variance = self.products or (0.0,) * 4
         return (
-            prompt / max(prompt_variance, LEAST_VARIANCE) ** 0.5,
-            number / max(number_variance, LEAST_VARIANCE) ** 0.5,
+            prompt / max(prompt_variance, MIN_VARIANCE) ** 0.5,
+            number / max(number_variance, MIN_VARIANCE) ** 0.5,
         )
 
     @property

@@ -78,7 +78,7 @@ one."""
 _MISCOUNTED, _MISCOUNTED_IN_HALF = 0.01, 0.05
 """Share of tokens, and at least two of them, whose kept count may be outside of what rounding
 allows. Half precision is known by its mean alone, and single tokens move by several times that."""
-_MOST_SLACK = 500.0
+_MAX_SLACK = 500.0
 """Nats of rounding that a count allows for: near temperature 0 no float would hold e to it."""
 _ENDINGS, _EXPECTED_ENDINGS = 64, 10.0
 """Completions of one token that the gate asks for so that some are EOS, and how many it then has to
@@ -378,7 +378,7 @@ def _miscounted(sampled: GateSample) -> str:
         return ""
     # Rounding moves tokens across the boundary, so a count lies between the counts of a slightly
     # tighter cut and of a slightly wider one.
-    slack = min(2 * agreement(sampled).tolerance, _MOST_SLACK)
+    slack = min(2 * agreement(sampled).tolerance, _MAX_SLACK)
     fewest = inputs.backend.kept(sampled.rows, _moved(cuts, -slack))
     most = inputs.backend.kept(sampled.rows, _moved(cuts, slack))
     if fewest is None or most is None:

@@ -15,7 +15,7 @@ _NAMED, _NAMED_HALF = 0.99, 0.8
 a part of it."""
 _TEMPERATURE = 0.9
 """The same for another temperature, whose effect is known to first order."""
-_FEWEST = 16
+_MIN_TOKENS = 16
 """Tokens. Fewer than these name no cause."""
 
 ServedAdapters = Mapping[str, tuple[TrialAdapter, float]]
@@ -45,7 +45,7 @@ def likely_cause(sampled: GateSample, served: ServedAdapters) -> str:
     """Return the cause of the differences and what to check, or that they do not say it."""
     difference = np.concatenate(sampled.differences).astype(np.float64)
     named = _NAMED_HALF if sampled.inputs.half_precision else _NAMED
-    if len(difference) < _FEWEST or not np.isfinite(difference).all():
+    if len(difference) < _MIN_TOKENS or not np.isfinite(difference).all():
         return UNCLEAR
     explained = {
         name: _share(difference, _effect(sampled, change, strength))
@@ -67,7 +67,7 @@ def likely_cause(sampled: GateSample, served: ServedAdapters) -> str:
     allowed, half = agreement(sampled).tolerance, sampled.inputs.half_precision
     for place, sentence in ((sampled.at_end, _EOS_ALONE), (sampled.after_long, _OLD_CACHE)):
         rest = np.abs(difference[~place])
-        if len(rest) >= _FEWEST and (rest.mean() if half else rest.max()) <= allowed:
+        if len(rest) >= _MIN_TOKENS and (rest.mean() if half else rest.max()) <= allowed:
             return sentence
     return UNCLEAR
 
