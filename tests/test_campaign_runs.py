@@ -21,6 +21,7 @@ import torch
 from retrain import load_runs
 from retrain.analysis.integrity import problem_of
 from retrain.analysis.runs import campaign_runs, find_runs
+from retrain.analysis.status import run_status
 from retrain.campaign import CampaignPlan, Manifest, Status, plan_campaign, run_campaign
 from retrain.campaign.launch import share_devices, start_worker
 from retrain.config import TrainConfig, config_from_mapping, load_config, replaced
@@ -227,7 +228,10 @@ def test_a_run_that_max_hours_ends_is_not_done_and_waits_for_more_hours(
         with pytest.raises(RunFailed, match=f"{first} more hours, such as --max-hours 4"):
             run(2.0, **more)
     (stored,) = campaign_runs(folder)
-    assert stored.unfinished == "stopped after 1 of 2 steps" and stored.planned
+    assert stored.planned and f"was stopped ({stored.planned.reason}); resume it with" in (
+        run_status(stored, time.time()).note
+    )
+    assert "--max-hours 4" in stored.planned.reason
     failed = replace(stored, planned=replace(stored.planned, status="failed"))
     assert not problem_of(failed, {})  # it could not go on
     assert len(began) == 1

@@ -28,7 +28,7 @@ from retrain.noise import Stream, uniform
 from retrain.records.checkpoint import commit_folder
 from retrain.records.run_folder import RunFolder
 from retrain.run.gate import GateResult
-from retrain.run.replay import _gate_mismatch, replayed
+from retrain.run.replay import _gate_mismatch, _saved, replayed
 from retrain.types import Row
 from tests.marks import first_of
 
@@ -424,8 +424,10 @@ def test_a_resume_in_another_environment_is_a_cause_from_its_step_on(
 @pytest.mark.parametrize(
     "resumed",
     [
+        None,
         [1],
         "x",
+        [{"step": []}, {"step": 1, "parity_gate": "x"}, {"parity_gate": {"mean_difference": "x"}}],
         [{"changed": "abc", "step": "4"}],
         [{"changed": [1], "step": 9}],
         [{"changed": 1, "step": 9}],
@@ -434,6 +436,8 @@ def test_a_resume_in_another_environment_is_a_cause_from_its_step_on(
 def test_sessions_of_another_shape_do_no_harm(base: Path, copy: Path, resumed: Any) -> None:
     environment = json.loads((copy / "environment.json").read_text())
     (copy / "environment.json").write_text(json.dumps(environment | {"resumed": resumed}))
+    assert _gate_mismatch(RunFolder(copy)) == _gate_mismatch(RunFolder(base))
+    assert _saved(RunFolder(copy)) - _saved(RunFolder(base)) <= {1, 9}
     change_row(copy / "metrics.jsonl", 3, loss=1.0)
     assert reasons(base, copy)
 

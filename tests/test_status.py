@@ -202,9 +202,8 @@ def test_a_failed_run_says_why_and_a_resumed_one_no_longer(
         f"failed after 0 steps ({str(failure.value).rstrip('.')}); resume it with" in status.note
         and "it is broken" in status.note
     )
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["reason"] == str(
-        failure.value
-    )
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["reason"], summary["adapter"]) == (str(failure.value), "")
     broken.unlink()
     small_run(
         small(tmp_path / "run", **sections, resume={"from": str(tmp_path / "run")}), quiet=True

@@ -212,6 +212,10 @@ class StoredRun:
         planned = self.config.training.max_steps
         if self.counted_steps >= planned:
             return ""
+        # Its own summary says done: that max_hours came first is the campaign's reason.
+        ended = self.planned if self.summary else None
+        if ended and ended.status == "interrupted" and ended.reason:
+            return f"was stopped ({ended.reason})"
         return f"stopped after {self.counted_steps} of {planned} steps"
 
     @cached_property

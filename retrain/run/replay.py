@@ -154,24 +154,27 @@ def _gate_mismatch(folder: RunFolder) -> float | None:
     """What the first parity gate of a run's sessions measured, which the limit of a step follows
     from.
     """
-    gates = (session.get("parity_gate") or {} for session in _sessions(folder))
-    means = (gate.get("mean_difference") for gate in gates)
-    return next((mean for mean in means if mean is not None), None)
+    gates = (session.get("parity_gate") for session in _sessions(folder))
+    means = (gate.get("mean_difference") for gate in gates if isinstance(gate, dict))
+    return next((mean for mean in means if isinstance(mean, float | int)), None)
 
 
 def _saved(folder: RunFolder) -> set[int]:
     """The steps of the checkpoints that a run has, and of those from which it was resumed."""
     _, *later = _sessions(folder)
-    resumed = {session.get("step", 0) for session in later}
+    resumed = {step for session in later if isinstance(step := session.get("step"), int)}
     return (resumed | {*CheckpointStore(stored_checkpoints(folder)).steps()}) - {0}
 
 
 def _sessions(folder: RunFolder) -> list[Json]:
-    """What environment.json says of each session."""
+    """What environment.json says of each session; anybody may have changed it."""
     if not folder.environment.is_file():
         return [{}]
     first = read_object(folder.environment)
-    return [first, *first.get("resumed", [])]
+    later = first.get("resumed")
+    if not isinstance(later, list):
+        return [first]
+    return [first, *(session for session in later if isinstance(session, dict))]
 
 
 def _copy(source: RunFolder, target: RunFolder, config: TrainConfig, start: int) -> None:

@@ -684,7 +684,7 @@ class Session:
             after=next((item for item in reversed(self.evaluations) if item.step > 0), None),
             last=self.observer.last,
             untrained=self.observer.unlearned(self.state.step),
-            adapter=str(adapter),
+            adapter=str(adapter) if status == "done" else "",
         )
 
 
