@@ -194,9 +194,7 @@ class StoredRun:
         has one.
         """
         if self.planned and self.planned.status == "failed":
-            if self.planned.reason:
-                return f"failed ({self.planned.reason})"
-            return "failed"
+            return f"failed ({self.planned.reason})".removesuffix(" ()")
         if not self.folder.config.is_file():
             return "has not started"
         if self.summary and self.summary.get("status") != "done":
@@ -213,9 +211,8 @@ class StoredRun:
         if self.counted_steps >= planned:
             return ""
         # Its own summary says done: that max_hours came first is the campaign's reason.
-        ended = self.planned if self.summary else None
-        if ended and ended.status == "interrupted" and ended.reason:
-            return f"was stopped ({ended.reason})"
+        if self.summary and self.planned and self.planned.status == "interrupted":
+            return f"was stopped ({self.planned.reason})"
         return f"stopped after {self.counted_steps} of {planned} steps"
 
     @cached_property
