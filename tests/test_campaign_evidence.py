@@ -395,6 +395,7 @@ def test_a_condition_without_a_pair_stays_in_the_family_and_has_bet_nothing(
     (contrast,) = comparison.contrasts
     assert contrast.conclusion.p_adjusted == pytest.approx(1 / found)
     assert any("over 2 comparisons by closed testing" in line for line in computed(comparison))
+    assert any("which makes 20 harder to reach" in note for note in comparison.notes)
 
 
 def test_a_resume_tries_a_failed_run_again_and_looks_at_its_seed_once_more(tmp_path: Path) -> None:
