@@ -127,11 +127,16 @@ def _launcher(plan: CampaignPlan) -> Launcher:
 
 def is_finished(run: CampaignRun) -> bool:
     """True if the run's own folder says so, and holds the run that is planned: after a kill the
-    manifest may be older than the folder.
+    manifest may be older than the folder. A run whose summary.json is damaged goes on from its last
+    checkpoint, which writes that anew.
     """
     stored = StoredRun(run.folder)
+    try:
+        summary = stored.summary
+    except RunFailed:
+        return False
     return (
-        stored.folder.summary.is_file()
+        bool(summary)
         and not stored.unfinished
         and stored.steps >= run.config.training.max_steps
         and not resume_differences(stored.config, run.config)
