@@ -375,7 +375,10 @@ def test_a_manifest_that_cannot_be_written_now_is_written_with_the_next_change(
     manifest.write()
     with monkeypatch.context() as full:
         full.setattr("retrain.campaign.manifest.replace_file", no_room)
+        manifest.started(NAMES[0])
         manifest.ended(NAMES[0], Status.DONE)
+    (note,) = manifest.notes
+    assert note.startswith(f"{tmp_path}/manifest.json cannot be written (No space left on device);")
     assert Manifest.read(tmp_path)[NAMES[0]].status is Status.PENDING
     manifest.started(NAMES[1])
     assert [entry.status for entry in Manifest.read(tmp_path).runs[:2]] == [
