@@ -84,7 +84,7 @@ class Manifest:
     looks: list[Json] = field(default_factory=list)
     """With stop = "evidence": what each look found and decided."""
     notes: list[str] = field(default_factory=list, init=False, repr=False)
-    """Sentences for the runner to print once and remove."""
+    """Not stored: sentences for the runner to print once and remove."""
     _is_behind: bool = field(default=False, init=False, repr=False)
     _by_name: dict[str, RunEntry] = field(init=False, repr=False)
 
