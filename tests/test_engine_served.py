@@ -341,6 +341,11 @@ def test_the_gate_stops_a_server_that_samples_from_another_policy(
             ServerFailure,
             r'ended a completion with finish_reason = "abort" \(4 tries',
         ),
+        (
+            choice(token_ids=[9] * 2, finish_reason="content_filter"),
+            ServerFailure,
+            r'finish_reason = "content_filter", and not at .* such as a filter',
+        ),
         (choice(token_ids=[9] * 5), ServerFailure, "returned 5 tokens with 6 log-probs"),
         (
             choice(token_ids=[9] * 6, prompt_token_ids=[1]),

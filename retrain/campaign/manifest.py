@@ -4,7 +4,6 @@ The manifest is written atomically, before the first run and at every change. Th
 is its own folder: after a kill a run may be further than the manifest says, never less far.
 """
 
-import contextlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,6 +83,9 @@ class Manifest:
     resumed campaign keeps it."""
     looks: list[Json] = field(default_factory=list)
     """With stop = "evidence": what each look found and decided."""
+    notes: list[str] = field(default_factory=list, init=False, repr=False)
+    """Not stored: sentences for the runner to print once and remove."""
+    _is_behind: bool = field(default=False, init=False, repr=False)
     _by_name: dict[str, RunEntry] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -172,11 +174,19 @@ class Manifest:
         self.write_if_possible()
 
     def write_if_possible(self) -> None:
-        """Write, unless the disk is full: the next change includes this one, and a full disk need
-        not stop runs that write elsewhere.
+        """Write. Where that fails, note why, once until it succeeds: the next change includes this
+        one, and runs that write elsewhere need not stop.
         """
-        with contextlib.suppress(OSError):
+        try:
             self.write()
+            self._is_behind = False
+        except OSError as error:
+            if not self._is_behind:
+                self.notes.append(
+                    f"{self.folder / MANIFEST} cannot be written ({error.strerror}); the runs go"
+                    " on, and it is tried again at the next change."
+                )
+            self._is_behind = True
 
     def resumed_with(self, plan: CampaignPlan) -> None:
         """Adopt the plan of a resumed campaign, which may have more conditions, seeds or steps.

@@ -127,11 +127,16 @@ def _launcher(plan: CampaignPlan) -> Launcher:
 
 def is_finished(run: CampaignRun) -> bool:
     """True if the run's own folder says so, and holds the run that is planned: after a kill the
-    manifest may be older than the folder.
+    manifest may be older than the folder. A run whose summary.json is damaged goes on from its last
+    checkpoint, which writes that anew.
     """
     stored = StoredRun(run.folder)
+    try:
+        summary = stored.summary
+    except RunFailed:
+        return False
     return (
-        stored.folder.summary.is_file()
+        bool(summary)
         and not stored.unfinished
         and stored.steps >= run.config.training.max_steps
         and not resume_differences(stored.config, run.config)
@@ -182,8 +187,7 @@ class _Execution:
         )
         try:
             while self._waiting or self._jobs:
-                while self._launcher.notes:
-                    self._board.say(self._launcher.notes.pop(0))
+                self._say_notes()
                 if self._interrupts.stopped_by is not None and not self._stopping:
                     self._stop(self._interrupts.stopped_by)
                 has_room = len(self._jobs) < self._launcher.workers
@@ -211,6 +215,11 @@ class _Execution:
             )
         if self._not_looked:
             raise self._not_looked
+
+    def _say_notes(self) -> None:
+        for notes in (self._launcher.notes, self._manifest.notes):
+            while notes:
+                self._board.say(notes.pop(0))
 
     def _start_next(self) -> bool:
         """Start the first waiting run that may start; False if there is none."""
