@@ -206,14 +206,14 @@ def batch_of(parts: Parts, config: TrainConfig, sampler: Fault, own: Any, number
             (row,) = Row.of(group.prompt, one, np.zeros(one.num_actions, np.float32), group.slot)
             start, stop = row.spans[0]
             ids = torch.from_numpy(row.token_ids.astype(np.int64))
-            z, q = (
+            z, *others = (
                 by(ids[None]).logits[0, start - 1 : stop - 1].float() / plan.temperature
-                for by in (model, own)
+                for by in dict.fromkeys((model, own))
             )
             marks = torch.zeros(len(ids), z.shape[1]).scatter_(1, ids[:, None], 1.0)
             rows.append(row)
             logits.append(z)
-            drawn.append(q)
+            drawn += others or [z]
             seen.append(marks.cumsum(0)[start - 1 : stop - 1] > 0)
     return Batch(rows, logits, drawn, seen)
 
