@@ -270,6 +270,12 @@ def test_a_campaign_counts_its_runs_and_those_that_have_not_started(
     )
 
 
+def test_a_campaign_that_has_just_begun_counts_the_steps_that_it_plans(tmp_path: Path) -> None:
+    entries = [{"name": f"c_s{seed}", "condition": "c", "seed": seed} for seed in (1, 2)]
+    (tmp_path / "manifest.json").write_text(json.dumps({"max_steps": 9, "runs": entries}))
+    assert "2 runs (2 pending), step 0 of 18" in "\n".join(printed_lines(overview(tmp_path)))
+
+
 def test_what_is_left_of_a_campaign_is_shared_by_the_runs_that_run(
     finished: Path, tmp_path: Path, sleeper: int
 ) -> None:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from retrain.analysis.integrity import given_keys, problem_of
 from retrain.analysis.planned import CampaignRecord, evidence_line
@@ -98,6 +98,19 @@ class CampaignStatus:
     runs: tuple[RunStatus, ...]
     evidence: str = ""
     """A sentence on the looks of a campaign with stop = "evidence"; "" before the first."""
+    steps_of_run: int = 0
+    """The steps that the manifest plans for each run; 0 if it does not say."""
+
+    @classmethod
+    def of(cls, folder: Path, now: float) -> Self:
+        """Read a campaign and its runs. Raises RunFailed for a manifest that lists none."""
+        planned, given = campaign_runs(folder), given_keys(folder)
+        runs = tuple(run_status(run, now, given) for run in planned)
+        try:
+            record = CampaignRecord.read(folder)
+        except RunFailed:  # a damaged plan, which `retrain compare` reports
+            return cls(folder, runs)
+        return cls(folder, runs, evidence_line(record), record.max_steps or 0)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -111,14 +124,10 @@ class CampaignStatus:
     @property
     def max_steps(self) -> int:
         """The steps planned over all runs but those skipped; one that has not started counts like
-        the longest that has.
+        the longest.
         """
-        known = [run.max_steps for run in self.runs if run.max_steps]
-        if known:
-            return sum(
-                run.max_steps or max(known) for run in self.runs if run.state is not State.SKIPPED
-            )
-        return 0
+        longest = max([self.steps_of_run, *(run.max_steps or 0 for run in self.runs)])
+        return sum(run.max_steps or longest for run in self.runs if run.state is not State.SKIPPED)
 
     @property
     def median_step_time_s(self) -> float | None:
@@ -188,20 +197,10 @@ def overview(folder: Path) -> Overview:
             runs.append(run_status(StoredRun(path), now))
         else:
             try:
-                planned = campaign_runs(path)
-                given = given_keys(path)
-                statuses = tuple(run_status(run, now, given) for run in planned)
-                campaigns.append(CampaignStatus(path, statuses, _evidence(path)))
+                campaigns.append(CampaignStatus.of(path, now))
             except RunFailed as error:
                 runs.append(_unreadable(StoredRun(path), error))
     return Overview(folder, tuple(campaigns), tuple(runs))
-
-
-def _evidence(campaign: Path) -> str:
-    try:
-        return evidence_line(CampaignRecord.read(campaign))
-    except RunFailed:  # a damaged plan, which `retrain compare` reports
-        return ""
 
 
 def _found(folder: Path) -> Iterator[Path]:

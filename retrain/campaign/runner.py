@@ -187,8 +187,7 @@ class _Execution:
         )
         try:
             while self._waiting or self._jobs:
-                while self._launcher.notes:
-                    self._board.say(self._launcher.notes.pop(0))
+                self._say_notes()
                 if self._interrupts.stopped_by is not None and not self._stopping:
                     self._stop(self._interrupts.stopped_by)
                 has_room = len(self._jobs) < self._launcher.workers
@@ -216,6 +215,11 @@ class _Execution:
             )
         if self._not_looked:
             raise self._not_looked
+
+    def _say_notes(self) -> None:
+        for notes in (self._launcher.notes, self._manifest.notes):
+            while notes:
+                self._board.say(notes.pop(0))
 
     def _start_next(self) -> bool:
         """Start the first waiting run that may start; False if there is none."""
