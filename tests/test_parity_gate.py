@@ -166,7 +166,7 @@ def test_requests_that_the_adapter_before_still_answers_are_counted_and_said(
     engine("LoadsLate")
     result = run_parity_gate(CONFIG, parts, 0)
     assert result.late == result.to_json()["late"] == 4
-    told = "After a sync the engine answered its first 4 requests with the adapter before it"
+    told = "The engine answered 4 requests after a sync with the adapter before it"
     assert told in result.line() and told in result.brief
 
 

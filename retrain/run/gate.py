@@ -157,8 +157,9 @@ class GateResult:
         late = ""
         if self.late:
             late = (
-                f"After a sync the engine answered its first {counted(self.late, 'request')} with"
-                " the adapter before it, and would begin each step so: check how it loads adapters."
+                f"The engine answered {counted(self.late, 'request')} after a sync with the adapter"
+                " before it, and only then with its own: each step would begin so, and learn from"
+                " it; check how it loads adapters."
             )
         return f"{self.suspected} {late}".strip()
 
@@ -228,12 +229,8 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
             strength = visible_strength(trial, sampled)
             _sync(inputs)
             sampled, effect, suspected = _with_trial_adapter(inputs, trial, strength, asked)
-            found, late = agreement(sampled), late + sampled.late
-        _sync(inputs)
-        if not inputs.in_process:
-            served = {"the trial adapter": (trial, strength)}
-            when = "after the trial adapter was taken back, "
-            late += _compare(inputs, few, _FEW_TOKENS, when, served).late
+            found = agreement(sampled)
+        late += sampled.late + _late_after_trial(inputs, trial, strength, few)
     # 4. The end of a completion is trained, and completions are equal only by chance.
     _check_eos(inputs, prompts[0])
     _check_drawn_alone(inputs, prompts[0])
@@ -252,6 +249,20 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         suspected=suspected,
         late=late,
     )
+
+
+def _late_after_trial(
+    inputs: GateInputs, trial: TrialAdapter, strength: float, few: Sequence[Prompt]
+) -> int:
+    """Sync the adapter that the trial gave back, and look at it where the engine has a copy; return
+    the requests that the trial adapter still answered.
+    """
+    _sync(inputs)
+    if inputs.in_process:
+        return 0
+    served = {"the trial adapter": (trial, strength)}
+    when = "after the trial adapter was taken back, "
+    return _compare(inputs, few, _FEW_TOKENS, when, served).late
 
 
 def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
