@@ -55,7 +55,7 @@ def test_a_family_that_only_a_server_samples_is_scored_and_not_sampled_here(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3n_text", "gemma4_text"])
-def test_the_budget_of_keys_and_values_is_what_the_layers_of_a_family_store(family: str) -> None:
+def test_the_budget_is_what_the_layers_of_a_family_store(family: str) -> None:
     """In the last two some layers read the keys of others, and in the last heads differ in size."""
     model = tiny_model(family)
     decoder = Decoder(model, flash=False)
@@ -157,9 +157,7 @@ def test_experts_are_computed_without_the_operator_that_has_no_deterministic_for
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", pytest.param("gemma4_text", marks=pytest.mark.slow)]
 )
-def test_a_run_trains_a_small_model_of_a_family_with_a_plan_of_its_own(
-    tmp_path: Path, family: str
-) -> None:
+def test_a_run_trains_a_family_with_a_plan_of_its_own(tmp_path: Path, family: str) -> None:
     """A torch that knows the shape of a grouped product in bfloat16 alone cannot predict the memory
     of a mixture of experts in float32, and the run goes on.
     """

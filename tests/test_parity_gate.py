@@ -159,7 +159,7 @@ def test_of_two_servers_the_wrong_one_is_named(
 
 
 @pytest.mark.slow
-def test_requests_that_the_adapter_before_still_answers_are_counted_and_said(
+def test_requests_that_the_adapter_before_answers_are_counted_and_said(
     parts: Parts, engine: Any
 ) -> None:
     """Of the trial adapter's sync two, and two of the sync that takes it back."""
@@ -219,7 +219,7 @@ def test_a_prompt_near_the_end_of_the_context_is_asked_for_what_is_left(
 
 
 @pytest.mark.parametrize(("context", "tokens"), [(4096, 550), (560, 250)])
-def test_a_long_prompt_of_whole_prompts_fills_a_page_and_leaves_room_for_its_completion(
+def test_whole_prompts_fill_a_page_and_leave_room_for_the_completion(
     parts: Parts, monkeypatch: pytest.MonkeyPatch, context: int, tokens: int
 ) -> None:
     """Where text is sent, to a server that takes the model's whole context."""
