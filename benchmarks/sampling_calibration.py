@@ -1,16 +1,19 @@
 """How often `[inference] calibration` warns of sound and of faulty samplers, and after how many
 steps: `python benchmarks/sampling_calibration.py` prints a table and writes it to results/; with
-`--tested 4 --steps 3000 --streams 10000 --faulty 1000` for steps that test fewer.
+`--tested 4 --steps 3000 --streams 10000 --faulty 1000` for steps that test fewer, and with `--model
+models/smollm2-135m --prompts 4 --max-tokens 32 --batches 3 --steps 40` for another model.
 
 Each sampler writes completions with the lab model, after which the learner's logits are recorded.
-Tokens are then drawn anew from what the sampler makes of these logits, so streams of any length
-are fresh; a step is 8 prompts x 4 completions, all tested unless fewer are asked for.
+Tokens are then drawn anew from what the sampler makes of these logits, or of its own in bf16, so
+streams of any length are fresh; a step is 8 prompts x 4 completions, all tested unless fewer are
+asked for.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,18 +104,53 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batches", type=int, default=8, help="recorded, of 8 x 4 completions")
     parser.add_argument("--copies", type=int, default=1000, help="of a batch, each drawn anew")
-    parser.add_argument("--tested", type=int, default=32, help="completions of a step")
+    parser.add_argument("--prompts", type=int, default=8, help="of a step")
+    parser.add_argument("--group", type=int, default=4, help="completions of each prompt")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--tested", type=int, help="completions of a step; by default all")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--model", default="lab")
+    parser.add_argument("--bf16", action="store_true", help="the sampler's weights")
     parser.add_argument("--sound", action="store_true", help="sound samplers alone")
     add_output(parser)
     given, load = parser.parse_args(), load_average()
+    given.tested = given.tested or given.prompts * given.group
+    rows, shared = measured(given)
+    head = ["sampler", "lambda"]
+    for tolerance in (TOLERANCE, WIDE_TOLERANCE):
+        head += [f"warned of at {tolerance:g}", "Wilson 95%", "steps: median, 90%"]
+    name, weights = Path(given.model).name, "bf16" if given.bf16 else "the learner's precision"
+    what = (
+        f"Streams warned of within {given.steps} steps of {given.prompts} x {given.group}"
+        f" completions of {name}, of at most {given.max_tokens} tokens, of which {given.tested} are"
+        f" tested, at temperature {given.temperature:g}, untouched adapter, the sampler in"
+        f" {weights}, at two tolerances. Sound are the first three: they are within the tolerance."
+        f" Steps are drawn from {given.batches} x {given.copies} copies of recorded batches."
+    )
+    of_model = "" if given.model == "lab" else f"-{name}"
+    of_model += "-bf16" if given.bf16 else ""
+    publish(
+        f"sampling-calibration{of_model}-{given.tested}-at-{given.temperature:g}",
+        "Calibration: warnings by sampler",
+        [what, table(head, rows), shared],
+        load,
+        given.output,
+    )
+
+
+def measured(given: argparse.Namespace) -> tuple[list[list[Any]], str]:
+    """Rows of the table, and a sentence on shared noise."""
+    torch.set_num_threads(1)
     rows, shared = [], ""
-    training = {"batch_size": 8, "group_size": 4, "max_tokens": 96}
-    training |= {"temperature": given.temperature}
-    config = small(Path("nowhere"), training=training)
+    training = {"batch_size": given.prompts, "group_size": given.group}
+    training |= {"max_tokens": given.max_tokens, "temperature": given.temperature}
+    config = small(Path("nowhere"), training=training, model={"model": given.model})
     with closing(load_parts(config, None, lambda _: None)) as parts:
+        backend: Any = parts.backend
+        model = backend._adapter.peft_model
+        own = deepcopy(model).bfloat16() if given.bf16 else model
         for sampler in (one for one in SAMPLERS if one.is_sound or not given.sound):
-            recorded = [batch_of(parts, config, sampler, n) for n in range(given.batches)]
+            recorded = [batch_of(parts, config, sampler, own, n) for n in range(given.batches)]
             row: list[Any] = [sampler.name]
             for tolerance in (TOLERANCE, WIDE_TOLERANCE):
                 sums = sums_drawn_anew(recorded, sampler, tolerance, given.copies, given.tested)
@@ -124,22 +162,7 @@ def main() -> None:
                 shared = shared_noise_of(products, given.streams, given.steps)
             rows.append(row)
             print(row, flush=True)
-    head = ["sampler", "lambda"]
-    for tolerance in (TOLERANCE, WIDE_TOLERANCE):
-        head += [f"warned of at {tolerance:g}", "Wilson 95%", "steps: median, 90%"]
-    what = (
-        f"Streams warned of within {given.steps} steps of 8 x 4 completions of the lab, of which"
-        f" {given.tested} are tested, at temperature {given.temperature:g}, untouched adapter, at"
-        " two tolerances. Sound are the first three: they are within the tolerance. Steps are drawn"
-        f" from {given.batches} x {given.copies} copies of recorded batches."
-    )
-    publish(
-        f"sampling-calibration-{given.tested}-at-{given.temperature:g}",
-        "Calibration: warnings by sampler",
-        [what, table(head, rows), shared],
-        load,
-        given.output,
-    )
+    return rows, shared
 
 
 @dataclass(frozen=True)
@@ -151,33 +174,48 @@ class Batch:
     rows: list[Row]
     logits: list[Tensor]
     """[T, V] of each row."""
+    drawn: list[Tensor]
+    """The same by the sampler's weights."""
     seen: list[Tensor]
     """[T, V] of each row, True for tokens of the prompt and of the completion so far."""
 
 
+@dataclass(frozen=True)
+class Recorded(Head):
+    """Hands recorded logits on in place of hidden states."""
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.add(hidden, 0.0, out=out)
+
+
 @torch.no_grad()
-def batch_of(parts: Parts, config: TrainConfig, sampler: Fault, number: int) -> Batch:
-    """Completions that the sampler itself wrote."""
+def batch_of(parts: Parts, config: TrainConfig, sampler: Fault, own: Any, number: int) -> Batch:
+    """Completions that the sampler itself wrote, with weights of its own."""
     backend: Any = parts.backend
     model = backend._adapter.peft_model
     make = type(sampler.name, (getattr(faulty_engines, sampler.engine),), sampler.attributes)
-    engine: TorchEngine = make(None, model=model, eos_ids=parts.text.eos_ids, device="cpu")
+    engine: TorchEngine = make(None, model=own, eos_ids=parts.text.eos_ids, device="cpu")
     watcher = Watcher(check=lambda: None, completion=lambda _: None)
     plan = training_plan(config.training)
-    drawn = Sampler(engine, parts.sampler.scorer, parts.sampler.text)
-    groups = drawn.draw(parts.prompts.batch(8 * number, 8, 0), number, plan, watcher).groups
-    rows, logits, seen = [], [], []
+    asked = Sampler(engine, parts.sampler.scorer, parts.sampler.text)
+    size = config.training.batch_size
+    groups = asked.draw(parts.prompts.batch(size * number, size, 0), number, plan, watcher).groups
+    rows, logits, drawn, seen = [], [], [], []
     for group in groups:
         for one in group.trajectories:
             (row,) = Row.of(group.prompt, one, np.zeros(one.num_actions, np.float32), group.slot)
             start, stop = row.spans[0]
             ids = torch.from_numpy(row.token_ids.astype(np.int64))
-            z = model(ids[None]).logits[0, start - 1 : stop - 1].float() / plan.temperature
+            z, q = (
+                by(ids[None]).logits[0, start - 1 : stop - 1].float() / plan.temperature
+                for by in (model, own)
+            )
             marks = torch.zeros(len(ids), z.shape[1]).scatter_(1, ids[:, None], 1.0)
             rows.append(row)
             logits.append(z)
+            drawn.append(q)
             seen.append(marks.cumsum(0)[start - 1 : stop - 1] > 0)
-    return Batch(rows, logits, seen)
+    return Batch(rows, logits, drawn, seen)
 
 
 Floats = npt.NDArray[np.float64]
@@ -200,10 +238,12 @@ def sums_drawn_anew(
         counts = torch.zeros(len(batch.rows), copies, 1, dtype=torch.float64)
         for copy, places in enumerate(chosen(batch, copies, tested)):
             counts[places, copy] = 1.0
-        for z, seen, counted in zip(batch.logits, batch.seen, counts, strict=True):
-            q, logp, best = sampler.draws(z, seen).softmax(-1), z.log_softmax(-1), z.argmax(-1)
+        for z, own_z, seen, counted in zip(
+            batch.logits, batch.drawn, batch.seen, counts, strict=True
+        ):
+            q, logp, best = sampler.draws(own_z, seen).softmax(-1), z.log_softmax(-1), z.argmax(-1)
             drawn = torch.multinomial(q, copies, replacement=True, generator=random)
-            head = Head(torch.eye(z.shape[1]))
+            head = Recorded(torch.empty(z.shape[1], 0))
             known = tempered_scores(head, z, best, 1.0, tolerance, 0, 1.0, 0.0)[:, :12]
             # Each score but V is linear in the token's own log-prob.
             own = logp.gather(-1, drawn) - logp.gather(-1, best[:, None])
@@ -219,9 +259,9 @@ def products_drawn_anew(batches: list[Batch], copies: int, tested: int) -> Float
     products = []
     for batch in batches:
         places = []
-        for z in batch.logits:
+        for z, own_z in zip(batch.logits, batch.drawn, strict=True):
             p = z.softmax(-1)
-            drawn = torch.multinomial(p, copies, replacement=True, generator=random)
+            drawn = torch.multinomial(own_z.softmax(-1), copies, replacement=True, generator=random)
             place = (p.cumsum(-1) - p / 2 - 0.5).gather(-1, drawn)
             variance = (1 - p.pow(3).sum(-1)) / 12
             places.append(torch.stack([place, variance[:, None].expand_as(place)]).numpy())

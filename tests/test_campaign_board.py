@@ -1,6 +1,8 @@
 """What a running campaign prints, on a terminal and elsewhere."""
 
+import errno
 import io
+import os
 from datetime import datetime
 from pathlib import Path
 
@@ -19,6 +21,24 @@ from retrain.records.run_folder import RunFolder
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+class Left(io.StringIO):
+    """An output whose reader goes away once there is an error."""
+
+    error: OSError | None = None
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def write(self, text: str) -> int:
+        if self.error:
+            raise self.error
+        return super().write(text)
 
 
 def write_steps(folder: Path, count: int) -> None:
@@ -127,6 +147,27 @@ def test_a_terminal_gets_a_table_that_is_drawn_again(
     assert "that is longer than a terminal is wide " * 9 in out.getvalue(), "a line is not broken"
     assert "maxrl+none_s1" in out.getvalue()
     assert out.getvalue().endswith("a line below it\n")
+
+
+@pytest.mark.parametrize(
+    ("terminal", "number"), [(True, errno.EIO), (False, errno.EIO), (False, errno.EPIPE)]
+)
+def test_a_campaign_outlives_the_reader_of_what_it_prints(
+    campaign: tuple[CampaignPlan, Manifest],
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
+    number: int,
+) -> None:
+    monkeypatch.setattr("retrain.campaign.board.REFRESH_S", 0.01)
+    out = Left(terminal)
+    with Board(*campaign, workers=1, out=out) as board:
+        out.error = OSError(number, os.strerror(number))
+        board.say("Stopping: running runs save a checkpoint first.")
+        board.ended("grpo+none_s1")
+        board._closing.wait(0.1)
+        assert board._thread and board._thread.is_alive()
+    board.say("a line below it")
+    assert "Stopping" not in out.getvalue()
 
 
 def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(

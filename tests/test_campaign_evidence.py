@@ -2,7 +2,9 @@
 nothing.
 """
 
+import errno
 import json
+import os
 import re
 import shutil
 import signal
@@ -189,6 +191,58 @@ def test_a_signal_is_passed_on_and_no_more_runs_start(tmp_path: Path) -> None:
     assert told == [signal.SIGINT] and caught.value.exit_code == 130
     ended = Counter(statuses(tmp_path / "c").values())
     assert ended.pop(Status.INTERRUPTED) == 1 and {*ended} == {Status.PENDING}
+
+
+def test_a_manifest_that_cannot_be_written_is_told_and_the_runs_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, launcher = planned(tmp_path / "c", stop="seeds", max_seeds=0), Simulated(BETTER)
+
+    def write(manifest: Manifest) -> None:
+        if launcher.started:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        whole(manifest)
+
+    whole = Manifest.write
+    monkeypatch.setattr(Manifest, "write", write)
+    said = execute(plan, launcher)
+    assert len(launcher.started) == len(plan.runs)
+    assert [line for line in said if "manifest.json cannot be written (Permission denied)" in line]
+    assert len(said) == 1
+
+
+def test_a_damaged_file_of_a_run_that_is_done_stops_no_other(tmp_path: Path) -> None:
+    """Its pair is looked at as soon as both have ended."""
+    plan, launcher = planned(tmp_path / "c", stop="seeds", max_seeds=0), Simulated(BETTER)
+    start = launcher.start
+
+    def damaging(run: CampaignRun, slot: int) -> EndedJob:
+        job = start(run, slot)
+        if run == plan.runs[0]:
+            (run.folder / "metrics.jsonl").write_text("nonsense\n")
+        return job
+
+    launcher.start = damaging  # type: ignore[method-assign]
+    execute(plan, launcher)
+    assert {*statuses(plan.folder).values()} == {Status.DONE}
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EMFILE, "it cannot be started: Too many open files"),
+        (errno.EACCES, "output.log cannot be used: this user may not read or write it"),
+    ],
+)
+def test_a_run_that_cannot_be_started_says_why(tmp_path: Path, number: int, said: str) -> None:
+    plan = planned(tmp_path / "c", seeds=[1], stop="seeds", max_seeds=0)
+
+    def start(run: CampaignRun, slot: int) -> EndedJob:
+        raise OSError(number, os.strerror(number), str(run.folder / "output.log"))
+
+    execute(plan, SimpleNamespace(start=start, workers=1, notes=[]))
+    reasons = [entry.reason or "" for entry in Manifest.read(plan.folder).runs]
+    assert all(said in reason and "free space" not in reason for reason in reasons)
 
 
 def test_a_signal_that_ends_the_last_run_of_a_seed_takes_no_look(tmp_path: Path) -> None:
@@ -395,6 +449,7 @@ def test_a_condition_without_a_pair_stays_in_the_family_and_has_bet_nothing(
     (contrast,) = comparison.contrasts
     assert contrast.conclusion.p_adjusted == pytest.approx(1 / found)
     assert any("over 2 comparisons by closed testing" in line for line in computed(comparison))
+    assert any("which makes 20 harder to reach" in note for note in comparison.notes)
 
 
 def test_a_resume_tries_a_failed_run_again_and_looks_at_its_seed_once_more(tmp_path: Path) -> None:

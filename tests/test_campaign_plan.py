@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from campaigns import planned_config
 
-from retrain.analysis.power import Rule, equivalence_line
+from retrain.analysis.power import equivalence_line
 from retrain.analysis.verdict import PairedDifferences, TestSettings, conclude
 from retrain.campaign import CampaignPlan, plan_campaign
 from retrain.campaign.plan import check
 from retrain.config import config_from_toml, dump_toml, replaced, unused_keys
+from retrain.config.schema import Campaign
 from retrain.errors import ConfigurationError
 
 FOLDER = Path("logs/campaign_20261121_120000")
@@ -328,12 +329,15 @@ def test_what_no_run_could_do_is_said_before_the_first_run(
 
 
 def test_a_margin_within_which_nothing_can_be_called_equivalent_is_said() -> None:
-    said = next(equivalence_line(6, Rule(4), 0.02))
+    asked = Campaign(margin=0.02)
+    said = next(equivalence_line(6, 4, asked))
     assert said.endswith("with 6 seeds: 4 comparisons at 0.05 take at least 7.")
     for seeds, comparisons in ((6, 3), (7, 4)):
-        assert not [*equivalence_line(seeds, Rule(comparisons), 0.02)]
+        assert not [*equivalence_line(seeds, comparisons, asked)]
         alike = [PairedDifferences.of([0.0] * seeds)] * comparisons
         assert {one.verdict for one in conclude(alike, TestSettings(margin=0.02))} == {"equivalent"}
+    for silent in (Campaign(), Campaign(margin=0.02, stop="evidence")):
+        assert not [*equivalence_line(6, 4, silent)]
     alike = [PairedDifferences.of([0.0] * 6)] * 4
     assert {one.verdict for one in conclude(alike, TestSettings(margin=0.02))} == {"inconclusive"}
 

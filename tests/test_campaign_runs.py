@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ import torch
 
 from retrain import load_runs
 from retrain.analysis.integrity import problem_of
-from retrain.analysis.runs import campaign_runs, find_runs
+from retrain.analysis.planned import CampaignRecord
+from retrain.analysis.runs import StoredRun, campaign_runs, find_runs
 from retrain.analysis.status import run_status
 from retrain.campaign import CampaignPlan, Manifest, Status, plan_campaign, run_campaign
 from retrain.campaign.launch import share_devices, start_worker
@@ -195,48 +196,97 @@ def test_a_finished_campaign_taken_up_again_runs_nothing(
     assert "4 of them finished before" in printed and "started" not in printed
 
 
-def test_a_run_that_max_hours_ends_is_not_done_and_waits_for_more_hours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began: list[str] = []
+@dataclass
+class HalfAStepAnHour:
+    """A campaign of one run of two steps, whose training takes half a step an hour."""
 
-    def train(config: TrainConfig) -> None:
-        """Half a step an hour."""
-        began.append(config.resume.from_)
-        folder, training = Path(config.logging.log_dir), config.training
+    folder: Path
+    began: list[str] = field(default_factory=list)
+    """What each session resumed."""
+
+    def train(self, config: TrainConfig) -> None:
+        self.began.append(config.resume.from_)
+        training = config.training
         hours = min(training.max_hours, 2 * training.max_steps)
         write_run(
-            folder,
+            Path(config.logging.log_dir),
             training.seed,
             [0.5] * int(hours / 2),
             max_steps=training.max_steps,
             seconds=3600 * hours,
             algorithm=config.algorithm.model_dump(exclude_unset=True),
+            training={"max_hours": training.max_hours},
         )
 
-    monkeypatch.setattr("retrain.run.loop.train", train)
-    folder, campaign = tmp_path / "c", {"seeds": [1], "conditions": CAMPAIGN["conditions"][:1]}
-
-    def run(hours: float, **more: dict[str, Any]) -> Status:
+    def run(self, hours: float, *, again: bool = True) -> Status:
+        campaign = {"seeds": [1], "conditions": CAMPAIGN["conditions"][:1]}
+        more = {"resume": {"from": str(self.folder)}} if again else {}
         hourly = {"training": {"max_hours": hours}}
-        run_campaign(config_from_mapping(sections(folder, campaign, **hourly, **more)))
-        return Manifest.read(folder)["grpo+none_s1"].status
+        run_campaign(config_from_mapping(sections(self.folder, campaign, **hourly, **more)))
+        return Manifest.read(self.folder)["grpo+none_s1"].status
 
-    again = {"resume": {"from": str(folder)}}
-    first = r"grpo\+none_s1 \(interrupted: \[training\] max_hours = 2 came after 1 of 2 steps; give"
-    for more in ({}, again):
-        with pytest.raises(RunFailed, match=f"{first} more hours, such as --max-hours 4"):
-            run(2.0, **more)
-    (stored,) = campaign_runs(folder)
+    @property
+    def stored(self) -> StoredRun:
+        (run,) = campaign_runs(self.folder)
+        return run
+
+
+@pytest.fixture
+def hourly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HalfAStepAnHour:
+    """The campaign after its first session, which had two hours."""
+    campaign = HalfAStepAnHour(tmp_path / "c")
+    monkeypatch.setattr("retrain.run.loop.train", campaign.train)
+    with pytest.raises(RunFailed, match=TWO_HOURS):
+        campaign.run(2.0, again=False)
+    return campaign
+
+
+TWO_HOURS = (
+    r"grpo\+none_s1 \(interrupted: \[training\] max_hours = 2 came after 1 of 2 steps; give more"
+    " hours, such as --max-hours 4"
+)
+
+
+def test_a_run_that_max_hours_ends_is_not_done_and_waits_for_more_hours(
+    hourly: HalfAStepAnHour,
+) -> None:
+    with pytest.raises(RunFailed, match=TWO_HOURS):
+        hourly.run(2.0)
+    stored = hourly.stored
     assert stored.planned and f"was stopped ({stored.planned.reason}); resume it with" in (
         run_status(stored, time.time()).note
     )
     assert "--max-hours 4" in stored.planned.reason
     failed = replace(stored, planned=replace(stored.planned, status="failed"))
     assert not problem_of(failed, {})  # it could not go on
-    assert len(began) == 1
-    assert run(9.0, **again) is Status.DONE
-    assert began[1:] == [str(folder / "runs" / "grpo+none_s1")]
+    assert len(hourly.began) == 1
+    assert hourly.run(9.0) is Status.DONE
+    assert hourly.began[1:] == [str(hourly.folder / "runs" / "grpo+none_s1")]
+
+
+def test_status_tells_of_the_hours_of_a_run_that_was_then_continued_alone(
+    hourly: HalfAStepAnHour,
+) -> None:
+    """The manifest still has the reason of the campaign's session."""
+    hourly.train(
+        replaced(
+            hourly.stored.config,
+            {"training.max_hours": 5.0, "training.max_steps": 4},
+        )
+    )
+    note = run_status(hourly.stored, time.time()).note
+    assert "max_hours = 5 came after 2 of 4 steps; give more hours, such as --max-hours 10" in note
+
+
+@pytest.mark.parametrize("damage", ["{", "{}", '{"status": "done", "steps": 1}'])
+def test_a_run_with_a_damaged_summary_goes_on_and_writes_it_anew(
+    hourly: HalfAStepAnHour, damage: str
+) -> None:
+    hourly.stored.folder.summary.write_text(damage, encoding="utf-8")
+    with pytest.raises(RunFailed, match=TWO_HOURS):
+        hourly.run(2.0)
+    assert len(hourly.began) == 2
+    assert hourly.stored.summary["seconds"] == 7200
 
 
 # -- runs that fail --------------------------------------------------------------------------------
@@ -317,22 +367,62 @@ def test_a_run_whose_output_cannot_be_written_fails_and_the_next_one_is_tried(
         )
 
 
+def manifest_of(folder: Path, changes: dict[str, Any]) -> Manifest:
+    """The manifest of a campaign in `folder`, changed there by hand."""
+    manifest = Manifest.of_plan(
+        plan_campaign(config_from_mapping(sections(folder)), folder), datetime.now()
+    )
+    manifest.write()
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes), encoding="utf-8")
+    return manifest
+
+
+RUN = {"name": NAMES[0], "condition": "grpo+none", "seed": 1, "status": "failed"}
+
+
 def test_a_manifest_that_cannot_be_written_now_is_written_with_the_next_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = Manifest.of_plan(
-        plan_campaign(config_from_mapping(sections(tmp_path)), tmp_path), datetime.now()
-    )
-    manifest.write()
+    manifest = manifest_of(tmp_path, {})
     with monkeypatch.context() as full:
         full.setattr("retrain.campaign.manifest.replace_file", no_room)
+        manifest.started(NAMES[0])
         manifest.ended(NAMES[0], Status.DONE)
+    (note,) = manifest.notes
+    assert note.startswith(f"{tmp_path}/manifest.json cannot be written (No space left on device);")
     assert Manifest.read(tmp_path)[NAMES[0]].status is Status.PENDING
     manifest.started(NAMES[1])
     assert [entry.status for entry in Manifest.read(tmp_path).runs[:2]] == [
         Status.DONE,
         Status.RUNNING,
     ]
+
+
+DAMAGED = [
+    ({"config": None}, "has config = None, which no campaign wrote"),
+    ({"later": 1}, "has later = 1, which no campaign wrote"),
+    ({"runs": [{"name": "grpo+none_s1"}]}, "has no runs.0.condition, which every campaign writes"),
+    ({"runs": [RUN | {"dir": None}]}, "has runs.0.dir = None, which no campaign wrote"),
+    ({"runs": [RUN | {"reason": 7}]}, "has runs.0.reason = 7, which no campaign wrote"),
+    ({"runs": [RUN | {"later": 1}]}, "has runs.0.later = 1, which no campaign wrote"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGED)
+def test_a_manifest_that_no_campaign_wrote_is_refused_by_its_place(
+    tmp_path: Path, damage: dict[str, Any], said: str
+) -> None:
+    manifest_of(tmp_path, damage)
+    with pytest.raises(RunFailed, match=re.escape(f"{tmp_path}/manifest.json {said}")):
+        Manifest.read(tmp_path)
+
+
+def test_a_campaign_goes_on_after_a_reason_with_half_a_character(tmp_path: Path) -> None:
+    """As a server's JSON may hold it, and an error that quotes that."""
+    manifest_of(tmp_path, {"runs": [RUN | {"reason": "no reward for '\ud83d'"}]})
+    assert CampaignRecord.read(tmp_path).plan
+    assert Manifest.read(tmp_path)[NAMES[0]].reason == "no reward for '?'"
 
 
 # -- refusals before anything is made --------------------------------------------------------------

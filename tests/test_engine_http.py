@@ -584,6 +584,14 @@ def test_what_is_no_address_is_refused(url: Any) -> None:
         config_from_mapping({"inference": {"engine": "vllm", "url": url}})
 
 
+@pytest.mark.parametrize("key", ["inference.url", "reward.judge_base_url"])
+def test_a_host_that_no_request_can_name_is_the_fault_of_the_address(key: str) -> None:
+    section, _, name = key.partition(".")
+    said = rf"\[{section}\] {name} .*names a host that no request can reach .*'☃\.com'"
+    with pytest.raises(ConfigurationError, match=said):
+        config_from_mapping({section: {name: "http://☃.com/v1"}})
+
+
 def test_an_address_of_ipv6_with_a_path_is_kept_and_one_with_a_query_refused() -> None:
     assert addresses("http://[::1]:8000/proxy/v1/") == (
         "http://[::1]:8000/proxy",

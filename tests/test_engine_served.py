@@ -341,6 +341,11 @@ def test_the_gate_stops_a_server_that_samples_from_another_policy(
             ServerFailure,
             r'ended a completion with finish_reason = "abort" \(4 tries',
         ),
+        (
+            choice(token_ids=[9] * 2, finish_reason="content_filter"),
+            ServerFailure,
+            r'finish_reason = "content_filter", and not at .* such as a filter',
+        ),
         (choice(token_ids=[9] * 5), ServerFailure, "returned 5 tokens with 6 log-probs"),
         (
             choice(token_ids=[9] * 6, prompt_token_ids=[1]),
@@ -1201,6 +1206,24 @@ def test_a_server_that_comes_back_during_a_sync_gets_the_new_version_too(
         monkeypatch.setattr(engine._dialect, "load", slow_load)
         engine._pool.run(engine._prepare(engine._pool.servers[0]))
         assert given == [old.name, "new"] and list(server.adapters) == ["new"]
+
+
+def test_a_server_that_fails_within_its_look_is_looked_at_again_before_it_serves(
+    tmp_path: Path,
+) -> None:
+    class HastyOpenAI(OpenAIEngine):
+        patience = HASTY
+
+    with doubles(2) as (one, other):
+        failing = True
+        other.faults.append(lambda path, _: (503, "") if failing and path == COMPLETIONS else None)
+        config = served(tmp_path, one.url, other.url, engine="openai")
+        with closing(engine_of(config, HastyOpenAI)) as engine:
+            late = engine._pool.servers[1]
+            assert not late.alive and "refused_fields" not in late.facts
+            failing = False
+            engine._pool.run(engine._pool._take_back(late))
+            assert late.alive and late.facts["refused_fields"] == []
 
 
 def test_patience_bounds_the_tries_of_one_server_too(tmp_path: Path) -> None:

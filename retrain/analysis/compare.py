@@ -91,7 +91,8 @@ def comparison_notes(
     yield from _unequal_runs(arms, runs, budget)
     if metric.k is not None:
         yield from _held_out_notes(runs, arms)
-    yield from _unpaired_notes(base, [arm for arm in arms.values() if arm is not base], family)
+    others = [arm for arm in arms.values() if arm is not base]
+    yield from _unpaired_notes(base, others, family, test)
 
 
 def _unequal_runs(
@@ -120,7 +121,9 @@ def _unequal_runs(
         )
 
 
-def _unpaired_notes(base: Arm, others: Sequence[Arm], family: Sequence[Pairs]) -> Iterator[str]:
+def _unpaired_notes(
+    base: Arm, others: Sequence[Arm], family: Sequence[Pairs], test: TestSettings
+) -> Iterator[str]:
     lonely = {arm.label: [seed for seed in arm.values if seed not in base.values] for arm in others}
     parts = [f"{label} ({', '.join(map(str, seeds))})" for label, seeds in lonely.items() if seeds]
     if parts:
@@ -131,9 +134,15 @@ def _unpaired_notes(base: Arm, others: Sequence[Arm], family: Sequence[Pairs]) -
     compared = {arm.label for pairs in family for arm in (pairs.candidate, pairs.baseline)}
     unpaired = [arm.label for arm in others if arm.label not in compared]
     if unpaired:
+        harder = ""
+        if test.absent:
+            harder = (
+                " The evidence of the others is over all planned comparisons still, which makes"
+                f" {1 / test.alpha:g} harder to reach (docs/comparing.md)."
+            )
         yield (
             f"No run of {', '.join(unpaired)} has a partner in the baseline, so nothing is"
-            " concluded about it."
+            f" concluded about it.{harder}"
         )
 
 

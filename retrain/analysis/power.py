@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, floor, log2
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from retrain.analysis.e_process import adjust, capital
 from retrain.analysis.statistics import Floats, Interval, max_t_rows, seeds_to_reach
 from retrain.records.terminal import counted
+
+if TYPE_CHECKING:
+    from retrain.config.schema import Campaign
 
 Correction = Literal["maxt", "holm", "evidence"]
 """How p is adjusted over a family: joint sign flips, Holm's procedure, or the e-process of a
@@ -282,10 +285,13 @@ def _joint_level(seeds: int, alpha: float, family: int) -> float:
 # -- a design, in words ----------------------------------------------------------------------------
 
 
-def equivalence_line(seeds: int, rule: Rule, margin: float) -> Iterator[str]:
+def equivalence_line(seeds: int, comparisons: int, settings: "Campaign") -> Iterator[str]:
     """Say that so few seeds can call no condition equivalent, however alike they are; yield nothing
-    if they can.
+    if they can, without a margin, or where looks decide the number of seeds.
     """
+    margin, rule = settings.margin, Rule(comparisons)
+    if not margin or settings.stop != "seeds":
+        return
     # n pairs give a p of 2^-n at best, which Holm multiplies for the first.
     own = floor(log2(rule.comparisons / rule.alpha)) + 1
     fewest, family = max(seeds_to_conclude(rule), own), counted(rule.comparisons, "comparison")

@@ -24,6 +24,7 @@ from retrain.analysis.statistics import Floats
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, load_stored
 from retrain.config.moving import with_values, wrong_key
+from retrain.config.schema import Training
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES, engine_kind
 from retrain.records.entries import MEASURED, EvaluationRecord, StepRecord
@@ -210,10 +211,25 @@ class StoredRun:
         planned = self.config.training.max_steps
         if self.counted_steps >= planned:
             return ""
-        # Its own summary says done: that max_hours came first is the campaign's reason.
-        if self.summary and self.planned and self.planned.status == "interrupted":
-            return f"was stopped ({self.planned.reason})"
+        # Its own summary says done. The campaign's reason may be older than the run.
+        hours = self.used_hours(self.config.training)
+        if hours:
+            return f"was stopped ({hours})"
         return f"stopped after {self.counted_steps} of {planned} steps"
+
+    def used_hours(self, training: Training) -> str:
+        """Say that the max_hours of `training` came before its last step; "" if they did not, or if
+        summary.json does not say how long the run took.
+        """
+        steps, seconds = self.counted_steps, self.summary.get("seconds")
+        if not training.max_hours or steps >= training.max_steps:
+            return ""
+        if not isinstance(seconds, int | float) or seconds < training.max_hours * 3600:
+            return ""
+        return (
+            f"[training] max_hours = {training.max_hours:g} came after {steps} of"
+            f" {training.max_steps} steps; give more hours, such as {training.more_hours(seconds)}"
+        )
 
     @cached_property
     def damage(self) -> str:
@@ -460,7 +476,10 @@ def no_campaigns_value(path: Path, error: "ValidationError", *above: str) -> Run
     problem = f"{place} = {str(first['input'])[:80]}, which no campaign wrote ({first['msg']})"
     if first["type"] == "missing":
         problem = f"no {place}, which every campaign writes"
-    return RunFailed(f"{path} has {problem}: the file was changed; put it back from a copy.")
+    return RunFailed(
+        f"{path} has {problem}: the file was changed, or another version of retrain wrote it; put"
+        " it back from a copy, or use that version."
+    )
 
 
 def campaign_runs(folder: Path) -> list[StoredRun]:

@@ -5,12 +5,13 @@ stopped.
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from retrain.analysis.integrity import given_keys, problem_of
 from retrain.analysis.planned import CampaignRecord, evidence_line
@@ -98,6 +99,19 @@ class CampaignStatus:
     runs: tuple[RunStatus, ...]
     evidence: str = ""
     """A sentence on the looks of a campaign with stop = "evidence"; "" before the first."""
+    steps_of_run: int = 0
+    """The steps that the manifest plans for each run; 0 if it does not say."""
+
+    @classmethod
+    def of(cls, folder: Path, now: float) -> Self:
+        """Read a campaign and its runs. Raises RunFailed for a manifest that lists none."""
+        planned, given = campaign_runs(folder), given_keys(folder)
+        runs = tuple(run_status(run, now, given) for run in planned)
+        try:
+            record = CampaignRecord.read(folder)
+        except RunFailed:  # a damaged plan, which `retrain compare` reports
+            return cls(folder, runs)
+        return cls(folder, runs, evidence_line(record), record.max_steps or 0)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -111,14 +125,10 @@ class CampaignStatus:
     @property
     def max_steps(self) -> int:
         """The steps planned over all runs but those skipped; one that has not started counts like
-        the longest that has.
+        the longest.
         """
-        known = [run.max_steps for run in self.runs if run.max_steps]
-        if known:
-            return sum(
-                run.max_steps or max(known) for run in self.runs if run.state is not State.SKIPPED
-            )
-        return 0
+        longest = max([self.steps_of_run, *(run.max_steps or 0 for run in self.runs)])
+        return sum(run.max_steps or longest for run in self.runs if run.state is not State.SKIPPED)
 
     @property
     def median_step_time_s(self) -> float | None:
@@ -188,20 +198,10 @@ def overview(folder: Path) -> Overview:
             runs.append(run_status(StoredRun(path), now))
         else:
             try:
-                planned = campaign_runs(path)
-                given = given_keys(path)
-                statuses = tuple(run_status(run, now, given) for run in planned)
-                campaigns.append(CampaignStatus(path, statuses, _evidence(path)))
+                campaigns.append(CampaignStatus.of(path, now))
             except RunFailed as error:
                 runs.append(_unreadable(StoredRun(path), error))
     return Overview(folder, tuple(campaigns), tuple(runs))
-
-
-def _evidence(campaign: Path) -> str:
-    try:
-        return evidence_line(CampaignRecord.read(campaign))
-    except RunFailed:  # a damaged plan, which `retrain compare` reports
-        return ""
 
 
 def _found(folder: Path) -> Iterator[Path]:
@@ -264,15 +264,7 @@ def _read(run: StoredRun, now: float) -> RunStatus:
     recent = run.last_metrics(RECENT)
     last = recent[0] if recent else None
     step_time = _median([record.step_time_s for record in recent])
-    files = (
-        folder.metrics,
-        folder.evaluation,
-        folder.trainer_state,
-        folder.environment,
-        folder.lock_owner,
-        folder.config,
-    )
-    idle = max(0.0, now - max(path.stat().st_mtime for path in files if path.exists()))
+    idle = max(0.0, now - _last_written(folder, now))
     state = _state(run, writer, idle, step_time)
     max_steps = run.config.training.max_steps
     evaluation = run.final_evaluation
@@ -298,6 +290,25 @@ def _read(run: StoredRun, now: float) -> RunStatus:
         note=" ".join(filter(None, (run.damage, _attempts(run), _note(run, state, writer, idle)))),
         loss_note=untrained_line(untrained_streak(recent)) or (loss_note(last) if last else ""),
     )
+
+
+def _last_written(folder: RunFolder, now: float) -> float:
+    """When a run last wrote a file; `now` where all are gone since, as a run that begins anew has
+    them.
+    """
+    files = (
+        folder.metrics,
+        folder.evaluation,
+        folder.trainer_state,
+        folder.environment,
+        folder.lock_owner,
+        folder.config,
+    )
+    times = [now]
+    for path in files:
+        with suppress(FileNotFoundError):
+            times.append(path.stat().st_mtime)
+    return max(times[1:] or times)
 
 
 def _without_config(run: StoredRun, writer: Writer | None) -> RunStatus:

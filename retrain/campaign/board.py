@@ -18,6 +18,7 @@ from retrain.analysis.runs import RECENT, StoredRun
 from retrain.campaign.manifest import Manifest, RunEntry, Status
 from retrain.campaign.plan import CampaignPlan
 from retrain.errors import RetrainError
+from retrain.records.disk import reader_may_leave
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import OUTPUT
 from retrain.records.terminal import clean, duration, encodable, one_line
@@ -92,7 +93,8 @@ def read_progress(plan: CampaignPlan, entry: RunEntry) -> Progress:
 
 class Board:
     """Use as a context manager. The campaign's thread calls `say`, `started` and `ended`; a second
-    thread refreshes the table. A quiet one shows what is said and what ended, and no progress.
+    thread refreshes the table. A quiet one shows what is said and what ended, and no progress. The
+    campaign outlives its reader.
     """
 
     def __init__(
@@ -149,19 +151,21 @@ class Board:
         if self._thread is not None:
             self._thread.join()
         if self._live is not None:
-            self._live.update(self.table(*self._live.console.size), refresh=True)
-            self._live.stop()
+            with reader_may_leave():
+                self._live.update(self.table(*self._live.console.size), refresh=True)
+                self._live.stop()
             self._live = None  # later lines are printed below the table
 
     # -- lines -------------------------------------------------------------------------------------
 
     def say(self, line: str) -> None:
         text = encodable(clean(self._mask(line)), self._out.encoding or "utf-8")
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self._out.write(text + "\n")
-            self._out.flush()
+        with reader_may_leave():
+            if self._live is not None:
+                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                self._out.write(text + "\n")
+                self._out.flush()
 
     def started(self, name: str) -> None:
         if self._live is None and not self._quiet:
@@ -190,7 +194,8 @@ class Board:
         last_lines = time.monotonic()
         while not self._closing.wait(REFRESH_S):
             if self._live is not None:
-                self._live.update(self.table(*self._live.console.size), refresh=True)
+                with reader_may_leave():
+                    self._live.update(self.table(*self._live.console.size), refresh=True)
             elif time.monotonic() - last_lines >= LINES_EVERY_S:
                 last_lines = time.monotonic()
                 for entry in self._manifest.runs:

@@ -30,17 +30,24 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import IO, Any, Protocol
 
+from retrain.analysis.runs import StoredRun
 from retrain.backends.base import backend_kind
 from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
 from retrain.config import TrainConfig, dump_toml, replaced
 from retrain.config.schema import Campaign, Training
-from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError
+from retrain.errors import (
+    ConfigurationError,
+    EnvironmentFailure,
+    Interrupted,
+    RetrainError,
+    RunFailed,
+)
 from retrain.install import install_hint
-from retrain.records.disk import path_error
+from retrain.records.disk import is_disk, path_error
 from retrain.records.redact import harmless
 from retrain.records.run_folder import OUTPUT, RunFolder
-from retrain.system import Json, read_object
+from retrain.system import Json
 
 
 @dataclass(frozen=True)
@@ -97,14 +104,14 @@ def perform(config: TrainConfig) -> RunOutcome:
     folder = RunFolder(Path(config.logging.log_dir))
     try:
         # Looked at before too, so that no model is loaded for a run without an hour left.
-        if not _used_hours(folder, config.training):
+        if not _used_hours(folder.path, config.training):
             # A run that was begun has the marker; without a checkpoint it is resumed at step 0.
             train(
                 replaced(config, {"resume.from": str(folder.path)}, origin="file")
                 if folder.marker.is_file()
                 else config
             )
-        used = _used_hours(folder, config.training)
+        used = _used_hours(folder.path, config.training)
     except Interrupted as error:
         return RunOutcome(Status.INTERRUPTED, str(error), stopped_by=error.exit_code - 128)
     except RetrainError as error:
@@ -125,19 +132,14 @@ def perform(config: TrainConfig) -> RunOutcome:
     return RunOutcome(Status.DONE)
 
 
-def _used_hours(folder: RunFolder, training: Training) -> str:
-    """Say that `[training] max_hours` came before a run's last step; "" if it did not."""
-    if not (training.max_hours and folder.summary.is_file()):
+def _used_hours(folder: Path, training: Training) -> str:
+    """Say that `[training] max_hours` came before a run's last step; "" if it did not, or if its
+    summary.json is damaged, which the next session writes anew.
+    """
+    try:
+        return StoredRun(folder).used_hours(training)
+    except RunFailed:
         return ""
-    summary = read_object(folder.summary)
-    steps, seconds = summary["steps"], summary["seconds"]
-    if steps >= training.max_steps or seconds < training.max_hours * 3600:
-        return ""
-    return (
-        f"[training] max_hours = {training.max_hours:g} came after {steps} of"
-        f" {training.max_steps} steps; give more hours, such as --max-hours"
-        f" {2 * max(training.max_hours, seconds / 3600):.3g}"
-    )
 
 
 @contextmanager
@@ -166,12 +168,13 @@ class EndedJob:
     def kill(self) -> None: ...
 
 
-def unwritable(run: CampaignRun, error: OSError) -> RunOutcome:
-    """The outcome of a run whose output.log cannot be written."""
-    return RunOutcome(
-        Status.FAILED,
-        f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there",
-    )
+def not_started(run: CampaignRun, error: OSError) -> RunOutcome:
+    """The outcome of a run whose output.log cannot be written, or whose process cannot start."""
+    if is_disk(error):
+        reason = f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there"
+    else:
+        reason = str(path_error(error) or f"it cannot be started: {error.strerror}")
+    return RunOutcome(Status.FAILED, reason)
 
 
 class InProcess:
@@ -204,7 +207,7 @@ class InProcess:
             with output_to(run.folder), common_results(common_folder(run)):
                 outcome = perform(run.config)
         except OSError as error:
-            outcome = unwritable(run, error)
+            outcome = not_started(run, error)
         gc.collect()  # frees the optimizer and caches, which are in reference cycles
         return EndedJob(outcome)
 

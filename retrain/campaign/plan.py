@@ -267,8 +267,7 @@ def _design_lines(plan: CampaignPlan) -> Iterator[str]:
         problems = sum(part.max_examples for part in evaluation.parts)
     rule = Rule(comparisons, correction=settings.correction)
     yield design_line(seeds, rule, problems, evaluation.samples)
-    if settings.margin and settings.stop == "seeds":
-        yield from equivalence_line(seeds, rule, settings.margin)
+    yield from equivalence_line(seeds, comparisons, settings)
 
 
 def condition_notes(plan: CampaignPlan) -> list[str]:

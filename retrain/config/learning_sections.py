@@ -367,6 +367,10 @@ class Training(Section):
         """True if the policy that is sampled and trained leaves out improbable tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
+    def more_hours(self, seconds: float) -> str:
+        """Return the flag with which a run that max_hours ended after `seconds` goes on."""
+        return f"--max-hours {2 * max(self.max_hours, seconds / 3600):.3g}"
+
 
 class Optimizer(Section):
     """AdamW."""

@@ -116,6 +116,12 @@ def check_server_url(text: str) -> str:
         raise refuse(
             "has a query or a fragment, which requests would lose; end it before the ? or #"
         )
+    import httpx
+
+    try:
+        httpx.URL(text)
+    except httpx.InvalidURL as error:
+        raise refuse(f"names a host that no request can reach ({error})") from error
     return text
 
 

@@ -118,9 +118,8 @@ def campaign_caveats(
     if power and power.seeds <= power.seeds_needed:
         rule = Rule(power.comparisons, ALPHA, POWER, config.campaign.correction)
         yield design_line(power.seeds, rule)
-    margin = config.campaign.margin
-    if power and margin and config.campaign.stop == "seeds":
-        yield from equivalence_line(power.seeds, Rule(power.comparisons, ALPHA), margin)
+    if power:
+        yield from equivalence_line(power.seeds, power.comparisons, config.campaign)
     if config.is_set("evaluation.at_end") and not config.evaluation.asked_for:
         yield (
             "No held-out evaluation ([evaluation] at_end = false), so conditions are compared by"

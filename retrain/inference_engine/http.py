@@ -384,14 +384,14 @@ class ServerPool:
                 self._log(f"{self._what} {server.problem}; left out until it answers.")
 
     def _attempts(
-        self, began: float, attempts: int | None = None, *, has_others: bool = False
+        self, started: float, attempts: int | None = None, *, has_others: bool = False
     ) -> Any:
-        """The tries of one request, whose patience counts from `began`. An unfit answer has
+        """The tries of one request, whose patience counts from `started`. An unfit answer has
         `attempts`; without that number a server that is busy or silent has until the end of
         patience. One that is gone has few where there are others to go on with.
         """
-        patience, started, unfit, gone = self._patience, time.monotonic(), 0, 0
-        left = patience.silent_s - (started - began)
+        patience, first_try, unfit, gone = self._patience, time.monotonic(), 0, 0
+        left = patience.silent_s - (first_try - started)
 
         def is_worth_another(error: Exception) -> bool:
             nonlocal unfit, gone
@@ -401,7 +401,7 @@ class ServerPool:
             if not isinstance(error, BadAnswer):
                 return not has_others or gone < patience.look_attempts
             unfit += 1
-            return unfit < patience.attempts and time.monotonic() - started < patience.total_s
+            return unfit < patience.attempts and time.monotonic() - first_try < patience.total_s
 
         return stamina.retry_context(
             on=is_worth_another,

@@ -73,6 +73,8 @@ signal asked the run to stop."""
 _ROUNDING = 1e-3
 """Nats by which a log-prob may lie above 0: the server's own rounding."""
 _SMALLEST = float(np.finfo(np.float32).min)
+_BROKEN_OFF = ("abort", "error")
+"""Finish reasons of vLLM and SGLang while they shut down, or after a failure of their own."""
 _LEAVE_S = 30.0
 """Seconds that a server has to wake and to forget the adapter when a run ends."""
 
@@ -437,6 +439,8 @@ class ServedEngine(InferenceEngine):
                     " run; it was unloaded."
                 )
                 await self._unload(ServedAdapter(name, Path(folder)), server)
+        # Last: one that fails in between is looked at again before it serves.
+        server.facts["looked"] = True
 
     async def _prepare(self, server: Server) -> None:
         """Wake a server and give it the current adapter, which its own list confirms."""
@@ -539,10 +543,17 @@ def _damage(one: ServedSample) -> str:
 
 def has_stopped(reason: Any) -> bool:
     """Return True for a completion that ended at an EOS, False at the limit. Raises AnswerFormError
-    for one that the server broke off, as vLLM and SGLang do while they shut down.
+    for one that the server broke off, and ServerMismatch for any other reason: it may lie in what
+    was sampled, and asking again would draw from what is left.
     """
+    ended = f"ended a completion with finish_reason = {json.dumps(reason)}"
+    if reason in _BROKEN_OFF:
+        raise AnswerFormError(ended)
     if reason not in ("stop", "length"):
-        raise AnswerFormError(f"ended a completion with finish_reason = {json.dumps(reason)}")
+        raise ServerMismatch(
+            f"{ended}, and not at its end-of-sequence token or at max_tokens; switch off what ends"
+            " completions by their content, such as a filter or a check for repetition"
+        )
     return bool(reason == "stop")
 
 

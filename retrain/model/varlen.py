@@ -33,9 +33,9 @@ class Spans:
     """[S + 1] int32: 0, and where the queries of each sequence end."""
     keys: Tensor
     """[S + 1] int32"""
-    most_queries: int
+    max_seqlen_q: int
     """Most queries of one sequence."""
-    most_keys: int
+    max_seqlen_k: int
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "Spans":
@@ -59,7 +59,7 @@ def flash(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    lengths = spans.queries, spans.keys, spans.most_queries, spans.most_keys
+    lengths = spans.queries, spans.keys, spans.max_seqlen_q, spans.max_seqlen_k
     options: dict[str, Any] = {"scale": scaling, "window_size": _window_size(window)}
     # torch 2.11 does not ask, and its kernel knows fewer key heads too.
     if _takes("enable_gqa"):
@@ -135,7 +135,7 @@ def flash_paged(
 
     spans = rows.spans
     return varlen_attn(  # type: ignore[return-value]  # no log-sum-exp is asked for, so it is one tensor
-        query, keys, values, spans.queries, spans.keys, spans.most_queries, spans.most_keys,
+        query, keys, values, spans.queries, spans.keys, spans.max_seqlen_q, spans.max_seqlen_k,
         scale=scaling, window_size=_window_size(window), enable_gqa=True,
         seqused_k=rows.cache_seqlens, block_table=rows.block_table, num_splits=1,
     )  # fmt: skip

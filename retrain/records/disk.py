@@ -65,6 +65,16 @@ def is_reader_gone(error: OSError) -> bool:
     return isinstance(error, BrokenPipeError) or error.errno == errno.EIO
 
 
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Ignore a reader of standard output that goes away (`| head`, a closed terminal)."""
+    try:
+        yield
+    except OSError as error:
+        if not is_reader_gone(error):
+            raise
+
+
 def delete(path: Path) -> None:
     """Delete a file, a folder with its content, or a link without its target; a missing path is
     fine.

@@ -650,8 +650,7 @@ class Session:
             self.tracker.message(
                 f"Stopped at the [training] max_hours limit ({training.max_hours:g} h) after"
                 f" {state.step} of {training.max_steps} steps; continue with"
-                f" `{self.folder.resume_command} --max-hours"
-                f" {2 * max(training.max_hours, state.seconds / 3600):.3g}`."
+                f" `{self.folder.resume_command} {training.more_hours(state.seconds)}`."
             )
         summary = self._summary("done")
         self.tracker.emit(summary)
