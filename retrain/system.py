@@ -58,8 +58,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises RunFailed for a file that holds no JSON object; an OSError passes through.
     """
+    return object_of(path.read_bytes(), path)
+
+
+def object_of(text: bytes, path: Path) -> dict[str, Any]:
+    """Parse the JSON object that was read from `path`, as `read_object` does."""
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(text)
     except ParseError as error:
         raise RunFailed(f"{path} {error}: the file was changed or the disk is damaged.") from error
     if not isinstance(content, dict):

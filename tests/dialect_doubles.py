@@ -80,17 +80,20 @@ class SGLangDouble(VLLMDouble):
             for prompt, settings, name in zip(
                 body["input_ids"], body["sampling_params"], names, strict=True
             ):
+                assert not settings["ignore_eos"], "the real server would not stop at any token"
                 self.calls = settings["sampling_seed"]
                 (one,) = self.sample(
                     name or "base",
                     prompt,
                     settings | {"n": 1, "max_tokens": settings["max_new_tokens"]},
                 )
-                found.append(self.one(one, len(prompt)))
+                found.append(self.one(one, len(prompt), settings["max_new_tokens"]))
         return 200, found
 
-    def one(self, one: Completion, prompt: int) -> Any:
-        ids, stopped = one.token_ids.tolist(), one.finish_reason is FinishReason.STOP
+    def one(self, one: Completion, prompt: int, limit: int) -> Any:
+        """As in `check_finished` of the real server, the limit counts before a stop."""
+        ids = one.token_ids.tolist()
+        stopped = one.finish_reason is FinishReason.STOP and len(ids) < limit
         pairs = [
             [float(logprob), token, None] for logprob, token in zip(one.logprobs, ids, strict=True)
         ]

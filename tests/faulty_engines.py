@@ -231,6 +231,27 @@ class KeepsTheTrialAdapter(Served):
         return self.taken < 2
 
 
+class LoadsLate(Served):
+    """Answers two requests after a sync with the adapter before it."""
+
+    waiting: Weights | None = None
+    left = 0
+
+    def load(self, weights: Weights) -> None:
+        self.waiting, self.left = weights, 2
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        early = requests[: self.left]
+        self.left -= len(early)
+        if early:
+            yield from [*super().sample(early)]
+        if self.waiting and not self.left:
+            super().load(self.waiting)
+            self.waiting = None
+        for one in super().sample(requests[len(early) :]):
+            yield replace(one, request=len(early) + one.request)
+
+
 class StopsReloading(Served):
     """After the three adapters of the gate at the start."""
 

@@ -4,6 +4,7 @@ nothing.
 
 import errno
 import json
+import os
 import re
 import shutil
 import signal
@@ -208,6 +209,40 @@ def test_a_manifest_that_cannot_be_written_is_told_and_the_runs_go_on(
     assert len(launcher.started) == len(plan.runs)
     assert [line for line in said if "manifest.json cannot be written (Permission denied)" in line]
     assert len(said) == 1
+
+
+def test_a_damaged_file_of_a_run_that_is_done_stops_no_other(tmp_path: Path) -> None:
+    """Its pair is looked at as soon as both have ended."""
+    plan, launcher = planned(tmp_path / "c", stop="seeds", max_seeds=0), Simulated(BETTER)
+    start = launcher.start
+
+    def damaging(run: CampaignRun, slot: int) -> EndedJob:
+        job = start(run, slot)
+        if run == plan.runs[0]:
+            (run.folder / "metrics.jsonl").write_text("nonsense\n")
+        return job
+
+    launcher.start = damaging  # type: ignore[method-assign]
+    execute(plan, launcher)
+    assert {*statuses(plan.folder).values()} == {Status.DONE}
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EMFILE, "it cannot be started: Too many open files"),
+        (errno.EACCES, "output.log cannot be used: this user may not read or write it"),
+    ],
+)
+def test_a_run_that_cannot_be_started_says_why(tmp_path: Path, number: int, said: str) -> None:
+    plan = planned(tmp_path / "c", seeds=[1], stop="seeds", max_seeds=0)
+
+    def start(run: CampaignRun, slot: int) -> EndedJob:
+        raise OSError(number, os.strerror(number), str(run.folder / "output.log"))
+
+    execute(plan, SimpleNamespace(start=start, workers=1, notes=[]))
+    reasons = [entry.reason or "" for entry in Manifest.read(plan.folder).runs]
+    assert all(said in reason and "free space" not in reason for reason in reasons)
 
 
 def test_a_signal_that_ends_the_last_run_of_a_seed_takes_no_look(tmp_path: Path) -> None:

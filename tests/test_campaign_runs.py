@@ -20,6 +20,7 @@ import torch
 
 from retrain import load_runs
 from retrain.analysis.integrity import problem_of
+from retrain.analysis.planned import CampaignRecord
 from retrain.analysis.runs import StoredRun, campaign_runs, find_runs
 from retrain.analysis.status import run_status
 from retrain.campaign import CampaignPlan, Manifest, Status, plan_campaign, run_campaign
@@ -366,13 +367,24 @@ def test_a_run_whose_output_cannot_be_written_fails_and_the_next_one_is_tried(
         )
 
 
+def manifest_of(folder: Path, changes: dict[str, Any]) -> Manifest:
+    """The manifest of a campaign in `folder`, changed there by hand."""
+    manifest = Manifest.of_plan(
+        plan_campaign(config_from_mapping(sections(folder)), folder), datetime.now()
+    )
+    manifest.write()
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes), encoding="utf-8")
+    return manifest
+
+
+RUN = {"name": NAMES[0], "condition": "grpo+none", "seed": 1, "status": "failed"}
+
+
 def test_a_manifest_that_cannot_be_written_now_is_written_with_the_next_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = Manifest.of_plan(
-        plan_campaign(config_from_mapping(sections(tmp_path)), tmp_path), datetime.now()
-    )
-    manifest.write()
+    manifest = manifest_of(tmp_path, {})
     with monkeypatch.context() as full:
         full.setattr("retrain.campaign.manifest.replace_file", no_room)
         manifest.started(NAMES[0])
@@ -385,6 +397,32 @@ def test_a_manifest_that_cannot_be_written_now_is_written_with_the_next_change(
         Status.DONE,
         Status.RUNNING,
     ]
+
+
+DAMAGED = [
+    ({"config": None}, "has config = None, which no campaign wrote"),
+    ({"later": 1}, "has later = 1, which no campaign wrote"),
+    ({"runs": [{"name": "grpo+none_s1"}]}, "has no runs.0.condition, which every campaign writes"),
+    ({"runs": [RUN | {"dir": None}]}, "has runs.0.dir = None, which no campaign wrote"),
+    ({"runs": [RUN | {"reason": 7}]}, "has runs.0.reason = 7, which no campaign wrote"),
+    ({"runs": [RUN | {"later": 1}]}, "has runs.0.later = 1, which no campaign wrote"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGED)
+def test_a_manifest_that_no_campaign_wrote_is_refused_by_its_place(
+    tmp_path: Path, damage: dict[str, Any], said: str
+) -> None:
+    manifest_of(tmp_path, damage)
+    with pytest.raises(RunFailed, match=re.escape(f"{tmp_path}/manifest.json {said}")):
+        Manifest.read(tmp_path)
+
+
+def test_a_campaign_goes_on_after_a_reason_with_half_a_character(tmp_path: Path) -> None:
+    """As a server's JSON may hold it, and an error that quotes that."""
+    manifest_of(tmp_path, {"runs": [RUN | {"reason": "no reward for '\ud83d'"}]})
+    assert CampaignRecord.read(tmp_path).plan
+    assert Manifest.read(tmp_path)[NAMES[0]].reason == "no reward for '?'"
 
 
 # -- refusals before anything is made --------------------------------------------------------------

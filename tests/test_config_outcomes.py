@@ -1,5 +1,6 @@
 """Keys that are declared and were without effect: each is used, refused, or said to be unused."""
 
+import errno
 import json
 from datetime import datetime
 from pathlib import Path
@@ -133,3 +134,18 @@ def test_auto_squeeze_takes_the_next_run_where_the_first_is_untrained(
     assert tried == [run.name for run in plan.runs[:2]]
     assert manifest.squeeze == {"recommended_rank": 1}
     assert any("uses the next run" in line for line in said)
+
+
+def test_auto_squeeze_stops_no_run_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from retrain import squeeze
+
+    def analysed(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(squeeze, "squeeze_adapter", analysed)
+    plan = plan_campaign(config_from_mapping(CAMPAIGN | {"squeeze": {"rule": "min"}}), tmp_path)
+    said: list[str] = []
+    AutoSqueeze(plan, Manifest.of_plan(plan, datetime.now()), said.append).after(plan.runs[0])
+    assert said[-1].endswith("the campaign continues: [Errno 28] No space left on device")

@@ -40,6 +40,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, Se
 from retrain.inference_engine import max as max_engine
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.mlx import MLXDialect, to_mlx
+from retrain.inference_engine.sglang import SGLangDialect
 from retrain.types import Completion, Row
 from tests.runs import small_run
 
@@ -126,6 +127,20 @@ WITHOUT_PENALTY = {
 
 
 # -- SGLang ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("last", "stopped"), [(3, True), (9, False)])
+def test_an_eos_at_the_limit_ends_a_completion_that_sglang_calls_a_length(
+    tmp_path: Path, last: int, stopped: bool
+) -> None:
+    about = {
+        "prompt_tokens": 2,
+        "finish_reason": {"type": "length", "length": 2},
+        "output_token_logprobs": [[-0.1, 7, None], [-0.2, last, None]],
+    }
+    dialect = SGLangDialect(served(tmp_path, "http://a", "sglang"), [3])
+    (found,) = dialect.read([{"meta_info": about}], replace(request(), prompt_ids=np.arange(2)))
+    assert found.token_ids == [7, last] and found.stopped is stopped
 
 
 def test_every_sample_has_its_own_seed_and_the_adapter_by_name(

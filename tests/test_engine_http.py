@@ -585,7 +585,7 @@ def test_what_is_no_address_is_refused(url: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["inference.url", "reward.judge_base_url"])
-def test_a_host_that_no_request_can_name_is_the_addresss_fault_and_no_proxys(key: str) -> None:
+def test_a_host_that_no_request_can_name_is_the_fault_of_the_address(key: str) -> None:
     section, _, name = key.partition(".")
     said = rf"\[{section}\] {name} .*names a host that no request can reach .*'☃\.com'"
     with pytest.raises(ConfigurationError, match=said):

@@ -1208,6 +1208,24 @@ def test_a_server_that_comes_back_during_a_sync_gets_the_new_version_too(
         assert given == [old.name, "new"] and list(server.adapters) == ["new"]
 
 
+def test_a_server_that_fails_within_its_look_is_looked_at_again_before_it_serves(
+    tmp_path: Path,
+) -> None:
+    class HastyOpenAI(OpenAIEngine):
+        patience = HASTY
+
+    with doubles(2) as (one, other):
+        failing = True
+        other.faults.append(lambda path, _: (503, "") if failing and path == COMPLETIONS else None)
+        config = served(tmp_path, one.url, other.url, engine="openai")
+        with closing(engine_of(config, HastyOpenAI)) as engine:
+            late = engine._pool.servers[1]
+            assert not late.alive and "refused_fields" not in late.facts
+            failing = False
+            engine._pool.run(engine._pool._take_back(late))
+            assert late.alive and late.facts["refused_fields"] == []
+
+
 def test_patience_bounds_the_tries_of_one_server_too(tmp_path: Path) -> None:
     """They had a minute of their own, whatever [inference] patience_s said."""
     inference = small(

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,10 +15,13 @@ from runs import small
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.kv_cache import PromptPass
+from retrain.inference_engine.base import BASE_MODEL
+from retrain.inference_engine.decoder import Decoder
+from retrain.inference_engine.kv_cache import KVArena, PromptPass
 from retrain.model import fused as decoder
 from retrain.model.adapter import target_modules
 from retrain.model.attention import FusedAttention, _window_mask, attend, refuse_undecodable
+from retrain.model.budget import kv_bytes_per_token
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import choose_deterministic_experts
 from retrain.model.text import resolve_model
@@ -48,6 +52,19 @@ def test_a_family_that_only_a_server_samples_is_scored_and_not_sampled_here(
         match=r'engine = "pytorch" cannot decode \w+, which has .*; use .* or engine = "vllm"',
     ):
         refuse_undecodable(tiny_model(family))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3n_text", "gemma4_text"])
+def test_the_budget_is_what_the_layers_of_a_family_store(family: str) -> None:
+    """In the last two some layers read the keys of others, and in the last heads differ in size."""
+    model = tiny_model(family)
+    decoder = Decoder(model, flash=False)
+    with decoder.sampling(BASE_MODEL):
+        (state,) = decoder.prefill([np.arange(5, dtype=np.int32)])
+    for name, storage in (("auto", None), ("int8", torch.int8)):
+        arena = KVArena(4, 10, state, storage)
+        stored = sum(one.nbytes for each in arena.keys + arena.values for one in each._tensors())
+        assert stored == 4 * 10 * kv_bytes_per_token(model.config, 4, name)
 
 
 def test_layers_that_peft_refuses_are_one_sentence_and_list_elements_stay() -> None:
@@ -137,9 +154,12 @@ def test_experts_are_computed_without_the_operator_that_has_no_deterministic_for
     torch.testing.assert_close(model(input_ids=ids).logits, before, atol=1e-4, rtol=0)
 
 
-def test_a_run_trains_a_mixture_of_experts_in_float32(tmp_path: Path) -> None:
-    """A torch that knows the shape of a grouped product in bfloat16 alone cannot predict its
-    memory, and the run goes on.
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", pytest.param("gemma4_text", marks=pytest.mark.slow)]
+)
+def test_a_run_trains_a_family_with_a_plan_of_its_own(tmp_path: Path, family: str) -> None:
+    """A torch that knows the shape of a grouped product in bfloat16 alone cannot predict the memory
+    of a mixture of experts in float32, and the run goes on.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_model("lab"))
     ends = {
@@ -149,15 +169,15 @@ def test_a_run_trains_a_mixture_of_experts_in_float32(tmp_path: Path) -> None:
     }
     shape = (
         _SHAPE
-        | FAMILIES["qwen3_moe"]
+        | FAMILIES[family]
         | ends
         | {
             "vocab_size": len(tokenizer),
-            "num_hidden_layers": 2,
+            "vocab_size_per_layer_input": len(tokenizer),
         }
     )
     model = transformers.AutoModelForCausalLM.from_config(
-        transformers.Qwen3MoeConfig(**shape), dtype=torch.float32
+        CONFIG_MAPPING[family](**shape), dtype=torch.float32
     )
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")

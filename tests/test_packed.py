@@ -6,7 +6,7 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear
 
 from retrain.model import packed
-from retrain.model.packed import HalfWeight, PackedWeight, fits_half, prepack
+from retrain.model.packed import HalfWeight, PackedWeight, dense_product, fits_half, prepack
 from retrain.model.projection import Projection
 
 pytestmark = pytest.mark.skipif(
@@ -151,3 +151,18 @@ def test_a_weight_without_an_adapter_is_laid_out_once():
     held = projection.copy
     projection.refresh("merged")
     assert projection.copy is held is not None
+
+
+@pytest.mark.parametrize("rows", [1, 37])
+def test_products_on_an_amd_processor_are_those_of_others(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    x, gradient, bias = torch.randn(rows, 320), torch.randn(rows, 520), torch.randn(520)
+    weight = _weight(trained_in=torch.float32)
+    wide = weight.double()
+    for amd in (True, False):
+        monkeypatch.setattr(packed, "_is_amd", lambda amd=amd: amd)
+        product = dense_product(x, weight, bias).double()
+        torch.testing.assert_close(product, x.double() @ wide.T + bias, rtol=0, atol=5e-6)
+        product = dense_product(gradient, weight.T).double()
+        torch.testing.assert_close(product, gradient.double() @ wide, rtol=0, atol=5e-6)

@@ -103,7 +103,7 @@ def test_the_gate_passes_a_sound_engine_and_restores_every_byte(parts: Parts, en
         if place == "served":
             engine("Served")
         result = run_parity_gate(CONFIG, parts, 0)
-        assert adapter_bytes(parts) == before and not result.half_precision
+        assert adapter_bytes(parts) == before and not result.half_precision and not result.late
         assert (
             result.max_difference
             < result.tolerance
@@ -158,6 +158,18 @@ def test_of_two_servers_the_wrong_one_is_named(
         run_parity_gate(CONFIG, parts, 0)
 
 
+@pytest.mark.slow
+def test_requests_that_the_adapter_before_answers_are_counted_and_said(
+    parts: Parts, engine: Any
+) -> None:
+    """Of the trial adapter's sync two, and two of the sync that takes it back."""
+    engine("LoadsLate")
+    result = run_parity_gate(CONFIG, parts, 0)
+    assert result.late == result.to_json()["late"] == 4
+    told = "The engine answered 4 requests after a sync with the adapter before it"
+    assert told in result.line() and told in result.brief
+
+
 def test_completions_that_end_at_one_server_do_not_hide_another(parts: Parts, engine: Any) -> None:
     engine("SecondNeverEnds")
     inputs, prompts = gate_inputs(CONFIG, parts, 0, False), parts.prompts.batch(0, 2, 3)
@@ -206,11 +218,12 @@ def test_a_prompt_near_the_end_of_the_context_is_asked_for_what_is_left(
     assert len(place.token_ids) == len(prompt.token_ids) + 7
 
 
-def test_a_long_prompt_of_whole_prompts_leaves_room_for_its_completion(
-    parts: Parts, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("context", "tokens"), [(4096, 550), (560, 250)])
+def test_whole_prompts_fill_a_page_and_leave_room_for_the_completion(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, context: int, tokens: int
 ) -> None:
-    """Where text is sent; a server may have been started for the longest row alone."""
-    monkeypatch.setattr(type(parts.backend), "reach", (4096, 0))
+    """Where text is sent, to a server that takes the model's whole context."""
+    monkeypatch.setattr(type(parts.backend), "reach", (context, 0))
     able = replace(parts.backend.engine.capabilities, in_process=False, token_ids_in=False)
     monkeypatch.setattr(parts.backend.engine, "capabilities", able)
     inputs = replace(gate_inputs(CONFIG, parts, 0, False), longest_row=364)
@@ -218,7 +231,7 @@ def test_a_long_prompt_of_whole_prompts_leaves_room_for_its_completion(
     prompts = [replace(prompt, token_ids=np.full(size, 48, np.int32)) for size in (250, 300)]
     long = gate._long_prompt(inputs, prompts)
     (request,) = gate._requests(inputs, [long], gate._FEW_TOKENS, 0)
-    assert request.max_tokens == gate._FEW_TOKENS
+    assert len(long.token_ids) == tokens and request.max_tokens == gate._FEW_TOKENS
 
 
 def test_at_a_temperature_near_0_kept_counts_are_compared_without_overflow(parts: Parts) -> None:

@@ -270,6 +270,41 @@ def test_a_campaign_counts_its_runs_and_those_that_have_not_started(
     )
 
 
+def test_a_run_may_end_while_it_is_looked_at(
+    run: Path, sleeper: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own(run, sleeper)
+    owner, stat, looked = RunFolder(run).lock_owner, Path.stat, 0
+
+    def looks(path: Path, **how: bool) -> os.stat_result:
+        nonlocal looked
+        found = stat(path, **how)
+        looked += path == owner
+        if looked == 2:  # the first tells since when it has the lock
+            owner.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "stat", looks)
+    assert state_of(run) is State.RUNNING and not owner.exists()
+
+
+def test_a_run_may_save_while_its_seal_is_looked_at(
+    run: Path, sleeper: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own(run, sleeper)
+    state, read = RunFolder(run).trainer_state, Path.read_bytes
+
+    def saves(path: Path) -> bytes:
+        content = read(path)
+        if path == state:
+            state.write_text(json.dumps(json.loads(content) | {"step": 3}), encoding="utf-8")
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", saves)
+    (status,) = overview(run).all_runs
+    assert status.state is State.RUNNING and not status.note
+
+
 def test_a_campaign_that_has_just_begun_counts_the_steps_that_it_plans(tmp_path: Path) -> None:
     entries = [{"name": f"c_s{seed}", "condition": "c", "seed": seed} for seed in (1, 2)]
     (tmp_path / "manifest.json").write_text(json.dumps({"max_steps": 9, "runs": entries}))

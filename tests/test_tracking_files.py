@@ -128,6 +128,15 @@ def test_every_prefix_of_a_file_is_readable(tmp_path: Path) -> None:
         assert [line["step"] for line in read_jsonl(path)] == list(range(data[:cut].count(b"\n")))
 
 
+@pytest.mark.parametrize("line", ['{"loss": 1}', '{"step": true}', '{"step": -1}'])
+def test_a_line_without_a_step_is_named(tmp_path: Path, line: str) -> None:
+    """Its readers take the step of every line as given."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 0}}\n{line}\n', encoding="utf-8")
+    with pytest.raises(RunFailed, match=r"metrics.jsonl, line 2, has no step, which every line"):
+        list(read_jsonl(path))
+
+
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n{"st\n{"step": 2}\n')

@@ -112,7 +112,8 @@ class CampaignRecord:
         path = folder / MANIFEST
         content = read_object(path)
         try:
-            stored = _Stored.model_validate_json(json.dumps(content), strict=True)
+            own = {name: value for name, value in content.items() if name in _Stored.model_fields}
+            stored = _Stored.model_validate_json(json.dumps(own), strict=True)
         except ValidationError as error:
             raise no_campaigns_value(path, error) from error
         sha256 = ""

@@ -476,7 +476,10 @@ def no_campaigns_value(path: Path, error: "ValidationError", *above: str) -> Run
     problem = f"{place} = {str(first['input'])[:80]}, which no campaign wrote ({first['msg']})"
     if first["type"] == "missing":
         problem = f"no {place}, which every campaign writes"
-    return RunFailed(f"{path} has {problem}: the file was changed; put it back from a copy.")
+    return RunFailed(
+        f"{path} has {problem}: the file was changed, or another version of retrain wrote it; put"
+        " it back from a copy, or use that version."
+    )
 
 
 def campaign_runs(folder: Path) -> list[StoredRun]:

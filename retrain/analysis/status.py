@@ -5,6 +5,7 @@ stopped.
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import chain
@@ -263,15 +264,7 @@ def _read(run: StoredRun, now: float) -> RunStatus:
     recent = run.last_metrics(RECENT)
     last = recent[0] if recent else None
     step_time = _median([record.step_time_s for record in recent])
-    files = (
-        folder.metrics,
-        folder.evaluation,
-        folder.trainer_state,
-        folder.environment,
-        folder.lock_owner,
-        folder.config,
-    )
-    idle = max(0.0, now - max(path.stat().st_mtime for path in files if path.exists()))
+    idle = max(0.0, now - _last_written(folder, now))
     state = _state(run, writer, idle, step_time)
     max_steps = run.config.training.max_steps
     evaluation = run.final_evaluation
@@ -297,6 +290,25 @@ def _read(run: StoredRun, now: float) -> RunStatus:
         note=" ".join(filter(None, (run.damage, _attempts(run), _note(run, state, writer, idle)))),
         loss_note=untrained_line(untrained_streak(recent)) or (loss_note(last) if last else ""),
     )
+
+
+def _last_written(folder: RunFolder, now: float) -> float:
+    """When a run last wrote a file; `now` where all are gone since, as a run that begins anew has
+    them.
+    """
+    files = (
+        folder.metrics,
+        folder.evaluation,
+        folder.trainer_state,
+        folder.environment,
+        folder.lock_owner,
+        folder.config,
+    )
+    times = [now]
+    for path in files:
+        with suppress(FileNotFoundError):
+            times.append(path.stat().st_mtime)
+    return max(times[1:] or times)
 
 
 def _without_config(run: StoredRun, writer: Writer | None) -> RunStatus:

@@ -44,7 +44,7 @@ from retrain.errors import (
     RunFailed,
 )
 from retrain.install import install_hint
-from retrain.records.disk import path_error
+from retrain.records.disk import is_disk, path_error
 from retrain.records.redact import harmless
 from retrain.records.run_folder import OUTPUT, RunFolder
 from retrain.system import Json
@@ -168,12 +168,13 @@ class EndedJob:
     def kill(self) -> None: ...
 
 
-def unwritable(run: CampaignRun, error: OSError) -> RunOutcome:
-    """The outcome of a run whose output.log cannot be written."""
-    return RunOutcome(
-        Status.FAILED,
-        f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there",
-    )
+def not_started(run: CampaignRun, error: OSError) -> RunOutcome:
+    """The outcome of a run whose output.log cannot be written, or whose process cannot start."""
+    if is_disk(error):
+        reason = f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there"
+    else:
+        reason = str(path_error(error) or f"it cannot be started: {error.strerror}")
+    return RunOutcome(Status.FAILED, reason)
 
 
 class InProcess:
@@ -206,7 +207,7 @@ class InProcess:
             with output_to(run.folder), common_results(common_folder(run)):
                 outcome = perform(run.config)
         except OSError as error:
-            outcome = unwritable(run, error)
+            outcome = not_started(run, error)
         gc.collect()  # frees the optimizer and caches, which are in reference cycles
         return EndedJob(outcome)
 

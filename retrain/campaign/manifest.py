@@ -12,22 +12,26 @@ from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from retrain import __version__
 from retrain.analysis.planned import ALPHA, AnalysisPlan, CampaignRecord
-from retrain.analysis.runs import MANIFEST
+from retrain.analysis.runs import MANIFEST, no_campaigns_value
 from retrain.campaign.plan import RUNS, CampaignPlan, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
 from retrain.config.stored import campaign_command
-from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
+from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder, mark, writer_lock
 from retrain.records.terminal import clean
-from retrain.system import Json, toml_value
+from retrain.system import Json, read_object, toml_value
 
 LOGS = Path("logs")
 TIMESTAMP = "%Y%m%d_%H%M%S"
+_AS_WRITTEN = ConfigDict(extra="forbid")
+"""A manifest with a field that is not known is refused: to write it again would lose the field."""
 
 
 class Status(StrEnum):
@@ -47,6 +51,7 @@ class Status(StrEnum):
 class RunEntry:
     """One run. Times are ISO 8601 with the offset; null where there is none."""
 
+    __pydantic_config__ = _AS_WRITTEN
     name: str
     condition: str
     seed: int
@@ -66,6 +71,7 @@ class RunEntry:
 class Manifest:
     """The content of manifest.json."""
 
+    __pydantic_config__ = _AS_WRITTEN
     folder: Path
     timestamp: str
     """Local time of the start, YYYYMMDD_HHMMSS."""
@@ -115,18 +121,12 @@ class Manifest:
         """Read `folder`/manifest.json. Raises RunFailed for one that no campaign wrote."""
         path = folder / MANIFEST
         CampaignRecord.read(folder)  # checks the plan and the looks
+        text = json.dumps(read_object(path) | {"folder": str(folder)}, ensure_ascii=False)
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            runs = [
-                RunEntry(**entry | {"status": Status(entry["status"])})
-                for entry in values.pop("runs")
-            ]
-            return cls(folder=folder, runs=runs, **values)
-        except (ValueError, TypeError, KeyError) as error:
-            raise RunFailed(
-                f"{path} cannot be read ({error}): it was edited, or another version of retrain"
-                " wrote it."
-            ) from error
+            # A reason may quote half a character, which a model wrote and pydantic refuses.
+            return TypeAdapter(cls).validate_json(text.encode(errors="replace"), strict=True)
+        except ValidationError as error:
+            raise no_campaigns_value(path, error) from error
 
     def write(self) -> None:
         """Replace manifest.json atomically, credentials masked."""

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import datetime
 from pathlib import Path
 from signal import Signals
@@ -18,7 +18,7 @@ from retrain.analysis.runs import StoredRun
 from retrain.backends.base import backend_kind
 from retrain.campaign.board import Board
 from retrain.campaign.evidence import EvidenceRule
-from retrain.campaign.launch import InProcess, Job, Launcher, RunOutcome, share_devices, unwritable
+from retrain.campaign.launch import InProcess, Job, Launcher, RunOutcome, not_started, share_devices
 from retrain.campaign.manifest import Manifest, Status, analysis_plan, open_campaign
 from retrain.campaign.plan import (
     CampaignPlan,
@@ -296,7 +296,7 @@ class _Execution:
         try:
             self._jobs[slot] = (run, self._launcher.start(run, slot))
         except OSError as error:
-            self._record(run, unwritable(run, error))
+            self._record(run, not_started(run, error))
 
     def _compare_with_baseline(self, run: CampaignRun) -> None:
         """Say so, once for a condition, where the two runs of its first pair are one: what the
@@ -312,7 +312,11 @@ class _Execution:
             if not done or condition in self._told:
                 continue
             self._told.add(condition)
-            if are_the_same([(StoredRun(pair[0].folder), StoredRun(pair[1].folder))]):
+            same = 0
+            # The comparison at the end names a damaged file; other runs go on meanwhile.
+            with suppress(RetrainError):
+                same = are_the_same([(StoredRun(pair[0].folder), StoredRun(pair[1].folder))])
+            if same:
                 self._board.say(
                     f"{pair[0].name} is the same run as {pair[1].name}, byte for byte: what"
                     f" {condition} sets changed nothing here, or both trained on nothing."
@@ -410,7 +414,7 @@ class AutoSqueeze:
             self._due = True
             self._say(f"LoRA-Squeeze uses the next run instead: {error}")
             return
-        except RetrainError as error:
+        except (RetrainError, OSError) as error:
             self._say(f"LoRA-Squeeze failed; the campaign continues: {error}")
             return
         for line in squeezed.lines():

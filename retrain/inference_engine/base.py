@@ -130,7 +130,7 @@ class EngineCapabilities:
     the learner then recomputes the old log-probs. none: refused."""
     token_ids_in: bool = True
     """Prompts reach the model as token ids; False: as text, which the engine must check by encoding
-    it back."""
+    it back. The parity gate then joins whole prompts, past the run's longest row if need be."""
     token_ids_out: bool = True
     """The sampled ids come back; False is refused, since decoding and encoding again would train
     other tokens."""

@@ -52,7 +52,6 @@ class MAXDialect(VLLMDialect):
         server.facts |= {
             "base": base["id"],
             "context": base.get("max_model_len"),
-            "looked": True,
             "sleeps": False,
         }
 

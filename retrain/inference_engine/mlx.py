@@ -59,7 +59,6 @@ class MLXDialect(Dialect):
         """Sample one token: it loads the model, and shows that ids come back."""
         answer = await server.post(*self._completion("1", {"max_tokens": 1}))
         self.read_one(answer)
-        server.facts["looked"] = True
 
     # -- sampling ----------------------------------------------------------------------------------
 

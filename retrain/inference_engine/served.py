@@ -439,6 +439,8 @@ class ServedEngine(InferenceEngine):
                     " run; it was unloaded."
                 )
                 await self._unload(ServedAdapter(name, Path(folder)), server)
+        # Last: one that fails in between is looked at again before it serves.
+        server.facts["looked"] = True
 
     async def _prepare(self, server: Server) -> None:
         """Wake a server and give it the current adapter, which its own list confirms."""

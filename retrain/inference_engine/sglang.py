@@ -40,7 +40,7 @@ class SGLangDialect(Dialect):
 
     async def look(self, server: Server) -> None:
         base, *_ = (await server.get("/v1/models"))["data"]
-        server.facts |= {"context": base.get("max_model_len"), "looked": True}
+        server.facts["context"] = base.get("max_model_len")
 
     def call(
         self, request: SampleRequest, adapter: ServedAdapter | None, server: Server
@@ -59,7 +59,9 @@ class SGLangDialect(Dialect):
             "frequency_penalty": 0.0,
             "min_new_tokens": 0,
             "logit_bias": None,
-            "ignore_eos": True,
+            # It would switch stop_token_ids off too; without it the server's own end-of-sequence
+            # tokens count as well.
+            "ignore_eos": False,
             "stop_token_ids": self.eos_ids,
         }
         samples = range(request.first_sample, request.first_sample + request.count)
@@ -79,16 +81,14 @@ class SGLangDialect(Dialect):
 
     def _read_one(self, one: Json, prompt: int) -> ServedSample:
         """Read ids and log-probs from the same pairs, the sampled EOS among them; output_ids may
-        lack it.
+        lack it. An EOS that is the last token allowed is called a length.
         """
         about = one["meta_info"]
         check_prompt(about["prompt_tokens"], prompt)
         pairs = about["output_token_logprobs"]
-        return ServedSample(
-            [token for _, token, *_ in pairs],
-            [logprob for logprob, *_ in pairs],
-            has_stopped(about["finish_reason"]["type"]),
-        )
+        ids = [token for _, token, *_ in pairs]
+        stopped = has_stopped(about["finish_reason"]["type"]) or ids[-1] in self.eos_ids
+        return ServedSample(ids, [logprob for logprob, *_ in pairs], stopped)
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
         try:

@@ -81,7 +81,7 @@ class VLLMDialect(Dialect):
                 f'[inference] served_model = "{wanted}": {self.title} {server.url} has'
                 f" {', '.join(bases) or 'no model'}; name one of them."
             )
-        server.facts |= {"base": name, "context": bases[name].get("max_model_len"), "looked": True}
+        server.facts |= {"base": name, "context": bases[name].get("max_model_len")}
         if self.config.training.truncated:
             await self._check_kept_sets(server)
         server.facts["sleeps"] = False

@@ -109,13 +109,28 @@ def kv_bytes_per_token(model_config: Any, compute_bytes: int, kv_cache_dtype: st
     """Keys and values of one token over all layers of a transformers configuration; `compute_bytes`
     is the model dtype's item size.
     """
-    text = model_config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    per_head = {"auto": size * compute_bytes, "bf16": size * 2}.get(
-        kv_cache_dtype, size + _SCALE_BYTES
-    )
-    return int(2 * text.num_hidden_layers * heads * per_head)
+    return sum(_kv_bytes_by_layer(model_config, compute_bytes, kv_cache_dtype))
+
+
+def _kv_bytes_by_layer(model_config: Any, compute_bytes: int, kv_cache_dtype: str) -> list[int]:
+    """Keys and values of one token in each layer that has its own. In Gemma 4 layers differ in
+    their heads, and the last ones read those of a layer before them.
+    """
+    text, found = model_config.get_text_config(), []
+    count = text.num_hidden_layers
+    # transformers 5.12 has neither.
+    layers = getattr(text, "per_layer_config", [text] * count)
+    modes = getattr(text, "kv_sharing_modes", [None] * count)
+    for layer, mode in zip(layers, modes, strict=True):
+        if mode == "reuse":
+            continue
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        per_head = {"auto": size * compute_bytes, "bf16": size * 2}.get(
+            kv_cache_dtype, size + _SCALE_BYTES
+        )
+        found.append(2 * heads * per_head)
+    return found
 
 
 def plan_decode(
@@ -137,10 +152,7 @@ def plan_decode(
     """
     per_token = kv_bytes_per_token(model_config, compute_bytes, kv_cache_dtype)
     if kv_cache_dtype in _QUANTISED:
-        per_token += (
-            kv_bytes_per_token(model_config, compute_bytes)
-            // model_config.get_text_config().num_hidden_layers
-        )
+        per_token += max(_kv_bytes_by_layer(model_config, compute_bytes, "auto"))
     allowance = 1.0 if paged else _STORE_ALLOWANCE
     tokens = int(memory_bytes / (per_token * allowance))
     # Two pages may be full in part: the row's last, and its prompt's, which it has a copy of.

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from retrain.model.packed import dense_product
 from retrain.model.truncation import Cuts, KeptSets, keep_only
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
@@ -51,14 +52,9 @@ class Head:
         """[rows, V] logits of [rows, H] hidden states in float32; the product itself runs in the
         model's dtype, as the model's own does.
 
-        `out` [rows, V], of the model's dtype, is memory for the product.
+        `out` [rows, V], of the model's dtype, is memory that the product may use.
         """
-        weight = self.weight.t()
-        if self.bias is None:
-            product = torch.mm(hidden, weight, out=out)
-        else:
-            product = torch.addmm(self.bias, hidden, weight, out=out)
-        logits = product.float()
+        logits = dense_product(hidden, self.weight, self.bias, out).float()
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -266,7 +262,7 @@ class _Chunk:
         """[rows, H] from the gradient with respect to logits / T, [rows, V]."""
         if self.capped is not None and self.head.softcap is not None:
             gradient = gradient * (1 - (self.capped / self.head.softcap).square())
-        hidden_gradient = gradient.to(self.head.weight.dtype) @ self.head.weight
+        hidden_gradient = dense_product(gradient.to(self.head.weight.dtype), self.head.weight.T)
         return hidden_gradient.mul_(self.head.scale / self.temperature)
 
 

@@ -15,6 +15,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -181,6 +182,35 @@ def _scale(weight: Tensor) -> Tensor:
         torch.ones_like(exponent, dtype=torch.float32),
         (_EXPONENT - exponent).clamp(-_FARTHEST, _FARTHEST),
     )
+
+
+def dense_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """[N, O] of x [N, I], a weight [O, I], which may be a transposed view, and a bias [O]; without
+    gradient. `out` [N, O] is memory that it may use.
+
+    torch multiplies by MKL, which on AMD's processors takes 8 to 25% longer than oneDNN does with
+    the same weight, not packed (Zen 4, 341 to 1,109 rows of SmolLM2-135M's shapes).
+    """
+    if (
+        weight.dtype == torch.float32
+        and packs(weight.numel(), weight.device, weight.dtype)
+        and _is_amd()
+    ):
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return product
+    if out is None:
+        return F.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+@cache
+def _is_amd() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.is_file() and "AuthenticAMD" in cpuinfo.read_text("utf-8", errors="replace")
 
 
 @cache

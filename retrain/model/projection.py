@@ -22,6 +22,7 @@ from retrain.model.packed import (
     Float8Linear,
     FrozenProduct,
     PackedWeight,
+    dense_product,
     dequantised,
     kept_fit,
     kept_pack,
@@ -258,7 +259,7 @@ class Projection:
             return self.copy.product(x)
         if self.scale is not None:
             return self.scaled_product(x, self.weight, self.scale, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return dense_product(x, self.weight, self.bias)
 
     def gradients(
         self,
@@ -276,7 +277,7 @@ class Projection:
         """
         grad_x = None
         if wants_input:
-            grad_x = grad_output @ self.wide_weight
+            grad_x = dense_product(grad_output, self.wide_weight.T)
         none: list[Tensor | None] = [None] * (len(self.parameters) * self.adapted)
         if reduced is None:
             return grad_x, none

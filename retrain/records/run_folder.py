@@ -23,7 +23,7 @@ from retrain.records.checkpoint import step_folder
 from retrain.records.disk import delete, replace_file
 from retrain.records.jsonl import Extent, aside_of, truncate_to_size, truncate_to_step
 from retrain.records.state import TrainerState
-from retrain.system import read_object
+from retrain.system import object_of, read_object
 
 OUTPUT = "output.log"
 """Name of the file that keeps what a run prints."""
@@ -173,15 +173,16 @@ class RunFolder:
         While a run goes on the file may be longer; a run that has `ended` wrote nothing after it
         recorded the file.
         """
-        state = {}
-        if self.trainer_state.is_file():
-            state = read_object(self.trainer_state)
+        if not self.trainer_state.is_file():
+            return ""
+        text = self.trainer_state.read_bytes()  # once: a run that goes on replaces it
+        state = object_of(text, self.trainer_state)
         recorded = state.get("files")
         if not recorded:
             return ""
         # The state in the folder is a copy of its checkpoint's, so an edit of one of them shows.
         checkpoint = self.checkpoints / step_folder(state.get("step")) / self.trainer_state.name
-        if checkpoint.is_file() and checkpoint.read_bytes() != self.trainer_state.read_bytes():
+        if checkpoint.is_file() and checkpoint.read_bytes() != text:
             return f"{self.trainer_state.name} differs from the one in {checkpoint.parent.name}"
         values = None
         if isinstance(recorded, dict):

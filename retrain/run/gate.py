@@ -28,8 +28,15 @@ from retrain.environments.loading import environment_code
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream
+from retrain.records.terminal import counted
 from retrain.rewards import Scorer, ScoreRequest, gold_response
-from retrain.run.gate_causes import ServedAdapters, learned_adapters, likely_cause
+from retrain.run.gate_causes import (
+    ServedAdapters,
+    effect_of,
+    late_requests,
+    learned_adapters,
+    likely_cause,
+)
 from retrain.run.gate_fits import (
     GateInputs,
     GateSample,
@@ -129,6 +136,9 @@ class GateResult:
     suspected: str = ""
     """A warning, in half precision: two looks each found a small group of layers whose effect is
     off. It is the second look's, whose group need not be the first's."""
+    late: int = 0
+    """Requests after a sync that the engine answered with the adapter before it, in looks after
+    which another found its own."""
 
     def to_json(self) -> dict[str, float | int | str | None]:
         return asdict(self)
@@ -140,7 +150,18 @@ class GateResult:
         if self.max_difference is not None:
             apart = self.mean_difference if self.half_precision else self.max_difference
             found = f"engine and learner agree to {apart:.1e} nats"
-        return f"gate: {found}, gold answers {self.gold} {self.suspected}".rstrip()
+        return f"gate: {found}, gold answers {self.gold} {self._warnings}".rstrip()
+
+    @property
+    def _warnings(self) -> str:
+        late = ""
+        if self.late:
+            late = (
+                f"The engine answered {counted(self.late, 'request')} after a sync with the adapter"
+                " before it, and only then with its own: each step would begin so, and learn from"
+                " it; check how it loads adapters."
+            )
+        return f"{self.suspected} {late}".strip()
 
     def line(self) -> str:
         if self.max_difference is None:
@@ -165,7 +186,7 @@ class GateResult:
             ends = "EOS is trained (no completion could be made to end)"
         return (
             f"Parity gate passed: engine and learner agree to {found}, {effect}, {ends}, gold"
-            f" answers score: {self.gold}. {self.suspected}"
+            f" answers score: {self.gold}. {self._warnings}"
         ).rstrip()
 
 
@@ -200,7 +221,7 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         _sync(inputs)
     when = "after the first step's adapter was synced, " if inputs.trained else ""
     sampled = _first_look(inputs, asked if trial is None else few, when)
-    inputs = sampled.inputs
+    inputs, late = sampled.inputs, sampled.late
     # 3. They agree under an adapter that shows, and again after it was taken back.
     found, effect, suspected = agreement(sampled), None, ""
     if trial is not None:
@@ -209,11 +230,7 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
             _sync(inputs)
             sampled, effect, suspected = _with_trial_adapter(inputs, trial, strength, asked)
             found = agreement(sampled)
-        _sync(inputs)
-        if not inputs.in_process:
-            served = {"the trial adapter": (trial, strength)}
-            when = "after the trial adapter was taken back, "
-            _compare(inputs, few, _FEW_TOKENS, when, served)
+        late += sampled.late + _late_after_trial(inputs, trial, strength, few)
     # 4. The end of a completion is trained, and completions are equal only by chance.
     _check_eos(inputs, prompts[0])
     _check_drawn_alone(inputs, prompts[0])
@@ -230,7 +247,22 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         rounding=found.rounding,
         endings=endings,
         suspected=suspected,
+        late=late,
     )
+
+
+def _late_after_trial(
+    inputs: GateInputs, trial: TrialAdapter, strength: float, few: Sequence[Prompt]
+) -> int:
+    """Sync the adapter that the trial gave back, and look at it where the engine has a copy; return
+    the requests that the trial adapter still answered.
+    """
+    _sync(inputs)
+    if inputs.in_process:
+        return 0
+    served = {"the trial adapter": (trial, strength)}
+    when = "after the trial adapter was taken back, "
+    return _compare(inputs, few, _FEW_TOKENS, when, served).late
 
 
 def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
@@ -307,14 +339,21 @@ def _compare(
     """Sample and compare. Raises RunFailed if every look finds a fault; `served` are adapters that
     the engine may serve by mistake.
     """
+    seen = list[GateSample]()
 
     def looks() -> Iterator[tuple[GateSample, Findings]]:
         for look in range(_LOOKS):
             sampled = _sampled(inputs, prompts, max_tokens, look)
+            seen.append(sampled)
             parts = sampled.by_server().items()
             yield sampled, {server: fault(_fault(part, when, served)) for server, part in parts}
 
-    return first_sound(looks())
+    sound = first_sound(looks())
+    if len(seen) == 1:
+        return sound
+    before = (served or learned_adapters(sound)).values()
+    late = [late_requests(one, [effect_of(one, *adapter) for adapter in before]) for one in seen]
+    return replace(sound, late=sum(late))
 
 
 @dataclass(frozen=True)
@@ -333,9 +372,16 @@ def _with_trial_adapter(
     """As `_compare`, under the trial adapter, which the engine serves; return its effect in nats
     too, and a warning of what does not stop the run, if two looks find such.
     """
-    look = partial(_trial_look, inputs, trial, strength, prompts)
-    seen = first_sound((each, each.findings) for each in map(look, range(_LOOKS)))
-    warnings = list[str]()
+    look, looks = partial(_trial_look, inputs, trial, strength, prompts), list[_TrialLook]()
+
+    def findings() -> Iterator[tuple[_TrialLook, Findings]]:
+        for number in range(_LOOKS):
+            looks.append(look(number))
+            yield looks[-1], looks[-1].findings
+
+    seen, warnings = first_sound(findings()), list[str]()
+    late = [_late(trial, strength, each.sampled) for each in looks if each is not seen]
+    sampled = replace(seen.sampled, late=sum(late)) if late else seen.sampled
     if any(seen.findings.values()):
         again = look(_LOOKS).findings
         warnings = [
@@ -344,7 +390,15 @@ def _with_trial_adapter(
             for one in found
             if not one.stops
         ]
-    return seen.sampled, seen.effect, next(iter(warnings), "")
+    return sampled, seen.effect, next(iter(warnings), "")
+
+
+def _late(trial: TrialAdapter, strength: float, sampled: GateSample) -> int:
+    """Count the requests that were answered without the trial adapter, which is set again."""
+    trial.set(0.0)
+    without = np.concatenate(sampled.inputs.learner_logprobs(sampled.rows))
+    trial.set(strength)
+    return late_requests(sampled, [without - np.concatenate(sampled.learner)])
 
 
 def _trial_look(
@@ -565,10 +619,10 @@ def _requests(
 
 def _positions(inputs: GateInputs) -> int:
     """Return the number of tokens that prompt and completion may have together: in the model's
-    context, and in the length for which a server was started.
+    context, and in the length for which a server was started. MLX-LM's, which takes text, has none.
     """
     positions, _ = inputs.backend.reach
-    if not inputs.in_process:
+    if not inputs.in_process and inputs.backend.engine.capabilities.token_ids_in:
         positions = min(positions, max(inputs.longest_row, _SERVED_ROOM))
     return positions
 

@@ -2,7 +2,8 @@
 explains the differences, and no other does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +49,7 @@ def likely_cause(sampled: GateSample, served: ServedAdapters) -> str:
     if len(difference) < _MIN_TOKENS or not np.isfinite(difference).all():
         return UNCLEAR
     explained = {
-        name: _share(difference, _effect(sampled, change, strength))
+        name: _share(difference, effect_of(sampled, change, strength))
         for name, (change, strength) in served.items()
     }
     # Two of them are one adapter after the first step, and nothing separates them.
@@ -72,12 +73,27 @@ def likely_cause(sampled: GateSample, served: ServedAdapters) -> str:
     return UNCLEAR
 
 
-def _effect(sampled: GateSample, change: TrialAdapter, strength: float) -> npt.NDArray[np.float64]:
+def effect_of(
+    sampled: GateSample, change: TrialAdapter, strength: float
+) -> npt.NDArray[np.float64]:
     """[n] how log-probs under the changed adapter differ from the learner's own."""
     with change:
         change.set(strength)
         other = sampled.inputs.learner_logprobs(sampled.rows)
     return np.concatenate(other).astype(np.float64) - np.concatenate(sampled.learner)
+
+
+def late_requests(sampled: GateSample, effects: Sequence[npt.NDArray[Any]]) -> int:
+    """Count the requests whose completions have the log-probs of an adapter before the learner's;
+    `effects` [n] say how those differ from the learner's.
+    """
+    named = _NAMED_HALF if sampled.inputs.half_precision else _NAMED
+    difference = np.concatenate(sampled.differences).astype(np.float64)
+    request = np.repeat(
+        [row.group for row in sampled.rows], [row.num_actions for row in sampled.rows]
+    )
+    own = [request == number for number in np.unique(request)]
+    return sum(any(_share(difference[of], effect[of]) >= named for effect in effects) for of in own)
 
 
 def _share(difference: npt.NDArray[np.float64], explained: npt.NDArray[np.float64]) -> float:

@@ -145,6 +145,8 @@ class GateSample:
     """The rows after the long prompt."""
     servers: Sequence[str] = ()
     """The address of the server behind each row; none where no server sampled."""
+    late: int = 0
+    """Requests, of this look and those before it, that were answered with the adapter before."""
 
     def by_server(self) -> dict[str, "GateSample"]:
         """The completions of each server by its address, "" where none sampled. Each is judged by

@@ -206,7 +206,7 @@ class PrimeEngine(ServedEngine):
 
     async def _prepare(self, server: Server) -> None:
         if "looked" not in server.facts:
-            await self._dialect.look(server)
+            await self._look(server)
         if self._adapter is not None:
             await self._dialect.load(server, self._adapter)
 
