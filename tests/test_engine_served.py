@@ -243,6 +243,13 @@ def test_the_gate_stops_a_server_that_samples_from_another_policy(
         pass_gate(parts, served(tmp_path, server.url, training={"temperature": 0.7}))
 
 
+def test_log_probs_before_the_temperature_are_right_at_1(
+    tmp_path: Path, parts: Parts, server: VLLMDouble
+) -> None:
+    server.raw = True
+    pass_gate(parts, served(tmp_path, server.url, training={"temperature": 1.0}))
+
+
 @pytest.mark.parametrize(
     ("fault", "error", "told"),
     [

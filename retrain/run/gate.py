@@ -663,7 +663,7 @@ def _check_endings(sampled: GateSample, prompts: Sequence[Prompt]) -> int:
     if _ENDINGS * first[2] < 1:
         return ended
     places = enumerate(_ending_places(sampled, prompts, first))
-    return ended + first_sound(_ending_look(look, *place) for look, place in places)
+    return ended + first_sound(_ending_look(sampled.inputs, look, *place) for look, place in places)
 
 
 EndingPlace = tuple[GateInputs, Prompt, float]
@@ -672,9 +672,11 @@ temperature of the inputs."""
 
 
 def _ending_look(
-    look: int, inputs: GateInputs, place: Prompt, probability: float
+    own: GateInputs, look: int, inputs: GateInputs, place: Prompt, probability: float
 ) -> tuple[int, Findings]:
-    """Sample one token at a place many times; return how many are EOS, and what is wrong."""
+    """Sample one token at a place many times; return how many are EOS, and what is wrong. `own` has
+    the run's temperature.
+    """
     request = _probe(inputs, place, _ENDINGS, 1, look)
     probes = _scored(inputs, [place], _ask(inputs, [request]))
     surely_kept = probability > 0.5 or not inputs.truncation.active
@@ -682,6 +684,11 @@ def _ending_look(
     findings = {}
     for server, part in probes.by_server().items():
         sentence = _disagreement(part, _ENDING)
+        # Log-probs before the temperature are right for a run at 1. Tokens other than EOS tell them
+        # from an EOS whose log-prob is always 0.
+        if sentence and own.temperature == 1 and _ended(part) < len(part.rows):
+            at_one = replace(part, inputs=own, learner=own.learner_logprobs(part.rows))
+            sentence = _disagreement(at_one, _ENDING)
         if expected and not _ended(part):
             sentence = (
                 f"Parity gate: none of {_ENDINGS} completions ended, where by the learner the"
