@@ -488,10 +488,12 @@ def _disagreement(sampled: GateSample, when: str, served: ServedAdapters | None 
             change = "set [inference] dtype to [model] dtype, or report it"
         advice = f"the ratio would be wrong, so {inputs.consequence}; {change}"
     else:
-        dtype = "" if inputs.dtype_set else ", and its dtype: [inference] dtype says it"
+        same = "model, tokenizer and dtype, which [inference] dtype says"
+        if inputs.dtype_set:
+            same = "model and tokenizer"
         advice = (
-            f"so {inputs.consequence}; check that the server has the same model and"
-            f" tokenizer{dtype}"
+            f"so {inputs.consequence}; check that the server has the same {same}, and that it"
+            " samples with no temperature, top_p or penalty of its own"
         )
     own = ""
     if found.rounding is not None:
