@@ -31,6 +31,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.slow
 def test_a_forked_command_has_what_a_started_one_has(tmp_path: Path) -> None:
     (tmp_path / "beside.py").touch()
     (tmp_path / "folder").mkdir()

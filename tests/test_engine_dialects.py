@@ -92,13 +92,9 @@ def request(ids: Any = range(40, 60), count: int = 2, **changes: Any) -> SampleR
 # -- all of them -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "steps"),
-    [
-        ("HastySGLang", 1),
-        pytest.param("HastyMLX", 2, marks=pytest.mark.slow),
-        pytest.param("HastyMAX", 1, marks=pytest.mark.slow),
-    ],
+    ("engine", "steps"), [("HastySGLang", 1), ("HastyMLX", 2), ("HastyMAX", 1)]
 )
 def test_a_run_at_another_temperature_than_1_passes_the_gate_and_stays_on_policy(
     engine: str, steps: int, tmp_path: Path

@@ -69,6 +69,7 @@ def wandb_rows(log: Path, key: str) -> list[list[Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_in_wandb_holds_its_names_its_numbers_and_every_completion(tmp_path: Path) -> None:
     logging = {
         "wandb_project": "sums",
