@@ -7,9 +7,11 @@ It is the step of step.py: 4 prompts x 8 completions x 128 tokens. The learner's
 forward and one for the gradient of the input, over every token of a prompt once and of all its
 completions; the head's over the completions alone. The sampler's are over one token of each row, for
 every token that is drawn, with the weights of all layers in turn, so that they come from memory.
-The adapter, attention, norms, the draw, the loss and the optimizer are left out. Operators: `linear`
-packs the weight at every call, oneDNN's and FBGEMM's read one packed before, in float32 and (where
-16 bits hold the weights, as of a published model) in float16.
+The adapter, attention, norms, the draw, the loss and the optimizer are left out.
+
+Operators: `linear`, which is MKL's on x86 and packs the weight at every call; oneDNN's, for the
+learner from the weight as it is, for the sampler packed before; and for the sampler FBGEMM's in
+float16, where 16 bits hold the weights, as of a published model.
 """
 
 import argparse
@@ -77,7 +79,10 @@ def main() -> None:
                 f" {bandwidth:.1f} GB/s."
             ),
             f"**Learning: {learned:.1f} s.** Forward, and the gradient of the input:",
-            table(["weights", "GFLOP/s, least and most by rows", "seconds of a step"], learning),
+            table(
+                ["weights", *(f"{name}, GFLOP/s" for name in LEARNERS), "seconds of a step"],
+                learning,
+            ),
             f"**Sampling: {sampled:.1f} s.** Milliseconds of one token of all {rows} rows:",
             table(["weights", *OPERATORS, "GFLOP/s of the fastest"], sampling),
         ],
@@ -107,18 +112,33 @@ def learner(
     lines, total = [], 0.0
     for shape in shapes:
         weight = torch.randn(shape.outputs, shape.inputs)
-        per_token = {}
-        for rows in ROWS:
-            x, grad = torch.randn(rows, shape.inputs), torch.randn(rows, shape.outputs)
-            forward = seconds(lambda x=x, weight=weight: F.linear(x, weight), repeats)
-            backward = seconds(lambda grad=grad, weight=weight: grad @ weight, repeats)
-            per_token[rows] = (forward + backward) / rows
-        rates = [4e-9 * shape.outputs * shape.inputs / one for one in per_token.values()]
+        per_token = [
+            min(_both_ways(product, weight, rows, repeats) / rows for rows in ROWS)
+            for product in LEARNERS.values()
+        ]
         tokens = completion_tokens + (0 if shape.layers == 1 else prompt_tokens)
-        needed = min(per_token.values()) * tokens * shape.layers
+        needed = min(per_token) * tokens * shape.layers
         total += needed
-        lines.append([shape.name, f"{min(rates):.0f}, {max(rates):.0f}", f"{needed:.2f}"])
+        rates = [4e-9 * shape.outputs * shape.inputs / one for one in per_token]
+        lines.append([shape.name, *(f"{rate:.0f}" for rate in rates), f"{needed:.2f}"])
     return lines, total
+
+
+LEARNERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "`linear`": F.linear,
+    "oneDNN": lambda x, weight: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""),
+}
+"""Of [N, I] and [O, I], which may be a transposed view."""
+
+
+def _both_ways(
+    product: Callable[[Tensor, Tensor], Tensor], weight: Tensor, rows: int, repeats: int
+) -> float:
+    """Seconds of the forward product and of the one for the gradient of its input."""
+    outputs, inputs = weight.shape
+    x, grad = torch.randn(rows, inputs), torch.randn(rows, outputs)
+    forward = seconds(lambda: product(x, weight), repeats)
+    return forward + seconds(lambda: product(grad, weight.T), repeats)
 
 
 def _plain(weight: Tensor) -> Product:
