@@ -59,8 +59,8 @@ class Rule:
         return max(2, seeds_to_conclude(self))
 
     def out_of_reach(self, effect: float, sd: float) -> bool:
-        """Return True if finding the effect takes more than MAX_SEEDS seeds; `sd` is that of the
-        paired differences.
+        """Return True if more than MAX_SEEDS seeds are needed to find the effect; `sd` is the
+        standard deviation of the paired differences.
         """
         return self.normal_seeds(effect, sd) > MAX_SEEDS
 
@@ -75,8 +75,8 @@ _ALONE = Rule()
 
 
 def seeds_to_conclude(rule: Rule = _ALONE) -> int:
-    """Fewest pairs with which any contrast of a family can be significant; at looks, if the other
-    contrasts have no evidence either way.
+    """Return the fewest pairs with which a contrast of a family can be significant. For a campaign
+    with looks, that is where the other contrasts have no evidence for or against.
     """
     family, alpha = rule.comparisons, rule.alpha
     if rule.correction == "evidence":

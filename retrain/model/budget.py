@@ -106,15 +106,16 @@ def most_new_tokens(training: "Training", evaluation: "Evaluation") -> int:
 
 
 def kv_bytes_per_token(model_config: Any, compute_bytes: int, kv_cache_dtype: str = "auto") -> int:
-    """Keys and values of one token over all layers of a transformers configuration; `compute_bytes`
-    is the model dtype's item size.
+    """Return the bytes of one token's keys and values in all layers of a transformers
+    configuration; `compute_bytes` are those of one number in the model's dtype.
     """
     return sum(_kv_bytes_by_layer(model_config, compute_bytes, kv_cache_dtype))
 
 
 def _kv_bytes_by_layer(model_config: Any, compute_bytes: int, kv_cache_dtype: str) -> list[int]:
-    """Keys and values of one token in each layer that has its own. In Gemma 4 layers differ in
-    their heads, and the last ones read those of a layer before them.
+    """Return the bytes of one token's keys and values in each layer that stores them. In Gemma 4
+    the number and the size of heads differ by layer, and the last layers store none: they read
+    those of an earlier layer.
     """
     text, found = model_config.get_text_config(), []
     count = text.num_hidden_layers

@@ -190,8 +190,8 @@ def dense_product(
     """[N, O] of x [N, I], a weight [O, I], which may be a transposed view, and a bias [O]; without
     gradient. `out` [N, O] is memory that it may use.
 
-    torch multiplies by MKL, which on AMD's processors takes 8 to 25% longer than oneDNN does with
-    the same weight, not packed (Zen 4, 341 to 1,109 rows of SmolLM2-135M's shapes).
+    torch multiplies by MKL, which on AMD's processors takes 8 to 17% longer than oneDNN does with
+    the same weight, not packed (Zen 4, SmolLM2-135M's shapes, `benchmarks/floor.py`).
     """
     if (
         weight.dtype == torch.float32

@@ -241,8 +241,8 @@ def _trial_problem(config: TrainConfig, make: Callable[[], Control]) -> str:
 
 
 def _record(step: int) -> StepRecord:
-    """Return a made-up record with a number in every field; its tables are null, as those of a step
-    that trains nothing.
+    """Return a made-up record of a step, with a number in each field that holds one. The other
+    fields are null, as where a step trains nothing.
     """
     known = {one.name: 0.5 / (step + 1) for one in fields(StepRecord) if "better" in one.metadata}
     return StepRecord(**{**known, "step": step, "condition": "made up"})  # type: ignore[arg-type]  # integers too

@@ -144,13 +144,14 @@ class GateSample:
     long: frozenset[int] = frozenset()
     """The rows after the long prompt."""
     servers: Sequence[str] = ()
-    """The address of the server behind each row; none where no server sampled."""
+    """The address of the server that sampled each row; empty where none did."""
     late: int = 0
-    """Requests, of this look and those before it, that were answered with the adapter before."""
+    """How many requests, of this look and earlier ones, the engine answered with an adapter that
+    was no longer the newest."""
 
     def by_server(self) -> dict[str, "GateSample"]:
-        """The completions of each server by its address, "" where none sampled. Each is judged by
-        its own: those of sound ones would hide a fault.
+        """The completions of each server by its address; all of them as "" where no server sampled.
+        Judged together, those of sound servers would hide the fault of one.
         """
         addresses = sorted({*self.servers}) or [""]
         if len(addresses) == 1:

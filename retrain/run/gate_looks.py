@@ -1,8 +1,8 @@
-"""The parity gate's looks, each with its own noise: a server is at fault if every look that it
-answered finds it so.
+"""The parity gate samples and compares up to several times, with other noise each time: these are
+its looks. A server is at fault if every look in which it answered finds a fault.
 
-Each server is judged by its own completions, as if it were the only one: among those of sound
-servers a fault would be a small share.
+Each server is judged by its own completions alone: among those of all servers, a fault of one would
+be a small share.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,13 +18,13 @@ Seen = TypeVar("Seen")
 
 
 def fault(sentence: str) -> list[Suspect]:
-    """What is wrong without a cause that explains it; nothing for ""."""
+    """The sentence as the only finding, with no known cause; no finding for "", a sound server."""
     return [Suspect(0.0, sentence)] if sentence else []
 
 
 def first_sound(looks: Iterable[tuple[Seen, Findings]]) -> Seen:
-    """Return what was seen in the first look in which every server is sound, or was in a look
-    before. Raises RunFailed if there is none.
+    """Take looks until each server of the newest was sound in it or in an earlier one, and return
+    what the newest saw. Raises RunFailed if the looks end before.
     """
     before = list[Findings]()
     for seen, findings in looks:
