@@ -13,6 +13,8 @@ from retrain.campaign.board import Board, read_progress
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, plan_campaign
 from retrain.config import config_from_mapping
+from retrain.errors import EnvironmentFailure
+from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
 from retrain.records.jsonl import JsonlWriter
 from retrain.records.run_folder import RunFolder
@@ -168,6 +170,27 @@ def test_a_campaign_outlives_the_reader_of_what_it_prints(
         assert board._thread and board._thread.is_alive()
     board.say("a line below it")
     assert "Stopping" not in out.getvalue()
+
+
+def test_a_full_disk_under_what_a_campaign_prints_is_named(
+    campaign: tuple[CampaignPlan, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("REFRESH_S", "LINES_EVERY_S"):
+        monkeypatch.setattr(f"retrain.campaign.board.{name}", 0.01)
+    plan, manifest = campaign
+    entry = manifest.runs[0]
+    entry.status = Status.RUNNING
+    write_steps(plan.folder / entry.dir, 1)
+    out = Left(terminal=False)
+    out.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        pytest.raises(EnvironmentFailure, match=r"^Standard output cannot be written: No space"),
+        writing_to(plan.folder, "continue"),
+        Board(plan, manifest, workers=1, out=out) as board,
+    ):
+        board._closing.wait(0.1)
+        assert board._said and board._thread and board._thread.is_alive()
+        board.say("a line")
 
 
 def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(

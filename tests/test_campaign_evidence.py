@@ -211,6 +211,23 @@ def test_a_manifest_that_cannot_be_written_is_told_and_the_runs_go_on(
     assert len(said) == 1
 
 
+def test_a_manifest_that_lacks_the_last_change_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A campaign that a signal ends does not write it once more."""
+    plan, launcher = planned(tmp_path / "c", stop="seeds", max_seeds=0), Simulated(BETTER)
+
+    def write(manifest: Manifest) -> None:
+        if all(entry.status is Status.DONE for entry in manifest.runs):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        whole(manifest)
+
+    whole = Manifest.write
+    monkeypatch.setattr(Manifest, "write", write)
+    (line,) = execute(plan, launcher)
+    assert "manifest.json cannot be written (Permission denied)" in line
+
+
 def test_a_damaged_file_of_a_run_that_is_done_stops_no_other(tmp_path: Path) -> None:
     """Its pair is looked at as soon as both have ended."""
     plan, launcher = planned(tmp_path / "c", stop="seeds", max_seeds=0), Simulated(BETTER)

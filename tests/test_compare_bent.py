@@ -442,6 +442,14 @@ def test_a_run_that_still_writes_may_be_longer_than_its_seal(
     assert "sha256" not in capsys.readouterr().out
 
 
+def test_a_manifest_that_was_cut_is_called_damaged_not_absent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "manifest.json").write_text('{"runs": [')
+    assert main(["compare", str(tmp_path)]) == 1
+    assert "manifest.json is not valid JSON" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     "section", [[], {"conditions": "x"}, {"grid": [1]}, {"conditions": [{"label": "a b"}]}]
 )

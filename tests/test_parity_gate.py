@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import faulty_engines
@@ -18,7 +19,7 @@ from runs import lines, small, small_run
 from retrain import train
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run import gate, gate_fits
-from retrain.run.gate_causes import UNCLEAR, likely_cause
+from retrain.run.gate_causes import UNCLEAR, late_requests, likely_cause
 from retrain.run.gate_looks import fault as fault_of
 from retrain.run.gate_looks import first_sound
 from retrain.run.identical import chance_of_identical
@@ -168,6 +169,16 @@ def test_requests_that_the_adapter_before_answers_are_counted_and_said(
     assert result.late == result.to_json()["late"] == 4
     told = "The engine answered 4 requests after a sync with the adapter before it"
     assert told in result.line() and told in result.brief
+
+
+def test_a_request_that_tells_two_adapters_not_apart_is_not_late() -> None:
+    """Where the model is sure, log-probs are 0 under both."""
+    sampled: Any = SimpleNamespace(
+        inputs=SimpleNamespace(half_precision=False),
+        rows=[SimpleNamespace(group=0, num_actions=2), SimpleNamespace(group=1, num_actions=1)],
+        differences=[np.zeros(2, np.float32), np.full(1, 0.5, np.float32)],
+    )
+    assert late_requests(sampled, [np.array([0.0, 0.0, 0.5])]) == 1
 
 
 def test_completions_that_end_at_one_server_do_not_hide_another(parts: Parts, engine: Any) -> None:

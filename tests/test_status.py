@@ -316,6 +316,18 @@ def test_a_campaign_that_has_just_begun_counts_the_steps_that_it_plans(tmp_path:
     assert "2 runs (2 pending), step 0 of 18" in "\n".join(printed_lines(overview(tmp_path)))
 
 
+def test_a_campaign_whose_manifest_was_cut_is_named_beside_its_runs(
+    finished: Path, tmp_path: Path
+) -> None:
+    folder = campaign(tmp_path / "campaign", finished)
+    manifest = folder / "manifest.json"
+    runs = len(list((folder / "runs").iterdir()))
+    manifest.write_bytes(manifest.read_bytes()[:40])
+    damaged, *others = overview(tmp_path).runs
+    assert damaged.state is State.UNREADABLE and "manifest.json is not valid JSON" in damaged.note
+    assert len(others) == runs and all(run.state is not State.UNREADABLE for run in others)
+
+
 def test_what_is_left_of_a_campaign_is_shared_by_the_runs_that_run(
     finished: Path, tmp_path: Path, sleeper: int
 ) -> None:

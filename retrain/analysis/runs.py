@@ -444,6 +444,15 @@ def is_campaign(folder: Path) -> bool:
         return False
 
 
+def no_campaign(folder: Path) -> str:
+    """Why a folder is no campaign's, as the beginning of a sentence. Raises RunFailed for a damaged
+    manifest.
+    """
+    if (folder / MANIFEST).is_file():
+        read_object(folder / MANIFEST)
+    return f"{folder} is not a campaign (it has no {MANIFEST} with runs)"
+
+
 def is_run(folder: Path) -> bool:
     """True for a folder with a configuration that is not what `retrain eval` wrote."""
     if not RunFolder(folder).config.is_file():
@@ -489,10 +498,7 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
     """
     manifest = folder / MANIFEST
     if not is_campaign(folder):
-        raise ConfigurationError(
-            f"{folder} is not the folder of a campaign (no {MANIFEST} with runs); name a campaign's"
-            " folder."
-        )
+        raise ConfigurationError(f"{no_campaign(folder)}; name a campaign's folder.")
     entries = read_object(manifest).get("runs")
     if not isinstance(entries, list):
         raise RunFailed(f"{manifest} lists no runs: the file was changed or the disk is damaged.")

@@ -207,6 +207,7 @@ class _Execution:
             for run in self._plan.runs:
                 if self._manifest[run.name].status is Status.RUNNING:
                     self._manifest.ended(run.name, Status.INTERRUPTED, "Stopped at once.")
+        self._say_notes()
         number = self._interrupts.stopped_by
         if number is not None:
             again = campaign_command(self._plan.config, self._plan.folder)

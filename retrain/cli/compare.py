@@ -182,7 +182,7 @@ def _compare(
     budget: "Budget | None",
 ) -> "Comparison":
     from retrain.analysis.compare import compare_campaign, compare_runs
-    from retrain.analysis.runs import is_campaign, stored_run
+    from retrain.analysis.runs import is_campaign, no_campaign, stored_run
 
     first = baseline[0] if baseline else None
     refuse_two_baselines(control, first)
@@ -212,9 +212,7 @@ def _compare(
             if control
             else "runs need --baseline RUN... to be compared with"
         )
-        raise ConfigurationError(
-            f"{targets[0]} is not a campaign (it has no manifest.json with runs), and {needs}."
-        )
+        raise ConfigurationError(f"{no_campaign(targets[0])}, and {needs}.")
     return compare_runs(
         [stored_run(target) for target in targets],
         [stored_run(Path(run)) for run in baseline],

@@ -121,7 +121,9 @@ def check_server_url(text: str) -> str:
     try:
         httpx.URL(text)
     except httpx.InvalidURL as error:
-        raise refuse(f"names a host that no request can reach ({error})") from error
+        raise refuse(
+            f"names a host that no request can reach ({error}), unlike http://127.0.0.1:8000"
+        ) from error
     return text
 
 

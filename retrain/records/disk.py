@@ -67,11 +67,14 @@ def is_reader_gone(error: OSError) -> bool:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Ignore a reader of standard output that goes away (`| head`, a closed terminal)."""
+    """Ignore a reader of standard output that goes away (`| head`, a closed terminal); any other
+    error gets its name.
+    """
     try:
         yield
     except OSError as error:
         if not is_reader_gone(error):
+            error.filename = "Standard output"  # a full disk under `> log.txt`, and no other
             raise
 
 

@@ -97,6 +97,8 @@ def late_requests(sampled: GateSample, effects: Sequence[npt.NDArray[Any]]) -> i
 
 
 def _share(difference: npt.NDArray[np.float64], explained: npt.NDArray[np.float64]) -> float:
-    """Return the part of the difference's sum of squares that is explained; below 0 if it grows."""
-    rest = difference - explained
-    return 1 - float(rest @ rest) / max(float(difference @ difference), 1e-30)
+    """Return the part of the difference's sum of squares that is explained: below 0 if it grows, 0
+    where nothing differs.
+    """
+    rest, whole = difference - explained, float(difference @ difference)
+    return (whole - float(rest @ rest)) / max(whole, 1e-30)
