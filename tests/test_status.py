@@ -270,17 +270,22 @@ def test_a_campaign_counts_its_runs_and_those_that_have_not_started(
     )
 
 
+@pytest.mark.parametrize("ends", ["before", "after"])
 def test_a_run_may_end_while_it_is_looked_at(
-    run: Path, sleeper: int, monkeypatch: pytest.MonkeyPatch
+    run: Path, sleeper: int, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
+    """Just before or just after the look at when it last wrote its lock."""
     own(run, sleeper)
     owner, stat, looked = RunFolder(run).lock_owner, Path.stat, 0
 
     def looks(path: Path, **how: bool) -> os.stat_result:
         nonlocal looked
-        found = stat(path, **how)
         looked += path == owner
-        if looked == 2:  # the first tells since when it has the lock
+        # The first look tells since when it has the lock.
+        if looked == 2 and ends == "before":
+            owner.unlink(missing_ok=True)
+        found = stat(path, **how)
+        if looked == 2:
             owner.unlink(missing_ok=True)
         return found
 
@@ -309,6 +314,18 @@ def test_a_campaign_that_has_just_begun_counts_the_steps_that_it_plans(tmp_path:
     entries = [{"name": f"c_s{seed}", "condition": "c", "seed": seed} for seed in (1, 2)]
     (tmp_path / "manifest.json").write_text(json.dumps({"max_steps": 9, "runs": entries}))
     assert "2 runs (2 pending), step 0 of 18" in "\n".join(printed_lines(overview(tmp_path)))
+
+
+def test_a_campaign_whose_manifest_was_cut_is_named_beside_its_runs(
+    finished: Path, tmp_path: Path
+) -> None:
+    folder = campaign(tmp_path / "campaign", finished)
+    manifest = folder / "manifest.json"
+    runs = len(list((folder / "runs").iterdir()))
+    manifest.write_bytes(manifest.read_bytes()[:40])
+    damaged, *others = overview(tmp_path).runs
+    assert damaged.state is State.UNREADABLE and "manifest.json is not valid JSON" in damaged.note
+    assert len(others) == runs and all(run.state is not State.UNREADABLE for run in others)
 
 
 def test_what_is_left_of_a_campaign_is_shared_by_the_runs_that_run(

@@ -15,13 +15,21 @@ from typing import Any, Self
 
 from retrain.analysis.integrity import given_keys, problem_of
 from retrain.analysis.planned import CampaignRecord, evidence_line
-from retrain.analysis.runs import RECENT, StoredRun, campaign_runs, is_campaign, is_run, subfolders
+from retrain.analysis.runs import (
+    MANIFEST,
+    RECENT,
+    StoredRun,
+    campaign_runs,
+    is_campaign,
+    is_run,
+    subfolders,
+)
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import MARKER, Liveness, RunFolder, Writer
 from retrain.records.terminal import duration
 from retrain.records.untrained import untrained_line, untrained_streak
-from retrain.system import Json
+from retrain.system import Json, read_object
 
 _PATIENCE_S = 600.0
 """A live process is stalled after writing nothing for this long and for _PATIENCE_STEPS step times:
@@ -194,7 +202,9 @@ def overview(folder: Path) -> Overview:
     now = time.time()
     campaigns, runs = [], []
     for path in _found(folder):
-        if is_run(path) or not is_campaign(path):
+        if error := _damage(path):
+            runs.append(_unreadable(StoredRun(path), error))
+        elif is_run(path) or not is_campaign(path):
             runs.append(run_status(StoredRun(path), now))
         else:
             try:
@@ -217,8 +227,22 @@ def _found(folder: Path) -> Iterator[Path]:
     ):
         yield folder
         return
+    if _damage(folder):
+        yield folder
     for child in subfolders(folder):
         yield from _found(child)
+
+
+def _damage(folder: Path) -> RunFailed | None:
+    """What is wrong with the manifest of a campaign's folder, whose runs then are found one by one;
+    another program's manifest.json may hold anything.
+    """
+    if (folder / "runs").is_dir() and (folder / MANIFEST).is_file():
+        try:
+            read_object(folder / MANIFEST)
+        except RunFailed as error:
+            return error
+    return None
 
 
 def _lost_its_config(folder: Path) -> bool:
