@@ -125,18 +125,21 @@ WITHOUT_PENALTY = {
 # -- SGLang ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("last", "stopped"), [(3, True), (9, False)])
+@pytest.mark.parametrize(
+    ("ids", "stopped"), [([7, 3], True), ([7, 9], False), ([3, 9], False), ([], False)]
+)
 def test_an_eos_at_the_limit_ends_a_completion_that_sglang_calls_a_length(
-    tmp_path: Path, last: int, stopped: bool
+    tmp_path: Path, ids: list[int], stopped: bool
 ) -> None:
+    """An empty one is refused by its counts, as any server's is."""
     about = {
         "prompt_tokens": 2,
         "finish_reason": {"type": "length", "length": 2},
-        "output_token_logprobs": [[-0.1, 7, None], [-0.2, last, None]],
+        "output_token_logprobs": [[-0.1, token, None] for token in ids],
     }
     dialect = SGLangDialect(served(tmp_path, "http://a", "sglang"), [3])
     (found,) = dialect.read([{"meta_info": about}], replace(request(), prompt_ids=np.arange(2)))
-    assert found.token_ids == [7, last] and found.stopped is stopped
+    assert found.token_ids == ids and found.stopped is stopped
 
 
 def test_every_sample_has_its_own_seed_and_the_adapter_by_name(

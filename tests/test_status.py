@@ -270,17 +270,22 @@ def test_a_campaign_counts_its_runs_and_those_that_have_not_started(
     )
 
 
+@pytest.mark.parametrize("ends", ["before", "after"])
 def test_a_run_may_end_while_it_is_looked_at(
-    run: Path, sleeper: int, monkeypatch: pytest.MonkeyPatch
+    run: Path, sleeper: int, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
+    """Just before or just after the look at when it last wrote its lock."""
     own(run, sleeper)
     owner, stat, looked = RunFolder(run).lock_owner, Path.stat, 0
 
     def looks(path: Path, **how: bool) -> os.stat_result:
         nonlocal looked
-        found = stat(path, **how)
         looked += path == owner
-        if looked == 2:  # the first tells since when it has the lock
+        # The first look tells since when it has the lock.
+        if looked == 2 and ends == "before":
+            owner.unlink(missing_ok=True)
+        found = stat(path, **how)
+        if looked == 2:
             owner.unlink(missing_ok=True)
         return found
 

@@ -87,8 +87,9 @@ class SGLangDialect(Dialect):
         check_prompt(about["prompt_tokens"], prompt)
         pairs = about["output_token_logprobs"]
         ids = [token for _, token, *_ in pairs]
-        stopped = has_stopped(about["finish_reason"]["type"]) or ids[-1] in self.eos_ids
-        return ServedSample(ids, [logprob for logprob, *_ in pairs], stopped)
+        stopped = has_stopped(about["finish_reason"]["type"])
+        at_end = any(token in self.eos_ids for token in ids[-1:])
+        return ServedSample(ids, [logprob for logprob, *_ in pairs], stopped or at_end)
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
         try:
