@@ -202,7 +202,7 @@ def overview(folder: Path) -> Overview:
     now = time.time()
     campaigns, runs = [], []
     for path in _found(folder):
-        if error := _damage(path):
+        if error := manifest_damage(path):
             runs.append(_unreadable(StoredRun(path), error))
         elif is_run(path) or not is_campaign(path):
             runs.append(run_status(StoredRun(path), now))
@@ -227,13 +227,13 @@ def _found(folder: Path) -> Iterator[Path]:
     ):
         yield folder
         return
-    if _damage(folder):
+    if manifest_damage(folder):
         yield folder
     for child in subfolders(folder):
         yield from _found(child)
 
 
-def _damage(folder: Path) -> RunFailed | None:
+def manifest_damage(folder: Path) -> RunFailed | None:
     """What is wrong with the manifest of a campaign's folder, whose runs then are found one by one;
     another program's manifest.json may hold anything.
     """

@@ -29,7 +29,7 @@ from retrain.analysis.runs import (
 )
 from retrain.analysis.selection import PairOfLabels, check_sizes
 from retrain.analysis.statistics import Floats
-from retrain.analysis.status import RunStatus, run_status
+from retrain.analysis.status import RunStatus, manifest_damage, run_status
 from retrain.analysis.verdict import TestSettings
 from retrain.config.schema import Squeeze
 from retrain.errors import ConfigurationError, RetrainError
@@ -397,6 +397,8 @@ def read_report_data(request: ReportRequest) -> ReportData:
     arms = curves_by_condition(zip(labels, begun, strict=True))
     if kind == "runs":
         notes += _mixed(arms)
+        above = dict.fromkeys(run.path.parent.parent for run in begun)
+        notes += (str(error) for error in map(manifest_damage, above) if error)
     return ReportData(
         folder=folder,
         kind=kind,
