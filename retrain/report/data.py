@@ -396,9 +396,7 @@ def read_report_data(request: ReportRequest) -> ReportData:
     ]
     arms = curves_by_condition(zip(labels, begun, strict=True))
     if kind == "runs":
-        notes += _mixed(arms)
-        above = dict.fromkeys(run.path.parent.parent for run in begun)
-        notes += (str(error) for error in map(manifest_damage, above) if error)
+        notes += [*_mixed(arms), *_damaged_campaigns(begun)]
     return ReportData(
         folder=folder,
         kind=kind,
@@ -423,6 +421,12 @@ def _mixed(arms: Sequence[ConditionCurves]) -> Iterator[str]:
                 f"The runs of {arm.label} differ in {', '.join(keys)}: their mean and band mix"
                 " different configurations."
             )
+
+
+def _damaged_campaigns(runs: Sequence[StoredRun]) -> Iterator[str]:
+    for folder in dict.fromkeys(run.path.parent.parent for run in runs):
+        if error := manifest_damage(folder):
+            yield str(error)
 
 
 # -- the comparison --------------------------------------------------------------------------------
