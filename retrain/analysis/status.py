@@ -25,6 +25,7 @@ from retrain.analysis.runs import (
     subfolders,
 )
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
+from retrain.records.disk import path_error
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import MARKER, Liveness, RunFolder, Writer
 from retrain.records.terminal import duration
@@ -202,15 +203,15 @@ def overview(folder: Path) -> Overview:
     now = time.time()
     campaigns, runs = [], []
     for path in _found(folder):
-        if error := manifest_damage(path):
-            runs.append(_unreadable(StoredRun(path), error))
-        elif is_run(path) or not is_campaign(path):
-            runs.append(run_status(StoredRun(path), now))
-        else:
-            try:
+        try:
+            if damage := manifest_damage(path):
+                raise damage
+            if is_run(path) or not is_campaign(path):
+                runs.append(run_status(StoredRun(path), now))
+            else:
                 campaigns.append(CampaignStatus.of(path, now))
-            except RunFailed as error:
-                runs.append(_unreadable(StoredRun(path), error))
+        except (RunFailed, OSError) as error:
+            runs.append(_unreadable(StoredRun(path), error))
     return Overview(folder, tuple(campaigns), tuple(runs))
 
 
@@ -230,7 +231,10 @@ def _found(folder: Path) -> Iterator[Path]:
     if manifest_damage(folder):
         yield folder
     for child in subfolders(folder):
-        yield from _found(child)
+        try:
+            yield from _found(child)
+        except PermissionError:  # another user's; reading it again says so in its row
+            yield child
 
 
 def manifest_damage(folder: Path) -> RunFailed | None:
@@ -257,7 +261,7 @@ def _lost_its_config(folder: Path) -> bool:
 
 def run_status(run: StoredRun, now: float, given: Mapping[str, Any] | None = None) -> RunStatus:
     """The state of one run at `now`, in seconds since 1970; `given` are its campaign's keys. A run
-    with damaged files is UNREADABLE; it raises nothing.
+    with damaged files, or another user's, is UNREADABLE; it raises nothing.
     """
     try:
         status = _read(run, now)
@@ -265,12 +269,13 @@ def run_status(run: StoredRun, now: float, given: Mapping[str, Any] | None = Non
         if problem:
             return replace(status, note=f"It {problem}. {status.note}".strip())
         return status
-    except RetrainError as error:
+    except (RetrainError, OSError) as error:
         return _unreadable(run, error)
 
 
-def _unreadable(run: StoredRun, error: RetrainError) -> RunStatus:
-    note = str(error).replace("\n", " ")
+def _unreadable(run: StoredRun, error: RetrainError | OSError) -> RunStatus:
+    sentence = path_error(error) if isinstance(error, OSError) else None
+    note = str(sentence or error).replace("\n", " ")
     return RunStatus(run.path, _planned_condition(run), None, State.UNREADABLE, note=note)
 
 
