@@ -28,7 +28,7 @@ from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.disk import path_error
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import MARKER, Liveness, RunFolder, Writer
-from retrain.records.terminal import duration
+from retrain.records.terminal import counted, duration
 from retrain.records.untrained import untrained_line, untrained_streak
 from retrain.system import Json, read_object
 
@@ -380,7 +380,8 @@ def _note(run: StoredRun, state: State, writer: Writer | None, idle: float) -> s
     resume = f"resume it with `{run.folder.resume_command}`"
     match state:
         case State.DEAD:
-            return f"killed after {run.steps} steps ({writer} is gone); {resume}."
+            steps = counted(run.steps, "step")
+            return f"killed after {steps} ({writer} is gone); {resume}."
         case State.STALLED:
             return (
                 f"{writer} has written nothing for {duration(idle)}; check it there, and if it"
