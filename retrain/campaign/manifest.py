@@ -226,7 +226,7 @@ class Manifest:
         self.seeds, self.max_steps = fresh.seeds, fresh.max_steps
 
     def _stored_plan(self) -> CampaignPlan:
-        """The plan of the stored configuration. Raises ConfigurationError, which names the manifest,
+        """The plan of the stored configuration. Raises ConfigurationError, naming the manifest,
         for one that this version refuses.
         """
         try:
