@@ -146,15 +146,6 @@ class Hotter(Served):
         )
 
 
-class HasATopP(Served):
-    """Truncates though the request does not say so, and reports the log-probs of what is kept."""
-
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        cut = [replace(request, truncation=Truncation(top_p=0.95)) for request in requests]
-        for completion in super().sample(cut):
-            yield replace(completion, kept=None)
-
-
 class Noisy(Served):
     """Every second of its log-probs is 0.02 nats too low."""
 

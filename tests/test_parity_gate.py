@@ -217,20 +217,13 @@ def test_what_explains_little_of_the_differences_is_not_named_as_their_cause() -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["HasATopP", "SwapsQAndKInBf16"])
-def test_a_fault_that_only_looks_like_another_is_not_called_so(
-    parts: Parts, engine: Any, fault: str
-) -> None:
-    """A top_p of the server's own was called a missing share of the adapter, and swapped
-    projections another temperature.
-    """
-    engine(fault)
-    dtype = "bf16" if "Bf16" in fault else "auto"
-    seed = 0 if "Bf16" in fault else 1
+def test_swapped_projections_are_not_called_another_temperature(parts: Parts, engine: Any) -> None:
+    """A temperature of 1.7 explained 77% of the differences."""
+    engine("SwapsQAndKInBf16")
     config = small(
         Path("nowhere"),
-        inference={"dtype": dtype},
-        training={"temperature": 0.8, "seed": seed, "max_tokens": 24},
+        inference={"dtype": "bf16"},
+        training={"temperature": 0.8, "seed": 0, "max_tokens": 24},
     )
     with pytest.raises(RunFailed, match="the differences do not say which"):
         run_parity_gate(config, parts, 0)
