@@ -13,7 +13,7 @@ from retrain.campaign.board import Board, read_progress
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, plan_campaign
 from retrain.config import config_from_mapping
-from retrain.errors import EnvironmentFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
 from retrain.records.jsonl import JsonlWriter
@@ -261,3 +261,14 @@ def test_a_campaign_whose_words_are_a_secrets_value_can_be_resumed(
     plan = plan_campaign(config_from_mapping(config), tmp_path)
     Manifest.of_plan(plan, datetime.now()).write()
     Manifest.read(tmp_path).resumed_with(plan)
+
+
+def test_a_key_of_a_stored_campaign_that_this_version_does_not_know_is_the_manifests(
+    tmp_path: Path,
+) -> None:
+    config = {"campaign": {"seeds": [1], "max_steps": 1}}
+    plan = plan_campaign(config_from_mapping(config), tmp_path)
+    manifest = Manifest.of_plan(plan, datetime.now())
+    manifest.config["nope"] = {"a": 1}
+    with pytest.raises(ConfigurationError, match=r"manifest\.json, configuration: \[nope\]"):
+        manifest.resumed_with(plan)

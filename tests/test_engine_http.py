@@ -577,6 +577,7 @@ def test_requests_that_are_no_longer_wanted_are_dropped(net: Net) -> None:
         "http://a:b",
         "http://a:99999",
         "http://[::1",
+        "http://a b",
     ],
 )
 def test_what_is_no_address_is_refused(url: Any) -> None:

@@ -275,6 +275,9 @@ def test_a_summary_that_is_not_done_is_no_result(tmp_path: Path) -> None:
     assert run.unfinished == ""
     run.folder.summary.write_text(run.folder.summary.read_text().replace('"done"', '"interrupted"'))
     assert StoredRun(run.path).unfinished == "was interrupted after 2 steps"
+    run.folder.summary.write_text('{"steps": 2}')
+    without = "left a summary.json without a status after 2 steps"
+    assert StoredRun(run.path).unfinished == without
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,6 @@ def test_a_notebook_shows_one_line_and_a_frame(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"did you mean lr\?"):
             config.with_(**{name: 1})
     run = train(config, quiet=True, skip_parity=True)
-    assert repr(run) == f"Run({str(run.folder)!r}: done, maxrl+none, 1 steps)"
+    assert repr(run) == f"Run({str(run.folder)!r}: done, maxrl+none, 1 step)"
     frame = run.metrics()
     assert list(frame["step"]) == [0] and "mean_reward" in frame.columns

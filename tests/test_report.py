@@ -334,6 +334,10 @@ def test_runs_of_several_campaigns_are_told_apart_and_not_compared(tmp_path: Pat
         "two: maxrl+none",
     ]
     assert data.comparison is None and "several campaigns" in data.notes[0]
+    (tmp_path / "two" / "manifest.json").write_text('{"runs": [')
+    for folder in (tmp_path, tmp_path / "two"):
+        notes = read_report_data(ReportRequest(folder)).notes
+        assert any("two/manifest.json is not valid JSON" in note for note in notes)
 
 
 def test_loose_runs_are_compared_with_the_condition_that_is_named(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`retrain status` on folders that real runs left, and on what happens to them."""
 
+import errno
 import gc
 import json
 import os
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -326,6 +328,29 @@ def test_a_campaign_whose_manifest_was_cut_is_named_beside_its_runs(
     damaged, *others = overview(tmp_path).runs
     assert damaged.state is State.UNREADABLE and "manifest.json is not valid JSON" in damaged.note
     assert len(others) == runs and all(run.state is not State.UNREADABLE for run in others)
+
+
+def test_a_file_in_a_runs_place_and_a_folder_of_another_user_hide_no_other_run(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = campaign(tmp_path / "campaign", finished) / "runs" / "maxrl+none_s1"
+    shutil.rmtree(planned)
+    planned.touch()
+    hers = Path(shutil.copytree(finished, tmp_path / "hers"))
+    stat = Path.stat
+
+    def denied(path: Path, **settings: Any) -> os.stat_result:
+        if path.parent == hers:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **settings)
+
+    monkeypatch.setattr(Path, "stat", denied)
+    seen = overview(tmp_path)
+    states = Counter(run.state for run in seen.all_runs)
+    assert states == {State.UNREADABLE: 2, State.FAILED: 1, State.PENDING: 1}
+    notes = "\n".join(printed_lines(seen))
+    assert f"{planned}/" in notes and "a file stands where a folder is expected" in notes
+    assert f"{hers}/" in notes and "this user may not read or write it" in notes
 
 
 def test_what_is_left_of_a_campaign_is_shared_by_the_runs_that_run(

@@ -420,7 +420,7 @@ def test_output_log_keeps_the_lines_of_a_pipe_over_a_resume(
     train(replaced(config, {"resume.from": "run", "training.max_steps": 2}), skip_parity=True)
     grown = output.read_text(encoding="utf-8").splitlines()
     assert grown == lines + capsys.readouterr().out.splitlines()
-    assert "Resuming run after 1 steps." in grown and "Step 1 [" in "\n".join(grown)
+    assert "Resuming run after 1 step." in grown and "Step 1 [" in "\n".join(grown)
 
 
 def test_a_run_whose_output_is_its_log_writes_it_once(

@@ -31,6 +31,7 @@ from retrain.records.entries import MEASURED, EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation, is_evaluation
 from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
 from retrain.records.run_folder import RunFolder, Writer
+from retrain.records.terminal import counted
 from retrain.system import Json, is_path_text, read_object
 
 if TYPE_CHECKING:
@@ -200,8 +201,11 @@ class StoredRun:
             return "has not started"
         if self.summary and self.summary.get("status") != "done":
             reason = str(self.summary.get("reason") or "").rstrip(".")
-            ended = "failed" if self.failed else f"was {self.summary.get('status')}"
-            stopped = f"{ended} after {self.steps} steps"
+            status, name = self.summary.get("status"), self.folder.summary.name
+            ended = "failed" if self.failed else f"was {status}"
+            if status is None:
+                ended = f"left a {name} without a status"
+            stopped = f"{ended} after {counted(self.steps, 'step')}"
             if reason:
                 return f"{stopped} ({reason})"
             return stopped

@@ -25,9 +25,10 @@ from retrain.analysis.runs import (
     subfolders,
 )
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
+from retrain.records.disk import path_error
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import MARKER, Liveness, RunFolder, Writer
-from retrain.records.terminal import duration
+from retrain.records.terminal import counted, duration
 from retrain.records.untrained import untrained_line, untrained_streak
 from retrain.system import Json, read_object
 
@@ -202,15 +203,15 @@ def overview(folder: Path) -> Overview:
     now = time.time()
     campaigns, runs = [], []
     for path in _found(folder):
-        if error := _damage(path):
-            runs.append(_unreadable(StoredRun(path), error))
-        elif is_run(path) or not is_campaign(path):
-            runs.append(run_status(StoredRun(path), now))
-        else:
-            try:
+        try:
+            if damage := manifest_damage(path):
+                raise damage
+            if is_run(path) or not is_campaign(path):
+                runs.append(run_status(StoredRun(path), now))
+            else:
                 campaigns.append(CampaignStatus.of(path, now))
-            except RunFailed as error:
-                runs.append(_unreadable(StoredRun(path), error))
+        except (RunFailed, OSError) as error:
+            runs.append(_unreadable(StoredRun(path), error))
     return Overview(folder, tuple(campaigns), tuple(runs))
 
 
@@ -227,13 +228,16 @@ def _found(folder: Path) -> Iterator[Path]:
     ):
         yield folder
         return
-    if _damage(folder):
+    if manifest_damage(folder):
         yield folder
     for child in subfolders(folder):
-        yield from _found(child)
+        try:
+            yield from _found(child)
+        except PermissionError:  # another user's; reading it again says so in its row
+            yield child
 
 
-def _damage(folder: Path) -> RunFailed | None:
+def manifest_damage(folder: Path) -> RunFailed | None:
     """What is wrong with the manifest of a campaign's folder, whose runs then are found one by one;
     another program's manifest.json may hold anything.
     """
@@ -257,7 +261,7 @@ def _lost_its_config(folder: Path) -> bool:
 
 def run_status(run: StoredRun, now: float, given: Mapping[str, Any] | None = None) -> RunStatus:
     """The state of one run at `now`, in seconds since 1970; `given` are its campaign's keys. A run
-    with damaged files is UNREADABLE; it raises nothing.
+    with damaged files, or another user's, is UNREADABLE; it raises nothing.
     """
     try:
         status = _read(run, now)
@@ -265,12 +269,13 @@ def run_status(run: StoredRun, now: float, given: Mapping[str, Any] | None = Non
         if problem:
             return replace(status, note=f"It {problem}. {status.note}".strip())
         return status
-    except RetrainError as error:
+    except (RetrainError, OSError) as error:
         return _unreadable(run, error)
 
 
-def _unreadable(run: StoredRun, error: RetrainError) -> RunStatus:
-    note = str(error).replace("\n", " ")
+def _unreadable(run: StoredRun, error: RetrainError | OSError) -> RunStatus:
+    sentence = path_error(error) if isinstance(error, OSError) else None
+    note = str(sentence or error).replace("\n", " ")
     return RunStatus(run.path, _planned_condition(run), None, State.UNREADABLE, note=note)
 
 
@@ -375,7 +380,8 @@ def _note(run: StoredRun, state: State, writer: Writer | None, idle: float) -> s
     resume = f"resume it with `{run.folder.resume_command}`"
     match state:
         case State.DEAD:
-            return f"killed after {run.steps} steps ({writer} is gone); {resume}."
+            steps = counted(run.steps, "step")
+            return f"killed after {steps} ({writer} is gone); {resume}."
         case State.STALLED:
             return (
                 f"{writer} has written nothing for {duration(idle)}; check it there, and if it"

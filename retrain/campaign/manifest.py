@@ -195,10 +195,7 @@ class Manifest:
         looks that were taken another meaning.
         """
         # Both plans in the manifest's form, in which a secret is masked and equals itself.
-        before = {
-            run.name: run
-            for run in plan_campaign(config_from_mapping(self.config), plan.folder).runs
-        }
+        before = {run.name: run for run in self._stored_plan().runs}
         now = {
             run.name: run
             for run in plan_campaign(
@@ -227,6 +224,16 @@ class Manifest:
         self._by_name = {entry.name: entry for entry in self.runs}
         self.config, self.conditions = fresh.config, fresh.conditions
         self.seeds, self.max_steps = fresh.seeds, fresh.max_steps
+
+    def _stored_plan(self) -> CampaignPlan:
+        """The plan of the stored configuration. Raises ConfigurationError, which names the manifest,
+        for one that this version refuses.
+        """
+        try:
+            return plan_campaign(config_from_mapping(self.config), self.folder)
+        except ConfigurationError as error:
+            place = self.folder / MANIFEST
+            raise ConfigurationError([f"{place}, {one}" for one in error.problems]) from error
 
     def _check_margin(self, plan: CampaignPlan) -> None:
         """Raises ConfigurationError for another margin than the one that was planned."""

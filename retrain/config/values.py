@@ -107,7 +107,8 @@ def check_server_url(text: str) -> str:
     """Check the HTTP address of a server; empty means none."""
     try:
         parts = urlsplit(text)
-        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        named = parts.hostname and " " not in parts.hostname
+        good = parts.scheme in ("http", "https") and named and parts.port != 0
     except ValueError:  # a port or an IPv6 address that is none
         good = False
     if text and not good:

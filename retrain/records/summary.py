@@ -8,6 +8,7 @@ from typing import Any
 
 from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation
+from retrain.records.terminal import counted
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class RunSummary:
         held_out = ""
         if rates:
             held_out = f", held-out pass@1 {' -> '.join(rates)}"
-        return f"{self.status}, {self.condition}, {self.steps} steps{held_out}"
+        return f"{self.status}, {self.condition}, {counted(self.steps, 'step')}{held_out}"
 
     def to_json(self) -> dict[str, Any]:
         return {

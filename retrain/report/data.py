@@ -29,7 +29,7 @@ from retrain.analysis.runs import (
 )
 from retrain.analysis.selection import PairOfLabels, check_sizes
 from retrain.analysis.statistics import Floats
-from retrain.analysis.status import RunStatus, run_status
+from retrain.analysis.status import RunStatus, manifest_damage, run_status
 from retrain.analysis.verdict import TestSettings
 from retrain.config.schema import Squeeze
 from retrain.errors import ConfigurationError, RetrainError
@@ -396,7 +396,7 @@ def read_report_data(request: ReportRequest) -> ReportData:
     ]
     arms = curves_by_condition(zip(labels, begun, strict=True))
     if kind == "runs":
-        notes += _mixed(arms)
+        notes += [*_mixed(arms), *_damaged_campaigns(begun)]
     return ReportData(
         folder=folder,
         kind=kind,
@@ -421,6 +421,12 @@ def _mixed(arms: Sequence[ConditionCurves]) -> Iterator[str]:
                 f"The runs of {arm.label} differ in {', '.join(keys)}: their mean and band mix"
                 " different configurations."
             )
+
+
+def _damaged_campaigns(runs: Sequence[StoredRun]) -> Iterator[str]:
+    for folder in dict.fromkeys(run.path.parent.parent for run in runs):
+        if error := manifest_damage(folder):
+            yield str(error)
 
 
 # -- the comparison --------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from retrain.records.jsonl import aside_of
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, writer_lock
 from retrain.records.state import TrainerState
+from retrain.records.terminal import counted
 from retrain.run.pressure import decided_by
 from retrain.system import Json, expanded, read_object
 
@@ -166,7 +167,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     if store.folder != folder.checkpoints:
         sign(store.folder, folder)
     if checkpoint:
-        notes.append(f"Resuming {folder.path} after {state.step} steps.")
+        notes.append(f"Resuming {folder.path} after {counted(state.step, 'step')}.")
         if state.step >= config.training.max_steps:
             notes.append(_no_step_left(config, folder, state.step))
         folder.cut_to(state, notes.append)

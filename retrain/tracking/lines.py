@@ -7,7 +7,7 @@ from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
-from retrain.records.terminal import number, one_line
+from retrain.records.terminal import counted, number, one_line
 from retrain.tracking.base import Event, GroupScore, GroupScores, Message
 
 MAX_GROUP_LINES = 8
@@ -106,7 +106,7 @@ def _ends(interval: tuple[float, float]) -> str:
 def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
     lines = [
         (
-            f"Run {summary.status}: {summary.steps} steps, {summary.tokens:,} tokens,"
+            f"Run {summary.status}: {counted(summary.steps, 'step')}, {summary.tokens:,} tokens,"
             f" {summary.seconds:.1f}s."
         )
     ]
