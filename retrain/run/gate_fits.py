@@ -357,19 +357,16 @@ def adapter_suspects(
         difference = np.concatenate([sampled.differences[number] for number in numbers])
         if len(difference) >= fewest:
             fits += fits_of(difference, fitted, inputs.half_precision)
-    suspects = []
-    for found in fits:
-        if is_off(found, inputs):
-            fit = found
-            if fit.group == _WHOLE and fit.explained < _NAMED:
-                fit = _rescaled(trial, strength, sampled, without, found)
-            stops = fit.group not in trial.fine_groups
-            consequence = (
-                inputs.consequence if stops else "its completions may be of another policy"
-            )
-            sentence = fit.sentence(consequence)
-            suspects.append(Suspect.of(fit.explained, sentence, stops=stops))
+    off = [fit for fit in fits if is_off(fit, inputs)]
+    nearest = [_rescaled(trial, strength, sampled, without, fit) for fit in off]
+    suspects = [_suspect(trial, inputs, fit) for fit in nearest]
     return float(np.abs(np.concatenate(whole)).mean()), suspects
+
+
+def _suspect(trial: TrialAdapter, inputs: GateInputs, fit: "Fit") -> Suspect:
+    stops = fit.group not in trial.fine_groups
+    consequence = inputs.consequence if stops else "its completions may be of another policy"
+    return Suspect.of(fit.explained, fit.sentence(consequence), stops=stops)
 
 
 def _rescaled(
@@ -380,9 +377,11 @@ def _rescaled(
     fit: "Fit",
 ) -> "Fit":
     """Return the scale of the adapter at which the learner comes nearest to the engine, where that
-    explains more than `fit`, for which effects are in proportion. The trial adapter is whole
-    afterwards.
+    explains more than `fit` of the whole adapter, for which effects are in proportion. The trial
+    adapter is whole afterwards.
     """
+    if fit.group != _WHOLE or fit.explained >= _NAMED:
+        return fit
     base = np.concatenate(without, dtype=np.float64)
     engine = np.concatenate([row.logprobs for row in sampled.rows]) - base
     difference = np.concatenate(sampled.differences)
