@@ -309,11 +309,9 @@ def test_a_fresh_process_gives_the_same_bytes():
     assert fresh.stdout.strip() == digest()
 
 
-@pytest.mark.parametrize("widens", [True, False])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("lengths", [[70, 70, 70], [3, 70, 41]])
-def test_decoding_in_bf16_sums_in_float32(monkeypatch, lengths, window, widens):
-    monkeypatch.setattr(attention, "widens_bf16", lambda: widens)
+def test_decoding_in_bf16_sums_in_float32(lengths, window):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(3, *shape, 16, generator=generator).bfloat16()
@@ -330,10 +328,8 @@ def test_decoding_in_bf16_sums_in_float32(monkeypatch, lengths, window, widens):
         scores = 0.25 * query[row].double() @ keys.transpose(1, 2)
         weights = torch.softmax(scores, dim=-1)
         exact = weights @ values
-        rounded = exact.abs()
-        if not widens:
-            # The fused kernel also rounds weights, and sums and scores where the processor has no
-            # products of bfloat16: by the derivative of softmax, w s |v - exact| for each score.
-            spread = (values[:, None] - exact[:, :, None]).abs()[:, 0]
-            rounded = 2 * rounded + weights @ values.abs() + (weights * scores.abs()) @ spread
+        # The fused kernel rounds weights too, and sums and scores where the processor has no
+        # products of bfloat16: by the derivative of softmax, w s |v - exact| for each score.
+        spread = (values[:, None] - exact[:, :, None]).abs()[:, 0]
+        rounded = 2 * exact.abs() + weights @ values.abs() + (weights * scores.abs()) @ spread
         assert ((found[row] - exact).abs() <= 1.01 * 2.0**-8 * rounded + 1e-6).all()

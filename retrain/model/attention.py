@@ -10,7 +10,6 @@ Hq query heads, Hk key-value heads, T queries, L keys, D.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retrain.errors import ConfigurationError, first_line
-from retrain.model.packed import computes_bf16
 from retrain.model.varlen import (
     PackedKernel,
     PagedKernel,
@@ -279,9 +277,8 @@ class FusedAttention:
         """
         count, heads, _, dim = query.shape
         grouped = query.reshape(count, key.shape[1], heads // key.shape[1], dim)
-        widens = query.device.type == "cpu" and query.dtype == torch.bfloat16 and widens_bf16()
-        if softcap is None and (prefers_products(query) or widens):
-            output = _products(grouped, key, value, rows.bias(window, torch.float32), scaling)
+        if softcap is None and prefers_products(query):
+            output = _products(grouped, key, value, rows.bias(window, query.dtype), scaling)
         elif softcap is None:
             output = F.scaled_dot_product_attention(
                 grouped, key, value, attn_mask=rows.bias(window, query.dtype), scale=scaling
@@ -345,21 +342,12 @@ def prefers_products(query: Tensor) -> bool:
     return query.device.type in ("cpu", "meta") and query.dtype == torch.float32
 
 
-@cache
-def widens_bf16() -> bool:
-    """Return True if keys and values in bfloat16 are widened for products in float32: with AMX,
-    where the fused kernel is slower, most of all under a mask, and off x86, where it was not tried.
-    """
-    narrow = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
-    return computes_bf16() and not narrow
-
-
 def _products(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float
 ) -> Tensor:
-    """softmax(scaling * q k + bias) v of queries [R, Hk, G, D], in float32; without gradient."""
+    """softmax(scaling * q k + bias) v of queries [R, Hk, G, D]; without gradient."""
     rows, heads = query.shape[:2]
-    queries, keys, values = (tensor.float().flatten(0, 1) for tensor in (query, key, value))
+    queries, keys, values = (tensor.flatten(0, 1) for tensor in (query, key, value))
     keys = keys.transpose(1, 2)
     if bias is None:
         scores = torch.bmm(queries * scaling, keys)
@@ -367,11 +355,7 @@ def _products(
         scores = torch.baddbmm(
             bias.expand(rows, heads, 1, -1).flatten(0, 1), queries, keys, alpha=scaling
         )
-    return (
-        torch.bmm(torch.softmax(scores, dim=-1), values)
-        .view(rows, heads, -1, value.shape[-1])
-        .to(query.dtype)
-    )
+    return torch.bmm(torch.softmax(scores, dim=-1), values).view(rows, heads, -1, value.shape[-1])
 
 
 def visible_bias(lengths: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:
