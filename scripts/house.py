@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import UnionType
 
@@ -204,6 +205,12 @@ def room_of(root: Path, path: Path) -> str:
     return ".".join(parts if len(parts) == 2 and parts[-1] != "__init__" else parts[:-1])
 
 
+@cache
+def imports_of(tree: ast.Module) -> tuple[str, ...]:
+    """What a module imports, at any depth of a function; kept, since a walk visits every node."""
+    return tuple(imported(ast.walk(tree)))
+
+
 def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Dotted names that these nodes import: `from a.b import c` gives a.b.c, whether c is a module
     or a name in a.b.
@@ -226,7 +233,7 @@ def file_arrows(root: Path, trees: dict[Path, ast.Module]) -> Iterator[tuple[Pat
     """(file, room that it imports), its own room left out."""
     rooms = {room_of(root, path) for path in trees}
     for path, tree in trees.items():
-        for name in imported(ast.walk(tree)):
+        for name in imports_of(tree):
             other = (
                 enclosing(name, rooms) if name != "retrain.__version__" else ""
             )  # which runs nothing of retrain/__init__.py
@@ -247,7 +254,7 @@ def module_arrows(root: Path, trees: dict[Path, ast.Module]) -> Arrows:
     modules = {module_of(root, path): tree for path, tree in trees.items()}
     arrows: Arrows = {}
     for module, tree in modules.items():
-        names = set(imported(ast.walk(tree))) - {"retrain.__version__"}
+        names = set(imports_of(tree)) - {"retrain.__version__"}
         arrows[module] = {enclosing(name, modules) for name in names} - {"", module}
     return arrows
 

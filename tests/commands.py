@@ -8,6 +8,7 @@ a test whose subject that is, or the start of Python itself, starts Python.
 """
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -18,9 +19,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 # Nothing here may start a thread, which a fork would lose: no operation of torch, no pandas (its
 # allocator has one).
@@ -43,6 +46,27 @@ def forked(target: Callable[..., None], *arguments: Any) -> Any:
     process.start()
     atexit.register(process.kill)
     return process
+
+
+def serve_from_here() -> None:
+    """Fork the server from this process, which has imported what a run imports and has no thread
+    of torch yet, instead of starting a Python that would import it all again.
+    """
+    from multiprocessing import forkserver, resource_tracker, util
+
+    def fork(_python: str, arguments: Sequence[str], kept: Sequence[int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _become_server(arguments[-1], kept)
+            finally:
+                os._exit(1)
+        return pid
+
+    forkserver.set_forkserver_preload(["tests.preloaded"])
+    resource_tracker.ensure_running()  # else it would start as a fork too
+    with patch.object(util, "spawnv_passfds", fork):
+        forkserver.ensure_running()
 
 
 class Command:
@@ -196,7 +220,24 @@ def _received(*passed: Any) -> list[int]:
     return [one.detach() for one in passed]
 
 
-# ---- in the forked process -----------------------------------------------------------------------
+# ---- in the forked processes ---------------------------------------------------------------------
+
+
+def _become_server(source: str, kept: Sequence[int]) -> None:
+    """Run multiprocessing's server without what pytest and xdist have of this process: files, the
+    loader that rewrites assertions, the handler of crashes.
+    """
+    from multiprocessing import forkserver
+
+    ends = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
+    for before, after in pairwise(ends):
+        os.closerange(before + 1, after)
+    faulthandler.disable()
+    sys.meta_path[:] = [
+        finder for finder in sys.meta_path if not type(finder).__module__.startswith("_pytest.")
+    ]
+    forkserver._forkserver.__init__()  # the lock of this copy would never be released
+    exec(source, {})
 
 
 def _become(

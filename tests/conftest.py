@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.commands import IMPORTED
+from tests.commands import IMPORTED, serve_from_here
 from tests.marks import first_of
 from tests.stops import MOMENTS
 from tests.unwaited import wait_for_no_disk
@@ -67,13 +67,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """A million objects, of libraries and of tests, stay until the end: the garbage collector need
-    not visit them again and again. A process of the whole suite will need what a run imports.
+def pytest_sessionstart() -> None:
+    """A process of the whole suite will need what a run imports, and commands; coverage would
+    follow those.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         for name in IMPORTED:
             importlib.import_module(name)
+        if sys.gettrace() is None:
+            serve_from_here()
+
+
+def pytest_collection_finish() -> None:
+    """A million objects, of libraries and of tests, stay until the end: the garbage collector need
+    not visit them again and again.
+    """
     gc.freeze()
     gc.enable()
 

@@ -219,6 +219,10 @@ class SwapsQAndK(Served):
         return swapped
 
 
+class SwapsQAndKInBf16(SwapsQAndK):
+    options = EngineOptions(weights=torch.bfloat16)
+
+
 class KeepsTheFirstAdapter(Served):
     """Reloads nothing under a name that it knows."""
 

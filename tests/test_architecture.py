@@ -118,6 +118,14 @@ def arrows() -> list[tuple[Path, str, str]]:
     ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    """The trees are 660,000 objects, which every later collection of garbage would visit."""
+    yield
+    for kept in (trees, modules, house.imports_of):
+        kept.cache_clear()
+
+
 def modules_of(part: str) -> list[str]:
     return [name for name in NAMES if part_of(name) == part]
 
@@ -189,7 +197,7 @@ def test_a_function_has_few_enough_parts_to_be_read_at_once() -> None:
 
 @pytest.mark.parametrize("module", modules_of("advantages"))
 def test_credit_knows_no_model(module: str) -> None:
-    assert not {name.partition(".")[0] for name in house.imported(ast.walk(modules()[module]))} & {
+    assert not {name.partition(".")[0] for name in house.imports_of(modules()[module])} & {
         "torch",
         "transformers",
         "peft",
@@ -211,7 +219,7 @@ def test_an_engine_knows_no_text(module: str) -> None:
     text = {"retrain.model.text", "retrain.model.vocabulary", "tokenizers"}
     assert not [
         name
-        for name in house.imported(ast.walk(modules()[module]))
+        for name in house.imports_of(modules()[module])
         if house.enclosing(name, text) or "okenizer" in name
     ]
 
@@ -367,7 +375,7 @@ def packages_named_in(tree: ast.Module) -> Iterator[str]:
     """Top-level packages that a module imports, by a statement or by `import_module` and the
     functions that wrap it.
     """
-    yield from (name.partition(".")[0] for name in house.imported(ast.walk(tree)))
+    yield from (name.partition(".")[0] for name in house.imports_of(tree))
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=called, args=[ast.Constant(value=str(name)), *_]) if ast.unparse(

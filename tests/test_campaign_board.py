@@ -13,7 +13,7 @@ from retrain.campaign.board import Board, read_progress
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, plan_campaign
 from retrain.config import config_from_mapping
-from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
 from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
 from retrain.records.jsonl import JsonlWriter
@@ -191,6 +191,14 @@ def test_a_full_disk_under_what_a_campaign_prints_is_named(
         board._closing.wait(0.1)
         assert board._said and board._thread and board._thread.is_alive()
         board.say("a line")
+
+
+def test_a_folder_that_was_deleted_while_it_was_written_to_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RunFailed, match=r"gone was deleted or moved while it was written to"),
+        writing_to(tmp_path / "gone", "continue"),
+    ):
+        (tmp_path / "gone" / "manifest.json").write_text("{}")
 
 
 def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(

@@ -398,7 +398,7 @@ def test_what_was_not_bent_is_as_planned_and_nothing_is_left_out(
 ) -> None:
     text = said(capsys, campaign)
     assert re.search(
-        r"As planned before the first run \(\w{8}\): pass@1, higher is better, at 0\.05, 8 seeds,"
+        r"As planned before the first run \(plan \w{8}\): pass@1, higher is better, at 0\.05, 8 seeds,"
         r" tested once\.",
         text,
     )

@@ -5,7 +5,7 @@ budget that fits the memory.
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import CONFIG_MAPPING, Qwen3Config
 
 from retrain.config.schema import Inference
 from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
@@ -127,6 +127,12 @@ def test_the_budget_is_what_the_cache_takes():
         plan_decode(
             config, device_type="cpu", memory_bytes=1000, tokens_per_row=500, compute_bytes=4
         )
+
+
+def test_a_model_without_attention_is_refused_where_its_cache_is_counted():
+    config = CONFIG_MAPPING["mamba"](hidden_size=16, num_hidden_layers=1)
+    with pytest.raises(ConfigurationError, match="type mamba has no attention heads"):
+        kv_bytes_per_token(config, 4)
 
 
 def test_qwen3_4b_needs_147_kb_a_token():

@@ -64,12 +64,8 @@ def adapter_bytes(parts: Parts) -> dict[str, bytes]:
     ("fault", "told"),
     [
         pytest.param("IgnoresTheAdapter", "ignores the adapter", marks=pytest.mark.slow),
-        ("HalvesTheScale", r"as if \d\d% of the adapter's effect"),
-        pytest.param(
-            "RaisesTheScale",
-            r"as if the adapter's effect( on .*)? were \d+% too large",
-            marks=pytest.mark.slow,
-        ),
+        ("HalvesTheScale", r"those of the adapter at 0\.5 of its scale"),
+        pytest.param("RaisesTheScale", r"at 1\.[34] of its scale", marks=pytest.mark.slow),
         ("DropsAProjection", "as if (9.|100)% of the adapter's effect on v_proj were missing"),
         pytest.param(
             "SwapsQAndK",
@@ -171,14 +167,23 @@ def test_requests_that_the_adapter_before_answers_are_counted_and_said(
     assert told in result.line() and told in result.brief
 
 
-def test_a_request_that_tells_two_adapters_not_apart_is_not_late() -> None:
-    """Where the model is sure, log-probs are 0 under both."""
+@pytest.mark.parametrize(("half", "tokens", "late"), [(False, 1, 1), (True, 15, 0), (True, 16, 1)])
+def test_a_request_is_late_where_its_tokens_tell_two_adapters_apart(
+    half: bool, tokens: int, late: int
+) -> None:
+    """Where the model is sure, log-probs are 0 under both; in half precision few tokens may have
+    the other adapter's by their rounding.
+    """
+    off = np.full(tokens, 0.5, np.float32)
     sampled: Any = SimpleNamespace(
-        inputs=SimpleNamespace(half_precision=False),
-        rows=[SimpleNamespace(group=0, num_actions=2), SimpleNamespace(group=1, num_actions=1)],
-        differences=[np.zeros(2, np.float32), np.full(1, 0.5, np.float32)],
+        inputs=SimpleNamespace(half_precision=half),
+        rows=[
+            SimpleNamespace(group=0, num_actions=20),
+            SimpleNamespace(group=1, num_actions=tokens),
+        ],
+        differences=[np.zeros(20, np.float32), off],
     )
-    assert late_requests(sampled, [np.array([0.0, 0.0, 0.5])]) == 1
+    assert late_requests(sampled, [np.append(np.zeros(20), off)]) == late
 
 
 def test_completions_that_end_at_one_server_do_not_hide_another(parts: Parts, engine: Any) -> None:
@@ -199,6 +204,29 @@ def test_a_fault_has_to_be_found_twice_at_the_same_server() -> None:
     looks = [("a", {"one": fault, "two": sound}), ("b", {"one": fault, "two": fault})]
     with pytest.raises(RunFailed, match="at one alone of 2 servers"):
         first_sound(looks)
+
+
+def test_what_explains_little_of_the_differences_is_not_named_as_their_cause() -> None:
+    """A small group keeps its name as a warning, and lends it to no stop."""
+    assert gate_fits.Suspect.of(0.8, "ignored") == gate_fits.Suspect(0.8, "ignored")
+    little = gate_fits.Suspect.of(0.79, "ignored")
+    small = gate_fits.Suspect.of(0.79, "small", stops=False)
+    assert small.sentence == "small" and UNCLEAR in little.sentence
+    with pytest.raises(RunFailed, match="the differences do not say which"):
+        first_sound([("a", {"": [small, little]}), ("b", {"": [small, little]})])
+
+
+@pytest.mark.slow
+def test_swapped_projections_are_not_called_another_temperature(parts: Parts, engine: Any) -> None:
+    """A temperature of 1.7 explained 77% of the differences."""
+    engine("SwapsQAndKInBf16")
+    config = small(
+        Path("nowhere"),
+        inference={"dtype": "bf16"},
+        training={"temperature": 0.8, "seed": 0, "max_tokens": 24},
+    )
+    with pytest.raises(RunFailed, match="the differences do not say which"):
+        run_parity_gate(config, parts, 0)
 
 
 def test_a_server_that_did_not_answer_one_look_is_judged_by_the_other() -> None:
@@ -310,6 +338,24 @@ def test_a_cause_is_read_from_the_tokens_that_differ(parts: Parts, off: str, tol
     assert told in likely_cause(sampled, {})
 
 
+@pytest.mark.parametrize(
+    ("rest", "told"), [(0.0015, "only what follows the long prompt"), (0.003, UNCLEAR)]
+)
+def test_in_half_precision_a_place_is_named_where_the_others_differ_by_rounding(
+    rest: float, told: str
+) -> None:
+    """By 0.001 here. The gate tolerates more, in which a fault of all tokens may hide."""
+    long = np.arange(40) >= 24
+    sampled: Any = SimpleNamespace(
+        inputs=SimpleNamespace(half_precision=True),
+        differences=[np.where(long, 0.1, rest)],
+        rounding=[np.full(40, 0.001)],
+        at_end=np.zeros(40, bool),
+        after_long=long,
+    )
+    assert told in likely_cause(sampled, {}, tried=True)
+
+
 @pytest.mark.slow
 def test_in_half_precision_a_missing_projection_is_told_from_rounding(
     parts: Parts, engine: Any
@@ -348,12 +394,12 @@ def test_in_half_precision_one_module_is_a_group_of_its_own(parts: Parts, engine
     """Without the rounding, which the slow test above has too."""
     engine("DropsAModule")
     inputs = replace(gate_inputs(CONFIG, parts, 0, False), half_precision=True)
+    prompts = parts.prompts.batch(0, 2, 3)
+    before = gate._sampled(inputs, prompts, 4, 0)
     with inputs.backend.trial_adapter(0) as trial:
         trial.set(1.0)
         gate._sync(inputs)
-        (suspects,) = gate._trial_look(
-            inputs, trial, 1.0, parts.prompts.batch(0, 2, 3), 0
-        ).findings.values()
+        (suspects,) = gate._trial_look(before, trial, 1.0, prompts, 0).findings.values()
     found = max(suspects, key=lambda suspect: suspect.explained)
     assert "effect on k_proj in part 1 of 4 of the layers" in found.sentence and not found.stops
 

@@ -317,7 +317,7 @@ def planned_line(
         f"{plan.metric}, {plan.better} is better, at {plan.alpha:g}{margin},"
         f" {counted(len(plan.seeds), 'seed')}, {when}"
     )
-    lines = [f"As planned before the first run ({record.sha256[:8]}): {what}."]
+    lines = [f"As planned before the first run (plan {record.sha256[:8]}): {what}."]
     if absences and absences.to_come:
         lines.append(f"Still to come: {absent_words(absences.to_come)}.")
     if absences and absences.failed:

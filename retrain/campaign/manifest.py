@@ -226,8 +226,8 @@ class Manifest:
         self.seeds, self.max_steps = fresh.seeds, fresh.max_steps
 
     def _stored_plan(self) -> CampaignPlan:
-        """The plan of the stored configuration. Raises ConfigurationError, which names the manifest,
-        for one that this version refuses.
+        """The plan of the stored configuration. Raises ConfigurationError, which names the
+        manifest, for one that this version refuses.
         """
         try:
             return plan_campaign(config_from_mapping(self.config), self.folder)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from retrain.errors import EnvironmentFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure
 
 if TYPE_CHECKING:
     from retrain.config.schema import Environment, Evaluation, Training
@@ -125,6 +125,11 @@ def _kv_bytes_by_layer(model_config: Any, compute_bytes: int, kv_cache_dtype: st
     for layer, mode in zip(layers, modes, strict=True):
         if mode == "reuse":
             continue
+        if not hasattr(layer, "num_attention_heads"):
+            raise ConfigurationError(
+                f"[model] of type {text.model_type} has no attention heads, so its memory cannot be"
+                " predicted: use a dense Llama, Qwen, Gemma, Mistral or Phi model."
+            )
         heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
         size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
         per_head = {"auto": size * compute_bytes, "bf16": size * 2}.get(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
+from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError, RunFailed
 
 _FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 _PATH_PROBLEMS = {
@@ -116,13 +116,16 @@ def safetensors_io() -> Iterator[None]:
 
 @contextmanager
 def writing_to(folder: Path, then: str | Callable[[], str]) -> Iterator[None]:
-    """Turn the OSError of a full or broken disk into EnvironmentFailure; other errors pass.
+    """Turn the OSError of a full or broken disk into EnvironmentFailure, and that of a folder which
+    is gone into RunFailed; other errors pass.
 
     `then` tells the user what to do once there is space; a function is asked when the disk fails.
     """
     try:
         yield
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not folder.exists():
+            raise RunFailed(f"{folder} was deleted or moved while it was written to.") from error
         if not is_disk(error):
             raise
         where = error.filename or f"A file in {folder}"

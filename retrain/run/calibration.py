@@ -248,6 +248,7 @@ def shared_warning(number: int, total: Calibration) -> str:
         alike, how = "of one number in different prompts", "one seed for all requests does so"
     return (
         f"Step {number}: completions {alike} are more alike than independent draws, by"
-        f" {max(by_prompt, by_number):.3g} standard deviations since the start ({how}). Nothing is"
-        " stopped; compare how the engine takes seed and n."
+        f" {max(by_prompt, by_number):.3g} standard deviations since the start ({how}, and a"
+        " penalty of the engine's own can). Nothing is stopped; compare how the engine takes seed"
+        " and n, and its own sampling settings with [training]."
     )

@@ -40,10 +40,12 @@ from retrain.run.gate_causes import (
 from retrain.run.gate_fits import (
     GateInputs,
     GateSample,
+    TemperatureFit,
     adapter_suspects,
     agreement,
     groups_of,
     rounding_hides_temperature,
+    temperature_fit,
     temperature_suspects,
     visible_strength,
 )
@@ -77,6 +79,8 @@ restored."""
 _LOOKS = 2
 """A run stops if as many samples, each with its own noise, show a fault."""
 
+_SHOWS = 0.5
+"""Share of a temperature found under the trial adapter that has to show without it."""
 _ROUNDED_LOGPROB = 1e-3
 """Nats above 0 that rounding may give a log-prob."""
 _IMPOSSIBLE = 1e-6
@@ -90,7 +94,7 @@ _MAX_SLACK = 500.0
 _ENDINGS, _EXPECTED_ENDINGS = 64, 10.0
 """Completions of one token that the gate asks for so that some are EOS, and how many it then has to
 expect to miss them: none has a chance of e^-10."""
-_ENDING = "where completions end, "
+_ENDING, _TRIED = "where completions end, ", "with a trial adapter, "
 _FEW_EOS = 4
 """Ids of EOS that are tried."""
 _CERTAIN = 0.8
@@ -228,7 +232,7 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         with trial:
             strength = visible_strength(trial, sampled)
             _sync(inputs)
-            sampled, effect, suspected = _with_trial_adapter(inputs, trial, strength, asked)
+            sampled, effect, suspected = _with_trial_adapter(sampled, trial, strength, asked)
             found = agreement(sampled)
         late += sampled.late + _late_after_trial(inputs, trial, strength, few)
     # 4. The end of a completion is trained, and completions are equal only by chance.
@@ -367,12 +371,13 @@ class _TrialLook:
 
 
 def _with_trial_adapter(
-    inputs: GateInputs, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt]
+    before: GateSample, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt]
 ) -> tuple[GateSample, float, str]:
     """As `_compare`, under the trial adapter, which the engine serves; return its effect in nats
-    too, and a warning of what does not stop the run, if two looks find such.
+    too, and a warning of what does not stop the run, if two looks find such. `before` is a look
+    without the trial adapter.
     """
-    look, looks = partial(_trial_look, inputs, trial, strength, prompts), list[_TrialLook]()
+    look, looks = partial(_trial_look, before, trial, strength, prompts), list[_TrialLook]()
 
     def findings() -> Iterator[tuple[_TrialLook, Findings]]:
         for number in range(_LOOKS):
@@ -402,20 +407,35 @@ def _late(trial: TrialAdapter, strength: float, sampled: GateSample) -> int:
 
 
 def _trial_look(
-    inputs: GateInputs, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt], look: int
+    before: GateSample, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt], look: int
 ) -> _TrialLook:
-    sampled = _sampled(inputs, prompts, _TOKENS, look)
-    effects, findings = list[float](), {}
+    sampled = _sampled(before.inputs, prompts, _TOKENS, look)
+    effects, findings, without = list[float](), {}, before.by_server()
     for server, part in sampled.by_server().items():
         # First, since it measures rounding under this adapter.
-        found = fault(_fault(part, "with a trial adapter, "))
+        found = fault(_fault(part, _TRIED))
         effect, suspects = adapter_suspects(trial, strength, part)
-        hotter = temperature_suspects(part)
+        shown = partial(_shows_without, without.get(server), trial, strength)
+        hotter = temperature_suspects(part, shown)
         if hotter and not rounding_hides_temperature(part):
             suspects += hotter
         effects.append(effect)
         findings[server] = found + suspects
     return _TrialLook(sampled, float(np.mean(effects)), findings)
+
+
+def _shows_without(
+    before: GateSample | None, trial: TrialAdapter, strength: float, found: TemperatureFit
+) -> bool:
+    """Return True where the temperature that is found under the trial adapter shows without it too;
+    a part of the adapter that is missing looks much the same. The trial adapter is set again.
+    """
+    if before is None:
+        return False
+    trial.set(0.0)
+    own = temperature_fit(before)
+    trial.set(strength)
+    return own is not None and own.share / found.share > _SHOWS
 
 
 def _fault(part: GateSample, when: str, served: ServedAdapters | None = None) -> str:
@@ -476,12 +496,13 @@ def _disagreement(sampled: GateSample, when: str, served: ServedAdapters | None 
     if when == _ENDING:
         advice = (
             f"so {inputs.consequence}; check the log-prob that the engine returns for the"
-            " end-of-sequence token, and its temperature"
+            " end-of-sequence token, and that it samples with no temperature, top_p or penalty of"
+            " its own"
         )
     elif when:
         if served is None and inputs.trained:
             served = learned_adapters(sampled)
-        advice = likely_cause(sampled, served or {})
+        advice = likely_cause(sampled, served or {}, tried=when == _TRIED)
     elif inputs.in_process:
         change = "report it"
         if inputs.dtype_set:

@@ -9,29 +9,35 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain.backends.base import LAST_UPDATE, WHOLE_ADAPTER, TrialAdapter
-from retrain.run.gate_fits import GateSample, agreement, temperature_fit
+from retrain.run.gate_fits import (
+    CHECK_LOADING,
+    UNCLEAR,
+    GateSample,
+    Mask,
+    agreement,
+    temperature_fit,
+)
 
 _NAMED, _NAMED_HALF = 0.99, 0.8
 """Share of the differences' sum of squares that a cause must explain: in half precision rounding is
 a part of it."""
 _TEMPERATURE = 0.9
-"""The same for another temperature, whose effect is known to first order."""
+"""Share of the differences' sum of squares that another temperature must explain: its effect is
+known to first order."""
 _MIN_TOKENS = 16
-"""Tokens. Fewer than these name no cause."""
+"""Tokens. Fewer than these name no cause, and in half precision tell no late request."""
+
+_SOUND = 1.6
+"""Differences of sound engines in half precision as a multiple of the learner's own rounding: the
+most that was seen."""
 
 ServedAdapters = Mapping[str, tuple[TrialAdapter, float]]
 """Name of an adapter that the engine may serve in place of its own -> the change of the learner's,
 and its strength, that give it."""
-_CHECK_LOADING = "check how it loads adapters and caches prefixes"
 _EOS_ALONE = "the end-of-sequence token alone differs; check the log-prob that the engine returns"
 _OLD_CACHE = (
     "only what follows the long prompt differs, as with keys and values that were computed with"
     " another adapter; check how it caches prefixes"
-)
-UNCLEAR = (
-    "the engine may still serve another adapter, or keys and values computed with it, sample at"
-    " another temperature, or draw otherwise; the differences do not say which, so"
-    f" {_CHECK_LOADING}, and its own sampling settings"
 )
 
 
@@ -42,8 +48,12 @@ def learned_adapters(sampled: GateSample) -> ServedAdapters:
     return {names[name]: (change, 1.0) for name, change in learned.items()}
 
 
-def likely_cause(sampled: GateSample, served: ServedAdapters) -> str:
-    """Return the cause of the differences and what to check, or that they do not say it."""
+def likely_cause(sampled: GateSample, served: ServedAdapters, *, tried: bool = False) -> str:
+    """Return the cause of the differences and what to check, or that they do not say it.
+
+    Under a trial adapter, which is `tried`, a part that is missing looks much as another
+    temperature does, which would have shown before.
+    """
     difference = np.concatenate(sampled.differences).astype(np.float64)
     named = _NAMED_HALF if sampled.inputs.half_precision else _NAMED
     if len(difference) < _MIN_TOKENS or not np.isfinite(difference).all():
@@ -57,20 +67,31 @@ def likely_cause(sampled: GateSample, served: ServedAdapters) -> str:
     if like:
         return (
             "the engine still serves another adapter: its log-probs are those of"
-            f" {' or of '.join(like)}; {_CHECK_LOADING}"
+            f" {' or of '.join(like)}; {CHECK_LOADING}"
         )
-    fitted = temperature_fit(sampled)
-    if fitted is not None and fitted.explained >= min(named, _TEMPERATURE):
+    fitted = None if tried else temperature_fit(sampled)
+    if fitted is not None and fitted.explained >= _TEMPERATURE:
         return (
             f"its log-probs are as at a temperature of {fitted.temperature:.2g} in place of"
             f" {sampled.inputs.engine_temperature:g}; check the engine's own sampling settings"
         )
-    allowed, half = agreement(sampled).tolerance, sampled.inputs.half_precision
     for place, sentence in ((sampled.at_end, _EOS_ALONE), (sampled.after_long, _OLD_CACHE)):
-        rest = np.abs(difference[~place])
-        if len(rest) >= _MIN_TOKENS and (rest.mean() if half else rest.max()) <= allowed:
+        if np.count_nonzero(~place) >= _MIN_TOKENS and _is_rounding(sampled, ~place):
             return sentence
     return UNCLEAR
+
+
+def _is_rounding(sampled: GateSample, place: Mask) -> bool:
+    """Return True where the tokens of `place` [n] differ by rounding alone. In half precision what
+    the gate tolerates is too wide for that: a fault of all tokens may hide in it.
+    """
+    found = np.abs(np.concatenate(sampled.differences)[place])
+    if not sampled.inputs.half_precision:
+        return bool(found.max() <= agreement(sampled).tolerance)
+    if sampled.rounding is None:
+        return False
+    own = np.abs(np.concatenate(sampled.rounding)[place])
+    return bool(found.mean() <= _SOUND * own.mean())
 
 
 def effect_of(
@@ -85,14 +106,18 @@ def effect_of(
 
 def late_requests(sampled: GateSample, effects: Sequence[npt.NDArray[Any]]) -> int:
     """Count the requests whose completions have the log-probs of an adapter before the learner's;
-    `effects` [n] say how those differ from the learner's.
+    `effects` [n] say how those differ from the learner's. In half precision the rounding of a few
+    tokens may look like it.
     """
-    named = _NAMED_HALF if sampled.inputs.half_precision else _NAMED
+    named, fewest = _NAMED, 1
+    if sampled.inputs.half_precision:
+        named, fewest = _NAMED_HALF, _MIN_TOKENS
     difference = np.concatenate(sampled.differences).astype(np.float64)
     request = np.repeat(
         [row.group for row in sampled.rows], [row.num_actions for row in sampled.rows]
     )
-    own = [request == number for number in np.unique(request)]
+    every = [request == number for number in np.unique(request)]
+    own = [of for of in every if np.count_nonzero(of) >= fewest]
     return sum(any(_share(difference[of], effect[of]) >= named for effect in effects) for of in own)
 
 

@@ -7,7 +7,7 @@ their direction, which rounding does not have.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -49,10 +49,13 @@ _ROUNDING = 1e-5
 a few tokens of it can look like the effect of a group. """
 _ALL = (0.9, 1.1)
 """Within these shares all of an effect is missing; beyond, it has another sign."""
-_SIGN = 0.8
-"""Share of the differences' sum of squares from which on that is said: other faults gave shares
-beyond where 0.17 to 0.45 was explained."""
-_WHOLE = "all layers"
+_NAMED = 0.8
+"""Share of the differences' sum of squares that a cause must explain to be named. What was not the
+cause explained up to 0.65: the whole adapter where its scale was halved, a projection where the
+server had a top_p of its own."""
+_WHOLE, _SCALE = "all layers", "its scale"
+_SCALES = 4
+"""Scales of the whole adapter that are tried, each from the one before."""
 _HOTTER = 1.1
 """The temperature, as a multiple of the run's, whose effect on the log-probs is looked for in the
 differences."""
@@ -62,6 +65,12 @@ _ROUNDED, _SELECTED = 0.5, 0.1
 """From this share of the differences' root mean square on, and this many nats of it, what half
 precision does to the learner on the same tokens hides another temperature: rounding of s nats
 shifts the log-probs of sampled tokens by about s^2 / 2 on average."""
+CHECK_LOADING = "check how it loads adapters and caches prefixes"
+UNCLEAR = (
+    "the engine may still serve another adapter, or keys and values computed with it, apply it in"
+    " part or at another scale, sample at another temperature, or draw otherwise; the differences"
+    f" do not say which, so {CHECK_LOADING}, and its own sampling settings"
+)
 _ONE_TOKEN = 0.9
 """Share of the sum of squares above which one token decides a fit, which is then only as accurate
 as that token's rounding, whatever its standard error."""
@@ -299,10 +308,26 @@ class Suspect:
     """A fault that the differences look like."""
 
     explained: float
-    """The part of the difference's sum of squares that it explains, between 0 and 1."""
+    """The part of the difference's sum of squares that it explains; 0 where that is too little to
+    name it as the cause."""
     sentence: str
     stops: bool = True
     """False for a group so small that a sound engine can look like it: a warning."""
+
+    @classmethod
+    def of(cls, explained: float, sentence: str, *, stops: bool = True) -> "Suspect":
+        """The cause that `sentence` names, where it explains enough; else a fault without one, but
+        for a warning, which says what it looks like.
+        """
+        if explained >= _NAMED:
+            return cls(explained, sentence, stops)
+        if not stops:
+            return cls(0.0, sentence, stops)
+        differ = (
+            "Parity gate: with a trial adapter, the engine's log-probs differ from the learner's in"
+            " a direction that rounding does not have"
+        )
+        return cls(0.0, f"{differ}; {UNCLEAR}.")
 
 
 def adapter_suspects(
@@ -332,15 +357,45 @@ def adapter_suspects(
         difference = np.concatenate([sampled.differences[number] for number in numbers])
         if len(difference) >= fewest:
             fits += fits_of(difference, fitted, inputs.half_precision)
-    suspects = []
-    for fit in fits:
-        if is_off(fit, inputs):
-            stops = fit.group not in trial.fine_groups
-            consequence = (
-                inputs.consequence if stops else "its completions may be of another policy"
-            )
-            suspects.append(Suspect(fit.explained, fit.sentence(consequence), stops))
+    off = [fit for fit in fits if is_off(fit, inputs)]
+    nearest = [_rescaled(trial, strength, sampled, without, fit) for fit in off]
+    suspects = [_suspect(trial, inputs, fit) for fit in nearest]
     return float(np.abs(np.concatenate(whole)).mean()), suspects
+
+
+def _suspect(trial: TrialAdapter, inputs: GateInputs, fit: "Fit") -> Suspect:
+    stops = fit.group not in trial.fine_groups
+    consequence = inputs.consequence if stops else "its completions may be of another policy"
+    return Suspect.of(fit.explained, fit.sentence(consequence), stops=stops)
+
+
+def _rescaled(
+    trial: TrialAdapter,
+    strength: float,
+    sampled: GateSample,
+    without: Sequence[Float32Array],
+    fit: "Fit",
+) -> "Fit":
+    """Return the scale of the adapter at which the learner comes nearest to the engine, where that
+    explains more than `fit` of the whole adapter, for which effects are in proportion. The trial
+    adapter is whole afterwards.
+    """
+    if fit.group != _WHOLE or fit.explained >= _NAMED:
+        return fit
+    base = np.concatenate(without, dtype=np.float64)
+    engine = np.concatenate([row.logprobs for row in sampled.rows]) - base
+    difference = np.concatenate(sampled.differences)
+    scale, nearest = (0.5 if fit.share > 0 else 1.5), fit
+    for _ in range(_SCALES):
+        trial.set(scale * strength)
+        effect = np.concatenate(sampled.inputs.learner_logprobs(sampled.rows)) - base
+        rest, size = engine - effect, float(effect @ effect)
+        explained = 1 - float(rest @ rest) / float(difference @ difference)
+        if explained > nearest.explained:
+            nearest = replace(fit, group=_SCALE, share=1 - scale, explained=explained)
+        scale *= float(np.clip(engine @ effect / size, 0.5, 2)) if size else 1.0
+    trial.set(strength)
+    return nearest
 
 
 def groups_of(inputs: GateInputs, trial: TrialAdapter) -> tuple[str, ...]:
@@ -418,9 +473,11 @@ def rounding_hides_temperature(sampled: GateSample) -> bool:
     return bool(moved > max(_SELECTED, _ROUNDED * off))
 
 
-def temperature_suspects(sampled: GateSample) -> list[Suspect]:
+def temperature_suspects(
+    sampled: GateSample, shown: Callable[[TemperatureFit], bool] | None = None
+) -> list[Suspect]:
     """Return another temperature as a suspect where the differences, each within half precision's
-    tolerance, together say so.
+    tolerance, together say so; named only if it is `shown` elsewhere too, where that is asked.
     """
     inputs, difference = sampled.inputs, np.concatenate(sampled.differences)
     if not inputs.half_precision or len(difference) < _FITTED or not np.isfinite(difference).all():
@@ -434,7 +491,8 @@ def temperature_suspects(sampled: GateSample) -> list[Suspect]:
         f" {inputs.consequence}; check that its log-probs are those of the distribution it samples"
         " from."
     )
-    return [Suspect(fit.explained, sentence)]
+    explained = fit.explained if shown is None or shown(fit) else 0.0
+    return [Suspect.of(explained, sentence)]
 
 
 @dataclass(frozen=True)
@@ -465,11 +523,16 @@ class Fit:
                 "Parity gate: the engine ignores the adapter and samples from the base model,"
                 f" {advice}"
             )
+        if self.group == _SCALE:
+            return (
+                "Parity gate: the engine's log-probs are those of the adapter at"
+                f" {1 - self.share:.2g} of its scale, {advice}"
+            )
         where = f" on {self.group}"
         if self.group == _WHOLE:
             where = ""
         amount = f"{min(self.share, 1):.0%} of the adapter's effect{where} were missing"
-        if self.share > _ALL[1] and self.explained >= _SIGN:
+        if self.share > _ALL[1] and self.explained >= _NAMED:
             amount = f"the adapter's effect{where} had the other sign"
         if self.share < 0:
             amount = f"the adapter's effect{where} were {-self.share:.0%} too large"

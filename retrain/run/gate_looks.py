@@ -39,7 +39,7 @@ def first_sound(looks: Iterable[tuple[Seen, Findings]]) -> Seen:
     found = list(chain.from_iterable(look.get(wrong[0], ()) for look in reversed(before)))
     # A cause says more than a fault, whose cause may be a group too small to stop a run by itself.
     causes = [one for one in found if one.explained]
-    told = [one for one in causes if one.stops] or causes or found
+    told = [one for one in causes if one.stops] or causes or [one for one in found if one.stops]
     raise RunFailed(naming(max(told, key=lambda one: one.explained).sentence, wrong, len(findings)))
 
 

@@ -183,7 +183,7 @@ class ImpatientVLLM(VLLMEngine):
     [
         (
             "servers.test_vllm.StaleVLLM",
-            "Parity gate: .* (keys and values that were computed with another adapter|cached prefixes)",
+            "Parity gate: .* (keys and values that were computed with another adapter|cache[sd] prefixes)",
         ),
         ("servers.test_vllm.BaseVLLM", "ignores the adapter and samples from the base model"),
     ],
