@@ -450,7 +450,7 @@ def test_a_small_group_is_a_warning_if_another_look_finds_one_too(
 def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(
     seed: int, parts: Parts, engine: Any
 ) -> None:
-    """Of seeds 0 to 7 it is named in five, and shows first where completions end in the others."""
+    """It is named, or shows where completions end, or is a direction whose cause is not told."""
     rounded = small(
         Path("nowhere"),
         inference={"dtype": "bf16"},
@@ -459,8 +459,9 @@ def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(
     engine("HotterInBf16")
     with pytest.raises(
         RunFailed,
-        match=r"as if its temperature were 0\.(8[6-9]|9) instead of 0\.8, so nothing was trained"
-        r"|where completions end, .* so nothing was trained; check .*, and its temperature",
+        match=r"as if its temperature were 0\.(8[6-9]|9[0-2]?) instead of 0\.8, so nothing was trained"
+        r"|where completions end, .* so nothing was trained; check .* no temperature, top_p or"
+        r"|in a direction that rounding does not have; .* sample at another temperature",
     ):
         run_parity_gate(rounded, parts, 0)
 
