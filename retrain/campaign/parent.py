@@ -27,8 +27,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,6 +48,8 @@ class Parent:
         self._control = control
         self._workers: dict[int, socket.socket] = {}
         """By process id; each socket takes signals for it and gives its exit code."""
+        self._mask: set[int] = set()
+        """The signals that were blocked before the last fork."""
         self._own_threads = _count_threads()
         self._threads = torch.get_num_threads()
         """torch's threads in one run."""
@@ -105,11 +106,15 @@ class Parent:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
+        # Python forgets the signals that reach a new process before its first line, so they wait;
+        # in the worker until `main` can answer them.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         # From Python 3.12 on a fork warns of numpy's threads.
-        with warnings.catch_warnings(), _signals_held():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid:
+            self.take_signals()
             os.close(answer)
             self._workers[pid] = channel
             with suppress(ConnectionError):
@@ -121,6 +126,10 @@ class Parent:
             other.close()
         self._forget()
         return True
+
+    def take_signals(self) -> None:
+        """Let the signals through that wait since the last fork."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _reason_against(self, request: dict[str, str]) -> str:
         """Prepare the run. Return why no worker can be forked for it, or ""."""
@@ -151,16 +160,6 @@ class Parent:
         np.random.seed()  # Python's own generator is seeded at every fork
         torch.default_generator.seed()
         del sys.argv[1:]
-
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    """Let signals wait: Python forgets what reaches a new process before its first line."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _count_threads() -> int:
@@ -218,14 +217,19 @@ def main() -> None:
     from retrain.run.sharing import shared_parts
 
     with shared_parts(), shared_models(), shared_packs():
-        served = Parent(socket.socket(fileno=descriptor)).serve()
+        parent = Parent(socket.socket(fileno=descriptor))
+        served = parent.serve()
         if served is None:
             return
         request, descriptor = served
         from retrain.campaign.worker import answer
 
         with os.fdopen(descriptor, "w", encoding="utf-8") as pipe:
-            answer(request, pipe)
+            try:
+                parent.take_signals()
+                answer(request, pipe)
+            except KeyboardInterrupt:  # before the run has handlers of its own
+                json.dump({"status": "interrupted", "reason": "Interrupted by SIGINT."}, pipe)
     _end()
 
 
