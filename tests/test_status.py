@@ -24,7 +24,7 @@ from retrain.cli.status import lines as printed_lines
 from retrain.config import dump_toml
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.records.entries import StepRecord
-from retrain.records.run_folder import RunFolder
+from retrain.records.run_folder import RunFolder, mark
 from retrain.run.session import Session
 from tests import commands
 from tests.runs import small_run
@@ -124,6 +124,16 @@ def test_a_run_that_lost_its_configuration_is_named_and_its_evaluations_are_no_r
         (status,) = overview(folder).runs
         assert (status.path, status.state) == (run, State.UNREADABLE)
         assert "config.toml is missing" in status.note
+
+
+def test_a_campaigns_run_that_was_stopped_while_it_loaded_has_lost_nothing(tmp_path: Path) -> None:
+    entry = {"name": "a_s1", "condition": "a", "seed": 1, "status": "interrupted"}
+    folder = tmp_path / "runs" / "a_s1"
+    mark(folder, "run")
+    (folder / "output.log").write_text("Loading dataset...\n")
+    (tmp_path / "manifest.json").write_text(json.dumps({"runs": [entry]}))
+    (campaign,) = overview(tmp_path).campaigns
+    assert [(run.state, run.note) for run in campaign.runs] == [(State.PENDING, "")]
 
 
 def test_a_live_process_runs_until_it_is_silent_for_long(run: Path, sleeper: int) -> None:
