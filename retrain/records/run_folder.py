@@ -259,9 +259,8 @@ class Claim:
         """True if our marker and any of a run's files are there. No single file is required: a
         damaged run may lack it.
         """
-        # The log and the pointer to checkpoints elsewhere are written before the run begins.
-        before = {self.folder.checkpoint_pointer, self.folder.output}
-        return self.kind == "run" and bool({*self.present} - before)
+        # The pointer to checkpoints elsewhere is written before the run begins.
+        return self.kind == "run" and bool({*self.present} - {self.folder.checkpoint_pointer})
 
     def outer_run(self) -> RunFolder | None:
         """The run inside whose folder this one lies."""
