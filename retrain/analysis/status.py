@@ -238,8 +238,8 @@ def _found(folder: Path) -> Iterator[Path]:
 
 
 def manifest_damage(folder: Path) -> RunFailed | None:
-    """What is wrong with the manifest of a campaign's folder, whose runs then are found one by one;
-    another program's manifest.json may hold anything.
+    """Return why the manifest of a campaign's folder cannot be read, or None. A manifest.json
+    without a folder `runs` beside it is another program's, and is not looked into.
     """
     if (folder / "runs").is_dir() and (folder / MANIFEST).is_file():
         try:

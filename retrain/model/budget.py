@@ -108,6 +108,8 @@ def most_new_tokens(training: "Training", evaluation: "Evaluation") -> int:
 def kv_bytes_per_token(model_config: Any, compute_bytes: int, kv_cache_dtype: str = "auto") -> int:
     """Return the bytes of one token's keys and values in all layers of a transformers
     configuration; `compute_bytes` are those of one number in the model's dtype.
+
+    Raises ConfigurationError for a model that has no attention heads.
     """
     return sum(_kv_bytes_by_layer(model_config, compute_bytes, kv_cache_dtype))
 

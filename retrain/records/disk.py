@@ -116,8 +116,8 @@ def safetensors_io() -> Iterator[None]:
 
 @contextmanager
 def writing_to(folder: Path, then: str | Callable[[], str]) -> Iterator[None]:
-    """Turn the OSError of a full or broken disk into EnvironmentFailure, and that of a folder which
-    is gone into RunFailed; other errors pass.
+    """Raise EnvironmentFailure where the disk is full or broken, and RunFailed where `folder` is
+    gone, in place of the OSError; other errors pass.
 
     `then` tells the user what to do once there is space; a function is asked when the disk fails.
     """

@@ -1,5 +1,5 @@
-"""The parity gate samples and compares up to several times, with other noise each time: these are
-its looks. A server is at fault if every look in which it answered finds a fault.
+"""The looks of the parity gate. In each it samples and compares with other noise; a server is at
+fault if every look in which it answered finds a fault.
 
 Each server is judged by its own completions alone: among those of all servers, a fault of one would
 be a small share.
