@@ -76,8 +76,11 @@ def command(
         print("\n".join(lines))
     elif other_file:
         print(f"Records are equal, and {other_file} holds other answers, tokens or weights.")
-    else:
-        print(f"Records are equal, and the adapter after {other_adapter} steps is another.")
+    elif other_adapter is not None:
+        from retrain.records.terminal import counted
+
+        after = counted(other_adapter, "step")
+        print(f"Records are equal, and the adapter after {after} is another.")
     if not equal:
         raise typer.Exit(1)
 
@@ -112,7 +115,10 @@ def _print_verified(run: "StoredRun", steps: range, lines: list[str], things: li
     """Print what was recorded differently, the first of what a run does not have, with how many
     more there are, and how its records are damaged.
     """
-    print(f"Verified: steps {steps[0]} to {steps[-1]} of {run.path} are the same, byte for byte.")
+    which = f"steps {steps[0]} to {steps[-1]} of {run.path} are"
+    if len(steps) == 1:
+        which = f"step {steps[0]} of {run.path} is"
+    print(f"Verified: {which} the same, byte for byte.")
     for line in lines[1:]:  # the first says that they are equal
         print(line)
     if things:
