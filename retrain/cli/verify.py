@@ -76,10 +76,8 @@ def command(
         print("\n".join(lines))
     elif other_file:
         print(f"Records are equal, and {other_file} holds other answers, tokens or weights.")
-    elif other_adapter is not None:
-        from retrain.records.terminal import counted
-
-        after = counted(other_adapter, "step")
+    else:
+        after = "1 step" if other_adapter == 1 else f"{other_adapter} steps"
         print(f"Records are equal, and the adapter after {after} is another.")
     if not equal:
         raise typer.Exit(1)
