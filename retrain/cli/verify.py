@@ -74,11 +74,8 @@ def command(
         _print_verified(stored, taken, lines, missing)
     elif found:
         print("\n".join(lines))
-    elif other_file:
-        print(f"Records are equal, and {other_file} holds other answers, tokens or weights.")
     else:
-        after = "1 step" if other_adapter == 1 else f"{other_adapter} steps"
-        print(f"Records are equal, and the adapter after {after} is another.")
+        print(f"Records are equal, and {_beside_records(other_file, other_adapter or 0)}.")
     if not equal:
         raise typer.Exit(1)
 
@@ -124,6 +121,15 @@ def _print_verified(run: "StoredRun", steps: range, lines: list[str], things: li
         print(f"Not there, and so not compared: {', '.join([*things[:_SHOWN], *more])}.")
     if run.damage:
         print(run.damage)
+
+
+def _beside_records(other_file: str, steps: int) -> str:
+    """Name what differs: a file, or the adapter after a number of steps."""
+    from retrain.records.terminal import counted
+
+    if other_file:
+        return f"{other_file} holds other answers, tokens or weights"
+    return f"the adapter after {counted(steps, 'step')} is another"
 
 
 def _draw_lines(draw: dict[str, float] | None) -> Iterator[str]:
