@@ -219,7 +219,7 @@ class StoredRun:
         hours = self.used_hours(self.config.training)
         if hours:
             return f"was stopped ({hours})"
-        return f"stopped after {self.counted_steps} of {planned} steps"
+        return f"stopped after {self.counted_steps} of {counted(planned, 'step')}"
 
     def used_hours(self, training: Training) -> str:
         """Say that the max_hours of `training` came before its last step; "" if they did not, or if
@@ -232,7 +232,8 @@ class StoredRun:
             return ""
         return (
             f"[training] max_hours = {training.max_hours:g} came after {steps} of"
-            f" {training.max_steps} steps; give more hours, such as {training.more_hours(seconds)}"
+            f" {counted(training.max_steps, 'step')}; give more hours, such as"
+            f" {training.more_hours(seconds)}"
         )
 
     @cached_property
@@ -250,11 +251,11 @@ class StoredRun:
         """A sentence on what metrics.jsonl lacks or holds twice; "" if its steps are 0, 1, 2, ...
         and as many as summary.json counts.
         """
-        path, counted = self.folder.metrics, self.summary.get("steps")
+        path, told = self.folder.metrics, self.summary.get("steps")
         # A torn last line is left out: it has no line end, and a crash may leave one.
         steps = [int(step) for step in _STEP.findall(path.read_bytes())] if path.is_file() else []
-        if type(counted) is int:
-            expected = counted
+        if type(told) is int:
+            expected = told
         else:
             expected = len(steps)
         wrong = next((index for index, step in enumerate(steps) if step != index), None)
@@ -272,7 +273,8 @@ class StoredRun:
                 found = f"ends after {len(steps)} of the"
             else:
                 found = "holds none of the" if path.is_file() else "is missing, with the"
-            problem = f"{path} {found} {expected} steps that {self.folder.summary.name} counts"
+            steps_told = counted(expected, "step")
+            problem = f"{path} {found} {steps_told} that {self.folder.summary.name} counts"
         if problem:
             return f"{problem}{CHANGED}"
         return ""
