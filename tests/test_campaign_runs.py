@@ -28,7 +28,7 @@ from retrain.analysis.planned import CampaignRecord
 from retrain.analysis.runs import StoredRun, campaign_runs, find_runs
 from retrain.analysis.status import run_status
 from retrain.campaign import CampaignPlan, Manifest, Status, plan_campaign, run_campaign
-from retrain.campaign.launch import share_devices, start_worker
+from retrain.campaign.launch import RunOutcome, share_devices, start_worker
 from retrain.config import TrainConfig, config_from_mapping, load_config, replaced
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.run_folder import Liveness, RunFolder, Writer, mark, writer_lock
@@ -796,6 +796,20 @@ def test_a_child_that_a_plugin_leaves_does_not_hold_up_the_campaign(
     finally:
         worker.kill()
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
+def test_a_worker_that_ctrl_c_meets_while_it_starts_is_interrupted(tmp_path: Path) -> None:
+    folder = tmp_path / "campaign"
+    run = plan_campaign(config_from_mapping(sections(folder)), folder).runs[0]
+    worker = start_worker(run, threads=1)
+    worker.stop(signal.SIGINT)
+    deadline = time.monotonic() + 60
+    while (outcome := worker.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert outcome == RunOutcome(Status.INTERRUPTED, "Interrupted by SIGINT.")
+    assert (run.folder / "output.log").read_text() == ""
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 TWICE = (signal.SIGTERM, signal.SIGTERM)

@@ -340,6 +340,28 @@ def test_a_campaign_whose_manifest_was_cut_is_named_beside_its_runs(
     assert len(others) == runs and all(run.state is not State.UNREADABLE for run in others)
 
 
+@pytest.mark.parametrize("damage", ["pipe", "folder", "cut"])
+@pytest.mark.parametrize("command", ["status", "compare", "report"])
+def test_a_manifest_without_runs_that_cannot_be_read_is_named(
+    command: str, damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe, which nobody writes to, is not waited for."""
+    manifest = tmp_path / "manifest.json"
+    if damage == "pipe":
+        os.mkfifo(manifest)
+    elif damage == "folder":
+        manifest.mkdir()
+    else:
+        manifest.write_text('{"runs": [{"na')
+    for runs in (False, True):
+        if runs:
+            (tmp_path / "runs").mkdir()
+        assert main([command, str(tmp_path)]) == (0 if command == "status" else 1)
+        seen = capsys.readouterr()
+        said = seen.out + seen.err
+        assert f"{manifest} is " in said and "No runs" not in said
+
+
 def test_a_file_in_a_runs_place_and_a_folder_of_another_user_hide_no_other_run(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -450,12 +450,28 @@ def is_campaign(folder: Path) -> bool:
         return False
 
 
+def unreadable_manifest(folder: Path) -> RunFailed | None:
+    """Return why manifest.json in a folder cannot be read, or None. A pipe is not opened, since
+    that would wait for its writer.
+    """
+    manifest = folder / MANIFEST
+    if manifest.exists() and not manifest.is_file():
+        kind = "a folder" if manifest.is_dir() else "no regular file"
+        return RunFailed(f"{manifest} is {kind}: put the campaign's manifest back from a copy.")
+    try:
+        if manifest.is_file():
+            read_object(manifest)
+    except RunFailed as error:
+        return error
+    return None
+
+
 def no_campaign(folder: Path) -> str:
     """Why a folder is no campaign's, as the beginning of a sentence. Raises RunFailed for a damaged
     manifest.
     """
-    if (folder / MANIFEST).is_file():
-        read_object(folder / MANIFEST)
+    if damage := unreadable_manifest(folder):
+        raise damage
     return f"{folder} is not a campaign (it has no {MANIFEST} with runs)"
 
 
@@ -535,13 +551,17 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
 def find_runs(folder: Path) -> list[StoredRun]:
     """Every run in or below `folder`, ordered by path; a campaign's runs in its manifest's order.
 
-    Raises ConfigurationError if there is none.
+    Raises ConfigurationError if there is none, RunFailed if the manifest that may list them is
+    damaged.
     """
     if not folder.is_dir():
         raise ConfigurationError(
             f"{folder} is not a folder; name the folder of a run or a campaign, or one above them."
         )
     found = list(_walk(folder))
+    damage = None if found else unreadable_manifest(folder)
+    if damage:
+        raise RunFailed(f"{folder} holds no run that is found without its manifest: {damage}")
     if not found:
         raise ConfigurationError(
             f"{folder} holds no run; name the folder of a run or a campaign, or one above them."
