@@ -126,6 +126,18 @@ def test_a_run_that_lost_its_configuration_is_named_and_its_evaluations_are_no_r
         assert "config.toml is missing" in status.note
 
 
+def test_a_campaigns_failed_run_that_was_continued_to_its_end_alone_is_done(
+    finished: Path, tmp_path: Path
+) -> None:
+    folder = campaign(tmp_path / "campaign", finished)
+    run = folder / "runs" / "maxrl+none_s2"
+    shutil.copyfile(finished / "summary.json", run / "summary.json")
+    (found,) = overview(folder).campaigns
+    (status,) = (one for one in found.runs if one.path == run)
+    said = "It failed, says manifest.json, and is done, says its own summary.json."
+    assert (status.state, status.note) == (State.DONE, said)
+
+
 def test_a_campaigns_run_that_was_stopped_while_it_loaded_has_lost_nothing(tmp_path: Path) -> None:
     entry = {"name": "a_s1", "condition": "a", "seed": 1, "status": "interrupted"}
     folder = tmp_path / "runs" / "a_s1"

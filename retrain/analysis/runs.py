@@ -181,9 +181,23 @@ class StoredRun:
     @property
     def failed(self) -> bool:
         """True if the run failed, according to its summary or its campaign's manifest."""
-        return (self.planned is not None and self.planned.status == "failed") or self.summary.get(
-            "status"
-        ) == "failed"
+        return self._failed_in_campaign or self.summary.get("status") == "failed"
+
+    @cached_property
+    def _failed_in_campaign(self) -> bool:
+        """True if its campaign's manifest says that it failed, and it was not continued to its end
+        since, by itself.
+        """
+        failed = self.planned is not None and self.planned.status == "failed"
+        return failed and not self.is_whole
+
+    @property
+    def is_whole(self) -> bool:
+        """True if its own summary says that it is done, after its last step. A run that `[training]
+        max_hours` ended before may have failed to go on.
+        """
+        is_done = self.summary.get("status") == "done"
+        return is_done and self.counted_steps >= self.config.training.max_steps
 
     @property
     def skipped(self) -> bool:
@@ -195,7 +209,7 @@ class StoredRun:
         """Why the run has no final result, as a predicate ("stopped after 3 of 9 steps"); "" if it
         has one.
         """
-        if self.planned and self.planned.status == "failed":
+        if self.planned and self._failed_in_campaign:
             return f"failed ({self.planned.reason})".removesuffix(" ()")
         if not self.folder.config.is_file():
             return "has not started"
