@@ -8,6 +8,8 @@ SERVERS := $(CACHE)/servers
 # A process for each core; one that has run out of tests takes some from the others, so that all are busy until the end. Bytecode is kept
 # even where the environment says otherwise: dozens of tests start processes, which would all compile the package again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+# The short tests wait for children a fifth of their time: one process more than there are cores.
+ONE_MORE := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 # 3.11 first: constraints.txt pins the versions that the tests run on for it.
 PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.14 python; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
@@ -40,8 +42,8 @@ conclude: $(STAMP) ## a campaign that concludes, and a null that does not, with 
 replications: $(STAMP) ## docs/replications: four claims of papers on the lab (an hour on 2 cores; continues where it stopped; ONLY=nsr), or with SMOLLM2=FOLDER on that model (hours)
 	$(BIN)/python scripts/replications.py $(ONLY) $(if $(SMOLLM2),--smollm2 "$(SMOLLM2)")
 
-test: $(STAMP) ## the tests and the ten slowest, one process per core
-	$(PYTEST) --durations=10
+test: $(STAMP) ## the tests and the ten slowest, in one process more than there are cores
+	$(PYTEST) --numprocesses $(ONE_MORE) --durations=10
 	@echo "Left out: whole runs that take long (make test-slow), tests/servers, which need real inference servers (make test-servers), tests/environments (make test-environments), and,"
 	@echo "without the package triton, the kernels for GPUs (make test-kernels)."
 

@@ -2,7 +2,7 @@
 and what can be wrong with it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from retrain.inference_engine.base import (
     Truncation,
 )
 from retrain.inference_engine.rows import SampleJob
+from retrain.inference_engine.sampling import Draws
 from retrain.inference_engine.scheduler import DecodeRun
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.devices import EngineOptions
@@ -294,23 +296,24 @@ class ServesAnotherLater(Served):
         }
 
 
-class KeepsOldKeysAndValues(TorchEngine):
-    """A prefix cache that outlives the adapter that filled it."""
+class InProcess(TorchEngine):
+    """Sound."""
 
     def __init__(self, config: Any, *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
         super().__init__(model, eos_ids, device)
+
+
+class KeepsOldKeysAndValues(InProcess):
+    """A prefix cache that outlives the adapter that filled it."""
 
     def release(self) -> None:
         pass
 
 
-class RoundsItsLogits(TorchEngine):
+class RoundsItsLogits(InProcess):
     """Sound: its logits differ by 6e-5 from the learner's, and its log-probs by so much divided by
     the temperature.
     """
-
-    def __init__(self, config: Any, *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
-        super().__init__(model, eos_ids, device)
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         for completion in super().sample(requests):
@@ -322,11 +325,8 @@ class RoundsItsLogits(TorchEngine):
             yield replace(completion, logprobs=(completion.logprobs + rounding).astype(np.float32))
 
 
-class Drifts(TorchEngine):
+class Drifts(InProcess):
     """Its log-probs of training completions are 0.01 nats too high from step 1 on."""
-
-    def __init__(self, config: Any, *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
-        super().__init__(model, eos_ids, device)
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         shift = (
@@ -367,11 +367,8 @@ class RawLogprobs(Served):
             yield replace(completion, logprobs=own.astype(np.float32))
 
 
-class StripsEOS(TorchEngine):
+class StripsEOS(InProcess):
     """Returns completions without the token that ended them."""
-
-    def __init__(self, config: Any, *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
-        super().__init__(model, eos_ids, device)
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         for completion in super().sample(requests):
@@ -386,11 +383,11 @@ class StripsEOSSilently(StripsEOS):
             yield replace(completion, finish_reason=FinishReason.LENGTH)
 
 
-class NeverEnds(StripsEOS):
+class NeverEnds(InProcess):
     """Forbids EOS, as min_tokens does, and draws another token in its place."""
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for completion in TorchEngine.sample(self, requests):
+        for completion in super().sample(requests):
             if completion.finish_reason is not FinishReason.STOP:
                 yield completion
                 continue
@@ -410,17 +407,17 @@ class NeverEnds(StripsEOS):
             )
 
 
-class CertainEOS(StripsEOS):
+class CertainEOS(InProcess):
     """Reports a log-prob of 0 for EOS."""
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for completion in TorchEngine.sample(self, requests):
+        for completion in super().sample(requests):
             if completion.finish_reason is FinishReason.STOP:
                 completion.logprobs[-1] = 0.0
             yield completion
 
 
-class RoundsOneEnding(StripsEOS):
+class RoundsOneEnding(InProcess):
     """Is sound, but that its rounding moves EOS after the first prompt that only one token follows:
     there, a thousand draws would differ as one does.
     """
@@ -431,7 +428,7 @@ class RoundsOneEnding(StripsEOS):
         for request in requests:
             if request.max_tokens == 1 and not self.place:
                 self.place = request.prompt_ids.tobytes()
-        for completion in TorchEngine.sample(self, requests):
+        for completion in super().sample(requests):
             request = requests[completion.request]
             ended = completion.finish_reason is FinishReason.STOP
             if ended and request.prompt_ids.tobytes() == self.place:
@@ -439,35 +436,35 @@ class RoundsOneEnding(StripsEOS):
             yield completion
 
 
-class NoNumbers(StripsEOS):
+class NoNumbers(InProcess):
     """Its log-probs are NaN, as where a server's weights overflow."""
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for completion in TorchEngine.sample(self, requests):
+        for completion in super().sample(requests):
             completion.logprobs[:] = np.nan
             yield completion
 
 
-class OneSeed(StripsEOS):
+class OneSeed(InProcess):
     """Draws all completions of a request with the same noise."""
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         alone = [replace(request, count=1, first_sample=0) for request in requests]
-        for completion in TorchEngine.sample(self, alone):
+        for completion in super().sample(alone):
             request = requests[completion.request]
             for number in range(request.count):
                 yield replace(completion, sample=request.first_sample + number)
 
 
-class RepeatsNoise(StripsEOS):
+class RepeatsNoise(InProcess):
     """Draws the completions of one number alike in all prompts."""
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         alike = [replace(one, noise=replace(one.noise, prompt=0)) for one in requests]
-        return TorchEngine.sample(self, alike)
+        return super().sample(alike)
 
 
-class Colder(StripsEOS):
+class Colder(InProcess):
     """Samples at nine tenths of the temperature that it is asked for."""
 
     factor = 0.9
@@ -482,7 +479,7 @@ class Colder(StripsEOS):
         )
 
 
-class Penalises(StripsEOS):
+class Penalises(InProcess):
     """Has a repetition penalty of its own, as a server's generation_config.json gives one."""
 
     penalty = 1.3
@@ -507,7 +504,11 @@ class Penalises(StripsEOS):
         return run
 
 
-class AnotherTopP(StripsEOS):
+class PenaltyOfItsOwn(Penalises):
+    penalty = 1.1
+
+
+class AnotherTopP(InProcess):
     """Truncates at another top_p than the request's, and reports faithfully what it kept."""
 
     top_p = 0.8
@@ -517,10 +518,47 @@ class AnotherTopP(StripsEOS):
             replace(request, truncation=replace(request.truncation, top_p=self.top_p))
             for request in requests
         ]
-        return TorchEngine.sample(self, changed)
+        return super().sample(changed)
 
 
-class IgnoresTopP(StripsEOS):
+class TopPOfItsOwn(AnotherTopP):
+    """As `AnotherTopP`, but that it says nothing of what it kept."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        return (replace(completion, kept=None) for completion in super().sample(requests))
+
+
+class ReportsThePolicy(InProcess):
+    """Whatever it draws from, its log-probs are the policy's."""
+
+    def _run(self, jobs: Sequence[SampleJob]) -> DecodeRun:
+        run = super()._run(jobs)
+        assert isinstance(run, DecodeRun)
+        drawn, rows, record = run._sample, run._rows, run._rows.record
+
+        def sample(part: slice, logits: Tensor) -> list[Completion]:
+            z = (logits.float() / torch.from_numpy(rows.temperature[part])[:, None]).log_softmax(-1)
+
+            def reported(of: slice, draws: Draws, ends: Collection[int]) -> NDArray[np.int64]:
+                own = z[torch.arange(len(z)), torch.from_numpy(draws.tokens)].numpy()
+                return record(of, replace(draws, logprobs=own), ends)
+
+            rows.record = reported  # type: ignore[method-assign]
+            return drawn(part, logits)
+
+        run._sample = sample  # type: ignore[method-assign]
+        return run
+
+
+class HidesTopP(ReportsThePolicy, TopPOfItsOwn):
+    pass
+
+
+class HidesPenalty(ReportsThePolicy, PenaltyOfItsOwn):
+    pass
+
+
+class IgnoresTopP(InProcess):
     """Samples from the whole vocabulary, and says that it kept all of it."""
 
     vocabulary = 259

@@ -19,7 +19,7 @@ CONDITIONS = ("grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxr
 HOSTILE = (
     "</pre><script>document.title = 'owned'; fetch('https://evil.example/')</script>",
     '<img src="https://evil.example/x.png" onerror="document.title = \'owned\'">',
-    "\x1b]0;owned\x07\x1b[31mred\u202etxt.exe\u2066 and\x00 nul \ud800",
+    "\x1b]0;owned\x07\x1b[31mred\u202etxt.exe\u2066 and\x00 nul \ud800 \u2028next\u2029\x85",
     "{{ 7 * 191 }} ${1337} <!-- --> &lt;b&gt; \\boxed{42}",
     "x" * 3000,
     "مرحبا let me check: 1+1=2",

@@ -182,7 +182,7 @@ def test_a_sound_engine_is_within_the_tolerance(parts: Parts) -> None:
     ("fault", "steps", "flat"),
     [
         pytest.param("Colder", 6, False, marks=pytest.mark.slow),
-        ("AnotherTopP", 2, False),
+        ("HidesTopP", 2, False),
         ("Penalises", 2, True),
     ],
 )

@@ -5,11 +5,15 @@ resumed.
 import errno
 import json
 import os
+import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +28,7 @@ from retrain.analysis.planned import CampaignRecord
 from retrain.analysis.runs import StoredRun, campaign_runs, find_runs
 from retrain.analysis.status import run_status
 from retrain.campaign import CampaignPlan, Manifest, Status, plan_campaign, run_campaign
-from retrain.campaign.launch import share_devices, start_worker
+from retrain.campaign.launch import RunOutcome, share_devices, start_worker
 from retrain.config import TrainConfig, config_from_mapping, load_config, replaced
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.run_folder import Liveness, RunFolder, Writer, mark, writer_lock
@@ -676,8 +680,9 @@ def environment() -> dict[str, str]:
 
 def start(folder: Path, *flags: str, **campaign: Any) -> Started:
     file = write_toml(folder.with_suffix(".toml"), sections(folder, campaign))
+    env = environment() | {OF_CAMPAIGN: str(folder)}
     return Started(
-        folder, commands.Command(command(file, *flags), env=environment(), stderr=subprocess.STDOUT)
+        folder, commands.Command(command(file, *flags), env=env, stderr=subprocess.STDOUT)
     )
 
 
@@ -791,6 +796,120 @@ def test_a_child_that_a_plugin_leaves_does_not_hold_up_the_campaign(
     finally:
         worker.kill()
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
+def test_a_worker_that_ctrl_c_meets_while_it_starts_is_interrupted(tmp_path: Path) -> None:
+    folder = tmp_path / "campaign"
+    run = plan_campaign(config_from_mapping(sections(folder)), folder).runs[0]
+    worker = start_worker(run, threads=1)
+    worker.stop(signal.SIGINT)
+    deadline = time.monotonic() + 60
+    while (outcome := worker.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert outcome == RunOutcome(Status.INTERRUPTED, "Interrupted by SIGINT.")
+    assert (run.folder / "output.log").read_text() == ""
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+TWICE = (signal.SIGTERM, signal.SIGTERM)
+STOPS = ((signal.SIGKILL,), (signal.SIGTERM,), (signal.SIGINT,), TWICE)
+OF_CAMPAIGN = "CAMPAIGN_OF_THIS_TEST"
+"""A variable that every process of a campaign inherits, with the campaign's folder."""
+STUCK = """
+import os, signal, time
+
+def advantage(rewards):
+    if len(rewards) > 3:  # those of the trial before the campaign are smaller
+        child = os.fork()
+        if child == 0:
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            time.sleep(120)
+            os._exit(0)
+        open(f"child-{child}", "w").close()
+        while True:
+            time.sleep(60)
+    return [0.0] * len(rewards)
+"""
+
+
+def processes_of(folder: Path) -> set[int]:
+    found, mark = set(), f"{OF_CAMPAIGN}={folder}".encode()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if mark in environ.read_bytes().split(b"\0"):
+                found.add(int(environ.parent.name))
+    return found
+
+
+def seconds_until_gone(campaign: Started, signals: Sequence[int], children: set[int]) -> float:
+    """Send the signals to the campaign alone, and wait until nothing is left of it but the
+    `children` of user code.
+    """
+    began = time.monotonic()
+    for number in signals:
+        campaign.process.send_signal(number)
+        time.sleep(0.2 * (len(signals) > 1))
+    while campaign.process.poll() is None or processes_of(campaign.folder) - children:
+        assert time.monotonic() < began + 60, campaign.process.poll()
+        time.sleep(0.01)
+    seconds = time.monotonic() - began
+    time.sleep(0.3)  # a process that was just being started would have the variable by now
+    assert processes_of(campaign.folder) == children
+    return seconds
+
+
+@pytest.mark.faults("campaigns killed and stopped: processes that outlive them")
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+def test_no_process_outlives_a_campaign_that_is_killed_or_stopped(
+    tmp_path: Path, long: bool, record_property: Any
+) -> None:
+    """While its workers are loading, and between steps."""
+    took: dict[str, list[float]] = {}
+    for number in range(36 if long else len(STOPS)):
+        signals, moment = STOPS[number % len(STOPS)], random.Random(number)
+        campaign = start(tmp_path / str(number), "--seed", "1", "--max-steps", "500", parallel=True)
+        loading = number % 3 != 1
+        if loading:
+            campaign.wait_for((campaign.folder / "manifest.json").exists)
+        else:
+            campaign.wait_for(lambda own=campaign: own.steps(NAMES[0]))
+        time.sleep(moment.uniform(0, 3 if loading else 0.3))
+        name = " and ".join(sent.name for sent in signals)
+        took.setdefault(name, []).append(seconds_until_gone(campaign, signals, set()))
+        last = signals[-1]
+        assert campaign.process.returncode == (-last if last == signal.SIGKILL else 128 + last)
+    assert max(took["SIGTERM and SIGTERM"]) < 9, "a second signal waits for no model that loads"
+    record_property("cases", sum(map(len, took.values())))
+    for name, seconds in took.items():
+        record_property(
+            f"seconds after {name}, median and most:",
+            f"{statistics.median(seconds):.2f} and {max(seconds):.2f}",
+        )
+
+
+@pytest.mark.faults("campaigns killed and stopped: processes that outlive them")
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+def test_a_worker_that_hangs_ends_with_its_campaign_and_a_child_of_user_code_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
+    """At the second signal. The worker is in a plugin that never returns, and has left a child."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stuck.py").write_text(STUCK)
+    conditions = [{"advantage_mode": "stuck.advantage", "transform_mode": "none"}]
+    campaign = start(tmp_path / "c", "--seed", "1", parallel=True, conditions=conditions)
+    campaign.wait_for(lambda: [*tmp_path.glob("child-*")])
+    children = {int(path.name.removeprefix("child-")) for path in tmp_path.glob("child-*")}
+    try:
+        seconds = seconds_until_gone(campaign, TWICE, children)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+    record_property("seconds after two SIGTERM where a worker hangs:", f"{seconds:.2f}")
 
 
 @pytest.mark.slow

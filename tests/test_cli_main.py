@@ -208,12 +208,15 @@ def test_a_bug_prints_a_masked_traceback_and_exits_with_1() -> None:
     assert "ZeroDivisionError: with ***" in result.stderr and "bug in retrain" in result.stderr
 
 
-def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_exits_with_130_and_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(arguments: list[str]) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("retrain.cli.main._dispatch", interrupted)
     assert main(["x"]) == 130
+    assert capsys.readouterr().err == "retrain: Interrupted by SIGINT.\n"
 
 
 def test_a_second_ctrl_c_while_the_first_one_is_told_exits_with_130(

@@ -33,6 +33,13 @@ def write_jsonl(path: Path, rows) -> Path:
     return path
 
 
+def test_a_row_ends_at_its_newline_whatever_else_ends_a_line(tmp_path: Path) -> None:
+    row = {"prompt": "1\u20282\u20293\x854", "answer": "x\u2028y"}
+    write_jsonl(tmp_path / "train.jsonl", [json.dumps(row, ensure_ascii=False)] * 2)
+    loaded = load_examples(config(source="jsonl", path=str(tmp_path)))
+    assert [(one.prompt, one.reference) for one in loaded.examples] == [tuple(row.values())] * 2
+
+
 def rows(count, start=0):
     return [
         {"prompt": f"{i}+1=?", "answer": str(i + 1), "level": i}

@@ -334,6 +334,7 @@ HOSTILE = [
     "m",
     "[bold]x[/bold]",
     "\u202eevil",
+    "\u2028next\u2029\x85",
     "\x9b2J",
     "\n",
     "",
@@ -373,6 +374,7 @@ def test_model_text_is_inert_in_a_terminal(table: bool) -> None:
     out = printed(hostile(), table=table)
     ours = re.sub(r"\x1b\[[\d;]*m", "", out)
     assert "\x1b" not in ours and "\x9b" not in ours and "\x07" not in ours and "\u202e" not in ours
+    assert not set("\u2028\u2029\x85") & set(ours) and "<U+2028>next<U+2029>" in ours
     assert (
         "\x1b[31m" not in out
         and "[bold]x[/bold]" in ours

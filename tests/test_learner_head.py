@@ -156,10 +156,13 @@ def test_greedy_has_no_log_probs_to_train() -> None:
         score_tokens(Head(torch.randn(5, 2)), torch.randn(1, 2), torch.tensor([0]), 0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_cap_is_found_by_its_name_and_an_unnamed_change_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RecurrentGemma's cap moves these logits by less than 2% of the largest one."""
+    """RecurrentGemma's cap moves these logits by less than 2% of the largest one, as rounding to 8
+    bits does.
+    """
     config = CONFIG_MAPPING["recurrent_gemma"](
         vocab_size=61,
         hidden_size=16,
@@ -168,7 +171,7 @@ def test_a_cap_is_found_by_its_name_and_an_unnamed_change_is_refused(
         lru_width=16,
         logits_soft_cap=30.0,
     )
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     forward = model.forward
     assert find_head(model, model.model, "capped").softcap == 30.0
 

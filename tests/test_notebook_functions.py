@@ -156,7 +156,7 @@ def test_a_run_with_functions_keeps_their_source_and_resumes_without_them(tmp_pa
 
 def test_a_notebook_shows_one_line_and_a_frame(tmp_path: Path) -> None:
     config = small(tmp_path / "run").with_(lr=5e-4, max_steps=1, reward_type="random")
-    assert repr(config) == "TrainConfig(maxrl+none: lab on lab, 1 steps of 2 x 4)"
+    assert repr(config) == "TrainConfig(maxrl+none: lab on lab, 1 step of 2 x 4)"
     assert config.training.lr == 5e-4
     for name in ("lr_", "learning_rate"):  # a slip, and the name in another trainer
         with pytest.raises(ConfigurationError, match=r"did you mean lr\?"):

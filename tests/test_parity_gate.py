@@ -742,6 +742,8 @@ def test_rounding_of_the_few_sensitive_tokens_of_a_sharp_policy_is_no_missing_gr
         ("NeverEnds", "none of 64 completions ended"),
         ("CertainEOS", "where completions end, engine and learner disagree"),
         ("OneSeed", "completions of one prompt at temperature 2 are identical"),
+        ("TopPOfItsOwn", "engine and learner disagree"),
+        ("PenaltyOfItsOwn", "engine and learner disagree"),
     ],
 )
 def test_the_gate_stops_an_engine_that_ends_or_draws_completions_otherwise(
@@ -750,6 +752,15 @@ def test_the_gate_stops_an_engine_that_ends_or_draws_completions_otherwise(
     engine(fault)
     with pytest.raises(RunFailed, match=f"Parity gate: .*({told})"):
         run_parity_gate(CONFIG, parts, 0)
+
+
+@pytest.mark.parametrize("fault", first_of(["HidesTopP", "HidesPenalty"]))
+def test_the_gate_passes_right_log_probs_whatever_is_drawn(
+    fault: str, parts: Parts, engine: Any
+) -> None:
+    """`[inference] calibration` is there for it: tests/test_calibration.py."""
+    engine(fault)
+    assert run_parity_gate(CONFIG, parts, 0).max_difference < 1e-4
 
 
 @pytest.mark.slow
@@ -813,6 +824,13 @@ def test_kept_counts_are_held_against_the_learners_logits(
         match=r"the engine kept [\d,]+ tokens where \[training\] top_k = 0, top_p = 0\.95",
     ):
         run_parity_gate(truncated, parts, 0)
+
+
+def test_an_engine_that_truncates_unasked_is_stopped(parts: Parts, engine: Any) -> None:
+    """It says what it kept, so the learner's log-probs are of the same cut, and agree."""
+    engine("AnotherTopP")
+    with pytest.raises(RunFailed, match=r"top_p = 1 and min_p = 0 keep 259 of"):
+        run_parity_gate(CONFIG, parts, 0)
 
 
 @pytest.mark.slow

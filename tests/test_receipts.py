@@ -296,6 +296,24 @@ def test_what_is_no_longer_there_is_named(copy: Path, capsys: pytest.CaptureFixt
     assert f"Not there, and so not compared: {said}." in capsys.readouterr().out
 
 
+def test_a_run_of_one_step_is_not_said_to_have_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(tmp_path / "run", training={"max_steps": 1, "save_every": 1})
+    assert "lab, 1 step of 2 x 4" in repr(config)
+    run = small_run(config, quiet=True).folder
+    assert main(["export", str(run)]) == 0
+    assert "for 1 step." in (tmp_path / "run-adapter" / "README.md").read_text()
+    shutil.rmtree(run / "checkpoints" / "step_000001")
+    capsys.readouterr()
+    assert main(["verify", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert f"Verified: step 0 of {run} is the same, byte for byte." in said
+    assert "the adapter after 1 step." in said
+    (run / "metrics.jsonl").unlink()
+    assert "with the 1 step that summary.json counts" in StoredRun(run).lost_steps
+
+
 def test_a_damaged_checkpoint_is_passed_over_in_a_line(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from retrain.errors import ConfigurationError, Interrupted, RetrainError, RunFai
 from retrain.records import run_folder
 from retrain.records.run_folder import RunFolder, writer_lock
 from retrain.run.interrupts import Interrupts
+from retrain.run.saver import Saver
 from retrain.run.session import Session
 from tests.commands import Command
 from tests.runs import lines, small, small_run
@@ -481,3 +483,17 @@ def test_rewards_that_cannot_be_judged_stop_the_run(
     assert record["reward_could_not_judge"] == 32
     assert record["mean_reward"] is None and record["correct_rate"] is None
     assert record["num_datums"] == 0
+
+
+def test_a_run_whose_folder_was_deleted_says_so_and_asks_for_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deleted(saver: Saver, state: Any, *, may_retry: bool) -> None:
+        shutil.rmtree(saver.folder.path, ignore_errors=True)
+        real(saver, state, may_retry=may_retry)
+
+    real = Saver.save
+    monkeypatch.setattr(Saver, "save", deleted)
+    with pytest.raises(RunFailed) as caught:
+        small_run(small(tmp_path / "run"), quiet=True)
+    assert str(caught.value) == f"{tmp_path / 'run'} was deleted or moved while it was written to."

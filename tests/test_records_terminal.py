@@ -14,8 +14,8 @@ from retrain.errors import RunFailed
 from retrain.records.terminal import clean
 from tests.runs import small_run
 
-HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egnp\x9b31m\r\x00 end"
-SAFE = "<U+202E>gnp end"
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egnp\x9b31m\r\x00\x85\u2028 end"
+SAFE = "<U+202E>gnp<U+2028> end"
 
 
 def test_a_clean_sentence_keeps_its_words_lines_and_tabs() -> None:
@@ -48,7 +48,7 @@ def test_a_foreign_run_cannot_write_escapes_by_its_name_or_its_reason(
     main([command, str(tmp_path)])
     captured = capsys.readouterr()
     assert captured.out or captured.err
-    assert not set("\x1b\x9b\u202e\r\x00") & set(captured.out + captured.err)
+    assert not set("\x1b\x9b\u202e\r\x00\x85\u2028") & set(captured.out + captured.err)
 
 
 def test_the_summary_of_a_run_that_failed_holds_no_escapes(

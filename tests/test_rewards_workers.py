@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import retrain.rewards.workers as workers
 from retrain.rewards.forkserver import ForkServer
 from retrain.rewards.score import PartScore
+from retrain.rewards.worker import _verify
 from retrain.rewards.workers import WorkerPool, WorkerSetup
 from retrain.system import resident_bytes
 from tests.marks import first_of
@@ -157,6 +159,53 @@ def test_an_answer_for_which_memory_runs_out_inside_math_verify_is_not_wrong() -
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout == "no memory\n"
+
+
+def test_an_error_that_passes_through_math_verify_is_no_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a module's name Exception stands for the kinds that were known, others pass through."""
+
+    def fail(gold: str, answer: str) -> bool:
+        raise Exception("cannot consume EOF")
+
+    monkeypatch.setitem(
+        sys.modules,
+        "retrain.rewards.verification",
+        SimpleNamespace(equal=fail),  # type: ignore[arg-type]
+    )
+    reply = _verify({"gold": "4", "answer": "4"})
+    assert reply == {"value": None, "reason": "math-verify failed (Exception: cannot consume EOF)"}
+
+
+@pytest.mark.slow
+def test_every_module_that_catches_exception_lets_memory_errors_alone_through() -> None:
+    """In a process of its own, which imports sympy."""
+    script = (
+        "import importlib, pathlib, sys; import retrain.rewards.verification as v\n"
+        "import latex2sympy2_extended, math_verify\n"
+        "for package in (math_verify, latex2sympy2_extended):\n"
+        "    for file in pathlib.Path(package.__file__).parent.rglob('*.py'):\n"
+        "        name = f'{package.__name__}.{file.stem}'\n"
+        "        if 'except Exception' not in file.read_text(encoding='utf-8'): continue\n"
+        "        if name == 'math_verify.utils': continue  # a clock that is off here\n"
+        "        module = sys.modules[name]\n"
+        "        for kind in ('MemoryError', 'ValueError', 'RecursionError', 'Exception'):\n"
+        "            code = f'try: raise {kind}(1)\\nexcept Exception: caught = True'\n"
+        "            seen = dict(vars(module))\n"
+        "            try: exec(code, seen)\n"
+        "            except MemoryError: seen['caught'] = False\n"
+        "            print(name, kind, seen['caught'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert {name.partition(".")[0] for name, _, _ in found} == {
+        "math_verify",
+        "latex2sympy2_extended",
+    }
+    assert all((caught == "True") == (kind != "MemoryError") for _, kind, caught in found)
 
 
 @pytest.mark.slow

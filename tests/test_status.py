@@ -126,6 +126,18 @@ def test_a_run_that_lost_its_configuration_is_named_and_its_evaluations_are_no_r
         assert "config.toml is missing" in status.note
 
 
+def test_a_campaigns_failed_run_that_was_continued_to_its_end_alone_is_done(
+    finished: Path, tmp_path: Path
+) -> None:
+    folder = campaign(tmp_path / "campaign", finished)
+    run = folder / "runs" / "maxrl+none_s2"
+    shutil.copyfile(finished / "summary.json", run / "summary.json")
+    (found,) = overview(folder).campaigns
+    (status,) = (one for one in found.runs if one.path == run)
+    said = "It failed, says manifest.json, and is done, says its own summary.json."
+    assert (status.state, status.note) == (State.DONE, said)
+
+
 def test_a_campaigns_run_that_was_stopped_while_it_loaded_has_lost_nothing(tmp_path: Path) -> None:
     entry = {"name": "a_s1", "condition": "a", "seed": 1, "status": "interrupted"}
     folder = tmp_path / "runs" / "a_s1"
@@ -338,6 +350,28 @@ def test_a_campaign_whose_manifest_was_cut_is_named_beside_its_runs(
     damaged, *others = overview(tmp_path).runs
     assert damaged.state is State.UNREADABLE and "manifest.json is not valid JSON" in damaged.note
     assert len(others) == runs and all(run.state is not State.UNREADABLE for run in others)
+
+
+@pytest.mark.parametrize("damage", ["pipe", "folder", "cut"])
+@pytest.mark.parametrize("command", ["status", "compare", "report"])
+def test_a_manifest_without_runs_that_cannot_be_read_is_named(
+    command: str, damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe, which nobody writes to, is not waited for."""
+    manifest = tmp_path / "manifest.json"
+    if damage == "pipe":
+        os.mkfifo(manifest)
+    elif damage == "folder":
+        manifest.mkdir()
+    else:
+        manifest.write_text('{"runs": [{"na')
+    for runs in (False, True):
+        if runs:
+            (tmp_path / "runs").mkdir()
+        assert main([command, str(tmp_path)]) == (0 if command == "status" else 1)
+        seen = capsys.readouterr()
+        said = seen.out + seen.err
+        assert f"{manifest} is " in said and "No runs" not in said
 
 
 def test_a_file_in_a_runs_place_and_a_folder_of_another_user_hide_no_other_run(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from retrain import train
@@ -19,7 +19,14 @@ from retrain.config import TrainConfig, replaced
 from retrain.errors import RunFailed
 from retrain.records.entries import EMERGENCE_FIELDS, EvaluationRecord, GenerationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
-from retrain.records.jsonl import Extent, JsonlWriter, encode_line, read_jsonl, truncate_to_step
+from retrain.records.jsonl import (
+    Extent,
+    JsonlWriter,
+    encode_line,
+    read_jsonl,
+    read_jsonl_backwards,
+    truncate_to_step,
+)
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
 from retrain.records.state import TrainerState
@@ -79,10 +86,23 @@ def test_step_record_reads_lines_of_other_versions() -> None:
 
 
 @given(st.dictionaries(st.text(), JSON_VALUES, max_size=4))
+@example({"a\u2028": ["b\u2029c", {"d": "\x85e\x0b\x0c\x1c\x1d\x1e\r\\u2028"}]})
 def test_a_line_reads_back_as_it_was_written(record: dict[str, object]) -> None:
     line = encode_line(record)
     assert line.count(b"\n") == 1 and line.endswith(b"\n")
+    assert len(line.decode().splitlines()) == 1, "as other readers take it"
     assert json.loads(line) == record
+
+
+def test_a_line_that_holds_a_line_separator_is_read_as_one(tmp_path: Path) -> None:
+    """Earlier versions wrote it as it is, and so do other programs."""
+    path = tmp_path / "generations.jsonl"
+    records = [{"step": step, "completion": f"{step}\u2028b\u2029c\x85d"} for step in range(3)]
+    path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in records))
+    assert list(read_jsonl(path)) == records
+    assert list(read_jsonl_backwards(path)) == records[::-1]
+    truncate_to_step(path, 2)
+    assert list(read_jsonl(path)) == records[:2]
 
 
 def test_nonfinite_numbers_are_null_and_named() -> None:

@@ -21,6 +21,7 @@ from retrain.analysis.runs import CHANGED, StoredRun
 from retrain.analysis.statistics import Floats
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.entries import EvaluationRecord, StepRecord
+from retrain.records.terminal import counted
 
 _FORM = re.compile(r"(tokens|updates)=(\d[\d_]*(?:\.\d+)?(?:e\d+)?)")
 _UNIT = {"tokens": "prompt and completion tokens sampled in training", "updates": "updates"}
@@ -160,7 +161,7 @@ class RunAtBudget(StoredRun):
         for step, records in stored:
             if step >= len(self.costs):
                 raise RunFailed(
-                    f"{self.held_out_file} holds an evaluation after {step} steps, and"
+                    f"{self.held_out_file} holds an evaluation after {counted(step, 'step')}, and"
                     f" {self.folder.metrics} has {len(self.costs) - 1} of them{CHANGED}"
                 )
             yield float(self.costs[step]), Answers.of(list(records))

@@ -103,9 +103,7 @@ def _not_as_planned(run: StoredRun, given: Mapping[str, Any]) -> str:
     planned, config = run.planned, run.config
     if planned is None:
         return ""
-    # A run that [training] max_hours ended before its last step may have failed to go on.
-    whole = run.summary.get("status") == "done" and run.counted_steps >= config.training.max_steps
-    if planned.status == "failed" and whole:
+    if planned.status == "failed" and run.is_whole:
         return f"failed, says {MANIFEST}, and is done, says its own {run.folder.summary.name}"
     if config.training.seed != planned.seed:
         return f"holds a run of seed {config.training.seed}, and seed {planned.seed} is planned"

@@ -16,6 +16,7 @@ from retrain.records.checkpoint import FINAL, MANIFEST, CheckpointStore, step_fo
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.entries import MEASURED, EvaluationRecord
 from retrain.records.jsonl import read_jsonl
+from retrain.records.terminal import counted
 from retrain.system import Json, read_object, toml_value
 
 if TYPE_CHECKING:
@@ -347,7 +348,11 @@ def absent(one: StoredRun, other: StoredRun, steps: range) -> list[str]:
         if other.folder.step_tokens(step).is_file() and not one.folder.step_tokens(step).is_file()
     ]
     kept = _adapters(one)
-    found += [f"the adapter after {step} steps" for step in _adapters(other) if step not in kept]
+    found += [
+        f"the adapter after {counted(step, 'step')}"
+        for step in _adapters(other)
+        if step not in kept
+    ]
     return found
 
 

@@ -181,9 +181,23 @@ class StoredRun:
     @property
     def failed(self) -> bool:
         """True if the run failed, according to its summary or its campaign's manifest."""
-        return (self.planned is not None and self.planned.status == "failed") or self.summary.get(
-            "status"
-        ) == "failed"
+        return self._failed_in_campaign or self.summary.get("status") == "failed"
+
+    @cached_property
+    def _failed_in_campaign(self) -> bool:
+        """True if its campaign's manifest says that it failed, and it was not continued to its end
+        since, by itself.
+        """
+        failed = self.planned is not None and self.planned.status == "failed"
+        return failed and not self.is_whole
+
+    @property
+    def is_whole(self) -> bool:
+        """True if its own summary says that it is done, after its last step. A run that `[training]
+        max_hours` ended before may have failed to go on.
+        """
+        is_done = self.summary.get("status") == "done"
+        return is_done and self.counted_steps >= self.config.training.max_steps
 
     @property
     def skipped(self) -> bool:
@@ -195,7 +209,7 @@ class StoredRun:
         """Why the run has no final result, as a predicate ("stopped after 3 of 9 steps"); "" if it
         has one.
         """
-        if self.planned and self.planned.status == "failed":
+        if self.planned and self._failed_in_campaign:
             return f"failed ({self.planned.reason})".removesuffix(" ()")
         if not self.folder.config.is_file():
             return "has not started"
@@ -219,7 +233,7 @@ class StoredRun:
         hours = self.used_hours(self.config.training)
         if hours:
             return f"was stopped ({hours})"
-        return f"stopped after {self.counted_steps} of {planned} steps"
+        return f"stopped after {self.counted_steps} of {counted(planned, 'step')}"
 
     def used_hours(self, training: Training) -> str:
         """Say that the max_hours of `training` came before its last step; "" if they did not, or if
@@ -232,7 +246,8 @@ class StoredRun:
             return ""
         return (
             f"[training] max_hours = {training.max_hours:g} came after {steps} of"
-            f" {training.max_steps} steps; give more hours, such as {training.more_hours(seconds)}"
+            f" {counted(training.max_steps, 'step')}; give more hours, such as"
+            f" {training.more_hours(seconds)}"
         )
 
     @cached_property
@@ -250,11 +265,11 @@ class StoredRun:
         """A sentence on what metrics.jsonl lacks or holds twice; "" if its steps are 0, 1, 2, ...
         and as many as summary.json counts.
         """
-        path, counted = self.folder.metrics, self.summary.get("steps")
+        path, told = self.folder.metrics, self.summary.get("steps")
         # A torn last line is left out: it has no line end, and a crash may leave one.
         steps = [int(step) for step in _STEP.findall(path.read_bytes())] if path.is_file() else []
-        if type(counted) is int:
-            expected = counted
+        if type(told) is int:
+            expected = told
         else:
             expected = len(steps)
         wrong = next((index for index, step in enumerate(steps) if step != index), None)
@@ -272,7 +287,8 @@ class StoredRun:
                 found = f"ends after {len(steps)} of the"
             else:
                 found = "holds none of the" if path.is_file() else "is missing, with the"
-            problem = f"{path} {found} {expected} steps that {self.folder.summary.name} counts"
+            steps_told = counted(expected, "step")
+            problem = f"{path} {found} {steps_told} that {self.folder.summary.name} counts"
         if problem:
             return f"{problem}{CHANGED}"
         return ""
@@ -448,12 +464,28 @@ def is_campaign(folder: Path) -> bool:
         return False
 
 
+def unreadable_manifest(folder: Path) -> RunFailed | None:
+    """Return why manifest.json in a folder cannot be read, or None. A pipe is not opened, since
+    that would wait for its writer.
+    """
+    manifest = folder / MANIFEST
+    if manifest.exists() and not manifest.is_file():
+        kind = "a folder" if manifest.is_dir() else "no regular file"
+        return RunFailed(f"{manifest} is {kind}: put the campaign's manifest back from a copy.")
+    try:
+        if manifest.is_file():
+            read_object(manifest)
+    except RunFailed as error:
+        return error
+    return None
+
+
 def no_campaign(folder: Path) -> str:
     """Why a folder is no campaign's, as the beginning of a sentence. Raises RunFailed for a damaged
     manifest.
     """
-    if (folder / MANIFEST).is_file():
-        read_object(folder / MANIFEST)
+    if damage := unreadable_manifest(folder):
+        raise damage
     return f"{folder} is not a campaign (it has no {MANIFEST} with runs)"
 
 
@@ -533,13 +565,17 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
 def find_runs(folder: Path) -> list[StoredRun]:
     """Every run in or below `folder`, ordered by path; a campaign's runs in its manifest's order.
 
-    Raises ConfigurationError if there is none.
+    Raises ConfigurationError if there is none, RunFailed if the manifest that may list them is
+    damaged.
     """
     if not folder.is_dir():
         raise ConfigurationError(
             f"{folder} is not a folder; name the folder of a run or a campaign, or one above them."
         )
     found = list(_walk(folder))
+    damage = None if found else unreadable_manifest(folder)
+    if damage:
+        raise RunFailed(f"{folder} holds no run that is found without its manifest: {damage}")
     if not found:
         raise ConfigurationError(
             f"{folder} holds no run; name the folder of a run or a campaign, or one above them."

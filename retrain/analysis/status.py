@@ -16,13 +16,13 @@ from typing import Any, Self
 from retrain.analysis.integrity import given_keys, problem_of
 from retrain.analysis.planned import CampaignRecord, evidence_line
 from retrain.analysis.runs import (
-    MANIFEST,
     RECENT,
     StoredRun,
     campaign_runs,
     is_campaign,
     is_run,
     subfolders,
+    unreadable_manifest,
 )
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.disk import path_error
@@ -30,7 +30,7 @@ from retrain.records.entries import StepRecord
 from retrain.records.run_folder import MARKER, Liveness, RunFolder, Writer
 from retrain.records.terminal import counted, duration
 from retrain.records.untrained import untrained_line, untrained_streak
-from retrain.system import Json, read_object
+from retrain.system import Json
 
 _PATIENCE_S = 600.0
 """A live process is stalled after writing nothing for this long and for _PATIENCE_STEPS step times:
@@ -212,6 +212,9 @@ def overview(folder: Path) -> Overview:
                 campaigns.append(CampaignStatus.of(path, now))
         except (RunFailed, OSError) as error:
             runs.append(_unreadable(StoredRun(path), error))
+    # Where nothing else is found, whoever wrote it.
+    if not (campaigns or runs) and (found := unreadable_manifest(folder)):
+        runs.append(_unreadable(StoredRun(folder), found))
     return Overview(folder, tuple(campaigns), tuple(runs))
 
 
@@ -241,12 +244,7 @@ def manifest_damage(folder: Path) -> RunFailed | None:
     """Return why the manifest of a campaign's folder cannot be read, or None. A manifest.json
     without a folder `runs` beside it is another program's, and is not looked into.
     """
-    if (folder / "runs").is_dir() and (folder / MANIFEST).is_file():
-        try:
-            read_object(folder / MANIFEST)
-        except RunFailed as error:
-            return error
-    return None
+    return unreadable_manifest(folder) if (folder / "runs").is_dir() else None
 
 
 def _lost_its_config(folder: Path) -> bool:

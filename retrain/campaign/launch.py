@@ -223,8 +223,8 @@ COMMON = "common"
 MAX_ANSWER = 1 << 24
 """Bytes of an outcome; what a child that a plugin left writes there without end is not read."""
 _CHUNK = 1 << 16
-_END_S = 10.0
-"""Seconds to wait for a killed worker."""
+_END_S = 1.0
+"""Seconds to wait for a killed worker; runs are killed only where the whole campaign ends."""
 Devices = tuple[str, ...]
 """Names as torch has them, for example ("cuda:0",); empty leaves the run's configuration
 unchanged."""
@@ -357,7 +357,7 @@ def start_worker(run: CampaignRun, threads: int | None) -> "Worker":
 
 def _worker_for(request: bytes, folder: Path, threads: int | None) -> "Worker":
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / OUTPUT).open("ab") as log:
+    with (folder / OUTPUT).open("ab") as log, _held(signal.SIGINT):
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "retrain.campaign.worker"],
             stdin=subprocess.PIPE,
@@ -372,6 +372,16 @@ def _worker_for(request: bytes, folder: Path, threads: int | None) -> "Worker":
         process.stdin.write(request + b"\n")
         process.stdin.flush()
     return Worker(process)
+
+
+@contextmanager
+def _held(number: signal.Signals) -> Iterator[None]:
+    """Let a signal wait, also in a process that is started inside until it takes it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _environment(threads: int | None) -> dict[str, str]:

@@ -222,14 +222,14 @@ def main() -> None:
         if served is None:
             return
         request, descriptor = served
-        from retrain.campaign.worker import answer
+        from retrain.campaign.worker import INTERRUPTED, answer
 
         with os.fdopen(descriptor, "w", encoding="utf-8") as pipe:
             try:
                 parent.take_signals()
                 answer(request, pipe)
-            except KeyboardInterrupt:  # before the run has handlers of its own
-                json.dump({"status": "interrupted", "reason": "Interrupted by SIGINT."}, pipe)
+            except KeyboardInterrupt:
+                json.dump(INTERRUPTED, pipe)
     _end()
 
 

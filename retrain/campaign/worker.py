@@ -18,6 +18,9 @@ from typing import IO
 
 from retrain.system import prepare_torch
 
+INTERRUPTED = {"status": "interrupted", "reason": "Interrupted by SIGINT."}
+"""The outcome of a run that the signal reached before it had handlers of its own."""
+
 
 def main() -> None:
     """Train the run and answer with its outcome."""
@@ -37,7 +40,11 @@ def main() -> None:
 
     threading.Thread(target=end_with_campaign, daemon=True).start()
     with pipe:
-        answer(request, pipe)
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # `launch` let it wait
+            answer(request, pipe)
+        except KeyboardInterrupt:
+            json.dump(INTERRUPTED, pipe)
 
 
 def answer(request: Mapping[str, str], pipe: IO[str]) -> None:

@@ -6,6 +6,7 @@ Nothing heavy is imported here: a command's module is imported when the command 
 import io
 import os
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,7 +17,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from retrain.cli.usage import COMMANDS, MAX_WIDTH, usage
-from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError, StoppedAtOnce
+from retrain.errors import (
+    ConfigurationError,
+    EnvironmentFailure,
+    Interrupted,
+    RetrainError,
+    StoppedAtOnce,
+)
 from retrain.records.disk import is_reader_gone, path_error
 from retrain.system import prepare_torch
 
@@ -67,6 +74,8 @@ def _answer(arguments: list[str]) -> int:
         return code
     except (RetrainError, StoppedAtOnce) as error:
         return _ended_by(error, arguments)
+    except KeyboardInterrupt:  # before there are handlers, and anything to save
+        return _ended_by(Interrupted("Interrupted by SIGINT.", signal.SIGINT), arguments)
     except (ModuleNotFoundError, AttributeError) as error:
         absent = _absent(error)
         if not absent:

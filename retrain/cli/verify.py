@@ -74,10 +74,8 @@ def command(
         _print_verified(stored, taken, lines, missing)
     elif found:
         print("\n".join(lines))
-    elif other_file:
-        print(f"Records are equal, and {other_file} holds other answers, tokens or weights.")
     else:
-        print(f"Records are equal, and the adapter after {other_adapter} steps is another.")
+        print(f"Records are equal, and {_beside_records(other_file, other_adapter or 0)}.")
     if not equal:
         raise typer.Exit(1)
 
@@ -112,7 +110,10 @@ def _print_verified(run: "StoredRun", steps: range, lines: list[str], things: li
     """Print what was recorded differently, the first of what a run does not have, with how many
     more there are, and how its records are damaged.
     """
-    print(f"Verified: steps {steps[0]} to {steps[-1]} of {run.path} are the same, byte for byte.")
+    which = f"steps {steps[0]} to {steps[-1]} of {run.path} are"
+    if len(steps) == 1:
+        which = f"step {steps[0]} of {run.path} is"
+    print(f"Verified: {which} the same, byte for byte.")
     for line in lines[1:]:  # the first says that they are equal
         print(line)
     if things:
@@ -120,6 +121,15 @@ def _print_verified(run: "StoredRun", steps: range, lines: list[str], things: li
         print(f"Not there, and so not compared: {', '.join([*things[:_SHOWN], *more])}.")
     if run.damage:
         print(run.damage)
+
+
+def _beside_records(other_file: str, steps: int) -> str:
+    """Name what differs: a file, or the adapter after a number of steps."""
+    from retrain.records.terminal import counted
+
+    if other_file:
+        return f"{other_file} holds other answers, tokens or weights"
+    return f"the adapter after {counted(steps, 'step')} is another"
 
 
 def _draw_lines(draw: dict[str, float] | None) -> Iterator[str]:

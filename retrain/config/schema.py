@@ -134,7 +134,8 @@ class TrainConfig(AllSections):
         training = self.training
         if self.kind == "squeeze":
             return f"TrainConfig(squeeze {self.squeeze.adapter_path})"
-        size = f"{training.max_steps} steps of {training.batch_size} x {training.group_size}"
+        length = f"{training.max_steps} step{'s' * (training.max_steps != 1)}"
+        size = f"{length} of {training.batch_size} x {training.group_size}"
         source = self.environment.provider or self.data.path or self.data.source
         names = self.condition_label
         if self.campaign is not None:

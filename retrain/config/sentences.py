@@ -277,6 +277,7 @@ def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
         wrong = str(refusal["ctx"]["problem"])
     else:
         wrong = _what_is_wrong(key, value, details[0])
+    allowed = "" if refusal and refusal["ctx"]["whole"] else f"; allowed: {key.allowed}"
     suffix = ""
     if near and near != value:
         suffix = f'; did you mean "{near}"?'
@@ -284,7 +285,7 @@ def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     place = _place_named(value) if is_source and isinstance(value, str) else ""
     if place:
         suffix = f'; did you mean "{place}"?'
-    return f"[{key.section}] {key.name} = {_shown(value)} {wrong}; allowed: {key.allowed}{suffix}"
+    return f"[{key.section}] {key.name} = {_shown(value)} {wrong}{allowed}{suffix}"
 
 
 def _place_named(word: str) -> str:

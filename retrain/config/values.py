@@ -25,18 +25,20 @@ MAX_TESTED = 64
 """Most completions of a step that [inference] calibration tests."""
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=~-]{0,79}")
+_HOST = re.compile(r"((?!-)[\w-]{1,63}\.)*(?!-)[\w-]{1,63}\.?", re.ASCII)
+"""Names and IPv4 addresses. An underscore, which no domain has, is in names of containers."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
 
 
-def refuse(problem: str) -> PydanticCustomError:
+def refuse(problem: str, *, whole: bool = False) -> PydanticCustomError:
     """A refusal that the loader turns into a sentence about the value: `problem` is its predicate,
-    such as "is not a device".
+    such as "is not a device". Where it is `whole`, the loader does not say what is allowed.
     """
     # Pydantic cannot hold a lone surrogate.
     printable = problem.encode(errors="backslashreplace").decode()
-    return PydanticCustomError("refused", "{problem}", {"problem": printable})
+    return PydanticCustomError("refused", "{problem}", {"problem": printable, "whole": whole})
 
 
 @dataclass(frozen=True)
@@ -105,26 +107,27 @@ def check_path(text: str) -> str:
 
 def check_server_url(text: str) -> str:
     """Check the HTTP address of a server; empty means none."""
-    try:
-        parts = urlsplit(text)
-        named = parts.hostname and " " not in parts.hostname
-        good = parts.scheme in ("http", "https") and named and parts.port != 0
-    except ValueError:  # a port or an IPv6 address that is none
-        good = False
-    if text and not good:
-        raise refuse("is not the address of a server, such as http://127.0.0.1:8000")
-    if parts.query or parts.fragment:
-        raise refuse(
-            "has a query or a fragment, which requests would lose; end it before the ? or #"
-        )
+    if not text:
+        return text
     import httpx
 
     try:
-        httpx.URL(text)
-    except httpx.InvalidURL as error:
+        url, port = httpx.URL(text), urlsplit(text).port
+    except (httpx.InvalidURL, ValueError):
+        good = False
+    else:
+        host = url.raw_host.decode()
+        named = ":" in host or bool(_HOST.fullmatch(host))  # httpx has looked at an IPv6 address
+        good = url.scheme in ("http", "https") and named and port != 0 and " " not in text
+    if not good:
         raise refuse(
-            f"names a host that no request can reach ({error}), unlike http://127.0.0.1:8000"
-        ) from error
+            "is not the address of a server; write one such as http://127.0.0.1:8000", whole=True
+        )
+    if url.query or url.fragment:
+        raise refuse(
+            "has a query or a fragment, which requests would lose; end it before the ? or #",
+            whole=True,
+        )
     return text
 
 

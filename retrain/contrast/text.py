@@ -75,6 +75,7 @@ def _sentence(seen: Contrast, arm: ArmGradient) -> str:
         f" {base.halves:.2f}"
     )
     needed, seeds = seen.seeds_for(arm), counted(seen.seeds, "seed")
+    steps = counted(seen.steps, "step")
     if seen.effect(arm) is None:
         return f"{agreement}: that is noise alone; give more prompts (--prompts)."
     if needed is None or needed > seen.seeds:
@@ -82,8 +83,8 @@ def _sentence(seen: Contrast, arm: ArmGradient) -> str:
             enough = f"about {needed:,} might, if the difference lasts"
         else:
             enough = "nor will any number that one can run"
-        return f"{agreement}: {seeds} will not tell them apart ({enough} for {seen.steps} steps)."
+        return f"{agreement}: {seeds} will not tell them apart ({enough} for {steps})."
     return (
-        f"{agreement}: {seeds} can tell them apart, if the difference lasts for {seen.steps} steps"
+        f"{agreement}: {seeds} can tell them apart, if the difference lasts for {steps}"
         f" (in {seen.power(arm):.0%} of campaigns at best)."
     )

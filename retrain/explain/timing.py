@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from retrain.backends.base import backend_kind
 from retrain.campaign.launch import no_fork_reason, room_on_gpus, share_devices
 from retrain.errors import ConfigurationError
+from retrain.records.terminal import counted
 from retrain.system import Json, usable_cores
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def from_pilot(folder: Path) -> StepTime:
         where = f"{len(runs)} runs in {folder}"
     else:
         where = str(folder)
-    return StepTime(median(times), f"median of {len(times):,} steps, {where}")
+    return StepTime(median(times), f"median of {counted(len(times), 'step')}, {where}")
 
 
 def pilot_differences(folder: Path, config: "TrainConfig") -> Iterator[str]:

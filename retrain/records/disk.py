@@ -114,6 +114,11 @@ def safetensors_io() -> Iterator[None]:
         raise OSError(number, os.strerror(number)) from error
 
 
+def was_deleted(folder: Path) -> str:
+    """The sentence on a folder that is gone."""
+    return f"{folder} was deleted or moved while it was written to."
+
+
 @contextmanager
 def writing_to(folder: Path, then: str | Callable[[], str]) -> Iterator[None]:
     """Raise EnvironmentFailure where the disk is full or broken, and RunFailed where `folder` is
@@ -125,7 +130,7 @@ def writing_to(folder: Path, then: str | Callable[[], str]) -> Iterator[None]:
         yield
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not folder.exists():
-            raise RunFailed(f"{folder} was deleted or moved while it was written to.") from error
+            raise RunFailed(was_deleted(folder)) from error
         if not is_disk(error):
             raise
         where = error.filename or f"A file in {folder}"

@@ -251,7 +251,8 @@ class StepRecord(_Record):
 
     exec_entropy_mean: float | None = better(None)
     """Mean Shannon entropy of the policy at the tokens outside planning phrases; null where the
-    engine records none."""
+    engine records none. This and the other exec_* and plan_* are over the last draw of every
+    prompt, which under `[training] dynamic_sampling` is selected by its rewards."""
     exec_entropy_var: float | None = better(None)
     """Variance of the same."""
     plan_entropy_mean: float | None = better(None)

@@ -2,7 +2,8 @@
 accepts a torn last line.
 
 JSON has no NaN and no infinity: they become null, and the line's `nonfinite` names the fields. An
-unpaired surrogate, which a model can write and UTF-8 cannot encode, is escaped.
+unpaired surrogate, which a model can write and UTF-8 cannot encode, is escaped; so is what Python's
+`splitlines` and other readers take for the end of a line.
 """
 
 import hashlib
@@ -23,10 +24,15 @@ from retrain.system import Json, ParseError, json_kind, parse_json
 _BLOCK = 1 << 16
 """Bytes read at once from the end of a file: some forty lines of metrics."""
 
+_LINE_ENDS = "\x85\u2028\u2029"
+"""What else ends a line for Unicode; JSON itself escapes the controls below a space."""
+
 
 def encode_line(record: Mapping[str, Any]) -> bytes:
     """Encode one record as a line, newline included."""
     text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+    for separator in _LINE_ENDS:
+        text = text.replace(separator, f"\\u{ord(separator):04x}")
     # backslashreplace writes a lone surrogate as \udxxx, which is JSON's own escape of it.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 

@@ -14,13 +14,13 @@ _ESCAPE_SEQUENCES = re.compile(
     re.VERBOSE,
 )
 _C0 = [code for code in range(0x20) if chr(code) not in "\t\n"]
-_DIRECTION_MARKS = {
+_MARKS = {
     code: f"<U+{code:04X}>"
-    for code in (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+    for code in (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
 }
-_HARMLESS = _DIRECTION_MARKS | dict.fromkeys([*_C0, *range(0x7F, 0xA0)], "")
+_HARMLESS = _MARKS | dict.fromkeys([*_C0, *range(0x7F, 0xA0)], "")
 _VISIBLE = (
-    _DIRECTION_MARKS
+    _MARKS
     | {code: chr(0x2400 + code) for code in _C0}  # control pictures
     | {0x7F: "\u2421"}
     | {code: f"<U+{code:04X}>" for code in (*range(0x80, 0xA0), *range(0xD800, 0xE000))}
@@ -32,8 +32,8 @@ def clean(text: str) -> str:
     """Make a sentence or a table safe to print or store, whatever the names and messages in it
     contain.
 
-    Escape sequences and controls are dropped, direction marks shown as <U+202E>; line breaks and
-    tabs stay.
+    Escape sequences and controls are dropped, direction marks and Unicode's own ends of a line
+    shown as <U+202E>; line breaks and tabs stay.
     """
     return _ESCAPE_SEQUENCES.sub("", text).translate(_HARMLESS)
 

@@ -14,6 +14,7 @@ from retrain.analysis.compare import Comparison
 from retrain.analysis.headline import name_of
 from retrain.analysis.statistics import t_interval
 from retrain.analysis.verdict import Verdict
+from retrain.records.terminal import counted
 from retrain.report.data import PHASES, ConditionCurves, ReportData, SqueezeCurve
 from retrain.report.drawing import (
     GRID,
@@ -179,8 +180,8 @@ def _held_out_once(data: ReportData, step: int) -> PageFigure:
     if any(len(arm.held_out) > 1 for _, arm in arms):
         bars = " with its 95% interval over the runs"
     caption = (
-        f"After {step} steps, on problems that were not trained on. Dots: one run each. Diamond and"
-        f" line: their mean{bars}."
+        f"After {counted(step, 'step')}, on problems that were not trained on. Dots: one run each."
+        f" Diamond and line: their mean{bars}."
     )
     return PageFigure("held-out", "Held-out accuracy", caption, figure)
 

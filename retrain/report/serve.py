@@ -30,6 +30,9 @@ class ReportServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 512
+    """Connections that wait to be taken; beyond socketserver's five, one tries again after a
+    second."""
     rest = 9.0
     """After rendering for t seconds the server waits `rest` * t before the next rendering, so that
     the runs keep the machine."""

@@ -18,7 +18,7 @@ def equal(gold: str, answer: str) -> bool:
     """Return True if `answer` equals `gold`. The order matters to math-verify; an answer that it
     cannot parse is not equal.
 
-    Raises MemoryError, and nothing else.
+    Raises MemoryError, and an error that `_pass_memory_errors_on` could not name.
     """
     return bool(verify(_parse_gold(gold), _parse(answer), timeout_seconds=None))
 
@@ -67,6 +67,9 @@ def _pass_memory_errors_on() -> None:
     memory. Without the address-space limit such errors would be rare, but the parent's memory watch
     alone is no protection while the parent waits for a core. So the rebinding stays, in processes
     that do nothing but verify.
+
+    Exception itself, and a kind beside MemoryError that a later import defines, pass through too;
+    the worker cannot judge then.
     """
     kinds = _ExceptMemory(kind for kind in Exception.__subclasses__() if kind is not MemoryError)
     for name in (

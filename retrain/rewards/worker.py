@@ -191,3 +191,6 @@ def _verify(job: Message) -> Message:
         return {"value": float(equal(job["gold"], job["answer"]))}
     except MemoryError:
         return {"value": None, "reason": "math-verify ran out of memory"}
+    # What the library would have passed over with its own `except Exception`.
+    except Exception as error:  # noqa: BLE001 - of a kind that was defined later, or Exception itself
+        return {"value": None, "reason": f"math-verify failed ({type(error).__name__}: {error})"}

@@ -448,7 +448,8 @@ def _miscounted(sampled: GateSample) -> str:
     may move at the boundary.
     """
     inputs, cuts = sampled.inputs, sampled.inputs.truncation
-    if not cuts.active:
+    counts = [row.kept for row in sampled.rows if row.kept is not None]
+    if not counts:
         return ""
     # Rounding moves tokens across the boundary, so a count lies between the counts of a slightly
     # tighter cut and of a slightly wider one.
@@ -458,7 +459,7 @@ def _miscounted(sampled: GateSample) -> str:
     if fewest is None or most is None:
         return ""
     low, high = np.concatenate(fewest), np.concatenate(most)
-    found = np.concatenate([row.kept for row in sampled.rows if row.kept is not None])
+    found = np.concatenate(counts)
     outside = (found < low) | (found > high)
     allowed = _MISCOUNTED_IN_HALF if inputs.half_precision else _MISCOUNTED
     if outside.sum() <= max(1, allowed * len(found)):

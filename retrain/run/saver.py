@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from retrain.backends.base import Backend
 from retrain.config import schema
-from retrain.errors import EnvironmentFailure
+from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.records.checkpoint import CheckpointStore
-from retrain.records.disk import replace_file
+from retrain.records.disk import replace_file, was_deleted
 from retrain.records.run_folder import RunFolder
 from retrain.records.state import TrainerState
 from retrain.records.terminal import counted
@@ -102,7 +102,7 @@ class Saver:
     def save(self, state: TrainerState, *, may_retry: bool) -> None:
         """Write a checkpoint of `state`, with the extent of the run's files. A failure leaves the
         one before in place; EnvironmentFailure is raised at the third failure in a row, or if it
-        may not be retried.
+        may not be retried, and RunFailed if the run's folder is gone.
         """
         try:
             # A checkpoint is never ahead of the rows of its steps, so those are flushed first.
@@ -110,6 +110,8 @@ class Saver:
             self.store.save(stored, self.backend.save)
             replace_file(self.folder.trainer_state, stored.to_json())
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and not self.folder.marker.is_file():
+                raise RunFailed(was_deleted(self.folder.path)) from error
             self._failures += 1
             where = error.filename or self.store.folder
             sentence = (

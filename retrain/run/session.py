@@ -29,7 +29,7 @@ from retrain.records.evaluation import Evaluation, read_evaluations
 from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
-from retrain.records.terminal import clean
+from retrain.records.terminal import clean, counted
 from retrain.run.adapter_lag import AdapterLag, adapter_lag, is_due, most_completions
 from retrain.run.calibration import (
     Calibration,
@@ -649,7 +649,7 @@ class Session:
         if state.step < training.max_steps:
             self.tracker.message(
                 f"Stopped at the [training] max_hours limit ({training.max_hours:g} h) after"
-                f" {state.step} of {training.max_steps} steps; continue with"
+                f" {state.step} of {counted(training.max_steps, 'step')}; continue with"
                 f" `{self.folder.resume_command} {training.more_hours(state.seconds)}`."
             )
         summary = self._summary("done")

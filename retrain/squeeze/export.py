@@ -25,6 +25,7 @@ from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation, read_evaluations
 from retrain.records.redact import Redactor, note_secrets
 from retrain.records.run_folder import RunFolder
+from retrain.records.terminal import counted
 from retrain.run.notes import trust_note
 from retrain.run.parts import Say
 from retrain.squeeze.adapter import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, read_adapter
@@ -292,11 +293,12 @@ def _card(
         f"| `{path}` | `{toml_value(value)}`{', moved by [schedule]' if path in moved else ''} |"
         for path, value in values.items()
     ]
+    steps = counted(checkpoint.step, "step")
     return "\n".join(
         [
             *front,
             f"---\n\n# {name}: {what}\n",
-            f"Trained with reinforcement learning by retrain, for {checkpoint.step} steps.\n",
+            f"Trained with reinforcement learning by retrain, for {steps}.\n",
             "## Held-out problems\n",
             *(table if scores else ["The run did not evaluate these weights."]),
             "\n## Settings\n\n| key | value |\n|---|---|",

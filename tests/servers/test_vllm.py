@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from faulty_proxy import faulty_proxy
+from quoted import is_quoted
 from real_servers import LAB, RealServer, await_steps, started
 from runs import lines, small
 from safetensors.numpy import load_file, save_file
@@ -195,6 +196,7 @@ def test_the_gate_stops_a_broken_reload_rule(
     with pytest.raises(RunFailed, match=told) as caught:
         train(served(tmp_path / "run", vllm.url, engine=engine), quiet=True)
     print(f"\n{caught.value}")
+    assert is_quoted(str(caught.value))
     httpx.post(f"{vllm.url}/v1/unload_lora_adapter", json={"lora_name": "current"}, trust_env=False)
 
 
@@ -229,6 +231,7 @@ def test_the_gate_stops_raw_log_probs(tmp_path: Path, strange: RealServer) -> No
             quiet=True,
         )
     print(f"\n{caught.value}")
+    assert is_quoted(str(caught.value))
 
 
 def test_the_gate_stops_a_server_with_another_tokenizer(
@@ -247,6 +250,7 @@ def test_of_two_servers_the_one_with_another_model_is_named(
     with pytest.raises(RunFailed, match=told) as caught:
         train(served(tmp_path, vllm.url, strange.url), quiet=True)
     print(f"\n{caught.value}")
+    assert is_quoted(str(caught.value))
 
 
 def test_an_adapter_where_the_server_does_not_see_it_is_told_with_its_path(
@@ -263,6 +267,7 @@ def test_an_adapter_where_the_server_does_not_see_it_is_told_with_its_path(
         ) as caught:
             train(served(tmp_path, url), quiet=True)
     print(f"\n{caught.value}")
+    assert is_quoted(str(caught.value))
 
 
 def test_answers_that_are_damaged_on_their_way_are_drawn_again_and_not_learned_from(
