@@ -395,6 +395,14 @@ def test_a_device_on_which_not_one_completion_fits_is_said_before_anything_is_lo
         memory_of(tmp_path, gib=1.6)
 
 
+@pytest.mark.parametrize("asked", [{"attention_kernel": "triton"}, {"dtype": "fp8"}])
+def test_what_a_server_decodes_with_is_not_asked_of_this_process(
+    tmp_path: Path, asked: dict[str, str]
+) -> None:
+    served = {"engine": "vllm", "url": "http://127.0.0.1:8000"}
+    assert predict_memory(small(tmp_path, inference=served | asked)).choices.decode_rows
+
+
 def test_choices_that_a_run_has_stored_are_kept(tmp_path: Path) -> None:
     config = small(tmp_path)
     stored = predict_memory(config).choices

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from retrain.config.names import part_class
 from retrain.distributed import ALONE, World
 from retrain.errors import EnvironmentFailure
 from retrain.model.budget import (
@@ -157,6 +158,8 @@ class Budget:
         """True if the sampler of a run on the local backend holds keys and values in pages; as
         `TorchEngine` decides it.
         """
+        if not part_class("engine", self.config.inference.engine).decodes_here:
+            return False  # the keys are the server's, whose values this process may lack
         options = engine_options(self.config.inference, self.machine.device_type, self.size.dtype)
         return options.paged and options.kv_storage is None and self.size.layer_weights > 0
 
