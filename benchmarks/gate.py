@@ -107,7 +107,7 @@ def sound_gates(given: argparse.Namespace, load: float) -> None:
         if seed in done:
             continue
         told = stopped_by(
-            parts, "ServedInProcess", configuration(seed, given.tokens, given.temperature, "bf16")
+            parts, "InProcess", configuration(seed, given.tokens, given.temperature, "bf16")
         )
         with given.state.open("a", encoding="utf-8") as answers:
             answers.write(
@@ -151,7 +151,7 @@ def stopped_by(parts: Parts, name: str, config: TrainConfig) -> str:
     """Return the sentence with which the gate stops the engine; "" if it passes."""
     backend: Any = parts.backend
     own, options = backend.engine, OPTIONS[config.inference.dtype]
-    make = TorchEngine if name == "ServedInProcess" else getattr(faulty_engines, name)
+    make = getattr(faulty_engines, name)
     model, eos_ids = backend._adapter.peft_model, parts.text.eos_ids
     if issubclass(make, TorchEngine):
         engine = make.__new__(make)

@@ -223,8 +223,8 @@ COMMON = "common"
 MAX_ANSWER = 1 << 24
 """Bytes of an outcome; what a child that a plugin left writes there without end is not read."""
 _CHUNK = 1 << 16
-_END_S = 10.0
-"""Seconds to wait for a killed worker."""
+_END_S = 1.0
+"""Seconds to wait for a killed worker; runs are killed only where the whole campaign ends."""
 Devices = tuple[str, ...]
 """Names as torch has them, for example ("cuda:0",); empty leaves the run's configuration
 unchanged."""

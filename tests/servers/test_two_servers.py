@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from quoted import is_quoted
 from real_servers import Printed, RealServer, await_steps
 from runs import small
 
@@ -66,6 +65,6 @@ def test_a_run_goes_on_with_one_where_the_other_is_killed(
     records = run.records()
     said = [line for line in capsys.readouterr().out.splitlines() if "servers left" in line]
     print(f"\n{said}\nseconds:", ", ".join(f"{one.step_time_s or 0:.1f}" for one in records))
-    assert len(said) == 1 and printed_vllm.url in said[0] and is_quoted(said[0])
+    assert len(said) == 1 and printed_vllm.url in said[0]
     assert len(records) == 8 and max(map(largest_difference, records)) < 1e-3
     assert max(record.step_time_s or 0 for record in records) < 30
