@@ -89,6 +89,15 @@ SOLVED = step(groups_skipped_all_wrong=0, groups_skipped_all_correct=2, mean_rew
                 " wrong, 0 neither)"
             ),
         ),
+        (  # an advantage of one's own that gives 0 where rewards differ
+            {
+                "groups_skipped_all_wrong": 0,
+                "groups_skipped_other": 2,
+                "mean_reward": 0.6,
+                "reward_std": 0.5,
+            },
+            "every advantage is 0 (0 groups all right, 0 all wrong, 6 neither); use a larger",
+        ),
         (
             {"num_datums": 8, "answer_found_rate": 0.0},
             "3 steps trained on no reward: 0 of 24",

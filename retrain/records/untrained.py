@@ -104,7 +104,7 @@ def _cause(records: Sequence[StepRecord]) -> str:
 
 
 def _no_difference(records: Sequence[StepRecord], total: int, groups: int, seen: str) -> str:
-    """Return the cause where the completions of each group just have one reward."""
+    """Return the cause where no completion of a group is better than another."""
     wrong, right = (
         _sum(records, name) for name in ("groups_skipped_all_wrong", "groups_skipped_all_correct")
     )
@@ -116,11 +116,14 @@ def _no_difference(records: Sequence[StepRecord], total: int, groups: int, seen:
             f"all {total:,} completions are wrong{shown}; use easier problems, larger groups or"
             " more tokens"
         )
-    return (
-        f"no group has completions that differ in their reward ({right:,} groups all right,"
-        f" {wrong:,} all wrong, {groups - right - wrong:,} neither); use a larger [training]"
-        " group_size, or problems that are sometimes solved"
-    )
+    seen = f"({right:,} groups all right, {wrong:,} all wrong, {groups - right - wrong:,} neither)"
+    solve = "use a larger [training] group_size, or problems that are sometimes solved"
+    if right + wrong < groups:  # rewards may differ in the others, and the advantages do not
+        return (
+            f"every advantage is 0 {seen}; {solve}, or look at the advantage if rewards differ"
+            " within a group"
+        )
+    return f"no group has completions that differ in their reward {seen}; {solve}"
 
 
 def _alike(total: int, reward: float | None) -> str:
