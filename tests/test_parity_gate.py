@@ -857,3 +857,14 @@ def test_equal_completions_are_possible_where_their_log_probs_allow_them() -> No
     assert chance_of_identical([[(ids[:15], unlikely[:15])] * 2]) == 1.0, (
         "too short to conclude anything"
     )
+    # The gate's own completions are hot, and it asks about every length.
+    assert chance_of_identical([[(ids[:3], certain[:3])] * 4], min_tokens=1) > 0.1
+    assert chance_of_identical([[(ids[:15], unlikely[:15])] * 4], min_tokens=1) < 1e-6
+
+
+def test_one_seed_is_found_in_short_completions_too(parts: Parts, engine: Any) -> None:
+    """With this seed those at temperature 2 end after seven tokens."""
+    engine("OneSeed")
+    training = {"seed": 23, "temperature": 0.8, "max_examples": 0}
+    with pytest.raises(RunFailed, match="completions of one prompt at temperature 2 are identical"):
+        run_parity_gate(small(Path("nowhere"), training=training), parts, 0)

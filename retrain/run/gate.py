@@ -819,7 +819,7 @@ def _alike(part: GateSample) -> str:
     if inputs.raw:
         learner = inputs.backend.logprobs(part.rows, inputs.temperature)
     ids = [row.token_ids[row.spans[0][0] :] for row in part.rows]
-    chance = chance_of_identical([list(zip(ids, learner, strict=True))])
+    chance = chance_of_identical([list(zip(ids, learner, strict=True))], min_tokens=1)
     if chance >= _IMPOSSIBLE:
         return ""
     return (

@@ -11,12 +11,16 @@ import numpy as np
 from retrain.types import Float32Array, Int32Array
 
 MIN_TOKENS = 16
-"""Of shorter completions nothing is concluded."""
+"""Of a step's shorter completions nothing is concluded: answers that a policy is sure of are equal,
+and a rounded log-prob near 0 says little about how sure."""
 
 
-def chance_of_identical(groups: Iterable[Sequence[tuple[Int32Array, Float32Array]]]) -> float:
+def chance_of_identical(
+    groups: Iterable[Sequence[tuple[Int32Array, Float32Array]]], min_tokens: int = MIN_TOKENS
+) -> float:
     """Return an upper bound on the probability that completions of a group are identical as often
-    as they are, if each is drawn alone. A completion is given as token ids and log-probs [T].
+    as they are, if each is drawn alone. A completion is given as token ids and log-probs [T]; of one
+    below `min_tokens` nothing is concluded.
 
     A completion equals one of those before it with a probability of at most Q, the sum of exp(sum
     log p) over the different ones. So for any w the product over m such trials of 1 - w + w [it
@@ -28,7 +32,7 @@ def chance_of_identical(groups: Iterable[Sequence[tuple[Int32Array, Float32Array
         earlier: dict[bytes, float] = {}
         for number, (ids, logprobs) in enumerate(group):
             trials += number > 0
-            if len(ids) < MIN_TOKENS:
+            if len(ids) < min_tokens:
                 continue
             if ids.tobytes() in earlier:
                 evidence.append(-float(np.logaddexp.reduce(list(earlier.values()))))
