@@ -32,6 +32,7 @@ from retrain.campaign.launch import RunOutcome, share_devices, start_worker
 from retrain.config import TrainConfig, config_from_mapping, load_config, replaced
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.run_folder import Liveness, RunFolder, Writer, mark, writer_lock
+from retrain.run.interrupts import Interrupts
 from tests import commands
 from tests.campaigns import CAMPAIGN, sections, write_run
 from tests.runs import lines, small_run, timeless
@@ -801,7 +802,8 @@ def test_a_child_that_a_plugin_leaves_does_not_hold_up_the_campaign(
 def test_a_worker_that_ctrl_c_meets_while_it_starts_is_interrupted(tmp_path: Path) -> None:
     folder = tmp_path / "campaign"
     run = plan_campaign(config_from_mapping(sections(folder)), folder).runs[0]
-    worker = start_worker(run, threads=1)
+    with Interrupts():  # as the campaign: no worker begins with Ctrl-C ignored
+        worker = start_worker(run, threads=1)
     worker.stop(signal.SIGINT)
     deadline = time.monotonic() + 60
     while (outcome := worker.poll()) is None:

@@ -8,6 +8,7 @@ for CUDA alone are not taken.
 
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -23,6 +24,10 @@ from retrain.model.fused import FusedDecoder
 from retrain.types import MachineChoices
 from tests.fake_device import DEVICE, on_device
 from tests.learner_models import config_for, make_rows
+from tests.marks import first_of
+
+PASSES = product((False, True), (False, True), (0.0, 0.1))
+EACH_ONCE = ((False, False, 0.0), (True, True, 0.1))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
@@ -61,9 +66,10 @@ def decode_once(
     assert {tensor.device for tensor in (logits, drawn, *short.keys, *short.values)} == {DEVICE}
 
 
-@pytest.mark.parametrize("own_forward", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("own_forward", "checkpointing", "dropout"),
+    first_of([*EACH_ONCE, *sorted({*PASSES} - {*EACH_ONCE})], quick=len(EACH_ONCE)),
+)
 def test_a_learning_pass_stays_on_its_device(
     own_forward: bool, checkpointing: bool, dropout: float
 ) -> None:

@@ -19,8 +19,8 @@ def chance_of_identical(
     groups: Iterable[Sequence[tuple[Int32Array, Float32Array]]], min_tokens: int = MIN_TOKENS
 ) -> float:
     """Return an upper bound on the probability that completions of a group are identical as often
-    as they are, if each is drawn alone. A completion is given as token ids and log-probs [T]; of one
-    below `min_tokens` nothing is concluded.
+    as they are, if each is drawn alone. A completion is given as token ids and log-probs [T]; of
+    one below `min_tokens` nothing is concluded.
 
     A completion equals one of those before it with a probability of at most Q, the sum of exp(sum
     log p) over the different ones. So for any w the product over m such trials of 1 - w + w [it
