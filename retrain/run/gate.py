@@ -86,7 +86,7 @@ _ROUNDED_LOGPROB = 1e-3
 _IMPOSSIBLE = 1e-6
 """Chance of identical completions, in each of two looks, below which they are not drawn one by
 one."""
-_MISCOUNTED, _MISCOUNTED_IN_HALF = 0.01, 0.05
+_MISCOUNTED, _MISCOUNTED_IN_HALF = 0.01, 0.1
 """Share of tokens, and at least two of them, whose kept count may be outside of what rounding
 allows. Half precision is known by its mean alone, and single tokens move by several times that."""
 _MAX_SLACK = 500.0
