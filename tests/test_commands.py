@@ -57,6 +57,7 @@ def test_a_forked_command_has_what_a_started_one_has(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_it_does_not_import_torch_again_and_forks_from_a_single_thread(tmp_path: Path) -> None:
     look = (
         "import os, sys\nprint('torch' in sys.modules,"

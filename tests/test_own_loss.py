@@ -498,6 +498,7 @@ def test_what_a_loss_raises_in_a_run_ends_it_in_a_sentence(module: Any) -> None:
         learner.train(rows_near(learner), 0)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_copy_of_a_built_in_loss_has_its_bytes(module: Any, tmp_path: Path) -> None:
     module(SOUND)
     training = {

@@ -842,6 +842,7 @@ def test_a_sound_bf16_sampler_passes_though_one_token_is_off_by_half_a_nat(tmp_p
     assert found["rounding"] / 4 < found["mean_difference"] < 4 * found["rounding"]
 
 
+@pytest.mark.slow
 def test_a_server_whose_dtype_no_key_says_is_compared_in_its_own(parts: Parts, engine: Any) -> None:
     """One that serves in float32 is in test_the_gate_passes_a_sound_engine_and_restores_every_byte."""
     engine("ServedInBf16")

@@ -640,6 +640,7 @@ def test_a_state_is_restored_with_its_optimizer_by_services_of_both_kinds(
     assert second.trainer.weights.steps == 1
 
 
+@pytest.mark.slow
 def test_a_campaign_makes_its_workers_share_a_throttle(double: Double, tmp_path: Path) -> None:
     sections = {
         "campaign": {
