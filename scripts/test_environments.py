@@ -42,10 +42,13 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str]]] = {
 
 
 def build(name: str, requirements: list[str]) -> Path:
-    """The Python of the environment, made where it is missing or its requirements changed."""
+    """The Python of the environment, made where it is missing, or where its requirements or the
+    Python that it borrows from changed.
+    """
     folder = CACHE / name
     python, stamp = folder / "bin" / "python", folder / "requirements.txt"
-    wanted = "\n".join(requirements) + "\n"
+    borrowed = "\n".join(borrowed_paths()) + "\n"
+    wanted = "\n".join(requirements) + "\n" + borrowed
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted and python.exists():
         return python
     venv.create(folder, clear=True, with_pip=True)
@@ -55,22 +58,26 @@ def build(name: str, requirements: list[str]) -> Path:
         ).strip()
     )
     # Behind its own packages: what this Python has, torch for one, so that pip installs only what
-    # is missing (uv sees no borrowed packages, so it would install all of them). A line of a .pth
-    # file is not itself searched for .pth files, so all are listed.
-    borrowed = [
-        sysconfig.get_path("purelib"),
-        *(entry for entry in sys.path if entry.endswith("site-packages")),
-        str(ROOT),
-    ]
-    (site / "retrain_borrowed.pth").write_text(
-        "\n".join(dict.fromkeys(borrowed)) + "\n", encoding="utf-8"
-    )
+    # is missing (uv sees no borrowed packages, so it would install all of them).
+    (site / "retrain_borrowed.pth").write_text(borrowed, encoding="utf-8")
     subprocess.run(
         [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements],
         check=True,
     )
     stamp.write_text(wanted, encoding="utf-8")
     return python
+
+
+def borrowed_paths() -> list[str]:
+    """Folders of packages of this Python. A line of a .pth file is not itself searched for .pth
+    files, so all are listed.
+    """
+    paths = [
+        sysconfig.get_path("purelib"),
+        *(entry for entry in sys.path if entry.endswith("site-packages")),
+        str(ROOT),
+    ]
+    return list(dict.fromkeys(paths))
 
 
 def bring_chromium() -> None:
