@@ -8,8 +8,8 @@ SERVERS := $(CACHE)/servers
 # A process for each core; one that has run out of tests takes some from the others, so that all are busy until the end. Bytecode is kept
 # even where the environment says otherwise: dozens of tests start processes, which would all compile the package again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
-# The short tests wait for children a fifth of their time: one process more than there are cores.
-ONE_MORE := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
+# The short tests wait for children a fifth of their time: one process more than there are cores to use.
+ONE_MORE := $(shell echo $$(($$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1)))
 # 3.11 first: constraints.txt pins the versions that the tests run on for it.
 PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.14 python; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)

@@ -185,6 +185,18 @@ def test_a_cap_is_found_by_its_name_and_an_unnamed_change_is_refused(
         find_head(model, model.model, "unnamed")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_of_zeros_is_a_head(dtype: torch.dtype) -> None:
+    """As a model that was just initialised may have."""
+    config = CONFIG_MAPPING["llama"](
+        vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    assert find_head(model, model.model, "zeros").scale == 1.0
+
+
 def test_a_layer_between_hidden_states_and_head_is_said() -> None:
     config = CONFIG_MAPPING["electra"](
         vocab_size=61,

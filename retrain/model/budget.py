@@ -106,8 +106,8 @@ def most_new_tokens(training: "Training", evaluation: "Evaluation") -> int:
 
 
 def kv_bytes_per_token(model_config: Any, compute_bytes: int, kv_cache_dtype: str = "auto") -> int:
-    """Return the bytes of one token's keys and values in all layers of a transformers
-    configuration; `compute_bytes` are those of one number in the model's dtype.
+    """Return how many bytes a KV cache holds for each token, by a transformers configuration.
+    `compute_bytes` is the size of one number in the model's dtype.
 
     Raises ConfigurationError for a model that has no attention heads.
     """
@@ -115,9 +115,9 @@ def kv_bytes_per_token(model_config: Any, compute_bytes: int, kv_cache_dtype: st
 
 
 def _kv_bytes_by_layer(model_config: Any, compute_bytes: int, kv_cache_dtype: str) -> list[int]:
-    """Return the bytes of one token's keys and values in each layer that stores them. In Gemma 4
-    the number and the size of heads differ by layer, and the last layers store none: they read
-    those of an earlier layer.
+    """Return how many bytes each layer holds for a token; layers without a cache are left out. In
+    Gemma 4 the number and the size of heads differ by layer, and the last layers read the keys and
+    values of an earlier one.
     """
     text, found = model_config.get_text_config(), []
     count = text.num_hidden_layers

@@ -159,8 +159,8 @@ class GateSample:
     was no longer the newest."""
 
     def by_server(self) -> dict[str, "GateSample"]:
-        """Return the completions of each server by its address, or all of them by "" where no
-        server sampled. Judged together, those of sound servers would hide the fault of one.
+        """Split the completions by the server that sampled them: its address, or "" if there was
+        none. Judged together, those of sound servers would hide the fault of one.
         """
         addresses = sorted({*self.servers}) or [""]
         if len(addresses) == 1:

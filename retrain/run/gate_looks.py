@@ -1,5 +1,5 @@
-"""The looks of the parity gate. In each it samples and compares with other noise; a server is at
-fault if every look in which it answered finds a fault.
+"""The parity gate looks more than once, each time with other noise: a server is at fault if it
+fails every look that it answered.
 
 Each server is judged by its own completions alone: among those of all servers, a fault of one would
 be a small share.

@@ -151,8 +151,8 @@ def _adapter_tests(folder: RunFolder) -> set[int]:
 
 
 def _gate_mismatch(folder: RunFolder) -> float | None:
-    """What the first parity gate of a run's sessions measured, which the limit of a step follows
-    from.
+    """Return the mean difference that the run's first parity gate measured, None without one. The
+    limit of later steps is a multiple of it.
     """
     gates = (session.get("parity_gate") for session in _sessions(folder))
     means = (gate.get("mean_difference") for gate in gates if isinstance(gate, dict))
