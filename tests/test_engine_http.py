@@ -622,8 +622,9 @@ def test_an_address_of_ipv6_with_a_path_is_kept_and_one_with_a_query_refused() -
         "http://[::1]:8000/proxy",
         "http://[::1]:8000/proxy",
     )
-    with pytest.raises(ConfigurationError, match=r"has a query or a fragment"):
-        config_from_mapping({"inference": {"engine": "vllm", "url": "http://a/v1?api-version=1"}})
+    for url in ("http://a/v1?api-version=1", "http://a/v1?", "http://a/v1#"):
+        with pytest.raises(ConfigurationError, match=r"has a query or a fragment"):
+            config_from_mapping({"inference": {"engine": "vllm", "url": url}})
 
 
 def test_one_address_and_several() -> None:

@@ -352,7 +352,7 @@ def test_a_campaign_whose_manifest_was_cut_is_named_beside_its_runs(
     assert len(others) == runs and all(run.state is not State.UNREADABLE for run in others)
 
 
-@pytest.mark.parametrize("damage", ["pipe", "folder", "cut"])
+@pytest.mark.parametrize("damage", ["pipe", "folder", "link", "cut"])
 @pytest.mark.parametrize("command", ["status", "compare", "report"])
 def test_a_manifest_without_runs_that_cannot_be_read_is_named(
     command: str, damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -363,6 +363,8 @@ def test_a_manifest_without_runs_that_cannot_be_read_is_named(
         os.mkfifo(manifest)
     elif damage == "folder":
         manifest.mkdir()
+    elif damage == "link":
+        manifest.symlink_to("nowhere")
     else:
         manifest.write_text('{"runs": [{"na')
     for runs in (False, True):
@@ -531,3 +533,12 @@ def test_steps_that_are_missing_or_stand_twice_are_named(
         )
     (damaged,) = overview(run).runs
     assert re.search(found + ".*put it back from a copy", damaged.note)
+
+
+def test_ctrl_c_is_no_answer_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("retrain.analysis.status.overview", interrupted)
+    assert main(["status", str(tmp_path)]) == 130
+    assert main(["status", str(tmp_path), "--watch"]) == 0

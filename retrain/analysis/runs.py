@@ -469,7 +469,8 @@ def unreadable_manifest(folder: Path) -> RunFailed | None:
     that would wait for its writer.
     """
     manifest = folder / MANIFEST
-    if manifest.exists() and not manifest.is_file():
+    # A link to nothing counts: what it led to may be on a disk that is gone.
+    if os.path.lexists(manifest) and not manifest.is_file():
         kind = "a folder" if manifest.is_dir() else "no regular file"
         return RunFailed(f"{manifest} is {kind}: put the campaign's manifest back from a copy.")
     try:

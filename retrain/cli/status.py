@@ -74,8 +74,9 @@ def command(
             if not (watch and seen.is_live):
                 return
             time.sleep(interval)
-    except KeyboardInterrupt:  # how one stops watching
-        return
+    except KeyboardInterrupt:
+        if not watch:  # how one stops watching
+            raise
 
 
 @contextmanager
