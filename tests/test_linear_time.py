@@ -12,7 +12,8 @@ import pytest
 from retrain.advantages.planning import RegexDetector
 from retrain.records.redact import Redactor
 from retrain.records.terminal import clean, one_line, visible, without_escapes
-from retrain.rewards.answers import answers_match, decide_by_strings, extract_boxed
+from retrain.rewards.answers import answers_match, extract_boxed
+from retrain.rewards.equality import decide_by_strings
 
 _SHORT, _LONG = 10_000, 40_000
 _REDACTOR = Redactor({"A_KEY": "sesame-open"})

@@ -31,6 +31,7 @@ from retrain.rewards import extract_boxed
         (r"\boxed{\begin{matrix}1\\{2}\end{matrix}}", r"\begin{matrix}1\\{2}\end{matrix}"),
         (r"\boxed{1} and the word \boxedly", "1"),
         (r"\boxed{1} put it in \boxed", "1"),
+        (r"\boxed{1} put it in \boxed{} or \boxed{ }", "1"),
     ],
 )
 def test_the_last_box_is_the_answer(text: str, answer: str) -> None:
@@ -77,7 +78,8 @@ def test_a_box_in_the_scratchpad_counts_only_when_asked() -> None:
     assert extract_boxed(text) is None
     assert extract_boxed(text, after_think=False) == "1"
     assert extract_boxed(text + r" \boxed{2}") == "2"
-    assert extract_boxed(r"<think>cut short \boxed{1}") == "1"
+    assert extract_boxed(r"<think>cut short \boxed{1}") is None
+    assert extract_boxed(r"<think>cut short \boxed{1}", after_think=False) == "1"
 
 
 def test_importing_rewards_imports_no_symbolic_mathematics() -> None:

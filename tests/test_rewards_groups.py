@@ -322,7 +322,7 @@ def test_held_out_answers_are_judged_by_what_verifies() -> None:
 
 def test_an_audit_has_no_groups() -> None:
     config = config_from_mapping({"data": {"source": "lab"}, "reward": {"type": "majority"}})
-    with pytest.raises(ConfigurationError, match="beside the others of its prompt"):
+    with pytest.raises(ConfigurationError, match="judges the completions of a prompt together"):
         audit_reward(config, 1, lambda _: None)
 
 

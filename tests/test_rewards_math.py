@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.rewards.answers import canonical_latex, decide_by_strings, is_refused
+from retrain.rewards.equality import decide_by_strings
+from retrain.rewards.limits import is_refused
+from retrain.rewards.normalize import normalize
 
 
 def nested_fraction(depth: int) -> str:
@@ -29,13 +31,12 @@ def nested_fraction(depth: int) -> str:
         ("", "", False),
         ("5", "  ", False),
         (r"9^{9^{9^9}}", r"9^{9^{9^9}}", True),
-        ("1 2", "12", None),
-        ("1  2", "12", None),
+        (r"1\ 234", "1234", True),
         ("$$5$$", "5", True),
-        (r"$5\$", "5", None),
+        (r"$5\$", "5", True),
         ("$$$", "5", False),
-        ("0.5", r"\frac{1}{2}", None),
-        (r"\leftarrow", "5", None),
+        ("0.5", r"\frac{1}{2}", True),
+        (r"\sqrt{16}", "4", None),
     ],
 )
 def test_strings_and_integers_are_decided_at_once(
@@ -70,7 +71,7 @@ def test_integers_compare_as_integers(a: int, b: int) -> None:
         r"\sum_{i=1}^{10^8}\frac{1}{i^3}",
         nested_fraction(9),
         nested_fraction(15),
-        "{" * 9 + "x" + "}" * 9,
+        "f{" * 9 + "x" + "}" * 9,
         r"\sin(" * 5 + "x" + ")" * 5,
         r"\sin" * 9 + " x",
         "-" + r"\sin^2" * 5 + " x",
@@ -95,7 +96,7 @@ def test_integers_compare_as_integers(a: int, b: int) -> None:
     ],
 )
 def test_answers_that_cannot_be_evaluated_are_refused(answer: str) -> None:
-    assert is_refused(canonical_latex(answer))
+    assert is_refused(normalize(answer))
     assert decide_by_strings(answer, "4") is False
 
 
@@ -130,19 +131,17 @@ def test_answers_that_cannot_be_evaluated_are_refused(answer: str) -> None:
     ],
 )
 def test_answers_of_an_ordinary_size_are_not_refused(answer: str) -> None:
-    assert not is_refused(canonical_latex(answer))
+    assert not is_refused(normalize(answer))
 
 
 @pytest.mark.parametrize(
     "answer",
     [r"\int e^{\sin x^2}\cos x^3 dx", r"\sum_{i=1}^{1000}\frac{1}{i^3}", r"\prod_{i=1}^{9} i"],
 )
-def test_an_answer_left_to_be_evaluated_is_wrong_unless_the_reference_is_too(
-    answer: str,
-) -> None:
+def test_an_answer_left_to_be_evaluated_equals_only_itself(answer: str) -> None:
     assert decide_by_strings(answer, "4") is False
-    assert decide_by_strings(answer, r"\int_0^1 x dx") is None
-    assert decide_by_strings(r"\integer", "4") is None
+    assert decide_by_strings(answer, r"\int_0^1 x dx") is False
+    assert decide_by_strings(answer.replace("{1000}", "{1000} "), answer) is True
 
 
 @given(st.text(alphabet="^!(){}[]0123456789x\\.,- ", max_size=40))

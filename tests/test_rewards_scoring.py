@@ -136,10 +136,10 @@ def test_rewards_add_up_with_their_weights_and_the_sum_decides() -> None:
 
 
 def test_one_part_that_cannot_judge_makes_the_whole_so() -> None:
-    with scorer_of(type=["match", "math"], deadline_s=0.5) as scorer:
-        verdict = score(scorer, r"\boxed{\int e^{\sin x^2}\cos x^3 dx}", r"\int x dx")
+    with scorer_of(type=["match", "math"], deadline_s=0.001) as scorer:
+        verdict = score(scorer, r"\boxed{\sin(\cos(\sin(x^2+1)))}", r"\tan(\cos(\sin(x^2+1)))")
     assert (verdict.outcome, verdict.reward) == (Outcome.COULD_NOT_JUDGE, None)
-    assert "deadline_s = 0.5" in verdict.reason
+    assert "deadline_s = 0.001" in verdict.reason
 
 
 def test_random_rewards_depend_on_the_coordinates_alone() -> None:
@@ -180,7 +180,7 @@ def test_a_closed_scorer_still_gives_verdicts_that_say_so() -> None:
     scorer.close()
     scorer.close()
     assert (
-        scorer.submit(request(r"\boxed{\frac{8}{2}}")).result(5).outcome is Outcome.COULD_NOT_JUDGE
+        scorer.submit(request(r"\boxed{\sqrt{16}}")).result(5).outcome is Outcome.COULD_NOT_JUDGE
     )
 
 

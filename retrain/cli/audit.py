@@ -16,7 +16,7 @@ from retrain.cli.shared import (
     print_masked,
     print_progress,
 )
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, RunFailed
 
 SETTINGS = FLAGS_FOLLOW
 
@@ -32,17 +32,14 @@ def command(
     examples: Annotated[
         int, typer.Option(min=1, help="Number of examples, spread over the training set.")
     ] = 200,
-    output: Annotated[
-        Path | None, typer.Option(help="Write a page in the style of `retrain report`.")
-    ] = None,
     trust: Trust = False,
     form: Form = "text",
     as_json: AsJson = False,
 ) -> None:
     """Run the reward on answers whose verdict is known.
 
-    These are gold answers, the same answers in other forms, near misses, empty, truncated and
-    hostile completions. Any flag of the configuration may follow, such as --reward-type math.
+    These are families of answers that people and models write, right and wrong, and the reference
+    answers of [data]. Any flag of the configuration may follow, such as --reward-type math.
     """
     from retrain.config import load_config
 
@@ -55,19 +52,19 @@ def command(
     load_dotenv()
     config = load_config(target, overrides)
     # After the configuration, so that a mistake in it is answered before seconds of imports.
-    from retrain.audit.run import audit_reward
-    from retrain.audit.text import to_text
+    from retrain.audit.run import audit_reward, to_text
     from retrain.records.run_folder import refuse_foreign_code
 
     if not trust:
         refuse_foreign_code(config, "its audit")
     audit = audit_reward(config, examples, print_progress)
-    if output is not None:
-        from retrain.report.page import write_audit_page
-
-        write_audit_page(audit, output)
-        print_progress(f"Page: {output}")
     if as_json or form == "json":
         print_json(audit.to_json())
     else:
         print_masked(to_text(audit))
+    if audit.could_not_judge == len(audit.verdicts):
+        reason = audit.verdicts[0].score.reason.rstrip(".")
+        raise RunFailed(
+            f"The reward could judge none of the completions ({reason}), so no rate is known;"
+            " correct the reward."
+        )

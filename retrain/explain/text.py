@@ -8,6 +8,7 @@ from retrain.backends.declared import backend_words, engine_words
 from retrain.config import moving
 from retrain.explain.explanation import POWER
 from retrain.records.terminal import GAP, counted, duration, table_lines
+from retrain.rewards.scoring import REWARDS
 from retrain.run.control import control_words
 from retrain.system import toml_value
 from retrain.xray.text import WEIGHTS
@@ -130,7 +131,9 @@ def _problems(seen: "Explanation") -> str:
     config = seen.runs[0].config
     if config.environment.provider:
         return f"{config.environment.provider} {config.environment.id}"
-    return f"{config.data.source}, reward {' + '.join(config.reward.types)}"
+    own = any(kind not in REWARDS or kind == "custom" for kind in config.reward.types)
+    hint = "; `retrain audit` measures how often it errs" if own else ""
+    return f"{config.data.source}, reward {' + '.join(config.reward.types)}{hint}"
 
 
 def _squeeze(seen: "Explanation") -> Iterator[str]:

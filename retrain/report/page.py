@@ -23,8 +23,6 @@ from retrain.analysis.comparison_text import arm_table, contrast_table, sections
 from retrain.analysis.explanation import caveats, explanation
 from retrain.analysis.headline import answer, name_of
 from retrain.analysis.status import RunStatus
-from retrain.audit.run import Audit, CaseResult, Rate
-from retrain.audit.text import HEAD, judge_lines, milliseconds, rate_row, rate_rows
 from retrain.errors import EnvironmentFailure
 from retrain.inspect import Quantity
 from retrain.inspect.credit import CompletionCredit, StepCredit
@@ -460,53 +458,3 @@ def write_report(
     if figures_to is not None:
         pictures += write_paper(data, figures, figures_to, formats)
     return ReportFiles(output, pictures, data.notes)
-
-
-# -- the page of an audit --------------------------------------------------------------------------
-
-
-_MAX_CHARACTERS = 200
-"""Characters of an answer or reason on the page."""
-
-
-def write_audit_page(audit: Audit, output: Path) -> None:
-    """Write the page. Raises EnvironmentFailure where it cannot be written."""
-    unjudged = sum(item.could_not_judge for item in audit.judged)
-    everything = Rate("", audit.judged)
-    tiles = [
-        (audit.false_negatives.name, _number(audit.false_negatives.error_rate, ".1%")),
-        (audit.false_positives.name, _number(audit.false_positives.error_rate, ".1%")),
-        ("could not judge", f"{unjudged / len(audit.judged):.1%}"),
-        ("time per completion, median", milliseconds(everything.seconds(0.5))),
-        ("99%", milliseconds(everything.seconds(0.99))),
-    ]
-    page = (
-        environment()
-        .get_template("audit.html")
-        .render(
-            audit=audit,
-            made=f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}",
-            policy=content_policy("", live=False),
-            style=Markup(asset("report.css")),
-            tiles=tiles,
-            judge_lines=list(judge_lines(audit)),
-            head=HEAD,
-            rows=rate_rows(audit),
-            forms=[rate_row(rate) for rate in audit.forms],
-            example_head=("example", "form", "reference", "answer", "verdict", "time"),
-            errors=[_example_row(item) for item in audit.worst(20)],
-            slowest=[_example_row(item) for item in audit.slowest(5)],
-        )
-    )
-    with _writing(output):
-        replace_file(output, page)
-
-
-def _example_row(item: CaseResult) -> tuple[str, ...]:
-    case = item.case
-    verdict = item.score.reason or item.score.outcome.value
-    texts = (case.example.example_id, case.name, case.example.reference, case.answer, verdict)
-    return (
-        *(text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + "…" for text in texts),
-        milliseconds(item.seconds),
-    )

@@ -4,6 +4,7 @@ no symbolic mathematics.
 
 from retrain.rewards.answers import extract_boxed, hendrycks_is_equiv
 from retrain.rewards.groups import ScoreGroup
+from retrain.rewards.pairs import score_answers
 from retrain.rewards.score import ScoreRequest
 from retrain.rewards.scoring import FailureGuard, Scorer, box_reader, build_scorer, gold_response
 
@@ -17,4 +18,5 @@ __all__ = [
     "extract_boxed",
     "gold_response",
     "hendrycks_is_equiv",
+    "score_answers",
 ]

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 from retrain.errors import ConfigurationError, EnvironmentFailure, ResumableFailure
 from retrain.noise import Stream, uniform
 from retrain.records.redact import reason_of, secret_values
-from retrain.rewards.answers import answers_match, bare, decide_by_strings, extract_boxed
+from retrain.rewards.answers import answers_match, extract_boxed
+from retrain.rewards.equality import decide_by_strings
 from retrain.rewards.groups import Member, ScoreGroup, majority, normalised
 from retrain.rewards.score import PartScore, ScoreRequest
 from retrain.rewards.worker import Message
@@ -436,7 +437,7 @@ def _math(reward: "Reward", request: ScoreRequest) -> float | Message:
     decided = decide_by_strings(answer, request.reference)
     if decided is not None:
         return float(decided)
-    return {"handler": "verify", "gold": bare(request.reference), "answer": bare(answer)}
+    return {"handler": "verify", "gold": request.reference, "answer": answer}
 
 
 def _by_chance(seed: int, p: float, request: ScoreRequest) -> float:

@@ -7,24 +7,53 @@ import logging
 from functools import lru_cache
 from typing import Any
 
+from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Expr, I, N
+
+from retrain.rewards.equality import same_answer
+from retrain.rewards.normalize import normalize
 
 # It warns that its timeouts are off, which is intended: the parent keeps time.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
-_CONFIGURATION = [LatexExtractionConfig()]
+# math-verify takes a letter at the end for a unit: 4t for 4.
+_CONFIGURATION = [LatexExtractionConfig(normalization_config=NormalizationConfig(boxed="all"))]
 
 
-def equal(gold: str, answer: str) -> bool:
-    """Return True if `answer` equals `gold`. The order matters to math-verify; an answer that it
-    cannot parse is not equal.
+def right(reference: str, answer: str) -> bool:
+    """Return True if the answer is the reference in another form.
 
     Raises MemoryError, and an error that `_pass_memory_errors_on` could not name.
     """
-    return bool(verify(_parse_gold(gold), _parse(answer), timeout_seconds=None))
+    return same_answer(normalize(reference), normalize(answer), equal)
+
+
+def equal(gold: str, answer: str) -> bool:
+    """Return True if two expressions are equal. The order matters to math-verify; an answer that it
+    cannot parse is not equal.
+    """
+    reference, given = _parse_gold(gold), _parse(answer)
+    return bool(verify(reference, given, timeout_seconds=None)) and _agree(reference[0], given[0])
+
+
+def _agree(gold: Any, answer: Any) -> bool:
+    """Return False for two numbers whose relative difference is above 1e-12: math-verify compares
+    absolute differences with 1e-15.
+    """
+    if not all(isinstance(side, Expr) and side.is_number for side in (gold, answer)):
+        return True
+    size = abs(N(gold.doit(), 30))
+    if not size.is_finite:
+        return True
+    return bool(abs(N(gold.doit() - answer.doit(), 30)) <= 1e-12 * size)
 
 
 def _parse(answer: str) -> list[Any]:
     parsed: list[Any] = parse(f"\\boxed{{{answer}}}", _CONFIGURATION, parsing_timeout=None)
+    if parsed and isinstance(parsed[0], Expr):
+        parsed[0] = parsed[0].subs(
+            {symbol: I for symbol in parsed[0].free_symbols if symbol.name == "i"}
+        )
     return parsed
 
 

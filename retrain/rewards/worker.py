@@ -185,10 +185,10 @@ def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
 
 
 def _verify(job: Message) -> Message:
-    from retrain.rewards.verification import equal  # sympy, which the fork server has imported
+    from retrain.rewards.verification import right  # sympy, which the fork server has imported
 
     try:
-        return {"value": float(equal(job["gold"], job["answer"]))}
+        return {"value": float(right(job["gold"], job["answer"]))}
     except MemoryError:
         return {"value": None, "reason": "math-verify ran out of memory"}
     # What the library would have passed over with its own `except Exception`.

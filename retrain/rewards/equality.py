@@ -1,0 +1,245 @@
+r"""The comparison of the `math` reward: structures item by item (forms.py), equations by their left
+side, words and units beside the value (quantities.py). Fractions and decimals are compared exactly.
+Other expressions go to `equal`, which is math-verify in a worker.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+from retrain.rewards.answers import same_characters
+from retrain.rewards.forms import Form, read, split
+from retrain.rewards.limits import MAX_LENGTH, is_refused
+from retrain.rewards.normalize import normalize
+from retrain.rewards.quantities import SYMBOL, Quantity, letters, quantity, rational, same_words
+
+Equal = Callable[[str, str], bool]
+"""Compares two expressions without words, the reference first."""
+
+# -- what strings decide ---------------------------------------------------------------------------
+
+_INTEGER = re.compile(r"([+-]?)([0-9]++)")
+
+
+class _UndecidedError(Exception):
+    """The strings alone do not decide."""
+
+
+def decide_by_strings(answer: str, reference: str) -> bool | None:
+    """Return right or wrong if the strings decide; None if expressions have to be compared."""
+    answer, reference = same_characters(answer), same_characters(reference)
+    if not answer or not reference:
+        return False
+    if answer == reference:
+        return True
+    ours, theirs = _INTEGER.fullmatch(answer), _INTEGER.fullmatch(reference)
+    if ours and theirs:
+        return _signed(ours) == _signed(theirs)
+    if len(answer) > MAX_LENGTH:
+        return False
+    gold, given = normalize(reference), normalize(answer)
+    if gold != given and is_refused(given):
+        return False
+    try:
+        return same_answer(gold, given, _undecided)
+    except _UndecidedError:
+        return None
+
+
+def _undecided(_gold: str, _answer: str) -> bool:
+    raise _UndecidedError
+
+
+def _signed(integer: "re.Match[str]") -> tuple[bool, str]:
+    """Split off the sign, so that integers of any length can be compared: Python's int refuses more
+    than 4,300 digits.
+    """
+    digits = integer[2].lstrip("0")
+    return integer[1] == "-" and bool(digits), digits
+
+
+# -- structures ------------------------------------------------------------------------------------
+
+
+def same_answer(gold: str, answer: str, equal: Equal) -> bool:
+    """Return True if two normalized answers are the same."""
+    if not gold or not answer:
+        return False
+    if gold == answer:
+        return True
+    theirs, ours = read(gold), read(answer)
+    if {theirs.kind, ours.kind} == {"set", "value"}:  # `\{5\}` for 5
+        theirs, ours = (form.items[0] if len(form.items) == 1 else form for form in (theirs, ours))
+    return _same(theirs, ours, equal)
+
+
+def _same(gold: Form, answer: Form, equal: Equal) -> bool:
+    if gold.variable and answer.variable and gold.variable != answer.variable:
+        return False
+    match sorted((gold.kind, answer.kind)):
+        case ["value", "value"]:
+            return _same_value(gold.text, answer.text, equal)
+        case ["list" | "set", "list" | "set"]:
+            return _any_order(gold.items, answer.items, equal)
+        case ["list", "tuple"]:
+            return _pairwise(gold.items, answer.items, equal)
+        case [one, other] if one == other or [one, other] == ["interval", "tuple"]:
+            return gold.text == answer.text and _pairwise(gold.items, answer.items, equal)
+    if answer.kind == "value":
+        inside = _within(answer)
+        return inside is not None and _same(gold, inside, equal)
+    inside = _within(gold) if gold.kind == "value" else None
+    return inside is not None and _same(inside, answer, equal)
+
+
+def _pairwise(golds: Sequence[Form], answers: Sequence[Form], equal: Equal) -> bool:
+    return len(golds) == len(answers) and all(
+        _same(gold, answer, equal) for gold, answer in zip(golds, answers, strict=True)
+    )
+
+
+def _any_order(golds: Sequence[Form], answers: Sequence[Form], equal: Equal) -> bool:
+    left = list(answers)
+    if len(golds) != len(left):
+        return False
+    for gold in golds:
+        found = next((answer for answer in left if _same(gold, answer, equal)), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return True
+
+
+def _within(value: Form) -> Form | None:
+    r"""Return the structure that has a name or a unit: of `(x,y)=(1,2)`, `A=\{1,2\}`; None if none
+    has.
+    """
+    sides, parts = split(value.text, _EQUALS), quantity(value.text)
+    inside = value
+    if len(sides) == 2 and _is_named(sides[0]):
+        inside = read(sides[1])
+    elif parts.value and same_words("", parts.words):
+        inside = read(parts.value)
+    return None if inside.kind == "value" else inside
+
+
+# -- equations -------------------------------------------------------------------------------------
+
+_EQUALS = re.compile(r"(?<![<>!])=")
+_NAMED = re.compile(
+    r"(?:\\text\{[^{}]*\}|(?:m\s?)?\\(?:angle|triangle|overline|vec|hat|bar|mathbb|mathcal|det)\s*)*"
+    rf"(?:{SYMBOL}|[A-Z]{{2,5}}|\{{[A-Za-z]{{1,4}}\}}|\|?[A-Z]{{1,3}}\|?|\[[A-Z]{{3,6}}\]"
+    rf"|{SYMBOL}(?:\^\{{?-1\}}?)?\([^()]*\)|\({SYMBOL}(?:,{SYMBOL})+\)|{SYMBOL}(?::{SYMBOL})+"
+    rf"|\\text\{{[^{{}}]*\}}|\|\{{?{SYMBOL}\}}?\|)"
+)
+"""A left side that names what the right side is: `x`, `AB`, `f(3)`, `(x,y)`, `x:y`."""
+
+
+def _is_named(side: str) -> bool:
+    return bool(_NAMED.fullmatch(_without_words(side)))
+
+
+def _without_words(side: str) -> str:
+    parts = quantity(side)
+    return parts.value.replace(" ", "") or rf"\text{{{parts.words}}}"
+
+
+def _same_value(gold: str, answer: str, equal: Equal) -> bool:
+    """Compare two values that may be equations."""
+    golds, answers = split(gold, _EQUALS), split(answer, _EQUALS)
+    if len(golds) > 1 and len(answers) > 1:
+        if _is_named(golds[0]) and _without_words(golds[0]) == _without_words(answers[0]):
+            return _same(read(golds[-1]), read(answers[-1]), equal)
+        return _compact(gold) == _compact(answer) or (
+            r"\text" not in gold + answer and _same_expression(gold, answer, equal)
+        )
+    if len(answers) > 1:
+        return _states(answers, gold, equal)
+    if len(golds) > 1:
+        return _is_named(golds[0]) and _same(read(golds[-1]), read(answer), equal)
+    return _same_plain(gold, answer, equal)
+
+
+def _states(chain: list[str], gold: str, equal: Equal) -> bool:
+    """True if an equation gives the plain value `gold`: its left side is a symbol, a named quantity
+    or numbers that evaluate to it.
+    """
+    first, last = chain[0], chain[-1]
+    if _is_named(last) and not _has_variables(first):
+        first, last = last, first
+    if _is_named(first) and same_words("", quantity(first).words):
+        return _same(read(gold), read(last), equal)
+    numbers = [quantity(side).value for side in chain[:-1] if not _has_variables(side)]
+    return (
+        not _has_variables(first)
+        and _same_plain(gold, last, equal)
+        and all(_same_plain(last, number, equal) for number in numbers)
+    )
+
+
+def _has_variables(text: str) -> bool:
+    return bool(letters(quantity(text).value))
+
+
+# -- plain values ----------------------------------------------------------------------------------
+
+_CHOICE = re.compile(r"(?:[(\[]([A-J])[)\]]|([A-J])(?:\)|[.:](?!\d*:)|$))\s*(.*)", re.DOTALL)
+_BASE = re.compile(r"\(?0*([0-9A-F]+)\)?_\{?(\d+)\}?")
+_COLON = re.compile(":")
+_LITERAL = re.compile(r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])")
+"""Expressions that are compared letter by letter: math-verify would evaluate or drop these."""
+_OPEN_RELATION = re.compile(r"[<>]|\\(?:ne|le|ge|sim|neg)(?![a-zA-Z])")
+_NO_SPACE = re.compile(r"(\\[a-zA-Z]+) (?![a-zA-Z])|(?<![a-zA-Z]) ")
+_ONE_SCRIPT = re.compile(r"([\^_])\{(\w)\}")
+
+
+def _same_plain(gold: str, answer: str, equal: Equal) -> bool:
+    if _compact(gold) == _compact(answer):
+        return True
+    (letter, text), (our_letter, our_text) = _choice(gold), _choice(answer)
+    if letter and our_letter:
+        both = bool(text and our_text)
+        return letter == our_letter and (not both or _same(read(text), read(our_text), equal))
+    if letter or our_letter:  # The text of the choice alone answers `(A) 13`.
+        return bool(text and our_text) and _same(read(text), read(our_text), equal)
+    return _same_quantity(quantity(gold), quantity(answer), equal)
+
+
+def _same_quantity(theirs: Quantity, ours: Quantity, equal: Equal) -> bool:
+    if not ours.value and not theirs.value:
+        return ours.words == theirs.words != ""
+    if not ours.value or not theirs.value or not same_words(theirs.words, ours.words):
+        return False
+    number, our_number = rational(theirs.value), rational(ours.value)
+    if number is None or our_number is None:
+        return _same_expression(theirs.value, ours.value, equal)
+    if theirs.is_percent and not ours.is_percent:
+        return our_number in (number, number / 100)
+    if ours.is_percent and not theirs.is_percent:
+        return number in (our_number, our_number / 100)
+    return number == our_number
+
+
+def _choice(text: str) -> tuple[str, str]:
+    """Return the letter of `(A) 13` and the text beside it; no letter where there is none."""
+    match = _CHOICE.fullmatch(text)
+    return (match[1] or match[2], match[3]) if match else ("", text)
+
+
+def _same_expression(gold: str, answer: str, equal: Equal) -> bool:
+    """Compare two expressions without words."""
+    if _compact(gold) == _compact(answer):
+        return True
+    base, our_base = _BASE.fullmatch(gold), _BASE.fullmatch(answer)
+    if base or our_base:
+        return bool(base and our_base and base.groups() == our_base.groups())
+    ratio, our_ratio = split(gold, _COLON), split(answer, _COLON)
+    if len(ratio) > 1 or len(our_ratio) > 1:
+        return _pairwise(list(map(read, ratio)), list(map(read, our_ratio)), equal)
+    if _LITERAL.search(gold + answer) or letters(gold) != letters(answer):
+        return False
+    return not _OPEN_RELATION.match(answer) and equal(gold, answer)
+
+
+def _compact(text: str) -> str:
+    """Return the text without the spaces and braces that show nothing."""
+    return _ONE_SCRIPT.sub(r"\1\2", _NO_SPACE.sub(r"\1", text))

@@ -1,0 +1,412 @@
+r"""One LaTeX for the forms in which people and models write an answer: unicode, style commands,
+words, units, thousands, `\frac` without braces. The `math` reward normalizes both sides before it
+compares them (equality.py). Pure strings; no rule changes a value.
+
+Afterwards words and units stand in `\text{...}` and nowhere else, and no other style is left.
+"""
+
+import re
+import unicodedata
+from collections.abc import Callable
+from fractions import Fraction
+from functools import lru_cache
+
+from retrain.rewards.answers import SAME_CHARACTERS, closing_brace
+
+Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+
+
+def _rules(*rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> list[Rule]:
+    return [(re.compile(pattern), replacement) for pattern, replacement in rules]
+
+
+def _apply(rules: list[Rule], text: str) -> str:
+    for pattern, replacement in rules:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+@lru_cache(maxsize=4096)  # A group asks for the same reference G times.
+def normalize(answer: str) -> str:
+    """Return the answer in the one form that equality.py reads."""
+    text = answer if answer.isascii() else _plain_characters(answer)
+    if "\\begin" not in text:
+        text = text.replace("\\\\", "\\")
+    text = _environments(_apply(_MARKUP, text))
+    text = _with_arguments(_decoded(text))
+    text = _apply(_NUMBERS, _unwrapped(text))
+    return _trimmed(_apply(_SPACES, _joined_thousands(text)))
+
+
+# -- characters ------------------------------------------------------------------------------------
+
+_NAMES = (
+    "×=times ⋅=cdot ·=cdot ∙=cdot •=cdot ≤=le ⩽=le ≥=ge ⩾=ge ≠=ne ∞=infty √=sqrt ±=pm ∓=mp ∈=in"
+    " ∪=cup ∩=cap ∅=emptyset ∠=angle …=ldots ⋯=ldots ≈=approx ≡=equiv ∖=setminus △=triangle α=alpha"
+    " β=beta γ=gamma δ=delta ε=epsilon ζ=zeta η=eta θ=theta κ=kappa λ=lambda μ=mu µ=mu ν=nu ξ=xi"
+    " π=pi ρ=rho σ=sigma τ=tau φ=phi ϕ=phi χ=chi ψ=psi ω=omega Γ=Gamma Δ=Delta Θ=Theta Λ=Lambda"
+    " Σ=Sigma Φ=Phi Ψ=Psi Ω=Omega"
+)
+_COMMANDS = {
+    **SAME_CHARACTERS,
+    **{ord(pair[0]): f"\\{pair[2:]} " for pair in _NAMES.split()},
+    **dict.fromkeys(map(ord, "°º˚"), r"^\circ "),
+    **dict.fromkeys(map(ord, "“”„«»"), ""),
+    **dict.fromkeys(map(ord, "‘’′"), "'"),
+    **dict.fromkeys(map(ord, "÷⁄∕"), "/"),
+    **{ord(letter): rf"\mathbb{{{plain}}}" for letter, plain in zip("ℝℤℕℚℂ", "RZNQC", strict=True)},
+    ord("€"): r"\text{ euro }",
+    ord("£"): r"\text{ pound }",
+    ord("¥"): r"\text{ yen }",
+    ord("¢"): r"\text{ cent }",
+    ord("∛"): r"\sqrt[3]",
+    ord("∶"): ":",
+    ord("∣"): "|",
+    ord("⟨"): "(",
+    ord("⟩"): ")",
+}
+
+
+def _plain_characters(text: str) -> str:
+    text = _apply(_CHARACTERS, text).translate(_COMMANDS)
+    return unicodedata.normalize("NFKC", text)
+
+
+def _fraction_character(match: re.Match[str]) -> str:
+    above, below = unicodedata.normalize("NFKC", match[1]).split("\u2044")
+    return rf"\frac{{{above}}}{{{below}}}"
+
+
+def _script(sign: str) -> Callable[[re.Match[str]], str]:
+    return lambda match: f"{sign}{{{unicodedata.normalize('NFKC', match[0])}}}"
+
+
+_CHARACTERS = _rules(
+    ("([¼-¾⅐-⅞])", _fraction_character),
+    ("[⁰¹²³⁴-⁹⁺⁻ⁿⁱ]+", _script("^")),
+    ("[₀-₉]+", _script("_")),
+    (r"([√∛])\s*([\d.]+)", r"\1{\2}"),
+)
+
+# -- markup ----------------------------------------------------------------------------------------
+
+_NOT_MORE = r"(?![a-zA-Z])"
+_SEPARATOR = r"\s*(?:,\\!|\{,\}|\\[,;:! ]|~)\s*"
+_SWITCHES = (
+    "bf|rm|it|sf|tt|em|(?:normal|foot)?size|small|[lL]arge|LARGE|[hH]uge|bfseries|boldmath"
+    "|(?:display|text|script)style|(?:no)?limits|hfill|therefore|quad|qquad"
+)
+_STYLES = "boldsymbol|math(?:bf|sf|it|tt|normal)|bm|pmb|u(?:nder)?line|boxed|fbox|ensuremath"
+_MARKUP = _rules(
+    (r"(\d)" + _SEPARATOR + r"(?=\d{3}(?!\d))", r"\1"),
+    (r"^\s*(\*\*|__|[*_`])(.+?)\1\s*$", r"\2"),
+    (r"\\\$", r"\\text{ dollar }"),
+    (r"\$|(?<!\\)\\[()\[\]]", ""),
+    (rf"\\(?:left|right|middle)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?){_NOT_MORE}", ""),
+    (rf"\\langle{_NOT_MORE}", "("),
+    (rf"\\rangle{_NOT_MORE}", ")"),
+    (rf"\\([lr])brace{_NOT_MORE}", lambda match: r"\{" if match[1] == "l" else r"\}"),
+    (rf"\\(?:[lr]?vert|mid){_NOT_MORE}", "|"),
+    (rf"\\colon{_NOT_MORE}", ":"),
+    (r"\\(?:[dtc]|nice|s|x)(frac|binom)", r"\\\1"),
+    (r"\\(?:(?:text)?color|[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}", ""),
+    (rf"\\(?:{_SWITCHES}){_NOT_MORE}\s*", " "),
+    (rf"\\(?:{_STYLES}){_NOT_MORE}\s*", ""),
+    (
+        r"\\(?:[hm]box|text(?:rm|normal|bf|it|sf|tt|sc|up|md)?|emph|mathrm|operatorname\*?)\s*(?=\{)",
+        r"\\text",
+    ),
+    (r"\\(?:mathrm|text)\s+(?=\w)", ""),
+    (rf"\\leq(?:q|slant)?{_NOT_MORE}|<=", r"\\le "),
+    (rf"\\geq(?:q|slant)?{_NOT_MORE}|>=", r"\\ge "),
+    (rf"\\neq{_NOT_MORE}|!=", r"\\ne "),
+    (rf"\\lt{_NOT_MORE}", "<"),
+    (rf"\\gt{_NOT_MORE}", ">"),
+    (rf":=|==|\\approx{_NOT_MORE}", "="),
+    (rf"\\(?:c?dots[cbmi]?|hdots){_NOT_MORE}|\.\.\.", r"\\ldots "),
+    (rf"\\varnothing{_NOT_MORE}|\\\{{\s*\\\}}", r"\\emptyset "),
+    (rf"\^\s*\{{\s*\\circ\s*\}}|\^\s*\\circ{_NOT_MORE}|\\degree{_NOT_MORE}", r"^\\circ "),
+    (r"(?<!\\)%", r"\\%"),
+    (r"(?<!\\)\\[,;:!> ]|[~\s]+", " "),
+    (r"(\\[a-zA-Z]+)\s+(?=\{)", r"\1"),
+    (
+        r"\\(angle|triangle)\{([A-Z ]+)\}",
+        lambda match: f"\\{match[1]} {match[2].replace(' ', '')}",
+    ),
+    (r"\\(hat|vec|bar|overline|mathbb)\s+([a-zA-Z])", r"\\\1{\2}"),
+    (r"\^\{?\s*\\prime\s*(\\prime)?\s*\}?", lambda match: "''" if match[1] else "'"),
+    (rf"\\lor{_NOT_MORE}", r"\\text{or}"),
+    (r"``(.*?)''|\"", r"\1"),
+    (r"\{?(\w+)\s*\\choose\s*(\w+)\}?", r"\\binom{\1}{\2}"),
+    (r"\\(max|min|gcd)\s*\\\{(.*?)\\\}", r"\\\1(\2)"),
+    (r"\\dot\{(\d+)\}(\d*)\\dot\{(\d+)\}", r"\\overline{\1\2\3}"),
+    (r"^\](?=.*,)", "("),
+    (r"(?<=[\w}])\[$", ")"),
+)
+_ALIGNED = re.compile(
+    r"\\begin\{(aligned|align\*?|gathered|split|array|cases|eqnarray\*?|equation\*?)\}(?:\{[^{}]*\})?"
+    r"(.*?)\\end\{\1\}",
+    re.DOTALL,
+)
+_IN_BRACKETS = re.compile(
+    r"[(\[]\s*\\begin\{(array|(?:small)?matrix)\}(?:\{[^{}]*\})?(.*?)\\end\{\1\}\s*[)\]]", re.DOTALL
+)
+
+
+def _environments(text: str) -> str:
+    r"""Write the rows of an aligned formula as a list, one that begins with `=` as a continuation;
+    brackets around a matrix do not matter.
+    """
+    if "\\begin" not in text:
+        return text
+    text = re.sub(r"\\\\\s*\[[^\]]*\]", r"\\\\", text)
+    text = _IN_BRACKETS.sub(r"\\begin{pmatrix}\2\\end{pmatrix}", text)
+    if "&" in text:  # A function by cases is a table.
+        text = re.sub(r",\s*&\s*(?:\\text\{\s*(?:if|for|when)\s*\})?", "&", text)
+        text = re.sub(r"(begin|end)\{cases\}", r"\1{pmatrix}", text)
+    text = re.sub(r"(begin|end)\{(?:b|B|small)matrix\}", r"\1{pmatrix}", text)
+
+    def rows(match: re.Match[str]) -> str:
+        lines = (line.replace("&", " ").strip() for line in match[2].split(r"\\"))
+        return re.sub(r",\s*=", "=", ",".join(line for line in lines if line))
+
+    return _ALIGNED.sub(rows, text)
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+_FUNCTIONS = frozenset(
+    "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln exp lg gcd lcm min max det"
+    " deg dim ker sqrt pi infty theta alpha beta gamma lambda".split()
+)
+_INFINITY = frozenset({"infinity", "infty", "inf"})
+_CAPITALS = frozenset({"USD", "EUR", "YES", "TRUE", "FALSE", "NONE"})
+_SHORT_UNITS = frozenset(
+    "cm mm km kg mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW Hz m/s".split()
+)
+_RUN = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[A-Za-z]+(?:[-'][A-Za-z]{2,})*")
+_TEXT = re.compile(r"\\text\s*\{")
+_DIGITS = re.compile(r"[\dA-F]+")
+_DOTTED = re.compile(r"(?<![a-zA-Z])(?:[aApP]\.\s?[mM]|B\.\s?C|A\.\s?D)(?:\.(?:E\.)?|(?![a-zA-Z]))")
+_AFTER_NUMBER = re.compile(r"[\d}\])]\s*/?\s*$")
+_UNIT = re.compile(r"\s*[A-Za-z]+(?:[/^. ]*[A-Za-z\d]+)*\s*")
+_MERGED = re.compile(r"(\\text\{[^{}]*)\}(\s*/\s*|\s*)\\text\{")
+
+
+def _decoded(text: str) -> str:
+    r"""Put words and units into `\text{...}`, and all else out of it."""
+    done, position = "", 0
+    for match in _TEXT.finditer(text):
+        if match.start() < position:
+            continue
+        end = closing_brace(text, match.end())
+        if end is None:
+            break
+        done += _marked(text[position : match.start()], done, in_text=False)
+        inner = _TEXT.sub("{", text[match.end() : end])
+        if text[end + 1 : end + 2] == "_" and _DIGITS.fullmatch(inner):
+            done, position = done + inner, end + 1
+            continue
+        done += " " + _marked(inner.replace("{", " ").replace("}", " "), done, in_text=True) + " "
+        position = end + 1
+    done += _marked(text[position:], done, in_text=False)
+    while (
+        merged := _MERGED.sub(lambda match: match[1] + (" per " if "/" in match[2] else " "), done)
+    ) != done:
+        done = merged
+    return done
+
+
+def _marked(text: str, before: str, *, in_text: bool) -> str:
+    text = _DOTTED.sub(lambda match: match[0].replace(".", "").replace(" ", ""), text)
+    letters = [run for run in _RUN.findall(text) if run[0] != "\\"]
+    unit = in_text and bool(_AFTER_NUMBER.search(before)) and bool(_UNIT.fullmatch(text))
+    prose = unit or (in_text and any(len(run) > 1 and run not in _FUNCTIONS for run in letters))
+
+    def mark(match: re.Match[str]) -> str:
+        run = match[0]
+        if run[0] == "\\":
+            return run
+        if run.lower() in _INFINITY:
+            return r"\infty "
+        so_far = before + text[: match.start()]
+        numbered = bool(_AFTER_NUMBER.search(so_far))
+        if run in _FUNCTIONS and not (in_text and numbered):
+            return f"\\{run} "
+        bracketed = so_far.endswith("(") and text[match.end() : match.end() + 1] == ")"
+        if in_text:
+            glued = so_far[-1:].isdigit() and run.isupper()  # A digit of a number in base 16.
+            word = len(run) > 1 or (prose and not bracketed and not glued and run not in "ei")
+        else:
+            word = _is_word(run, numbered)
+        return rf"\text{{{run}}}" if word else run
+
+    return _RUN.sub(mark, text)
+
+
+def _is_word(run: str, after_number: bool) -> bool:
+    r"""True if letters outside of `\text` are a word or a unit, not a product of variables."""
+    if len(run) < 3:
+        return run in ("or", "No", "no") or (after_number and run in _SHORT_UNITS)
+    if run.isupper() and len(run) < 6:
+        return run in _CAPITALS  # Others are points: `AB`, `ABC`.
+    if run in ("mph", "lbs"):
+        return True
+    return bool(set(run.lower()) & set("eiou")) or (
+        "a" in run.lower() and not set(run) <= set("abcdxyz")
+    )
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+_TAKES_ARGUMENTS = re.compile(rf"\\(frac|binom|sqrt){_NOT_MORE}")
+_ARGUMENT = re.compile(r"\s*(\\[a-zA-Z]+|[^\s{}\\])")
+_ROUND = re.compile(r"\(([^()]*)\)")
+_SUPERFLUOUS = re.compile(
+    r"(?<![a-zA-Z}\]^_\\])\{((?:[^{}\\]|\\[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+)
+_ONE_TOKEN = re.compile(r"[\w.\\% :{}^]*|.*[,;=].*|\([^()]*\)|\\text.*")
+
+
+def _with_arguments(text: str) -> str:
+    r"""Put the arguments of `\frac`, `\binom` and `\sqrt` into braces, from the last one on."""
+    for match in reversed(list(_TAKES_ARGUMENTS.finditer(text))):
+        position, written = match.end(), match[0]
+        if match[1] == "sqrt" and (root := re.match(r"\s*\[[^\]]*\]", text[position:])):
+            position, written = position + root.end(), written + root[0].strip()
+        for _ in range(1 if match[1] == "sqrt" else 2):
+            argument, position = _argument(text, position)
+            written += f"{{{argument}}}"
+        text = text[: match.start()] + written + text[position:]
+    return text
+
+
+def _argument(text: str, position: int) -> tuple[str, int]:
+    while text[position : position + 1].isspace():
+        position += 1
+    if text[position : position + 1] == "{":
+        end = closing_brace(text, position + 1)
+        return (text[position + 1 : end], end + 1) if end is not None else ("", position)
+    if round_bracket := _ROUND.match(text, position):
+        return round_bracket[1], round_bracket.end()
+    token = _ARGUMENT.match(text, position)
+    if token is None:
+        return "", position
+    argument, position = token[1], token.end()
+    if _TAKES_ARGUMENTS.fullmatch(argument):  # Its own arguments stand in braces already.
+        while text[position : position + 1] == "{":
+            end = closing_brace(text, position + 1)
+            if end is None:
+                break
+            argument, position = argument + text[position : end + 1], end + 1
+    return argument, position
+
+
+def _unwrapped(text: str) -> str:
+    """Remove braces that group nothing; a sum inside them gets parentheses."""
+
+    def unwrap(match: re.Match[str]) -> str:
+        inner, glued = match[1], match.string[match.start() - 1 : match.start()].isdigit()
+        alone = _ONE_TOKEN.fullmatch(inner) and not (glued and inner[:1].isdigit())
+        return inner if alone else f"({inner})"
+
+    while (shorter := _SUPERFLUOUS.sub(unwrap, text)) != text:
+        text = shorter
+    return text
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_BASES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+    " sixteen".split()
+)
+
+
+def _repeating(match: re.Match[str]) -> str:
+    whole, fixed, period = match[1], match[2], match[3]
+    nines = 10 ** len(fixed) * (10 ** len(period) - 1)
+    value = Fraction(int(whole + fixed + period) - int(whole + fixed), nines)
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _residue(match: re.Match[str]) -> str:
+    return str(pow(int(match[1]), int(match[2] or 1), int(match[3]) or 1))
+
+
+def _base(match: re.Match[str]) -> str:
+    base = match[1].lower()
+    return f"_{{{_BASES.index(base) if base in _BASES else base}}}"
+
+
+_NUMBERS = _rules(
+    (r"(?<![\d])\.(?=\d|\\overline)", "0."),
+    (r"(\d+)\.(\d*)\\(?:overline|dot|bar)\{(\d+)\}", _repeating),
+    (
+        r"(?<![\w.\\}])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?)0*(\d+)(?![\w.])",
+        r"\1\\times10^{\2\3}",
+    ),
+    (r"(?<![\d.])(\d+)\s+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
+    (
+        rf"([\d}}])\s*\\text\{{\s*({'|'.join(_POWERS)})s?(?![a-z])",
+        lambda match: rf"{match[1]}\times10^{{{_POWERS[match[2]]}}}\text{{",
+    ),
+    (r"\s*\\text\{\s*(?:percent|percentage|pct)\s*\}", r"\\%"),
+    (rf"_\{{\s*\\text\{{(?:base )?({'|'.join(_BASES)})\}}\s*\}}", _base),
+    (rf"\s*\(?\s*\\text\{{(?:in )?base ({'|'.join(_BASES)})\}}\s*\)?\s*$", _base),
+    (r"_\{\s*\\text\{base\}\s*(\d+)\s*\}", _base),
+    (r"\s*\(?\s*\\text\{(?:in )?base\}\s*\{?(\d+)\}?\s*\)?\s*$", _base),
+    (
+        r"\s*\(?\s*\\(?:text\{mod(?:ulo)?(?:\}| (?=[a-z]\}))|[pb]?mod)\s*\{?(\d+|[a-z])\}?\s*\)?",
+        r"\\pmod{\1}",
+    ),
+    (r"=(?=[^=]*\\pmod)", r"\\equiv "),
+    (r"^(\d+)(?:\^\{?(\d{1,3})\}?)?\s*\\pmod\{(\d+)\}$", _residue),
+    (r"\^?\{?\s*\\text\{(?:st|nd|rd|th)\}\s*\}?", ""),
+    (r"\\(sin|cos|tan|cot|sec|csc)\s*\(?(\d+)\^\\circ\s*\)?", r"\\\1{\\frac{\2\\pi}{180}}"),
+    (
+        r"(?i)^\s*\\text\{(?:therefore|thus|hence|so|(?:the )?(?:final )?answer(?: is)?)\}\s*[,:]?",
+        "",
+    ),
+    (r"(?i)^\s*\\text\{(?:option|choice|answer|the answer is) ([A-J])\}", r"\1"),
+    (r"^\s*\\text\{[^{}]*\}\s*([a-zA-Z])\s*\\text\{(?:is|equals)\}", r"\1="),
+    (r"\\text\{([^{}]+) (and|or) ([^{}]+)\}", r"\\text{\1}\\text{\2}\\text{\3}"),
+    (r"\\text\{([A-J])\}", r"\1"),
+    (r"(?<=\d)\s*\\text\{to\}\s*(?=\d)", ":"),
+    (r"\(\s*\\text\{(?:since|because|as)[^()]*\)", ""),
+    (r"\(\s*(\\text\{[^{}]*\}(?:\^\{?\d\}?)?)\s*\)", r"\1"),
+    (r"(?<=[\w}])\s*,?\s*\(?\s*\\text\{not\}[^()]*\)?$", ""),
+    (r"\\text\{\s*\}", ""),
+)
+_THOUSANDS = re.compile(
+    r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])|(?<![\w,.}])[1-9]\d{0,2}(?: \d{3})+(?![\d,])"
+)
+_OPEN = re.compile(r"\\\{|[(\[]")
+_CLOSE = re.compile(r"\\\}|[)\]]")
+
+
+def _joined_thousands(text: str) -> str:
+    """Remove the commas of `1,000`, but not those of a point, a set or an interval."""
+
+    def join(match: re.Match[str]) -> str:
+        before = text[: match.start()]
+        if len(_OPEN.findall(before)) > len(_CLOSE.findall(before)):
+            return match[0]
+        return match[0].replace(",", "").replace(" ", "")
+
+    return _THOUSANDS.sub(join, text)
+
+
+_SPACES = _rules(
+    (r" +", " "),
+    (r"(?<![a-zA-Z0-9]) | (?![a-zA-Z0-9])", ""),
+    (r"(?<![\w)}\]!'])\+(?=\\infty|[\d.])", ""),
+)
+_ENDS = re.compile(r"^[=:,]+|[.,;:=]+$")
+
+
+def _trimmed(text: str) -> str:
+    while (shorter := _ENDS.sub("", text).strip()) != text:
+        text = shorter
+    return text

@@ -1,0 +1,153 @@
+"""Answers with a known verdict, in the forms that people and models write: what `math` refuses and
+what it pays, by family; and what `match` never pays.
+"""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.config import TrainConfig
+from retrain.errors import ConfigurationError
+from retrain.rewards import score_answers
+from retrain.rewards.equality import decide_by_strings
+from retrain.rewards.normalize import normalize
+from retrain.types import Example
+
+DATA = Path(__file__).parent / "data"
+Rows = list[dict[str, Any]]
+
+
+def rows(text: str) -> Rows:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+UNSEEN = rows((DATA / "unseen_answers.jsonl").read_text(encoding="utf-8"))
+SEEN = rows((DATA / "seen_answers.jsonl").read_text(encoding="utf-8"))
+AUDIT = rows(files("retrain.audit").joinpath("answers.jsonl").read_text(encoding="utf-8"))
+
+
+def rates(reward: dict[str, Any], pairs: Rows) -> tuple[float, float]:
+    """The rate of right answers called wrong, and of wrong answers called right."""
+    rewards = score_answers(reward, [(row["response"], row["reference"]) for row in pairs])
+    assert None not in rewards
+    errors = {True: [], False: []}  # type: dict[bool, list[bool]]
+    for row, given in zip(pairs, rewards, strict=True):
+        errors[row["right"]].append((given == 1.0) is not row["right"])
+    return tuple(sum(errors[right]) / len(errors[right]) for right in (True, False))  # type: ignore[return-value]
+
+
+def test_math_pays_right_answers_and_no_wrong_ones_in_families_that_no_rule_was_made_from() -> None:
+    refused, paid = rates({"type": "math", "workers": 1, "deadline_s": 60.0}, UNSEEN + AUDIT)
+    assert refused < 0.06
+    assert paid < 0.02
+
+
+@pytest.mark.slow
+def test_math_judges_the_answers_that_its_rules_were_made_from() -> None:
+    refused, paid = rates({"type": "math", "workers": 1, "deadline_s": 60.0}, SEEN)
+    assert refused < 0.03
+    assert paid < 0.002
+
+
+def test_match_pays_nothing_wrong() -> None:
+    assert rates({"type": "match"}, SEEN + UNSEEN + AUDIT)[1] == 0.0
+
+
+TWINS = [
+    # A letter, a base, words: what is beside the number counts.
+    ("4t", "4", False),
+    (r"4\text{ t}", "4", True),
+    ("8_9", "8", False),
+    (r"52_{\text{eight}}", "52_8", True),
+    ("5 cm", "5", True),
+    (r"5\text{ cm}", r"5\text{ m}", False),
+    (r"5\text{ or more}", "5", False),
+    (r"5\text{ is too small}", "5", False),
+    (r"\text{The answer is } 5", "5", True),
+    (r"\text{It is not } 5", "5", False),
+    # An equation answers a plain value by its left side.
+    ("0 = 13", "13", False),
+    ("5x+1 = 13", "13", False),
+    ("f(3) = 13", "13", True),
+    ("1+1=3", "3", False),
+    ("6+7=13", "13", True),
+    # Numbers are exact, or agree relatively.
+    (r"(\frac12)^{100}", r"(\frac12)^{101}", False),
+    (r"1.6\times10^{-19}", r"9.1\times10^{-31}", False),
+    ("1e-07", "0.0000001", True),
+    ("0.33333333333333", r"\frac13", False),
+    # Structures.
+    ("(3,2,1)", r"\{1,2,3\}", False),
+    ("1,2,2", "1,1,2", False),
+    ("10:30", "5:15", False),
+    ("1:2", "0.5", False),
+    ("x<3", r"(-\infty,3)", True),
+    (r"x\le3", r"(-\infty,3)", False),
+    ("3", r"x \ge 3", False),
+    (r"\begin{pmatrix}0&1\\1&0\end{pmatrix}", r"\begin{pmatrix}1&0\\0&1\end{pmatrix}", False),
+    (r"n\equiv 1\ (\text{mod } 6)", r"n \equiv 1 \pmod 6", True),
+    (r"n\equiv 1 \pmod 4", r"n \equiv 1 \pmod 6", False),
+    # Forms, each beside its wrong twin.
+    ("¾", r"\frac34", True),
+    ("¾", "3", False),
+    ("x²", "x^2", True),
+    ("x²", "x2", False),
+    ("4{2}", "42", False),
+    (r"{\bf 13}", "13", True),
+    (r"\textbf{(A) }13", "13", True),
+    (r"\textbf{(A) }13", "B", False),
+    ("100, 200", "100200", False),
+    ("1,000", "1000", True),
+]
+"""Answer, reference, and the verdict: each rule with a wrong answer that looks alike."""
+
+
+def test_each_rule_beside_its_wrong_twin() -> None:
+    pairs = [(rf"\boxed{{{answer}}}", reference) for answer, reference, _ in TWINS]
+    rewards = score_answers({"type": "math", "workers": 1, "deadline_s": 60.0}, pairs)
+    wrong = [twin for twin, reward in zip(TWINS, rewards, strict=True) if reward != float(twin[2])]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("answer", "normalized"),
+    [
+        (r"\frac\pi2", r"\frac{\pi}{2}"),
+        (r"\dfrac{12}{5,\!525}", r"\frac{12}{5525}"),
+        (r"\sqrt\pi", r"\sqrt{\pi}"),
+        (r"\textcolor{red}{13}", "13"),
+        ("**13**", "13"),
+        ("1.5e3", r"1.5\times10^{3}"),
+        (r"5 \text{ million}", r"5\times10^{6}"),
+        ("2¾", r"2\frac{3}{4}"),
+        (r"0.\overline{36}", r"\frac{4}{11}"),
+        (r"\begin{aligned} x &= 5 \end{aligned}", "x=5"),
+        ("(1,234)", "(1,234)"),
+        ("{1+2}/{3}", "(1+2)/3"),
+    ],
+)
+def test_one_form_for_all_ways_to_write_it(answer: str, normalized: str) -> None:
+    assert normalize(answer) == normalized
+
+
+@pytest.mark.parametrize(
+    "text", [r"\{-::\{-", "(((:", "", ",", r"\pm", r"\frac", "]", r"\begin{cases}"]
+)
+def test_a_broken_answer_is_judged(text: str) -> None:
+    assert not decide_by_strings(text, "4")
+    assert decide_by_strings(text, text) is bool(text)
+
+
+def test_the_door_takes_a_table_a_configuration_and_examples() -> None:
+    pairs = [(r"\boxed{5}", "5"), (r"\boxed{6}", "5"), (r"\boxed{5}", "")]
+    assert score_answers({"type": "match"}, pairs) == [1.0, 0.0, 0.0]
+    config = TrainConfig.model_validate({"reward": {"type": "match"}})
+    assert score_answers(config, [(r"\boxed{5}", Example("How many?", "5"))]) == [1.0]
+
+
+def test_the_door_refuses_what_judges_whole_groups() -> None:
+    with pytest.raises(ConfigurationError, match="judges the completions of a prompt together"):
+        score_answers({"type": "majority"}, [(r"\boxed{5}", "5")])
