@@ -174,15 +174,21 @@ def _inequality(text: str) -> Form | None:
         sides, signs = sides[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
     if not set(signs) <= {"<", r"\le"}:
         return None
-    symbols = [bool(re.fullmatch(SYMBOL, side)) for side in sides]
-    if len(sides) == 3 and symbols[1]:
-        low, variable, high = sides
-    elif symbols == [True, False]:
-        low, variable, high = r"-\infty", *sides
-    elif symbols == [False, True]:
-        low, variable, high = *sides, r"\infty"
-    else:
+    if not (ends := _ends(sides)):
         return None
+    low, variable, high = ends
     opening = "[" if signs[0] == r"\le" and low != r"-\infty" else "("
     closing = "]" if signs[-1] == r"\le" and high != r"\infty" else ")"
     return _interval(opening + closing, low, high, variable)
+
+
+def _ends(sides: list[str]) -> tuple[str, str, str] | None:
+    """Return the lower end, the variable and the upper end; None if no side is a variable alone."""
+    symbols = [bool(re.fullmatch(SYMBOL, side)) for side in sides]
+    if len(sides) == 3 and symbols[1]:
+        return sides[0], sides[1], sides[2]
+    if symbols == [True, False]:
+        return r"-\infty", sides[0], sides[1]
+    if symbols == [False, True]:
+        return sides[0], sides[1], r"\infty"
+    return None
