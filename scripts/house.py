@@ -22,7 +22,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 MAX_NODES = 250
-"""What a reader can hold at once. Kernels, which are written for a compiler, may have more."""
+"""What a reader can hold at once."""
 
 
 def main(root: Path) -> None:
@@ -36,7 +36,7 @@ def main(root: Path) -> None:
     circles = circles_of(arrows) + circles_of(module_arrows(root, trees))
     rows = {
         "syntax nodes / files": f"{nodes:,} / {len(trees)}",
-        f"functions above {MAX_NODES} nodes, outside kernels": str(len(large)),
+        f"functions above {MAX_NODES} nodes": str(len(large)),
         "conditional expressions per 10,000 nodes": per_10000(count_of(trees, ast.IfExp), nodes),
         "nested comprehensions per 10,000 nodes (one in another, or with two `for`)": per_10000(
             nested_comprehensions(trees), nodes
@@ -96,11 +96,9 @@ def nodes_of(tree: ast.AST) -> int:
 
 
 def large_functions(trees: dict[Path, ast.Module]) -> list[tuple[Path, Function]]:
-    """The functions above MAX_NODES that are not in a folder of kernels, each with its file."""
+    """The functions above MAX_NODES, each with its file."""
     return [
-        (path, function)
-        for path, function in functions(trees)
-        if "kernels" not in path.parts and nodes_of(function) > MAX_NODES
+        (path, function) for path, function in functions(trees) if nodes_of(function) > MAX_NODES
     ]
 
 

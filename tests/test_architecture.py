@@ -190,7 +190,7 @@ def test_a_function_has_few_enough_parts_to_be_read_at_once() -> None:
     long = [
         (str(path), one.name, house.nodes_of(one))
         for path, one in house.functions(trees())
-        if "kernels" not in path.parts and house.nodes_of(one) > MAX_NODES
+        if house.nodes_of(one) > MAX_NODES
     ]
     assert not long
 

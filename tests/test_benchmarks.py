@@ -230,7 +230,7 @@ def imported_names(tree: ast.Module) -> dict[str, Any]:
     found = {}
     for node in ast.walk(tree):
         module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-        if module.startswith("retrain") and not module.startswith("retrain.model.kernels"):
+        if module.startswith("retrain"):
             home = importlib.import_module(module)
             found.update({one.asname or one.name: getattr(home, one.name) for one in node.names})
     return {name: one for name, one in found.items() if callable(one)}

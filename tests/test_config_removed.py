@@ -87,6 +87,15 @@ def test_a_removed_value_is_answered(row: str) -> None:
     )
 
 
+@pytest.mark.parametrize("row", VALUES)
+def test_a_stored_configuration_with_a_removed_value_is_read(row: str, tmp_path: Path) -> None:
+    path, _, value = row.partition(" = ")
+    section, _, name = path.partition(".")
+    file = tmp_path / "config.toml"
+    file.write_text(f'[{section}]\n{name} = "{value}"\n')
+    assert not load_stored(file, to_read=True).is_set(path)
+
+
 @pytest.mark.parametrize("row", OPTIONS)
 def test_a_removed_option_is_answered(row: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, _, option = row.partition(" ")

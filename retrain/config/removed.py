@@ -46,14 +46,16 @@ def removed_key(word: str) -> str:
 
 def without_removed(data: Json, *, all_of_them: bool) -> Json:
     """Drop the removed keys that have the value of a stored default; with `all_of_them`, whatever
-    their value is.
+    their value is, and the keys that have a removed value.
     """
     kept = copied(data)
-    for path, row in removed().items():
+    for written, row in removed().items():
+        path, is_value, value = written.partition(" = ")
         section, _, name = path.partition(".")
         keys = kept.get(section)
         if not isinstance(keys, dict) or name not in keys:
             continue
-        if all_of_them or keys[name] == row.get("stored"):
+        leaves = all_of_them and (not is_value or keys[name] == value)
+        if leaves or keys[name] == row.get("stored"):
             del keys[name]
     return kept
