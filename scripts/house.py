@@ -247,14 +247,27 @@ def room_arrows(root: Path, trees: dict[Path, ast.Module]) -> Arrows:
     return arrows
 
 
-def module_arrows(root: Path, trees: dict[Path, ast.Module]) -> Arrows:
-    """Each module with the modules that it imports. A package stands for its `__init__.py`."""
+def module_arrows(root: Path, trees: dict[Path, ast.Module], *, by_name: bool = False) -> Arrows:
+    """Each module with the modules that it imports. A package stands for its `__init__.py`.
+
+    `by_name`: and with those that a string of it names, which it may import when it runs.
+    """
     modules = {module_of(root, path): tree for path, tree in trees.items()}
     arrows: Arrows = {}
     for module, tree in modules.items():
         names = set(imports_of(tree)) - {"retrain.__version__"}
+        if by_name:
+            names |= {name for name in named_in(tree) if enclosing(name, modules) != "retrain"}
         arrows[module] = {enclosing(name, modules) for name in names} - {"", module}
     return arrows
+
+
+def named_in(tree: ast.Module) -> Iterator[str]:
+    """Dotted names of the package that are written as strings."""
+    for node in ast.walk(tree):
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, str) and re.fullmatch(r"retrain(\.\w+)+", value):
+            yield value
 
 
 def circles_of(arrows: Arrows) -> list[set[str]]:
