@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run conclude replications test test-slow test-faults test-faults-long coverage test-newest test-kernels test-servers test-environments test-max lint types docs docs-check site check clean
+.PHONY: help setup run conclude replications test test-slow test-faults test-faults-long coverage test-newest test-servers test-environments test-max lint types docs docs-check site check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -44,8 +44,7 @@ replications: $(STAMP) ## docs/replications: four claims of papers on the lab (a
 
 test: $(STAMP) ## the tests and the ten slowest, in one process more than there are cores
 	$(PYTEST) --numprocesses $(ONE_MORE) --durations=10
-	@echo "Left out: whole runs that take long (make test-slow), tests/servers, which need real inference servers (make test-servers), tests/environments (make test-environments), and,"
-	@echo "without the package triton, the kernels for GPUs (make test-kernels)."
+	@echo "Left out: whole runs that take long (make test-slow), tests/servers, which need real inference servers (make test-servers), and tests/environments (make test-environments)."
 
 test-slow: $(STAMP) ## the tests that are marked slow: runs in many processes, long pages
 	$(PYTEST) -m "slow and not faults"
@@ -61,11 +60,6 @@ coverage: $(STAMP) ## both, and which lines of the package no test runs (slower)
 
 test-newest: $(STAMP) ## import the package and run the lab on the newest other Python of this machine, unpinned but for torch
 	$(BIN)/python scripts/newest_python.py
-
-test-kernels: $(STAMP) ## the Triton kernels, on a GPU or in Triton's interpreter, and compiled (installs it in RETRAIN_CACHE, 290 MB)
-	@test -d "$(CACHE)/triton/triton" || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target "$(CACHE)/triton" triton==3.9.0
-	PYTHONPATH="$(CACHE)/triton$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTEST) tests/test_decode_kernels.py tests/test_layer_kernels.py tests/test_compiled_kernels.py \
-		tests/test_cuda_device.py -k "kernels or triton"
 
 test-servers: $(STAMP) ## install the real servers in RETRAIN_CACHE (~/.cache/retrain; gigabytes) and test against them
 	$(BIN)/python scripts/test_servers.py
@@ -95,7 +89,7 @@ site: ## the manual as a site in build/site, strictly (installs mkdocs-material 
 docs-check: $(STAMP) ## commands, files and configurations in the documents; generated files
 	$(BIN)/python scripts/docs_check.py
 
-check: lint types docs-check site test test-slow test-faults test-kernels test-newest test-environments test-servers ## everything that .ci/run does
+check: lint types docs-check site test test-slow test-faults test-newest test-environments test-servers ## everything that .ci/run does
 
 clean: ## caches and the environment; never a run
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

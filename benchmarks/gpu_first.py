@@ -10,8 +10,8 @@ Each probe prints one JSON line; one that fails says so in its line, and the oth
 commands of a whole session of 30 minutes; the last two need pydantic:
 
     python benchmarks/gpu_first.py --output first.jsonl     # 8 minutes
-    compute-sanitizer python benchmarks/gpu_first.py --shapes tiny --only kernels,replay,learn
-    python -m pytest -q tests/test_{cuda_device,decode_kernels,layer_kernels,engine_options}.py
+    compute-sanitizer python benchmarks/gpu_first.py --shapes tiny --only replay,learn
+    python -m pytest -q tests/test_{cuda_device,engine_options}.py
     python benchmarks/cuda.py --output benchmarks/results   # 8 and 9 minutes
 """
 
@@ -23,11 +23,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -36,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing import get_context
 
@@ -48,15 +45,9 @@ from retrain.inference_engine.rows import SampleJob
 from retrain.inference_engine.scheduler import DecodeRun
 from retrain.model.attention import FusedAttention
 from retrain.model.budget import DecodeLimits
-from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head, score_tokens
-from retrain.model.layer_kernels import TritonLayers
-from retrain.model.layer_kernels import differences as layer_differences
-from retrain.model.packed import quantised
 from retrain.model.packing import PackedAttention, Segment
-from retrain.model.projection import LoraTerm, Projection
-from retrain.model.step_kernels import StepKernels, TritonKernels, differences
 from retrain.model.varlen import (
     PagedKernel,
     PagedRows,
@@ -212,9 +203,7 @@ def attention(machine: Machine) -> Found:
     )
     make = lambda *shape: torch.randn(*shape, device=machine.device, dtype=machine.dtype)  # noqa: E731
     found: Found = {}
-    over_pages: dict[str, PagedKernel] = (
-        {"triton": TritonKernels().attend} if machine.cuda else {"plain": plain_paged}
-    )
+    over_pages: dict[str, PagedKernel] = {"plain": plain_paged}
     over_pages |= {"flash": flash_paged} if machine.cuda and reads_pages() else {}
     for window in (None, 100):
         spans = Spans.of([64, 1, 300], [164, 40, 300], machine.device)
@@ -240,101 +229,6 @@ def attention(machine: Machine) -> Found:
                 torch.equal(alone[0], together[3])
             )
     return found
-
-
-def kernels(machine: Machine) -> Found:
-    """The Triton kernels of a step: whether they agree with torch's operators, and, one by one
-    beside these, microseconds and bandwidth.
-    """
-    chosen: StepKernels = TritonKernels() if machine.cuda else StepKernels()
-    found: Found = {
-        "kernels": type(chosen).__name__,
-        "wrong": differences(chosen, machine.device, machine.dtype, narrow=True),
-    }
-    found |= (
-        {"wrong in layers": layer_differences(TritonLayers(), machine.device, machine.dtype)}
-        if machine.cuda
-        else {}
-    )
-    rows, shape = 128 if machine.big else 4, machine.shape
-    hidden, inner, size, vocabulary = (
-        shape["hidden_size"],
-        shape["intermediate_size"],
-        shape["head_dim"],
-        shape["vocab_size"],
-    )
-    heads = shape["num_attention_heads"], shape["num_key_value_heads"], shape["num_key_value_heads"]
-    make = lambda *of: torch.randn(*of, device=machine.device, dtype=machine.dtype)  # noqa: E731
-    stream, update, gates, qkv = (
-        make(rows, hidden),
-        make(rows, hidden + 16)[:, :hidden],
-        make(rows, 2 * inner),
-        make(rows, sum(heads) * size),
-    )
-    rotary, pages = (
-        (make(rows, 1, size), make(rows, 1, size)),
-        (make(rows, 16, heads[1], size), make(rows, 16, heads[1], size)),
-    )
-    norm, head_norm = Norm(make(hidden), 1e-6), Norm(make(heads[0] + heads[1], size), 1e-6)
-    places = torch.arange(rows, device=machine.device) * 16
-    reduced, logits = make(rows, 48), make(rows, vocabulary)
-    of_qkv, of_gates = (
-        LoraTerm(reduced, make(48, sum(heads) * size)),
-        LoraTerm(reduced[:, :32], make(32, 2 * inner)),
-    )
-    ones, halves = (
-        torch.ones(rows, device=machine.device),
-        torch.full((rows,), 0.5, device=machine.device, dtype=torch.float64),
-    )
-    cuts = torch.full_like(places, 50), 0.9 * torch.ones_like(halves), torch.zeros_like(halves)
-    weight, scale = quantised(make(2 * inner, hidden))
-    asked, page = make(rows, heads[0], size), 256 if machine.big else 16
-    held = make(rows * 2, page, heads[1], size), make(rows * 2, page, heads[1], size)
-    short, few = (paged_rows(machine, count, rows * 2 // count, page) for count in (rows, 2))
-    calls: dict[str, tuple[int, Callable[[StepKernels], object]]] = {
-        "add_norm": (4 * stream.nbytes, lambda of: of.add_norm(stream, update, norm)),
-        "apply_rope_and_store_kv": (
-            2 * qkv.nbytes,
-            lambda of: of.apply_rope_and_store_kv(
-                qkv, of_qkv, heads, rotary, head_norm, pages, places
-            ),
-        ),
-        "gate": (gates.nbytes * 3 // 2, lambda of: of.gate(gates, of_gates)),
-        "attend": (2 * held[0].nbytes, lambda of: of.attend(asked, *held, short, size**-0.5, None)),
-        "attend, 2 rows": (
-            2 * held[0].nbytes,
-            lambda of: of.attend(asked[:2], *held, few, size**-0.5, None),
-        ),
-        "scaled_product": (
-            weight.nbytes,
-            lambda of: of.scaled_product(stream, weight, scale, None),
-        ),
-        "draw": (logits.nbytes, lambda of: of.draw and of.draw(logits, ones, halves, None)),
-        "draw, truncated": (
-            logits.nbytes,
-            lambda of: of.draw and of.draw(logits, ones, halves, cuts),
-        ),
-    }
-    for name, (moved, call) in calls.items():
-        try:
-            times = {}
-            for kind, of in (("us", chosen), ("torch_us", StepKernels())):
-                call(of)
-                times[kind] = 1e3 * machine.clock(partial(call, of), 50 if machine.cuda else 1)
-            found[name] = times | {"GB_per_s": moved / times["us"] / 1e3}
-        except Exception as error:  # noqa: BLE001 - the other kernels go on
-            found[name] = f"{type(error).__name__}: {str(error)[:300]}"
-    return found
-
-
-def paged_rows(machine: Machine, rows: int, pages: int, page_tokens: int) -> PagedRows:
-    """Rows of as many full pages."""
-    table = torch.arange(rows * pages, device=machine.device, dtype=torch.int32).view(rows, pages)
-    return PagedRows.of(
-        table,
-        torch.full((rows,), pages * page_tokens, device=machine.device, dtype=torch.int32),
-        page_tokens,
-    )
 
 
 def prepared(
@@ -463,7 +357,7 @@ def exhaust(run: Any, into: list[Any]) -> None:
 
 def learn(machine: Machine) -> Found:
     """Forward and backward of a 16k row and of ragged groups, and whether bytes come twice: the
-    flash kernel, the same with torch's operators around it, and the masked attention.
+    flash kernel and the masked attention.
     """
     fused = FusedDecoder.of(machine.model.get_base_model(), merge=False)
     assert fused is not None
@@ -475,23 +369,14 @@ def learn(machine: Machine) -> Found:
         else [Segment(0, 16), Segment(16, 100, 0, 16)]
     )
     own = OWN if machine.cuda else FusedAttention(packed=plain, fits=lambda _: True)
-    found, gradients, of_layers = (
-        {"kernels": type(fused.norms[0].kernels).__name__},
-        {},
-        fused.norms[0].kernels,
-    )
+    found: Found = {}
+    gradients: dict[str, Tensor] = {}
     for name, segments, checkpointed in (
         ("16k row", long, True),
         ("16k row, kept", long, False),
         ("ragged groups", ragged(machine), False),
     ):
-        for kind, kernel in (
-            ("flash", own),
-            ("flash, torch's operators", own),
-            ("masked", FusedAttention()),
-        ):
-            for norm in fused.norms:
-                norm.kernels = of_layers if kind == "flash" else None
+        for kind, kernel in (("flash", own), ("masked", FusedAttention())):
             if machine.cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
@@ -566,46 +451,6 @@ def one_pass(
     return [parameter.grad.clone() for parameter in trained if parameter.grad is not None]
 
 
-def apart(machine: Machine) -> Found:
-    """The adapter's A under the weights, as a step reads them, and apart from them, as processes
-    that share the weights would have to keep it: milliseconds of a replayed step, and whether the
-    outputs of the weights have the same bits.
-    """
-    found: Found = {}
-    shape = machine.shape
-    hidden, inner, size = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
-    asking, keys = shape["num_attention_heads"] * size, shape["num_key_value_heads"] * size
-    products = {
-        "qkv": (asking + 2 * keys, hidden, 48),
-        "output": (hidden, asking, 16),
-        "gate_up": (2 * inner, hidden, 32),
-        "down": (hidden, inner, 16),
-    }
-    separate = patch.object(Projection, "append_lora_a_to_weight", lambda _: None)
-    for rows in (8, 32, 128) if machine.big else (2, 4):
-        same = {}
-        for name, (outputs, inputs, below) in products.items():
-            x, joined = (
-                torch.randn(of, inputs, device=machine.device, dtype=machine.dtype)
-                for of in (rows, outputs + below)
-            )
-            alone = F.linear(x, joined[:outputs])
-            same[name] = torch.equal(F.linear(x, joined)[:, :outputs], alone)
-        under = replayed_ms(machine, rows)
-        with separate:
-            found[f"{rows} rows"] = {
-                "under_ms": under, "apart_ms": replayed_ms(machine, rows), "same_bits": same,
-            }  # fmt: skip
-    return found
-
-
-def replayed_ms(machine: Machine, rows: int) -> float:
-    with stepping(machine, rows) as (_, engine, _):
-        launched = partial(engine.step.launch, rows, PLAIN)
-        launched()  # captures it
-        return machine.clock(launched, 30 if machine.big else 3)
-
-
 def handles(machine: Machine) -> Found:
     """Whether another process opens a tensor by its handle; if not, why."""
     context = get_context("spawn")
@@ -631,8 +476,8 @@ def answer_sum(pipe: Connection) -> None:
 
 
 PROBES: dict[str, Callable[[Machine], Found]] = {
-    "environment": environment, "attention": attention, "kernels": kernels, "replay": replay,
-    "decode": decode, "learn": learn, "apart": apart, "handles": handles,
+    "environment": environment, "attention": attention, "replay": replay,
+    "decode": decode, "learn": learn, "handles": handles,
 }  # fmt: skip
 
 

@@ -497,9 +497,6 @@ class MachineChoices:
     micro_batch_tokens: int
     """Most tokens in one forward and backward pass of the learner."""
     gradient_checkpointing: bool
-    offload_activations: bool = False
-    """With gradient checkpointing, the layers' inputs wait in the host's memory for the backward
-    pass."""
     merge_adapter: bool = False
     """True if sampler and learner compute with a scratch copy of the weights that contains the
     adapter."""

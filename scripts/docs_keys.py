@@ -123,7 +123,7 @@ A later one wins: the defaults, a [recipe](advantages.md#whole-algorithms-algori
 - **An editor** completes and checks a file whose first line is
   `#:schema docs/retrain.schema.json`; `retrain help config --json` prints that schema.
 - **Every key is used, refused, or reported as unused.** A wrong one is answered in a sentence
-  before step 0 ([examples](errors.md)).
+  before step 0.
 - **A file of an older version**: `retrain migrate-config my.toml` shows what it would change, and
   `--write` does it.
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from retrain.advantages.algorithms import recipe_of
 from retrain.config import TrainConfig, load_config
-from retrain.config.recipes import METHOD
+from retrain.config.recipes import METHOD, recipe_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "retrain" / "assets" / "papers"

@@ -4,7 +4,7 @@
 
 The campaigns are simulated and written in the real format: a clear winner, a null, a condition of
 which one run collapses, one whose answers could not all be judged, and one that loses runs.
-docs/verdicts.md shows the texts.
+The texts are those of tests/data/five_campaigns.md.
 """
 
 import argparse

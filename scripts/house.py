@@ -22,7 +22,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 MAX_NODES = 250
-"""What a reader can hold at once. Kernels, which are written for a compiler, may have more."""
+"""What a reader can hold at once."""
 
 
 def main(root: Path) -> None:
@@ -36,7 +36,7 @@ def main(root: Path) -> None:
     circles = circles_of(arrows) + circles_of(module_arrows(root, trees))
     rows = {
         "syntax nodes / files": f"{nodes:,} / {len(trees)}",
-        f"functions above {MAX_NODES} nodes, outside kernels": str(len(large)),
+        f"functions above {MAX_NODES} nodes": str(len(large)),
         "conditional expressions per 10,000 nodes": per_10000(count_of(trees, ast.IfExp), nodes),
         "nested comprehensions per 10,000 nodes (one in another, or with two `for`)": per_10000(
             nested_comprehensions(trees), nodes
@@ -96,11 +96,9 @@ def nodes_of(tree: ast.AST) -> int:
 
 
 def large_functions(trees: dict[Path, ast.Module]) -> list[tuple[Path, Function]]:
-    """The functions above MAX_NODES that are not in a folder of kernels, each with its file."""
+    """The functions above MAX_NODES, each with its file."""
     return [
-        (path, function)
-        for path, function in functions(trees)
-        if "kernels" not in path.parts and nodes_of(function) > MAX_NODES
+        (path, function) for path, function in functions(trees) if nodes_of(function) > MAX_NODES
     ]
 
 
@@ -249,14 +247,27 @@ def room_arrows(root: Path, trees: dict[Path, ast.Module]) -> Arrows:
     return arrows
 
 
-def module_arrows(root: Path, trees: dict[Path, ast.Module]) -> Arrows:
-    """Each module with the modules that it imports. A package stands for its `__init__.py`."""
+def module_arrows(root: Path, trees: dict[Path, ast.Module], *, by_name: bool = False) -> Arrows:
+    """Each module with the modules that it imports. A package stands for its `__init__.py`.
+
+    `by_name`: and with those that a string of it names, which it may import when it runs.
+    """
     modules = {module_of(root, path): tree for path, tree in trees.items()}
     arrows: Arrows = {}
     for module, tree in modules.items():
         names = set(imports_of(tree)) - {"retrain.__version__"}
+        if by_name:
+            names |= {name for name in named_in(tree) if enclosing(name, modules) != "retrain"}
         arrows[module] = {enclosing(name, modules) for name in names} - {"", module}
     return arrows
+
+
+def named_in(tree: ast.Module) -> Iterator[str]:
+    """Dotted names of the package that are written as strings."""
+    for node in ast.walk(tree):
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, str) and re.fullmatch(r"retrain(\.\w+)+", value):
+            yield value
 
 
 def circles_of(arrows: Arrows) -> list[set[str]]:

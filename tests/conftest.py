@@ -7,7 +7,6 @@ import os
 import resource
 import sys
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,11 +21,6 @@ from tests.unwaited import wait_for_no_disk
 # operator would wait for those of another; child processes inherit the setting, so what they
 # compute is the same to the last bit.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-# Triton reads this when it is first imported, which transformers does. Where there is no GPU, its
-# kernels run in its interpreter.
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 wait_for_no_disk()
 

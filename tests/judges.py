@@ -193,9 +193,3 @@ def breaking_off(handler: Handler) -> None:
     handler.end_headers()
     handler.wfile.write(b'{"choices": [')
     hanging_up(handler)
-
-
-if __name__ == "__main__":  # `python -m tests.judges` answers at once, for benchmarks/judge.py
-    with serving(saying("yes")) as running:
-        print(running.url, flush=True)
-        threading.Event().wait()

@@ -96,7 +96,6 @@ def make_learner(
     *,
     untouched: bool = False,
     checkpointing: bool = False,
-    offloading: bool = False,
     fused: bool = True,
     merge: bool = False,
 ) -> Learner:
@@ -117,7 +116,6 @@ def make_learner(
         decode_tokens=4096,
         micro_batch_tokens=micro_batch_tokens,
         gradient_checkpointing=checkpointing,
-        offload_activations=offloading,
     )
     return Learner(
         base, adapter, config, choices, FusedDecoder.of(base.model, merge=merge) if fused else None

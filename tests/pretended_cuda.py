@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from retrain.model import projection, step_kernels
+from retrain.model import projection
 from retrain.model.varlen import PagedRows, Spans, plain, plain_paged
 
 _INSIDE = "fpga"
@@ -312,32 +312,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
 """Operators that have no form for the CPU."""
 
 
-def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make Triton's interpreter take tensors of the device; it multiplies in float32, since it
-    knows no product in bfloat16.
-    """
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
-
-    interpret = InterpretedFunction.run
-
-    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        if not all(isinstance(tensor, OnDevice) for tensor in _tensors((args, named))):
-            raise RuntimeError(
-                f"{kernel.__name__}: Triton's kernels cannot read tensors on the CPU"
-            )
-        named |= {"FACTORS": tl.float32} if "FACTORS" in named else {}
-        held = [arg.held if isinstance(arg, OnDevice) else arg for arg in args]
-
-        def compute(*held: Any) -> None:
-            interpret(kernel, *held, grid=grid, warmup=warmup, **named)
-
-        graph = Graph.capturing()
-        compute(*held) if graph is None else graph.record(compute, _tensors(held), held, {})
-
-    monkeypatch.setattr(InterpretedFunction, "run", launch)
-
-
 class _Stream:
     def wait_stream(self, other: "_Stream") -> None: ...
 
@@ -350,11 +324,9 @@ class _Event:
 
 @contextmanager
 def pretended(
-    monkeypatch: pytest.MonkeyPatch, *, devices: int = 1, interprets: bool = False, gib: int = 24
+    monkeypatch: pytest.MonkeyPatch, *, devices: int = 1, gib: int = 24
 ) -> Iterator[None]:
-    """Make torch say that there are `devices` of compute capability 9.0. `interprets`: with
-    Triton's kernels, in the interpreter.
-    """
+    """Make torch say that there are `devices` of compute capability 9.0."""
     library = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libc10.*"))))
     guards = (ctypes.c_void_p * (_FPGA + 1)).in_dll(
         library, "_ZN3c104impl26device_guard_impl_registryE"
@@ -384,10 +356,6 @@ def pretended(
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(projection, "WEIGHTS", {OnDevice})
-    if interprets:
-        _interpret_kernels(monkeypatch)
-    else:
-        monkeypatch.setattr(step_kernels, "TRITON_DEVICES", set())
     run_thread = threading.Thread.run
 
     def run_with_modes(thread: threading.Thread) -> None:

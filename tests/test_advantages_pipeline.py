@@ -11,7 +11,6 @@ from golden import gtpo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.advantages.algorithms import RECIPES
 from retrain.advantages.credit import Credit
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.step import Float64Array, Segments, StepTokens, flatten
@@ -28,6 +27,7 @@ from retrain.advantages.transforms import (
 )
 from retrain.config import TrainConfig
 from retrain.config.names import builtin_names, recipe_names
+from retrain.config.recipes import RECIPES
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.types import (
     Completion,

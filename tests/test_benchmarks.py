@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retrain.advantages.transforms import TRANSFORMS
-
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks"
 
@@ -113,15 +111,6 @@ def test_a_part_that_fails_leaves_a_sentence_and_the_other_parts_go_on(
     assert "## Learning" in sections and "## Where the time goes" in sections
 
 
-def test_every_transform_without_a_teacher_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import credit
-
-    monkeypatch.setattr(credit, "TOKENS", 40)
-    rows = credit.measure(1)
-    for name, spec in TRANSFORMS.items():
-        assert (f"| {name}" in rows) is not spec.distils
-
-
 @pytest.mark.slow
 def test_a_probe_that_is_not_there_or_fails_is_no_success() -> None:
     failing = (
@@ -139,15 +128,11 @@ def test_a_probe_that_is_not_there_or_fails_is_no_success() -> None:
 
 
 @pytest.mark.slow
-def test_the_probes_of_shared_weights_run_in_small_on_a_cpu() -> None:
-    command = [sys.executable, "gpu_first.py", "--device=cpu", "--shapes=tiny"]
-    ended = subprocess.run(
-        [*command, "--only=apart,handles"], cwd=FOLDER, capture_output=True, text=True
-    )
+def test_the_probe_of_shared_weights_runs_in_small_on_a_cpu() -> None:
+    command = [sys.executable, "gpu_first.py", "--device=cpu", "--shapes=tiny", "--only=handles"]
+    ended = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout
-    apart, handles = map(json.loads, ended.stdout.splitlines())
-    assert apart["4 rows"].keys() == {"under_ms", "apart_ms", "same_bits"}
-    assert handles["opened"]
+    assert json.loads(ended.stdout)["opened"]
 
 
 @pytest.mark.slow
@@ -230,7 +215,7 @@ def imported_names(tree: ast.Module) -> dict[str, Any]:
     found = {}
     for node in ast.walk(tree):
         module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-        if module.startswith("retrain") and not module.startswith("retrain.model.kernels"):
+        if module.startswith("retrain"):
             home = importlib.import_module(module)
             found.update({one.asname or one.name: getattr(home, one.name) for one in node.names})
     return {name: one for name, one in found.items() if callable(one)}

@@ -1,6 +1,5 @@
 """The learner's gradient is the one of the formulas, whatever the micro-batches."""
 
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from learner_reference import reference_loss, row_scores
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow, pack
 from retrain.model.attention import FusedAttention
-from retrain.model.functions import recomputed
 from retrain.model.load import layers
 from retrain.types import Row
 from tests.learner_models import (
@@ -292,40 +290,6 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     saving.train(rows, 4)
     ours, theirs = gradients(saving), gradients(plain)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-@pytest.mark.parametrize("family", ["opt", "qwen3", "gemma2"])
-@pytest.mark.parametrize("dtype", first_of(["fp32", "bf16"]))
-def test_offloading_activations_changes_no_bit(family: str, dtype: str) -> None:
-    config = config_for(family, model={"dtype": dtype})
-    saving, offloading = (
-        make_learner(config, checkpointing=True, offloading=on) for on in (False, True)
-    )
-    rows = rows_near(saving)
-    saving.train(rows, 4)
-    offloading.train(rows, 4)
-    ours, theirs = gradients(offloading), gradients(saving)
-    assert ours and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_what_is_offloaded_leaves_the_device_until_the_backward_pass() -> None:
-    entering, weight = torch.randn(5, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
-    hidden = entering * 2
-    storage, runs = weakref.ref(hidden.untyped_storage()), list[torch.Tensor]()
-    result = recomputed(
-        lambda x, factor: (runs.append(x.detach().clone()), (x @ weight).sin() * factor)[1],
-        hidden,
-        3.0,
-        offloaded=True,
-    )
-    del hidden
-    assert storage() is None and len(runs) == 1
-    result.sum().backward()
-    assert len(runs) == 2 and torch.equal(*runs)
-    found = entering.grad, weight.grad
-    entering.grad = weight.grad = None
-    (((entering * 2) @ weight).sin() * 3.0).sum().backward()
-    assert torch.equal(found[0], entering.grad) and torch.equal(found[1], weight.grad)
 
 
 @pytest.mark.parametrize("family", ["opt", "qwen3"])

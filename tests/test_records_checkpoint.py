@@ -58,6 +58,12 @@ def test_state_survives_the_round_trip(store: CheckpointStore) -> None:
     assert newest.state() == _state(4)
 
 
+def test_a_choice_that_another_version_has_stored_is_left_out() -> None:
+    stored = json.loads(_state(4).to_json())
+    stored["choices"]["offload_activations"] = True
+    assert TrainerState.from_json(json.dumps(stored), Path("state.json")) == _state(4)
+
+
 @pytest.mark.faults("checkpoints: bits flipped, and crashes at each write")
 def test_every_flipped_bit_is_noticed_and_the_one_before_is_used(store: CheckpointStore) -> None:
     newest = store.folder / "step_000004"

@@ -1,4 +1,4 @@
-"""docs/dev/plugins.md: a wrong plugin of each kind, and the sentence that it gets before step 0."""
+"""A wrong plugin of each kind, and the sentence that it gets before step 0."""
 
 import sys
 from pathlib import Path
@@ -13,9 +13,9 @@ from retrain.errors import ConfigurationError
 from retrain.run.control import build_control
 from retrain.types import Example
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "dev" / "plugins.md"
+SENTENCES = Path(__file__).parent / "data" / "wrong_plugins.md"
 ADVICE = "; fix it, or set [plugins] strict = false to be warned only."
-"""Ends most sentences; the page has it once."""
+"""Ends most sentences; the file has it once."""
 LOSS = "import torch\ndef wrong(tokens):\n    return "
 ADVANTAGE = "def wrong(rewards):\n    "
 ALGORITHM = "from retrain.advantages import AlgorithmOutput\ndef wrong(ctx):\n    "
@@ -125,7 +125,7 @@ def sentence(kind: str, source: str) -> str:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_plugin_gets_the_sentence_of_the_page(
+def test_a_wrong_plugin_gets_its_sentence(
     case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -134,6 +134,6 @@ def test_a_wrong_plugin_gets_the_sentence_of_the_page(
     said = sentence(case[0], WRONG[case])
     sys.modules.pop("my_plugin", None)
     assert said and "\n" not in said and "Traceback" not in said
-    page = " ".join(PAGE.read_text(encoding="utf-8").split())
-    assert f"- **{case[0]}, {case[1]}**: {said.replace(ADVICE, ' ...')} " in f"{page} "
-    assert f'a run adds "{ADVICE}"' in page
+    stored = " ".join(SENTENCES.read_text(encoding="utf-8").split())
+    assert f"- **{case[0]}, {case[1]}**: {said.replace(ADVICE, ' ...')} " in f"{stored} "
+    assert f'a run adds "{ADVICE}"' in stored

@@ -1,8 +1,8 @@
 """Wrong inputs and the sentence that each gets.
 
-A printed case is run through the command line as a user would, in a folder of its own:
-tests/test_cli_wrong_inputs.py checks it and scripts/wrong_inputs.py writes it to docs/errors.md. A
-case whose sentence comes at loading is checked by tests/test_config_errors.py, which is cheap.
+A printed case is run through the command line as a user would, in a folder of its own, by
+tests/test_cli_wrong_inputs.py. A case whose sentence comes at loading is checked by
+tests/test_config_errors.py, which is cheap.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Case:
     loads: bool = True
     """Whether the configuration can be loaded; else `toml` alone is refused with the sentence."""
     printed: bool = True
-    """Whether the case is run through the command line and stands in docs/errors.md."""
+    """Whether the case is run through the command line."""
 
 
 def at_load(title: str, toml: str, says: str, *, printed: bool = False) -> Case:

@@ -1,21 +1,14 @@
-"""Whole algorithms, and what plugins of credit assignment may read.
-
-An `algorithm_mode` replaces the pair of advantage_mode and transform_mode. The built-in ones are
-names for such a pair; a plugin computes the token advantages of the whole step
-itself.
+"""What plugins of credit assignment may read. An algorithm plugin computes the token advantages of
+the whole step itself.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from retrain.config.names import replaces_modes
 from retrain.errors import ConfigurationError
 from retrain.types import Example, FinishReason, Group
-
-if TYPE_CHECKING:
-    from retrain.config.schema import Algorithm, Condition
 
 
 class NotInStep(ConfigurationError):
@@ -206,34 +199,3 @@ class AlgorithmContext:
 class AlgorithmOutput:
     token_advs: Sequence[Sequence[Sequence[float]]]
     """[P][G][T] token advantages."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The advantage and the transform behind a built-in `algorithm_mode`."""
-
-    advantage: str
-    transform: str
-    aggregation: str = ""
-    """The `[loss] aggregation` that belongs to the algorithm: unset means this value, and any other
-    is refused. "" leaves it to the user. """
-
-
-RECIPES: dict[str, Recipe] = {
-    "grpo_none": Recipe("grpo", "none"),
-    "maxrl_none": Recipe("maxrl", "none"),
-    "maxrl_gtpo": Recipe("maxrl", "gtpo"),
-    "maxrl_gtpo_hicra": Recipe("maxrl", "gtpo_hicra"),
-    "maxrl_gtpo_sepa": Recipe("maxrl", "gtpo_sepa"),
-    "dr_grpo": Recipe("grpo", "none", aggregation="constant"),
-    "distill": Recipe("none", "distill"),
-}
-
-
-def recipe_of(modes: "Algorithm | Condition") -> Recipe | None:
-    """Return the advantage and the transform in use; None for an algorithm plugin, which has
-    neither.
-    """
-    if replaces_modes(modes.algorithm_mode):
-        return RECIPES.get(modes.algorithm_mode)
-    return Recipe(modes.advantage_mode, modes.transform_mode)

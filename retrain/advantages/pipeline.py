@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retrain.advantages.algorithms import AlgorithmContext, no_reference, recipe_of
+from retrain.advantages.algorithms import AlgorithmContext, no_reference
 from retrain.advantages.credit import Credit, CreditStages
 from retrain.advantages.planning import Encoder, RegexDetector, SemanticDetector
 from retrain.advantages.resolve import (
@@ -56,6 +56,7 @@ from retrain.advantages.transforms import (
 )
 from retrain.config.moving import may_be_positive
 from retrain.config.names import replaces_modes
+from retrain.config.recipes import recipe_of
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import params_of, refuse_unknown_params, user_code
 from retrain.types import Float64Array, Group, Int32Array

@@ -18,7 +18,6 @@ import numpy as np
 from retrain.advantages import transforms as kinds
 from retrain.advantages.algorithms import (
     MADE_UP,
-    RECIPES,
     AdvantageContext,
     AlgorithmContext,
     AlgorithmOutput,
@@ -37,6 +36,7 @@ from retrain.advantages.transforms import (
     TransformOutput,
     TransformSpec,
 )
+from retrain.config.recipes import RECIPES
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.plugins import (
     KINDS,

@@ -149,8 +149,8 @@ def maximal_lambda(settings: "Sepa", max_steps: int) -> float:
 
 def follows_schedule(algorithm: "Algorithm") -> bool:
     """Return True if the transform of this run is a built-in one that lambda scales."""
-    from retrain.advantages.algorithms import recipe_of
     from retrain.advantages.transforms import TRANSFORMS
+    from retrain.config.recipes import recipe_of
 
     recipe = recipe_of(algorithm)
     spec = None

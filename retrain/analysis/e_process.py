@@ -23,7 +23,7 @@ from retrain.analysis.statistics import Differences, Floats, Interval, Numbers, 
 _STRENGTHS = (1.5, 3.0)
 """Multiples of the size in b = tanh(strength * size). tanh(c |d|) is the likelihood ratio's bet for
 a normal shift; these two are near the best for effects of 1 to 3 standard deviations
-(benchmarks/looking.py)."""
+(benchmarks/results/looking-2026-11-22.md)."""
 _TIE = 1e-12
 """A difference this small beside the largest so far is 0: it is what rounding leaves of equal
 rates."""

@@ -5,7 +5,7 @@ The decision rule is the one of `compare`: the t interval excludes 0, and the ad
 is below alpha, for the one arm of the family that differs. With few seeds the sign flips are coarse
 and the rule has less power than a t test, so it is simulated up to SIMULATED_SEEDS; beyond, a t
 test at the level that the flips can reach agrees with it within about five points
-(benchmarks/calibration.py).
+(benchmarks/results/calibration-2026-11-22.md).
 """
 
 from bisect import bisect_left

@@ -18,7 +18,7 @@ def command(
         typer.Argument(metavar="NAME", help="Show one of them, and what it does with each key."),
     ] = "",
     form: Annotated[
-        Literal["text", "json", "markdown"], typer.Option("--format", help="How to print it.")
+        Literal["text", "json"], typer.Option("--format", help="How to print it.")
     ] = "text",
     as_json: AsJson = False,
 ) -> None:
@@ -36,8 +36,6 @@ def command(
         )
     if as_json or form == "json":
         print_json([entry.to_json() for entry in entries])
-    elif form == "markdown":
-        print("\n".join(markdown_of(entries)))
     else:
         print("\n".join(_one(entries[0]) if name else _all(entries)))
 
@@ -92,25 +90,3 @@ def _lines(entry: "Entry") -> Iterator[str]:
     ]
     yield f"{GAP}{entry.name}: {entry.what}"
     yield from table_lines([row for row in rows if row[1]], indent=2 * GAP)
-
-
-def markdown_of(entries: "Sequence[Entry]") -> Iterator[str]:
-    """Print two tables for docs/dev/backend-keys.md: what each can do, and the keys that it does
-    not simply use.
-    """
-    from retrain.config.names import bracketed
-    from retrain.records.terminal import markdown_lines
-
-    what = [(f"`{entry.name}`", entry.what, entry.words, entry.verified) for entry in entries]
-    yield from markdown_lines(("name", "what it is", "what it can do", "verified against"), what)
-    yield ""
-    keys = []
-    for entry in entries:
-        rows = [row for row in entry.keys if row.use != "used"]
-        # One row per reason, in the order of the schema.
-        for use, because in dict.fromkeys((row.use, row.because) for row in rows):
-            same = [row for row in rows if (row.use, row.because) == (use, because)]
-            shown = ", ".join(f"`{bracketed(row.key)}`{_values(row)}" for row in same)
-            how = "by `retrain serve`" if use == "served" else use
-            keys.append((f"`{entry.name}`", shown, how, because))
-    yield from markdown_lines(("name", "keys", "", "why"), keys)

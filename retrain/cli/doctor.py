@@ -128,11 +128,16 @@ def _kernels() -> Finding:
 
     if not torch.cuda.is_available():
         return Finding("kernels", "ok", "torch's own; a CPU needs no others")
-    if missing_package("triton"):
+    from retrain.model.varlen import reads_pages
+
+    if not reads_pages():
         return Finding(
-            "kernels", "note", "torch's own", "Triton is not installed, so decoding is slower."
+            "kernels",
+            "note",
+            "torch's own",
+            "From torch 2.12 on, attention reads pages.",
         )
-    return Finding("kernels", "ok", f"Triton {importlib.metadata.version('triton')}")
+    return Finding("kernels", "ok", "torch's own, attention over pages among them")
 
 
 def _hub() -> Finding:

@@ -713,11 +713,6 @@ def sharding_note(config: TrainConfig, *, evaluates: bool = False) -> str:
     )
 
 
-def _eight_bits_refused(because: str, when: Test) -> Effect:
-    """Sampler and learner must read the same numbers."""
-    return refused("model.dtype", because=because, when=when, values=("fp8",))
-
-
 _LOCAL: Rows = (
     unused(*_TINKER_ONLY, because="it belongs to the tinker backend"),
     _sharding_refused(
@@ -733,20 +728,6 @@ _LOCAL: Rows = (
         "an [inference] dtype unlike the weights' would hold a whole copy of the model in every"
         ' process; set dtype = "auto"',
         lambda config: config.inference.dtype != "auto",
-    ),
-    _eight_bits_refused(
-        'the sampler reads the same 8 bits as the learner, and not [inference] dtype = "bf16"; set'
-        ' that to "auto"',
-        lambda config: config.inference.dtype == "bf16",
-    ),
-    _eight_bits_refused(
-        "load_in_4bit = true is another way to hold the same weights; use one of them",
-        lambda config: config.model.load_in_4bit,
-    ),
-    _eight_bits_refused(
-        'weights in 8 bits cannot be split; set dtype = "auto", or leave [backend] shard_base'
-        " false",
-        lambda config: config.backend.shard_base,
     ),
     used("backend.*", "model.*", "training.*", "optimizer.*", "lora.*", "loss.*", "inference.*"),
 )
@@ -964,19 +945,8 @@ _ROUNDING = ("inference.dtype", "inference.kv_cache_dtype")
 must allow for the rounding."""
 
 
-_OTHER_ROUNDING = refused(
-    "model.dtype",
-    because=(
-        "its server rounds weights in its own way, so it would not sample what the learner trains;"
-        ' use engine = "pytorch", or dtype = "auto"'
-    ),
-    values=("fp8",),
-)
-
-
 def _server(engine: str) -> Rows:
     return (
-        _OTHER_ROUNDING,
         used("inference.engine", *_CHECKS, *_SERVER, *_ROUNDING),
         served(
             "inference.attention_kernel",
@@ -1001,7 +971,6 @@ _ENGINES: dict[str, Rows] = {
     "mlx": _server("mlx"),
     "max": _server("max"),
     "openai": (
-        _OTHER_ROUNDING,
         used("inference.engine", *_CHECKS, *_SERVER, *_ROUNDING),
         unused(
             "inference.attention_kernel",

@@ -161,10 +161,9 @@ class Model(Section):
     revision: str = key(
         "", "Branch, tag or commit of the model on the hub; empty means the default branch."
     )
-    dtype: Literal["auto", "bf16", "fp32", "fp8"] = key(
+    dtype: Literal["auto", "bf16", "fp32"] = key(
         "auto",
-        "Data type of the frozen weights; auto is bf16 on CUDA and fp32 elsewhere, and fp8 holds"
-        " the blocks' linear layers in 8 bits and computes as auto does.",
+        "Data type of the frozen weights; auto is bf16 on CUDA and fp32 elsewhere.",
         sets_step_time=True,
     )
     trust_remote_code: bool = key(False, "Run Python code that comes with the model.")

@@ -78,7 +78,7 @@ _TABLES: dict[str, str] = {
     "advantage": "retrain.advantages.episode.ADVANTAGES",
     "transform": "retrain.advantages.transforms.TRANSFORMS",
     "uncertainty": "retrain.advantages.transforms.KINDS",
-    "algorithm": "retrain.advantages.algorithms.RECIPES",
+    "algorithm": "retrain.config.recipes.RECIPES",
     "reward": "retrain.rewards.scoring.REWARDS",
     "data": "retrain.data.sources.SOURCES",
     "sampler": "retrain.data.samplers.SAMPLERS",

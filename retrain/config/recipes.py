@@ -1,21 +1,63 @@
-"""Recipes: `algorithm_mode = "dapo"` means the settings of a paper. A key of the file goes before
-them, and they before the defaults.
+"""Recipes: an `algorithm_mode` replaces the pair of advantage_mode and transform_mode, and
+`algorithm_mode = "dapo"` means all settings of a paper. A key of the file goes before them, and
+they before the defaults.
 
-A recipe is what its file of retrain/assets/papers says of the method. The model, the data, the
-budget and the folder of that file are the lab's, and no part of it.
+A paper's recipe is what its file of retrain/assets/papers says of the method. The model, the data,
+the budget and the folder of that file are the lab's, and no part of it.
 """
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any
 
 from pydantic import BaseModel
 
-from retrain.config.names import OWN_PLUGINS, PAPERS, by_path, is_dotted, is_recipe
-from retrain.config.sections import AllSections
+from retrain.config.learning_sections import Algorithm
+from retrain.config.names import (
+    OWN_PLUGINS,
+    PAPERS,
+    by_path,
+    is_dotted,
+    is_recipe,
+    replaces_modes,
+)
+from retrain.config.sections import AllSections, Condition
 from retrain.system import Json
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The advantage and the transform behind a built-in `algorithm_mode`."""
+
+    advantage: str
+    transform: str
+    aggregation: str = ""
+    """The `[loss] aggregation` that belongs to the algorithm: unset means this value, and any other
+    is refused. "" leaves it to the user."""
+
+
+RECIPES: dict[str, Recipe] = {
+    "grpo_none": Recipe("grpo", "none"),
+    "maxrl_none": Recipe("maxrl", "none"),
+    "maxrl_gtpo": Recipe("maxrl", "gtpo"),
+    "maxrl_gtpo_hicra": Recipe("maxrl", "gtpo_hicra"),
+    "maxrl_gtpo_sepa": Recipe("maxrl", "gtpo_sepa"),
+    "dr_grpo": Recipe("grpo", "none", aggregation="constant"),
+    "distill": Recipe("none", "distill"),
+}
+
+
+def recipe_of(modes: Algorithm | Condition) -> Recipe | None:
+    """Return the advantage and the transform in use; None for an algorithm plugin, which has
+    neither.
+    """
+    if replaces_modes(modes.algorithm_mode):
+        return RECIPES.get(modes.algorithm_mode)
+    return Recipe(modes.advantage_mode, modes.transform_mode)
+
 
 METHOD = ("updates_per_batch", "minibatches", "dynamic_sampling")
 """Keys of [training] that belong to a method."""

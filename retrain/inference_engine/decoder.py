@@ -51,9 +51,7 @@ class Decoder:
         attention.refuse_undecodable(self._base)
         self.shards = shards
         self.fused = fused or FusedDecoder.of(self._base, merge=merge)
-        over_pages = varlen.plain_paged if self.fused is None else self.fused.kernels.attend
-        if over_pages is varlen.plain_paged and flash and varlen.reads_pages():
-            over_pages = varlen.flash_paged
+        over_pages = varlen.flash_paged if flash and varlen.reads_pages() else varlen.plain_paged
         self.kernel = attention.FusedAttention(over_pages, varlen.flash if flash else None)
 
     @property
@@ -86,7 +84,7 @@ class Decoder:
             training = [module for module in self._modules if module.training]
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            # Events, graphs and Triton's kernels go to the current device.
+            # Events, graphs and kernels of a model's own code go to the current device.
             if self.device.type == "cuda":
                 stack.enter_context(torch.cuda.device(self.device))
             if self.fused is None:

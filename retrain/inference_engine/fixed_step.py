@@ -236,10 +236,6 @@ class FixedStep:
         temperature, sampled = state.temperature[rows], state.sampled[rows]
         uniforms = state.noise[rows].gather(1, (sampled % NOISE_BLOCK)[:, None])[:, 0]
         cuts = state.top_k[rows], state.top_p[rows], state.min_p[rows]
-        if self._fused.kernels.draw is not None:
-            return self._fused.kernels.draw(
-                logits, temperature, uniforms, cuts if variant.truncated else None
-            )
         chunk = chunk_rows(logits.shape[1], sampling_chunk_bytes(logits.device.type))
         inputs = zip(
             *(torch.split(tensor, chunk) for tensor in (logits, temperature, uniforms, *cuts)),

@@ -467,14 +467,15 @@ class PagedTokens:
         """`slot_mapping` [R] of the new tokens; `block_table` [R, pages] int32 of each row;
         `cache_seqlens` [R] int32 with the new tokens.
         """
-        self.slot_mapping = slot_mapping
+        self._slot_mapping = slot_mapping
         self._pool, self._attend = pool, kernel.paged
         self._rows = PagedRows.of(block_table, cache_seqlens, pool.tokens)
 
-    def pages(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [P, T, H, D] of a layer."""
-        return self._pool.keys[number], self._pool.values[number]
+    def store(self, number: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values [R, H, D] of the new tokens in layer `number`."""
+        self._pool.write(number, self._slot_mapping, keys, values)
 
     def attention(self, queries: Tensor, number: int, scaling: float, window: int | None) -> Tensor:
         """[R, Hq, D] of queries [R, Hq, D] in layer `number`, over the tokens of their rows."""
-        return self._attend(queries, *self.pages(number), self._rows, scaling, window)
+        keys, values = self._pool.keys[number], self._pool.values[number]
+        return self._attend(queries, keys, values, self._rows, scaling, window)

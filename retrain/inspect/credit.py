@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from retrain.advantages.algorithms import recipe_of
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.planning import RegexDetector, SemanticDetector
 from retrain.advantages.sepa import linear_lambda
@@ -23,6 +22,7 @@ from retrain.analysis.runs import StoredRun, read_metrics
 from retrain.config import TrainConfig, replaced
 from retrain.config.load import trusted
 from retrain.config.names import condition_label
+from retrain.config.recipes import recipe_of
 from retrain.errors import ConfigurationError
 from retrain.model.sentences import load_sentence_encoder
 from retrain.model.text import load_tokenizer

@@ -3,7 +3,6 @@ refused or replaced.
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -53,8 +52,7 @@ def engine_options(
         raise ConfigurationError(
             f'[inference] dtype = "{inference.dtype}" needs {inference.dtype[-1]}-bit matrix'
             ' products, which the pytorch engine has on no device; use "auto" (the model\'s own)'
-            ' or "bf16", [model] dtype = "fp8" for weights in 8 bits in sampler and learner alike,'
-            f' or engine = "vllm" with a {inference.dtype} model on a GPU that has them.'
+            f' or "bf16", or engine = "vllm" with a {inference.dtype} model on a GPU that has them.'
         )
     if inference.kv_cache_dtype == "fp8" and device_type == "mps":
         raise ConfigurationError(
@@ -62,14 +60,13 @@ def engine_options(
             ' "bf16" or "int8", or another device.'
         )
     kv_storage = _KV_STORAGE.get(inference.kv_cache_dtype)
-    # Pages are read by torch's flash kernel, from torch 2.12 on, or by ours in Triton.
-    has, flash = has_flash(device_type, dtype), inference.attention_kernel != "cutlass"
+    flash = inference.attention_kernel != "cutlass" and has_flash(device_type, dtype)
     return EngineOptions(
         weights=None if dtype == model_dtype else dtype,
         kv_storage=None if kv_storage == dtype else kv_storage,
-        flash=has and flash,
+        flash=flash,
         prefix_caching=inference.prefix_caching,
-        paged=has and ((flash and reads_pages()) or find_spec("triton") is not None),
+        paged=flash and reads_pages(),
     )
 
 
@@ -179,12 +176,11 @@ def present_devices() -> str:
 
 
 def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """Return the dtype for computing with the frozen weights, and for holding them unless they are
-    in 8 bits: auto is bf16 on CUDA and fp32 elsewhere.
+    """Return the dtype of the frozen weights: auto is bf16 on CUDA and fp32 elsewhere.
 
     Adapter weights are fp32 always.
     """
-    narrow = wanted == "bf16" or (wanted in ("auto", "fp8") and device.type == "cuda")
+    narrow = wanted == "bf16" or (wanted == "auto" and device.type == "cuda")
     return torch.bfloat16 if narrow else torch.float32
 
 

@@ -22,7 +22,6 @@ from retrain.model.devices import attention_of
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head
 from retrain.model.load import BaseModel, decoder_of, held_bytes
-from retrain.model.packed import hold_layers_in_float8, widened_bytes
 from retrain.model.packing import PackedAttention, Segment
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ class Footprint:
     dtype: torch.dtype
     """Dtype of the products."""
     weights: int
-    """Bytes of the frozen weights that a process holds, and of layers in 8 bits as long as they are
-    widened."""
+    """Bytes of the frozen weights that a process holds."""
     num_frozen: int
     layer_weights: int
     """Bytes of the blocks' linear layers, which the fused forward may copy; 0 without a fused
@@ -62,9 +60,6 @@ class Footprint:
     checkpointed_per_token: int
     """The same with gradient checkpointing: the input of every layer, and one layer's activations
     while it runs again."""
-    offloaded_per_token: int
-    """The same where these inputs wait in the host's memory: one of them comes back while another
-    goes."""
     gradients_per_token: int
     """Bytes beside these in the backward pass, and all of a forward pass that keeps nothing: about
     what one layer keeps (measured on the lab model: 1.05 to 1.13 times as much)."""
@@ -74,10 +69,8 @@ class Footprint:
         """Bytes of the adapter with its gradient and two moments, in float32."""
         return 4 * 4 * self.num_trainable
 
-    def activations_per_token(self, *, checkpointing: bool, offloading: bool) -> int:
-        """Count the bytes that a forward pass keeps for its backward under these choices."""
-        if offloading:
-            return self.offloaded_per_token
+    def activations_per_token(self, *, checkpointing: bool) -> int:
+        """Count the bytes that a forward pass keeps for its backward."""
         return self.checkpointed_per_token if checkpointing else self.kept_per_token
 
 
@@ -107,7 +100,7 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
     layer, stream = kept // text.num_hidden_layers, text.hidden_size * base.dtype.itemsize
     return Footprint(
         dtype=base.dtype,
-        weights=held_bytes(base) + widened_bytes(base.decoder) - saved,
+        weights=held_bytes(base) - saved,
         num_frozen=sum(parameter.numel() for parameter in frozen),
         layer_weights=fused.layer_weight_bytes if fused else 0,
         head_weights=base.head.weight.nbytes,
@@ -119,7 +112,6 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
         gradients_per_token=layer,
         # The division above rounds down, hence + 1.
         checkpointed_per_token=text.num_hidden_layers * stream + layer + 1,
-        offloaded_per_token=2 * stream + layer + 1,
     )
 
 
@@ -152,8 +144,6 @@ def weightless_model(
                 settings, dtype=dtype, trust_remote_code=model.trust_remote_code
             )
             built.requires_grad_(False).eval()
-            if model.dtype == "fp8":
-                hold_layers_in_float8(built.base_model, model.model)
             base = BaseModel(
                 built,
                 decoder_of(built, model.model),

@@ -1,5 +1,5 @@
 """The pieces of a dense decoder layer as differentiable functions that keep little for the backward
-pass; and a whole layer that keeps its input alone, on the device or in the host's memory.
+pass; and a whole layer that keeps its input alone.
 
 A frozen norm or activation is computed again in the backward pass from what stands before it.
 Gradients go to the residual stream and to the adapters; frozen weights have none. Shape letters: N
@@ -7,7 +7,7 @@ tokens, H hidden size, I inputs and O outputs of a projection.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,49 +21,10 @@ _FUSED_NORM = {"cuda"}
 """Devices on which torch has the norm as one kernel."""
 
 
-class LayerKernels(Protocol):
-    """The operations between the products of a layer in one kernel each, with the roundings of
-    torch's operators.
-    """
-
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(normed x, its scale [N, 1] float32) of x [N, H]."""
-        ...
-
-    def norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        """The gradient of x [N, H]."""
-        ...
-
-    def apply_rope(
-        self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """(x [N, heads, D] normed and rotated by cos and sin [N, 1, D], the scale [N, heads, 1] of
-        its norm).
-        """
-        ...
-
-    def apply_rope_gradient(
-        self, grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scale: Tensor
-    ) -> Tensor:
-        """The gradient of x [N, heads, D]."""
-        ...
-
-    def gate(self, gates: Tensor) -> Tensor:
-        """silu(gate) * up [N, I] of both side by side."""
-        ...
-
-    def gate_gradient(self, grad: Tensor, gates: Tensor) -> Tensor:
-        """The gradient of `gates` [N, 2 I]."""
-        ...
-
-
 class Norm:
     """RMS norm with a frozen weight: x / sqrt(mean(x^2) + eps) * weight, the statistics in float32
     (arXiv 1910.07467).
     """
-
-    kernels: LayerKernels | None = None
-    """The device's kernels, in place of torch's operators, for the norm and what follows it."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
@@ -84,16 +45,12 @@ class Norm:
         return inverse
 
     def __call__(self, x: Tensor, scale: Tensor) -> Tensor:
-        if self.kernels is not None:
-            return self.kernels.norm(x, self.weight, self.eps)[0]
         return (x * scale).to(x.dtype).mul_(self.weight)
 
     def forward(self, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(normed x, `scale`); the scale is None where nothing is kept for a backward pass and one
         kernel does all, with the same roundings.
         """
-        if self.kernels is not None:
-            return self.kernels.norm(x, self.weight, self.eps)
         if isinstance(ctx, _NoContext) and x.device.type in _FUSED_NORM:
             return F.rms_norm(x, x.shape[-1:], eps=self.eps).mul_(self.weight), None
         scale = self.scale(x)
@@ -103,8 +60,6 @@ class Norm:
         """Return the gradient of x [.., H] given g = grad_output [.., H]: s * (g w - x s^2 mean(x g
         w)).
         """
-        if self.kernels is not None:
-            return self.kernels.norm_gradient(grad_output, x, self.weight, scale)
         weighted = (grad_output * self.weight).float()
         mean = (
             torch.einsum("...h,...h->...", x.float(), weighted)
@@ -240,7 +195,7 @@ class _GatedMLP(torch.autograd.Function):
     ) -> Tensor:
         normed_x, scale = norm.forward(ctx, x)
         gates, reduced = gate_up.product(normed_x)
-        product, reduced_inner = down.product(gated(gates, norm.kernels))
+        product, reduced_inner = down.product(gated(gates))
         ctx.save_for_backward(x, scale, gates, reduced, reduced_inner)
         ctx.norm, ctx.gate_up, ctx.down = norm, gate_up, down
         return product
@@ -260,10 +215,8 @@ class _GatedMLP(torch.autograd.Function):
         return grad_x, None, None, None, *grad_gate_up, *grad_down
 
 
-def gated(gates: Tensor, kernels: LayerKernels | None) -> Tensor:
+def gated(gates: Tensor) -> Tensor:
     """silu(gate) * up [N, I] of both side by side."""
-    if kernels is not None:
-        return kernels.gate(gates)
     gate, up = gates.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -272,12 +225,7 @@ def _gate_gradients(
     ctx: Any, grad_output: Tensor, gates: Tensor, reduced: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Gradients of the gates and of the down projection's adapter, from the output's gradient."""
-    kernels, trained = ctx.norm.kernels, _wanted(ctx, 4 + len(_trained(ctx.gate_up)), ctx.down)
-    if kernels is not None:
-        grad_inner, grad_down = ctx.down.gradients(
-            grad_output, lambda: kernels.gate(gates), reduced, wants_params=trained
-        )
-        return kernels.gate_gradient(grad_inner, gates), grad_down
+    trained = _wanted(ctx, 4 + len(_trained(ctx.gate_up)), ctx.down)
     gate, up = gates.chunk(2, dim=-1)
     active = F.silu(gate)
     grad_inner, grad_down = ctx.down.gradients(
@@ -301,10 +249,6 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor:
         ctx.norm = norm
-        if norm is not None and norm.kernels is not None:
-            rotated, kept = norm.kernels.apply_rope(x, cos, sin, norm.weight, norm.eps)
-            ctx.save_for_backward(cos, sin, x, kept)
-            return rotated
         normed_x, scale = _normed(ctx, x, norm)
         ctx.save_for_backward(cos, sin, x if norm else None, scale)
         return _rotated(normed_x, cos, sin)
@@ -312,11 +256,8 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (cos, sin, x, scale), norm = ctx.saved_tensors, ctx.norm
-        if norm is not None and norm.kernels is not None:
-            grad = norm.kernels.apply_rope_gradient(grad_output, x, cos, sin, norm.weight, scale)
-        else:
-            grad = _before_norm(norm, _rotated(grad_output, cos, -sin), x, scale)
+        cos, sin, x, scale = ctx.saved_tensors
+        grad = _before_norm(ctx.norm, _rotated(grad_output, cos, -sin), x, scale)
         return grad, None, None, None
 
 
@@ -331,43 +272,10 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # -- whole layers ----------------------------------------------------------------------------------
 
 
-def recomputed(
-    layer: Callable[..., Any], hidden: Tensor, *others: Any, offloaded: bool, **named: Any
-) -> Any:
-    """`layer(hidden, *others, **named)`. `offloaded`: the hidden states wait in the host's memory
-    for the backward pass.
+def recomputed(layer: Callable[..., Any], hidden: Tensor, *others: Any, **named: Any) -> Any:
+    """`layer(hidden, *others, **named)`, of which the backward pass keeps the inputs alone and runs
+    the layer again.
     """
-
-    def run(held: _HostCopy, *others: Any, **named: Any) -> Any:
-        return layer(held.take(), *others, **named)
-
-    called: Callable[..., Any] = layer
-    held: Any = hidden
-    if offloaded:
-        called, held = run, _HostCopy(hidden)
-    return checkpoint(called, held, *others, use_reentrant=False, preserve_rng_state=False, **named)
-
-
-class _HostCopy:
-    """A tensor in the host's memory. `take` returns the tensor itself once, then copies on its
-    device.
-
-    The device's own work waits for the copies (an estimate: 2 ms for 16,000 tokens of a 4B model's
-    layer). The host does not: its memory is pinned on CUDA.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._first: Tensor | None = tensor
-        self._device, self._wants_gradient = tensor.device, tensor.requires_grad
-        self._host = torch.empty_like(
-            tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda
-        )
-        self._host.copy_(tensor.detach(), non_blocking=True)
-
-    def take(self) -> Tensor:
-        first, self._first = self._first, None
-        if first is not None:
-            return first
-        return self._host.to(self._device, non_blocking=True, copy=True).requires_grad_(
-            self._wants_gradient
-        )
+    return checkpoint(
+        layer, hidden, *others, use_reentrant=False, preserve_rng_state=False, **named
+    )

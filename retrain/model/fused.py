@@ -8,7 +8,6 @@ rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from copy import deepcopy
 from itertools import chain
 from typing import Any, Literal, Protocol
@@ -26,16 +25,8 @@ from retrain.model.functions import (
     project,
     recomputed,
 )
-from retrain.model.layer_kernels import layer_kernels
 from retrain.model.packed import FrozenProduct, kept_pack
 from retrain.model.projection import Projection, fusable
-from retrain.model.step_kernels import (
-    TRITON_DEVICES,
-    Heads,
-    StepKernels,
-    TritonKernels,
-    step_kernels,
-)
 
 _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 _WINDOW_IN_CONFIG = {"mistral"}
@@ -64,11 +55,8 @@ class Cache(Protocol):
 class PagedBatch(Protocol):
     """One new token for each of N rows whose keys and values lie in pages."""
 
-    slot_mapping: Tensor
-    """[N] of the new tokens, counted over the tokens of all pages."""
-
-    def pages(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer, [P, T, Hk, D] each."""
+    def store(self, number: int, keys: Tensor, values: Tensor) -> None:
+        """Write a layer's new keys and values [N, Hk, D] to the pages of their rows."""
         ...
 
     def attention(self, queries: Tensor, number: int, scaling: float, window: int | None) -> Tensor:
@@ -104,29 +92,18 @@ class _Layer:
             self.head_norm = Norm(torch.cat(own), norms[0].variance_epsilon)
 
     def step(
-        self,
-        hidden: Tensor,
-        update: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        batch: "PagedBatch",
-        number: int,
-        kernels: StepKernels,
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], batch: PagedBatch, number: int
     ) -> Tensor:
-        """Return the MLP's update [N, H] of the residual stream [N, H], which takes `update` and
-        what attention adds; without gradient.
-        """
-        qkv = self.qkv.unadded(kernels.add_norm(hidden, update, self.attention_norm))
-        queries = kernels.apply_rope_and_store_kv(
-            *qkv, self.heads, rotary, self.head_norm, batch.pages(number), batch.slot_mapping
-        )
-        attended = batch.attention(queries, number, self.scaling, self.window)
-        update, _ = self.output.product(attended.flatten(1))
-        gates = self.gate_up.unadded(kernels.add_norm(hidden, update, self.mlp_norm))
-        return self.down.product(kernels.gate(*gates))[0]
-
-    @property
-    def norms(self) -> list[Norm]:
-        return [norm for norm in (self.attention_norm, self.mlp_norm, self.head_norm) if norm]
+        """Return the residual stream [N, H] after the layer, for one new token of each row."""
+        fused = norm_project(hidden, self.attention_norm, self.qkv).view(
+            len(hidden), -1, self.head_size
+        )  # [N, Hq + 2 Hk, D]
+        heads, shared, _ = self.heads
+        rotated = apply_rope(fused[:, : heads + shared], *rotary, self.head_norm)
+        batch.store(number, rotated[:, heads:], fused[:, heads + shared :])
+        attended = batch.attention(rotated[:, :heads], number, self.scaling, self.window)
+        hidden = hidden + project(attended.flatten(1), self.output)
+        return hidden + gated_mlp(hidden, self.mlp_norm, self.gate_up, self.down)
 
     @property
     def projections(self) -> list[Projection]:
@@ -178,8 +155,6 @@ class FusedDecoder:
             chain.from_iterable(projection.parameters for projection in self._projections)
         )
         self.merge = merge
-        self.kernels: StepKernels = StepKernels()
-        """The kernels of decoding steps."""
         self._packed_head: FrozenProduct | None = None
         """The prepacked head, while a sampler reads it."""
         self._version: tuple[Any, ...] | None = None
@@ -213,10 +188,6 @@ class FusedDecoder:
                 f" from it on a probe by {difference:.1e} times what rounding allows."
             )
             return None
-        device = fused._embed.weight.device
-        # Triton's kernels go to the current device.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            fused._take_kernels(log)
         return fused
 
     @classmethod
@@ -230,31 +201,6 @@ class FusedDecoder:
             _shrunken_differences[key] = cls(small, merge=False)._difference(small.base_model)
         return _shrunken_differences[key]
 
-    def _take_kernels(self, log: Callable[[str], None]) -> None:
-        """Take the device's own kernels. Where kernels are launched one by one, the adapter's down
-        factors join the weights.
-        """
-        weight = self._embed.weight
-        narrow = any(projection.scale is not None for projection in self._projections)
-        first = self._layers[0]
-        heads = Heads(first.heads[0], first.heads[1], first.head_size)
-        self.kernels = step_kernels(weight.device, weight.dtype, log, heads, narrow=narrow)
-        if weight.device.type not in TRITON_DEVICES:
-            return
-        for projection in self._projections:
-            projection.append_lora_a_to_weight()
-            projection.scaled_product = self.kernels.scaled_product
-        self._version = None  # the down factors have another place, still empty
-        if isinstance(self.kernels, TritonKernels):
-            of_layers = layer_kernels(weight.device, weight.dtype, log)
-            for norm in self.norms:
-                norm.kernels = of_layers
-
-    @property
-    def norms(self) -> list[Norm]:
-        """All norms, the last one first."""
-        return [self._norm, *chain.from_iterable(layer.norms for layer in self._layers)]
-
     @property
     def adapter_copy_bytes(self) -> int:
         """Bytes of the adapter in the dtype and layout of the products, after `refresh`."""
@@ -264,10 +210,7 @@ class FusedDecoder:
     @property
     def layer_weight_bytes(self) -> int:
         """Bytes of a copy of the frozen layers, without columns for an adapter."""
-        return sum(
-            projection.weight.numel() * projection.dtype.itemsize
-            for projection in self._projections
-        )
+        return sum(projection.weight.nbytes for projection in self._projections)
 
     def refresh(self, *, sampling: bool = False) -> None:
         """Follow the adapter, for the learner or for products without gradient; costs nothing while
@@ -327,20 +270,16 @@ class FusedDecoder:
         *,
         cache: Cache | None = None,
         checkpointed: bool = False,
-        offloaded: bool = False,
     ) -> Tensor:
         """Return the last [B, T, H] of ids and positions [B, T].
 
-        `checkpointed` keeps only the residual stream between layers for the backward pass, and
-        `offloaded` keeps it in the host's memory.
+        `checkpointed` keeps only the residual stream between layers for the backward pass.
         """
         rows = len(token_ids)
         hidden, rotary = self._embedded(token_ids, positions)
         for number, layer in enumerate(self._layers):
             if checkpointed:
-                hidden = recomputed(
-                    layer.forward, hidden, rotary, rows, batch, None, number, offloaded=offloaded
-                )
+                hidden = recomputed(layer.forward, hidden, rotary, rows, batch, None, number)
             else:
                 hidden = layer.forward(hidden, rotary, rows, batch, cache, number)
         return normed(hidden, self._norm).view(rows, -1, hidden.shape[-1])
@@ -350,10 +289,10 @@ class FusedDecoder:
         """Return the last hidden states [N, H] of one token of each row, ids [N], whose positions
         have cos and sin [N, 1, D].
         """
-        hidden, update = self._embed(token_ids), None
+        hidden = self._embed(token_ids)
         for number, layer in enumerate(self._layers):
-            update = layer.step(hidden, update, rotary, batch, number, self.kernels)
-        return self.kernels.add_norm(hidden, update, self._norm)
+            hidden = layer.step(hidden, rotary, batch, number)
+        return normed(hidden, self._norm)
 
     def _embedded(
         self, token_ids: Tensor, positions: Tensor

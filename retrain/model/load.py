@@ -19,7 +19,6 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model.attention import AttentionBatch
 from retrain.model.devices import choose_dtype, engine_options
 from retrain.model.head import Head
-from retrain.model.packed import hold_layers_in_float8
 from retrain.model.text import model_files
 
 if TYPE_CHECKING:
@@ -104,11 +103,6 @@ def load_base_model(
     EnvironmentFailure where it cannot be loaded.
     """
     dtype = choose_dtype(config.model.dtype, device)
-    if config.model.dtype == "fp8" and device.type == "mps":
-        raise EnvironmentFailure(
-            '[model] dtype = "fp8" needs 8-bit floats, which mps lacks; use "auto", or [backend]'
-            ' devices = "cpu".'
-        )
     if part_class("engine", config.inference.engine).decodes_here:
         # Refuses what cannot be served before gigabytes are loaded.
         engine_options(config.inference, device.type, dtype)
@@ -120,7 +114,6 @@ def load_base_model(
         folder_or_id,
         model.revision,
         dtype,
-        model.dtype,
         model.trust_remote_code,
         model.load_in_4bit,
         config.inference.attention_kernel,
@@ -144,8 +137,6 @@ def _load(
     model.requires_grad_(False)
     model.eval()
     decoder = decoder_of(model, settings.model)
-    if settings.dtype == "fp8":
-        hold_layers_in_float8(decoder, settings.model)
     if shards.size > 1:
         shard(model, decoder, device, shards, settings.model)
     elif not settings.load_in_4bit:

@@ -164,23 +164,17 @@ class Budget:
         return options.paged and options.kv_storage is None and self.size.layer_weights > 0
 
     @property
-    def copy_bytes(self) -> int:
-        """Bytes of a prepacked copy of the weights, which is more if these are in 8 bits."""
-        size = self.size
-        return max(size.weights, size.layer_weights + size.head_weights)
-
-    @property
     def merges(self) -> bool:
-        """True if the sampler may hold such a copy, in float32 with the adapter in it."""
+        """True if the sampler may hold a prepacked copy of the weights, in float32 with the adapter
+        in it.
+        """
         multiplies = self.size.dtype == torch.float32 or computes_bf16()
-        fits = self.copy_bytes <= self.spare * _MERGED_SHARE
+        fits = self.size.weights <= self.spare * _MERGED_SHARE
         return self.machine.device_type == "cpu" and multiplies and fits
 
     def activations_per_token(self, choices: MachineChoices) -> int:
         """Bytes that a learning pass holds at most under these choices."""
-        kept = self.size.activations_per_token(
-            checkpointing=choices.gradient_checkpointing, offloading=choices.offload_activations
-        )
+        kept = self.size.activations_per_token(checkpointing=choices.gradient_checkpointing)
         return kept + self.size.gradients_per_token
 
     def left_for_pages(self, choices: MachineChoices) -> int:
@@ -241,7 +235,7 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
     """
     config, size, machine = budget.config, budget.size, budget.machine
     _check_adapter(config.model.lora_rank, size, machine)
-    tokens, checkpointing, offloading = _learning_choices(budget)
+    tokens, checkpointing = _learning_choices(budget)
     decode = plan_decode(
         budget.model_config,
         device_type=machine.device_type,
@@ -254,13 +248,13 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
     merges, rows = budget.merges, decode.rows
     if size.weights > _LARGE:
         rows = min(rows, _LARGE_ROWS)
-    kept = size.activations_per_token(checkpointing=checkpointing, offloading=offloading)
+    kept = size.activations_per_token(checkpointing=checkpointing)
     fitting = [
         decode.tokens // (rows * budget.longest_sampled),
         budget.learning // (kept * max(tokens, budget.longest)),
     ]
     if merges:
-        fitting.append(int(budget.spare * _MERGED_SHARE) // budget.copy_bytes)
+        fitting.append(int(budget.spare * _MERGED_SHARE) // size.weights)
     workers, threads = min(machine.threads, *fitting), 1
     # torchrun's processes share the work already, and a sampler beside the learner computes at the
     # same time.
@@ -275,7 +269,6 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
         decode_tokens=decode.tokens,
         micro_batch_tokens=tokens,
         gradient_checkpointing=checkpointing,
-        offload_activations=offloading,
         merge_adapter=merges,
         workers=workers,
     )
@@ -292,11 +285,10 @@ def _check_adapter(rank: int, size: Footprint, machine: Machine) -> None:
         )
 
 
-def _learning_choices(budget: Budget) -> tuple[int, bool, bool]:
-    """Return (micro_batch_tokens, gradient_checkpointing, offload_activations).
+def _learning_choices(budget: Budget) -> tuple[int, bool]:
+    """Return (micro_batch_tokens, gradient_checkpointing).
 
-    Checkpointing is a third more work, so only where the longest row needs it; offloading, on a
-    GPU, only where it does not fit with that.
+    Checkpointing is a third more work, so only where the longest row needs it.
     """
     training, size, memory = budget.config.training, budget.size, budget.learning
     wanted, tokens = training.gradient_checkpointing, training.micro_batch_tokens
@@ -306,14 +298,5 @@ def _learning_choices(budget: Budget) -> tuple[int, bool, bool]:
     checkpointing = wanted is True
     if wanted == "auto":
         checkpointing = (size.kept_per_token + beside) * longest > memory
-    offloading = (
-        checkpointing
-        and device_type == "cuda"
-        and (size.checkpointed_per_token + beside) * longest > memory
-    )
-    kept = size.activations_per_token(checkpointing=checkpointing, offloading=offloading) + beside
-    return (
-        tokens or max(1, min(_MAX_TOKENS.get(device_type, 2048), memory // kept)),
-        checkpointing,
-        offloading,
-    )
+    kept = size.activations_per_token(checkpointing=checkpointing) + beside
+    return tokens or max(1, min(_MAX_TOKENS.get(device_type, 2048), memory // kept)), checkpointing

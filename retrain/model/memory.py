@@ -147,7 +147,6 @@ class Memory:
             "decode_rows": self.choices.decode_rows,
             "micro_batch_tokens": self.choices.micro_batch_tokens,
             "gradient_checkpointing": self.choices.gradient_checkpointing,
-            "offload_activations": self.choices.offload_activations,
         }
 
     # -- the parts ---------------------------------------------------------------------------------
@@ -181,8 +180,6 @@ class Memory:
             f"{size.num_frozen:,} parameters in"
             f" {'4 bits' if self.config.model.load_in_4bit else precision}"
         )
-        if self.config.model.dtype == "fp8":
-            note += ", the blocks' products in 8 bits"
         if self.shards > 1:
             note += f", 1/{self.shards} of every layer and two layers whole"
         if self.config.inference.dtype == "bf16" and size.dtype != torch.bfloat16:
@@ -288,10 +285,6 @@ class Memory:
         note = f"{tokens:,} tokens at a time at {byte_words(per_token)}"
         if self.choices.gradient_checkpointing:
             note += ", checkpointed"
-        if self.choices.offload_activations:
-            size = self.size
-            waiting = tokens * (size.checkpointed_per_token - size.offloaded_per_token)
-            note += f", the layers' inputs offloaded ({byte_words(waiting)} of the host's memory)"
         return Part("activations", tokens * per_token, note)
 
     @cached_property

@@ -1,6 +1,8 @@
 """Worker processes that compute the pieces of a step, each with one thread, and meet once per step.
 
-Intra-op threads synchronise at every operator, so one preempted thread stalls them all. Here the
+Intra-op threads synchronise at every operator, so one preempted thread stalls them all: on two busy
+cores a lab step takes 0.13 of the time that two threads take (0.10 to 0.18,
+benchmarks/results/versions-workers-lab-4x8x64-2026-11-28.md). Here the
 rows of a step are cut into pieces by a rule that knows nothing of the workers. An idle worker takes
 the next piece, so a preempted one computes fewer. A piece's result has the same bytes in every
 process.

@@ -19,21 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retrain.model.packed import (
-    Float8Linear,
     FrozenProduct,
     PackedWeight,
     dense_product,
-    dequantised,
     kept_fit,
     kept_pack,
     packs,
-    scaled_product,
 )
 
 WEIGHTS: set[type[Tensor]] = {nn.Parameter}
 """Types of the weights that may be joined in one tensor: not a DTensor, since a process holds only
 a part of it."""
-_ALIGNED_ROWS = 16
 
 
 class _Factors(NamedTuple):
@@ -41,19 +37,6 @@ class _Factors(NamedTuple):
     """[R, I] in the dtype of the weights."""
     up: Tensor
     """[R, O], scaled: block k holds the rows of layer k's part at its outputs, zeros elsewhere."""
-
-
-class LoraTerm(NamedTuple):
-    """The adapter's part of a product, before it is added."""
-
-    reduced: Tensor
-    """[N, R] the input times the down factors."""
-    up: Tensor
-    """[R, O]"""
-
-    def added_to(self, y: Tensor) -> Tensor:
-        """Add to `y` [N, O], in place."""
-        return y.addmm_(self.reduced, self.up)
 
 
 def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
@@ -64,12 +47,12 @@ def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
 
 
 def fusable(module: nn.Module) -> bool:
-    """True for a linear layer, plain or in 8 bits, bare or with one plain LoRA adapter, that is not
-    sharded (its weight a DTensor).
+    """True for a linear layer, bare or with one plain LoRA adapter, that is not sharded (its weight
+    a DTensor).
     """
     base, lora = lora_parts(module)
     return (
-        type(base) in (nn.Linear, Float8Linear)
+        type(base) is nn.Linear
         and type(base.weight) in WEIGHTS
         and base.weight.is_floating_point()
         and (
@@ -91,13 +74,7 @@ class Projection:
         self.outputs: list[int] = [base.out_features for base in bases]
         self._weights: list[nn.Parameter] = [base.weight for base in bases]
         self.weight = _share_storage(self._weights)
-        """[O, I], in 8 bits if it is held so."""
-        self.scale: Tensor | None = None
-        """[O, 1] of a weight in 8 bits."""
-        if isinstance(bases[0], Float8Linear):
-            self.scale = torch.cat([base.scale.data for base in bases])
-        self.dtype: torch.dtype = self.weight.dtype if self.scale is None else self.scale.dtype
-        """Dtype of the products."""
+        """[O, I]"""
         self.bias = _joined_bias(bases)
         """[O] or None"""
         self._read_adapters()
@@ -107,10 +84,6 @@ class Projection:
         """True if the copy contains the adapter, or in 16 bits its up factors."""
         self.factors: _Factors | None = None
         """The model's own adapter, as of the last `refresh`."""
-        self.scaled_product = scaled_product
-        """Or a kernel that does the same."""
-        self._joined: tuple[Tensor, Tensor | None] | None = None
-        """Weight [O + R', I] and bias of one product for y and for the input of the up factors."""
 
     def _read_adapters(self) -> None:
         adapters = [(lora, next(iter(lora.lora_A))) for lora in self._loras if lora is not None]
@@ -136,13 +109,6 @@ class Projection:
             lora.disable_adapters for lora in self._loras if lora is not None
         )
 
-    @property
-    def wide_weight(self) -> Tensor:
-        """[O, I] in the dtype of the products: the weight itself, or what 8 bits stand for."""
-        if self.scale is None:
-            return self.weight
-        return dequantised(self.weight, self.scale)
-
     @torch.no_grad()
     def refresh(self, copy: Literal["none", "merged", "plain"]) -> None:
         """Update `factors` and `copy` after the adapter's parameters changed; `copy` says which
@@ -159,54 +125,35 @@ class Projection:
             self.copy, self._merged = None, False
         if copy == "merged":
             assert self.factors is not None
-            if self.dtype == torch.float32:
-                weight = torch.addmm(self.wide_weight, self.factors.up.T, self.factors.down)
+            if self.weight.dtype == torch.float32:
+                weight = torch.addmm(self.weight, self.factors.up.T, self.factors.down)
             else:
-                weight = torch.cat([self.wide_weight, self.factors.up.T], dim=1)
+                weight = torch.cat([self.weight, self.factors.up.T], dim=1)
             self.copy, self._merged = PackedWeight(weight, self.bias), True
         elif copy != "none" and self.copy is None:
-            self.copy = kept_pack(self._weights[0], self.wide_weight, self.bias)
+            self.copy = kept_pack(self._weights[0], self.weight, self.bias)
 
     @property
     def _merges(self) -> bool:
         """True if a copy takes an adapter in."""
         if not self.downs:
             return False
-        if self.dtype == torch.float32:
+        if self.weight.dtype == torch.float32:
             return not self.fits_half
-        return packs(self.weight.numel(), self.weight.device, self.dtype)
+        return packs(self.weight.numel(), self.weight.device, self.weight.dtype)
 
     @cached_property
     def fits_half(self) -> bool:
         """True if 16 bits hold the weight."""
-        return kept_fit(self._weights[0], self.wide_weight)
-
-    @torch.no_grad()
-    def append_lora_a_to_weight(self) -> None:
-        """Place the down factors (lora_A) under the weight, so that a product without gradient
-        takes both as one.
-
-        They are padded to a multiple of 16 rows: matrix kernels want aligned rows. A weight in 8
-        bits stays alone.
-        """
-        if not self.downs or self.scale is not None:
-            return
-        rank = sum(len(down) for down in self.downs)
-        outputs = len(self.weight)
-        below = -(-rank // _ALIGNED_ROWS) * _ALIGNED_ROWS
-        joined = _share_storage(self._weights, below)
-        self.weight = joined[:outputs]
-        if self.factors is None:
-            self.factors = _Factors(joined, self.weight.new_zeros(rank, outputs))
-        self.factors = self.factors._replace(down=joined[outputs : outputs + rank])
-        self._joined = joined, None if self.bias is None else F.pad(self.bias, (0, below))
+        return kept_fit(self._weights[0], self.weight)
 
     def _write_factors(self) -> None:
         """Write all adapters' factors side by side, over the last ones if there are any."""
         if self.factors is None:
             rank, (width, inputs) = sum(map(len, self.downs)), self.weight.shape
-            like = torch.empty(0, dtype=self.dtype, device=self.weight.device)
-            self.factors = _Factors(like.new_empty(rank, inputs), like.new_zeros(rank, width))
+            self.factors = _Factors(
+                self.weight.new_empty(rank, inputs), self.weight.new_zeros(rank, width)
+            )
         start = 0
         for a, b, scale, outputs in zip(
             self.downs, self.ups, self.scales, self.slices, strict=True
@@ -223,26 +170,15 @@ class Projection:
         `reduced` [N, R] is x times the down factors, which `gradients` needs; None if there is no
         adapter to differentiate.
         """
-        y, pending = self.unadded(x)
-        if pending is None:
-            return (y, None)
-        return (pending.added_to(y), pending.reduced)
-
-    def unadded(self, x: Tensor) -> tuple[Tensor, LoraTerm | None]:
-        """`product` in two parts, for a kernel that adds them; the second is None where the first
-        is the whole.
-        """
-        if self.copy is not None and self._merged and self.dtype != torch.float32:
+        if self.copy is not None and self._merged and self.weight.dtype != torch.float32:
             return self.copy.product(self._with_reduced(x)), None
         if self.adapted and self.copy is not None and self._merged:
             return self.copy.product(x), None
         if not self.adapted:
             return self._frozen_product(x), None
         assert self.factors is not None
-        if self._joined is not None and not torch.is_grad_enabled():
-            both, (rank, outputs) = F.linear(x, *self._joined), self.factors.up.shape
-            return both[:, :outputs], LoraTerm(both[:, outputs : outputs + rank], self.factors.up)
-        return self._frozen_product(x), LoraTerm(F.linear(x, self.factors.down), self.factors.up)
+        y, reduced = self._frozen_product(x), F.linear(x, self.factors.down)
+        return y.addmm_(reduced, self.factors.up), reduced
 
     def _with_reduced(self, x: Tensor) -> Tensor:
         """[N, I + R]: x [N, I] and its product with the down factors, or zeros while the adapter is
@@ -257,8 +193,6 @@ class Projection:
         """[N, O] without any adapter."""
         if self.copy is not None and not self._merged:
             return self.copy.product(x)
-        if self.scale is not None:
-            return self.scaled_product(x, self.weight, self.scale, self.bias)
         return dense_product(x, self.weight, self.bias)
 
     def gradients(
@@ -277,7 +211,7 @@ class Projection:
         """
         grad_x = None
         if wants_input:
-            grad_x = dense_product(grad_output, self.wide_weight.T)
+            grad_x = dense_product(grad_output, self.weight.T)
         none: list[Tensor | None] = [None] * (len(self.parameters) * self.adapted)
         if reduced is None:
             return grad_x, none
@@ -304,28 +238,23 @@ class Projection:
 
 
 @torch.no_grad()
-def _share_storage(weights: Sequence[nn.Parameter], below: int = 0) -> Tensor:
-    """Concatenate the weights and make each a view of the result, which has `below` more rows of
-    zeros. A second call changes nothing.
-    """
-    if len(weights) == 1 and not below:
+def _share_storage(weights: Sequence[nn.Parameter]) -> Tensor:
+    """Concatenate the weights and make each a view of the result. A second call changes nothing."""
+    if len(weights) == 1:
         return weights[0].data
     first = weights[0]
     rows, inputs = sum(map(len, weights)), first.shape[1]
-    size = (rows + below) * inputs * first.element_size()
+    size = rows * inputs * first.element_size()
     # Laid out already if each begins where the one before it ends, in one storage for all.
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
     in_line = all(
         end == following.data_ptr() for end, following in zip(ends, weights[1:], strict=False)
     )
-    storage = first.untyped_storage().nbytes()
-    if in_line and (storage == size and first.storage_offset() == 0 if below else storage >= size):
-        return first.data.as_strided((rows + below, inputs), first.stride())
-    joined = torch.cat(
-        [weight.data for weight in weights] + [first.new_zeros(below, inputs)] * bool(below)
-    )
+    if in_line and first.untyped_storage().nbytes() >= size:
+        return first.data.as_strided((rows, inputs), first.stride())
+    joined = torch.cat([weight.data for weight in weights])
     for weight, part in zip(
-        weights, torch.split(joined[:rows], [len(weight) for weight in weights]), strict=True
+        weights, torch.split(joined, [len(weight) for weight in weights]), strict=True
     ):
         weight.data = part
     return joined

@@ -173,9 +173,7 @@ def has_flash(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def reads_pages() -> bool:
-    """Return True if torch's flash kernel reads pages (torch 2.12), so that there is a fast one
-    without Triton too.
-    """
+    """Return True if torch's flash kernel reads pages (torch 2.12)."""
     return _takes("block_table")
 
 

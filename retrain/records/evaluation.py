@@ -63,8 +63,8 @@ def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, flo
     that spread is zero, and never above `samples`. Below MIN_FOR_WILSON problems, whose spread says
     little, it is the exact interval of a proportion: on the n answers where each problem has one,
     else on the effective size times (z/t)**2 with n - 1 degrees of freedom
-    (benchmarks/one_evaluation.py). Sources: Dean and Pagano 2015, doi 10.1093/jssam/smv024; Clopper
-    and Pearson 1934; Korn and Graubard 1998, Survey Methodology 24.
+    (benchmarks/results/one-evaluation-2026-11-24.md). Sources: Dean and Pagano 2015, doi
+    10.1093/jssam/smv024; Clopper and Pearson 1934; Korn and Graubard 1998, Survey Methodology 24.
     """
     from scipy.special import stdtrit
 

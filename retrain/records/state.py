@@ -1,6 +1,7 @@
 """The state of a run between two steps, as a value: each step and each evaluation gives another."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -113,6 +114,11 @@ class TrainerState:
                 f" retrain reads version {SCHEMA_VERSION}: resume with the version that wrote it."
             )
         if values.get("choices") is not None:
-            values["choices"] = MachineChoices(**values["choices"])
-        known = {item.name for item in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+            values["choices"] = MachineChoices(**_known(MachineChoices, values["choices"]))
+        return cls(**_known(cls, values))
+
+
+def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what another version has stored and this one does not know."""
+    names = {item.name for item in fields(kind)}
+    return {name: value for name, value in values.items() if name in names}

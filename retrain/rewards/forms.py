@@ -174,9 +174,9 @@ def _inequality(text: str) -> Form | None:
         sides, signs = sides[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
     if not set(signs) <= {"<", r"\le"}:
         return None
-    if not (ends := _ends(sides)):
+    if (span := _ends(sides)) is None:
         return None
-    low, variable, high = ends
+    low, variable, high = span
     opening = "[" if signs[0] == r"\le" and low != r"-\infty" else "("
     closing = "]" if signs[-1] == r"\le" and high != r"\infty" else ")"
     return _interval(opening + closing, low, high, variable)

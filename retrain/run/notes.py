@@ -5,7 +5,6 @@ surprise.
 from collections.abc import Sequence
 from pathlib import Path
 
-from retrain.advantages.algorithms import recipe_of
 from retrain.advantages.sepa import maximal_lambda_note
 from retrain.advantages.transforms import sure_sentence, top_share
 from retrain.backends.base import backend_kind
@@ -13,7 +12,7 @@ from retrain.config import TrainConfig, unused_keys
 from retrain.config.effects import sharding_note
 from retrain.config.moving import extremes, may_be_positive, with_values
 from retrain.config.names import bracketed, is_recipe
-from retrain.config.recipes import departures, recipe
+from retrain.config.recipes import departures, recipe, recipe_of
 from retrain.config.schema import DEFAULT_CLIPS, Lora, Loss, Model, Training
 from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.data.lab import MAX_DIFFICULTY

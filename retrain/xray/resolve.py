@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from retrain.advantages.algorithms import NotInStep, recipe_of
+from retrain.advantages.algorithms import NotInStep
 from retrain.advantages.resolve import ADVANTAGE, resolve
 from retrain.advantages.step import Segments, StepTokens
 from retrain.backends.losses import AGGREGATIONS, LOSSES
 from retrain.config.moving import scheduled, with_values
 from retrain.config.names import builtin_names, is_dotted
+from retrain.config.recipes import recipe_of
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import describe, load_plugin
 from retrain.records.run_folder import refuse_foreign_code

@@ -173,7 +173,7 @@ def test_a_served_page_comes_back_by_itself(
 
 SITE_PAGES = (
     "", "getting-started/", "configuration/", "comparing/", "papers/", "servers/", "reliability/",
-    "models/", "lab/", "errors/", "dev/cuda/", "dev/engines/", "dev/backend-keys/",
+    "models/", "lab/", "dev/cuda/", "dev/engines/",
     "replications/mismatch/", "replications/nsr/", "replications/ranks/",
 )  # fmt: skip
 SIDEWAYS = """[...document.querySelectorAll(".md-typeset__scrollwrap")]

@@ -373,7 +373,7 @@ def _choose_kernels(attention: str) -> None:
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
     """Make a CUDA device the current one of this thread: torch's operators go to their tensors'
-    device, and Triton's kernels (the product with weights in 8 bits) to the current one.
+    device, and kernels of a model's own code, which may be Triton's, to the current one.
     """
     if device.type == "cuda":
         return torch.cuda.device(device)

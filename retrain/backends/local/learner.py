@@ -545,7 +545,6 @@ class Learner:
                 micro.positions,
                 micro.attention,
                 checkpointed=self.choices.gradient_checkpointing,
-                offloaded=self.choices.offload_activations,
             )
         with ExitStack() as stack:
             # The adapter's fp32 weights take part in bf16 products: no activation is kept in fp32.
@@ -574,9 +573,7 @@ class Learner:
         families drop out (OPT, StarCoder 2).
         """
         for layer in self._checkpointed:
-            layer.forward = partial(
-                recomputed, layer.forward, offloaded=self.choices.offload_activations
-            )
+            layer.forward = partial(recomputed, layer.forward)
         try:
             with self._attention(), self._dropout(micro, step):
                 yield

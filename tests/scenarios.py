@@ -31,15 +31,6 @@ class Campaign:
     finished: npt.NDArray[np.bool_]
     """[arms, seeds]."""
 
-    @property
-    def rates(self) -> Floats:
-        """[arms, seeds] accuracy over each run's own judged answers."""
-        with np.errstate(invalid="ignore"):
-            rates: Floats = np.nanmean(
-                np.where(self.judged > 0, self.right / self.judged, np.nan), axis=2
-            )
-        return rates
-
     def family(self) -> list[PairedDifferences]:
         """Each arm against the first, as `retrain compare` sees it."""
         arms = len(self.right)
@@ -91,10 +82,6 @@ def draw(
     return Campaign(right, np.full(right.shape, samples), samples, np.ones(shape, dtype=bool))
 
 
-def textbook(rng: Random, arms: int, seeds: int) -> Campaign:
-    return draw(rng, arms, seeds)
-
-
 def asymmetric(rng: Random, arms: int, seeds: int) -> Campaign:
     """The luck of all arms has a long tail downwards."""
     return draw(rng, arms, seeds, luck=lambda shape: 0.5 - rng.exponential(0.5, shape))
@@ -108,19 +95,6 @@ def collapsing(rng: Random, arms: int, seeds: int) -> Campaign:
         seeds,
         luck=lambda shape: rng.normal(0, RUN_SD, shape) - 4.0 * (rng.random(shape) < 0.1),
     )
-
-
-def one_arm_collapsing(rng: Random, arms: int, seeds: int) -> Campaign:
-    """One run in ten of the candidates collapses, and the others are so much better that the means
-    are equal.
-    """
-
-    def luck(shape: tuple[int, int]) -> Floats:
-        shifts = rng.normal(0, RUN_SD, shape)
-        shifts[1:] += np.where(rng.random((shape[0] - 1, shape[1])) < 0.1, -4.0, 0.275)
-        return shifts
-
-    return draw(rng, arms, seeds, luck=luck)
 
 
 def unequal(rng: Random, arms: int, seeds: int) -> Campaign:
@@ -178,18 +152,3 @@ def forty_problems(rng: Random, arms: int, seeds: int) -> Campaign:
     them are asked.
     """
     return draw(rng, arms, seeds, problems=40, samples=4, effect=rng.normal(0, 1.0, 40))
-
-
-NULLS: dict[str, Callable[[Random, int, int], Campaign]] = {
-    "textbook": textbook,
-    "asymmetric luck": asymmetric,
-    "runs collapse, in all arms": collapsing,
-    "runs collapse, in the candidates, which are better otherwise": one_arm_collapsing,
-    "unequal luck": unequal,
-    "16 problems, 1 sample": discrete,
-    "a fifth of the runs missing": incomplete,
-    "a fifth of the wrong answers unjudged": unjudged,
-    "the lowest fifth of the runs failed": losing_the_worst,
-    "the same, --failed worst (before had no such flag)": counting_them_as_the_worst,
-    "40 problems with effects of their own": forty_problems,
-}

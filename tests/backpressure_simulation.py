@@ -1,25 +1,21 @@
 """The back-pressure controller on simulated machines whose law and noise are known: how soon it is
 at 0.85 p*, and whether it stays.
 
-    python benchmarks/backpressure_simulation.py
-
 Throughput is X(p) (1 + noise), with X of the universal scalability law and normal noise. The
 controller holds every size between `increase_margin` of the target and the target, so a run may
 stay below 0.85 p* where throughput is flat.
 """
 
-import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 
 from retrain.backpressure import BackpressureController, Decision, ScalingLaw, target_batch
 from retrain.config.schema import Backpressure
 
-GROUP, STEPS, SEEDS = 16, 200, 50
+GROUP, STEPS = 16, 200
 
 
 @dataclass(frozen=True)
@@ -90,40 +86,3 @@ def outcome(machine: Machine, decisions: list[Decision], settings: Backpressure)
         off=abs(sizes[-1] - target) / target,
         share=machine.throughput(sizes[-1] * GROUP) / best,
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    seeds = parser.parse_args().seeds
-    settings = Backpressure(enabled=True)
-    print(
-        f"{seeds} seeds, {STEPS} steps, groups of {GROUP}, [backpressure] defaults, median and"
-        " worst\n"
-    )
-    print(
-        "| machine | noise | settled at step | changes after the sweep | off the target |"
-        " throughput, of the best |"
-    )
-    print("|---|---|---|---|---|---|")
-    for machine in MACHINES:
-        for noise in (0.0, 0.05, 0.15):
-            found = [
-                outcome(machine, simulate(machine, noise, seed, settings), settings)
-                for seed in range(seeds)
-            ]
-            settled, changes = (
-                [getattr(one, name) for one in found] for name in ("settled", "changes")
-            )
-            off, share = ([getattr(one, name) for one in found] for name in ("off", "share"))
-            times = f"{median(settled):.0f}, {max(settled)} | {median(changes):.0f}, {max(changes)}"
-            print(
-                f"| {machine.name} | {noise:.0%} | {times} | {median(off):.0%}, {max(off):.0%} |"
-                f" {median(share):.1%}, {min(share):.1%} |"
-            )
-
-
-if __name__ == "__main__":
-    main()
