@@ -153,7 +153,7 @@ def _become(what: str, *arguments: str) -> int:
     import retrain.run.loop
     from retrain.cli.main import main
 
-    if "--probe" in arguments or "contrast" in arguments:  # a step of it is measured
+    if "--probe" in arguments:  # a step of it is measured
         os.environ |= {
             "RETRAIN_TRAINING_BATCH_SIZE": "2",
             "RETRAIN_TRAINING_GROUP_SIZE": "2",

@@ -283,19 +283,6 @@ class LocalBackend(LocalFacts):
             # the weights before this step.
             self.engine.free_pages()
 
-    def gradients(
-        self, config: "TrainConfig", rows: Sequence[Row], step: int, cells: Sequence[Sequence[int]]
-    ) -> list[Float32Array]:
-        """[D] each: the adapter's gradient of the loss of `config`, which may be another than the
-        backend's, on the rows of each cell alone (`Learner.gradients`).
-        """
-        if is_raw(self.engine.capabilities, self.config.training.temperature):
-            own = self.logprobs(rows)
-            rows = [replace(row, logprobs=one) for row, one in zip(rows, own, strict=True)]
-        learner = Learner(self._base, self._adapter, config, self._choices, self._fused)
-        with _current(self._base.device), _deterministic(self._base.device):
-            return [one.cpu().numpy() for one in learner.gradients(rows, step, cells)]
-
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         with _current(self._base.device):
             return self._learner.logprobs(rows, temperature)

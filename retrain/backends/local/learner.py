@@ -253,30 +253,6 @@ class Learner:
             joined |= part
         return joined
 
-    def gradients(
-        self, rows: Sequence[Row], step: int, cells: Sequence[Sequence[int]]
-    ) -> Iterator[Tensor]:
-        """Yield for each cell its part [D] of the gradient of the first update of `train` with one
-        minibatch. A cell lists indices of `rows`.
-
-        Rows have the weights that they have in the whole batch, so a partition into cells adds up
-        to the step's gradient. The adapter does not change.
-        """
-        check_rows(rows)
-        batch = _learner_rows(rows, [row.trained for row in rows])
-        batch = self._with_passes_before(batch, step)
-        weights = self._weights(batch, num_completions(rows))
-        for cell in cells:
-            self.optimizer.zero_gradients()
-            numbers = set(cell)
-            own = [row for row in batch if row.number in numbers]
-            if own:
-                for piece in self._training_pieces(own, step, weights, measured=False):
-                    for learned in self._learn(piece):
-                        self.optimizer.add(learned.gradients)
-            yield torch.cat([part.flatten() for part in self.optimizer.gradients()])
-        self.optimizer.zero_gradients()
-
     def _with_passes_before(self, batch: list[LearnerRow], step: int) -> list[LearnerRow]:
         """Add what the loss needs of passes before the first update: the learner's own old
         log-probs, and the base model's.
