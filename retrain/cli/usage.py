@@ -10,7 +10,7 @@ COMMANDS = {
     "eval": "held-out pass@1 and pass@k of a checkpoint or base model",
     "export": "the adapter, or a merged model, for peft and vLLM",
     "compare": "conditions across seeds: differences, intervals, verdicts",
-    "diff": "where two runs part, and the cause",
+    "diff": "the first step and field in which two runs differ",
     "verify": "take recorded steps again, and compare every byte",
     "report": "one HTML page of a run or campaign",
     "inspect": "the credit of every token of a step, in colour",

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -32,7 +31,7 @@ from retrain.model.pool import Pool
 from retrain.model.precision import other_precision
 from retrain.model.text import eos_token_ids, load_tokenizer, resolve_model
 from retrain.plugins import user_code
-from retrain.types import Float32Array, Float64Array, LogLine, MachineChoices, Row, StepResult
+from retrain.types import Float32Array, LogLine, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -308,11 +307,6 @@ class LocalBackend(LocalFacts):
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
         with _current(self._base.device):
             return self._learner.look_up(rows, truncation=truncation)
-
-    def draw_ranges(self, rows: Sequence[Row], temperature: float) -> list[Float64Array]:
-        with _current(self._base.device):
-            found = self._learner.look_up(rows, temperature=temperature, ranges=True)
-        return [ranges.astype(np.float64) for ranges in found]
 
     def tempered_scores(
         self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float

@@ -47,7 +47,7 @@ from retrain.model.calibration import tempered_scores
 from retrain.model.devices import attention_of
 from retrain.model.functions import recomputed
 from retrain.model.fused import FusedDecoder
-from retrain.model.head import TokenScores, count_kept, draw_ranges, score_tokens
+from retrain.model.head import TokenScores, count_kept, score_tokens
 from retrain.model.load import BaseModel, layers
 from retrain.model.pool import Pool, in_order
 from retrain.model.precision import computed_in
@@ -95,8 +95,6 @@ class _Question:
     """Score with the base in this dtype; None: its own."""
     truncation: Truncation | None = None
     """Count the tokens that it keeps, in place of log-probs."""
-    ranges: bool = False
-    """Return `draw_ranges` in place of log-probs."""
     tolerance: float | None = None
     """If set, return `tempered_scores` with this tolerance under `truncation`, and no log-probs."""
 
@@ -483,8 +481,6 @@ class Learner:
                 hidden = base.hidden_states(micro.token_ids, micro.positions, micro.attention)
             head = base.head
         states = micro.states(hidden)
-        if question.ranges:
-            return draw_ranges(head, states, micro.targets, temperature)
         if question.truncation is not None:
             cuts = astuple(question.truncation)
             if question.tolerance is None:
