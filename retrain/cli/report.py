@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from retrain.cli.shared import (
-    PICTURES,
     Alpha,
     Contrast,
     Control,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from retrain.report.data import ReportRequest
 
 _EXTRA = ("jinja2", "matplotlib")
+PICTURES = (".svg", ".pdf", ".png")
 
 
 Figures = Annotated[

@@ -46,7 +46,7 @@ EXAMPLES = {
     "inspect": "retrain inspect logs/lab --against gtpo_hicra",
     "audit": "retrain audit retrain.toml --examples 50",
     "power": "retrain power logs/campaign --effect 0.05",
-    "xray": "retrain xray grpo grpo_std maxrl --figure xray.svg",
+    "xray": "retrain xray grpo grpo_std maxrl",
     "man": "retrain man --topic quickstart",
     "help": "retrain help config training",
     "serve": "retrain serve vllm examples/lab.toml",

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO, StringIO
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -125,14 +124,6 @@ def to_picture(figure: Figure, name: str, form: str = "png") -> bytes:
             out, format=form, dpi=_PNG_DPI, facecolor=PAPER, metadata=_FILE_METADATA[form]
         )
     return out.getvalue()
-
-
-def write_picture(figure: Figure, path: Path) -> None:
-    """Write a figure on white; the file's ending says the format (svg, pdf, png)."""
-    metadata = None
-    if path.suffix == ".svg":
-        metadata = {"Date": None}
-    figure.savefig(path, facecolor=PAPER, metadata=metadata)
 
 
 # -- building blocks -------------------------------------------------------------------------------
