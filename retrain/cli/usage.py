@@ -42,7 +42,7 @@ EXAMPLES = {
     "compare": "retrain compare logs/campaign --baseline maxrl+none",
     "diff": "retrain diff logs/campaign/runs/grpo+none_s42 logs/campaign/runs/maxrl+none_s42",
     "verify": "retrain verify logs/lab --steps 40:50",
-    "report": "retrain report logs/lab --serve",
+    "report": "retrain report logs/lab --against gtpo_hicra",
     "inspect": "retrain inspect logs/lab --against gtpo_hicra",
     "audit": "retrain audit retrain.toml --examples 50",
     "power": "retrain power logs/campaign --effect 0.05",

@@ -69,13 +69,11 @@ _STYLE: dict[str, Any] = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "svg.fonttype": "none",
-    "pdf.fonttype": 42,  # TrueType, since journals refuse Type 3
 }
 _PNG_DPI = 200
 _FILE_METADATA: dict[str, dict[str, None]] = {
     "png": {"Software": None},
     "svg": {"Creator": None, "Date": None},
-    "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
 }
 """Format -> metadata that removes the date and the library version from the file."""
 _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
@@ -117,7 +115,7 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
 
 
 def to_picture(figure: Figure, name: str, form: str = "png") -> bytes:
-    """Return the bytes of a png, svg or pdf file on white; the same data give the same bytes."""
+    """Return the bytes of a png or svg file on white; the same data give the same bytes."""
     out = BytesIO()
     with drawing(name):
         figure.savefig(
