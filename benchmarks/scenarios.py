@@ -165,14 +165,6 @@ def losing_the_worst(rng: Random, arms: int, seeds: int) -> Campaign:
     return campaign
 
 
-def counting_them_as_the_worst(rng: Random, arms: int, seeds: int) -> Campaign:
-    """The same, with --failed worst."""
-    campaign = losing_the_worst(rng, arms, seeds)
-    campaign.right[~campaign.finished] = 0
-    campaign.finished[:] = True
-    return campaign
-
-
 def forty_problems(rng: Random, arms: int, seeds: int) -> Campaign:
     """An effect that differs from problem to problem, with a mean of 0 over all problems; 40 of
     them are asked.
@@ -190,6 +182,5 @@ NULLS: dict[str, Callable[[Random, int, int], Campaign]] = {
     "a fifth of the runs missing": incomplete,
     "a fifth of the wrong answers unjudged": unjudged,
     "the lowest fifth of the runs failed": losing_the_worst,
-    "the same, --failed worst (before had no such flag)": counting_them_as_the_worst,
     "40 problems with effects of their own": forty_problems,
 }

@@ -9,8 +9,6 @@ from retrain.cli.shared import (
     Alpha,
     Contrast,
     Control,
-    Correction,
-    Failed,
     LowerIsBetter,
     Margin,
     Trust,
@@ -45,8 +43,6 @@ def command(
     ] = None,
     control: Control = False,
     contrast: Contrast = None,
-    correction: Correction = None,
-    failed: Failed = "exclude",
     alpha: Alpha = 0.05,
     margin: Margin = None,
     lower_is_better: LowerIsBetter = False,
@@ -74,8 +70,6 @@ def command(
         alpha=alpha,
         margin=margin,
         lower_is_better=lower_is_better,
-        correction=correction,
-        failed=failed,
     )
     pairs = [pair_of(text) for text in contrast or []]
     request = ReportRequest(

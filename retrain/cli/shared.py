@@ -35,19 +35,6 @@ Control = Annotated[
     bool,
     typer.Option("--control", help="The campaign's random-reward condition is the baseline."),
 ]
-Correction = Annotated[
-    Literal["maxt", "holm"] | None,
-    typer.Option(
-        help=(
-            "Adjust p by joint sign flips of whole seeds (maxt), or by Holm; by default as the"
-            " campaign planned, else maxt."
-        )
-    ),
-]
-Failed = Annotated[
-    Literal["exclude", "worst"],
-    typer.Option(help="Leave pairs with a failed run out, or count that run as the worst result."),
-]
 Form = Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")]
 JsonOnly = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 LowerIsBetter = Annotated[
