@@ -18,7 +18,6 @@ PAGES = {
     "audit": "audit.md",
     "power": "comparing.md",
     "xray": "xray.md",
-    "contrast": "contrast.md",
     "serve": "inference-engines.md",
     "backends": "backends.md",
     "plugins": "plugins.md",

@@ -153,7 +153,7 @@ def _become(what: str, *arguments: str) -> int:
     import retrain.run.loop
     from retrain.cli.main import main
 
-    if "--probe" in arguments or "contrast" in arguments:  # a step of it is measured
+    if "--probe" in arguments:  # a step of it is measured
         os.environ |= {
             "RETRAIN_TRAINING_BATCH_SIZE": "2",
             "RETRAIN_TRAINING_GROUP_SIZE": "2",
@@ -162,10 +162,6 @@ def _become(what: str, *arguments: str) -> int:
     os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
     retrain.run.loop.train = _train  # type: ignore[assignment]
     retrain.campaign.run_campaign = _run_campaign  # type: ignore[assignment]
-    if "--serve" in arguments:
-        from retrain.report.serve import ReportServer
-
-        ReportServer.serve_forever = lambda *_: None  # type: ignore[method-assign]
     if what == "retrain":
         return main(arguments)
     runpy.run_path(arguments[0])

@@ -10,7 +10,7 @@ from tests.unwaited import wait_for_no_disk
 
 _FOR_COMMANDS = [
     "retrain.cli.main", "retrain.cli.parameters", "retrain.explain", "retrain.model.memory",
-    "retrain.report.paper", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
+    "retrain.report.page", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
     "peft.utils.transformers_weight_conversion",
 ]  # fmt: skip
 

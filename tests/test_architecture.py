@@ -55,7 +55,7 @@ LAYERS: tuple[set[str], ...] = (
     },
     {"tracking"},
     {"analysis", "run"},
-    {"audit", "campaign", "contrast", "explain", "inspect", "report", "squeeze", "xray"},
+    {"audit", "campaign", "explain", "inspect", "report", "squeeze", "xray"},
     {"cli"},
     {"__main__"},
 )

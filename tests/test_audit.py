@@ -94,8 +94,9 @@ def test_a_reward_that_judges_nothing_ends_with_exit_code_1(
         f'custom_module = "{reward["custom_module"]}"\nworkers = 1\n'
     )
     assert main(["audit", str(file)]) == 1
-    assert "could judge none of the completions (lax.score failed with ValueError: no such column)" in (
-        capsys.readouterr().err
+    assert (
+        "could judge none of the completions (lax.score failed with ValueError: no such column)"
+        in (capsys.readouterr().err)
     )
 
 

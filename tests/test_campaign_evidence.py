@@ -361,7 +361,6 @@ def test_compare_takes_the_evidence_of_the_looks_and_says_as_planned(
         ({"baseline": "maxrl+none"}, "baseline (maxrl+none, planned grpo+none)"),
         ({"metric": "correct_rate"}, "metric (correct_rate, planned pass@1)"),
         ({"test": TestSettings(alpha=0.01)}, "alpha (0.01, planned 0.05)"),
-        ({"test": TestSettings(correction="holm")}, "correction (holm, planned evidence)"),
         ({"test": TestSettings(margin=0.1)}, "margin (0.1, none planned)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""compare --at: runs where they had used up an equal number of tokens or updates."""
+"""compare --at: runs where they had used up an equal number of tokens."""
 
 import json
 from pathlib import Path
@@ -120,9 +120,10 @@ def test_an_evaluation_after_the_last_record_is_named(
 def test_an_evaluation_at_the_budget_is_taken_as_it_is(
     arms: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """8 updates a step, so 16 are two steps of both arms."""
+    """400 tokens are four steps of the baseline, and two of the candidate."""
     extra = sum(seed % 3 for seed in range(1, 9)) / 8
-    assert means(compared(capsys, *arms, "--at", "updates=16")) == pytest.approx([40, 48 + extra])
+    found = compared(capsys, *arms, "--at", "tokens=400")
+    assert means(found) == pytest.approx([50 + extra, 48 + extra])
 
 
 def test_a_training_metric_ends_at_the_last_step_within_the_budget(
@@ -147,29 +148,12 @@ def test_the_table_says_that_a_cost_is_of_the_whole_run(
     assert "tokens per run" in capsys.readouterr().out
 
 
-def test_one_update_is_one() -> None:
-    assert str(Budget("updates", 1)) == "1 update"
-
-
-@pytest.mark.parametrize(
-    ("change", "updates"),
-    [({"nonfinite_updates": 1}, 7), ({"num_datums": 3}, 6), ({"nonfinite_updates": 99}, 0)],
-)
-def test_updates_are_those_that_were_made(
-    change: dict[str, int], updates: int, tmp_path: Path
-) -> None:
-    """2 passes over 4 minibatches are 8; fewer completions fill fewer, and some were skipped."""
-    run = run_of(tmp_path / "run", 1, "grpo", 100, (30, 40, 50), **change)
-    spent = RunAtBudget(run, None, Budget("updates", 1)).costs
-    assert spent.tolist() == [updates * step for step in range(STEPS + 1)]
-
-
 @pytest.mark.parametrize(("size", "right"), [(250, 40), (350, 50), (200, 40)])
 def test_the_counts_are_those_of_the_nearer_evaluation(
     size: int, right: int, tmp_path: Path
 ) -> None:
     run = run_of(tmp_path / "run", 1, "grpo", 100, (30, 40, 50))
-    answers = RunAtBudget(run, None, Budget("tokens", size)).answers
+    answers = RunAtBudget(run, None, Budget(size)).answers
     assert answers is not None and answers.right.sum() == right
 
 
@@ -182,16 +166,15 @@ def test_evaluations_of_other_problems_have_no_line_between_them(tmp_path: Path)
             record["example_id"] += "-other"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     with pytest.raises(ConfigurationError, match="other problems"):
-        _ = RunAtBudget(run, None, Budget("tokens", 300)).answers
+        _ = RunAtBudget(run, None, Budget(300)).answers
 
 
 @pytest.mark.parametrize(
     ("change", "at", "sentence"),
     [
         ({}, "tokens=500", "short of --at tokens=500; name a smaller budget."),
-        ({"nonfinite_updates": 99}, "updates=8", "of --at updates=8; leave --at or this run out."),
         ({"tokens_per_s": None}, "tokens=100", "step 0, does not tell its tokens"),
-        ({"num_datums": None}, "updates=8", "step 0, does not tell its updates"),
+        ({}, "updates=8", "--at updates=8 left in 0.10; give tokens=N"),
     ],
 )
 def test_a_run_that_does_not_reach_the_budget_is_refused(
@@ -235,9 +218,7 @@ def test_a_budget_below_the_first_step_is_named(
     "text", ["tokens", "steps=3", "tokens=0", "tokens=-1", "tokens=x", "tokens=1e999"]
 )
 def test_what_is_no_budget_is_refused(text: str) -> None:
-    with pytest.raises(
-        ConfigurationError, match="is no budget; give tokens=N or updates=N with N from 1"
-    ):
+    with pytest.raises(ConfigurationError, match="is no budget; give tokens=N with N from 1"):
         Budget.parse(text)
 
 

@@ -158,7 +158,6 @@ def test_the_interval_covers_the_true_difference() -> None:
         (scenarios.discrete, 6),
         (scenarios.unequal, 6),
         (scenarios.forty_problems, 10),
-        (scenarios.counting_them_as_the_worst, 8),
     ],
 )
 def test_what_goes_wrong_outside_the_textbook_makes_no_more_verdicts_than_alpha_says(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from retrain.analysis import pairs, power, statistics
-from retrain.analysis.statistics import TwoWay, covaried_square, max_t
+from retrain.analysis.statistics import TwoWay, max_t
 
 TENTHS = st.lists(st.integers(-9, 9).map(lambda k: k / 10), min_size=1, max_size=9)
 
@@ -186,11 +186,6 @@ def test_the_probability_of_improvement_is_the_fraction_of_pairs_won() -> None:
     assert pairs.probability_of_improvement(worse, worse) == 0.5
 
 
-def test_the_performance_profile_falls_from_one_to_zero() -> None:
-    scores = np.array([[0.2, 0.4], [0.6, 0.8]])
-    assert pairs.performance_profile(scores, [0.0, 0.4, 0.9]).tolist() == [1.0, 0.5, 0.0]
-
-
 def test_the_interval_of_an_iqm_difference_is_narrower_for_paired_arms() -> None:
     rng = np.random.default_rng(0)
     shared = rng.normal(0.5, 0.1, (10, 4))
@@ -250,23 +245,6 @@ def test_the_two_way_parts_are_the_evaluations_noise_and_the_runs_luck() -> None
     )
     assert np.mean([table.luck_variance for table in found if table]) == pytest.approx(
         0.0025, rel=0.15
-    )
-
-
-def test_a_covariate_that_explains_the_effect_narrows_the_interval() -> None:
-    rng = np.random.default_rng(0)
-    difficulty = rng.random(60)
-    table = table_of(rng, 8, 60, 0.02, 0.0, 0.2) + difficulty - difficulty.mean()
-    whole = TwoWay.of(table)
-    explained, useless = (
-        covaried_square(table, difficulty),
-        covaried_square(table, np.full(60, 0.5)),
-    )
-    assert (
-        whole
-        and explained is not None
-        and explained < 0.1 * whole.problem_square
-        and useless is None
     )
 
 

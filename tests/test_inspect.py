@@ -18,9 +18,8 @@ from runs import small
 
 from retrain.analysis.runs import StoredRun
 from retrain.cli.main import main
-from retrain.config import replaced
 from retrain.inspect import Quantity
-from retrain.inspect.credit import StepCredit, agreement, read_step, recorded_groups
+from retrain.inspect.credit import StepCredit, agreement, read_step
 from retrain.inspect.shading import LEVELS, levels
 from retrain.inspect.terminal import show, token_lines
 from retrain.records.run_folder import RunFolder
@@ -103,13 +102,6 @@ def test_an_advantage_that_keeps_something_begins_anew_and_says_so(
     monkeypatch.setattr(sys, "path", list(sys.path))
     said = [read_step(run, step, ["kept_advantage.Last+none"], trust=True).notes for step in (0, 1)]
     assert not said[0] and "it is computed as if step 1 were its first" in said[1][0]
-
-
-def test_rewards_that_were_normalised_do_not_say_who_was_right(run: StoredRun) -> None:
-    other = StoredRun(run.path)
-    changes = {"reward.combine": "normalise_then_sum", "algorithm.advantage_mode": "grpo"}
-    vars(other)["config"] = replaced(run.config, changes)
-    assert recorded_groups(run, 1) and recorded_groups(other, 1) is None
 
 
 def test_both_planning_detectors_are_shown_side_by_side(

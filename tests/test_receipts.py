@@ -1,35 +1,28 @@
-"""`retrain verify` and `retrain diff`: equal runs are equal, and what was changed is found and named."""
+"""`retrain verify` and `retrain diff`: equal runs are equal, and what was changed is found."""
 
 import json
-import re
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from runs import lines, small, small_run
 from safetensors.numpy import load_file, save_file
 from torch.nn import Identity
 
 from retrain import train
-from retrain.analysis.parting import ROUNDING, causes, parting
+from retrain.analysis.parting import FolderComparison, Parting, compared
 from retrain.analysis.runs import StoredRun
-from retrain.backends.local.backend import LocalBackend
 from retrain.cli.main import main
 from retrain.config.load import load_stored
-from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.model.attention import AttentionError
-from retrain.noise import Stream, uniform
 from retrain.records.checkpoint import commit_folder
 from retrain.records.run_folder import RunFolder
 from retrain.run.gate import GateResult
 from retrain.run.replay import _gate_mismatch, _saved, replayed
-from retrain.types import Row
 from tests.marks import first_of
 
 EVERY_STEP = {
@@ -50,9 +43,12 @@ def copy(base: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(base, tmp_path / "copy"))
 
 
-def reasons(one: Path, other: Path) -> list[str]:
-    ours, theirs = StoredRun(one), StoredRun(other)
-    return list(causes(ours, theirs, parting(ours, theirs, range(10))))
+def of(one: Path, other: Path, steps: range = range(10)) -> FolderComparison:
+    return compared(StoredRun(one), StoredRun(other), steps)
+
+
+def part(step: int, record: str, *fields: str) -> Parting:
+    return Parting(step, record, fields)
 
 
 def change_tokens(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -107,7 +103,7 @@ def test_a_run_is_verified_from_its_checkpoint_and_left_as_it_was(
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     assert main(["verify", str(copy)]) == 0
     said = capsys.readouterr().out
-    assert "steps 2 to 3" in said and "differently, without effect: torch (1.0, " in said
+    assert "steps 2 to 3" in said and "Other, without effect: torch (1.0, " in said
     assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
 
 
@@ -158,12 +154,12 @@ def test_a_changed_number_a_changed_token_and_a_changed_adapter_are_found(
 
     commit_folder(checkpoint, flipped, step=4, config_hash=state["config_hash"])
     assert main(["verify", str(copy), "--steps", "2:4"]) == 1
-    assert "the adapter after 4 steps is another" in capsys.readouterr().out
+    assert "They part at step 4, in the adapter." in capsys.readouterr().out
     change_row(copy / "metrics.jsonl", 3, loss=9.0)
     assert main(["verify", str(copy), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["parting"]["step"] == 3 and found["parting"]["fields"] == ["loss"]
-    assert found["draw"] is None, "no token differs"
+    assert found["parting"] == {"step": 3, "record": "metrics.jsonl", "fields": ["loss"]}
+    assert found["steps"] == [2, 4] and not found["equal"]
 
 
 def test_the_evaluation_at_the_checkpoint_is_made_again(
@@ -182,7 +178,7 @@ def test_the_evaluation_at_the_checkpoint_is_made_again(
 
     reseal(copy, rows)
     assert main(["verify", str(copy)]) == 1
-    assert "at step 2, in the held-out" in capsys.readouterr().out
+    assert "at step 2, in evaluation.jsonl: " in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -203,7 +199,7 @@ def test_the_evaluation_of_an_earlier_max_steps_is_made_again(
     rows[0]["correct"] = 1 - rows[0]["correct"]
     reseal(run, rows)
     assert main(["verify", str(run)]) == 1
-    assert "at step 2, in the held-out" in capsys.readouterr().out
+    assert "at step 2, in evaluation.jsonl: " in capsys.readouterr().out
 
 
 def test_changed_tokens_and_changed_answers_are_found_though_the_records_are_equal(
@@ -213,63 +209,13 @@ def test_changed_tokens_and_changed_answers_are_found_though_the_records_are_equ
     whole = tokens.read_bytes()
     change_tokens(tokens, lambda arrays: arrays["token_ids"].__iadd__(1))
     assert main(["verify", str(copy)]) == 1
-    assert f"{tokens} holds other" in capsys.readouterr().out
+    assert "part at step 3, in the stored tokens." in capsys.readouterr().out
     tokens.write_bytes(whole)
     (copy / "environment.json").unlink()  # what it holds is not compared
     change_row(copy / "emergence" / "generations.jsonl", 3, completion="other")
     assert main(["verify", str(copy), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert not found["equal"] and found["other_file"].endswith("generations.jsonl, at step 3,")
-
-
-def test_the_draw_of_the_first_other_token_is_shown(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Between its uniform and the edge towards the recorded token lies what rounding must do."""
-
-    def change(arrays: dict[str, Any]) -> None:
-        arrays["token_ids"][5] += 1
-
-    change_tokens(copy / "tokens" / "step_3.safetensors", change)
-    change_row(copy / "metrics.jsonl", 3, loss=9.0)
-    assert main(["verify", str(copy)]) == 1
-    said = capsys.readouterr().out
-    found = re.search(r"Its draw here: u = (0\.\d{8}), .* is (0\.\d{8}), (\S+) away\.", said)
-    assert "token 5: " in said and found
-    assert float(found[1]) < float(found[2])
-
-
-@pytest.mark.slow
-def test_a_token_that_the_replay_has_not_has_no_draw_here(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As where a completion is of another number, after a file was damaged."""
-
-    def change(arrays: dict[str, Any]) -> None:
-        arrays["sample"][0] = -1
-
-    change_tokens(copy / "tokens" / "step_3.safetensors", change)
-    change_row(copy / "metrics.jsonl", 3, loss=9.0)
-    assert main(["verify", str(copy), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["parting"]["token"]["ids"][1] is None and found["draw"] is None
-
-
-def test_every_token_lies_in_the_range_of_its_uniform() -> None:
-    with closing(LocalBackend(small(Path("nowhere")))) as backend:
-        key = NoiseKey(3, Stream.SAMPLING, 2, 1)
-        prompt = np.arange(40, dtype=np.int32)
-        request = SampleRequest(
-            prompt_ids=prompt, count=2, max_tokens=24, temperature=0.7, noise=key
-        )
-        for one in backend.engine.sample([request]):
-            length = len(one.token_ids)
-            ids, nothing = np.append(prompt, one.token_ids), np.zeros(length, np.float32)
-            row = Row(ids, ((len(prompt), len(ids)),), nothing, nothing, group=0)
-            (ranges,) = backend.draw_ranges([row], 0.7)
-            drawn = uniform(3, Stream.SAMPLING, 2, 1, one.sample, np.arange(length))
-            assert (ranges[:, 0] - 1e-5 < drawn).all() and (drawn < ranges[:, 1] + 1e-5).all()
-            assert np.exp(one.logprobs) == pytest.approx(ranges[:, 1] - ranges[:, 0], abs=1e-5)
+    assert not found["equal"] and found["parting"]["record"] == "generations.jsonl"
 
 
 @pytest.mark.slow
@@ -283,17 +229,16 @@ def test_a_changed_last_adapter_is_found(copy: Path, capsys: pytest.CaptureFixtu
     last = copy / "checkpoints" / "final" / "adapter_model.safetensors"
     last.write_bytes(last.read_bytes() + b"x")
     assert main(["verify", str(copy)]) == 1
-    assert f"{last} holds other" in capsys.readouterr().out
+    assert "They part at step 4, in the adapter." in capsys.readouterr().out
 
 
 def test_what_is_no_longer_there_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (copy / "tokens" / "step_3.safetensors").unlink()
     (copy / "emergence" / "generations.jsonl").unlink()
-    shutil.rmtree(copy / "checkpoints" / "step_000004")
     assert main(["verify", str(copy)]) == 0
-    absent = ["the answers of step 2", "the answers of step 3", "the tokens of step 3"]
-    said = ", ".join([*absent, "the adapter after 4 steps"])
-    assert f"Not there, and so not compared: {said}." in capsys.readouterr().out
+    answers = "generations.jsonl at step 2, generations.jsonl at step 3"
+    said = f"{answers}, the stored tokens at step 3."
+    assert f"Not there, and so not compared: {said}" in capsys.readouterr().out
 
 
 def test_a_run_of_one_step_is_not_said_to_have_steps(
@@ -304,12 +249,10 @@ def test_a_run_of_one_step_is_not_said_to_have_steps(
     run = small_run(config, quiet=True).folder
     assert main(["export", str(run)]) == 0
     assert "for 1 step." in (tmp_path / "run-adapter" / "README.md").read_text()
-    shutil.rmtree(run / "checkpoints" / "step_000001")
     capsys.readouterr()
     assert main(["verify", str(run)]) == 0
     said = capsys.readouterr().out
     assert f"Verified: step 0 of {run} is the same, byte for byte." in said
-    assert "the adapter after 1 step." in said
     (run / "metrics.jsonl").unlink()
     assert "with the 1 step that summary.json counts" in StoredRun(run).lost_steps
 
@@ -394,7 +337,7 @@ def test_the_evaluation_after_the_last_step_is_compared(
     last = lines(copy / "evaluation.jsonl")[-1]
     change_row(copy / "evaluation.jsonl", 4, correct=1 - last["correct"])
     assert last["step"] == 4 and main(["verify", str(copy)]) == 1
-    assert "part at step 4, in the held-out" in capsys.readouterr().out
+    assert "part at step 4, in evaluation.jsonl: " in capsys.readouterr().out
 
 
 def test_a_checkpoint_where_the_run_was_stopped_is_compared(
@@ -405,7 +348,7 @@ def test_a_checkpoint_where_the_run_was_stopped_is_compared(
     checkpoint = copy / "checkpoints" / "step_000002" / "adapter_model.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes() + b"x")
     assert main(["verify", str(copy), "--steps", "0:2"]) == 1
-    assert "the adapter after 2 steps is another" in capsys.readouterr().out
+    assert "They part at step 2, in the adapter." in capsys.readouterr().out
 
 
 def test_keys_that_a_resume_changed_are_named_before_it(base: Path, copy: Path) -> None:
@@ -415,8 +358,8 @@ def test_keys_that_a_resume_changed_are_named_before_it(base: Path, copy: Path) 
     (copy / "environment.json").write_text(json.dumps(environment))
     for step in (3, 1):
         change_row(copy / "metrics.jsonl", step, loss=1.0)
-        named = [reason for reason in reasons(base, copy) if "training.lr_horizon (0, 8)" in reason]
-        assert len(named) == (step == 1)
+        recorded = of(base, copy).recorded
+        assert any("training.lr_horizon (0, 8)" in each for each in recorded) == (step == 1)
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -430,13 +373,13 @@ def test_a_resume_in_another_environment_is_a_cause_from_its_step_on(
     del environment["instructions"]  # as an older version
     (copy / "environment.json").write_text(json.dumps(environment))
     change_row(copy / "metrics.jsonl", step, loss=1.0)
-    named = reasons(base, copy)
-    assert any("torch (" in reason for reason in named) == (step == 3)
-    assert not any("instructions" in reason for reason in named)
-    assert any("Python (" in reason for reason in named)
+    named = of(base, copy).recorded
+    assert any("torch (" in each for each in named) == (step == 3)
+    assert not any("instructions" in each for each in named)
+    assert any("Python (" in each for each in named)
     # verify begins at step 2, and the replay's one environment is compared with the last session's.
-    found = list(causes(StoredRun(copy), StoredRun(base), None, start=2))
-    assert len(found) == 1 and found[0].startswith("torch (1.0, ")
+    (only,) = of(copy, base, range(2, 3)).recorded
+    assert only.startswith("torch (1.0, ")
 
 
 @pytest.mark.parametrize(
@@ -457,7 +400,7 @@ def test_sessions_of_another_shape_do_no_harm(base: Path, copy: Path, resumed: A
     assert _gate_mismatch(RunFolder(copy)) == _gate_mismatch(RunFolder(base))
     assert _saved(RunFolder(copy)) - _saved(RunFolder(base)) <= {1, 9}
     change_row(copy / "metrics.jsonl", 3, loss=1.0)
-    assert reasons(base, copy)
+    assert of(base, copy).parting == part(3, "metrics.jsonl", "loss")
 
 
 @pytest.mark.parametrize("change", [{"example_id": []}, {"step": "x"}, {"correct": None}])
@@ -497,61 +440,16 @@ def test_another_key_is_named_with_the_first_step_that_it_changes(
     base: Path, tmp_path: Path, sections: dict[str, Any], cause: str, step: int
 ) -> None:
     other = small_run(small(tmp_path / "run", **EVERY_STEP, **sections), quiet=True).folder
-    ours, theirs = StoredRun(base), StoredRun(other)
-    found = parting(ours, theirs, range(10))
-    assert found is not None and found.step == step
-    assert cause in next(causes(ours, theirs, found))
+    found = of(base, other)
+    assert found.parting and (found.parting.step, found.parting.record) == (step, "metrics.jsonl")
+    assert cause in found.recorded[0]
 
 
-def test_the_first_other_token_is_placed(base: Path, copy: Path) -> None:
-    def change(arrays: dict[str, Any]) -> None:
-        arrays["token_ids"][arrays["offsets"][5] + 7] += 1
-
-    change_tokens(copy / "tokens" / "step_1.safetensors", change)
-    change_row(copy / "metrics.jsonl", 1, loss=1.0)
-    found = parting(StoredRun(base), StoredRun(copy), range(10))
-    assert found is not None and found.token is not None and found.stage == "tokens"
-    assert (found.step, found.token.slot, found.token.sample, found.token.position) == (1, 1, 1, 7)
-
-
-def test_runs_with_groups_of_another_size_part_where_one_drew_more(
-    base: Path, tmp_path: Path
-) -> None:
-    few, many = (
-        small_run(
-            small(
-                tmp_path / str(size),
-                **EVERY_STEP,
-                training={"batch_size": 1, "group_size": size, "max_steps": 1},
-            ),
-            quiet=True,
-        ).folder
-        for size in (2, 4)
+def test_other_tokens_with_equal_records_are_found(base: Path, copy: Path) -> None:
+    change_tokens(
+        copy / "tokens" / "step_1.safetensors", lambda arrays: arrays["rewards"].__iadd__(1)
     )
-    found = parting(StoredRun(few), StoredRun(many), range(1))
-    assert found is not None and found.token is not None and found.stage == "tokens"
-    assert (found.token.slot, found.token.sample, found.token.position) == (0, 2, 0)
-    assert found.token.ids[0] is None
-    found = parting(StoredRun(base), StoredRun(many), range(1))
-    assert found is not None and found.stage == "prompts"
-
-
-@pytest.mark.parametrize(
-    ("change", "cause"),
-    [
-        (lambda arrays: arrays["rewards"].__setitem__(0, 0.5), "a reward verdict"),
-        (lambda arrays: arrays["logprobs"].__iadd__(ROUNDING / 100), "rounding"),
-        (lambda arrays: arrays["logprobs"].__iadd__(0.1), "other weights"),
-        (lambda _: None, "rounding, or the last bits of a weight: tokens with equal log-probs"),
-        (lambda arrays: arrays["prompt_token_ids"].__iadd__(1), "the choice of prompts"),
-    ],
-)
-def test_the_stage_of_the_parting_names_the_cause(
-    base: Path, copy: Path, change: Callable[[dict[str, Any]], None], cause: str
-) -> None:
-    change_tokens(copy / "tokens" / "step_2.safetensors", change)
-    change_row(copy / "metrics.jsonl", 2, loss=1.0)
-    assert cause in reasons(base, copy)[0]
+    assert of(base, copy).parting == part(1, "the stored tokens")
 
 
 def test_a_run_that_ended_earlier_is_named(
@@ -564,7 +462,6 @@ def test_a_run_that_ended_earlier_is_named(
     assert main(["diff", str(base), str(copy)]) == 1
     found = capsys.readouterr().out
     assert f"equal until {copy} ends; it has no step 3" in found
-    assert "tokens_every" not in found
 
 
 @pytest.mark.parametrize("lost", [[], ["summary.json"]])
@@ -600,7 +497,7 @@ def test_an_evaluation_of_one_run_alone_is_named(
     kept = [row for row in lines(copy / "evaluation.jsonl") if row["step"] < 4]
     (copy / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
     assert main(["diff", str(base), str(copy)]) == 0
-    assert f"Only {base} was evaluated at step 4." in capsys.readouterr().out
+    assert f"Only {base} has evaluation.jsonl at step 4." in capsys.readouterr().out
 
 
 def test_every_record_of_a_repeated_id_is_compared(base: Path, copy: Path, tmp_path: Path) -> None:
@@ -609,8 +506,7 @@ def test_every_record_of_a_repeated_id_is_compared(base: Path, copy: Path, tmp_p
     changed = [rows[0] | {"correct": 1 - rows[0]["correct"]}, *rows[1:]]
     for run, own in ((other, rows), (copy, changed)):
         (run / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-    found = parting(StoredRun(other), StoredRun(copy), range(10))
-    assert found is not None and (found.stage, found.fields) == ("held-out", ("one",))
+    assert of(other, copy).parting == part(2, "evaluation.jsonl", "one")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evaluation.jsonl"])
@@ -631,8 +527,8 @@ def test_a_version_instructions_and_a_plugins_source_are_named(base: Path, copy:
     environment["code"]["plugins"] = {"mine.advantage": "abc"}
     path.write_text(json.dumps(environment))
     change_row(copy / "metrics.jsonl", 0, loss=1.0)
-    assert any(reason.startswith("numpy (") for reason in reasons(base, copy))
-    found = reasons(base, copy)
+    found = of(base, copy).recorded
+    assert any(each.startswith("numpy (") for each in found)
     assert "the plugin mine.advantage" in found
     assert f"instructions of the processor ({own}, NONE)" in found
 
@@ -643,6 +539,4 @@ def test_other_held_out_answers_come_before_the_step_that_they_precede(
     rows = lines(copy / "evaluation.jsonl")
     rows[0]["correct"] = 1 - rows[0]["correct"]
     (copy / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = parting(StoredRun(base), StoredRun(copy), range(10))
-    assert found is not None and (found.step, found.stage) == (2, "held-out")
-    assert found.fields == (rows[0]["example_id"],)
+    assert of(base, copy).parting == part(2, "evaluation.jsonl", rows[0]["example_id"])

@@ -2,17 +2,10 @@
 model wrote is only text.
 """
 
-import csv
 import json
 import re
 import shutil
-import socket
 import sys
-import threading
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
 from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,9 +17,7 @@ from campaigns import write_campaign, write_manifest, write_run
 from runs import small
 from showcase import HOSTILE, write_showcase
 
-from retrain.analysis.compare import compare_campaign
-from retrain.analysis.runs import StoredRun, find_runs
-from retrain.analysis.verdict import TestSettings
+from retrain.analysis.runs import find_runs
 from retrain.cli.main import main
 from retrain.install import install_hint
 from retrain.records.terminal import visible
@@ -40,8 +31,6 @@ from retrain.report.data import (
 )
 from retrain.report.figures import _differences, draw_figures
 from retrain.report.page import _campaign_tiles, build_page, render
-from retrain.report.paper import _compared_rows, methods
-from retrain.report.serve import ReportServer, version_of
 from tests.runs import small_run
 
 Captured = pytest.CaptureFixture[str]
@@ -212,8 +201,7 @@ def test_the_figure_and_the_table_hold_every_contrast_of_a_condition(campaign: P
     pairs = [("maxrl+gtpo_sepa", "maxrl+gtpo"), ("maxrl+gtpo_sepa", "maxrl+gtpo_hicra")]
     data = read_report_data(ReportRequest(campaign, pairs=pairs))
     assert data.comparison is not None
-    rows = [(row[0], row[5]) for row in _compared_rows(data.comparison) if row[5]]
-    assert rows == pairs
+    assert [(one.condition, one.baseline) for one in data.comparison.contrasts] == pairs
     drawn = _differences(data)
     assert drawn is not None and drawn.title == "Differences, paired by seed"
     labels = [text.get_text() for axes in drawn.figure.axes for text in axes.texts]
@@ -444,20 +432,19 @@ def test_the_command_writes_page_and_pictures(
     campaign: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     page = tmp_path / "new" / "page.html"
-    assert (
-        main(["report", str(campaign), "--output", str(page), "--baseline", "maxrl+gtpo_sepa"]) == 0
-    )
+    command = ["report", str(campaign), "--output", str(page), "--baseline", "maxrl+gtpo_sepa"]
+    assert main(command) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"Report: {page}" and "Verdicts against maxrl+gtpo_sepa" in page.read_text()
-    pictures = sorted(page.parent.glob("page-*.png"))
-    assert len(pictures) == 10 and len(said) == 11
-    assert all(
-        picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
-        for picture in pictures
-    )
-    assert sorted(path.name for path in page.parent.iterdir()) == sorted(
-        ["page.html", *(picture.name for picture in pictures)]
-    )
+    written = {path.name: path.read_bytes() for path in page.parent.iterdir()}
+    pictures = {name for name in written if name != "page.html"}
+    assert len(pictures) == 20 and len(said) == 21
+    for form, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        drawn = [written[name] for name in pictures if name.endswith(form)]
+        assert len(drawn) == 10
+        assert all(each.startswith(start) and len(each) > 5000 for each in drawn)
+    assert main(command) == 0
+    assert all((page.parent / name).read_bytes() == written[name] for name in pictures)
 
 
 def test_the_steps_of_a_run_that_is_skipped_are_not_waited_for() -> None:
@@ -467,44 +454,6 @@ def test_the_steps_of_a_run_that_is_skipped_are_not_waited_for() -> None:
     ]
     data = SimpleNamespace(kind="campaign", statuses=statuses, arms=[], seeds=2)
     assert dict(_campaign_tiles(data))["steps"] == "4"  # type: ignore[arg-type]
-
-
-def test_methods_name_what_moved_and_what_differs(tmp_path: Path) -> None:
-    moved = {"training.temperature": [[0, 1.0], [9, 0.6]]}
-    one = write_run(tmp_path / "one", 1, schedule=moved)
-    other = write_run(tmp_path / "other", 1, schedule=moved, training={"lr": 0.5})
-    arms = curves_by_condition([("one", StoredRun(one)), ("other", StoredRun(other))])
-    said = methods(SimpleNamespace(arms=arms, comparison=None))  # type: ignore[arg-type]
-    assert "learning rate 0.001, training.temperature 1 at step 0, 0.6 at step 9)" in said
-    assert "The conditions differ in training.lr; what is named here is one's." in said
-
-
-@pytest.mark.slow
-def test_a_paper_gets_its_figures_its_table_and_a_sentence(
-    campaign: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    paper, page = tmp_path / "paper", str(tmp_path / "page.html")
-    command = ["report", str(campaign), "--output", page, "--figures", str(paper)]
-    assert main([*command, "--format", "svg,pdf"]) == 0
-    names = {path.stem for path in Path(tmp_path).glob("page-*.png")}
-    for form, start in (("svg", b"<?xml"), ("pdf", b"%PDF")):
-        files = {path.stem: path for path in paper.glob(f"*.{form}")}
-        assert {f"page-{name}" for name in files} == names
-        assert all(path.read_bytes().startswith(start) for path in files.values())
-    rows = list(csv.DictReader((paper / "table.csv").open()))
-    comparison = compare_campaign(campaign, TestSettings())
-    assert [row["condition"] for row in rows] == [arm.label for arm in comparison.arms]
-    found = comparison.contrasts[0].conclusion
-    assert found.interval is not None
-    assert [float(rows[1][name]) for name in ("difference", "low", "high")] == [
-        found.mean, *found.interval
-    ]  # fmt: skip
-    assert "| verdict" in (paper / "table.md").read_text()
-    sentence = (paper / "methods.md").read_text().splitlines()[0]
-    assert "paired by seed" in sentence and "LoRA adapters of rank" in sentence
-    again = tmp_path / "again"
-    assert main([*command[:-1], str(again), "--format", "svg,pdf"]) == 0
-    assert all((again / path.name).read_bytes() == path.read_bytes() for path in paper.iterdir())
 
 
 def test_every_axis_has_its_name_and_a_bar_is_a_95_percent_interval(
@@ -522,9 +471,7 @@ def test_every_axis_has_its_name_and_a_bar_is_a_95_percent_interval(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--output", "x.svg"], "--figures FOLDER --format svg"),
-        (["--figures", "x", "--format", "eps"], "'eps' is no format of a figure"),
-        (["--figures", "x", "--serve"], "give one of them"),
+        (["--output", "x.svg"], "name it .html, and its figures are written beside it"),
         (["--contrast", "nobody"], "is not two conditions as A:B"),
         (["--contrast", "a:b"], "--contrast names a"),
         (["--control", "--baseline", "a"], "both name the baseline"),
@@ -532,7 +479,6 @@ def test_every_axis_has_its_name_and_a_bar_is_a_95_percent_interval(
         (["--metric", "luck"], "--metric luck is no metric"),
         (["--alpha", "2"], "--alpha 2 is not between 0 and 1"),
         (["--against", "gtpo"], "--tokens-every 1"),
-        (["--serve", "--output", "x.html"], "give one of them"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -565,71 +511,3 @@ def test_without_the_extra_one_sentence_names_it(
     assert main(["report", str(campaign)]) == 3
     error = capsys.readouterr().err
     assert install_hint("report") in error and error.count("\n") == 1
-
-
-# -- served ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def server(campaign: Path, tmp_path: Path) -> Iterator[ReportServer]:
-    copied = Path(shutil.copytree(campaign, tmp_path / "campaign"))
-    with ReportServer(ReportRequest(copied), 0, 0.5) as server:
-        server.rest = 0.0
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-def fetch(server: ReportServer, path: str, **headers: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(
-            urllib.request.Request(f"{server.url}{path}", headers=headers), timeout=30
-        ) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-@pytest.mark.slow
-def test_the_server_follows_the_files(server: ReportServer) -> None:
-    folder = server.request.folder
-    status, first = fetch(server, "")
-    assert (
-        status == 200 and "connect-src &#39;self&#39;" in first and 'data-refresh="500.0"' in first
-    )
-    before = fetch(server, "version")
-    assert fetch(server, "version") == before and before[1] == version_of(folder)
-    with (folder / "runs" / "maxrl+gtpo_s1" / "metrics.jsonl").open("a") as file:
-        file.write(
-            json.dumps({"step": 24, "condition": "maxrl+gtpo", "correct_rate": 0.125}) + "\n"
-        )
-    assert fetch(server, "version") != before
-    assert "25/24" in fetch(server, "")[1] and "25/24" not in first
-
-
-@pytest.mark.slow
-def test_the_server_rests_between_two_pages(server: ReportServer) -> None:
-    first = fetch(server, "")[1]
-    server.rest = 1000.0
-    config = server.request.folder / "runs" / "maxrl+gtpo_s1" / "config.toml"
-    config.write_text(config.read_text() + "\n")
-    second, version = fetch(server, "")[1], fetch(server, "version")[1]
-    assert second != first
-    config.write_text(config.read_text() + "\n")
-    assert fetch(server, "version")[1] == version and fetch(server, "")[1] == second
-
-
-def test_the_server_answers_this_machine_only(server: ReportServer) -> None:
-    assert server.server_address[0] == "127.0.0.1"
-    assert fetch(server, "", Host="evil.example")[0] == 403
-    assert fetch(server, "../../etc/passwd")[0] == fetch(server, "runs")[0] == 404
-    assert fetch(server, "", Host=f"localhost:{server.port}")[0] == 200
-
-
-def test_many_connections_that_ask_nothing_keep_no_page_back(server: ReportServer) -> None:
-    with ExitStack() as idle:
-        for _ in range(300):
-            idle.enter_context(closing(socket.create_connection(server.server_address)))
-        assert fetch(server, "version") == (200, version_of(server.request.folder))

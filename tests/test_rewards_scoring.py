@@ -179,9 +179,7 @@ def test_a_closed_scorer_still_gives_verdicts_that_say_so() -> None:
     scorer = scorer_of(type="math")
     scorer.close()
     scorer.close()
-    assert (
-        scorer.submit(request(r"\boxed{\sqrt{16}}")).result(5).outcome is Outcome.COULD_NOT_JUDGE
-    )
+    assert scorer.submit(request(r"\boxed{\sqrt{16}}")).result(5).outcome is Outcome.COULD_NOT_JUDGE
 
 
 def failed(reason: str) -> Score:

@@ -10,15 +10,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from retrain.config import TrainConfig
+from retrain.advantages.transforms import sure_sentence, top_share
+from retrain.cli.main import main
+from retrain.config import TrainConfig, replaced
 from retrain.config.overrides import Overrides
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.checkpoint import CheckpointStore
 from retrain.records.run_folder import RunFolder
+from retrain.records.token_table import read_tokens
 from retrain.run.evaluate import evaluate_run
-from retrain.run.notes import preflight_lines
+from retrain.run.notes import notes, preflight_lines
 from retrain.run.start import RunStart, open_run
 from tests.runs import lines, small, small_run
 
@@ -386,3 +390,45 @@ def test_a_linked_checkpoint_loses_its_link_and_nothing_else(run: Path, tmp_path
     store.save(replace(newest.state(), step=6), lambda folder: None)
     assert store.steps() == [4, 6]
     assert tree(other) == before
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_taken_for_an_untrained_one(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in run.glob("checkpoints/step_*/adapter_model.safetensors"):
+        path.write_bytes(b"")
+    assert main(["eval", str(run)]) == 1
+    said = capsys.readouterr().err
+    assert "No checkpoint in" in said and said.count("trying the previous one") == 1
+
+
+# -- a model that is sure of its tokens ------------------------------------------------------------
+
+
+def sure_notes(config: TrainConfig) -> list[str]:
+    return [note for note in notes(config) if "of the gradient comes from" in note]
+
+
+def test_a_run_whose_transform_weighs_the_tokens_of_a_sure_model_is_warned(
+    made: Path, tmp_path: Path
+) -> None:
+    """By the tokens that the run has stored, else by what the lab's folder says of it."""
+    config = small(made, **SECTIONS)
+    elsewhere = {"logging.log_dir": str(tmp_path)}
+    weighs = {"algorithm.transform_mode": "gtpo"}
+    (packaged,) = sure_notes(replaced(config, elsewhere | weighs))
+    assert packaged.startswith("92% of the gradient")
+    (stored,) = sure_notes(replaced(config, weighs))
+    table = read_tokens(RunFolder(made).step_tokens(2))
+    assert stored.startswith(f"{top_share(table.logprobs):.0%} of the gradient")
+    assert not sure_notes(config)
+    assert not sure_notes(replaced(config, elsewhere | weighs | {"model.model": "a/b"}))
+
+
+def test_a_sure_model_is_warned_of() -> None:
+    assert sure_sentence(0.95).startswith("95% of the gradient comes from 5% of the tokens")
+    assert not sure_sentence(0.4)
+    sure, unsure = np.log(np.full(95, 1.0 - 1e-6)), np.log(np.full(5, 0.5))
+    assert top_share(np.concatenate([sure, unsure])) == pytest.approx(1.0)
+    assert top_share(np.log(np.full(100, 0.5))) == pytest.approx(0.05)
+    assert top_share(np.zeros(10)) == 0

@@ -5,13 +5,9 @@ and the copies are real.
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from retrain.cli.main import main
-from retrain.config.load import load_stored
-from retrain.records.run_folder import RunFolder
-from retrain.run.replay import draw_of, replayed
 from tests.runs import lines, small, small_run, timeless
 from tests.split import two_devices
 
@@ -76,16 +72,6 @@ def test_a_step_is_sampled_by_the_weights_before_the_last_update(straight: Path)
 
 def test_an_evaluation_has_the_engine_to_itself(evaluated: Path) -> None:
     assert on_policy(evaluated) == [True, False, False, True, False, False, True, False]
-
-
-def test_a_step_that_is_drawn_ahead_has_no_draw_to_show(evaluated: Path, tmp_path: Path) -> None:
-    """Its weights are those before the update, and the learner has others by then."""
-    folder, scratch = RunFolder(evaluated), tmp_path / "again"
-    config, ids = load_stored(folder.config, to_read=True), np.arange(4, dtype=np.int32)
-    with two_devices(), replayed(folder, config, 0, 1, scratch) as session:
-        assert draw_of(session, ids, 0, 0, 0) is None
-        session.save_now()
-        assert draw_of(session, ids, 0, 0, 0) is not None, "nothing is drawn ahead any more"
 
 
 def test_every_step_has_the_prompts_of_a_run_on_one_device(

@@ -512,17 +512,9 @@ CASES = [
     Case(
         "a report written into a picture",
         2,
-        "--figures FOLDER --format svg",
+        "its figures are written beside it as svg and png",
         "",
         ("report", "old", "--output", "x.svg"),
-        {"old/notes.txt": ""},
-    ),
-    Case(
-        "a figure of a format that there is not",
-        2,
-        "'eps' is no format of a figure",
-        "",
-        ("report", "old", "--figures", "x", "--format", "eps"),
         {"old/notes.txt": ""},
     ),
     Case(

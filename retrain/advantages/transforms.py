@@ -95,18 +95,15 @@ MAX_TOP_SHARE = 0.9
 """`sure_sentence` warns of a larger `top_share`."""
 
 
-def sure_sentence(share: float, halves: float | None = None) -> str:
+def sure_sentence(share: float) -> str:
     """The warning of a model so sure of its tokens that credit for single ones can hardly differ;
-    "" of any other. `halves` is the cosine between one arm's gradients on halves of a batch.
+    "" of any other.
     """
     if share < MAX_TOP_SHARE:
         return ""
-    agrees = ""
-    if halves is not None:
-        agrees = f"; one arm's gradients on two halves of a batch agree by {halves:.2f}"
     return (
         f"{share:.0%} of the gradient comes from {TOP:.0%} of the tokens, so transforms that weigh"
-        f" tokens can hardly differ on this model{agrees}."
+        " tokens can hardly differ on this model."
     )
 
 

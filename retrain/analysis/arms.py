@@ -4,10 +4,12 @@ configuration keys, and the recorded environments (environment.json).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from retrain.analysis.integrity import repeated_numbers
 from retrain.analysis.measures import Metric, trained_on_chance
@@ -215,6 +217,9 @@ def _shown(value: Any) -> str:
 # -- arms ------------------------------------------------------------------------------------------
 
 
+_COLLAPSED = 0.5
+
+
 @dataclass(frozen=True)
 class Arm:
     """The runs of one condition that have the metric, by seed."""
@@ -226,7 +231,40 @@ class Arm:
     failed: frozenset[int] = frozenset()
     """Seeds whose runs failed."""
     left_out: tuple[str, ...] = ()
-    """A sentence for each run without the metric."""
+    """A sentence for each run without the metric, and for each that collapsed."""
+    collapsed: frozenset[int] = frozenset()
+    """Seeds whose runs are left out because they collapsed."""
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Seeds whose runs failed or collapsed, which have no pair."""
+        return self.failed | self.collapsed
+
+    @property
+    def loses_too_many(self) -> bool:
+        """More than a quarter of the runs failed or collapsed."""
+        return 4 * len(self.lost) > len(self.lost) + len(self.values)
+
+    def without_collapsed(self) -> "Arm":
+        """Leave out the runs below `_COLLAPSED` of the median of the arm, from three runs on."""
+        if len(self.values) < 3:
+            return self
+        bar = _COLLAPSED * float(np.median([*self.values.values()]))
+        fallen = {seed for seed, value in self.values.items() if value < bar}
+        return replace(
+            self,
+            values={seed: value for seed, value in self.values.items() if seed not in fallen},
+            runs={seed: run for seed, run in self.runs.items() if seed not in fallen},
+            left_out=(
+                *self.left_out,
+                *(
+                    f"{self.runs[seed].name} collapsed (below half of the median of"
+                    f" {self.label}), so its pair is left out."
+                    for seed in sorted(fallen)
+                ),
+            ),
+            collapsed=frozenset(fallen),
+        )
 
     @property
     def unjudged(self) -> int:

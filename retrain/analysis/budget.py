@@ -1,5 +1,4 @@
-"""Compare runs after equal numbers of tokens or updates: `retrain compare --at tokens=N` or `--at
-updates=N`.
+"""Compare runs after equal numbers of tokens: `retrain compare --at tokens=N`.
 
 A problem's rate at N is interpolated linearly between the evaluations before and after N. A
 training metric is averaged over the last steps that are complete at N.
@@ -10,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Literal, cast
 
 import numpy as np
 
@@ -23,34 +21,33 @@ from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.terminal import counted
 
-_FORM = re.compile(r"(tokens|updates)=(\d[\d_]*(?:\.\d+)?(?:e\d+)?)")
-_UNIT = {"tokens": "prompt and completion tokens sampled in training", "updates": "updates"}
+_FORM = re.compile(r"tokens=(\d[\d_]*(?:\.\d+)?(?:e\d+)?)")
 
 
 @dataclass(frozen=True)
 class Budget:
-    unit: Literal["tokens", "updates"]
-    size: int
+    tokens: int
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
-        """Raises ConfigurationError for a text that is not of the form tokens=N or updates=N."""
+        """Raises ConfigurationError for a text that is not of the form tokens=N."""
+        if text.strip().startswith("updates="):
+            raise ConfigurationError(
+                f"--at {text} left in 0.10; give tokens=N, what the runs cost to sample."
+            )
         found = _FORM.fullmatch(text.strip())
         size = 0.0
         if found:
-            size = float(found[2].replace("_", ""))
-        if found is None or size < 1 or size == float("inf"):
+            size = float(found[1].replace("_", ""))
+        if size < 1 or size == float("inf"):
             raise ConfigurationError(
-                f"--at {text!r} is no budget; give tokens=N or updates=N with N from 1, such as"
-                " --at tokens=2_000_000."
+                f"--at {text!r} is no budget; give tokens=N with N from 1, such as --at"
+                " tokens=2_000_000."
             )
-        return cls(cast(Literal["tokens", "updates"], found[1]), int(size))
+        return cls(int(size))
 
     def __str__(self) -> str:
-        unit = _UNIT[self.unit]
-        if self.size == 1:
-            unit = unit.removesuffix("s")
-        return f"{self.size:,} {unit}"
+        return f"{self.tokens:,} prompt and completion tokens sampled in training"
 
     def rule(self, metric: Metric) -> str:
         """Say at which point a run's number is taken, as the end of a sentence."""
@@ -92,25 +89,22 @@ class InterpolatedAnswers(Answers):
 class RunAtBudget(StoredRun):
     """A run with its records and evaluations cut at a budget."""
 
-    budget: Budget = Budget("tokens", 0)
+    budget: Budget = Budget(0)
 
     @cached_property
     def costs(self) -> Floats:
-        """Return [steps + 1] tokens or updates used after 0, 1, ... steps. Raises
-        ConfigurationError if the records lack the numbers.
+        """Return [steps + 1] tokens used after 0, 1, ... steps. Raises ConfigurationError if the
+        records lack the numbers.
         """
         records = list[StepRecord]()
         if self.folder.metrics.is_file():
             records = list(StepRecord.read(self.folder.metrics))
-        if self.budget.unit == "tokens":
-            spent = [_tokens(record) for record in records]
-        else:
-            spent = [_updates(record, self) for record in records]
+        spent = [_tokens(record) for record in records]
         for record, cost in zip(records, spent, strict=True):
             if cost is None:
                 raise ConfigurationError(
-                    f"{self.folder.metrics}, step {record.step}, does not tell its"
-                    f" {self.budget.unit}, so --at {self.budget.unit} cannot be used; leave it out."
+                    f"{self.folder.metrics}, step {record.step}, does not tell its tokens, so --at"
+                    " tokens cannot be used; leave it out."
                 )
         return np.cumsum([0, *spent])
 
@@ -118,7 +112,7 @@ class RunAtBudget(StoredRun):
     def steps(self) -> int:
         """The number of whole steps within the budget."""
         self._check_reached()
-        return int(np.searchsorted(self.costs, self.budget.size, side="right")) - 1
+        return int(np.searchsorted(self.costs, self.budget.tokens, side="right")) - 1
 
     @cached_property
     def answers(self) -> Answers | None:
@@ -129,15 +123,15 @@ class RunAtBudget(StoredRun):
         points = list(self._evaluations())
         if not points:
             return None
-        size = self.budget.size
+        size = self.budget.tokens
         if points[-1][0] < size:
             raise self._short(int(points[-1][0]), "was evaluated for the last time at")
         later = next(index for index, (cost, _) in enumerate(points) if cost >= size)
         cost, after = points[later]
         if later == 0 and cost > size:
             raise ConfigurationError(
-                f"{self.path} was evaluated for the first time at {int(cost):,} {self.budget.unit},"
-                f" after --at {self.budget.unit}={size}; name a larger budget, or train with"
+                f"{self.path} was evaluated for the first time at {int(cost):,} tokens,"
+                f" after --at tokens={size}; name a larger budget, or train with"
                 " [evaluation] at_start = true."
             )
         if cost == size:
@@ -146,7 +140,7 @@ class RunAtBudget(StoredRun):
         if before.ids != after.ids:
             raise ConfigurationError(
                 f"{self.path} answered other problems in the evaluations before and after"
-                f" {size:,} {self.budget.unit}; leave --at out."
+                f" {size:,} tokens; leave --at out."
             )
         weight = (size - earlier) / (cost - earlier)
         return InterpolatedAnswers.between(before, after, weight)
@@ -175,21 +169,21 @@ class RunAtBudget(StoredRun):
         if not self.steps:
             raise ConfigurationError(
                 f"{self.path} had not made its first step at --at"
-                f" {self.budget.unit}={self.budget.size}, since that took"
-                f" {int(self.costs[1]):,} {self.budget.unit}; name a larger budget."
+                f" tokens={self.budget.tokens}, since that took"
+                f" {int(self.costs[1]):,} tokens; name a larger budget."
             )
         records = StepRecord.read(self.folder.metrics)
         return [one for one in records if self.steps - window <= one.step < self.steps][::-1]
 
     def _check_reached(self) -> None:
-        if self.costs[-1] < self.budget.size:
+        if self.costs[-1] < self.budget.tokens:
             raise self._short(int(self.costs[-1]), "has")
 
     def _short(self, reached: int, how: str) -> ConfigurationError:
         advice = "name a smaller budget" if reached else "leave --at or this run out"
         return ConfigurationError(
-            f"{self.path} {how} {reached:,} {self.budget.unit}, short of --at"
-            f" {self.budget.unit}={self.budget.size}; {advice}."
+            f"{self.path} {how} {reached:,} tokens, short of --at"
+            f" tokens={self.budget.tokens}; {advice}."
         )
 
 
@@ -198,15 +192,6 @@ def _tokens(record: StepRecord) -> float | None:
     if record.tokens_per_s is None or record.step_time_s is None:
         return None
     return round(record.tokens_per_s * record.step_time_s)
-
-
-def _updates(record: StepRecord, run: StoredRun) -> float | None:
-    """Return the step's optimizer updates: passes times minibatches, less the skipped ones."""
-    if record.num_datums is None:
-        return None
-    training = run.config.training
-    asked = training.updates_per_batch * min(training.minibatches, record.num_datums)
-    return max(0, asked - (record.nonfinite_updates or 0))
 
 
 def at_budget(

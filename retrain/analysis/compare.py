@@ -39,18 +39,15 @@ from retrain.analysis.pairs import (
     Pairs,
     TaskAggregate,
     TaskContrast,
-    WideInterval,
     aggregate_tasks,
     contrast_tasks,
-    pair_up,
 )
 from retrain.analysis.planned import Absences, CampaignRecord, Look, planned_line
 from retrain.analysis.power import seeds_to_conclude
-from retrain.analysis.robust import SecondLine, second_line, with_collapsed_failed
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs
-from retrain.analysis.selection import PairOfLabels, Request, Selection, select, worst_value
-from retrain.analysis.statistics import Differences, TwoWay
-from retrain.analysis.verdict import Conclusion, TestSettings, Verdict, conclude
+from retrain.analysis.selection import PairOfLabels, Request, Selection, select
+from retrain.analysis.statistics import Differences, Interval, TwoWay
+from retrain.analysis.verdict import Conclusion, TestSettings, conclude
 from retrain.errors import ConfigurationError
 from retrain.records.terminal import counted
 
@@ -169,15 +166,13 @@ def _held_out_notes(runs: Sequence[StoredRun], arms: Mapping[str, Arm]) -> Itera
 # -- comparisons -----------------------------------------------------------------------------------
 
 
-_CLAIMS = (Verdict.IMPROVEMENT, Verdict.WORSE)
-
-
 @dataclass(frozen=True)
 class ArmSummary:
     label: str
     runs: int
     """The runs that finished and have the metric."""
     failed: int
+    collapsed: int
     mean: float | None
     sd: float | None
     """The standard deviation over the runs, ddof = 1."""
@@ -203,10 +198,7 @@ class Contrast:
     differences: Differences
     """Seed -> difference."""
     conclusion: Conclusion
-    at_worst: Conclusion | None
-    """The conclusion with failed runs at the worst value; None unless runs of the two arms failed
-    and `conclusion` leaves them out."""
-    wide: WideInterval | None
+    wide: Interval | None
     """The interval for new seeds and new problems; None without held-out problems."""
     parts: TwoWay | None
     """Where the spread of the differences comes from; None without held-out problems."""
@@ -215,9 +207,6 @@ class Contrast:
     tasks: TaskContrast | None
     """None unless the held-out problems come from several tasks."""
     shared: Overlap
-    robust: SecondLine | None
-    """The verdict's second line; None without a verdict, and for a metric that has no worst end at
-    0."""
     same_runs: int
     """Pairs whose two runs are one: equal in every number but for what the clock measured."""
 
@@ -404,7 +393,7 @@ def _compared(grouped: RunsByCondition, request: Request) -> Comparison:
         test=test,
         baseline=request.baseline,
         arms=[_summary(arm, metric, 1 - test.alpha, request.budget) for arm in arms.values()],
-        contrasts=_contrasts(selection, record, by_task=request.budget is None),
+        contrasts=_contrasts(selection, by_task=request.budget is None),
         to_come=grouped.to_come,
         left_out=selection.left_out,
         notes=[*selection.notes, *notes],
@@ -421,6 +410,7 @@ def _summary(arm: Arm, metric: Metric, confidence: float, budget: Budget | None)
         label=arm.label,
         runs=len(values),
         failed=len(arm.failed),
+        collapsed=len(arm.collapsed),
         mean=statistics.mean(values) if values else None,
         sd=statistics.sample_sd(values) if len(values) > 1 else None,
         unjudged=arm.unjudged if metric.k is not None else 0,
@@ -440,84 +430,37 @@ def _per_run(arm: Arm, name: str) -> float | None:
     return None
 
 
-def _contrasts(
-    selection: Selection, record: CampaignRecord | None, *, by_task: bool
-) -> list[Contrast]:
+def _contrasts(selection: Selection, *, by_task: bool) -> list[Contrast]:
     """One contrast per candidate; the p values are adjusted over all of them."""
     family, metric, test = selection.family, selection.metric, selection.test
-    worst = worst_value(selection.arms.values(), metric, test)
     size = len(family) + test.absent
-    conclusions = conclude(
-        [pairs.paired(test.alpha, size) for pairs in family], test, metric.better
-    )
-    at_worst: Sequence[Conclusion | None] = [None] * len(family)
-    if worst is not None and test.failed == "exclude" and any(pairs.losses() for pairs in family):
-        arms = [(pairs.candidate, pairs.baseline) for pairs in family]
-        at_worst = _concluded_at_worst(arms, metric, test, worst, record)
-    # a rate's worst end is 0, where a collapsed run counts as a failed one
-    robust: Sequence[SecondLine | None] = [None] * len(family)
-    if worst == 0 and any(conclusion.verdict in _CLAIMS for conclusion in conclusions):
-        robust = _second_lines(selection, conclusions, record)
-    rows = zip(family, conclusions, at_worst, robust, strict=True)
-    return [_contrast(*row, metric, test, by_task=by_task) for row in rows]
-
-
-def _second_lines(
-    selection: Selection, conclusions: Sequence[Conclusion], record: CampaignRecord | None
-) -> list[SecondLine | None]:
-    """The second line of each claim, with failed and collapsed runs at 0; None beside another
-    verdict.
-    """
-    fallen = [
-        (with_collapsed_failed(pairs.candidate), with_collapsed_failed(pairs.baseline))
-        for pairs in selection.family
-    ]
-    again = _concluded_at_worst(fallen, selection.metric, selection.test, 0.0, record)
+    paired = [pairs.paired(test.alpha, size) for pairs in family]
     return [
-        second_line(*arms, now, one.verdict) if one.verdict in _CLAIMS else None
-        for arms, now, one in zip(fallen, again, conclusions, strict=True)
+        _contrast(pairs, conclusion, metric, test, by_task=by_task)
+        for pairs, conclusion in zip(family, conclude(paired, test, metric.better), strict=True)
     ]
 
 
 def _contrast(
     pairs: Pairs,
     conclusion: Conclusion,
-    at_worst: Conclusion | None,
-    robust: SecondLine | None,
     metric: Metric,
     test: TestSettings,
     *,
     by_task: bool,
 ) -> Contrast:
-    confidence, losses = 1 - test.alpha, pairs.losses()
+    confidence = 1 - test.alpha
     by_task = by_task and metric.k == 1 and len(pairs.runs) > 1
     return Contrast(
         condition=pairs.candidate.label,
         baseline=pairs.baseline.label,
         differences=pairs.differences,
         conclusion=conclusion,
-        at_worst=at_worst if losses else None,
         wide=pairs.wide_interval(confidence),
         parts=pairs.two_way(),
         pairing=pairs.pairing(),
-        losses=losses,
+        losses=pairs.losses(),
         tasks=contrast_tasks(pairs.runs, confidence) if by_task else None,
         shared=Overlap.of(pairs.runs),
-        robust=robust,
         same_runs=are_the_same(pairs.runs),
     )
-
-
-def _concluded_at_worst(
-    arms: Sequence[tuple[Arm, Arm]],
-    metric: Metric,
-    test: TestSettings,
-    worst: float,
-    record: CampaignRecord | None,
-) -> list[Conclusion]:
-    """The conclusions of a family (candidate, baseline) whose failed runs have the worst value."""
-    family = [pair_up(candidate, baseline, metric, worst) for candidate, baseline in arms]
-    if record and test.rule == "evidence":
-        family = [pairs.at_looks(record.first_looks(pairs.candidate.label)) for pairs in family]
-    paired = [pairs.paired(test.alpha, len(family) + test.absent) for pairs in family]
-    return conclude(paired, replace(test, failed="worst"), metric.better)

@@ -20,7 +20,7 @@ from retrain.analysis.explanation import (
 )
 from retrain.analysis.headline import answer, name_of, p_words
 from retrain.analysis.measures import Metric, difference_words, interval_words, size_words
-from retrain.analysis.pairs import PROFILE_THRESHOLDS, TaskAggregate
+from retrain.analysis.pairs import TaskAggregate
 from retrain.records.terminal import GAP, filled_columns, markdown_lines, picked, table_lines
 from retrain.system import Json
 
@@ -198,13 +198,15 @@ def seed_line(contrast: Contrast, comparison: Comparison) -> str:
 
 def arm_table(comparison: Comparison) -> Table:
     failed = any(arm.failed for arm in comparison.arms)
+    collapsed = any(arm.collapsed for arm in comparison.arms)
     unjudged = any(arm.unjudged for arm in comparison.arms)
 
     def row(arm: ArmSummary) -> tuple[str, ...]:
+        done = str(arm.runs)
         if failed:
-            done = f"{arm.runs} / {arm.failed}"
-        else:
-            done = str(arm.runs)
+            done += f" / {arm.failed}"
+        if collapsed:
+            done += f" / {arm.collapsed}"
         missing = ""
         if unjudged:
             missing = f"{arm.unjudged:,} of {arm.answered:,}"
@@ -226,7 +228,9 @@ def arm_table(comparison: Comparison) -> Table:
     run = "whole run" if comparison.budget else "run"
     head = (
         "condition",
-        "done / failed" if failed else "runs",
+        " / ".join(["done", *["failed"] * failed, *["collapsed"] * collapsed])
+        if failed or collapsed
+        else "runs",
         "mean",
         "sd between runs",
         "unjudged",
@@ -304,7 +308,7 @@ def _contrast_columns(
     if any(one.wide for one in contrasts):
         yield (
             "for new problems",
-            lambda one: interval_words(one.wide.interval if one.wide else None, metric),
+            lambda one: interval_words(one.wide, metric),
         )
     if any(one.parts for one in contrasts):
         yield (
@@ -368,7 +372,7 @@ def to_json(comparison: Comparison) -> Json:
     test = comparison.test
     at = {}
     if comparison.budget:
-        at = {"at": {comparison.budget.unit: comparison.budget.size}}
+        at = {"at": {"tokens": comparison.budget.tokens}}
     return at | {
         "answer": answer(comparison),
         "metric": comparison.metric.name,
@@ -386,7 +390,6 @@ def to_json(comparison: Comparison) -> Json:
         "correction": test.rule,
         "planned": comparison.planned or None,
         "looks": [look.to_json() for look in comparison.looks] or None,
-        "failed": test.failed,
         "seeds_to_conclude": comparison.seeds_to_conclude,
         "to_come": comparison.to_come,
         "arms": [
@@ -414,10 +417,7 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
         "mean_difference": found.mean,
         "sd": found.sd,
         "interval": found.interval,
-        "problem_interval": contrast.wide.interval if contrast.wide else None,
-        "problem_interval_without_covariate": (
-            contrast.wide.without_covariate if contrast.wide else None
-        ),
+        "problem_interval": contrast.wide,
         "unjudged_bounds": found.bounds,
         "p": found.p,
         "p_adjusted": found.p_adjusted,
@@ -428,8 +428,6 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
         "seeds_needed": found.seeds_needed,
         "equivalence_p_adjusted": found.equivalence_p_adjusted,
         "within_margin": found.within_margin,
-        "failed_at_worst": contrast.at_worst.word(alpha) if contrast.at_worst else None,
-        "second_line": asdict(contrast.robust) if contrast.robust else None,
         "same_runs": contrast.same_runs,
         "losses": asdict(contrast.losses) if contrast.losses else None,
         "pairing": asdict(contrast.pairing) if contrast.pairing else None,
@@ -446,12 +444,4 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
 def _tasks_json(tasks: TaskAggregate | None) -> Json | None:
     if tasks is None:
         return None
-    profile = dict(
-        zip((f"{threshold:g}" for threshold in PROFILE_THRESHOLDS), tasks.profile, strict=True)
-    )
-    return {
-        "scores": dict(tasks.tasks),
-        "iqm": tasks.iqm,
-        "interval": tasks.interval,
-        "performance_profile": profile,
-    }
+    return {"scores": dict(tasks.tasks), "iqm": tasks.iqm, "interval": tasks.interval}

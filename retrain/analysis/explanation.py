@@ -9,8 +9,6 @@ from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.headline import p_words, same_runs_words
 from retrain.analysis.measures import difference_words, interval_words, size_words
 from retrain.analysis.pairs import outlying_seeds
-from retrain.analysis.robust import SecondLine
-from retrain.analysis.runs import seeds_words
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
 
@@ -24,8 +22,10 @@ def explanation(contrast: Contrast, comparison: Comparison) -> str:
     none.
     """
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
-    among = " of runs that finished" if contrast.losses and test.failed == "exclude" else ""
-    shown = f"{difference_words(found.mean, metric)} in {counted(found.pairs, 'pair')}{among}"
+    shown = f"{difference_words(found.mean, metric)} in {counted(found.pairs, 'pair')}"
+    lost = lost_words(contrast, comparison)
+    if lost:
+        shown += f" ({lost} left out)"
     if found.verdict is Verdict.INCONCLUSIVE:
         return f"{found.word(test.alpha)}: {shown}. {_why_inconclusive(contrast, comparison)}"
     if found.verdict is Verdict.EQUIVALENT:
@@ -37,6 +37,18 @@ def explanation(contrast: Contrast, comparison: Comparison) -> str:
     if found.within_margin:
         within = f", but within the margin of {size_words(test.margin, metric)}"
     return f"{found.verdict}{within}: {shown}, adjusted p {p_words(found.p_adjusted)}."
+
+
+def lost_words(contrast: Contrast, comparison: Comparison) -> str:
+    """How many runs of each condition have no pair, such as: 1 failed of grpo+none; "" for none."""
+    parts = []
+    for arm in comparison.arms:
+        if arm.label in (contrast.condition, contrast.baseline):
+            counts = {"failed": arm.failed, "collapsed": arm.collapsed}
+            fallen = [f"{count} {what}" for what, count in counts.items() if count]
+            if fallen:
+                parts.append(f"{' and '.join(fallen)} of {arm.label}")
+    return ", ".join(parts)
 
 
 def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
@@ -82,6 +94,11 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
     """Why a significant difference is no verdict: unjudged answers, or few problems."""
     metric, found = comparison.metric, contrast.conclusion
     p = p_words(found.p_adjusted)
+    if found.unsure == "lost":
+        return (
+            f"The pairs that are left agree (adjusted p {p}), but more than a quarter of the runs"
+            " of a condition have none: mend what they failed by, and train them again."
+        )
     if found.unsure == "unjudged":
         return (
             f"The judged answers alone differ significantly (adjusted p {p}), but those that could"
@@ -98,7 +115,7 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
     adjusted = " (wider over the family)" if comparison.family > 1 else ""
     return (
         f"{agree}, but the interval for new problems,"
-        f" {interval_words(contrast.wide.interval, metric)}{adjusted}, contains 0: with"
+        f" {interval_words(contrast.wide, metric)}{adjusted}, contains 0: with"
         f" {problems}, fewer than {FEW_PROBLEMS}, a few of them may carry the difference."
         " Evaluate on more."
     )
@@ -114,16 +131,8 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         yield (
             f"Unjudged answers could move the difference to {interval_words(found.bounds, metric)}."
         )
-    yield from _about_failures(contrast, comparison)
+    yield from _about_failures(contrast)
     yield from _about_tails(contrast, comparison)
-    if contrast.robust:
-        yield _second_line(contrast, contrast.robust)
-    if contrast.wide and contrast.wide.without_covariate:
-        yield (
-            "For new problems as hard for the base model as these:"
-            f" {interval_words(contrast.wide.interval, metric)} (the covariate is its pass rate at"
-            f" step 0; without it {interval_words(contrast.wide.without_covariate, metric)})."
-        )
     if found.seeds_needed is not None:
         yield (
             f"To find {size_words(test.effect, metric)} with a power of {100 * test.power:g}%,"
@@ -142,40 +151,14 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         yield f"The arms differ in {', '.join(contrast.shared.differing_keys)}."
 
 
-def _about_failures(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    losses, worst = contrast.losses, contrast.at_worst
+def _about_failures(contrast: Contrast) -> Iterator[str]:
+    losses = contrast.losses
     if losses:
         yield (
-            f"Failed runs: {losses.candidate} of {contrast.condition}, {losses.baseline} of"
-            f" {contrast.baseline} (exact p {p_words(losses.p)} if both lose runs alike)."
+            f"Failed and collapsed runs: {losses.candidate} of {contrast.condition},"
+            f" {losses.baseline} of {contrast.baseline} (exact p {p_words(losses.p)} if both lose"
+            " runs alike)."
         )
-    if losses and worst:
-        yield (
-            f"Counted as the worst result (--failed worst): {worst.word(comparison.test.alpha)},"
-            f" {difference_words(worst.mean, comparison.metric)} in"
-            f" {counted(worst.pairs, 'pair')}."
-        )
-
-
-def _second_line(contrast: Contrast, robust: SecondLine) -> str:
-    """A sentence on the verdict with failed and collapsed runs at their worst, seen and unseen."""
-    ahead = (
-        contrast.condition
-        if contrast.conclusion.verdict is Verdict.IMPROVEMENT
-        else contrast.baseline
-    )
-    seen = "; ".join(f"{seeds_words(seeds)} of {label}" for label, seeds in robust.fallen.items())
-    further = " further" if robust.fallen.get(ahead) else ""
-    worst = (
-        f"With failed and collapsed runs ({seen or 'none was seen'}) at 0, and as many{further}"
-        f" collapses of {ahead} as its runs do not rule out ({100 * robust.unseen:.0f}% of them)"
-    )
-    if robust.stands:
-        return f"{worst}: {contrast.conclusion.verdict}."
-    enough = ""
-    if robust.pairs_needed:
-        enough = f" {robust.pairs_needed} pairs without a collapse would rule out enough."
-    return f"{worst}: undecided.{enough}"
 
 
 def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
@@ -195,12 +178,14 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     # An event in this fraction of the runs is missed by all pairs with a probability of 5%.
     unseen = 1 - 0.05 ** (1 / found.pairs)
     better = comparison.test.direction(metric.better)
-    mean = next((arm.mean for arm in comparison.arms if arm.label == contrast.condition), None)
+    own = next(arm for arm in comparison.arms if arm.label == contrast.condition)
+    mean = own.mean
     # Only a gain in a rate can be undone by runs that fall to its end at 0.
     if (
         found.verdict is Verdict.IMPROVEMENT
         and metric.is_rate
         and better == "higher"
+        and not own.collapsed
         and mean
         and found.mean / mean < unseen
     ):
@@ -223,8 +208,6 @@ def sharing(contrast: Contrast) -> str:
     environments where they differ.
     """
     shared = contrast.shared
-    if not shared.pairs:
-        return "No pair has two runs that finished."
     if shared.samplers:
         names = " and ".join(f'"{name}"' for name in shared.samplers)
         words = (
@@ -256,8 +239,8 @@ def _of(count: int, total: int) -> str:
 
 
 _LIMITS = {
-    "evidence": ("55%", "6.5%", "8.6%"),
-    "exact": ("19 to 50%", "1 to 13%", "6 to 9%"),
+    "evidence": ("55%", "4.3%", "9.3%"),
+    "exact": ("49 to 98%", "1 to 11%", "6 to 9%"),
 }
 """False improvements of the e-process within 16 seeds, and of the exact test after 6 to 16 seeds:
 benchmarks/robust.py."""
@@ -277,12 +260,6 @@ def known_limits(comparison: Comparison) -> Iterator[str]:
         f" {collapse} where a tenth of one arm's runs collapse, in {failure} where the worst fifth"
         f" of one arm's runs fail, and in {tail} where one arm's runs have a long tail downwards."
     )
-    if any(contrast.robust for contrast in comparison.contrasts):
-        yield (
-            "The line on failed and collapsed runs at 0 is wrong in at most 3% of the same"
-            " campaigns. Its price: a gain from 50 to 60%, which the test alone always finds, it"
-            " finds with 16 pairs in 33% of campaigns and with 12 in none."
-        )
 
 
 def looks_taken(comparison: Comparison) -> Iterator[str]:
@@ -316,7 +293,6 @@ def computed(comparison: Comparison) -> Iterator[str]:
     family = counted(comparison.family, "comparison")
     adjusted = {
         "maxt": "joint sign flips of whole seeds (max-T)",
-        "holm": "Holm",
         "evidence": "closed testing",
     }[test.rule]
     over = f", adjusted over {family} by {adjusted}" if several else ""

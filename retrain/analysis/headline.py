@@ -23,6 +23,7 @@ _SHORT = {
 }
 _WHY_UNSURE = {
     "": "",
+    "lost": "; more than a quarter of a condition's runs failed or collapsed",
     "unjudged": "; answers that could not be judged leave it open",
     "problems": "; a few of the problems may carry the difference",
 }
@@ -48,7 +49,7 @@ def answer(comparison: Comparison) -> str:
 
 
 def _decided(found: Sequence[Contrast], comparison: Comparison) -> str:
-    total, parts = len(comparison.contrasts), list[str]()
+    parts: list[str] = []
     for verdict in _VERBS:
         items = [contrast for contrast in found if contrast.conclusion.verdict is verdict]
         if items and not parts:
@@ -59,17 +60,6 @@ def _decided(found: Sequence[Contrast], comparison: Comparison) -> str:
     parts += [
         f"{words.count(word)} {word}" for word in ("undecided", "cannot conclude") if word in words
     ]
-    fallen = [
-        item
-        for item in found
-        if item.at_worst and item.at_worst.verdict is not item.conclusion.verdict
-    ]
-    if fallen:
-        if total == 1:
-            which = ""
-        else:
-            which = f" {', '.join(name_of(item, comparison) for item in fallen)}"
-        parts.append(f"undecided{which} if failed runs count as the worst result")
     return "; ".join(parts) + "."
 
 
@@ -179,7 +169,9 @@ def scope(comparison: Comparison) -> str:
         what = f"in {comparison.metric.name} {what}"
     losses = [contrast.losses for contrast in comparison.contrasts if contrast.losses]
     unequal = any(item.candidate != item.baseline for item in losses)
-    if unequal and comparison.test.failed == "exclude":
+    if unequal and any(arm.collapsed for arm in comparison.arms):
+        return f"{what}, among the runs that finished and did not collapse"
+    if unequal:
         return f"{what}, among the runs that finished"
     return what
 

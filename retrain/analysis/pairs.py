@@ -17,10 +17,10 @@ import numpy as np
 
 from retrain.analysis import statistics
 from retrain.analysis.arms import Arm
-from retrain.analysis.held_out import AnswerDifference, Answers
+from retrain.analysis.held_out import AnswerDifference
 from retrain.analysis.measures import Metric
 from retrain.analysis.runs import Pair, StoredRun
-from retrain.analysis.statistics import Differences, Floats, Interval, TwoWay, covaried_square, mean
+from retrain.analysis.statistics import Differences, Floats, Interval, TwoWay, mean
 from retrain.analysis.verdict import FEW_PROBLEMS, PairedDifferences
 from retrain.records.entries import EvaluationRecord
 
@@ -30,7 +30,6 @@ from retrain.records.entries import EvaluationRecord
 Statistic = Callable[[Floats], Floats]
 """[resamples, runs, ...] -> [resamples]."""
 _REPLICATES = 1000
-PROFILE_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,6 @@ class TaskAggregate:
     iqm: float
     interval: Interval | None
     """The interval of the IQM, for new runs; None for a single run."""
-    profile: Sequence[float]
-    """Fraction of the runs x tasks scores above each of PROFILE_THRESHOLDS."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +117,6 @@ def probability_of_improvement(candidate: Floats, baseline: Floats) -> float:
     return float((above + 0.5 * equal).mean())
 
 
-def performance_profile(scores: Floats, thresholds: Sequence[float] | Floats) -> Floats:
-    """Fraction of the runs x tasks scores above each threshold."""
-    return np.array([float((scores > threshold).mean()) for threshold in thresholds])
-
-
 # -- of stored runs --------------------------------------------------------------------------------
 
 
@@ -137,7 +129,6 @@ def aggregate_tasks(runs: Mapping[int, StoredRun], confidence: float) -> TaskAgg
         tasks={task: float(mean) for task, mean in zip(tasks, scores.mean(axis=0), strict=True)},
         iqm=iqm(scores),
         interval=run_interval(scores, confidence=confidence) if len(runs) > 1 else None,
-        profile=performance_profile(scores, PROFILE_THRESHOLDS).tolist(),
     )
 
 
@@ -179,16 +170,6 @@ def _scores(runs: Sequence[StoredRun]) -> tuple[list[str], Floats]:
 
 
 @dataclass(frozen=True)
-class WideInterval:
-    """The interval of the difference for new seeds and new held-out problems."""
-
-    interval: Interval
-    without_covariate: Interval | None
-    """The interval without the base model's pass rates per problem, where these narrowed it; else
-    None."""
-
-
-@dataclass(frozen=True)
 class Pairing:
     """The effect of pairing by seed on the spread of the differences."""
 
@@ -200,12 +181,12 @@ class Pairing:
 
 @dataclass(frozen=True)
 class Losses:
-    """Seeds with a failed run, and the exact test of whether one arm loses more runs."""
+    """Seeds with a failed or collapsed run, and the exact test of whether one arm loses more."""
 
     candidate: int
     baseline: int
     p: float
-    """The two-sided p over the seeds with one failed run (McNemar's exact test)."""
+    """The two-sided p over the seeds with one lost run (McNemar's exact test)."""
 
 
 @dataclass(frozen=True)
@@ -219,16 +200,21 @@ class Pairs:
     """Seed -> its difference by problem, for each of `differences`; empty for a training metric."""
     looks: Mapping[int, int] | None = None
     """Seed -> number of the look that took it, from 0; None where nothing was looked at."""
+    loses_too_many: bool = False
+    """More than a quarter of the runs of an arm failed or collapsed, which leaves no verdict."""
 
     @property
     def runs(self) -> list[Pair]:
-        """(candidate, baseline) of the pairs whose runs both finished."""
+        """(candidate, baseline) of the pairs."""
         ours, theirs = self.candidate.runs, self.baseline.runs
-        return [
-            (ours[seed], theirs[seed])
-            for seed in self.differences
-            if seed in ours and seed in theirs
-        ]
+        return [(ours[seed], theirs[seed]) for seed in self.differences]
+
+    def with_losses_judged(self) -> "Pairs":
+        """The contrast, which has no verdict where an arm loses too many runs."""
+        return replace(
+            self,
+            loses_too_many=self.candidate.loses_too_many or self.baseline.loses_too_many,
+        )
 
     def at_looks(self, looks: Mapping[int, int]) -> "Pairs":
         """The contrast as an e-process has seen it: the seeds of `looks`, which gives the number of
@@ -272,7 +258,8 @@ class Pairs:
             self._keyed(self.differences),
             least,
             most,
-            (wide.interval if wide else unbounded) if few else None,
+            (wide or unbounded) if few else None,
+            self.loses_too_many,
         )
 
     def _keyed(self, values: Differences) -> Differences:
@@ -285,69 +272,29 @@ class Pairs:
             return None
         return TwoWay.of(self.by_problem)
 
-    def wide_interval(self, confidence: float) -> WideInterval | None:
-        """The interval for new problems; None without held-out answers of two pairs to two
-        problems. The base's pass rate is used where it narrows the interval.
+    def wide_interval(self, confidence: float) -> Interval | None:
+        """The interval for new seeds and new held-out problems; None without held-out answers of
+        two pairs to two problems.
         """
         table = self.two_way()
-        if table is None or self.by_problem is None:
+        if table is None:
             return None
-        plain = table.interval(confidence)
-        rates = self._base_rates()
-        # TwoWay.of leaves out the problems without any judged pair, so the covariate must too.
-        known = ~np.isnan(self.by_problem).all(axis=0)
-        if rates is None:
-            square = None
-        else:
-            square = covaried_square(self.by_problem[:, known], rates[known])
-        if square is None or square >= table.problem_square:
-            return WideInterval(plain, None)
-        narrower = table.interval(confidence, square)
-        if narrower[1] - narrower[0] < plain[1] - plain[0]:
-            return WideInterval(narrower, plain)
-        return WideInterval(plain, None)
-
-    def _base_rates(self) -> Floats | None:
-        """[problems] pass rate of the untrained model, over all runs that were evaluated before
-        their first step.
-        """
-        runs = list(chain.from_iterable(self.runs))
-        if any(run.config.evaluation.covariate == "off" for run in runs):
-            return None
-        ids = next((run.answers.ids for run in runs if run.answers), ())
-        base = [
-            run.base_answers for run in runs if run.base_answers and run.base_answers.ids == ids
-        ]
-        judged = sum((answers.judged for answers in base), np.zeros(len(ids), dtype=np.int64))
-        # A problem without a judged answer has no value of the covariate, and the regression needs
-        # all.
-        if not base or not judged.all():
-            return None
-        rates: Floats = (
-            sum((answers.right for answers in base), np.zeros(len(ids), dtype=np.int64)) / judged
-        )
-        return rates
+        return table.interval(confidence)
 
     def pairing(self) -> Pairing | None:
         """The effect of pairing; None below three pairs, or where an arm does not vary."""
-        seeds = [
-            seed
-            for seed in self.differences
-            if seed in self.candidate.values and seed in self.baseline.values
-        ]
-        if len(seeds) < 3:
+        if len(self.differences) < 3:
             return None
-        arms = np.array(
-            [[arm.values[seed] for seed in seeds] for arm in (self.candidate, self.baseline)]
-        )
+        both = (self.candidate, self.baseline)
+        arms = np.array([[arm.values[seed] for seed in self.differences] for arm in both])
         variances = arms.var(axis=1, ddof=1)
         if not variances.all():
             return None
         return Pairing(float(np.corrcoef(arms)[0, 1]), float(np.sqrt(variances.sum())))
 
     def losses(self) -> Losses | None:
-        """The seeds whose run failed; None if no run did."""
-        ours, theirs = self.candidate.failed, self.baseline.failed
+        """The seeds whose run failed or collapsed; None if no run did."""
+        ours, theirs = self.candidate.lost, self.baseline.lost
         if not ours and not theirs:
             return None
         both = {*self.candidate.values, *ours} & {*self.baseline.values, *theirs}
@@ -358,34 +305,23 @@ class Pairs:
         return Losses(len(ours), len(theirs), min(1.0, 2 * tail))
 
 
-def pair_up(candidate: Arm, baseline: Arm, metric: Metric, worst: float | None) -> Pairs:
-    """Pair the runs of two arms by seed. `worst` is the metric of a failed run; None leaves its
-    pair out.
-    """
-    ours, theirs = (
-        dict(arm.values) if worst is None else {**arm.values, **dict.fromkeys(arm.failed, worst)}
-        for arm in (candidate, baseline)
-    )
+def pair_up(candidate: Arm, baseline: Arm, metric: Metric) -> Pairs:
+    """Pair the runs of two arms by seed."""
     if metric.k is None:
-        return Pairs(candidate, baseline, statistics.paired_differences(ours, theirs), {})
-    found = {seed: _between(candidate, baseline, seed, metric.k) for seed in theirs if seed in ours}
+        found = statistics.paired_differences(candidate.values, baseline.values)
+        return Pairs(candidate, baseline, found, {})
+    seeds = [seed for seed in baseline.values if seed in candidate.values]
+    answers = {
+        seed: _between(candidate.runs[seed], baseline.runs[seed], metric.k) for seed in seeds
+    }
     # A difference is NaN where no problem was judged in both runs.
-    known = {seed: one for seed, one in found.items() if not np.isnan(one.mean)}
+    known = {seed: one for seed, one in answers.items() if not np.isnan(one.mean)}
     return Pairs(candidate, baseline, {seed: one.mean for seed, one in known.items()}, known)
 
 
-def _between(candidate: Arm, baseline: Arm, seed: int, k: int) -> AnswerDifference:
-    """A failed run has answered every problem that the others were asked, and nothing right."""
-    runs = chain(candidate.runs.values(), baseline.runs.values())
-    made_up = ("",)  # one problem stands for all where every run failed
-    ids = next((run.answers.ids for run in runs if run.answers), made_up)
-    nothing = np.zeros(len(ids), dtype=np.int64)
-    failed = Answers(ids, right=nothing, judged=nothing + k, unjudged=nothing)
-    ours, theirs = (
-        (arm.runs[seed].answers if seed in arm.runs else None) or failed
-        for arm in (candidate, baseline)
-    )
-    return AnswerDifference.between(ours, theirs, k)
+def _between(candidate: StoredRun, baseline: StoredRun, k: int) -> AnswerDifference:
+    assert candidate.answers and baseline.answers  # a run without answers has no such metric
+    return AnswerDifference.between(candidate.answers, baseline.answers, k)
 
 
 def outlying_seeds(differences: Differences) -> Sequence[int]:

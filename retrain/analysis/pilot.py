@@ -302,7 +302,7 @@ def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
     held_out = held_out_variances(
         [(arm.runs[seed], base.runs[seed]) for arm in paired for seed in differences[arm.label]]
     )
-    spread = Spread.of([pair_up(arm, base, metric, None) for arm in paired])
+    spread = Spread.of([pair_up(arm, base, metric) for arm in paired])
     return Pilot(metric, sd, max(freedom), source, len(paired), held_out, sds, spread)
 
 

@@ -45,6 +45,9 @@ class AnalysisPlan:
     """The direction of the metric that is an improvement."""
     margin: Annotated[float | None, Field(gt=0)] = None
     """Differences below this are equivalent; None: no verdict of equivalence is planned."""
+    leaves_out: Literal["failed", "failed and collapsed"] = "failed"
+    """The runs whose pairs are left out. Plans of 0.9 are without this, leave out failed runs, and
+    set no limit to their number."""
 
     def to_json(self) -> Json:
         """The plan with `sha256`, the hash of the rest."""
@@ -220,14 +223,11 @@ def _settings(
     record: CampaignRecord, plan: AnalysisPlan, baseline: str, metric: Metric, test: "TestSettings"
 ) -> Iterator[tuple[str, object, object]]:
     """Yield (name, value now, planned value) of each."""
-    planned_rule = "evidence" if plan.rule == "evidence" else "maxt"
     better = test.direction(metric.better)
     yield "baseline", baseline, plan.baseline
     yield "metric", metric.name, plan.metric
     yield "direction", f"{better} is better", f"{plan.better} is better"
     yield "alpha", f"{test.alpha:g}", f"{plan.alpha:g}"
-    yield "correction", test.correction or planned_rule, planned_rule
-    yield "failed runs", test.failed, "exclude"
     yield "max_steps", record.max_steps, plan.max_steps
 
 

@@ -347,20 +347,6 @@ class StoredRun:
             return Answers.of(self.final_evaluation.problems)
         return None
 
-    @cached_property
-    def base_answers(self) -> Answers | None:
-        """The held-out answers of the untrained model; None unless the run was evaluated before its
-        first step.
-        """
-        if not self.held_out_file.is_file():
-            return None
-        first = list(
-            takewhile(lambda record: record.step == 0, EvaluationRecord.read(self.held_out_file))
-        )
-        if first:
-            return Answers.of(first)
-        return None
-
     def curve(self, name: str) -> Floats:
         """[2, steps] step numbers and values of a numeric field, without the steps that have no
         value.

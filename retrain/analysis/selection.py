@@ -51,7 +51,7 @@ class Selection:
 
     metric: Metric
     test: TestSettings
-    """With the correction that the campaign's looks ask for."""
+    """With the rule that the campaign's looks ask for."""
     reference: StoredRun | None
     """The baseline's first run; the others are measured as it was."""
     arms: Mapping[str, Arm]
@@ -75,17 +75,18 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
     alike, apart, otherwise = _measured_alike(grouped, reference, metric, insist=asked)
     named = list(chain.from_iterable(request.pairs)) or alike
     arms = _arms(grouped, alike, dict.fromkeys((request.baseline, *named)), metric)
+    wanted = request.pairs or [(label, request.baseline) for label in [*arms][1:]]
+    record, differing = request.record, _deviations(request, wanted, metric)
+    looked = record is not None and bool(record.looks) and not differing
+    # A look bets on what is there: what later runs say of an earlier one must not change it.
+    if not looked:
+        arms = _without_collapsed(arms, request, metric)
     notes = otherwise if asked else []
     left_out = [*grouped.left_out, *apart, *([] if asked else otherwise)]
-    for arm in arms.values():
-        left_out += arm.left_out
-    wanted = request.pairs or [(label, request.baseline) for label in [*arms][1:]]
-    family = _with_differences(arms, wanted, metric, test)
-    record, differing = request.record, _deviations(request, wanted, metric)
-    if record and record.looks and not differing:
-        family, unseen = _at_looks(family, record)
-        absent = len(wanted) - len(family)
-        test = replace(test, correction="evidence", looks=len(record.looks), absent=absent)
+    left_out += chain.from_iterable(arm.left_out for arm in arms.values())
+    family = _with_differences(arms, wanted, metric, record)
+    if record and looked:
+        family, test, unseen = _at_looks(family, record, len(wanted), test)
         notes += unseen
     if not family:
         apart_too = sum(map(len, alike.values())) < len(grouped.runs)
@@ -113,13 +114,18 @@ def _where_asked(grouped: RunsByCondition, request: Request) -> tuple[RunsByCond
     return grouped, metric
 
 
-def _at_looks(family: Sequence[Pairs], record: CampaignRecord) -> tuple[list[Pairs], Sequence[str]]:
-    """The contrasts with their pairs in the planned order of the looks, for the e-process, and the
-    notes on seeds that no look has seen.
+def _at_looks(
+    family: Sequence[Pairs], record: CampaignRecord, planned: int, test: TestSettings
+) -> tuple[list[Pairs], TestSettings, Sequence[str]]:
+    """The contrasts with their pairs in the planned order of the looks, the settings of the
+    e-process over the `planned` contrasts, and the notes on seeds that no look has seen.
     """
     seeds = {pairs.candidate.label: [*pairs.differences] for pairs in family}
     looked = [pairs.at_looks(record.looks_of(pairs.candidate.label)) for pairs in family]
-    return [pairs for pairs in looked if pairs.differences], list(not_looked_at(record, seeds))
+    seen = [pairs for pairs in looked if pairs.differences]
+    absent = planned - len(seen)
+    test = replace(test, rule="evidence", looks=len(record.looks), absent=absent)
+    return seen, test, list(not_looked_at(record, seeds))
 
 
 def _check_comparable(grouped: RunsByCondition, metric: Metric, test: TestSettings) -> None:
@@ -131,14 +137,31 @@ def _check_comparable(grouped: RunsByCondition, metric: Metric, test: TestSettin
 
 
 def _with_differences(
-    arms: Mapping[str, Arm], wanted: Sequence[PairOfLabels], metric: Metric, test: TestSettings
+    arms: Mapping[str, Arm],
+    wanted: Sequence[PairOfLabels],
+    metric: Metric,
+    record: CampaignRecord | None,
 ) -> list[Pairs]:
     """The contrasts that have a difference."""
-    worst = None
-    if test.failed == "worst":
-        worst = worst_value(arms.values(), metric, test)
-    family = [pair_up(arms[ours], arms[theirs], metric, worst) for ours, theirs in wanted]
+    family = [pair_up(arms[ours], arms[theirs], metric) for ours, theirs in wanted]
+    if _has_rule_of_losses(record):
+        family = [pairs.with_losses_judged() for pairs in family]
     return [pairs for pairs in family if pairs.differences]
+
+
+def _has_rule_of_losses(record: CampaignRecord | None) -> bool:
+    """True unless the plan was stored by a version that left out failed runs alone, and any number
+    of them.
+    """
+    return record is None or record.plan is None or record.plan.leaves_out != "failed"
+
+
+def _without_collapsed(arms: dict[str, Arm], request: Request, metric: Metric) -> dict[str, Arm]:
+    """The arms without runs that fell towards 0, for a rate of which more is better."""
+    higher = request.test.direction(metric.better) == "higher"
+    if not (metric.is_rate and higher and _has_rule_of_losses(request.record)):
+        return arms
+    return {label: arm.without_collapsed() for label, arm in arms.items()}
 
 
 def _deviations(request: Request, wanted: Sequence[PairOfLabels], metric: Metric) -> list[str]:
@@ -176,23 +199,6 @@ def _measured_alike(
     return alike, apart, otherwise
 
 
-def worst_value(arms: Iterable[Arm], metric: Metric, test: TestSettings) -> float | None:
-    """The value given to a failed run: the worst end of a rate (0 or 1), else the worst value of
-    any run. None for a metric without a direction.
-    """
-    better = test.direction(metric.better)
-    if better is None:
-        return None
-    if metric.is_rate:
-        return 0.0 if better == "higher" else 1.0
-    values = list(chain.from_iterable(arm.values.values() for arm in arms))
-    if not values:
-        return None
-    if better == "higher":
-        return min(values)
-    return max(values)
-
-
 def check_levels(alpha: float, power: float) -> None:
     """Raises ConfigurationError for a level or a power that is no probability."""
     for name, value, example in (("alpha", alpha, 0.05), ("power", power, 0.8)):
@@ -201,9 +207,7 @@ def check_levels(alpha: float, power: float) -> None:
 
 
 def check_sizes(test: TestSettings, metric: Metric) -> None:
-    """Raises ConfigurationError for a level, margin or effect outside its range, and for a worst
-    value of a metric without a direction.
-    """
+    """Raises ConfigurationError for a level, margin or effect outside its range."""
     check_levels(test.alpha, test.power)
     for name, size in (("margin", test.margin), ("effect", test.effect)):
         if size is not None and not 0 < size < float("inf"):
@@ -219,11 +223,6 @@ def check_sizes(test: TestSettings, metric: Metric) -> None:
         raise ConfigurationError(
             f"--lower-is-better is not for {metric.name}, a rate of right answers: more is better;"
             " leave it out."
-        )
-    if test.failed == "worst" and metric.better is None and not test.lower_is_better:
-        raise ConfigurationError(
-            f"--failed worst needs a metric with a better and a worse end, and {metric.name} has"
-            " none; leave it out."
         )
 
 

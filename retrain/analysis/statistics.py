@@ -377,19 +377,17 @@ class TwoWay:
         """The rest of it, run-to-run (seed) variance, which no larger evaluation removes."""
         return max(0.0, self.seed_square - self.residual_square) / self.problems
 
-    def interval(self, confidence: float = 0.95, problem_square: float | None = None) -> Interval:
-        """The interval of the mean over new seeds and new problems. `problem_square` replaces the
-        problems' mean square, as a covariate leaves it.
+    def interval(self, confidence: float = 0.95) -> Interval:
+        """The interval of the mean over new seeds and new problems.
 
         Never narrower than Student's intervals over the seeds alone and over the problems alone:
         where a mean square is small by chance, the estimated variance is too.
         """
         from scipy.special import stdtrit
 
-        problem_square = self.problem_square if problem_square is None else problem_square
         quantile, cells = 0.5 + confidence / 2, self.seeds * self.problems
         freedoms = (self.seeds - 1, self.problems - 1, self.residual_freedom)
-        squares = (self.seed_square, problem_square, -self.residual_square)
+        squares = (self.seed_square, self.problem_square, -self.residual_square)
         total = sum(squares)
         halves = [
             float(stdtrit(freedom, quantile)) * np.sqrt(square / cells)
@@ -416,20 +414,3 @@ def _filled(table: Floats) -> Floats:
         fit = filled.mean(axis=1, keepdims=True) + filled.mean(axis=0) - filled.mean()
         filled = np.where(missing, fit, table)
     return filled
-
-
-def covaried_square(differences: Floats, covariate: Floats) -> float | None:
-    """The problems' mean square after regression on `covariate` [problems] and its square, as
-    TwoWay.interval takes it.
-
-    The interval is then for new problems that are as hard for the base model as these (Lin 2013,
-    arXiv 1208.2301; CUPED, Deng et al. 2013). The square is there because an effect fades where a
-    problem is always right or always wrong. None where the covariate does not vary enough.
-    """
-    seeds, columns = differences.shape[0], np.nanmean(differences, axis=0)
-    design = np.stack([np.ones_like(covariate), covariate, covariate**2], axis=1)
-    rank = int(np.linalg.matrix_rank(design))
-    if rank < 2 or len(columns) <= rank + 1:
-        return None
-    fitted = design @ np.linalg.lstsq(design, columns, rcond=None)[0]
-    return float(seeds * ((columns - fitted) ** 2).sum() / (len(columns) - rank))

@@ -4,8 +4,9 @@ A contrast is an improvement (or worse) only if
 
 - its t interval over the seeds excludes 0,
 - its sign-flip p, adjusted over all contrasts, is below alpha,
-- both still hold with every answer that could not be judged counted against it, and
-- with few held-out problems, the interval for new problems excludes 0 as well.
+- both still hold with every answer that could not be judged counted against it,
+- with few held-out problems, the interval for new problems excludes 0 as well, and
+- no more than a quarter of the runs of either condition failed or collapsed.
 
 It is equivalent only within a stated margin; otherwise inconclusive. The verdict is never "no
 effect".
@@ -18,7 +19,7 @@ from typing import Literal
 
 from retrain.analysis import power, statistics
 from retrain.analysis.e_process import anytime_p, confidence_sequence, evidence
-from retrain.analysis.power import Correction, Rule
+from retrain.analysis.power import Rule
 from retrain.analysis.statistics import Differences, Interval, max_t
 from retrain.records.entries import Direction
 
@@ -51,19 +52,13 @@ class TestSettings:
     power: float = 0.8
     lower_is_better: bool = False
     """Overrides the metric's own direction."""
-    correction: Correction | None = None
-    """None: as the campaign planned it, else joint sign flips."""
-    failed: Literal["exclude", "worst"] = "exclude"
-    """Leave pairs with a failed run out, or give that run the worst value."""
+    rule: Literal["maxt", "evidence"] = "maxt"
+    """Joint sign flips, or the e-process of a campaign that was looked at."""
     looks: int = 0
-    """The number of looks, for the correction "evidence"."""
+    """The number of looks, for the rule "evidence"."""
     absent: int = 0
-    """The planned contrasts without a pair so far, for the correction "evidence": each may still
-    have one, so it stays in the family and has bet nothing."""
-
-    @property
-    def rule(self) -> Correction:
-        return self.correction or "maxt"
+    """The planned contrasts without a pair so far, for the rule "evidence": each may still have
+    one, so it stays in the family and has bet nothing."""
 
     def direction(self, better: Direction) -> Direction:
         """The better end of a metric, where `better` is the metric's own."""
@@ -73,10 +68,6 @@ class TestSettings:
         """The p of each contrast, adjusted over the family."""
         if self.rule == "evidence":
             return [anytime_p(value) for value in self.evidence_for(family)]
-        if self.rule == "holm":
-            return statistics.holm(
-                [statistics.sign_flip_p(list(contrast.values())) for contrast in family]
-            )
         return max_t(family)
 
     def evidence_for(self, family: Sequence[Differences]) -> list[float]:
@@ -89,10 +80,7 @@ class TestSettings:
         """
         if self.rule == "evidence":
             return [None] * len(pairs)
-        smallest = [statistics.smallest_p(count) for count in pairs]
-        if self.rule == "holm":
-            return statistics.holm(smallest)
-        return smallest
+        return [statistics.smallest_p(count) for count in pairs]
 
     def p(self, differences: Differences) -> float:
         """The p of one contrast alone."""
@@ -143,7 +131,7 @@ class PairedDifferences:
     """The differences of one contrast, one pair or more."""
 
     by_seed: Differences
-    """Seed -> difference; with the correction "evidence" by the number of the look instead."""
+    """Seed -> difference; with the rule "evidence" by the number of the look instead."""
     least: Differences | None = None
     """The differences with every unjudged answer counted against the candidate; None where all
     answers were judged."""
@@ -151,6 +139,8 @@ class PairedDifferences:
     """The same with every unjudged answer counted for it."""
     problem_interval: Interval | None = None
     """The interval for new problems as well; None where a verdict does not need it."""
+    loses_too_many: bool = False
+    """More than a quarter of the runs of a condition failed or collapsed."""
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> "PairedDifferences":
@@ -159,6 +149,13 @@ class PairedDifferences:
     @property
     def values(self) -> list[float]:
         return list(self.by_seed.values())
+
+    @property
+    def bounds(self) -> Interval | None:
+        """The mean with every unjudged answer counted against the candidate, and for it."""
+        if not (self.least and self.most):
+            return None
+        return statistics.mean([*self.least.values()]), statistics.mean([*self.most.values()])
 
     @property
     def at_worst(self) -> Differences:
@@ -196,8 +193,8 @@ class Conclusion:
     """The mean with every unjudged answer counted against the candidate, and for it; None where all
     were judged."""
     unsure: str
-    """Why a verdict that the seeds alone would give is withheld: "unjudged" or "problems"; else
-    ""."""
+    """Why a verdict that the seeds alone would give is withheld: "lost", "unjudged" or "problems";
+    else ""."""
     within_margin: bool
     """A difference that is also smaller than the margin."""
     verdict: Verdict
@@ -249,8 +246,9 @@ def _conclusion(
     interval = test.interval(paired.by_seed)
     differs = p_adjusted < test.alpha and _excludes_zero(interval)
     unsure = ""
-    if differs:
-        unsure = _unsure(paired, p_at_worst, test)
+    if differs or equivalent:
+        unsure = _unsure(paired, p_at_worst, test, differs=differs)
+    equivalent = equivalent and unsure != "lost"
     verdict = Verdict.EQUIVALENT if equivalent else Verdict.INCONCLUSIVE
     # A difference that is shown outranks the margin, which `within_margin` then says beside it.
     if differs and not unsure:
@@ -270,11 +268,7 @@ def _conclusion(
         detectable=test.detectable(len(d), sd, family) if sd else None,
         seeds_needed=test.seeds_needed(sd, family) if sd else None,
         equivalence_p_adjusted=equivalence_p,
-        bounds=(
-            (statistics.mean([*paired.least.values()]), statistics.mean([*paired.most.values()]))
-            if paired.least and paired.most
-            else None
-        ),
+        bounds=paired.bounds,
         unsure=unsure,
         within_margin=equivalent and verdict is not Verdict.EQUIVALENT,
         verdict=verdict,
@@ -285,8 +279,16 @@ def _excludes_zero(interval: Interval | None) -> bool:
     return interval is not None and (interval[0] > 0 or interval[1] < 0)
 
 
-def _unsure(paired: PairedDifferences, p_at_worst: float, test: TestSettings) -> str:
-    """Why differences that are significant on their own make no verdict; "" if they do."""
+def _unsure(
+    paired: PairedDifferences, p_at_worst: float, test: TestSettings, *, differs: bool
+) -> str:
+    """Why what is shown by the seeds alone makes no verdict; "" if it does. Only a difference can
+    be undone by answers or problems.
+    """
+    if paired.loses_too_many:
+        return "lost"
+    if not differs:
+        return ""
     mean, worst = statistics.mean(paired.values), paired.at_worst
     if (
         p_at_worst >= test.alpha

@@ -16,7 +16,7 @@ from retrain.inference_engine.base import (
     Truncation,
 )
 from retrain.model.budget import NO_LIMIT
-from retrain.types import Float32Array, Float64Array, MachineChoices, Row, StepResult
+from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -269,12 +269,6 @@ class Backend(ABC):
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array] | None:
         """[T] of each row: how many tokens `truncation` keeps of the learner's distribution; None
         where its logits are not to be had.
-        """
-        return None
-
-    def draw_ranges(self, rows: Sequence[Row], temperature: float) -> list[Float64Array] | None:
-        """Return [T, 2] of each row: the range of the uniform that gives each token when it is
-        drawn at `temperature`. None if the backend has no logits.
         """
         return None
 

@@ -291,6 +291,7 @@ def analysis_plan(plan: CampaignPlan) -> AnalysisPlan:
         seeds=plan.seeds,
         max_steps=plan.max_steps,
         margin=plan.settings.margin,
+        leaves_out="failed and collapsed",
     )
 
 

@@ -15,8 +15,6 @@ from retrain.cli.shared import (
     AsJson,
     Contrast,
     Control,
-    Correction,
-    Failed,
     LowerIsBetter,
     Margin,
     pair_of,
@@ -65,8 +63,7 @@ def command(
     targets: Annotated[
         list[Path],
         typer.Argument(
-            metavar="CAMPAIGN_DIR | RUN... | EVALUATION",
-            help="A campaign's folder, folders of runs, or what `retrain eval` left.",
+            metavar="CAMPAIGN_DIR | RUN...", help="A campaign's folder, or folders of runs."
         ),
     ],
     baseline: Annotated[
@@ -88,10 +85,7 @@ def command(
     ] = None,
     at: Annotated[
         str | None,
-        typer.Option(
-            metavar="tokens=N|updates=N",
-            help="Compare the runs where they had sampled N tokens or made N updates.",
-        ),
+        typer.Option(metavar="tokens=N", help="Compare the runs where they had sampled N tokens."),
     ] = None,
     alpha: Alpha = 0.05,
     margin: Margin = None,
@@ -103,9 +97,7 @@ def command(
         float, typer.Option(help="Power for the detectable difference and the seeds needed.")
     ] = 0.8,
     lower_is_better: LowerIsBetter = False,
-    correction: Correction = None,
     contrast: Contrast = None,
-    failed: Failed = "exclude",
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = "text",
     as_json: AsJson = False,
 ) -> None:
@@ -118,14 +110,13 @@ def command(
 
     if as_json:
         form = "json"
-    if any(map(is_evaluation, targets)):
-        if at is not None:
-            raise ConfigurationError(
-                f"--at {at} is for runs, and {targets[0]} is one evaluation; leave --at out."
-            )
-        _print_evaluations(targets, baseline or [], metric, alpha, as_json=form == "json")
-        return
-    test = TestSettings(alpha, margin, effect, power, lower_is_better, correction, failed)
+    evaluated = next(filter(is_evaluation, targets), None)
+    if evaluated:
+        raise ConfigurationError(
+            f"{evaluated} is one evaluation, and comparing two of them left in 0.10; compare runs"
+            " of several seeds, or read both intervals in summary.json."
+        )
+    test = TestSettings(alpha, margin, effect, power, lower_is_better)
     budget = None
     if at is not None:
         budget = Budget.parse(at)
@@ -144,32 +135,6 @@ def _print(comparison: "Comparison", form: Format) -> None:
         print(clean(to_markdown(comparison)), end="")
     else:
         print(clean(to_text(comparison, shutil.get_terminal_size().columns)), end="")
-
-
-def _print_evaluations(
-    targets: list[Path], baseline: list[str], metric: str | None, alpha: float, *, as_json: bool
-) -> None:
-    """Two folders of `retrain eval`, paired by problem."""
-    from retrain.analysis.evaluations import (
-        compare_evaluations,
-        evaluation_json,
-        evaluation_lines,
-        open_evaluation,
-    )
-    from retrain.analysis.measures import choose_metric
-    from retrain.records.evaluation import is_evaluation
-    from retrain.records.terminal import clean
-
-    if len(targets) != 1 or len(baseline) != 1 or not is_evaluation(Path(baseline[0])):
-        raise ConfigurationError(
-            f"{targets[0]} is an evaluation, and is compared with one other: --baseline EVALUATION."
-        )
-    one, other = open_evaluation(targets[0]), open_evaluation(Path(baseline[0]))
-    found = compare_evaluations(one, other, choose_metric(metric or "pass@1", []), alpha)
-    if as_json:
-        print_json(evaluation_json(found))
-    else:
-        print(clean("\n".join(evaluation_lines(found))))
 
 
 def _compare(

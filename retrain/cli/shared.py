@@ -35,22 +35,6 @@ Control = Annotated[
     bool,
     typer.Option("--control", help="The campaign's random-reward condition is the baseline."),
 ]
-Correction = Annotated[
-    Literal["maxt", "holm"] | None,
-    typer.Option(
-        help=(
-            "Adjust p by joint sign flips of whole seeds (maxt), or by Holm; by default as the"
-            " campaign planned, else maxt."
-        )
-    ),
-]
-Failed = Annotated[
-    Literal["exclude", "worst"],
-    typer.Option(help="Leave pairs with a failed run out, or count that run as the worst result."),
-]
-Figure = Annotated[
-    Path | None, typer.Option(help="Also draw it: a file that ends in .svg, .pdf or .png.")
-]
 Form = Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")]
 JsonOnly = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 LowerIsBetter = Annotated[
@@ -154,21 +138,3 @@ def print_progress(line: str) -> None:
     from retrain.records.terminal import clean
 
     print(clean(line), file=sys.stderr, flush=True)
-
-
-PICTURES = (".svg", ".pdf", ".png")
-
-
-def check_figure(figure: Path | None) -> None:
-    """Raises ConfigurationError for a picture whose format is not known or whose folder is not
-    there.
-    """
-    if figure is not None and figure.suffix not in PICTURES:
-        raise ConfigurationError(
-            f"--figure {figure} ends in none of {', '.join(PICTURES)}; give one, such as"
-            f" {figure.stem}.svg."
-        )
-    if figure is not None and not figure.parent.is_dir():
-        raise ConfigurationError(
-            f"--figure {figure} lies in no folder; make {figure.parent} or name another."
-        )

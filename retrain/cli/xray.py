@@ -2,13 +2,11 @@
 
 import sys
 from contextlib import redirect_stdout
-from itertools import chain
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from retrain.cli.shared import Figure, JsonOnly, Trust, check_figure, load_dotenv, print_json
+from retrain.cli.shared import JsonOnly, Trust, load_dotenv, print_json
 from retrain.errors import ConfigurationError
 
 
@@ -30,15 +28,6 @@ def command(
     wrong_length: Annotated[
         float, typer.Option(help="Length of a wrong completion over a right one's.")
     ] = 1.0,
-    figure: Figure = None,
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact",
-            help="Sum the gradient over all groups of a policy that can be counted; takes losses"
-            " too, such as ppo or my_module.my_loss.",
-        ),
-    ] = False,
     trust: Trust = False,
     as_json: JsonOnly = False,
 ) -> None:
@@ -50,24 +39,12 @@ def command(
     from retrain.xray.text import text_lines
 
     load_dotenv()
-    _check(group, aggregation, wrong_length, figure)
-    if exact:
-        if aggregation or figure or wrong_length != 1:
-            raise ConfigurationError(
-                "--exact counts answers of equal length and draws nothing; leave --aggregation,"
-                " --wrong-length and --figure out."
-            )
-        _print_exact(names, group, trust=trust, as_json=as_json)
-        return
+    _check(group, aggregation, wrong_length)
     # What a plugin prints is no part of the result.
     with redirect_stdout(sys.stderr):
         found = []
         for name in names:
             found += read_xray(name, group, aggregation, wrong_length, trust=trust)
-    if figure:
-        from retrain.xray.figure import write_figure
-
-        write_figure(figure, found)
     if as_json:
         rows = [
             {
@@ -85,26 +62,9 @@ def command(
         print_json({"xrays": rows})
         return
     print("\n".join(text_lines(found)))
-    if figure:
-        print(f"Figure: {figure}")
 
 
-def _print_exact(names: list[str], group: int | None, *, trust: bool, as_json: bool) -> None:
-    from retrain.xray.resolve import read_exact
-
-    with redirect_stdout(sys.stderr):
-        found = list(chain.from_iterable(read_exact(name, group, trust=trust) for name in names))
-    if as_json:
-        print_json({"exact": [one.to_json() for one in found]})
-        return
-    print("Expected gradients over all groups of two-token answers, beside the pass rate's (p).")
-    for one in found:
-        print(f"{one.name} (G = {one.group}): {one.sentence()}")
-
-
-def _check(
-    group: int | None, aggregation: str | None, wrong_length: float, figure: Path | None
-) -> None:
+def _check(group: int | None, aggregation: str | None, wrong_length: float) -> None:
     """Raises ConfigurationError for a flag out of its range."""
     from retrain.backends.losses import AGGREGATIONS
     from retrain.xray.binary import MAX_GROUP
@@ -123,4 +83,3 @@ def _check(
             f"--wrong-length {wrong_length:g} is not a positive number; 2 says that wrong"
             " completions are twice as long as right ones."
         )
-    check_figure(figure)

@@ -14,7 +14,7 @@ from retrain.system import Json
 def removed() -> dict[str, Json]:
     """Map each name of removed.toml to its row."""
     text = Path(__file__).with_name("removed.toml").read_text(encoding="utf-8")
-    return {row["name"]: row for row in tomllib.loads(text).get("removed", [])}
+    return {row["name"]: row for row in tomllib.loads(text)["removed"]}
 
 
 def farewell(name: str, given: str = "") -> str:

@@ -129,11 +129,6 @@ class Evaluation(Section):
         example=0.0,
     )
     k: list[Positive] = key([1], "Values of k for which pass@k is reported.", min_length=1)
-    covariate: Literal["auto", "off"] = key(
-        "auto",
-        "Use the base model's pass rate per problem at step 0 in the interval for new problems"
-        " where it narrows it.",
-    )
 
     @property
     def sources(self) -> list[str]:

@@ -6,7 +6,7 @@ entropies and rewards.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -423,20 +423,6 @@ def _sepa_lambda(run: StoredRun, step: int, notes: list[str]) -> float:
     return ramp
 
 
-def recorded_groups(run: StoredRun, step: int) -> list[Group] | None:
-    """The judged groups of a stored step with their prompts' tokens; None where the file lacks
-    what a learner needs: prompts, rewards, or the kept tokens of a truncated distribution; and
-    where rewards were normalised, which do not say who was right.
-    """
-    if run.config.reward.combine != "sum":
-        return None
-    table = read_tokens(run.folder.step_tokens(step))
-    complete = table.rewards is not None and table.truncated is not None and table.kept is None
-    if not complete or table.prompt_offsets is None or not len(table.slot):
-        return None
-    return _groups(run, table)
-
-
 def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
     """The judged groups of the step, as credit assignment received them; examples and texts are not
     stored.
@@ -447,28 +433,16 @@ def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
             " rewards that --against needs; train again with [logging] tokens_every to store them."
         )
     threshold = run.config.reward.correct_threshold
-    prompts = _prompts(table)
     groups: dict[int, Group] = {}
     for number, (slot, sample) in enumerate(
         zip(table.slot.tolist(), table.sample.tolist(), strict=True)
     ):
         reward = float(table.rewards[number])
-        group = groups.setdefault(slot, Group(prompts.get(slot, _NO_PROMPT), slot, []))
+        group = groups.setdefault(slot, Group(_NO_PROMPT, slot, []))
         group.members.append(
             Scored(_trajectory(table, number, sample), "", Score.of(reward, threshold))
         )
     return list(groups.values())
-
-
-def _prompts(table: TokenTable) -> dict[int, Prompt]:
-    """Slot -> the prompt's tokens; empty where the file does not store them."""
-    if table.prompt_offsets is None or table.prompt_token_ids is None:
-        return {}
-    tokens = np.split(table.prompt_token_ids, table.prompt_offsets[1:-1])
-    slots = dict.fromkeys(table.slot.tolist())
-    return {
-        slot: replace(_NO_PROMPT, token_ids=own) for slot, own in zip(slots, tokens, strict=True)
-    }
 
 
 def turns_of(table: TokenTable, number: int) -> list[tuple[int, int, Int32Array, bool]]:

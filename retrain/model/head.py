@@ -108,19 +108,6 @@ def count_kept(
     return torch.cat([kept_counts(z, top_k, top_p, min_p).float() for _, z in chunks])
 
 
-def draw_ranges(head: Head, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """[N, 2] float64: the range of a uniform in (0, 1) that gives `targets` [N] when it is drawn
-    from softmax(logits / temperature) of `hidden` [N, H], with tokens in the order of their ids.
-    """
-    ranges = []
-    for part, z in shifted_logits(head, hidden, temperature):
-        weights = z.double().exp()
-        sums, own = weights.cumsum(-1), targets[part, None]
-        end = sums.gather(-1, own)
-        ranges.append(torch.cat([end - weights.gather(-1, own), end], -1) / sums[:, -1:])
-    return torch.cat(ranges)
-
-
 def shifted_logits(
     head: Head, hidden: Tensor, temperature: float
 ) -> Iterator[tuple[slice, Tensor]]:

@@ -1,6 +1,6 @@
 """One page about a run or a campaign: what was learned, how conditions compare, what it cost, and
 what the model wrote.
 
-`data` reads the folder, `figures` draws the data, `page` puts both into the HTML of `templates/`,
-and `serve` keeps the page current.
+`data` reads the folder, `figures` draws the data, and `page` puts both into the HTML of
+`templates/`.
 """

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO, StringIO
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -70,13 +69,11 @@ _STYLE: dict[str, Any] = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "svg.fonttype": "none",
-    "pdf.fonttype": 42,  # TrueType, since journals refuse Type 3
 }
 _PNG_DPI = 200
 _FILE_METADATA: dict[str, dict[str, None]] = {
     "png": {"Software": None},
     "svg": {"Creator": None, "Date": None},
-    "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
 }
 """Format -> metadata that removes the date and the library version from the file."""
 _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
@@ -118,21 +115,13 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
 
 
 def to_picture(figure: Figure, name: str, form: str = "png") -> bytes:
-    """Return the bytes of a png, svg or pdf file on white; the same data give the same bytes."""
+    """Return the bytes of a png or svg file on white; the same data give the same bytes."""
     out = BytesIO()
     with drawing(name):
         figure.savefig(
             out, format=form, dpi=_PNG_DPI, facecolor=PAPER, metadata=_FILE_METADATA[form]
         )
     return out.getvalue()
-
-
-def write_picture(figure: Figure, path: Path) -> None:
-    """Write a figure on white; the file's ending says the format (svg, pdf, png)."""
-    metadata = None
-    if path.suffix == ".svg":
-        metadata = {"Date": None}
-    figure.savefig(path, facecolor=PAPER, metadata=metadata)
 
 
 # -- building blocks -------------------------------------------------------------------------------

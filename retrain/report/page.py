@@ -1,6 +1,6 @@
 """Pages as one HTML file that loads nothing: the report, with its token-credit viewer (every token
-with a shade per quantity and its numbers), and `retrain audit --output` in its style. Text from a
-model is escaped and its invisible characters are shown.
+with a shade per quantity and its numbers),. Text from a
+with a shade per quantity and its numbers). Text from a
 """
 
 import base64
@@ -40,7 +40,6 @@ from retrain.report.data import (
 )
 from retrain.report.drawing import PageFigure, to_picture, to_svg
 from retrain.report.figures import draw_figures
-from retrain.report.paper import write_paper
 
 # -- tokens ----------------------------------------------------------------------------------------
 
@@ -179,20 +178,8 @@ class ShownFigure:
     svg: Markup
 
 
-@dataclass(frozen=True)
-class LiveReload:
-    """The data with which a served page asks its server for a newer version."""
-
-    version: str
-    """Version of the files from which the page was made."""
-    refresh_s: float
-    """Seconds between two requests."""
-
-
-def render(
-    data: ReportData, figures: Sequence[PageFigure], made: datetime, live: LiveReload | None = None
-) -> str:
-    """The page as HTML, for a file or, with `live`, for a server."""
+def render(data: ReportData, figures: Sequence[PageFigure], made: datetime) -> str:
+    """The page as HTML."""
     script, style = asset("report.js"), asset("report.css")
     # matplotlib escapes the texts in a figure; they are labels of conditions, made visible as all
     # text is.
@@ -211,8 +198,7 @@ def render(
         .render(
             data=data,
             made=f"{made:%Y-%m-%d %H:%M:%S}",
-            policy=content_policy(script, live=live is not None),
-            live=live,
+            policy=content_policy(script),
             style=Markup(style),
             script=Markup(script),
             tiles=list(_run_tiles(data) if data.single else _campaign_tiles(data)),
@@ -257,19 +243,13 @@ def _verdicts(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def content_policy(script: str, *, live: bool) -> str:
-    """A content security policy: load nothing, run only this script, and with `live` connect to the
-    page's own server.
-    """
+def content_policy(script: str) -> str:
+    """A content security policy: load nothing, and run only this script."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    rules = [
-        "default-src 'none'",
-        "style-src 'unsafe-inline'",
-        f"script-src 'sha256-{digest}'",
-        "img-src data:",
-    ]
-    rules += ["connect-src 'self'"] if live else []
-    return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src"
+        " data:; base-uri 'none'; form-action 'none'"
+    )
 
 
 def asset(name: str) -> str:
@@ -416,10 +396,10 @@ class ReportFiles:
     """What the page could not show, a sentence each."""
 
 
-def build_page(request: ReportRequest, live: LiveReload | None = None) -> str:
+def build_page(request: ReportRequest) -> str:
     """Read a folder, draw its figures and render the page."""
     data = read_report_data(request)
-    return render(data, draw_figures(data), datetime.now().astimezone(), live)
+    return render(data, draw_figures(data), datetime.now().astimezone())
 
 
 @contextmanager
@@ -435,26 +415,18 @@ def _writing(output: Path) -> Iterator[None]:
         ) from error
 
 
-def write_report(
-    request: ReportRequest,
-    output: Path,
-    figures_to: Path | None = None,
-    formats: Sequence[str] = (),
-) -> ReportFiles:
-    """Write the page to `output` and every figure to <its stem>-<figure>.png beside it; what a
-    paper takes goes into the folder `figures_to`. Each file is replaced atomically.
-
-    Raises EnvironmentFailure if they cannot be written.
+def write_report(request: ReportRequest, output: Path) -> ReportFiles:
+    """Write the page to `output` and every figure to <its stem>-<figure>.svg and .png beside it.
+    Each file is replaced atomically. Raises EnvironmentFailure if they cannot be written.
     """
     data = read_report_data(request)
     figures = draw_figures(data)
     pictures = []
     with _writing(output):
         for drawn in figures:
-            picture = output.with_name(f"{output.stem}-{drawn.name}.png")
-            replace_file(picture, to_picture(drawn.figure, drawn.name))
-            pictures.append(picture)
+            for form in ("svg", "png"):
+                picture = output.with_name(f"{output.stem}-{drawn.name}.{form}")
+                replace_file(picture, to_picture(drawn.figure, drawn.name, form))
+                pictures.append(picture)
         replace_file(output, render(data, figures, datetime.now().astimezone()))
-    if figures_to is not None:
-        pictures += write_paper(data, figures, figures_to, formats)
     return ReportFiles(output, pictures, data.notes)

@@ -161,7 +161,7 @@ def trust_note(model: Model) -> str:
 
 
 CERTAINTY = "certainty.json"
-"""A file in a model's folder: its `top_share` at temperature 1, and the `halves` of a batch."""
+"""A file in a model's folder: its `top_share` at temperature 1."""
 
 
 def _certainty_note(config: TrainConfig) -> str:
@@ -183,8 +183,7 @@ def _certainty_note(config: TrainConfig) -> str:
     known = Path(resolve_model(config.model.model)) / CERTAINTY
     if not known.is_file():
         return ""
-    found = read_object(known)
-    return sure_sentence(found["top_share"], found["halves"])
+    return sure_sentence(read_object(known)["top_share"])
 
 
 def _lab_note(config: TrainConfig) -> str:

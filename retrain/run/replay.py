@@ -6,10 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from retrain.config import TrainConfig, dump_toml, replaced
-from retrain.noise import uniform
 from retrain.records.checkpoint import CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.jsonl import read_jsonl, truncate_to_step
@@ -21,7 +18,6 @@ from retrain.run.saver import Schedule
 from retrain.run.session import Session
 from retrain.system import Json, read_object
 from retrain.tracking.base import Verbosity
-from retrain.types import Int32Array, Row
 
 
 def nearest_checkpoint(folder: RunFolder, step: int, log: Callable[[str], None]) -> int:
@@ -104,40 +100,6 @@ def _evaluated(folder: RunFolder) -> set[int]:
     if not folder.evaluation.is_file():
         return set()
     return {line["step"] for line in read_jsonl(folder.evaluation)}
-
-
-@dataclass(frozen=True)
-class Draw:
-    """How a token was drawn."""
-
-    uniform: float
-    lower: float
-    """The range of the uniform that gives the token."""
-    upper: float
-
-
-def draw_of(
-    session: Session, ids: Int32Array, slot: int, sample: int, position: int
-) -> Draw | None:
-    """Return how the last of `ids`, a prompt and the beginning of a completion, is drawn in the
-    next step. None where the draw is truncated or greedy, or the sampler's logits are not to be
-    had; while that step is drawn ahead, in split mode, they are of weights that the learner has no
-    more.
-    """
-    if session.prefetched and session.prefetched.is_under_way:
-        return None
-    step = session.state.step
-    plan = session.plan(step)
-    rounds = session.config.inference.reduced_precision
-    if rounds or plan.truncation.active or not plan.temperature:
-        return None
-    nothing = np.zeros(1, np.float32)
-    row = Row(ids, ((len(ids) - 1, len(ids)),), nothing, nothing, group=0)
-    ranges = session.parts.backend.draw_ranges([row], plan.temperature)
-    if ranges is None:
-        return None
-    found = uniform(plan.seed, plan.stream, step, slot, sample, position)
-    return Draw(float(found), *map(float, ranges[0][0]))
 
 
 def _adapter_tests(folder: RunFolder) -> set[int]:

@@ -186,10 +186,6 @@ class PrefetchedRollout:
         watcher = Watcher(self._go_on, lambda _: None)
         self._under_way = self._pool.submit(draw, watcher)
 
-    @property
-    def is_under_way(self) -> bool:
-        return self._under_way is not None
-
     def take(self) -> Rollout | None:
         """Wait for the rollout that was started; None if there was none."""
         future, self._under_way = self._under_way, None

@@ -1,7 +1,7 @@
 """The objective that an advantage climbs, and its noise: exact for right-or-wrong rewards, without
 a model.
 
-`binary.xray` computes it, `text` prints it and `figure` draws it.
+`binary.xray` computes it, and `text` prints it.
 """
 
 from retrain.xray.binary import RATES, Xray, xray

@@ -1,6 +1,5 @@
 """The advantage of a configuration or of a name, as a function of a step's rewards alone."""
 
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,26 +8,20 @@ import numpy as np
 from retrain.advantages.algorithms import NotInStep
 from retrain.advantages.resolve import ADVANTAGE, resolve
 from retrain.advantages.step import Segments, StepTokens
-from retrain.backends.losses import AGGREGATIONS, LOSSES
+from retrain.backends.losses import AGGREGATIONS
 from retrain.config.moving import scheduled, with_values
-from retrain.config.names import builtin_names, is_dotted
+from retrain.config.names import builtin_names
 from retrain.config.recipes import recipe_of
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.plugins import describe, load_plugin
+from retrain.plugins import describe
 from retrain.records.run_folder import refuse_foreign_code
 from retrain.xray.binary import MAX_GROUP, Xray, xray
 from retrain.xray.text import headline
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.xray.exact import ExactXray
 
 _PLAIN = {"transform_mode": "none"}
-_EXACT_GROUP = 4
-_SETS_ADVANTAGES = ("algorithm.advantage_params.",)
-"""How the keys begin that advantages depend on."""
-_SETS_GRADIENTS = ("algorithm.", "gtpo.", "hicra.", "loss.")
-"""How the keys begin that an exact gradient depends on."""
 _TOKENS = 8
 """Tokens of every completion that a plugin's context shows; all are equally likely and equally
 long."""
@@ -67,52 +60,14 @@ def read_xray(
     ]
 
 
-def read_exact(name: str, group: int | None, *, trust: bool = False) -> "list[ExactXray]":
-    """Return what the exact lab finds of a TOML file (one a condition), of an advantage's name or
-    of a loss's. A loss has the advantage `rloo`, which is unbiased. Raises ConfigurationError.
-    """
-    from retrain.config import config_from_mapping
-    from retrain.xray.exact import exact
-
-    if not _is_loss(name):
-        arms = _arms(_named(name, trust))
-    else:
-        loss = {"loss": {"mode": name}, "algorithm": {"advantage_mode": "rloo"} | _PLAIN}
-        arms = [(name, config_from_mapping(loss))]
-    return [
-        exact(
-            *_at_start(label, arm, _SETS_GRADIENTS),
-            group or min(arm.training.group_size, _EXACT_GROUP),
-        )
-        for label, arm in arms
-    ]
-
-
-def _at_start(
-    label: str, config: "TrainConfig", seen: tuple[str, ...]
-) -> tuple[str, "TrainConfig"]:
+def _at_start(label: str, config: "TrainConfig") -> tuple[str, "TrainConfig"]:
     """The configuration with the values that [schedule] gives to the first step, since no step may
-    have the file's; the label names the step where a key of `seen` moves.
+    have the file's; the label names the step where a key moves that advantages depend on.
     """
     values = scheduled(config, 0)
-    if any(path.startswith(seen) for path in values):
+    if any(path.startswith("algorithm.advantage_params.") for path in values):
         label = f"{label} at step 0".lstrip()
     return label, with_values(config, values)
-
-
-def _is_loss(name: str) -> bool:
-    """True for a built-in loss, and for a plugin whose first argument is `tokens`."""
-    if name in LOSSES:
-        return True
-    if not is_dotted(name) or name.endswith(".toml"):
-        return False
-    from retrain.config import config_from_mapping
-
-    try:
-        function = load_plugin("loss", name, config_from_mapping({}))
-    except ConfigurationError:  # which says more about it as an advantage
-        return False
-    return next(iter(signature(function).parameters), "") == "tokens"
 
 
 def _named(name: str, trust: bool) -> "TrainConfig":
@@ -152,7 +107,7 @@ def headline_of(config: "TrainConfig") -> str:
 def _read(
     label: str, config: "TrainConfig", group: int, aggregation: str, wrong_length: float
 ) -> Xray:
-    label, config = _at_start(label, config, _SETS_ADVANTAGES)
+    label, config = _at_start(label, config)
     recipe = recipe_of(config.algorithm)
     if recipe is None:
         raise ConfigurationError(

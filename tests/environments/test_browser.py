@@ -1,4 +1,4 @@
-"""The pages as a browser shows them: the report, `report --serve` and the site, on a desktop and a
+"""The pages as a browser shows them: the report and the site, on a desktop and a
 phone, light and dark, by keyboard and as a screen reader hears them.
 
 `make test-environments` installs Chromium where it can, and mkdocs-material.
@@ -6,8 +6,6 @@ phone, light and dark, by keyboard and as a screen reader hears them.
 
 import functools
 import importlib.util
-import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +17,6 @@ import pytest
 
 from retrain.report.data import ReportRequest
 from retrain.report.page import build_page
-from retrain.report.serve import ReportServer
 from tests.browser import CHROMIUM, Browser
 from tests.runs import small, small_run
 from tests.showcase import write_showcase
@@ -141,32 +138,6 @@ def test_the_tokens_are_read_by_keyboard(browser: Browser, pages: dict[str, Path
     # Every picture and every thing that takes a key has a name.
     spoken = {"image", "img", "link", "radio", "button", "DisclosureTriangle"}
     assert not [node for node in named if node["role"] in spoken and not node["name"]]
-
-
-def test_a_served_page_comes_back_by_itself(
-    browser: Browser, campaign: Path, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(campaign, tmp_path / "campaign"))
-    with ReportServer(ReportRequest(folder), 0, 0.5) as server:
-        server.rest = 0.0
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        browser.said.clear()
-        browser.requested.clear()
-        browser.open(server.url, 800)
-        browser.evaluate("document.querySelector('#completions details').open = true")
-        opened = browser.evaluate("document.querySelector('#completions details').id")
-        with (folder / "runs" / "maxrl+gtpo_s1" / "metrics.jsonl").open("a") as file:
-            line = {"step": 24, "condition": "maxrl+gtpo", "correct_rate": 0.125}
-            file.write(json.dumps(line) + "\n")
-        browser.wait_for(
-            "document.readyState == 'complete' && document.body.textContent.includes('25/24')",
-            seconds=120,
-        )
-        assert browser.evaluate(f"document.getElementById({json.dumps(opened)}).open")
-        assert browser.said == []
-        assert all(address.startswith(server.url) for address in browser.requested)
-        browser.open("about:blank", 800)  # else it goes on to ask the server that is gone
-        server.shutdown()
 
 
 # -- the site --------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -32,7 +31,7 @@ from retrain.model.pool import Pool
 from retrain.model.precision import other_precision
 from retrain.model.text import eos_token_ids, load_tokenizer, resolve_model
 from retrain.plugins import user_code
-from retrain.types import Float32Array, Float64Array, LogLine, MachineChoices, Row, StepResult
+from retrain.types import Float32Array, LogLine, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -283,19 +282,6 @@ class LocalBackend(LocalFacts):
             # the weights before this step.
             self.engine.free_pages()
 
-    def gradients(
-        self, config: "TrainConfig", rows: Sequence[Row], step: int, cells: Sequence[Sequence[int]]
-    ) -> list[Float32Array]:
-        """[D] each: the adapter's gradient of the loss of `config`, which may be another than the
-        backend's, on the rows of each cell alone (`Learner.gradients`).
-        """
-        if is_raw(self.engine.capabilities, self.config.training.temperature):
-            own = self.logprobs(rows)
-            rows = [replace(row, logprobs=one) for row, one in zip(rows, own, strict=True)]
-        learner = Learner(self._base, self._adapter, config, self._choices, self._fused)
-        with _current(self._base.device), _deterministic(self._base.device):
-            return [one.cpu().numpy() for one in learner.gradients(rows, step, cells)]
-
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         with _current(self._base.device):
             return self._learner.logprobs(rows, temperature)
@@ -321,11 +307,6 @@ class LocalBackend(LocalFacts):
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
         with _current(self._base.device):
             return self._learner.look_up(rows, truncation=truncation)
-
-    def draw_ranges(self, rows: Sequence[Row], temperature: float) -> list[Float64Array]:
-        with _current(self._base.device):
-            found = self._learner.look_up(rows, temperature=temperature, ranges=True)
-        return [ranges.astype(np.float64) for ranges in found]
 
     def tempered_scores(
         self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float

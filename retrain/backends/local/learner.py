@@ -47,7 +47,7 @@ from retrain.model.calibration import tempered_scores
 from retrain.model.devices import attention_of
 from retrain.model.functions import recomputed
 from retrain.model.fused import FusedDecoder
-from retrain.model.head import TokenScores, count_kept, draw_ranges, score_tokens
+from retrain.model.head import TokenScores, count_kept, score_tokens
 from retrain.model.load import BaseModel, layers
 from retrain.model.pool import Pool, in_order
 from retrain.model.precision import computed_in
@@ -95,8 +95,6 @@ class _Question:
     """Score with the base in this dtype; None: its own."""
     truncation: Truncation | None = None
     """Count the tokens that it keeps, in place of log-probs."""
-    ranges: bool = False
-    """Return `draw_ranges` in place of log-probs."""
     tolerance: float | None = None
     """If set, return `tempered_scores` with this tolerance under `truncation`, and no log-probs."""
 
@@ -252,30 +250,6 @@ class Learner:
         for part in self.world.gather(found):
             joined |= part
         return joined
-
-    def gradients(
-        self, rows: Sequence[Row], step: int, cells: Sequence[Sequence[int]]
-    ) -> Iterator[Tensor]:
-        """Yield for each cell its part [D] of the gradient of the first update of `train` with one
-        minibatch. A cell lists indices of `rows`.
-
-        Rows have the weights that they have in the whole batch, so a partition into cells adds up
-        to the step's gradient. The adapter does not change.
-        """
-        check_rows(rows)
-        batch = _learner_rows(rows, [row.trained for row in rows])
-        batch = self._with_passes_before(batch, step)
-        weights = self._weights(batch, num_completions(rows))
-        for cell in cells:
-            self.optimizer.zero_gradients()
-            numbers = set(cell)
-            own = [row for row in batch if row.number in numbers]
-            if own:
-                for piece in self._training_pieces(own, step, weights, measured=False):
-                    for learned in self._learn(piece):
-                        self.optimizer.add(learned.gradients)
-            yield torch.cat([part.flatten() for part in self.optimizer.gradients()])
-        self.optimizer.zero_gradients()
 
     def _with_passes_before(self, batch: list[LearnerRow], step: int) -> list[LearnerRow]:
         """Add what the loss needs of passes before the first update: the learner's own old
@@ -507,8 +481,6 @@ class Learner:
                 hidden = base.hidden_states(micro.token_ids, micro.positions, micro.attention)
             head = base.head
         states = micro.states(hidden)
-        if question.ranges:
-            return draw_ranges(head, states, micro.targets, temperature)
         if question.truncation is not None:
             cuts = astuple(question.truncation)
             if question.tolerance is None:

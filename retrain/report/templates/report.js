@@ -30,23 +30,3 @@ for (const view of document.querySelectorAll(".view")) {
     });
   }
 }
-// Served: come back to the same place when there is something new.
-const refresh = Number(document.body.dataset.refresh ?? 0);
-if (refresh) {
-  const opened = () => [...document.querySelectorAll("details")].filter((one) => one.open).map((one) => one.id);
-  const stored = sessionStorage.getItem("open");
-  if (stored) {
-    const ids = new Set(JSON.parse(stored));
-    for (const one of document.querySelectorAll("details")) one.open = ids.has(one.id);
-  }
-  const ask = async () => {
-    try {
-      const version = await (await fetch("version")).text();
-      if (version !== document.body.dataset.version) {
-        sessionStorage.setItem("open", JSON.stringify(opened()));
-        location.reload();
-      }
-    } catch { /* the server is gone; the page stays as it is */ }
-  };
-  setInterval(ask, refresh);
-}
