@@ -1,6 +1,6 @@
 """Pages as one HTML file that loads nothing: the report, with its token-credit viewer (every token
-with a shade per quantity and its numbers),. Text from a
-with a shade per quantity and its numbers). Text from a
+with a shade per quantity and its numbers). Text from a model is escaped, and its invisible
+characters are shown.
 """
 
 import base64
