@@ -48,8 +48,8 @@ def test_math_judges_families_that_no_rule_was_made_from() -> None:
 @pytest.mark.slow
 def test_math_judges_the_answers_that_its_rules_were_made_from() -> None:
     refused, paid = rates({"type": "math", "workers": 1, "deadline_s": 60.0}, SEEN)
-    assert refused < 0.03
-    assert paid < 0.002
+    assert refused < 0.08
+    assert paid == 0.0
 
 
 def test_match_pays_nothing_wrong() -> None:

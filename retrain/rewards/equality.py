@@ -10,7 +10,15 @@ from retrain.rewards.answers import same_characters
 from retrain.rewards.forms import Form, read, split
 from retrain.rewards.limits import MAX_LENGTH, is_refused
 from retrain.rewards.normalize import normalize
-from retrain.rewards.quantities import SYMBOL, Quantity, letters, quantity, rational, same_words
+from retrain.rewards.quantities import (
+    GREEK,
+    SYMBOL,
+    Quantity,
+    letters,
+    quantity,
+    rational,
+    same_words,
+)
 
 Equal = Callable[[str, str], bool]
 """Compares two expressions without words, the reference first."""
@@ -81,7 +89,7 @@ def _same(gold: Form, answer: Form, equal: Equal) -> bool:
         case ["list" | "set", "list" | "set"]:
             return _any_order(gold.items, answer.items, equal)
         case ["list", "tuple"]:
-            return _pairwise(gold.items, answer.items, equal)
+            return _pairwise(_by_name(gold), _by_name(answer), equal)
         case [one, other] if one == other or [one, other] == ["interval", "tuple"]:
             return gold.text == answer.text and _pairwise(gold.items, answer.items, equal)
     if answer.kind == "value":
@@ -89,6 +97,12 @@ def _same(gold: Form, answer: Form, equal: Equal) -> bool:
         return inside is not None and _same(gold, inside, equal)
     inside = _within(gold) if gold.kind == "value" else None
     return inside is not None and _same(inside, answer, equal)
+
+
+def _by_name(form: Form) -> Sequence[Form]:
+    """Return the items, those of `y=1,x=2` in the order of their names."""
+    named = form.kind == "list" and all("=" in item.text for item in form.items)
+    return sorted(form.items, key=lambda item: item.text) if named else form.items
 
 
 def _pairwise(golds: Sequence[Form], answers: Sequence[Form], equal: Equal) -> bool:
@@ -125,6 +139,8 @@ def _within(value: Form) -> Form | None:
 # -- equations -------------------------------------------------------------------------------------
 
 _EQUALS = re.compile(r"(?<![<>!])=")
+_ANY_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne)(?![a-zA-Z])")
+_CALL = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]'*\([^()]*\)")
 _NAMED = re.compile(
     r"(?:\\text\{[^{}]*\}|(?:m\s?)?\\(?:angle|triangle|overline|vec|hat|bar|mathbb|mathcal|det)\s*)*"
     rf"(?:{SYMBOL}|[A-Z]{{2,5}}|\{{[A-Za-z]{{1,4}}\}}|\|?[A-Z]{{1,3}}\|?|\[[A-Z]{{3,6}}\]"
@@ -147,16 +163,26 @@ def _same_value(gold: str, answer: str, equal: Equal) -> bool:
     """Compare two values that may be equations."""
     golds, answers = split(gold, _EQUALS), split(answer, _EQUALS)
     if len(golds) > 1 and len(answers) > 1:
-        if _is_named(golds[0]) and _without_words(golds[0]) == _without_words(answers[0]):
-            return _same(read(golds[-1]), read(answers[-1]), equal)
-        return _compact(gold) == _compact(answer) or (
-            r"\text" not in gold + answer and _same_expression(gold, answer, equal)
-        )
+        return _same_equation(golds, answers, equal)
     if len(answers) > 1:
         return _states(answers, gold, equal)
     if len(golds) > 1:
         return _is_named(golds[0]) and _same(read(golds[-1]), read(answer), equal)
     return _same_plain(gold, answer, equal)
+
+
+def _same_equation(golds: list[str], answers: list[str], equal: Equal) -> bool:
+    """Compare two equations: by the right side where one name stands at the left."""
+    names = [_without_words(sides[0]) for sides in (golds, answers)]
+    if _is_named(golds[0]) and names[0] == names[1]:
+        return _is_consistent(answers, equal) and _same(read(golds[-1]), read(answers[-1]), equal)
+    gold, answer = "=".join(golds), "=".join(answers)
+    if _compact(gold) == _compact(answer):
+        return True
+    if not _has_variables(gold) and not _has_variables(answer):
+        return all(_same_plain(golds[end], answers[end], equal) for end in (0, -1))
+    calls = _CALL.search(gold + answer) or r"\text" in gold + answer
+    return not calls and len(answers) == 2 and _same_expression(gold, answer, equal)
 
 
 def _states(chain: list[str], gold: str, equal: Equal) -> bool:
@@ -166,14 +192,24 @@ def _states(chain: list[str], gold: str, equal: Equal) -> bool:
     first, last = chain[0], chain[-1]
     if _is_named(last) and not _has_variables(first):
         first, last = last, first
-    if _is_named(first) and same_words("", quantity(first).words):
-        return _same(read(gold), read(last), equal)
-    numbers = [quantity(side).value for side in chain[:-1] if not _has_variables(side)]
+    label = quantity(first)
+    if _is_named(first) and (not label.value or same_words("", label.words)):
+        return _is_consistent(chain, equal) and _same(read(gold), read(last), equal)
     return (
         not _has_variables(first)
         and _same_plain(gold, last, equal)
-        and all(_same_plain(last, number, equal) for number in numbers)
+        and _same_plain(last, quantity(first).value, equal)
+        and _is_consistent(chain, equal)
     )
+
+
+def _is_consistent(chain: list[str], equal: Equal) -> bool:
+    """True if the sides between first and last are expressions whose numbers equal the last."""
+    between = chain[1:-1]
+    if any(_ANY_RELATION.search(side) or not _is_readable(side) for side in between):
+        return False
+    numbers = [side for side in between if not _has_variables(side)]
+    return all(_same_plain(chain[-1], number, equal) for number in numbers)
 
 
 def _has_variables(text: str) -> bool:
@@ -188,7 +224,15 @@ _COLON = re.compile(":")
 _LITERAL = re.compile(r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])")
 """Expressions that are compared letter by letter: math-verify would evaluate or drop these."""
 _OPEN_RELATION = re.compile(r"[<>]|\\(?:ne|le|ge|sim|neg)(?![a-zA-Z])")
-_NO_SPACE = re.compile(r"(\\[a-zA-Z]+) (?![a-zA-Z])|(?<![a-zA-Z]) ")
+_NO_SPACE = re.compile(r"(\\[a-zA-Z]+) (?![a-zA-Z])|(?<![a-zA-Z0-9)}\]]) ")
+_TWO_NUMBERS = re.compile(r"(?<!_)[\d)\]] +\d")
+_READABLE = re.compile(
+    r"(?:\\(?:frac|sqrt|pi|infty|cdot|times|div|binom|log|ln|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?"
+    r"|max|min|gcd|lcm|det|[lr](?:floor|ceil)|circ|mathbb|emptyset|cup|cap|setminus|in|le|ge|ne|bar|hat|vec"
+    rf"|overline|begin|end|\\|{GREEK})(?![a-zA-Z])|[\w\s+\-*/^(){{}}\[\]|.,!<>=&'])*",
+    re.ASCII,
+)
+_CHOICE_MARK = re.compile(r"[(\[][A-J][)\]]|(?<![A-Za-z])[A-J]\)")
 _ONE_SCRIPT = re.compile(r"([\^_])\{(\w)\}")
 
 
@@ -220,9 +264,11 @@ def _same_quantity(theirs: Quantity, ours: Quantity, equal: Equal) -> bool:
 
 
 def _choice(text: str) -> tuple[str, str]:
-    """Return the letter of `(A) 13` and the text beside it; no letter where there is none."""
+    """Return the letter of `(A) 13` and the text beside it; no letter where none or several are."""
     match = _CHOICE.fullmatch(text)
-    return (match[1] or match[2], match[3]) if match else ("", text)
+    if not match or _CHOICE_MARK.search(match[3]):
+        return "", text
+    return match[1] or match[2], match[3]
 
 
 def _same_expression(gold: str, answer: str, equal: Equal) -> bool:
@@ -237,7 +283,14 @@ def _same_expression(gold: str, answer: str, equal: Equal) -> bool:
         return _pairwise(list(map(read, ratio)), list(map(read, our_ratio)), equal)
     if _LITERAL.search(gold + answer) or letters(gold) != letters(answer):
         return False
-    return not _OPEN_RELATION.match(answer) and equal(gold, answer)
+    readable = all(_is_readable(side) for side in (gold, answer))
+    return readable and not _OPEN_RELATION.match(answer) and equal(gold, answer)
+
+
+def _is_readable(expression: str) -> bool:
+    """True if math-verify knows every sign: it would read only what follows an unknown one."""
+    odd = _TWO_NUMBERS.search(expression) or expression.count("|") % 2
+    return not odd and bool(_READABLE.fullmatch(expression))
 
 
 def _compact(text: str) -> str:

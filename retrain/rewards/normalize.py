@@ -100,6 +100,7 @@ _STYLES = "boldsymbol|math(?:bf|sf|it|tt|normal)|bm|pmb|u(?:nder)?line|boxed|fbo
 _MARKUP = _rules(
     (r"(\d)" + _SEPARATOR + r"(?=\d{3}(?!\d))", r"\1"),
     (r"^\s*(\*\*|__|[*_`])(.+?)\1\s*$", r"\2"),
+    (r"(?<=[\w)])\*\*(?=[\w({])", "^"),
     (r"\\\$", r"\\text{ dollar }"),
     (r"\$|(?<!\\)\\[()\[\]]", ""),
     (rf"\\(?:left|right|middle)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?){_NOT_MORE}", ""),
@@ -127,7 +128,7 @@ _MARKUP = _rules(
     (rf"\\varnothing{_NOT_MORE}|\\\{{\s*\\\}}", r"\\emptyset "),
     (rf"\^\s*\{{\s*\\circ\s*\}}|\^\s*\\circ{_NOT_MORE}|\\degree{_NOT_MORE}", r"^\\circ "),
     (r"(?<!\\)%", r"\\%"),
-    (r"(?<!\\)\\[,;:!> ]|[~\s]+", " "),
+    (r"(?:(?<!\\)\\[,;:!> ]|[~\s])+", " "),
     (r"(\\[a-zA-Z]+)\s+(?=\{)", r"\1"),
     (
         r"\\(angle|triangle)\{([A-Z ]+)\}",
@@ -176,20 +177,22 @@ def _environments(text: str) -> str:
 # -- words -----------------------------------------------------------------------------------------
 
 _FUNCTIONS = frozenset(
-    "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln exp lg gcd lcm min max det"
+    "arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh sin cos tan cot sec csc log ln exp lg gcd lcm min max det"
     " deg dim ker sqrt pi infty theta alpha beta gamma lambda".split()
 )
+_ALSO_UNITS = frozenset({"min", "sec", "deg"})
+_LETTER_UNITS = frozenset("msghlLJNWVAKCFtd")
 _INFINITY = frozenset({"infinity", "infty", "inf"})
 _CAPITALS = frozenset({"USD", "EUR", "YES", "TRUE", "FALSE", "NONE"})
 _SHORT_UNITS = frozenset(
-    "cm mm km kg mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW Hz m/s".split()
+    "cm mm km kg mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW Hz Rs sq cu".split()
 )
-_RUN = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[A-Za-z]+(?:[-'][A-Za-z]{2,})*")
+_SHORT_WORDS = _SHORT_UNITS | frozenset("or no No is to of at by if so we an it on as".split())
+_RUN = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[a-z]+n't|[A-Za-z]+(?:[-'][A-Za-z]{2,})*")
 _TEXT = re.compile(r"\\text\s*\{")
 _DIGITS = re.compile(r"[\dA-F]+")
 _DOTTED = re.compile(r"(?<![a-zA-Z])(?:[aApP]\.\s?[mM]|B\.\s?C|A\.\s?D)(?:\.(?:E\.)?|(?![a-zA-Z]))")
 _AFTER_NUMBER = re.compile(r"[\d}\])]\s*/?\s*$")
-_UNIT = re.compile(r"\s*[A-Za-z]+(?:[/^. ]*[A-Za-z\d]+)*\s*")
 _MERGED = re.compile(r"(\\text\{[^{}]*)\}(\s*/\s*|\s*)\\text\{")
 
 
@@ -220,8 +223,7 @@ def _decoded(text: str) -> str:
 def _marked(text: str, before: str, *, in_text: bool) -> str:
     text = _DOTTED.sub(lambda match: match[0].replace(".", "").replace(" ", ""), text)
     letters = [run for run in _RUN.findall(text) if run[0] != "\\"]
-    unit = in_text and bool(_AFTER_NUMBER.search(before)) and bool(_UNIT.fullmatch(text))
-    prose = unit or (in_text and any(len(run) > 1 and run not in _FUNCTIONS for run in letters))
+    prose = in_text and any(len(run) > 2 and run not in _FUNCTIONS for run in letters)
 
     def mark(match: re.Match[str]) -> str:
         run = match[0]
@@ -230,13 +232,14 @@ def _marked(text: str, before: str, *, in_text: bool) -> str:
         if run.lower() in _INFINITY:
             return r"\infty "
         so_far = before + text[: match.start()]
-        numbered = bool(_AFTER_NUMBER.search(so_far))
-        if run in _FUNCTIONS and not (in_text and numbered):
+        numbered = bool(_AFTER_NUMBER.search(so_far)) or (in_text and so_far.endswith("/"))
+        if run in _FUNCTIONS and not (in_text and numbered and run in _ALSO_UNITS):
             return f"\\{run} "
         bracketed = so_far.endswith("(") and text[match.end() : match.end() + 1] == ")"
         if in_text:
             glued = so_far[-1:].isdigit() and run.isupper()  # A digit of a number in base 16.
-            word = len(run) > 1 or (prose and not bracketed and not glued and run not in "ei")
+            known = len(run) > 2 or run in _SHORT_WORDS or (numbered and run in _LETTER_UNITS)
+            word = (known or prose) and not glued and not (bracketed and len(run) == 1)
         else:
             word = _is_word(run, numbered)
         return rf"\text{{{run}}}" if word else run
@@ -331,10 +334,6 @@ def _repeating(match: re.Match[str]) -> str:
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def _residue(match: re.Match[str]) -> str:
-    return str(pow(int(match[1]), int(match[2] or 1), int(match[3]) or 1))
-
-
 def _base(match: re.Match[str]) -> str:
     base = match[1].lower()
     return f"_{{{_BASES.index(base) if base in _BASES else base}}}"
@@ -362,21 +361,27 @@ _NUMBERS = _rules(
         r"\\pmod{\1}",
     ),
     (r"=(?=[^=]*\\pmod)", r"\\equiv "),
-    (r"^(\d+)(?:\^\{?(\d{1,3})\}?)?\s*\\pmod\{(\d+)\}$", _residue),
     (r"\^?\{?\s*\\text\{(?:st|nd|rd|th)\}\s*\}?", ""),
     (r"\\(sin|cos|tan|cot|sec|csc)\s*\(?(\d+)\^\\circ\s*\)?", r"\\\1{\\frac{\2\\pi}{180}}"),
     (
         r"(?i)^\s*\\text\{(?:therefore|thus|hence|so|(?:the )?(?:final )?answer(?: is)?)\}\s*[,:]?",
         "",
     ),
-    (r"(?i)^\s*\\text\{(?:option|choice|answer|the answer is) ([A-J])\}", r"\1"),
+    (r"(?i)^\s*\\text\{(?:the )?(?:correct )?(?:option|choice|answer)(?: is)? ([A-J])\}", r"\1"),
+    (r"\\text\{(and|or) (?=[^{}])", r"\\text{\1}\\text{"),
+    (r"\^\{?0\.5\}?(?!\d)", r"^{\\frac{1}{2}}"),
+    (
+        r"(?i)^\s*\\text\{(?:the )?(?:correct )?(?:option|choice|answer)(?: is)?\}\s*:?(?=\W?[A-J]\b)",
+        "",
+    ),
+    (r"(?i)^\s*\\text\{(?!not?\b)[^{}]*\}\s*:\s*(?=[^\s:])", ""),
     (r"^\s*\\text\{[^{}]*\}\s*([a-zA-Z])\s*\\text\{(?:is|equals)\}", r"\1="),
     (r"\\text\{([^{}]+) (and|or) ([^{}]+)\}", r"\\text{\1}\\text{\2}\\text{\3}"),
     (r"\\text\{([A-J])\}", r"\1"),
     (r"(?<=\d)\s*\\text\{to\}\s*(?=\d)", ":"),
     (r"\(\s*\\text\{(?:since|because|as)[^()]*\)", ""),
     (r"\(\s*(\\text\{[^{}]*\}(?:\^\{?\d\}?)?)\s*\)", r"\1"),
-    (r"(?<=[\w}])\s*,?\s*\(?\s*\\text\{not\}[^()]*\)?$", ""),
+    (r"(?<=[\w}])\s*,?\s*\(?\s*\\text\{not\}\s*[^()\s][^()]*\)?$", ""),
     (r"\\text\{\s*\}", ""),
 )
 _THOUSANDS = re.compile(

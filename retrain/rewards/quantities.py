@@ -67,15 +67,20 @@ _UNITS = {
 }
 _NOT_UNITS = frozenset(
     (
-        "above after ago approximately are around about at base before below between billion but by"
-        " double down dozen east else except exceed exceeding exceeds false fewer greater half"
-        " hundred if impossible incorrect is larger least left less million minus more most negative"
-        " neither never no none nor north not or other over plus possible remainder right smaller"
-        " south than then thousand times to triple true twice under unless up west wrong"
+        "above after ago almost approximately are around about at base before below between beyond"
+        " billion binary but by cannot conjugate cube cubed derivative digit divisor double"
+        " doubled down dozen east eighth else except exceed exceeding exceeds excluded factorial false"
+        " fewer fifth fourth greater gross half halved halves higher hundred hundredth if impossible"
+        " incorrect inverse is lakh larger least left less lower million millionth minus more most"
+        " multiple negative neither never ninth no none nor north not onward onwards opposite or other"
+        " outside over plus possible power quadrillion quarter reciprocal recurring remainder repeating"
+        " right root seventh sine sixth smaller south squared sum tenth than then third thousand"
+        " thousandth thrice times to too trillion triple tripled true twice under unless up west wrong"
     ).split()
 )
 """Words that change what the number beside them says."""
-_SILENT = frozenset(["the", "a", "an", "of", "and", "only", "exactly"])
+_BEFORE_NUMBERS = frozenset(["dollar", "euro", "pound", "yen", "rs", "total"])
+_SILENT = frozenset(["the", "a", "an", "of", "and", "only", "exactly", "precisely"])
 _LEAD_IN = re.compile(
     r"(?!.*\b(?:not|no|neither|never|none|nor|false|wrong|incorrect|impossible)\b)"
     r".*\b(?:is|are|equals)\b\s*",
@@ -106,7 +111,13 @@ def quantity(text: str) -> Quantity:
 
     def take(match: re.Match[str]) -> str:
         is_first = not match.string[: match.start()].strip()
-        said = _LEAD_IN.sub("", match[1]) if is_first else match[1]
+        said, rest = match[1], match.string[match.end() :].strip()
+        if is_first:
+            said = _LEAD_IN.sub("", said)
+        if said and rest.startswith("("):
+            return match[0]  # A function: `\text{Re}(z)`.
+        if is_first and rest and not set(_canonical(said).split()) <= _BEFORE_NUMBERS:
+            said = f"is {said}"
         words.append(f"{said} power{match[2]}" if match[2] and match[2] != "1" else said)
         return " "
 
@@ -130,6 +141,8 @@ def _canonical(text: str) -> str:
 
 
 def _unit(word: str) -> str:
+    if word.endswith("n't"):
+        return "not"
     if word in _NOT_UNITS or word in _UNITS or word.endswith("ss"):
         return _UNITS.get(word, word)
     single = "inch" if word == "inches" else word.removesuffix("s")
@@ -144,13 +157,13 @@ def same_words(gold: str, answer: str) -> bool:
 
 # -- letters ---------------------------------------------------------------------------------------
 
-_GREEK = (
+GREEK = (
     "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi"
     "|varphi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega|ell"
 )
-SYMBOL = rf"(?:[A-Za-z]|\\(?:{_GREEK})(?![a-zA-Z]))\s*'*(?:_(?:\w|\{{[^{{}}]*\}}))?'*"
+SYMBOL = rf"(?:[A-Za-z]|\\(?:{GREEK})(?![a-zA-Z]))\s*'*(?:_(?:\w|\{{[^{{}}]*\}}))?'*"
 """A variable, as a regular expression: `x`, `a_n`, `x_{12}'`, a Greek letter."""
-_VARIABLE = re.compile(rf"[a-zA-Z]+'*|\\(?:{_GREEK})")
+_VARIABLE = re.compile(rf"[a-zA-Z]+'*|\\(?:{GREEK})")
 _LETTER = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[A-Z]{2,}(?![a-z])|[a-zA-Z]'*")
 _CONSTANTS = frozenset(["e", "i"])
 
