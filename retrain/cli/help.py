@@ -110,6 +110,7 @@ def _page(name: str) -> str:
     """
     from retrain.config.keys import all_keys, key_meant, section_models
     from retrain.config.names import ALIASES, NAME_CUTOFF, instead, nearest
+    from retrain.config.removed import farewell, removed_key
 
     word = name.strip("[]")
     if word in section_models():
@@ -124,6 +125,9 @@ def _page(name: str) -> str:
             names += [key.name, key.flag]
         near = nearest(word, names, NAME_CUTOFF)
         clause = instead(word.removeprefix("--"))
+        gone = farewell(word) or farewell(removed_key(word.removeprefix("--")), name)
+        if gone:
+            raise ConfigurationError(f"{gone}.")
         hint = "`retrain help` lists all."
         if clause:
             hint = f"{clause}."

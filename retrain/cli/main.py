@@ -123,6 +123,12 @@ def _dispatch(arguments: list[str]) -> int:
         return _run_command(first, arguments[1:])
     if first == "--version":
         return _run_command("version", [])
+    if not first.startswith("-"):
+        from retrain.config.removed import farewell
+
+        gone = farewell(first, f"`retrain {first}`")
+        if gone:
+            raise ConfigurationError(f"{gone}.")
     if "--help" in arguments or "-h" in arguments:
         sys.stdout.write(usage())
         return 0

@@ -19,6 +19,7 @@ from typer.models import ArgumentInfo, OptionInfo
 from retrain.cli.init import template_names
 from retrain.cli.usage import EXAMPLES
 from retrain.config.names import NAME_CUTOFF, nearest
+from retrain.config.removed import farewell
 from retrain.system import listed
 
 _ANY_FLAG = "[--KEY VALUE]..."
@@ -192,12 +193,7 @@ def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
     more = f"`retrain {name} --help` says more"
     # By name, since typer exports none of these classes.
     if type(error).__name__ == "NoSuchOption":
-        options = [each.name for each in parameters_of(name) if each.is_option]
-        near = nearest(error.option_name, options, NAME_CUTOFF)
-        hint = f"{more}."
-        if near:
-            hint = f"did you mean {near}?"
-        return f"{error.option_name} is not an option of `retrain {name}`; {hint}"
+        return _unknown_option(name, error.option_name)
     extra = re.search(r"unexpected extra argument\S* \((.*)\)", str(error))
     if extra:
         given = extra.group(1)
@@ -218,6 +214,19 @@ def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
     if type(error).__name__ == "BadOptionUsage" and not given:  # an option without a value
         got = "none"
     return f"{option} of `retrain {name}` takes {meant.allowed}, and got {got}."
+
+
+def _unknown_option(name: str, option: str) -> str:
+    gone = farewell(f"{name} {option}", f"{option} of `retrain {name}`")
+    if gone:
+        return f"{gone}."
+    near = nearest(
+        option, [each.name for each in parameters_of(name) if each.is_option], NAME_CUTOFF
+    )
+    hint = f"`retrain {name} --help` says more."
+    if near:
+        hint = f"did you mean {near}?"
+    return f"{option} is not an option of `retrain {name}`; {hint}"
 
 
 def _missing(name: str, parameter: str) -> str:

@@ -36,6 +36,7 @@ from retrain.config.overrides import (
     variable_overrides,
 )
 from retrain.config.recipes import above_recipe_of_condition, recipe_modes
+from retrain.config.removed import farewell, removed_key, without_removed
 from retrain.config.rules import Violation
 from retrain.config.schema import Condition, Provenance, Schedule, TrainConfig
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
@@ -137,7 +138,8 @@ def with_flags(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
             close = _argument(meant.flag) if meant else nearest(name, paths)
             hint = f"; did you mean {close}?" if close else ""
             problems.append(
-                f"with_({name}=...): no key of the configuration has the flag"
+                farewell(removed_key(name), f"with_({name}=...)")
+                or f"with_({name}=...): no key of the configuration has the flag"
                 f" --{name.replace('_', '-')}{hint}"
             )
     if problems:
@@ -292,7 +294,7 @@ def _merge(data: Json, given: Sequence[Override]) -> Json:
 
 
 def _validate(data: Json, provenance: Provenance, *, rules: bool = True) -> TrainConfig:
-    data = _gather_conditions(data)
+    data = _gather_conditions(without_removed(data, all_of_them=not rules))
     try:
         config = TrainConfig.model_validate(data, context={"rules": rules})
     except ValidationError as error:

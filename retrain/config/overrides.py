@@ -95,7 +95,12 @@ def _unknown_variable(name: str, variables: tuple[str, ...]) -> Iterator[str]:
     another program may use any other.
     """
     from retrain.config.keys import key_meant, section_models
+    from retrain.config.removed import farewell, removed_key
 
+    gone = farewell(removed_key(name.removeprefix(VARIABLE_PREFIX)), f"environment {name}")
+    if gone:
+        yield f"{gone}."
+        return
     section, _, rest = name.removeprefix(VARIABLE_PREFIX).lower().partition("_")
     ours = section in section_models()
     meant = key_meant(rest, section) if ours else None
@@ -291,11 +296,16 @@ class _Parser:
 
     def _refuse_unknown(self, flag: str) -> None:
         from retrain.config.keys import key_meant, keys_by_path
+        from retrain.config.removed import farewell, removed_key
 
         if len(self._problems) >= MAX_SENTENCES:
             self._unsaid += 1
             return
         word = flag.removeprefix("--")
+        gone = farewell(removed_key(word), flag)
+        if gone:
+            self._problems.append(f"{gone}.")
+            return
         section, _, leaf = word.rpartition(".")
         known = [*self._flags, *self._own]
         if section:

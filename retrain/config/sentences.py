@@ -32,6 +32,7 @@ from retrain.config.names import (
     synonym,
 )
 from retrain.config.overrides import MAX_DIGITS
+from retrain.config.removed import farewell
 from retrain.config.rules import RuleViolations, Violation
 from retrain.config.schema import Condition, Provenance
 from retrain.errors import MAX_SENTENCES
@@ -136,7 +137,8 @@ def _sentence(
     if len(loc) == 4:
         return f"{where}: {_finish(_condition_problem(loc, details))}"
     if unknown:
-        return f"{where}: {_finish(_unknown_key(str(loc[0]), str(loc[1]), place))}"
+        gone = farewell(path, f"[{loc[0]}] {loc[1]}")
+        return f"{where}: {_finish(gone or _unknown_key(str(loc[0]), str(loc[1]), place))}"
     value = _value(data, path, details[0])
     return f"{where}: {_finish(_wrong_value(keys_by_path()[path], value, details))}"
 
@@ -231,6 +233,9 @@ def _condition_problem(loc: tuple[int | str, ...], details: list[ErrorDetails]) 
 
 def _unknown_setting(name: str) -> str:
     """The reason why a condition cannot set `name`."""
+    gone = farewell(name)
+    if gone:
+        return gone
     known = keys_by_path().get(name)
     if known is not None:
         reason = (
@@ -264,6 +269,9 @@ def _unknown_setting(name: str) -> str:
 
 
 def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
+    gone = farewell(f"{key.path} = {value}", f"[{key.section}] {key.name} = {_shown(value)}")
+    if gone:
+        return gone
     refusal = next((detail for detail in details if detail["type"] == "refused"), None)
     # Of a list, the refused item is the word that may be mistyped.
     word = value

@@ -1,0 +1,59 @@
+"""What left the configuration and the command line: the rows of removed.toml, and the sentence that
+answers for each.
+"""
+
+import tomllib
+from functools import cache
+from pathlib import Path
+
+from retrain.config.names import copied
+from retrain.system import Json
+
+
+@cache
+def removed() -> dict[str, Json]:
+    """Map each name of removed.toml to its row."""
+    text = Path(__file__).with_name("removed.toml").read_text(encoding="utf-8")
+    return {row["name"]: row for row in tomllib.loads(text).get("removed", [])}
+
+
+def farewell(name: str, given: str = "") -> str:
+    """Say that a name left and what to write instead; "" for a name that did not leave.
+
+    `given` is the name as the user wrote it.
+    """
+    row = removed().get(name)
+    if row is None:
+        return ""
+    return f"{given or name} left in 0.10; {row['instead']}"
+
+
+def removed_key(word: str) -> str:
+    """The removed "section.key" that a flag or a variable named, "" for any other word.
+
+    `word` stands without its dashes or RETRAIN_ in front.
+    """
+    from retrain.config.keys import flag_of
+
+    spelt = word.lower().replace(".", "_").replace("-", "_").removeprefix("no_")
+    for path in removed():
+        section, dot, name = path.partition(".")
+        flag = flag_of(section, name).removeprefix("--").replace("-", "_")
+        if dot and spelt in (f"{section}_{name}", flag):
+            return path
+    return ""
+
+
+def without_removed(data: Json, *, all_of_them: bool) -> Json:
+    """Drop the removed keys that have the value of a stored default; with `all_of_them`, whatever
+    their value is.
+    """
+    kept = copied(data)
+    for path, row in removed().items():
+        section, _, name = path.partition(".")
+        keys = kept.get(section)
+        if not isinstance(keys, dict) or name not in keys:
+            continue
+        if all_of_them or keys[name] == row.get("stored"):
+            del keys[name]
+    return kept
