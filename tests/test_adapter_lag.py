@@ -18,10 +18,10 @@ from retrain.backends.base import LAST_UPDATE, WHOLE_ADAPTER
 from retrain.backends.local.changes import AdapterChange
 from retrain.backends.local.optimizer import AdapterOptimizer
 from retrain.run.adapter_lag import AdapterLag, _effect, adapter_lag, is_due
-from retrain.run.calibration import chosen_rows
 from retrain.run.dialogues import Watcher
 from retrain.run.gate_fits import Fit, GateSample
 from retrain.run.parts import Parts, gate_inputs, load_parts, training_plan
+from retrain.run.rollout import chosen_rows
 from tests.marks import first_of
 
 LR = 4e-5

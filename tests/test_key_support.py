@@ -51,12 +51,10 @@ OTHERS: dict[str, Any] = {
     "loss.old_logprobs": "recomputed",
     "loss.correction_low": 0.4,
     "inference.mismatch_limit": 0.5,
-    "inference.calibration_completions": 8,
     "inference.url": "http://127.0.0.1:9",
 }
 """Values where half of the default, or one more, would be another mistake or is no value."""
 WITH: dict[str, dict[str, Any]] = {
-    "inference.calibration_completions": {"inference.calibration": True},
     "loss.clip_low": {"loss.mode": "ppo"},
     "loss.clip_high": {"loss.mode": "ppo"},
     "loss.dual_clip": {"loss.mode": "ppo"},

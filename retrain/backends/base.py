@@ -278,15 +278,6 @@ class Backend(ABC):
         """
         return None
 
-    def tempered_scores(
-        self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
-    ) -> list[Float32Array] | None:
-        """Return [T, 14] scores of each row, which [inference] calibration tests
-        (`model.calibration.tempered_scores`). They are under the learner's distribution at
-        `temperature` and `truncation`. None if the backend has no logits.
-        """
-        return None
-
     @abstractmethod
     def save_adapter(self, folder: Path) -> None:
         """Write the PEFT adapter alone: adapter_model.safetensors, adapter_config.json,

@@ -436,11 +436,6 @@ _RUNS: Rows = (
         but=("backpressure.enabled",),
     ),
     unused(
-        "inference.calibration_completions",
-        because="calibration is false",
-        when=lambda c: not c.inference.calibration,
-    ),
-    unused(
         "squeeze.*",
         because="a single run has no adapter_path to squeeze",
         when=lambda c: c.kind == "run",
@@ -954,11 +949,6 @@ _SERVER = (
     "inference.patience_s",
     "inference.adapter_dir",
 )
-_CHECKS = (
-    "inference.mismatch_limit",
-    "inference.calibration",
-    "inference.calibration_completions",
-)
 _ROUNDING = ("inference.dtype", "inference.kv_cache_dtype")
 """A server's own setting, which `retrain serve` passes on; in a run it says that the parity gate
 must allow for the rounding."""
@@ -977,7 +967,7 @@ _OTHER_ROUNDING = refused(
 def _server(engine: str) -> Rows:
     return (
         _OTHER_ROUNDING,
-        used("inference.engine", *_CHECKS, *_SERVER, *_ROUNDING),
+        used("inference.engine", "inference.mismatch_limit", *_SERVER, *_ROUNDING),
         served(
             "inference.attention_kernel",
             "inference.prefix_caching",
@@ -1002,7 +992,7 @@ _ENGINES: dict[str, Rows] = {
     "max": _server("max"),
     "openai": (
         _OTHER_ROUNDING,
-        used("inference.engine", *_CHECKS, *_SERVER, *_ROUNDING),
+        used("inference.engine", "inference.mismatch_limit", *_SERVER, *_ROUNDING),
         unused(
             "inference.attention_kernel",
             "inference.prefix_caching",

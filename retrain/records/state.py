@@ -52,8 +52,6 @@ class TrainerState:
     rewards: dict[str, Any] = field(default_factory=dict)
     backpressure: dict[str, Any] = field(default_factory=dict)
     """The controller's state; empty unless `[backpressure] enabled` is true."""
-    calibration: dict[str, Any] = field(default_factory=dict)
-    """The sums of `[inference] calibration`; empty where nothing was tested."""
     tracking: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Path in the run folder -> size and sha256, for each JSON lines file of the run."""
@@ -71,7 +69,6 @@ class TrainerState:
         seconds: float,
         finite: bool,
         mismatched: bool | None,
-        calibration: dict[str, Any],
     ) -> Self:
         """Return the state after a step that took `prompts` prompts and `seconds`.
 
@@ -94,7 +91,6 @@ class TrainerState:
             seconds=self.seconds + seconds,
             nonfinite_streak=0 if finite else self.nonfinite_streak + 1,
             mismatch_streak=mismatch_streak,
-            calibration=calibration,
         )
 
     def after_evaluation(self, seconds: float) -> Self:

@@ -15,12 +15,10 @@ from retrain.records.state import TrainerState
 from retrain.records.terminal import counted
 from retrain.records.untrained import ENOUGH, is_news, untrained_line, untrained_streak
 from retrain.rewards import box_reader
-from retrain.run.calibration import Calibration
 from retrain.run.parts import Parts
 from retrain.run.step_record import (
     RewardStatistics,
     Step,
-    calibration_fields,
     credit_fields,
     environment_fields,
     generation_records,
@@ -147,7 +145,6 @@ class StepObserver:
             **credit_fields(step.credit, len(groups) - len(step.credit.groups)),
             **reward_fields(rewards),
             **judge_fields(step.rollout.drawn),
-            **calibration_fields(step.calibration, Calibration(**state.calibration)),
             **lag_fields(step.lag),
             **(environment_fields(step.rollout) if self.parts.stage else {}),
             **decision,

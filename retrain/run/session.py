@@ -31,14 +31,6 @@ from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean, counted
 from retrain.run.adapter_lag import AdapterLag, adapter_lag, is_due, most_completions
-from retrain.run.calibration import (
-    Calibration,
-    chosen_rows,
-    paired_rows,
-    shared_warning,
-    tolerance,
-    warning,
-)
 from retrain.run.common import Common
 from retrain.run.control import MovingKeys
 from retrain.run.dialogues import SamplingPlan, Watcher
@@ -64,10 +56,9 @@ from retrain.run.parts import (
     load_parts,
     run_parity_gate,
     training_plan,
-    truncation,
 )
 from retrain.run.pressure import Pressure
-from retrain.run.rollout import PrefetchedRollout, Rollout
+from retrain.run.rollout import PrefetchedRollout, Rollout, chosen_rows
 from retrain.run.saver import Saver, Schedule
 from retrain.run.start import RunStart, open_run, part_of_session, refuse_other_data
 from retrain.run.step_record import Step
@@ -389,23 +380,6 @@ class Session:
             self.state = before  # nothing has left this process
             raise
 
-    def calibrate(self, rollout: Rollout) -> Calibration | None:
-        """Test the step's completions against the weights that sampled them, before they are
-        learned from; None where nothing is tested.
-        """
-        backend, inference = self.parts.backend, self.config.inference
-        if not inference.calibration or backend.capabilities.samples_ahead:
-            return None
-        rows = paired_rows(rollout.first_draws, inference, self.state.seed, self.state.step)
-        if not rows:
-            return None
-        training = self._settings.training
-        cuts = truncation(training)
-        scores = backend.tempered_scores(rows, training.temperature, cuts, self._tolerance)
-        if scores is None:
-            return None
-        return Calibration.of(rows, scores)
-
     def test_adapter(self, rollout: Rollout) -> AdapterLag | None:
         """Look, at few steps and before any learning, whether the engine sampled with this step's
         adapter; None where that is not tested.
@@ -440,30 +414,6 @@ class Session:
         able = backend.capabilities
         return able.scores_rows and not able.samples_ahead and not raw
 
-    def _calibrated(self, step: Step) -> tuple[dict[str, Any], list[str]]:
-        """Return the sums since the start, and what to say, if this step is the first to tell that
-        the engine is not sound.
-        """
-        before, own = Calibration(**self.state.calibration), step.calibration
-        if own is None:
-            return self.state.calibration, []
-        total, told = before.after(own), list[str]()
-        if total.warned and not before.warned:
-            temperature = self._settings.training.temperature
-            told.append(warning(step.number, own, total, self._tolerance, temperature))
-        if total.shares and not before.shares:
-            told.append(shared_warning(step.number, total))
-        return asdict(total), told
-
-    @property
-    def _tolerance(self) -> float:
-        """The lambda of this step that counts as sound."""
-        return tolerance(
-            self.config.inference,
-            self._settings.training.temperature,
-            in_process=self.parts.backend.engine.capabilities.in_process,
-        )
-
     @property
     def _mismatch_limit(self) -> float | None:
         """Nats that sampler and learner may differ by in three steps in a row; None: any."""
@@ -490,9 +440,7 @@ class Session:
         parts.sepa.observe(rewards.correct_rate, step.number)
         parts.sepa.update_auto(step.credit.exec_uncertainty)
         limit = self._mismatch_limit
-        calibration, told = self._calibrated(step)
         mismatch = result.log_ratio_mean if any(row.trained for row in step.rows) else None
-        told += _warnings(step, mismatch, limit)
         state = self.state.after_step(
             prompts=len(step.rollout.groups),
             next_batch_size=self._next_batch_size,
@@ -502,14 +450,13 @@ class Session:
             seconds=seconds,
             finite=result.updates > 0 or not result.nonfinite_updates,
             mismatched=is_above(limit, mismatch),
-            calibration=calibration,
         )
         self.choice.observe(step.number, step.rollout.first_draws)
         self.observer.observe(step, rewards, state, decision, self._values.pop(step.number, None))
         if self.observer.last and self.world.is_rank_zero:
             self.moving.observe(self.observer.last)
         self.state = state
-        for line in told:
+        for line in _warnings(step, mismatch, limit):
             self.tracker.message(line)
         check_updates(state, result)
         check_mismatch(state, mismatch, limit, self.folder.resume_command)

@@ -15,7 +15,6 @@ from retrain.advantages.credit import Credit
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable, TurnTable
 from retrain.run.adapter_lag import AdapterLag
-from retrain.run.calibration import Calibration
 from retrain.run.identical import chance_of_identical
 from retrain.run.rollout import Rollout
 from retrain.system import peak_resident_bytes
@@ -73,8 +72,6 @@ class Step:
     tokens."""
     result: StepResult
     clock: StepClock
-    calibration: Calibration | None = None
-    """The sums of this step; None where nothing is tested."""
     lag: AdapterLag | None = None
     """The shares of the adapter that the engine lacks; None in steps that do not test it."""
 
@@ -159,22 +156,6 @@ def identical_chance(groups: Sequence[Group]) -> float:
             (one.token_ids, one.logprobs) for one in group.trajectories
         )
     return chance_of_identical(drawn.values())
-
-
-def calibration_fields(step: Calibration | None, total: Calibration) -> dict[str, Any]:
-    """Return the calibration fields of a record, for the step and since the start of the run; {}
-    without a test.
-    """
-    if step is None:
-        return {}
-    return {
-        "calibration_lambda": step.effect,
-        "calibration_lambda_total": total.effect,
-        "calibration_evidence": total.evidence,
-        "calibration_tokens": total.tokens,
-        "calibration_shared_prompt": total.shared[0],
-        "calibration_shared_number": total.shared[1],
-    }
 
 
 def lag_fields(lag: AdapterLag | None) -> dict[str, Any]:

@@ -327,15 +327,6 @@ class LocalBackend(LocalFacts):
             found = self._learner.look_up(rows, temperature=temperature, ranges=True)
         return [ranges.astype(np.float64) for ranges in found]
 
-    def tempered_scores(
-        self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
-    ) -> list[Float32Array]:
-        self._make_room()
-        with _current(self._base.device), _deterministic(self._base.device):
-            return self._learner.look_up(
-                rows, temperature=temperature, truncation=truncation, tolerance=tolerance
-            )
-
     # -- files -------------------------------------------------------------------------------------
 
     def save_adapter(self, folder: Path) -> None:

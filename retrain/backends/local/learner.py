@@ -43,7 +43,6 @@ from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import Truncation
 from retrain.model.adapter import Adapter
 from retrain.model.attention import FusedAttention, missing, plugged_in
-from retrain.model.calibration import tempered_scores
 from retrain.model.devices import attention_of
 from retrain.model.functions import recomputed
 from retrain.model.fused import FusedDecoder
@@ -97,8 +96,6 @@ class _Question:
     """Count the tokens that it keeps, in place of log-probs."""
     ranges: bool = False
     """Return `draw_ranges` in place of log-probs."""
-    tolerance: float | None = None
-    """If set, return `tempered_scores` with this tolerance under `truncation`, and no log-probs."""
 
 
 _LOGPROBS = _Question()
@@ -510,12 +507,7 @@ class Learner:
         if question.ranges:
             return draw_ranges(head, states, micro.targets, temperature)
         if question.truncation is not None:
-            cuts = astuple(question.truncation)
-            if question.tolerance is None:
-                return count_kept(head, states, temperature, *cuts)
-            return tempered_scores(
-                head, states, micro.targets, temperature, question.tolerance, *cuts
-            )
+            return count_kept(head, states, temperature, *astuple(question.truncation))
         kept = None
         if not (question.whole or question.reference):
             kept = micro.kept()
