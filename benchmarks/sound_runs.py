@@ -26,7 +26,6 @@ from scipy import stats
 from retrain import train
 from retrain.config import TrainConfig
 from retrain.errors import ConfigurationError, Interrupted, RetrainError
-from retrain.records.run_folder import OUTPUT
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from runs import lines, small
@@ -122,14 +121,11 @@ def made(number: int) -> dict[str, Any]:
             stopped = f"{type(error).__name__}: {error}"
         metrics = folder / "metrics.jsonl"
         records = lines(metrics) if metrics.exists() else []
-        log = (folder / OUTPUT).read_text(encoding="utf-8") if (folder / OUTPUT).exists() else ""
     found = {
         "steps": len(records),
         "correct": [record["correct_rate"] for record in records],
         "trained": sum(record["num_datums"] > 0 for record in records),
         "redrawn": sum(record.get("groups_redrawn") or 0 for record in records),
-        "lags": [record["adapter_lag"] for record in records if record["adapter_lag"] is not None],
-        "lagging": "engine's log-probs lack" in log,
     }
     print(number, f"{len(records)} steps", stopped, flush=True)
     return {"number": number, "settings": chosen, "stopped": stopped} | found
@@ -144,12 +140,6 @@ def paragraphs(runs: list[dict[str, Any]]) -> Iterable[str]:
         " parity gate."
     )
     yield from (f"Run {run['number']}: {run['stopped']}" for run in stops)
-    tested = [run for run in runs if run.get("lags")]
-    lagging = [run["number"] for run in tested if run["lagging"]]
-    yield (
-        f"The test of the adapter at step 2 warned of {len(lagging)} of the {len(tested)} runs in"
-        f" which it could measure{': ' * bool(lagging)}{str(lagging or '')[1:-1]}."
-    )
     cells = [(key, value) for key, values in SETTINGS.items() for value in dict.fromkeys(values)]
     counts = Counter(cell for run in runs for cell in run["settings"].items())
     of_stops = Counter(cell for run in stops for cell in run["settings"].items())

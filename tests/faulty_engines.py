@@ -265,37 +265,6 @@ class StopsReloading(Served):
         return self.taken < 3
 
 
-class StopsReloadingLater(Served):
-    """After the adapters of both gates: its adapter is that of step 1 for ever."""
-
-    def takes(self) -> bool:
-        return self.taken < 7
-
-
-class StopsReloadingLaterInBf16(StopsReloadingLater):
-    options = EngineOptions(weights=torch.bfloat16)
-
-
-class ServesTheBaseLater(Served):
-    """After both gates it serves an adapter of zeros."""
-
-    def changed(self, weights: Weights) -> Weights:
-        if self.taken < 7:
-            return weights
-        return {name: 0 * value if "lora_B" in name else value for name, value in weights.items()}
-
-
-class ServesAnotherLater(Served):
-    """After both gates it serves another adapter, of about the same size."""
-
-    def changed(self, weights: Weights) -> Weights:
-        if self.taken < 7:
-            return weights
-        return {
-            name: value.flip(0) if "lora_B" in name else value for name, value in weights.items()
-        }
-
-
 class InProcess(TorchEngine):
     """Sound."""
 

@@ -214,17 +214,6 @@ class StepRecord(_Record):
     """Bound on the chance that as many completions of a group, of 16 tokens or more, are identical
     as there are, by their own log-probs; 1 where none are, near 0 where the engine does not draw
     them one by one; null where the log-probs are not the sampled policy's."""
-    adapter_lag: float | None = better(None)
-    """Share of the last update's effect that the engine's log-probs lack, at steps 2, 8, 32 and so
-    on, over up to 8 completions: about 0 for a sound engine, 1 where it serves the adapter before
-    that update, which is that of the step before where a step makes one update. Null in other
-    steps, and, like the next three fields, where the effect cannot be measured."""
-    adapter_lag_error: float | None = better(None)
-    """Standard error of the same."""
-    adapter_missing: float | None = better(None)
-    """Share of the whole adapter's effect that they lack: 1 where it serves the base model."""
-    adapter_missing_error: float | None = better(None)
-    """Standard error of the same."""
     grad_norm: float | None = better(None)
     """Norm of the adapter's gradient before it is clipped, averaged over the step's updates."""
     nonfinite_updates: int | None = better("lower")

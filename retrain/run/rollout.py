@@ -29,6 +29,9 @@ from retrain.run.dialogues import (
 )
 from retrain.types import Group, Int32Array, Prompt, Row
 
+FEW = 4
+"""Completions that are scored in a step that trains none."""
+
 
 @dataclass
 class Rollout:
@@ -71,21 +74,20 @@ class Rollout:
             for one in group.trajectories
         )
 
-
-def chosen_rows(groups: Sequence[Group], seed: int, step: int, count: int) -> list[Row]:
-    """Choose `count` completions of the first draws by counter noise, and return their rows that
-    have a token, in the order of the groups. A choice that knew the rewards would select.
-    """
-    members = [(group, one) for group in groups for one in group.trajectories]
-    places = np.array([(group.slot, one.sample) for group, one in members], np.int64)
-    slots, samples = places.reshape(-1, 2).T
-    noise = uniform(seed, Stream.COMPLETION_CHOICE, step, slots, samples, 0)
-    rows: list[Row] = []
-    for number in np.sort(np.argsort(noise)[:count]):
-        group, one = members[number]
-        nothing = np.zeros(one.num_actions, np.float32)
-        rows += Row.of(group.prompt, one, nothing, group.slot)
-    return [row for row in rows if row.num_actions]
+    def few_rows(self, seed: int, step: int) -> list[Row]:
+        """Choose FEW completions of the first draws by counter noise, and return their rows that
+        have a token, in the order of the groups. A choice that knew the rewards would select.
+        """
+        members = [(group, one) for group in self.first_draws for one in group.trajectories]
+        places = np.array([(group.slot, one.sample) for group, one in members], np.int64)
+        slots, samples = places.reshape(-1, 2).T
+        noise = uniform(seed, Stream.COMPLETION_CHOICE, step, slots, samples, 0)
+        rows: list[Row] = []
+        for number in np.sort(np.argsort(noise)[:FEW]):
+            group, one = members[number]
+            nothing = np.zeros(one.num_actions, np.float32)
+            rows += Row.of(group.prompt, one, nothing, group.slot)
+        return [row for row in rows if row.num_actions]
 
 
 class Sampler:

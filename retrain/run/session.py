@@ -3,7 +3,7 @@
 """
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -30,7 +30,6 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean, counted
-from retrain.run.adapter_lag import AdapterLag, adapter_lag, is_due, most_completions
 from retrain.run.common import Common
 from retrain.run.control import MovingKeys
 from retrain.run.dialogues import SamplingPlan, Watcher
@@ -51,14 +50,13 @@ from retrain.run.parts import (
     check_device,
     check_inputs,
     check_model,
-    gate_inputs,
     is_rounded,
     load_parts,
     run_parity_gate,
     training_plan,
 )
 from retrain.run.pressure import Pressure
-from retrain.run.rollout import PrefetchedRollout, Rollout, chosen_rows
+from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
 from retrain.run.start import RunStart, open_run, part_of_session, refuse_other_data
 from retrain.run.step_record import Step
@@ -75,9 +73,6 @@ from retrain.types import (
     RowKey,
     StepResult,
 )
-
-_FEW_UNTRAINED = 4
-"""Completions that are scored in a step that trains none."""
 
 
 class Session:
@@ -130,9 +125,6 @@ class Session:
         """The step whose weights the engine samples from."""
         self._skip_parity = skip_parity
         self._gate_repeated = skip_parity
-        self.adapter_tests: Collection[int] | None = None
-        """In a replay: the steps that tested the engine's adapter; a run may be resumed with
-        another --skip-parity."""
 
     # -- the start ---------------------------------------------------------------------------------
 
@@ -380,39 +372,20 @@ class Session:
             self.state = before  # nothing has left this process
             raise
 
-    def test_adapter(self, rollout: Rollout) -> AdapterLag | None:
-        """Look, at few steps and before any learning, whether the engine sampled with this step's
-        adapter; None where that is not tested.
-        """
-        backend, step = self.parts.backend, self.state.step
-        tests = not self._skip_parity if self.adapter_tests is None else step in self.adapter_tests
-        if not (tests and is_due(step) and self._samples_current_weights):
-            return None
-        inputs = gate_inputs(self._settings, self.parts, step, trained=True)
-        count = most_completions(half_precision=inputs.half_precision)
-        rows = chosen_rows(rollout.first_draws, self.state.seed, step, count)
-        return adapter_lag(inputs, backend.learned(), rows)
-
     def _untrained_mismatch(self, rows: list[Row], rollout: Rollout) -> dict[str, Any]:
         """Return the log_ratio_* of a few completions of a step without a trained row; {} in any
-        other step, and where nothing can be compared.
-        """
-        backend, step = self.parts.backend, self.state.step
-        if any(row.trained for row in rows) or not self._samples_current_weights:
-            return {}
-        few = chosen_rows(rollout.first_draws, self.state.seed, step, _FEW_UNTRAINED)
-        scored = zip(few, backend.logprobs(few), strict=True)
-        return mismatch_fields([own - row.logprobs for row, own in scored])
-
-    @property
-    def _samples_current_weights(self) -> bool:
-        """True if the learner can score what the engine samples, with the weights that sampled
-        it.
+        other step, and where the learner cannot score what the engine samples, with the weights
+        that sampled it.
         """
         backend = self.parts.backend
-        raw = is_raw(backend.engine.capabilities, self._settings.training.temperature)
         able = backend.capabilities
-        return able.scores_rows and not able.samples_ahead and not raw
+        raw = is_raw(backend.engine.capabilities, self._settings.training.temperature)
+        compares = able.scores_rows and not able.samples_ahead and not raw
+        if any(row.trained for row in rows) or not compares:
+            return {}
+        few = rollout.few_rows(self.state.seed, self.state.step)
+        scored = zip(few, backend.logprobs(few), strict=True)
+        return mismatch_fields([own - row.logprobs for row, own in scored])
 
     @property
     def _mismatch_limit(self) -> float | None:
@@ -456,8 +429,8 @@ class Session:
         if self.observer.last and self.world.is_rank_zero:
             self.moving.observe(self.observer.last)
         self.state = state
-        for line in _warnings(step, mismatch, limit):
-            self.tracker.message(line)
+        if mismatch is None and is_above(limit, result.log_ratio_mean):
+            self.tracker.message(untrained_mismatch_line(step.number, result, limit))
         check_updates(state, result)
         check_mismatch(state, mismatch, limit, self.folder.resume_command)
         parts.guard.observe(
@@ -632,18 +605,6 @@ class Session:
             untrained=self.observer.unlearned(self.state.step),
             adapter=str(adapter) if status == "done" else "",
         )
-
-
-def _warnings(step: Step, mismatch: float | None, limit: float | None) -> list[str]:
-    """Say that the engine did not sample with the step's adapter, or that tokens which were not
-    trained, so that `mismatch` is None, are above the limit.
-    """
-    told = []
-    if step.lag and step.lag.off:
-        told.append(step.lag.sentence(step.number))
-    if mismatch is None and is_above(limit, step.result.log_ratio_mean):
-        told.append(untrained_mismatch_line(step.number, step.result, limit))
-    return told
 
 
 @contextmanager
