@@ -464,7 +464,6 @@ def _template_has_a_place(config: AllSections) -> Violations:
 _AN_ID = {
     "verifiers": "primeintellect/gsm8k",
     "reasoning_gym": "chain_sum",
-    "textarena": "GuessTheNumber-v0",
 }
 
 

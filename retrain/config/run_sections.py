@@ -303,8 +303,7 @@ class Environment(Section):
     )
     id: str = key(
         "",
-        "Environment id: such as primeintellect/gsm8k, a task of reasoning_gym, or a game of"
-        " textarena.",
+        "Environment id: such as primeintellect/gsm8k, or a task of reasoning_gym.",
     )
     args: Arguments = key({}, "Arguments of the environment, as a table or a JSON string.")
     max_turns: int = key(
