@@ -99,8 +99,6 @@ def test_a_step_with_scheduled_keys_has_the_gradient_that_training_took(tmp_path
                 "loss.kl_coef": [[0, 0.0], [1, 0.5]],
                 "gtpo.beta": [[0, 0.1], [1, 0.9]],
             },
-            "control": "adaptive_entropy",
-            "control_params": {"target": 9.0, "delta": 0.3},
         },
     )
     moving = StoredRun(small_run(config, quiet=True).folder)

@@ -1,4 +1,4 @@
-"""docs/dev/plugins.md: seven algorithms that were written by the manual alone still run."""
+"""docs/dev/plugins.md: six algorithms that were written by the manual alone still run."""
 
 import shutil
 import sys

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
-from retrain.config.moving import may_be_positive, movable, moves_learner
+from retrain.config.moving import may_be_positive, moves_learner
 from retrain.config.names import (
     builtin_names,
     canonical_uncertainty,
@@ -203,16 +203,7 @@ def _implied_by_names() -> Iterator[Effect]:
     for key in all_keys():
         if key.traits.applies_when:
             condition = Applicability.parse(key.section, key.traits.applies_when)
-            yield unused(key.path, because=condition.otherwise, when=_never_applies(condition))
-
-
-def _never_applies(condition: Applicability) -> Test:
-    """Build a test that holds if the condition fails and no control may lift the key that it is
-    about; which keys a control sets is known only once it is loaded.
-    """
-    return lambda config: (
-        condition.fails(config) and not (config.schedule.control and condition.path in movable())
-    )
+            yield unused(key.path, because=condition.otherwise, when=condition.fails)
 
 
 def _campaign_where(test: Callable[[Any], bool]) -> Test:
@@ -324,11 +315,6 @@ _RUNS: Rows = (
         "data.params",
         because="it belongs to data plugins",
         when=lambda c: c.data.source in builtin_names("data") or is_data_location(c.data.source),
-    ),
-    unused(
-        "schedule.control_params",
-        because="no control is set",
-        when=lambda c: not c.schedule.control,
     ),
     unused(
         "data.sampler_params",
@@ -668,7 +654,6 @@ _CORRECTION = (
     "loss.correction_cap",
     "loss.correction_low",
     "loss.correction_high",
-    "loss.correction_params",
 )
 _MEMORY = ("training.micro_batch_tokens", "training.gradient_checkpointing")
 
@@ -804,7 +789,6 @@ _TINKER: Rows = (
         "loss.clip_high",
         "loss.mask_truncated",
         "loss.aggregation",
-        "loss.aggregation_params",
     ),
     refused("loss.dual_clip", because="Tinker's ppo has no second clip; leave it at 0"),
     refused("loss.kl_coef", because="Tinker's losses have no KL term; leave it at 0"),
@@ -872,7 +856,6 @@ _PRIME_RL: Rows = (
         "loss.clip_high",
         "loss.dual_clip",
         "loss.log_ratio_clamp",
-        "loss.aggregation_params",
         "loss.kl_estimator",
         *_CORRECTION,
         because=_TRAINERS_OWN,

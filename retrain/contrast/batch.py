@@ -14,7 +14,7 @@ from retrain.backends.local.backend import LocalBackend
 from retrain.campaign.plan import max_steps, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, load_config
 from retrain.config.load import given_values, read_toml
-from retrain.config.moving import given, with_values
+from retrain.config.moving import given, scheduled, with_values
 from retrain.config.names import is_recipe
 from retrain.config.recipes import recipe
 from retrain.config.schema import Condition, Provenance
@@ -28,7 +28,6 @@ from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.redact import note_secrets
 from retrain.records.run_folder import refuse_foreign_code
 from retrain.records.state import TrainerState
-from retrain.run.control import MovingKeys
 from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.parts import Parts, load_parts, training_plan
@@ -224,28 +223,19 @@ def opened(
 
 def _moved(config: TrainConfig, state: TrainerState) -> TrainConfig:
     """The configuration with the values that [schedule] gives to the step after `state`."""
-    moving = MovingKeys(config)
-    if state.control:
-        moving.load_state_dict(state.control)
-    return with_values(config, moving.values(state.step))
+    return with_values(config, scheduled(config, state.step))
 
 
 def moved_arms(arms: Sequence[Arm], parts: Parts, batch: Batch) -> Iterator[Arm]:
     """The arms with the values that their [schedule] gives to the step of a batch. How the run
-    sampled it, and what a control that an arm shares had set, is the arm's too.
+    sampled it is the arm's too.
     """
     run = parts.credit.config
     for arm in arms:
-        moving = MovingKeys(arm.config)
         shared = ["training.temperature", "training.lr"]
-        if moving.control and _control_of(arm.config) == _control_of(run):
-            shared += moving.control.keys
-        values = moving.values(batch.step) | {path: given(run, path) for path in shared}
+        sampled = {path: given(run, path) for path in shared}
+        values = scheduled(arm.config, batch.step) | sampled
         yield replace(arm, config=with_values(arm.config, values))
-
-
-def _control_of(config: TrainConfig) -> tuple[str, Json]:
-    return config.schedule.control, config.schedule.control_params
 
 
 def _untrained(config: TrainConfig) -> TrainerState:

@@ -8,7 +8,6 @@ from retrain.backends.declared import backend_words, engine_words
 from retrain.config import moving
 from retrain.explain.explanation import POWER
 from retrain.records.terminal import GAP, counted, duration, table_lines
-from retrain.run.control import control_words
 from retrain.system import toml_value
 from retrain.xray.text import WEIGHTS
 
@@ -114,8 +113,6 @@ def _facts(seen: "Explanation") -> Iterator[tuple[str, str]]:
         yield "loss", words
     for words in moving.words(config):
         yield "schedule", words
-    if config.schedule.control:
-        yield "control", control_words(config)
     if weights:
         yield "x-ray", f"{WEIGHTS}: {weights}"
 

@@ -44,8 +44,6 @@ class TrainerState:
     default mismatch_limit follows from it."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """The state of `[data] sampler`; empty for the shuffle."""
-    control: dict[str, Any] = field(default_factory=dict)
-    """The state of `[schedule] control`; empty without one."""
     credit: dict[str, Any] = field(default_factory=dict)
     """The state of a plugin of `[algorithm] advantage_mode`; empty for a built-in one."""
     sepa: dict[str, Any] = field(default_factory=dict)

@@ -23,7 +23,6 @@ from retrain.records.terminal import counted
 from retrain.records.token_table import damage_of, read_tokens
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader
-from retrain.run.control import CONTROLS
 from retrain.run.teacher import teacher_note
 from retrain.system import read_object, toml_value
 from retrain.types import LogLine
@@ -200,10 +199,8 @@ def _lab_note(config: TrainConfig) -> str:
 
 def _loss_note(config: TrainConfig) -> str:
     """Warn about a clip without effect, in no step of a schedule: with one update per step the
-    ratio is 1 up to the mismatch of sampler and learner. A control of one's own may set any clip.
+    ratio is 1 up to the mismatch of sampler and learner.
     """
-    if config.schedule.control not in ("", *CONTROLS):
-        return ""
     steps = [values for _, values in extremes(config)] or [{}]
     if not all(_clips_nothing(with_values(config, values)) for values in steps):
         return ""

@@ -8,6 +8,7 @@ from typing import Any
 
 from retrain.backends.declared import is_raw
 from retrain.config import TrainConfig
+from retrain.config.moving import scheduled
 from retrain.config.schema import Inference, Lora
 from retrain.errors import RunFailed
 from retrain.records.entries import StepRecord
@@ -89,12 +90,12 @@ class StepObserver:
         rewards: RewardStatistics,
         state: TrainerState,
         decision: Mapping[str, Any],
-        scheduled: dict[str, float] | None = None,
     ) -> None:
         """Write a step down. `state`: the run's state after it; `decision`: the fields of the back
         pressure's decision.
         """
-        self.last = self._record(step, rewards, state, {**decision, "scheduled": scheduled})
+        moved = {"scheduled": scheduled(self.config, step.number) or None}
+        self.last = self._record(step, rewards, state, {**decision, **moved})
         self.untrained = untrained_streak([self.last, *self.untrained])
         records = generation_records(
             step.number,

@@ -49,7 +49,6 @@ from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.rewards import FailureGuard, Scorer, build_scorer, gold_response
-from retrain.run.control import build_control
 from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
 from retrain.run.gate import GateResult, adapter_check, environment_gold, parity_gate, scored_gold
@@ -236,7 +235,6 @@ def check_plugins(config: TrainConfig) -> None:
         lambda: CreditPipeline(regex, lambda ids: [""] * len(ids)),
         lambda: _load_sources(config),
         lambda: check_teacher(config),
-        lambda: build_control(config),
     ):
         try:
             load()

@@ -12,7 +12,7 @@ from retrain.backends.declared import incapable, is_raw, loss_notes
 from retrain.backends.rows import mismatch_fields
 from retrain.config import TrainConfig
 from retrain.config.effects import splits_base
-from retrain.config.moving import with_values
+from retrain.config.moving import scheduled, with_values
 from retrain.data.samplers import PromptChoice
 from retrain.distributed import World, joined
 from retrain.errors import (
@@ -31,7 +31,6 @@ from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean, counted
 from retrain.run.common import Common
-from retrain.run.control import MovingKeys
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.gate import GateResult
 from retrain.run.interrupts import Interrupts
@@ -98,9 +97,6 @@ class Session:
         self.parts = parts
         self.common = Common(opened.config, parts, interrupts.check)
         self.world = world
-        self.moving = MovingKeys(self.config)
-        self._values: dict[int, dict[str, float]] = {}
-        """Step -> the values of its scheduled keys, from its sampling until it is recorded."""
         self.schedule = Schedule(self.config.training, self.config.evaluation)
         settings = self.config.backpressure
         self.pressure = None
@@ -198,7 +194,6 @@ class Session:
             self.parts.guard.load_state_dict(self.state.rewards)
             self.choice.load_state_dict(self.state.sampler)
             self.parts.credit.load_state_dict(self.state.credit)
-            self.moving.load_state_dict(self.state.control)
             if self.pressure:
                 self.pressure.load_state_dict(self.state.backpressure)
             # The first rank alone writes records, so it alone goes on from them.
@@ -271,7 +266,7 @@ class Session:
             else:
                 rollout = self.common.rollout(prompts, plan, watcher)
             self._check_again()  # before anything is learned from what it sampled
-        if self.moving.moves:
+        if self.config.schedule.points:
             self.parts.credit.use(self._settings)
         scores = [
             GroupScore(group.correct, len(group.rewards), group.prompt.example.reference)
@@ -303,20 +298,13 @@ class Session:
         self.prefetched.start(lambda watcher: self.parts.sampler.draw(prompts, step, plan, watcher))
 
     def plan(self, step: int) -> SamplingPlan:
-        """Fix the values of a step's scheduled keys, and return how it samples. A control is asked
-        by rank 0, which tells the others.
-        """
-        if self.moving.moves:
-            values = {}
-            if self.world.is_rank_zero:
-                values = self.moving.values(step)
-            self._values[step] = self.world.broadcast(values)
-        return training_plan(with_values(self.config, self._values.get(step, {})).training)
+        """Return how a step samples."""
+        return training_plan(with_values(self.config, scheduled(self.config, step)).training)
 
     @property
     def _settings(self) -> TrainConfig:
         """The configuration of this step."""
-        return with_values(self.config, self._values.get(self.state.step, {}))
+        return with_values(self.config, scheduled(self.config, self.state.step))
 
     @contextmanager
     def _moved(self) -> Iterator[None]:
@@ -324,7 +312,7 @@ class Session:
         of the file.
         """
         backend = self.parts.backend
-        if not (self.moving.moves and backend.capabilities.moves_settings):
+        if not (self.config.schedule.points and backend.capabilities.moves_settings):
             yield
             return
         backend.use(self._settings)
@@ -425,9 +413,7 @@ class Session:
             mismatched=is_above(limit, mismatch),
         )
         self.choice.observe(step.number, step.rollout.first_draws)
-        self.observer.observe(step, rewards, state, decision, self._values.pop(step.number, None))
-        if self.observer.last and self.world.is_rank_zero:
-            self.moving.observe(self.observer.last)
+        self.observer.observe(step, rewards, state, decision)
         self.state = state
         if mismatch is None and is_above(limit, result.log_ratio_mean):
             self.tracker.message(untrained_mismatch_line(step.number, result, limit))
@@ -549,7 +535,6 @@ class Session:
             stored = replace(
                 self.state,
                 sampler=self.choice.state_dict(),
-                control=self.moving.state_dict(),
                 credit=self.parts.credit.state_dict(self.state.step),
                 sepa=self.parts.sepa.state_dict(),
                 rewards=self.parts.guard.state_dict(),
