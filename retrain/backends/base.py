@@ -169,11 +169,6 @@ class Backend(ABC):
         """Build a built-in backend. `log` receives the lines that the start of a run prints."""
         return cls(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]
 
-    @classmethod
-    def prepare(cls, config: "TrainConfig") -> None:  # noqa: ARG003 - part of the interface
-        """Load what forked runs have in common; most backends have nothing."""
-        return
-
     @property
     @abstractmethod
     def choices(self) -> MachineChoices | None:

@@ -280,17 +280,3 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
             str(schedule.effective_parallelism),
             f"recommended max_workers: {best.count} ({best.because})",
         )
-    yield from _shared_rows(schedule)
-
-
-def _shared_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
-    """Yield what the runs of a campaign have in common."""
-    if schedule.taken:
-        yield (
-            "shared",
-            f"{schedule.taken} of {schedule.total_runs}",
-            "runs take gate, evaluation before step 0 and first completions from one of their seed",
-        )
-    if schedule.forked:
-        common = "libraries, tokenizer, prompts and base weights, which forked workers share"
-        yield ("start", "once", common)

@@ -129,7 +129,6 @@ def take_step(session: Session) -> None:
     parts, number, clock = session.parts, session.state.step, StepClock("sample")
     rollout = session.sample()
     clock.mark("credit")
-    clock.seconds["sample"] = max(clock.seconds["sample"], rollout.stored_seconds)
     sepa_lambda = parts.sepa.resolve(number)
     teacher = session.taught if parts.teacher else None
     credit = parts.credit.assign(rollout.usable_groups, number, sepa_lambda, teacher)

@@ -491,7 +491,6 @@ def _said_if_slow(line: str, log: Say) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        timer.join()  # a parent of forked runs has no other thread
 
 
 def longest_prompt(training: PromptSet, held_out: Sequence[Prompt]) -> int:
@@ -580,17 +579,12 @@ def is_rounded(inference: Inference, backend: Backend) -> bool:
     return backend.half_precision or backend.engine.rounds or inference.reduced_precision
 
 
-OnceGate = Callable[[GateInputs, list[Prompt], Callable[[], GateResult]], GateResult]
-"""Takes an equal gate's result, or makes it."""
-
-
 def run_parity_gate(
     config: TrainConfig,
     parts: Parts,
     step: int,
     *,
     trained: bool = False,
-    once: OnceGate | None = None,
 ) -> GateResult:
     """Check the first prompts of the data order, so that a resumed run is checked on the same ones.
 
@@ -598,10 +592,7 @@ def run_parity_gate(
     weights and is checked with them first.
     """
     inputs = gate_inputs(config, parts, step, trained)
-    prompts = _gate_prompts(config.training, parts)
-    if once is None:
-        return parity_gate(inputs, prompts)
-    return parity_gate(inputs, prompts, partial(once, inputs, prompts))
+    return parity_gate(inputs, _gate_prompts(config.training, parts))
 
 
 def check_again(config: TrainConfig, parts: Parts, step: int) -> None:

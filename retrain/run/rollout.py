@@ -44,8 +44,6 @@ class Rollout:
     sample_seconds: float = 0.0
     reward_seconds: float = 0.0
     """Time spent waiting for scores after the last completion."""
-    stored_seconds: float = 0.0
-    """Seconds that another run of the campaign sampled for it, which count as this run's."""
 
     @property
     def first_draws(self) -> list[Group]:

@@ -30,7 +30,6 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean, counted
-from retrain.run.common import Common
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.gate import GateResult
 from retrain.run.interrupts import Interrupts
@@ -95,7 +94,6 @@ class Session:
         self.tracker = tracker
         self.interrupts = interrupts
         self.parts = parts
-        self.common = Common(opened.config, parts, interrupts.check)
         self.world = world
         self.schedule = Schedule(self.config.training, self.config.evaluation)
         settings = self.config.backpressure
@@ -219,8 +217,7 @@ class Session:
     def _pass_gate(self) -> None:
         result = None
         if not self._skip_parity:
-            once = None if self.state.step else self.common.gate
-            result = run_parity_gate(self.config, self.parts, self.state.step, once=once)
+            result = run_parity_gate(self.config, self.parts, self.state.step)
         # A resumed run keeps the first figure: its mismatch_limit is a multiple of it.
         if result and self.state.gate_mismatch is None:
             self.state = replace(self.state, gate_mismatch=result.mean_difference)
@@ -261,10 +258,7 @@ class Session:
             self._sync()
             step, completions = self.state.step, len(prompts) * plan.group_size
             watcher = self._watch(f"Step {step}: sampling", completions)
-            if step:
-                rollout = self.parts.sampler.draw(prompts, step, plan, watcher)
-            else:
-                rollout = self.common.rollout(prompts, plan, watcher)
+            rollout = self.parts.sampler.draw(prompts, step, plan, watcher)
             self._check_again()  # before anything is learned from what it sampled
         if self.config.schedule.points:
             self.parts.credit.use(self._settings)
@@ -508,10 +502,7 @@ class Session:
             return
         self._sync()
         watcher = self._watch(f"Evaluation at step {step}", evaluator.completions)
-        if step:
-            result, _ = evaluator.run(step, watcher)
-        else:
-            result = self.common.evaluation(evaluator, watcher)
+        result, _ = evaluator.run(step, watcher)
         self.tracker.emit(result)
         self.evaluations.append(result)
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))

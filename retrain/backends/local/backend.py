@@ -6,11 +6,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch import nn
 
 from retrain.backends.base import Backend, FrozenWeights, TrialAdapter
 from retrain.backends.declared import engine_class, is_raw
@@ -36,10 +34,6 @@ from retrain.types import Float32Array, Float64Array, LogLine, MachineChoices, R
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-
-
-_prepared: WeakSet[nn.Module] = WeakSet()
-"""Base models whose packed copies are kept for the runs that follow."""
 
 
 class LocalBackend(LocalFacts):
@@ -134,20 +128,6 @@ class LocalBackend(LocalFacts):
         self.capabilities = replace(self.capabilities, samples_ahead=True)
         fused = FusedDecoder.of(copy.model, merge=self._choices.merge_adapter)
         return self._build_engine(eos_ids, copy, self._sampler_adapter, fused)
-
-    @classmethod
-    def prepare(cls, config: "TrainConfig") -> None:
-        """Load the base weights into `shared_models`, and lay them out as samplers read them."""
-        device, _, sampler_device = choose_device(config.backend)
-        if sampler_device is not None or config.backend.shard_base:
-            return
-        base = load_base_model(config, resolve_model(config.model.model), device)
-        if base.model in _prepared:
-            return
-        fused = FusedDecoder.of(base.model, merge=budget_of(config, base).merges)
-        if fused is not None:
-            fused.keep_packs()
-        _prepared.add(base.model)
 
     def _build_engine(
         self,
