@@ -237,17 +237,6 @@ class FusedDecoder:
         if type(self._head) is nn.Linear:
             self._packed_head = kept_pack(self._head.weight, self._head.weight, self._head.bias)
 
-    def keep_packs(self) -> None:
-        """Prepack the weights without the adapter, for the samplers of all runs inside
-        `shared_packs`.
-        """
-        if not self.merge:
-            return
-        for projection in self._projections:
-            if projection.fits_half:
-                projection.refresh("plain")
-        self._pack_head()
-
     @property
     def kv_heads(self) -> list[tuple[int, int]]:
         """(key-value heads, head size), layer by layer."""

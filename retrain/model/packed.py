@@ -113,7 +113,7 @@ def shared_packs() -> Iterator[None]:
     """Keep packed copies of a model's frozen weights as long as the model lives, so that every run
     inside reads one copy.
     """
-    global _kept  # noqa: PLW0603 - one store per process, which the parent of forked runs opens
+    global _kept  # noqa: PLW0603 - one store per process, which a campaign opens
     before, _kept = _kept, {prepack: WeakIdKeyDictionary(), fits_half: WeakIdKeyDictionary()}
     try:
         yield
