@@ -267,9 +267,6 @@ class Backend(ABC):
         """
         return None
 
-        """
-        return None
-
     @abstractmethod
     def save_adapter(self, folder: Path) -> None:
         """Write the PEFT adapter alone: adapter_model.safetensors, adapter_config.json,
