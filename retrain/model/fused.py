@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from itertools import chain
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from retrain.model.functions import (
     recomputed,
 )
 from retrain.model.layer_kernels import layer_kernels
-from retrain.model.packed import FrozenProduct, kept_pack
+from retrain.model.packed import PackedWeight, kept_pack
 from retrain.model.projection import Projection, fusable
 from retrain.model.step_kernels import (
     TRITON_DEVICES,
@@ -180,7 +180,7 @@ class FusedDecoder:
         self.merge = merge
         self.kernels: StepKernels = StepKernels()
         """The kernels of decoding steps."""
-        self._packed_head: FrozenProduct | None = None
+        self._packed_head: PackedWeight | None = None
         """The prepacked head, while a sampler reads it."""
         self._version: tuple[Any, ...] | None = None
 
@@ -273,9 +273,7 @@ class FusedDecoder:
         """Follow the adapter, for the learner or for products without gradient; costs nothing while
         neither has changed.
         """
-        copy: Literal["none", "merged"] = "none"
-        if sampling and self.merge:
-            copy = "merged"
+        copy = sampling and self.merge
         version = (
             copy,
             *((parameter.data_ptr(), parameter._version) for parameter in self._parameters),
@@ -283,8 +281,8 @@ class FusedDecoder:
         if version == self._version:
             return
         for projection in self._projections:
-            projection.refresh(copy)
-        if copy == "none":
+            projection.refresh(copy=copy)
+        if not copy:
             self._packed_head = None
         elif self._packed_head is None:
             self._pack_head()
@@ -295,15 +293,9 @@ class FusedDecoder:
             self._packed_head = kept_pack(self._head.weight, self._head.weight, self._head.bias)
 
     def keep_packs(self) -> None:
-        """Prepack the weights without the adapter, for the samplers of all runs inside
-        `shared_packs`.
-        """
-        if not self.merge:
-            return
-        for projection in self._projections:
-            if projection.fits_half:
-                projection.refresh("plain")
-        self._pack_head()
+        """Prepack the head, for the samplers of all runs inside `shared_packs`."""
+        if self.merge:
+            self._pack_head()
 
     @property
     def kv_heads(self) -> list[tuple[int, int]]:

@@ -1,9 +1,7 @@
 """Frozen weights in another form: prepacked for small-batch products on a CPU, or held in 8 bits.
 
 A plain product on a CPU repacks the whole weight at every call. With 32 rows that takes as long as
-the multiplication, so it is done once. Small batches wait for the weight to come from memory. A
-weight whose values fit 16 bits, as after training in bfloat16, is therefore held in 16 bits; the
-kernel widens it, and the arithmetic is float32 either way.
+the multiplication, so it is done once.
 
 In 8 bits (e4m3, arXiv 2209.05433) a weight has one scale for each output. A scale is a power of
 two, so weight times scale is exact in bfloat16 and float32: sampler and learner compute with the
@@ -12,11 +10,11 @@ coarse scale. Shape letters: N tokens, I inputs, O outputs.
 """
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,25 +28,8 @@ _MIN_ELEMENTS = 150_000
 """For a smaller weight the operator's overhead exceeds what it saves (measured on two cores, 8 to
 128 rows)."""
 
-
-_MAX_LOSS = 2.0**-39
-"""Relative to the largest weight of the same output: what rounds to float16's subnormal numbers may
-lose so much, all others nothing."""
-_EXPONENT = 15
-_FARTHEST = 100
-"""Largest exponent of a scale, so that it and its reciprocal are normal numbers of float32."""
-_ROWS_LOOKED_AT = 4096
-"""The rows of a weight that are looked at together for whether they fit 16 bits."""
-
-
-_kept: "dict[Callable[..., Any], WeakIdKeyDictionary] | None" = None
-"""Inside `shared_packs`: results of `prepack` and `fits_half`, by frozen parameter."""
-
-
-class FrozenProduct(Protocol):
-    def product(self, x: Tensor) -> Tensor:
-        """Return [..., O] of x [..., I], without gradient."""
-        ...
+_kept: "WeakIdKeyDictionary | None" = None
+"""Inside `shared_packs`: the packed copies, by frozen parameter."""
 
 
 class PackedWeight:
@@ -89,99 +70,27 @@ def packs(elements: int, device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
-class HalfWeight:
-    """The same product with a float32 weight that `fits_half`, in the layout of FBGEMM's kernels.
-
-    Each output's weights are held times a power of two, by which the product is divided. A row's
-    bits do not depend on the other rows.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        scale = _scale(weight)
-        self._packed = torch.ops.quantized.linear_prepack_fp16(weight * scale, None)
-        self._back, self._bias = scale.reciprocal().flatten(), bias
-
-    def product(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed).mul_(self._back)
-        if self._bias is None:
-            return product
-        return product.add_(self._bias)
-
-
 @contextmanager
 def shared_packs() -> Iterator[None]:
     """Keep packed copies of a model's frozen weights as long as the model lives, so that every run
     inside reads one copy.
     """
     global _kept  # noqa: PLW0603 - one store per process, which the parent of forked runs opens
-    before, _kept = _kept, {prepack: WeakIdKeyDictionary(), fits_half: WeakIdKeyDictionary()}
+    before, _kept = _kept, WeakIdKeyDictionary()
     try:
         yield
     finally:
         _kept = before
 
 
-def kept_pack(layer: Tensor, weight: Tensor, bias: Tensor | None) -> FrozenProduct:
-    """Return `prepack`, kept for `layer`, the first frozen parameter of a joined weight."""
-    pack: FrozenProduct = _keep(prepack, layer, weight, bias)
-    return pack
-
-
-def kept_fit(layer: Tensor, weight: Tensor) -> bool:
-    """Return `fits_half`, kept for `layer`."""
-    return bool(_keep(fits_half, layer, weight))
-
-
-def _keep(compute: Callable[..., Any], layer: Tensor, *arguments: Any) -> Any:
+def kept_pack(layer: Tensor, weight: Tensor, bias: Tensor | None) -> PackedWeight:
+    """Return the packed weight, kept for `layer`, the first frozen parameter of a joined weight."""
     if _kept is None:
-        return compute(*arguments)
-    results = _kept[compute]
-    if layer not in results:
-        results[layer] = compute(*arguments)
-    return results[layer]
-
-
-def prepack(weight: Tensor, bias: Tensor | None) -> FrozenProduct:
-    """Return the product with a frozen weight [O, I] and bias [O], in 16 bits if these hold its
-    values.
-    """
-    if fits_half(weight):
-        return HalfWeight(weight, bias)
-    return PackedWeight(weight, bias)
-
-
-def fits_half(weight: Tensor) -> bool:
-    """True for a large float32 weight on a CPU that float16 holds times a power of two per output,
-    in a torch that has FBGEMM.
-
-    No weight may lose a bit, unless it is far too small to count: an input may be 0 where the
-    largest weight of an output is, and the output is then the sum of the others. bfloat16's eight
-    significant bits fit.
-    """
-    if (
-        weight.dtype != torch.float32
-        or weight.device.type != "cpu"
-        or weight.numel() < _MIN_ELEMENTS
-        or "fbgemm" not in torch.backends.quantized.supported_engines
-    ):
-        return False
-    for part in torch.split(weight, _ROWS_LOOKED_AT):
-        scaled = part * _scale(part)
-        lost = (scaled - scaled.half().float()).abs_().amax(dim=1)
-        if not (lost <= _MAX_LOSS * scaled.abs().amax(dim=1)).all():  # False for NaN too
-            return False
-    return True
-
-
-def _scale(weight: Tensor) -> Tensor:
-    """Return [O, 1] powers of two that scale each output's largest weight to a quarter to half of
-    float16's maximum.
-    """
-    _, exponent = torch.frexp(weight.abs().amax(dim=1, keepdim=True))
-    return torch.ldexp(
-        torch.ones_like(exponent, dtype=torch.float32),
-        (_EXPONENT - exponent).clamp(-_FARTHEST, _FARTHEST),
-    )
+        return PackedWeight(weight, bias)
+    if layer not in _kept:
+        _kept[layer] = PackedWeight(weight, bias)
+    pack: PackedWeight = _kept[layer]
+    return pack
 
 
 def dense_product(

@@ -10,9 +10,8 @@ together.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +19,9 @@ from torch import Tensor, nn
 
 from retrain.model.packed import (
     Float8Linear,
-    FrozenProduct,
     PackedWeight,
     dense_product,
     dequantised,
-    kept_fit,
     kept_pack,
     packs,
     scaled_product,
@@ -101,10 +98,13 @@ class Projection:
         self.bias = _joined_bias(bases)
         """[O] or None"""
         self._read_adapters()
-        self.copy: FrozenProduct | None = None
+        self._merges = bool(self.downs) and (
+            self.dtype == torch.float32
+            or packs(self.weight.numel(), self.weight.device, self.dtype)
+        )
+        """True if a copy contains the adapter, or in bfloat16 its up factors."""
+        self.copy: PackedWeight | None = None
         """[O, I] for products without gradient, while a sampler reads it."""
-        self._merged = False
-        """True if the copy contains the adapter, or in 16 bits its up factors."""
         self.factors: _Factors | None = None
         """The model's own adapter, as of the last `refresh`."""
         self.scaled_product = scaled_product
@@ -144,42 +144,23 @@ class Projection:
         return dequantised(self.weight, self.scale)
 
     @torch.no_grad()
-    def refresh(self, copy: Literal["none", "merged", "plain"]) -> None:
-        """Update `factors` and `copy` after the adapter's parameters changed; `copy` says which
-        copy of the weights to hold.
-
-        A float32 weight that fits 16 bits is never merged: half the bytes gain more than the
-        adapter's own small products cost.
+    def refresh(self, *, copy: bool) -> None:
+        """Update `factors` and `copy` after the adapter's parameters changed; `copy` says whether
+        to hold a copy of the weights.
         """
         if self.downs:
             self._write_factors()
-        if copy == "merged" and not self._merges:
-            copy = "plain"
-        if copy != "plain" or self._merged:
-            self.copy, self._merged = None, False
-        if copy == "merged":
+        if not copy or self._merges:
+            self.copy = None  # freed before another is made
+        if copy and self._merges:
             assert self.factors is not None
             if self.dtype == torch.float32:
                 weight = torch.addmm(self.wide_weight, self.factors.up.T, self.factors.down)
             else:
                 weight = torch.cat([self.wide_weight, self.factors.up.T], dim=1)
-            self.copy, self._merged = PackedWeight(weight, self.bias), True
-        elif copy != "none" and self.copy is None:
+            self.copy = PackedWeight(weight, self.bias)
+        elif copy and self.copy is None:
             self.copy = kept_pack(self._weights[0], self.wide_weight, self.bias)
-
-    @property
-    def _merges(self) -> bool:
-        """True if a copy takes an adapter in."""
-        if not self.downs:
-            return False
-        if self.dtype == torch.float32:
-            return not self.fits_half
-        return packs(self.weight.numel(), self.weight.device, self.dtype)
-
-    @cached_property
-    def fits_half(self) -> bool:
-        """True if 16 bits hold the weight."""
-        return kept_fit(self._weights[0], self.wide_weight)
 
     @torch.no_grad()
     def append_lora_a_to_weight(self) -> None:
@@ -232,9 +213,9 @@ class Projection:
         """`product` in two parts, for a kernel that adds them; the second is None where the first
         is the whole.
         """
-        if self.copy is not None and self._merged and self.dtype != torch.float32:
+        if self.copy is not None and self._merges and self.dtype != torch.float32:
             return self.copy.product(self._with_reduced(x)), None
-        if self.adapted and self.copy is not None and self._merged:
+        if self.adapted and self.copy is not None and self._merges:
             return self.copy.product(x), None
         if not self.adapted:
             return self._frozen_product(x), None
@@ -255,7 +236,7 @@ class Projection:
 
     def _frozen_product(self, x: Tensor) -> Tensor:
         """[N, O] without any adapter."""
-        if self.copy is not None and not self._merged:
+        if self.copy is not None and not self._merges:
             return self.copy.product(x)
         if self.scale is not None:
             return self.scaled_product(x, self.weight, self.scale, self.bias)
