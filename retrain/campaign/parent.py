@@ -2,7 +2,7 @@
 started by `launch`.
 
 It loads what the runs of one base model have in common: libraries, tokenizer, prompts, base weights
-and their packed copies. A worker has this memory until it writes there, and starts in the time of a
+and the packed head. A worker has this memory until it writes there, and starts in the time of a
 fork.
 
 Nothing that is done here may reach a run:

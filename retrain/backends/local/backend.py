@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 _prepared: WeakSet[nn.Module] = WeakSet()
-"""Base models whose packed copies are kept for the runs that follow."""
+"""Base models whose packed heads are kept for the runs that follow."""
 
 
 class LocalBackend(LocalFacts):
@@ -137,7 +137,7 @@ class LocalBackend(LocalFacts):
 
     @classmethod
     def prepare(cls, config: "TrainConfig") -> None:
-        """Load the base weights into `shared_models`, and lay them out as samplers read them."""
+        """Load the base weights into `shared_models`, and pack the head as samplers read it."""
         device, _, sampler_device = choose_device(config.backend)
         if sampler_device is not None or config.backend.shard_base:
             return
