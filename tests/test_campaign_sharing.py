@@ -13,7 +13,7 @@ from retrain.campaign.launch import InProcess
 from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignRun
 from retrain.config import config_from_mapping, dump_toml
-from retrain.model.packed import kept_fit, kept_pack, shared_packs
+from retrain.model.packed import kept_pack, shared_packs
 from retrain.model.text import LAB_MODEL
 from retrain.run.loop import train
 from retrain.run.sharing import shared, shared_parts
@@ -79,7 +79,6 @@ def test_packed_copies_are_kept_for_a_weight_while_they_are_shared() -> None:
         pack = kept_pack(weight, weight, None)
         assert kept_pack(weight, weight, None) is pack
         assert kept_pack(other, other, None) is not pack
-        assert kept_fit(weight, weight) is kept_fit(weight, weight) is False
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:

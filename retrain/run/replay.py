@@ -101,8 +101,6 @@ def _evaluated(folder: RunFolder) -> set[int]:
     return {line["step"] for line in read_jsonl(folder.evaluation)}
 
 
-
-
 def _gate_mismatch(folder: RunFolder) -> float | None:
     """Return the mean difference that the run's first parity gate measured, None without one. The
     limit of later steps is a multiple of it.

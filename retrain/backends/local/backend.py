@@ -288,7 +288,6 @@ class LocalBackend(LocalFacts):
         with _current(self._base.device):
             return self._learner.look_up(rows, truncation=truncation)
 
-
     # -- files -------------------------------------------------------------------------------------
 
     def save_adapter(self, folder: Path) -> None:
