@@ -80,7 +80,7 @@ SIZES = {
     ),
     "tiny": Sizes(
         (4, 8), 4, 16, 8, 64, (2, 4, 8), (3, 2, 4, 8),
-        (3, ("--batch-size", "2", "--max-tokens", "24", "--evaluation-max-examples", "4")),
+        (3, ("--batch-size", "4", "--max-tokens", "48", "--evaluation-max-examples", "8")),
     ),
 }  # fmt: skip
 
@@ -118,14 +118,15 @@ class Part:
             figure, found = measurement()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the others go on
             traceback.print_exc()
-            state = f"failed: {one_line(f'{type(error).__name__}: {error}')}"
+            kind = "" if isinstance(error, Failed) else f"{type(error).__name__}: "
+            state = f"failed: {one_line(f'{kind}{error}')}"
         if file:
             line = {"what": what, "state": state, "wall_s": time.monotonic() - began, **found}
             self.append(file, json.dumps(line, default=str) + "\n")
         self.row(what, figure, state)
 
     def row(self, what: str, figure: str, state: str) -> None:
-        row = "\t".join((str(self.number), what, figure or "-", state))
+        row = "\t".join((str(self.number), what, one_line(figure) or "-", state))
         print(row, flush=True)
         self.append("table.tsv", row + "\n")
 
@@ -284,7 +285,8 @@ def lab_run(part: Part, dtype: str, steps: int, flags: tuple[str, ...]) -> tuple
         for when in ("before", "after")
     )
     seconds = sum(record["step_time_s"] for record in records[1:]) / (len(records) - 1)
-    apart = max(max(one["ratio_max"] - 1, 1 - one["ratio_min"]) for one in records)
+    trained = [one for one in records if one["ratio_max"] is not None]
+    apart = max(max(one["ratio_max"] - 1, 1 - one["ratio_min"]) for one in trained)
     return (
         f"{seconds:.2f} s a step, pass@1 {before:.0%} to {after:.0%}, ratio within {apart:.0e} of 1",
         {},
@@ -460,7 +462,7 @@ def transformers_sampler(part: Part, kind: str, words: str) -> None:
 
     settings |= {
         "rows": max(sizes.rows), "tokens": sizes.tokens, "page_size": 16 if part.tiny else 256,
-        "prefill_tokens": 8192,
+        "prefill_tokens": 2048,
     }  # fmt: skip
     run = getattr(decode_worker, kind)(settings)
     for rows in sizes.rows:
@@ -605,7 +607,7 @@ def trained(part: Part) -> tuple[str, Found]:
     found = step_retrain.setup(settings)({"steps": steps})
     made = found["steps"]
     seconds = sum(one["total"] for one in made[1:]) / (len(made) - 1)
-    ratio = max(one["ratio_max"] for one in made)
+    ratio = max(one["ratio_max"] for one in made if one["ratio_max"] is not None)
     return f"{seconds:.2f} s a step, {found['peak_gib']:.1f} GiB, ratio up to {ratio:.4f}", found
 
 

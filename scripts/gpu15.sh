@@ -60,17 +60,17 @@ work=$(mktemp -d) || exit 1
 
 finish() {
     rm -rf "$work"
-    printf '\n%-5s%-48s%-72s%s\n' part what figure state
+    printf '\n%-5s%-44s %-76s %s\n' part what figure state
     while IFS=$'\t' read -r number what figure state; do
-        printf '%-5s%-48s%-72s%s\n' "$number" "$what" "$figure" "$state"
+        printf '%-5s%-44s %-76s %s\n' "$number" "$what" "$figure" "$state"
     done <"$out/table.tsv"
     echo "$SECONDS s in all; the files are in $out"
     ! grep -qE $'\t(failed|timed out|not begun)[^\t]*$' "$out/table.tsv"
     exit
 }
-trap '[[ -z $child ]] || kill "$child"; wait; finish' INT TERM
-
 row() { printf '%s\t%s\t-\t%s\n' "$@" >>"$out/table.tsv"; }
+
+trap '[[ -z $child ]] || kill "$child"; wait 2>/dev/null; row - "this command" "failed: stopped by a signal"; finish' INT TERM
 
 # part NUMBER SECONDS NAME: run a part in its share of the time, and in what the parts before it left of theirs. A part
 # writes its own rows of the table; this adds one if the part did not end by itself.
@@ -88,7 +88,7 @@ part() {
     timeout -k 5 "$limit" "$python" "$root/benchmarks/gpu15.py" "$name" --part "$number" --seconds "$limit" --device "$device" \
         --shapes "$shapes" --wheels "$wheels" --out "$out" --work "$work" 2>>"$out/log.txt" &
     child=$!
-    wait "$child"
+    wait "$child" 2>/dev/null  # bash would report a kill
     code=$? child=''
     if ((code != 0 && SECONDS - began >= limit)); then
         row "$number" "$name" "timed out after $limit s"

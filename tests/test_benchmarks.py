@@ -128,7 +128,7 @@ def test_the_parts_of_gpu15_have_a_command_each_and_fit_its_time() -> None:
     parts = [line.split() for line in GPU15.read_text().splitlines() if line.startswith("part ")]
     assert [name for _, _, _, name in parts] == list(gpu15.PARTS)
     assert sum(int(seconds) for _, _, seconds, _ in parts) <= 535
-    rest = "--device cpu --shapes tiny --wheels= --out o --work w".split()
+    rest = ["--device", "cpu", "--shapes", "tiny", "--wheels=", "--out", "o", "--work", "w"]
     for _, number, seconds, name in parts:
         parsed = gpu15.parse_arguments([name, "--part", number, "--seconds", seconds, *rest])
         assert (parsed.name, parsed.part) == (name, int(number))
