@@ -371,7 +371,6 @@ def decode(part: Part) -> None:
     from device import copy_bandwidth
     from growth_point import Point
 
-    without_triton()
     bandwidth = copy_bandwidth(part.device)
     part.row("copy on the device", f"{bandwidth / 1e9:,.0f} GB/s", "done")
     point = Point(settings, {"tokens": sizes.tokens})
@@ -388,13 +387,6 @@ def decode(part: Part) -> None:
                 f"kernels of a step, {sizes.rows[1]} rows",
                 functools.partial(profiled, point, sizes), "decode.jsonl",
             )  # fmt: skip
-
-
-def without_triton() -> None:
-    """Take torch's operators alone."""
-    from retrain.model import step_kernels
-
-    step_kernels.TRITON_DEVICES.clear()
 
 
 def hold_pages(engine: Any, paged: bool) -> None:
@@ -496,7 +488,6 @@ def learn(part: Part) -> None:
     settings = part.settings()
     from retrain.model.load import shared_models
 
-    without_triton()
     prompts, group, tokens = part.sizes.step
     with shared_models():
         part.measure(
@@ -567,16 +558,15 @@ def tests(part: Part) -> None:
 
 
 def tested(part: Part) -> tuple[str, Found]:
-    code = "import sys, gpu15, pytest; gpu15.without_triton(); sys.exit(pytest.main(sys.argv[1:]))"
     files = [str(ROOT / "tests" / f"{name}.py") for name in TESTS]
     arguments = [
         *files, "-vv", "--tb=line", "-rfE", "-p", "no:cacheprovider", "--rootdir", str(ROOT),
-        "-k", "not triton", "-m", "not slow" if part.tiny else "", *([] if part.tiny else ["--timeout=60"]),
+        "-m", "not slow" if part.tiny else "", *([] if part.tiny else ["--timeout=60"]),
     ]  # fmt: skip
     path = part.out / "tests.txt"
     with path.open("w", encoding="utf-8") as file:
         done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], stdout=file, stderr=file, cwd=ROOT,
+            [sys.executable, "-m", "pytest", *arguments], stdout=file, stderr=file, cwd=ROOT,
             env=os.environ | {"PYTHONPATH": f"{ROOT / 'benchmarks'}:{os.environ['PYTHONPATH']}"},
             timeout=part.left_s, check=False,
         )  # fmt: skip
@@ -603,7 +593,6 @@ def trained(part: Part) -> tuple[str, Found]:
     settings = part.settings("smollm2-135m") | problems(part, *shape)
     import step_retrain
 
-    without_triton()
     found = step_retrain.setup(settings)({"steps": steps})
     made = found["steps"]
     seconds = sum(one["total"] for one in made[1:]) / (len(made) - 1)
