@@ -1,15 +1,11 @@
-"""Eight parallel runs by fork beside eight by themselves: `python benchmarks/campaign_start.py`.
+"""Memory and start of eight parallel runs: `python benchmarks/campaign_start.py`.
 
-The latter share nothing, as runs that `retrain` starts alone. Memory of the whole (proportional set
-size: a page that n processes share counts 1/n for each), seconds until all runs have passed their
-gate and sample step 0, seconds of the whole, and whether the runs are the same bytes. The two forms
-take turns; `--model` takes a folder.
+Memory of the whole (proportional set size: a page that n processes share counts 1/n for each),
+seconds until all runs have passed their gate and sample step 0, and seconds of the whole. `--model`
+takes a folder.
 """
 
 import argparse
-import hashlib
-import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +17,6 @@ from report import add_output, load_average, publish, table
 from retrain.campaign import launch
 from retrain.campaign.plan import CampaignRun, plan_campaign
 from retrain.config import config_from_mapping
-from retrain.records.entries import MEASURED
 from retrain.records.run_folder import OUTPUT
 
 RUNS = 8
@@ -67,14 +62,10 @@ def resident() -> tuple[int, int]:
     return shares, private
 
 
-def measure(folder: Path, *settings: Any, forked: bool) -> dict[str, Any]:
+def measure(folder: Path, *settings: Any) -> dict[str, float]:
     """`settings`: those of `runs_in`."""
     runs = runs_in(folder, *settings)
-    if not forked:  # each in a campaign's folder of its own
-        apart = [runs_in(folder / run.name, *settings) for run in runs]
-        runs = [own[number] for number, own in enumerate(apart)]
-    launcher = launch.Subprocesses([()] * RUNS, "" if forked else "it is measured")
-    launcher.notes.clear()
+    launcher = launch.Subprocesses([()] * RUNS)
     began = time.monotonic()
     jobs = {run.name: launcher.start(run, slot) for slot, run in enumerate(runs)}
     at_step_0: dict[str, float] = {}
@@ -98,25 +89,13 @@ def measure(folder: Path, *settings: Any, forked: bool) -> dict[str, Any]:
         time.sleep(_POLL_S)
     whole = time.monotonic() - began
     launcher.close()
-    assert not launcher.notes, launcher.notes  # no worker was refused
     return {
         "pss": peak[0],
         "private": peak[1],
         "first": min(at_step_0.values()),
         "all": max(at_step_0.values()),
         "whole": whole,
-        "bytes": [digest(run.folder) for run in runs],
     }
-
-
-def digest(folder: Path) -> str:
-    """sha256 of a run's metrics without what was measured of the machine, and of its adapter."""
-    found = hashlib.sha256()
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        record = {k: v for k, v in json.loads(line).items() if k not in MEASURED}
-        found.update(json.dumps(record, sort_keys=True).encode())
-    found.update((folder / "checkpoints/final/adapter_model.safetensors").read_bytes())
-    return found.hexdigest()
 
 
 def main() -> None:
@@ -127,23 +106,13 @@ def main() -> None:
     parser.add_argument(
         "--conditions", type=int, choices=(1, 2, 4), default=4, help="of 8 runs; the rest are seeds"
     )
-    parser.add_argument("--pairs", type=int, default=3)
     add_output(parser)
     arguments = parser.parse_args()
     load = load_average()
-    found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder:
-        for pair in range(arguments.pairs):
-            for forked in (pair % 2 == 0, pair % 2 == 1):
-                place = Path(folder) / f"{pair}_{forked}"
-                settings = (
-                    arguments.model,
-                    arguments.steps,
-                    arguments.tokens,
-                    arguments.conditions,
-                )
-                found[forked].append(measure(place, *settings, forked=forked))
-    same = all(one["bytes"] == found[True][0]["bytes"] for side in found.values() for one in side)
+        found = measure(
+            Path(folder), arguments.model, arguments.steps, arguments.tokens, arguments.conditions
+        )
     names = {
         "pss": ("memory of the whole, MiB", 1 << 20),
         "private": ("of it private and written, MiB", 1 << 20),
@@ -151,29 +120,13 @@ def main() -> None:
         "all": ("seconds until all runs are at step 0", 1),
         "whole": ("seconds of all", 1),
     }
-    rows = []
-    for key, (words, unit) in names.items():
-        shared = [float(one[key]) / unit for one in found[True]]
-        alone = [float(one[key]) / unit for one in found[False]]
-        ratios = [a / b for a, b in zip(shared, alone, strict=True)]
-        rows.append(
-            [
-                words,
-                f"{statistics.median(shared):.1f}",
-                f"{statistics.median(alone):.1f}",
-                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            ]
-        )
+    rows = [[words, f"{found[key] / unit:.1f}"] for key, (words, unit) in names.items()]
     name = Path(arguments.model).name
     publish(
         f"campaign-start-{name}",
         f"{RUNS} parallel runs of {name}, {arguments.steps} steps of 2 x 4 x {arguments.tokens} tokens,"
-        f" {arguments.conditions} conditions x {RUNS // arguments.conditions} seeds, by fork and by"
-        " themselves",
-        [
-            table(["", "forked", "by themselves", "ratio (range of the pairs)"], rows),
-            f"All runs the same bytes: {'yes' if same else 'NO'}. {arguments.pairs} pairs in turn.",
-        ],
+        f" {arguments.conditions} conditions x {RUNS // arguments.conditions} seeds",
+        [table(["", "eight runs"], rows)],
         load,
         arguments.output,
     )

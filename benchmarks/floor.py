@@ -10,8 +10,7 @@ every token that is drawn, with the weights of all layers in turn, so that they 
 The adapter, attention, norms, the draw, the loss and the optimizer are left out.
 
 Operators: `linear`, which is MKL's on x86 and packs the weight at every call; oneDNN's, for the
-learner from the weight as it is, for the sampler packed before; and for the sampler FBGEMM's in
-float16, where 16 bits hold the weights, as of a published model.
+learner from the weight as it is, for the sampler packed before.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from step import story_prompts
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from retrain.model.packed import HalfWeight, PackedWeight
+from retrain.model.packed import PackedWeight
 
 ROWS = (512, 1024, 2048, 4096)
 """Tokens of one product of the learner; the fastest counts."""
@@ -147,8 +146,7 @@ def _plain(weight: Tensor) -> Product:
 
 OPERATORS: dict[str, Callable[[Tensor], Product]] = {
     "`linear`": _plain,
-    "oneDNN, float32": lambda weight: PackedWeight(weight, None).product,
-    "FBGEMM, float16": lambda weight: HalfWeight(weight, None).product,
+    "oneDNN, packed": lambda weight: PackedWeight(weight, None).product,
 }
 
 
@@ -160,10 +158,7 @@ def sampler(
     for shape in shapes:
         x, times = torch.randn(rows, shape.inputs), []
         for made in OPERATORS.values():
-            products = [
-                made(torch.randn(shape.outputs, shape.inputs).bfloat16().float())
-                for _ in range(shape.layers)
-            ]
+            products = [made(torch.randn(shape.outputs, shape.inputs)) for _ in range(shape.layers)]
             times.append(seconds(lambda x=x, all=products: [one(x) for one in all], repeats))
         total += min(times) * tokens
         rate = 2e-9 * rows * shape.elements / min(times)

@@ -85,8 +85,7 @@ def main() -> None:
         f" {given.tokens}; only Served is sound. TopPOfItsOwn and PenaltyOfItsOwn draw with a top_p of"
         " 0.8 and a repetition penalty of 1.1 of their own, and report log-probs of what they draw"
         " from. HidesTopP and HidesPenalty draw so too, and report the policy's log-probs, which is"
-        " all that the gate compares: it passes them, and `[inference] calibration` is there to find"
-        " them."
+        " all that the gate compares: it passes them."
     )
     publish(
         "gate",

@@ -2,7 +2,7 @@
 on the lab, prints a table and writes it to results/.
 
 The settings of each run are drawn from SETTINGS by its number, so that nobody chose them. Each run
-has the parity gate, calibration, and every other guard that is on by default. What each one did is
+has the parity gate and every other guard that is on by default. What each one did is
 kept in `--state`, so that a benchmark that was stopped goes on where it was.
 """
 
@@ -26,8 +26,6 @@ from scipy import stats
 from retrain import train
 from retrain.config import TrainConfig
 from retrain.errors import ConfigurationError, Interrupted, RetrainError
-from retrain.records.run_folder import OUTPUT
-from retrain.run.calibration import WARNED_FROM
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from runs import lines, small
@@ -95,7 +93,6 @@ def drawn(number: int, folder: Path) -> tuple[dict[str, Any], TrainConfig]:
         chosen = {key: rng.choice(values) for key, values in SETTINGS.items()}
         sections: dict[str, Any] = {
             "reward": {"type": "match"},
-            "inference": {"calibration": True},
             "training": {"seed": number, "save_every": 0},
         }
         for key, value in chosen.items():
@@ -124,15 +121,11 @@ def made(number: int) -> dict[str, Any]:
             stopped = f"{type(error).__name__}: {error}"
         metrics = folder / "metrics.jsonl"
         records = lines(metrics) if metrics.exists() else []
-        log = (folder / OUTPUT).read_text(encoding="utf-8") if (folder / OUTPUT).exists() else ""
     found = {
         "steps": len(records),
         "correct": [record["correct_rate"] for record in records],
         "trained": sum(record["num_datums"] > 0 for record in records),
         "redrawn": sum(record.get("groups_redrawn") or 0 for record in records),
-        "evidence": max((record["calibration_evidence"] or 0.0 for record in records), default=0.0),
-        "lags": [record["adapter_lag"] for record in records if record["adapter_lag"] is not None],
-        "lagging": "engine's log-probs lack" in log,
     }
     print(number, f"{len(records)} steps", stopped, flush=True)
     return {"number": number, "settings": chosen, "stopped": stopped} | found
@@ -147,14 +140,6 @@ def paragraphs(runs: list[dict[str, Any]]) -> Iterable[str]:
         " parity gate."
     )
     yield from (f"Run {run['number']}: {run['stopped']}" for run in stops)
-    warned = [run["number"] for run in runs if run["evidence"] >= WARNED_FROM]
-    yield f"Calibration warned of {len(warned)} of them{': ' * bool(warned)}{str(warned or '')[1:-1]}."
-    tested = [run for run in runs if run.get("lags")]
-    lagging = [run["number"] for run in tested if run["lagging"]]
-    yield (
-        f"The test of the adapter at step 2 warned of {len(lagging)} of the {len(tested)} runs in"
-        f" which it could measure{': ' * bool(lagging)}{str(lagging or '')[1:-1]}."
-    )
     cells = [(key, value) for key, values in SETTINGS.items() for value in dict.fromkeys(values)]
     counts = Counter(cell for run in runs for cell in run["settings"].items())
     of_stops = Counter(cell for run in stops for cell in run["settings"].items())

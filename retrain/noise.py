@@ -41,9 +41,8 @@ class Stream(IntEnum):
 
     PROMPT_CHOICE = 9
     """Counter (step, 0, 0, index): what a sampler of prompts draws with."""
-    CALIBRATION = 10
-    """Counter (step, prompt slot, sample, 0): which completions are scored; (step, prompt slot, 0,
-    1) and (step, sample, 0, 2): which are tested in pairs."""
+    COMPLETION_CHOICE = 10
+    """Counter (step, prompt slot, sample, 0): which completions are scored."""
 
 
 Counter = int | npt.NDArray[np.integer]

@@ -109,22 +109,12 @@ KINDS: dict[str, Kind] = {
         params_key="[data] sampler_params",
         base="retrain.data.samplers.PromptSampler",
     ),
-    "control": Kind(
-        "[schedule] control",
-        (),
-        params_key="[schedule] control_params",
-        base="retrain.run.control.Control",
-    ),
     "engine": Kind("[inference] engine", (), base="retrain.inference_engine.base.InferenceEngine"),
     "backend": Kind("[backend] backend", (), base="retrain.backends.base.Backend"),
     "environment": Kind("[environment] provider", (), base="retrain.environments.base.Environment"),
     "loss": Kind("[loss] mode", ("tokens",), ("params",), False, "[loss] params"),
-    "correction": Kind(
-        "[loss] correction", ("tokens",), ("params",), False, "[loss] correction_params"
-    ),
-    "aggregation": Kind(
-        "[loss] aggregation", ("counts", "group"), ("params",), False, "[loss] aggregation_params"
-    ),
+    "correction": Kind("[loss] correction", ("tokens",)),
+    "aggregation": Kind("[loss] aggregation", ("counts", "group")),
 }
 _CONTEXT_NAMES = ("ctx", "context")
 
@@ -370,10 +360,7 @@ def params_of(kind: str, config: "TrainConfig") -> dict[str, Any]:
         "reward": config.reward.params,
         "data": config.data.params,
         "sampler": config.data.sampler_params,
-        "control": config.schedule.control_params,
         "loss": config.loss.params,
-        "correction": config.loss.correction_params,
-        "aggregation": config.loss.aggregation_params,
     }
     table = Params(tables.get(kind, {}), KINDS[kind].params_key)
     if kind == "transform":
@@ -421,14 +408,6 @@ def built(kind: str, where: str, make: Callable[[], T]) -> T:
         if isinstance(error.__cause__, ValueError):
             raise ConfigurationError(f"{KINDS[kind].params_key}: {error.__cause__}.") from error
         raise
-
-
-def with_defaults(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters over their defaults. Raises ValueError for one that has none."""
-    unknown = params.keys() - defaults.keys()
-    if unknown:
-        raise ValueError(f"{', '.join(sorted(unknown))} is not one of {', '.join(defaults)}")
-    return {**defaults, **params}
 
 
 def state_of(where: str, give: Callable[[], Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ MODULES = {
     "retrain.xray": "X-ray",
     "retrain.advantages": "Plugins: advantages, algorithms, transforms",
     "retrain.data": "Plugins: data",
-    "retrain.run.control": "Plugins: controls of scheduled keys",
     "retrain.rewards": "Plugins: rewards",
     "retrain.environments": "Plugins: environments",
     "retrain.inference_engine.base": "Plugins: engines",

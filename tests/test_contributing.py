@@ -85,9 +85,6 @@ PROOFS: dict[str, Callable[[Path], bool]] = {
     "A sampler of prompts": lambda folder: (
         len(json.loads((folder / "trainer_state.json").read_text())["sampler"]["rates"]) == 64
     ),
-    "A control of scheduled keys": lambda folder: (
-        lines(folder / "metrics.jsonl")[0]["scheduled"] == {"training.temperature": 1.0}
-    ),
     "A backend": lambda folder: lines(folder / "metrics.jsonl")[0]["loss"] is not None,
 }
 """What shows in the run's folder that the plugin acted."""

@@ -641,9 +641,7 @@ class Begins(Misbehaving):
     """
 
     def __init__(self, where: str = "", how: str = "") -> None:
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # as verifiers before 0.4 sets handlers of its own
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.where, self.how = where, how
         self.at("built")
 

@@ -241,30 +241,6 @@ def test_the_formulas_of_capacity_planning(settings: dict[str, Any], parallelism
     assert plan.cost == pytest.approx(2000 * 10 / 3600 * 1.5)
 
 
-SHARED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "losses": ({}, {"loss.kl_coef": 0.1, "training.lr": 1e-3}, 8),
-    "rewards": ({}, {"reward.overlong_buffer": 9, "reward.type": ["match", "overlong"]}, 8),
-    "judged": ({"evaluation": {"at_start": True}}, {"reward.type": "math"}, 0),
-    "temperature": ({}, {"training.temperature": 0.3}, 0),
-    "schedule": ({}, {"schedule.points": {"training.temperature": [[0, 0.3]]}}, 0),
-    "sampler": ({}, {"data.sampler": "drop_solved"}, 0),
-    "redraws": ({"training": {"dynamic_sampling": 2}}, {}, 0),
-    "service": ({"backend": {"backend": "tinker"}}, {}, 0),
-}
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_only_runs_with_equal_completions_are_said_to_take_them(name: str) -> None:
-    """Two conditions of eight seeds: those of the second take what the first has made."""
-    sections, sets, taken = SHARED[name]
-    modes = {"advantage_mode": "grpo", "transform_mode": "none"}
-    conditions = [modes, {**modes, "advantage_mode": "rloo", **sets}]
-    config = campaign(**sections, campaign={"conditions": conditions})
-    plan = plan_campaign(config, Path("campaign"))
-    found = schedule_campaign(plan, 0, None, StepTime(1.0, "given"), price_per_hour=None)
-    assert found.taken == taken
-
-
 def test_runs_that_share_a_device_pay_for_it_once() -> None:
     settings = {"parallel": True, "workers_per_device": 2, "price_per_hour": 3.0}
     plan = schedule_campaign(

@@ -86,7 +86,6 @@ def test_what_a_run_would_stop_at_later_is_refused_by_explain(
 @pytest.mark.parametrize(
     ("sections", "extra"),
     [
-        ({"environment": {"provider": "textarena", "id": "Game-v0"}}, "textarena"),
         ({"environment": {"provider": "reasoning_gym", "id": "task"}}, "reasoning-gym"),
         ({"logging": {"trackers": ["trackio"]}}, "trackio"),
     ],

@@ -249,16 +249,6 @@ def test_the_card_says_which_settings_moved(run: Path) -> None:
     card = (copy.with_name("moved-adapter") / "README.md").read_text(encoding="utf-8")
     assert "| `training.lr` | `0.02`, moved by [schedule] |" in card
     assert "| `training.temperature` | `1.0` |" in card
-    controlled = text.replace('control = ""', 'control = "adaptive_entropy"')
-    (copy / "config.toml").write_text(controlled, encoding="utf-8")
-    lines = (copy / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    moved_there = json.loads(lines[0]) | {"scheduled": {"training.temperature": 1.1}}
-    lines[0] = json.dumps(moved_there)
-    (copy / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    assert main(["export", str(copy), "--output", str(copy / "again")]) == 0
-    card = (copy / "again" / "README.md").read_text(encoding="utf-8")
-    assert "| `training.temperature` | `1.0`, moved by [schedule] |" in card
-    assert "| `training.lr` | `0.02` |" in card
 
 
 def test_a_label_that_looks_like_a_secret_is_left_out_of_what_is_trained_again(

@@ -160,7 +160,7 @@ def test_a_bf16_sampler_reads_packed_weights_and_an_adapter_that_is_not_rounded(
         logits(fused, sampling=True), before, atol=0.02 * float(before.abs().max()), rtol=0
     )
     assert all(
-        projection.copy is not None and projection.copy._packed and projection._merged
+        projection.copy is not None and projection.copy._packed and projection._merges
         for projection in fused._projections
     )
     with torch.no_grad():

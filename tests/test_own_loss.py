@@ -66,9 +66,12 @@ surprised.needs_entropy = surprised.needs_reference = True
 def cautious(tokens):
     return ((tokens.old - tokens.sampler).abs() < 0.1).to(tokens.old.dtype)
 
-def by_root(counts, group, params):
-    weights = counts ** -params["power"]
+def by_root(counts, group):
+    weights = counts ** -0.5
     return weights / (weights * counts).sum()
+
+def by_power(counts, group, params):
+    return counts ** -params["power"]
 """
 
 WRONG: dict[str, tuple[str, str]] = {
@@ -281,12 +284,9 @@ def test_a_correction_and_an_aggregation_are_tried_too(module: Any) -> None:
         "old_logprobs": "recomputed",
         "aggregation": "my_losses.by_root",
     }
-    assert incapable(config_for(loss=sound | {"aggregation_params": {"power": 0.5}})) == []
-    (problem,) = incapable(config_for(loss=sound))
-    assert (
-        'aggregation = "my_losses.by_root" reads params["power"], which [loss] aggregation_params'
-        " does not give" in problem
-    )
+    assert incapable(config_for(loss=sound)) == []
+    (problem,) = incapable(config_for(loss=sound | {"aggregation": "my_losses.by_power"}))
+    assert 'aggregation = "my_losses.by_power"' in problem and "f(counts, group)" in problem
 
 
 @pytest.mark.parametrize(
@@ -470,14 +470,13 @@ def test_an_aggregation_sees_the_whole_optimizer_batch_once_and_gives_the_weight
 
 def test_a_correction_of_ones_own_weighs_the_terms(module: Any) -> None:
     module(
-        "def tis(tokens, params):\n    return (tokens.old - tokens.sampler).clamp(-20,"
-        " 20).exp().clamp(max=params['cap'])"
+        "def tis(tokens):\n    return (tokens.old - tokens.sampler).clamp(-20, 20).exp().clamp(max=2)"
     )
     loss = {"old_logprobs": "recomputed"}
     found = []
     for more in (
         {"correction": "tis"},
-        {"correction": "my_losses.tis", "correction_params": {"cap": 2.0}},
+        {"correction": "my_losses.tis"},
     ):
         learner = make_learner(config_for(loss=loss | more), 40)
         learner.train(rows_near(learner), 0)

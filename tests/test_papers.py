@@ -572,7 +572,6 @@ OBJECTIVES: dict[str, Objective] = {
     "kpo": kpo,
     "spo": spo,
     "dro": dro,
-    "skywork": token_mean(grpo),
     "learnability": token_mean(left_out),
     "hicra": hicra,
     "icepop": icepop,

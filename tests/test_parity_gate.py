@@ -758,7 +758,7 @@ def test_the_gate_stops_an_engine_that_ends_or_draws_completions_otherwise(
 def test_the_gate_passes_right_log_probs_whatever_is_drawn(
     fault: str, parts: Parts, engine: Any
 ) -> None:
-    """`[inference] calibration` is there for it: tests/test_calibration.py."""
+    """What an engine draws from is not compared: docs/parity.md says so."""
     engine(fault)
     assert run_parity_gate(CONFIG, parts, 0).max_difference < 1e-4
 

@@ -1,4 +1,4 @@
-"""Seven algorithms that were written by the manual alone still run."""
+"""Six algorithms that were written by the manual alone still run."""
 
 import shutil
 import sys

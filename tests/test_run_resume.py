@@ -50,7 +50,6 @@ EVERYTHING: dict[str, Any] = {
     "loss": {"mode": "ppo", "kl_coef": 0.01, "max_grad_norm": 1.0, "old_logprobs": "recomputed"},
     "evaluation": {"every": 3, "at_start": True, "max_examples": 4},
     "logging": {"tokens_every": 2},
-    "inference": {"calibration": True, "calibration_completions": 3},
 }
 """A run in which every stateful part has state."""
 

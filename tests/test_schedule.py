@@ -1,9 +1,7 @@
-"""`[schedule]` and its controls: what a step's values are, that every part reads them, that a
+"""`[schedule]`: what a step's values are, that every part reads them, that a
 resumed run goes on with them, and what is refused.
 """
 
-import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +24,8 @@ from retrain.config import (
 )
 from retrain.config.load import arms
 from retrain.config.moving import movable, scheduled, value_at, with_values
-from retrain.errors import ConfigurationError, RunFailed
-from retrain.run.control import CONTROLS, AdaptiveEntropy, build_control
+from retrain.errors import ConfigurationError
 from retrain.run.observer import StepObserver
-from retrain.run.parts import check_plugins
 from retrain.run.rollout import Rollout
 from retrain.tracking import Tracker
 from retrain.xray.resolve import _step
@@ -50,14 +46,6 @@ def test_keys_that_belong_to_a_scheduled_one_are_in_use() -> None:
     masked = {"schedule": {"algorithm.surprisal_mask_rho": [[0, 0.0], [10, 0.2]]}}
     assert "uncertainty_kind" in unused_keys(config_from_mapping(plain))[0]
     assert not unused_keys(config_from_mapping(plain | masked))
-
-
-def test_keys_that_belong_to_one_that_a_control_may_lift_are_in_use() -> None:
-    control = {"schedule": {"control": "my_module.my_control"}}
-    keys = {"loss": {"kl_estimator": "k2"}, "gtpo": {"beta": 0.0, "norm": "group"}}
-    sections = keys | {"algorithm": {"advantage_mode": "grpo", "transform_mode": "gtpo"}}
-    assert len(unused_keys(config_from_mapping(sections))) == 2
-    assert not unused_keys(config_from_mapping(sections | control))
 
 
 def test_a_value_between_two_points_may_be_refused_too() -> None:
@@ -224,8 +212,6 @@ def test_a_mask_may_begin_after_the_first_step() -> None:
 
 SCHEDULE: dict[str, Any] = {
     "points": {"loss.kl_coef": [[0, 0.3], [5, 0.0]], "training.temperature": [[1, 1.0], [4, 0.7]]},
-    "control": "adaptive_entropy",
-    "control_params": {"target": 0.5, "delta": 0.01},
 }
 
 
@@ -245,7 +231,6 @@ def test_a_moving_run_resumes_byte_for_byte(devices: str, tmp_path: Path) -> Non
     metrics = [timeless(folder / "metrics.jsonl") for folder in (straight.folder, tmp_path / "cut")]
     assert metrics[0] == metrics[1]
     values = [line["scheduled"] for line in metrics[0]]
-    assert len({one["loss.entropy_coef"] for one in values}) > 1
     assert values[3]["loss.kl_coef"] == pytest.approx(0.12)
     assert (straight.folder / WEIGHTS).read_bytes() == (tmp_path / "cut" / WEIGHTS).read_bytes()
 
@@ -253,8 +238,8 @@ def test_a_moving_run_resumes_byte_for_byte(devices: str, tmp_path: Path) -> Non
 def test_a_resumed_run_may_not_move_otherwise(tmp_path: Path) -> None:
     config = small(tmp_path / "run", schedule=SCHEDULE)
     small_run(replaced(config, {"training.max_steps": 1}), quiet=True)
-    other = replaced(config, {"schedule.control": "", "resume.from": str(tmp_path / "run")})
-    with pytest.raises(ConfigurationError, match=r"\[schedule\] control"):
+    other = replaced(config, {"schedule.points": {}, "resume.from": str(tmp_path / "run")})
+    with pytest.raises(ConfigurationError, match=r"\[schedule\] points"):
         small_run(other, quiet=True)
 
 
@@ -264,7 +249,6 @@ def test_explain_shows_what_will_move(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["explain", str(file)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "loss.kl_coef 0.3 at step 0, 0 at step 5" in said
-    assert "adaptive_entropy: sets loss.entropy_coef" in said
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -324,112 +308,3 @@ def test_every_movable_key_is_a_number() -> None:
 
     assert len(movable()) > 12
     assert all(keys_by_path()[path].kinds == {float} for path in movable())
-
-
-BODY = """
-from retrain.run.control import Control
-
-class C(Control):
-    keys = ("loss.kl_coef",)
-    seen = 0
-    def values(self, step): return {"loss.kl_coef": 0.1 * self.seen}
-    def observe(self, record): self.seen += 1
-    def state(self): return {"seen": self.seen}
-    def load(self, state): self.seen = state["seen"]
-
-class Own(C):
-"""
-WRONG = {
-    "not_restored": ("def load(self, state): pass", "does not restore in `load`"),
-    "no_state": ("def state(self): return {}", "its trial failed with KeyError: 'seen'"),
-    "unpure": (
-        "def values(self, step):\n        self.seen += 1\n        return {'loss.kl_coef': 0.1}",
-        "changes its state in `values`",
-    ),
-    "nan": (
-        "def values(self, step): return {'loss.kl_coef': float('nan')}",
-        '"loss.kl_coef" = nan, which is not a finite int or float',
-    ),
-    "list": ("def values(self, step): return [0.1]", "gives list, and must give a table"),
-    "shape": (
-        "def values(self, step): return {'loss.kl_coef': [0.1, 0.2]}",
-        r"= \[0.1, 0.2\], which is not a finite int or float",
-    ),
-    "numpy": (
-        "import numpy\n    def values(self, step): return {'loss.kl_coef': self.numpy.float32(0.5)}",
-        r"= np.float32\(0.5\), which is not a finite int or float of Python",
-    ),
-    "others": (
-        "def values(self, step): return {'loss.entropy_coef': 0.1}",
-        "gives values of loss.entropy_coef, and its keys are loss.kl_coef",
-    ),
-    "negative": (
-        "def values(self, step): return {'loss.kl_coef': -1.0}",
-        "gives what no configuration may hold: .*kl_coef",
-    ),
-    "raises": ("def values(self, step): return 1 / 0", "its trial failed with ZeroDivision"),
-    "keyless": ("keys = ()", "names no keys"),
-    "wrong_key": ("keys = ('loss.mode',)", '"loss.mode", which is not read anew'),
-    "late_nan": (
-        "def values(self, step): return {'loss.kl_coef': float('nan') if step > 3 else 0.1}",
-        "at step 4 gives .* not a finite int or float",
-    ),
-    "late_state": (
-        "def state(self): return {'seen': {1} if self.seen > 3 else self.seen}",
-        r"state\(\) failed with TypeError",
-    ),
-}
-
-
-@pytest.fixture(autouse=True)
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    yield
-    sys.modules.pop("own_control", None)
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_control_is_named_before_the_step_that_it_would_spoil(
-    name: str, tmp_path: Path
-) -> None:
-    body, sentence = WRONG[name]
-    Path("own_control.py").write_text(f"{BODY}    {body}\n")
-    settings = {"max_steps": 5, "save_every": 4}
-    config = small(tmp_path / "run", schedule={"control": "own_control.Own"}, training=settings)
-    if name.startswith("late"):
-        with pytest.raises(RunFailed, match=f"control .*{sentence}"):
-            small_run(config, quiet=True)
-    else:
-        with pytest.raises(ConfigurationError, match=f"control.*{sentence}"):
-            check_plugins(config)
-
-
-def test_a_key_moves_by_one_thing_alone(tmp_path: Path) -> None:
-    both = {"points": {"loss.entropy_coef": [[0, 0.1]]}, "control": "adaptive_entropy"}
-    with pytest.raises(ConfigurationError, match=r"which .schedule. moves already"):
-        check_plugins(small(tmp_path, schedule=both))
-
-
-def test_a_parameter_that_a_control_has_not_is_refused(tmp_path: Path) -> None:
-    params = {"control": "adaptive_entropy", "control_params": {"goal": 0.3}}
-    with pytest.raises(ConfigurationError, match="goal is not one of target, delta, start"):
-        check_plugins(small(tmp_path, schedule=params))
-
-
-def test_entropies_that_no_sampler_records_steer_nothing(tmp_path: Path) -> None:
-    inference = {"engine": "vllm", "url": "http://127.0.0.1:1"}
-    config = small(tmp_path, schedule={"control": "adaptive_entropy"}, inference=inference)
-    with pytest.raises(ConfigurationError, match=r'adaptive_entropy" reads .* "vllm"'):
-        build_control(config)
-
-
-def test_the_bonus_rises_below_the_target_and_falls_above() -> None:
-    control = AdaptiveEntropy({"target": 0.3, "delta": 0.01})
-    seen: list[float] = []
-    for entropy in (0.1, 0.2, 0.4, None, 0.5, 0.9):
-        control.observe({"exec_entropy_mean": entropy})
-        seen.append(control.values(0)["loss.entropy_coef"])
-    assert seen == pytest.approx([0.01, 0.02, 0.01, 0.01, 0.0, 0.0])
-    assert set(CONTROLS) == {"adaptive_entropy"}

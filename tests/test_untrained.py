@@ -211,3 +211,18 @@ def test_only_prompts_without_a_box_under_a_reward_that_reads_one_are_told(
     config = TrainConfig.model_validate({"reward": {"type": "match"}} | sections)
     note = unasked_note(config, [prompt])
     assert words in note and bool(note) == bool(words)
+
+
+def test_a_step_that_trains_nothing_is_compared_on_four_completions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing stops, however many steps are off."""
+    hopeless = {"reward": {"type": "match"}, "training": {"max_steps": 5, "max_tokens": 4}}
+    inference = {"engine": "faulty_engines.Drifts"}
+    small_run(small(tmp_path, inference=inference, **hopeless))
+    records = lines(tmp_path / "metrics.jsonl")
+    assert [record["num_datums"] for record in records] == [0] * 5
+    assert {record["log_ratio_tokens"] for record in records} == {16}
+    assert records[0]["log_ratio_mean"] < 1e-5 < records[1]["log_ratio_mean"]
+    said = capsys.readouterr().out
+    assert "Step 1 trained nothing; sampler and learner differed by 0.01 nats" in said

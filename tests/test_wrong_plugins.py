@@ -10,7 +10,6 @@ from retrain.backends.declared import incapable
 from retrain.config import config_from_mapping
 from retrain.data.samplers import build_sampler
 from retrain.errors import ConfigurationError
-from retrain.run.control import build_control
 from retrain.types import Example
 
 SENTENCES = Path(__file__).parent / "data" / "wrong_plugins.md"
@@ -78,18 +77,6 @@ WRONG: dict[tuple[str, str], str] = {
         "    def __init__(self, examples, params): self.first = params['first']\n"
         "    def choose(self, step, count, uniforms): return [self.first] * count"
     ),
-    ("control", "a parameter that is not given"): (
-        "from retrain.run.control import Control\nclass wrong(Control):\n"
-        "    keys = ('loss.kl_coef',)\n"
-        "    def __init__(self, params): self.start = params['start']\n"
-        "    def values(self, step): return {'loss.kl_coef': self.start}"
-    ),
-    ("control", "a state that is not restored"): (
-        "from retrain.run.control import Control\nclass wrong(Control):\n"
-        "    keys = ('training.temperature',)\n    n = 0\n"
-        "    def values(self, step): return {'training.temperature': 1 + self.n / 100}\n"
-        "    def observe(self, record): self.n += 1\n" + FORGETFUL
-    ),
 }
 KEYS = {
     "loss": ("loss", "mode"),
@@ -98,7 +85,6 @@ KEYS = {
     "transform": ("algorithm", "transform_mode"),
     "algorithm": ("algorithm", "algorithm_mode"),
     "sampler": ("data", "sampler"),
-    "control": ("schedule", "control"),
 }
 
 
@@ -115,8 +101,6 @@ def sentence(kind: str, source: str) -> str:
             return "".join(incapable(config))
         if kind == "sampler":
             build_sampler(config, [Example(f"{n}", "1") for n in range(8)])
-        elif kind == "control":
-            build_control(config)
         else:
             CreditPipeline(config, lambda ids: [""] * len(ids))
     except ConfigurationError as error:

@@ -27,6 +27,10 @@ from retrain.inference_engine.torch_engine import TorchEngine  # noqa: E402
 from retrain.model.devices import EngineOptions  # noqa: E402
 from retrain.model.fused import FusedDecoder  # noqa: E402
 
+_PAGE_SIZE = next(
+    name for name in ("page_size", "block_size") if hasattr(ContinuousBatchingConfig, name)
+)
+"""transformers 5.23 renamed it."""
 Run = Callable[[Job, int], int]
 """Samples the job with this seed; returns the number of sampled tokens."""
 
@@ -100,10 +104,11 @@ def continuous(settings: dict[str, Any]) -> Run:
     A prompt is prefilled once per group only if all completions have the same length, since
     `num_return_sequences` belongs to the manager.
     """
-    model = load(settings, getattr(torch, settings["torch_dtype"]))
+    device = settings.get("device", "cpu")
+    model = load(settings, getattr(torch, settings["torch_dtype"])).to(device)
     tokens, rows, page = settings["tokens"], settings["rows"], settings["page_size"]
     config = ContinuousBatchingConfig(
-        page_size=page,
+        **{_PAGE_SIZE: page},
         num_blocks=rows * (-(-2 * tokens // page) + 1),
         max_batch_tokens=max(rows, settings["prefill_tokens"]),
         max_requests_per_batch=rows,

@@ -4,12 +4,9 @@ On CUDA memory is what torch's allocator has allocated and reserved; on a CPU it
 memory of the process.
 """
 
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,32 +38,8 @@ def measured_on(device: str) -> Iterator[Measure]:
     result.reserved_gib = torch.cuda.max_memory_reserved(device) / GIB
 
 
-def describe(device: str) -> dict[str, Any]:
-    """Name and driver of a GPU ("" on a CPU), and the bandwidth of a large copy in bytes per
-    second, reads and writes counted.
-    """
-    name = ""
-    if device.startswith("cuda"):
-        found = torch.cuda.get_device_properties(device)
-        name = (
-            f"{found.name}, {found.total_memory / GIB:.1f} GiB, {_driver()}, CUDA"
-            f" {torch.version.cuda}"
-        )
-    return {"device": name, "bandwidth": copy_bandwidth(device)}
-
-
-def _driver() -> str:
-    tool = shutil.which("nvidia-smi")
-    if tool:
-        command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        if found.returncode == 0:
-            return f"driver {found.stdout.split()[0]}"
-    file = Path("/proc/driver/nvidia/version")
-    return f"driver {file.read_text().splitlines()[0]}" if file.exists() else "driver unknown"
-
-
 def copy_bandwidth(device: str) -> float:
+    """Return the bytes a second of a large copy, reads and writes counted."""
     source = torch.zeros(_COPIED_BYTES[torch.device(device).type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)

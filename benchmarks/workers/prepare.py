@@ -1,5 +1,5 @@
-"""Preparations of a benchmark: an adapter, a model that never ends a completion, a model of a given
-shape, the machine's description.
+"""Preparations of a benchmark: an adapter, a model that never ends a completion, a model of the
+lab's shape.
 """
 
 import shutil
@@ -8,40 +8,24 @@ from typing import Any
 
 import torch
 import transformers
-from device import describe
 from peft import LoraConfig, get_peft_model
 from worker import serve
 
-from retrain.model.budget import kv_bytes_per_token
 from retrain.model.text import LAB_MODEL
 
 RANK, ALPHA = 16, 32
 _B_SCALE = 0.01
-SHAPES: dict[str, dict[str, Any]] = {
-    "lab": {
-        "vocab_size": 259,
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "intermediate_size": 384,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-4b": {
-        "vocab_size": 151_936,
-        "hidden_size": 2560,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 9728,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-    },
+LAB: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "tie_word_embeddings": True,
 }
-"""Arguments of Qwen3Config; "qwen3-4b" is the config.json of Qwen/Qwen3-4B."""
-SHAPES["tiny"] = SHAPES["lab"] | {"num_hidden_layers": 2}
+"""The lab model's shape, as arguments of Qwen3Config."""
 _PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -51,11 +35,6 @@ def adapter(model: str, folder: str) -> dict[str, Any]:
     """
     torch.manual_seed(0)
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    _save_adapter(base, folder)
-    return {"vocabulary": base.config.vocab_size}
-
-
-def _save_adapter(base: Any, folder: str) -> None:
     wrapped = get_peft_model(
         base,
         LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"),
@@ -65,41 +44,22 @@ def _save_adapter(base: Any, folder: str) -> None:
             if ".lora_B." in name:
                 parameter.normal_(0, _B_SCALE)
     wrapped.save_pretrained(folder)
+    return {"vocabulary": base.config.vocab_size}
 
 
-def shape(
-    folder: str,
-    context: int,
-    name: str = "lab",
-    layers: int | None = None,
-    dtype: str = "float32",
-    device: str = "cpu",
-    adapter: str | None = None,
-) -> dict[str, Any]:
-    """Random weights in one of SHAPES, or its first `layers`, with a context of `context` tokens
-    and the lab's tokenizer.
-
-    Its chat template writes only a message's text. `adapter` names a folder for an adapter as
-    above. Returns the bytes of the weights and of the keys and values of one token.
+def shape(folder: str, context: int) -> dict[str, Any]:
+    """Random weights in the lab model's shape, with a context of `context` tokens and the lab's
+    tokenizer. Its chat template writes only a message's text.
     """
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(LAB_MODEL)
     tokenizer.chat_template = _PLAIN_TEMPLATE
     tokenizer.save_pretrained(folder)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    settings = SHAPES[name] | ({"num_hidden_layers": layers} if layers else {})
-    config = transformers.Qwen3Config(**settings, **ends, max_position_embeddings=context)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    config = transformers.Qwen3Config(**LAB, **ends, max_position_embeddings=context)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    if adapter:
-        _save_adapter(model, adapter)
-    return {
-        "vocabulary": config.vocab_size,
-        "weight_bytes": weights,
-        "kv_bytes": kv_bytes_per_token(config, model.dtype.itemsize),
-    }
+    return {"vocabulary": config.vocab_size}
 
 
 def endless(model: str, folder: str, prompts: list[str]) -> dict[str, Any]:
@@ -139,7 +99,7 @@ def endless(model: str, folder: str, prompts: list[str]) -> dict[str, Any]:
 
 def setup(settings: dict[str, Any]) -> Any:
     torch.set_num_threads(settings["threads"])
-    makers = {"adapter": adapter, "shape": shape, "endless": endless, "machine": describe}
+    makers = {"adapter": adapter, "shape": shape, "endless": endless}
     return lambda request: makers[request.pop("make")](**request)
 
 

@@ -169,11 +169,6 @@ class Backend(ABC):
         """Build a built-in backend. `log` receives the lines that the start of a run prints."""
         return cls(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]
 
-    @classmethod
-    def prepare(cls, config: "TrainConfig") -> None:  # noqa: ARG003 - part of the interface
-        """Load what forked runs have in common; most backends have nothing."""
-        return
-
     @property
     @abstractmethod
     def choices(self) -> MachineChoices | None:
@@ -269,15 +264,6 @@ class Backend(ABC):
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array] | None:
         """[T] of each row: how many tokens `truncation` keeps of the learner's distribution; None
         where its logits are not to be had.
-        """
-        return None
-
-    def tempered_scores(
-        self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
-    ) -> list[Float32Array] | None:
-        """Return [T, 14] scores of each row, which [inference] calibration tests
-        (`model.calibration.tempered_scores`). They are under the learner's distribution at
-        `temperature` and `truncation`. None if the backend has no logits.
         """
         return None
 

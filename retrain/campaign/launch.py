@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import (
     ExitStack,
     contextmanager,
@@ -28,7 +28,7 @@ from contextlib import (
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from retrain.analysis.runs import StoredRun
 from retrain.backends.base import backend_kind
@@ -83,8 +83,6 @@ class Launcher(Protocol):
     """Starts runs, at most `workers` at a time."""
 
     workers: int
-    notes: list[str]
-    """Sentences about how runs are started, for the runner to print once and remove."""
 
     def start(self, run: CampaignRun, slot: int) -> Job:
         """Start a run. `slot`, from 0 to workers - 1, belongs to no other running run. Raises
@@ -190,7 +188,6 @@ class InProcess:
         """
         from retrain.run.sharing import shared_parts
 
-        self.notes: list[str] = []
         self._shared = ExitStack()
         self._shared.enter_context(shared_parts())
         if loads_models:
@@ -201,10 +198,8 @@ class InProcess:
             self._shared.enter_context(shared_packs())
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:
-        from retrain.run.common import common_results
-
         try:
-            with output_to(run.folder), common_results(common_folder(run)):
+            with output_to(run.folder):
                 outcome = perform(run.config)
         except OSError as error:
             outcome = not_started(run, error)
@@ -218,13 +213,9 @@ class InProcess:
 # -- processes on this machine ---------------------------------------------------------------------
 
 
-COMMON = "common"
-"""Name of the folder, within the campaign's, with results that runs share."""
 MAX_ANSWER = 1 << 24
 """Bytes of an outcome; what a child that a plugin left writes there without end is not read."""
 _CHUNK = 1 << 16
-_END_S = 1.0
-"""Seconds to wait for a killed worker; runs are killed only where the whole campaign ends."""
 Devices = tuple[str, ...]
 """Names as torch has them, for example ("cuda:0",); empty leaves the run's configuration
 unchanged."""
@@ -290,19 +281,11 @@ def _groups(pool: Devices, settings: Campaign) -> Sequence[Devices]:
 
 
 class Subprocesses:
-    """One worker for each slot, on the slot's devices; on a CPU the workers share the cores.
+    """One worker for each slot, on the slot's devices; on a CPU the workers share the cores."""
 
-    Where that is safe, workers are forked from a parent that holds what they share.
-    """
-
-    def __init__(self, slots: Sequence[Devices], not_forked: str = "") -> None:
-        """`not_forked` is the reason where each worker is to start by itself."""
+    def __init__(self, slots: Sequence[Devices]) -> None:
         self._slots = slots
         self.workers = len(slots)
-        self._parents: dict[str, ForkParent] = {}
-        """Parents by the settings of their base model."""
-        self._forks = not not_forked
-        self.notes = [NOT_FORKED.format(reason=not_forked) if not_forked else FORKED]
 
     def start(self, run: CampaignRun, slot: int) -> Job:
         """Start a worker on the devices of `slot`."""
@@ -312,40 +295,9 @@ class Subprocesses:
                 run,
                 config=replaced(run.config, {"backend.devices": ",".join(devices)}, origin="file"),
             )
-        if self._forks:
-            return ForkedRun(run, threads, self._parent(run, threads), self.notes.append)
         return start_worker(run, threads)
 
-    def _parent(self, run: CampaignRun, threads: int) -> "ForkParent":
-        """The parent that holds the run's base model, started anew where it was lost."""
-        model = run.config.model
-        base = model.model_dump_json(include={"model", "revision", "dtype", "load_in_4bit"})
-        if base not in self._parents or self._parents[base].lost:
-            self._parents[base] = ForkParent(threads)
-        return self._parents[base]
-
-    def close(self) -> None:
-        for parent in self._parents.values():
-            parent.close()
-
-
-FORKED = (
-    "Workers are forked from one process, which loads libraries, tokenizer, prompts and base"
-    " weights once; all workers read the same memory. Runs of a seed pass one parity gate and"
-    " sample their first step once, where that gives each the same bytes."
-)
-NOT_FORKED = "Each worker starts by itself, with its own libraries and model: {reason}."
-
-
-def no_fork_reason(plan: CampaignPlan) -> str:
-    """Why parallel workers are not forked from one parent; "" if they are."""
-    if not all(backend_kind(run.config.backend.backend).in_process for run in plan.runs):
-        return "the backend holds no model on this machine"
-    if not sys.platform.startswith("linux"):
-        return f"linear algebra does not survive a fork on {sys.platform}"
-    if any(share_devices(plan)):
-        return "a CUDA context does not survive a fork"
-    return ""
+    def close(self) -> None: ...
 
 
 def start_worker(run: CampaignRun, threads: int | None) -> "Worker":
@@ -392,12 +344,7 @@ def _environment(threads: int | None) -> dict[str, str]:
 def _request(run: CampaignRun) -> bytes:
     path = run.config.source_path
     request = {"config": dump_toml(run.config), "path": str(path) if path else ""}
-    return json.dumps(request | {"common": str(common_folder(run))}).encode()
-
-
-def common_folder(run: CampaignRun) -> Path:
-    """The folder of the results that runs of the campaign have in common."""
-    return run.folder.parents[1] / COMMON
+    return json.dumps(request).encode()
 
 
 class Worker:
@@ -405,7 +352,7 @@ class Worker:
     forwards it.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes] | ForkedProcess") -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
         assert self._process.stdout is not None
         # A child that a plugin forked and left may hold the pipe for ever, so its end says nothing
@@ -459,159 +406,6 @@ class Worker:
                     pipe.close()
 
 
-# -- forked workers --------------------------------------------------------------------------------
-
-
-class ForkParent:
-    """The process that forks workers (`parent`), as the campaign sees it."""
-
-    def __init__(self, threads: int) -> None:
-        """`threads` is its workers' OMP_NUM_THREADS unless that is set."""
-        self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-u",
-                "-m",
-                "retrain.campaign.parent",
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-            env=_environment(threads),
-        )
-        theirs.close()
-
-    @property
-    def lost(self) -> bool:
-        """True if the process has ended, and its workers with it."""
-        return self._process.poll() is not None
-
-    def fork(self, run: CampaignRun) -> "ForkedProcess":
-        """Ask for the worker of a run, and return at once. Raises OSError where that cannot be
-        asked.
-        """
-        link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        receiving, sending = os.pipe()
-        run.folder.mkdir(parents=True, exist_ok=True)
-        with theirs, os.fdopen(sending, "wb") as answer, (run.folder / OUTPUT).open("ab") as log:
-            descriptors = [part.fileno() for part in (theirs, answer, log)]
-            try:
-                socket.send_fds(self._control, [_request(run)], descriptors)
-            except OSError:
-                link.close()
-                os.close(receiving)
-                raise
-        return ForkedProcess(link, os.fdopen(receiving, "rb", buffering=0), self.close)
-
-    def close(self) -> None:
-        """End the process and its workers."""
-        self._control.close()
-        self._process.kill()
-        self._process.wait()
-
-
-class ForkRefusal(Exception):
-    """The parent refused to fork; the message says why."""
-
-
-class ForkedProcess:
-    """A worker that is another process's child, with the part of Popen's interface that `Worker`
-    uses.
-    """
-
-    stdin = None
-
-    def __init__(
-        self, link: socket.socket, stdout: IO[bytes], end_parent: Callable[[], None]
-    ) -> None:
-        """`link` takes a signal's number as a byte, and gives the worker's end as JSON."""
-        self._link = link
-        self._end_parent = end_parent
-        self.stdout = stdout
-        self._forked = False
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        """The exit code; None while it runs. Raises NotForked."""
-        self._receive(timeout=0.0)
-        return self._code
-
-    def wait(self) -> None:
-        """Wait for its end. A parent that is too busy to tell of it, as while it loads a model, is
-        ended with all of its workers, so that nobody waits for each of them.
-        """
-        self._receive(timeout=_END_S)
-        if self._code is None:
-            self._end_parent()
-
-    def _receive(self, timeout: float) -> None:
-        """Take what the parent says until the worker has ended or nothing more comes."""
-        self._link.settimeout(timeout)
-        with contextlib.suppress(BlockingIOError, TimeoutError):
-            while self._code is None:
-                try:
-                    told = json.loads(self._link.recv(1 << 12) or b"{}")
-                except ConnectionError:
-                    told = {}
-                if "forked" in told:
-                    self._forked = True
-                elif "code" in told or self._forked:
-                    # without a word its parent was lost, and the worker was killed with it
-                    self._code = told.get("code", -signal.SIGKILL)
-                else:
-                    raise ForkRefusal(
-                        told.get("refused", "the process that forks workers was lost")
-                    )
-
-    def send_signal(self, number: int) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which `poll` reports
-            self._link.send(bytes([number]))
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-class ForkedRun:
-    """A run in a forked worker, or in a process of its own where its parent refuses."""
-
-    def __init__(
-        self, run: CampaignRun, threads: int, parent: ForkParent, say: Callable[[str], None]
-    ) -> None:
-        self._run, self._threads, self._say = run, threads, say
-        self._stopped_by: signal.Signals | None = None
-        try:
-            self._worker = Worker(parent.fork(run))
-        except OSError as error:
-            self._start_apart(str(error))
-
-    def _start_apart(self, reason: str) -> None:
-        self._say(f"{self._run.name}: {NOT_FORKED.format(reason=reason)}")
-        self._worker = start_worker(self._run, self._threads)
-
-    def poll(self) -> RunOutcome | None:
-        """The run's outcome; None while it is running."""
-        try:
-            return self._worker.poll()
-        except ForkRefusal as refused:
-            if self._stopped_by is not None:
-                return RunOutcome(Status.INTERRUPTED, f"Interrupted by {self._stopped_by.name}.")
-            self._start_apart(str(refused))
-            return None
-
-    def stop(self, signal_number: int) -> None:
-        """Ask the run to save a checkpoint and end."""
-        self._stopped_by = signal.Signals(signal_number)
-        self._worker.stop(signal_number)
-
-    def kill(self) -> None:
-        """End the process at once."""
-        with contextlib.suppress(ForkRefusal):
-            self._worker.kill()
-
-
 # -- tasks of a Ray cluster ------------------------------------------------------------------------
 
 
@@ -630,7 +424,6 @@ class RayLauncher:
     """
 
     def __init__(self, plan: CampaignPlan) -> None:
-        self.notes: list[str] = []
         self._settings = plan.settings
         self._share = gpu_share(plan.settings)
         if plan.config.is_set("backend.devices"):

@@ -118,9 +118,9 @@ def _launcher(plan: CampaignPlan) -> Launcher:
 
         return RayLauncher(plan)
     if plan.settings.parallel:
-        from retrain.campaign.launch import Subprocesses, no_fork_reason
+        from retrain.campaign.launch import Subprocesses
 
-        return Subprocesses(share_devices(plan), no_fork_reason(plan))
+        return Subprocesses(share_devices(plan))
     kinds = [backend_kind(run.config.backend.backend) for run in plan.runs]
     return InProcess(loads_models=any(kind.loads_model for kind in kinds))
 
@@ -218,9 +218,8 @@ class _Execution:
             raise self._not_looked
 
     def _say_notes(self) -> None:
-        for notes in (self._launcher.notes, self._manifest.notes):
-            while notes:
-                self._board.say(notes.pop(0))
+        while self._manifest.notes:
+            self._board.say(self._manifest.notes.pop(0))
 
     def _start_next(self) -> bool:
         """Start the first waiting run that may start; False if there is none."""

@@ -49,16 +49,14 @@ def main() -> None:
 
 def answer(request: Mapping[str, str], pipe: IO[str]) -> None:
     """Train the run of a request and write its outcome: `config` in TOML, which came from the file
-    `path` ("" for none), with results in `common`.
+    `path` ("" for none).
     """
     from retrain.campaign.launch import perform
     from retrain.config import config_from_toml
-    from retrain.run.common import common_results
 
     path = request["path"]
     config = config_from_toml(request["config"], Path(path) if path else None)
-    with common_results(Path(request["common"])):
-        json.dump(asdict(perform(config)), pipe)
+    json.dump(asdict(perform(config)), pipe)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 
 KINDS = (
     "transform", "advantage", "algorithm", "reward", "data", "engine", "backend", "uncertainty",
-    "environment", "loss", "sampler", "control",
+    "environment", "loss", "sampler",
 )  # fmt: skip
 """Kinds with a template, NAME.txt and NAME.toml in retrain/assets/plugins."""
 

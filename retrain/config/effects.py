@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
-from retrain.config.moving import may_be_positive, movable, moves_learner
+from retrain.config.moving import may_be_positive, moves_learner
 from retrain.config.names import (
     builtin_names,
     canonical_uncertainty,
@@ -203,16 +203,7 @@ def _implied_by_names() -> Iterator[Effect]:
     for key in all_keys():
         if key.traits.applies_when:
             condition = Applicability.parse(key.section, key.traits.applies_when)
-            yield unused(key.path, because=condition.otherwise, when=_never_applies(condition))
-
-
-def _never_applies(condition: Applicability) -> Test:
-    """Build a test that holds if the condition fails and no control may lift the key that it is
-    about; which keys a control sets is known only once it is loaded.
-    """
-    return lambda config: (
-        condition.fails(config) and not (config.schedule.control and condition.path in movable())
-    )
+            yield unused(key.path, because=condition.otherwise, when=condition.fails)
 
 
 def _campaign_where(test: Callable[[Any], bool]) -> Test:
@@ -326,11 +317,6 @@ _RUNS: Rows = (
         when=lambda c: c.data.source in builtin_names("data") or is_data_location(c.data.source),
     ),
     unused(
-        "schedule.control_params",
-        because="no control is set",
-        when=lambda c: not c.schedule.control,
-    ),
-    unused(
         "data.sampler_params",
         because="the shuffle has no parameters",
         when=lambda c: c.data.sampler == "shuffle",
@@ -434,11 +420,6 @@ _RUNS: Rows = (
         because="back pressure is not enabled",
         when=lambda c: not c.backpressure.enabled,
         but=("backpressure.enabled",),
-    ),
-    unused(
-        "inference.calibration_completions",
-        because="calibration is false",
-        when=lambda c: not c.inference.calibration,
     ),
     unused(
         "squeeze.*",
@@ -673,7 +654,6 @@ _CORRECTION = (
     "loss.correction_cap",
     "loss.correction_low",
     "loss.correction_high",
-    "loss.correction_params",
 )
 _MEMORY = ("training.micro_batch_tokens", "training.gradient_checkpointing")
 
@@ -790,7 +770,6 @@ _TINKER: Rows = (
         "loss.clip_high",
         "loss.mask_truncated",
         "loss.aggregation",
-        "loss.aggregation_params",
     ),
     refused("loss.dual_clip", because="Tinker's ppo has no second clip; leave it at 0"),
     refused("loss.kl_coef", because="Tinker's losses have no KL term; leave it at 0"),
@@ -858,7 +837,6 @@ _PRIME_RL: Rows = (
         "loss.clip_high",
         "loss.dual_clip",
         "loss.log_ratio_clamp",
-        "loss.aggregation_params",
         "loss.kl_estimator",
         *_CORRECTION,
         because=_TRAINERS_OWN,
@@ -935,11 +913,6 @@ _SERVER = (
     "inference.patience_s",
     "inference.adapter_dir",
 )
-_CHECKS = (
-    "inference.mismatch_limit",
-    "inference.calibration",
-    "inference.calibration_completions",
-)
 _ROUNDING = ("inference.dtype", "inference.kv_cache_dtype")
 """A server's own setting, which `retrain serve` passes on; in a run it says that the parity gate
 must allow for the rounding."""
@@ -947,7 +920,7 @@ must allow for the rounding."""
 
 def _server(engine: str) -> Rows:
     return (
-        used("inference.engine", *_CHECKS, *_SERVER, *_ROUNDING),
+        used("inference.engine", "inference.mismatch_limit", *_SERVER, *_ROUNDING),
         served(
             "inference.attention_kernel",
             "inference.prefix_caching",
@@ -971,7 +944,7 @@ _ENGINES: dict[str, Rows] = {
     "mlx": _server("mlx"),
     "max": _server("max"),
     "openai": (
-        used("inference.engine", *_CHECKS, *_SERVER, *_ROUNDING),
+        used("inference.engine", "inference.mismatch_limit", *_SERVER, *_ROUNDING),
         unused(
             "inference.attention_kernel",
             "inference.prefix_caching",

@@ -464,7 +464,6 @@ class Loss(Section):
         gt=0,
         movable=True,
     )
-    correction_params: Table = key({}, "Parameters of a correction plugin.")
     aggregation: Annotated[str, OpenName("aggregation")] = key(
         "token_mean",
         "How token losses become an update's loss, built in or a plugin: means are over the"
@@ -473,7 +472,6 @@ class Loss(Section):
         " dr_grpo.",
         meaningful_unset=True,
     )
-    aggregation_params: Table = key({}, "Parameters of an aggregation plugin.")
     kl_coef: float = key(
         0.0,
         "Weight of the KL divergence to the frozen base model, aggregated over all judged"
@@ -533,13 +531,6 @@ class Schedule(Section):
         {},
         'The schedules, "section.key" -> points [step, value], linear between them; a file may'
         " write each as a key of the section.",
-    )
-    control: Annotated[str, OpenName("control", may_be_empty=True)] = key(
-        "", "What sets keys by the records of earlier steps, built in or a plugin."
-    )
-    control_params: Table = key(
-        {},
-        "Parameters of the control: target, delta and start (adaptive_entropy), or a plugin's own.",
     )
 
     @model_validator(mode="before")

@@ -14,7 +14,7 @@ from retrain.system import toml_value
 if TYPE_CHECKING:
     from retrain.config.schema import TrainConfig
 
-LEARNERS = ("loss", "training")
+_LEARNERS = ("loss", "training")
 """Sections whose keys the learner reads."""
 TABLES = ("algorithm.params", "algorithm.advantage_params", "algorithm.transform_params",
           "algorithm.uncertainty_params", "loss.params")  # fmt: skip
@@ -147,16 +147,16 @@ def extremes(config: "TrainConfig") -> Iterator[tuple[int, dict[str, float]]]:
 
 
 def may_be_positive(config: "TrainConfig", path: str) -> bool:
-    """Return True if a key that is off at 0 may be above it in some step: by the file, by a
-    schedule, or by a control, whose keys are known only once it is loaded.
+    """Return True if a key that is off at 0 may be above it in some step, by the file or by a
+    schedule.
     """
     value: float = config.value(path)
-    return value > 0 or path in config.schedule.points or bool(config.schedule.control)
+    return value > 0 or path in config.schedule.points
 
 
 def moves_learner(config: "TrainConfig") -> bool:
     """Return True if a schedule moves a key that the learner reads."""
-    return any(path.partition(".")[0] in LEARNERS for path in config.schedule.points)
+    return any(path.partition(".")[0] in _LEARNERS for path in config.schedule.points)
 
 
 def words(config: "TrainConfig") -> Iterator[str]:

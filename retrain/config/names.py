@@ -82,7 +82,6 @@ _TABLES: dict[str, str] = {
     "reward": "retrain.rewards.scoring.REWARDS",
     "data": "retrain.data.sources.SOURCES",
     "sampler": "retrain.data.samplers.SAMPLERS",
-    "control": "retrain.run.control.CONTROLS",
     "engine": "retrain.inference_engine.base.ENGINES",
     "backend": "retrain.backends.base.BACKENDS",
     "environment": "retrain.environments.loading.PROVIDERS",

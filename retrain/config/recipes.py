@@ -67,8 +67,6 @@ _FOLLOWS: dict[str, tuple[str, ...]] = {
     "algorithm.advantage_mode": ("algorithm.advantage_params",),
     "algorithm.transform_mode": ("algorithm.transform_params",),
     "loss.mode": ("loss.params", "loss.clip_low", "loss.clip_high", "loss.dual_clip"),
-    "loss.correction": ("loss.correction_params",),
-    "loss.aggregation": ("loss.aggregation_params",),
     "reward.type": ("reward.weights", "reward.combine", "reward.params", "reward.overlong_buffer"),
     "data.sampler": ("data.sampler_params",),
 }

@@ -143,7 +143,7 @@ def _sepa_needs_a_ramp(config: AllSections) -> Violations:
 
 @_rule
 def _entropy_mask_needs_rho(config: AllSections) -> Violations:
-    moved = "algorithm.surprisal_mask_rho" in config.schedule.points or config.schedule.control
+    moved = "algorithm.surprisal_mask_rho" in config.schedule.points
     off = config.algorithm.surprisal_mask_rho == 0 and not moved
     if off and "entropy_mask" in transforms_of(config):
         yield Violation(
@@ -464,7 +464,6 @@ def _template_has_a_place(config: AllSections) -> Violations:
 _AN_ID = {
     "verifiers": "primeintellect/gsm8k",
     "reasoning_gym": "chain_sum",
-    "textarena": "GuessTheNumber-v0",
 }
 
 

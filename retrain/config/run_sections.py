@@ -14,7 +14,6 @@ from retrain.config.names import source_task
 from retrain.config.section import PathText, Positive, Section, Table, Traits, key
 from retrain.config.values import (
     MAX_COMPLETIONS,
-    MAX_TESTED,
     OpenName,
     check_arguments,
     check_label,
@@ -238,22 +237,6 @@ class Inference(Section):
         example=0.02,
         may_change_at_resume=True,
     )
-    calibration: bool = key(
-        False,
-        "Test on some completions, before they are learned from, that they are draws from the"
-        " trained policy; it records calibration_* and warns, and stops nothing.",
-        may_change_at_resume=True,
-    )
-    calibration_completions: int | None = key(
-        None,
-        "Completions of each step that calibration tests; unset is 1 of 32 that are drawn, 4 at a"
-        " time, for about 2% of the learning pass.",
-        ge=1,
-        le=MAX_TESTED,
-        meaningful_unset=True,
-        example=MAX_TESTED,
-        may_change_at_resume=True,
-    )
 
     @property
     def urls(self) -> list[str]:
@@ -315,8 +298,7 @@ class Environment(Section):
     )
     id: str = key(
         "",
-        "Environment id: such as primeintellect/gsm8k, a task of reasoning_gym, or a game of"
-        " textarena.",
+        "Environment id: such as primeintellect/gsm8k, or a task of reasoning_gym.",
     )
     args: Arguments = key({}, "Arguments of the environment, as a table or a JSON string.")
     max_turns: int = key(

@@ -21,8 +21,6 @@ MAX_SEED = 2**32 - 1
 MAX_COMPLETIONS = 1_000_000
 """Most completions per step: their rows are held at once, and far more would exhaust any machine
 before the first is sampled."""
-MAX_TESTED = 64
-"""Most completions of a step that [inference] calibration tests."""
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=~-]{0,79}")
 _HOST = re.compile(r"((?!-)[\w-]{1,63}\.)*(?!-)[\w-]{1,63}\.?", re.ASCII)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from retrain import noise
 from retrain.data.prompts import PromptSet
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.plugins import built, load_plugin, params_of, state_of, user_code, with_defaults
+from retrain.plugins import built, load_plugin, params_of, state_of, user_code
 from retrain.types import (
     Completion,
     Example,
@@ -74,7 +74,12 @@ class _Counting(PromptSampler):
 
     def __init__(self, examples: Sequence[Example], params: Mapping[str, Any]) -> None:
         super().__init__(examples, params)
-        self.params = with_defaults(params, self.defaults)
+        unknown = params.keys() - self.defaults.keys()
+        if unknown:
+            raise ValueError(
+                f"{', '.join(sorted(unknown))} is not one of {', '.join(self.defaults)}"
+            )
+        self.params = {**self.defaults, **params}
         for name, value in self.params.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise ValueError(f"{name} = {value} is not a number from 0 to 1")

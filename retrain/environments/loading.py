@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 PROVIDERS = {
     "verifiers": "retrain.environments.verifiers",
     "reasoning_gym": "retrain.environments.reasoning_gym",
-    "textarena": "retrain.environments.textarena",
 }
 """The built-in providers by the module whose `load` builds their environments; each needs its own
 extra, so it is imported when used."""
 _PACKAGES = {
     "verifiers": ("verifiers", "verifiers"),
     "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
-    "textarena": ("textarena", "textarena"),
 }
 """Provider -> the module that it imports, and the package, which is also the extra."""
 MIN_LIMIT_S = 600.0
@@ -49,10 +47,9 @@ def check_package(provider: str) -> None:
     module, extra = _PACKAGES.get(provider, ("", ""))
     if not module or find_spec(module):
         return
-    older = ", or the extra verifiers-v0 for environments of the older interface"
     raise EnvironmentFailure(
         f'[environment] provider = "{provider}" needs the package {extra}, which is not installed'
-        f" here; install it with {install_hint(extra)}{older if provider == 'verifiers' else ''}."
+        f" here; install it with {install_hint(extra)}."
     )
 
 
@@ -109,8 +106,7 @@ def environment_code(what: str, timeout_s: float) -> Iterator[None]:
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
     """Raise _TookTooLong in the block after `seconds`. Signal handlers that the block sets are
-    taken back: verifiers before 0.4 sets its own, with which a run would no longer save itself when
-    it is stopped.
+    taken back, since with them a run would no longer save itself when it is stopped.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,10 +1,7 @@
-"""`provider = "verifiers"`: the environments of the verifiers library, of both its generations; the
-installed version decides.
-"""
+"""`provider = "verifiers"`: what is looked at before the verifiers library is imported."""
 
 import shutil
 import subprocess
-from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -17,8 +14,8 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 if TYPE_CHECKING:
     from retrain.config.schema import Environment as Settings
 
-_FIRST, _WITHOUT_V0 = Version("0.1.11"), Version("0.4")
-"""The first version with a client class, and the first without the older interface."""
+_FIRST = Version("0.4")
+"""The first version with tasksets, agents and harnesses."""
 _INSTALL_SECONDS = 900
 
 
@@ -29,30 +26,22 @@ def load(settings: "Settings") -> Environment:
     installed = Version(version("verifiers"))
     if installed < _FIRST:
         raise EnvironmentFailure(
-            f"verifiers {installed} is installed and {_FIRST} or later is needed; install pip"
-            f" install 'verifiers>={_FIRST}'."
+            f"verifiers {installed} is installed and {_FIRST} or later is needed, since support for"
+            f" its older interface left in 0.10; run pip install 'verifiers>={_FIRST}'."
         )
-    if find_spec(module_name(settings.id)) is None:
-        _install(settings)
-    name = (
-        "retrain.environments.verifiers_v0"
-        if installed < _WITHOUT_V0
-        else "retrain.environments.verifiers_v1"
-    )
-    environment: Environment = import_module(name).load(settings)
-    return environment
+    # owner/my-env@1.0 is the module my_env.
+    name = settings.id.rpartition("/")[2].partition("@")[0].replace("-", "_")
+    if find_spec(name) is None:
+        _install(settings, name)
+    from retrain.environments import verifiers_v1
+
+    return verifiers_v1.load(settings, name)
 
 
-def module_name(environment_id: str) -> str:
-    """Name the environment's module: owner/my-env@1.0 -> my_env."""
-    return environment_id.rpartition("/")[2].partition("@")[0].replace("-", "_")
-
-
-def _install(settings: "Settings") -> None:
-    """Get the environment's package from the Prime hub, if the configuration allows it."""
+def _install(settings: "Settings", name: str) -> None:
+    """Get the package of the module `name` from the Prime hub, if the configuration allows it."""
     missing = (
-        f'[environment] id = "{settings.id}": its package is not installed here (no module'
-        f" {module_name(settings.id)})"
+        f'[environment] id = "{settings.id}": its package is not installed here (no module {name})'
     )
     command = f"prime env install {settings.id}"
     if not settings.auto_install:
@@ -89,7 +78,7 @@ def _install(settings: "Settings") -> None:
         raise EnvironmentFailure(
             f"{missing}, and `{command}` failed with status {done.returncode}: {said}"
         )
-    if find_spec(module_name(settings.id)) is None:
+    if find_spec(name) is None:
         raise EnvironmentFailure(
             f"{missing} although `{command}` succeeded; it may have installed into another Python"
             " than this one."

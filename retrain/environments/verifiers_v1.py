@@ -9,7 +9,6 @@ addresses; there is no public hook for it.
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
@@ -31,9 +30,7 @@ from retrain.environments.bridge import (
     RolloutBridge,
     tool_calls,
 )
-from retrain.environments.verifiers import module_name
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.install import install_hint
 from retrain.plugins import describe
 from retrain.types import ChatMessage, Example
 from retrain.web import EventLoop
@@ -50,9 +47,9 @@ _HARNESS = "retrain_one_call"
 """The id of our harness, and the module that it is found in."""
 
 
-def load(settings: "Settings") -> Environment:
-    """Build the environment. `args` are the fields of its configuration; `args.evaluation` are the
-    fields of its taskset for held-out problems.
+def load(settings: "Settings", name: str) -> Environment:
+    """Build the environment of the module `name`. `args` are the fields of its configuration;
+    `args.evaluation` are the fields of its taskset for held-out problems.
 
     Raises ConfigurationError if it cannot be built, has seats besides the trained one, or serves
     tools to our harness, EnvironmentFailure if it is of the interface before 0.4.
@@ -60,21 +57,19 @@ def load(settings: "Settings") -> Environment:
     given = dict(settings.args)
     evaluation = given.pop("evaluation", None)
     try:
-        environment = _built(settings, given)
+        environment = _built(settings, given, name)
         held_out = None
         if evaluation is not None:
-            name = module_name(settings.id)
             values = {"id": name, **given.get("taskset", {}), **evaluation}
             held_out = loaders.load_taskset(
                 loaders.taskset_config_type(name).model_validate(values)
             )
     except Exception as error:  # building it runs code that is not ours
-        if is_older(settings.id):
+        if is_older(name):
             raise EnvironmentFailure(
-                f'[environment] id = "{settings.id}" is of the older interface of verifiers, a'
-                f" module with load_environment, and verifiers {version('verifiers')} has the newer"
-                f" one alone; {install_hint('verifiers-v0')} in an environment of its own, or use"
-                " the environment's newer version."
+                f'[environment] id = "{settings.id}" is of the interface before verifiers 0.4, a'
+                " module with load_environment, and support for it left in 0.10; use the"
+                " environment's newer version."
             ) from error
         raise ConfigurationError(
             f'[environment] id = "{settings.id}" could not be loaded with args'
@@ -102,22 +97,21 @@ def load(settings: "Settings") -> Environment:
     return VerifiersV1(environment, held_out)
 
 
-def is_older(environment_id: str) -> bool:
-    """Return True if the source of an environment's module has the function of the interface before
+def is_older(name: str) -> bool:
+    """Return True if the source of the module `name` has the function of the interface before
     0.4, and nothing of the newer one.
     """
-    found = find_spec(module_name(environment_id))
+    found = find_spec(name)
     if found is None or not found.origin or not found.origin.endswith(".py"):
         return False
     source = Path(found.origin).read_text(encoding="utf-8", errors="replace")
     return "def load_environment(" in source and "verifiers.v1" not in source
 
 
-def _built(settings: "Settings", given: Mapping[str, Any]) -> Any:
+def _built(settings: "Settings", given: Mapping[str, Any], name: str) -> Any:
     """Build the environment, with a subprocess in place of a machine of the cloud, and a harness in
     this process where it names none.
     """
-    name = module_name(settings.id)
     config_type = loaders.env_config_type(name)
     seats = [
         seat

@@ -9,7 +9,6 @@ from retrain.config import moving
 from retrain.explain.explanation import POWER
 from retrain.records.terminal import GAP, counted, duration, table_lines
 from retrain.rewards.scoring import REWARDS
-from retrain.run.control import control_words
 from retrain.system import toml_value
 from retrain.xray.text import WEIGHTS
 
@@ -115,8 +114,6 @@ def _facts(seen: "Explanation") -> Iterator[tuple[str, str]]:
         yield "loss", words
     for words in moving.words(config):
         yield "schedule", words
-    if config.schedule.control:
-        yield "control", control_words(config)
     if weights:
         yield "x-ray", f"{WEIGHTS}: {weights}"
 
@@ -286,17 +283,3 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
             str(schedule.effective_parallelism),
             f"recommended max_workers: {best.count} ({best.because})",
         )
-    yield from _shared_rows(schedule)
-
-
-def _shared_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
-    """Yield what the runs of a campaign have in common."""
-    if schedule.taken:
-        yield (
-            "shared",
-            f"{schedule.taken} of {schedule.total_runs}",
-            "runs take gate, evaluation before step 0 and first completions from one of their seed",
-        )
-    if schedule.forked:
-        common = "libraries, tokenizer, prompts and base weights, which forked workers share"
-        yield ("start", "once", common)

@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from retrain.backends.base import backend_kind
-from retrain.campaign.launch import no_fork_reason, room_on_gpus, share_devices
+from retrain.campaign.launch import room_on_gpus, share_devices
 from retrain.errors import ConfigurationError
 from retrain.records.terminal import counted
 from retrain.system import Json, usable_cores
@@ -128,10 +128,6 @@ class Schedule:
     """Seconds for one step of one run; None if nothing was measured."""
     price_per_hour: float
     """Price of one device hour; 0 if it is not known."""
-    forked: bool = False
-    """Workers are forked from one process, which holds the base weights for all."""
-    taken: int = 0
-    """Runs of a campaign that take their results before the first optimizer step from another."""
 
     @property
     def total_campaign_steps(self) -> int:
@@ -207,17 +203,7 @@ def schedule_campaign(
         ),
         step_time=step_time,
         price_per_hour=settings.price_per_hour if price_per_hour is None else price_per_hour,
-        forked=settings.parallel and settings.launcher == "local" and not no_fork_reason(plan),
-        taken=_runs_that_take(plan),
     )
-
-
-def _runs_that_take(plan: "CampaignPlan") -> int:
-    """Count the runs whose results before the first optimizer step an earlier run has made."""
-    from retrain.run.common import settings_in_common
-
-    settings = list(filter(None, (settings_in_common(run.config) for run in plan.runs)))
-    return len(settings) - len(set(settings))
 
 
 def _workers(plan: "CampaignPlan") -> int:

@@ -10,7 +10,7 @@ rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import chain
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from retrain.model.functions import (
     project,
     recomputed,
 )
-from retrain.model.packed import FrozenProduct, kept_pack
+from retrain.model.packed import PackedWeight, kept_pack
 from retrain.model.projection import Projection, fusable
 
 _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
@@ -155,7 +155,7 @@ class FusedDecoder:
             chain.from_iterable(projection.parameters for projection in self._projections)
         )
         self.merge = merge
-        self._packed_head: FrozenProduct | None = None
+        self._packed_head: PackedWeight | None = None
         """The prepacked head, while a sampler reads it."""
         self._version: tuple[Any, ...] | None = None
 
@@ -216,9 +216,7 @@ class FusedDecoder:
         """Follow the adapter, for the learner or for products without gradient; costs nothing while
         neither has changed.
         """
-        copy: Literal["none", "merged"] = "none"
-        if sampling and self.merge:
-            copy = "merged"
+        copy = sampling and self.merge
         version = (
             copy,
             *((parameter.data_ptr(), parameter._version) for parameter in self._parameters),
@@ -226,8 +224,8 @@ class FusedDecoder:
         if version == self._version:
             return
         for projection in self._projections:
-            projection.refresh(copy)
-        if copy == "none":
+            projection.refresh(copy=copy)
+        if not copy:
             self._packed_head = None
         elif self._packed_head is None:
             self._pack_head()
@@ -236,17 +234,6 @@ class FusedDecoder:
     def _pack_head(self) -> None:
         if type(self._head) is nn.Linear:
             self._packed_head = kept_pack(self._head.weight, self._head.weight, self._head.bias)
-
-    def keep_packs(self) -> None:
-        """Prepack the weights without the adapter, for the samplers of all runs inside
-        `shared_packs`.
-        """
-        if not self.merge:
-            return
-        for projection in self._projections:
-            if projection.fits_half:
-                projection.refresh("plain")
-        self._pack_head()
 
     @property
     def kv_heads(self) -> list[tuple[int, int]]:

@@ -218,10 +218,7 @@ class Memory:
         workers, each = self.choices.workers, ""
         if workers > 1:
             each = f", in each of {workers} processes"
-        note = (
-            f"the layers with the adapter in them, and the head, laid out for few rows{each};"
-            " half of fp32 if all fit 16 bits"
-        )
+        note = f"the layers with the adapter in them, and the head, laid out for few rows{each}"
         return Part("merged copy", copy * workers, note)
 
     @property

@@ -1,54 +1,26 @@
-"""Frozen weights in another form: prepacked for small-batch products on a CPU, or held in 8 bits.
+"""Frozen weights in another form: prepacked for small-batch products on a CPU.
 
 A plain product on a CPU repacks the whole weight at every call. With 32 rows that takes as long as
-the multiplication, so it is done once. Small batches wait for the weight to come from memory. A
-weight whose values fit 16 bits, as after training in bfloat16, is therefore held in 16 bits; the
-kernel widens it, and the arithmetic is float32 either way.
-
-In 8 bits (e4m3, arXiv 2209.05433) a weight has one scale for each output. A scale is a power of
-two, so weight times scale is exact in bfloat16 and float32: sampler and learner compute with the
-same numbers, whether a product scales before or after it sums. A float format loses nothing by a
-coarse scale. Shape letters: N tokens, I inputs, O outputs.
+the multiplication, so it is done once. Shape letters: N tokens, I inputs, O outputs.
 """
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
-
-from retrain.errors import ConfigurationError
 
 _MIN_ELEMENTS = 150_000
 """For a smaller weight the operator's overhead exceeds what it saves (measured on two cores, 8 to
 128 rows)."""
 
-
-_MAX_LOSS = 2.0**-39
-"""Relative to the largest weight of the same output: what rounds to float16's subnormal numbers may
-lose so much, all others nothing."""
-_EXPONENT = 15
-_FARTHEST = 100
-"""Largest exponent of a scale, so that it and its reciprocal are normal numbers of float32."""
-_ROWS_LOOKED_AT = 4096
-"""The rows of a weight that are looked at together for whether they fit 16 bits."""
-
-
-_kept: "dict[Callable[..., Any], WeakIdKeyDictionary] | None" = None
-"""Inside `shared_packs`: results of `prepack` and `fits_half`, by frozen parameter."""
-
-
-class FrozenProduct(Protocol):
-    def product(self, x: Tensor) -> Tensor:
-        """Return [..., O] of x [..., I], without gradient."""
-        ...
+_kept: "WeakIdKeyDictionary | None" = None
+"""Inside `shared_packs`: the packed copies, by frozen parameter."""
 
 
 class PackedWeight:
@@ -89,99 +61,27 @@ def packs(elements: int, device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
-class HalfWeight:
-    """The same product with a float32 weight that `fits_half`, in the layout of FBGEMM's kernels.
-
-    Each output's weights are held times a power of two, by which the product is divided. A row's
-    bits do not depend on the other rows.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        scale = _scale(weight)
-        self._packed = torch.ops.quantized.linear_prepack_fp16(weight * scale, None)
-        self._back, self._bias = scale.reciprocal().flatten(), bias
-
-    def product(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed).mul_(self._back)
-        if self._bias is None:
-            return product
-        return product.add_(self._bias)
-
-
 @contextmanager
 def shared_packs() -> Iterator[None]:
     """Keep packed copies of a model's frozen weights as long as the model lives, so that every run
     inside reads one copy.
     """
-    global _kept  # noqa: PLW0603 - one store per process, which the parent of forked runs opens
-    before, _kept = _kept, {prepack: WeakIdKeyDictionary(), fits_half: WeakIdKeyDictionary()}
+    global _kept  # noqa: PLW0603 - one store per process, which a campaign opens
+    before, _kept = _kept, WeakIdKeyDictionary()
     try:
         yield
     finally:
         _kept = before
 
 
-def kept_pack(layer: Tensor, weight: Tensor, bias: Tensor | None) -> FrozenProduct:
-    """Return `prepack`, kept for `layer`, the first frozen parameter of a joined weight."""
-    pack: FrozenProduct = _keep(prepack, layer, weight, bias)
-    return pack
-
-
-def kept_fit(layer: Tensor, weight: Tensor) -> bool:
-    """Return `fits_half`, kept for `layer`."""
-    return bool(_keep(fits_half, layer, weight))
-
-
-def _keep(compute: Callable[..., Any], layer: Tensor, *arguments: Any) -> Any:
+def kept_pack(layer: Tensor, weight: Tensor, bias: Tensor | None) -> PackedWeight:
+    """Return the packed weight, kept for `layer`, the first frozen parameter of a joined weight."""
     if _kept is None:
-        return compute(*arguments)
-    results = _kept[compute]
-    if layer not in results:
-        results[layer] = compute(*arguments)
-    return results[layer]
-
-
-def prepack(weight: Tensor, bias: Tensor | None) -> FrozenProduct:
-    """Return the product with a frozen weight [O, I] and bias [O], in 16 bits if these hold its
-    values.
-    """
-    if fits_half(weight):
-        return HalfWeight(weight, bias)
-    return PackedWeight(weight, bias)
-
-
-def fits_half(weight: Tensor) -> bool:
-    """True for a large float32 weight on a CPU that float16 holds times a power of two per output,
-    in a torch that has FBGEMM.
-
-    No weight may lose a bit, unless it is far too small to count: an input may be 0 where the
-    largest weight of an output is, and the output is then the sum of the others. bfloat16's eight
-    significant bits fit.
-    """
-    if (
-        weight.dtype != torch.float32
-        or weight.device.type != "cpu"
-        or weight.numel() < _MIN_ELEMENTS
-        or "fbgemm" not in torch.backends.quantized.supported_engines
-    ):
-        return False
-    for part in torch.split(weight, _ROWS_LOOKED_AT):
-        scaled = part * _scale(part)
-        lost = (scaled - scaled.half().float()).abs_().amax(dim=1)
-        if not (lost <= _MAX_LOSS * scaled.abs().amax(dim=1)).all():  # False for NaN too
-            return False
-    return True
-
-
-def _scale(weight: Tensor) -> Tensor:
-    """Return [O, 1] powers of two that scale each output's largest weight to a quarter to half of
-    float16's maximum.
-    """
-    _, exponent = torch.frexp(weight.abs().amax(dim=1, keepdim=True))
-    return torch.ldexp(
-        torch.ones_like(exponent, dtype=torch.float32),
-        (_EXPONENT - exponent).clamp(-_FARTHEST, _FARTHEST),
-    )
+        return PackedWeight(weight, bias)
+    if layer not in _kept:
+        _kept[layer] = PackedWeight(weight, bias)
+    pack: PackedWeight = _kept[layer]
+    return pack
 
 
 def dense_product(
@@ -226,106 +126,6 @@ def computes_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-# -- weights in 8 bits -----------------------------------------------------------------------------
-
-
-FLOAT8 = torch.float8_e4m3fn
-_MAX_FLOAT8 = 448.0
-"""Largest finite number of e4m3."""
-
-
-class Float8Linear(nn.Linear):
-    """A linear layer of a frozen model, `linear` itself being left alone. Gradients flow to its
-    input only.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would make weights first
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
-        weight, scale = quantised(linear.weight.detach())
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        """[O, I] in 8 bits."""
-        self.scale = nn.Parameter(scale, requires_grad=False)
-        """[O, 1] in the dtype of the products."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        apply: Any = _Product.apply  # which torch does not annotate
-        output: Tensor = apply(input, self.weight, self.scale, self.bias)
-        return output
-
-
-class _Product(torch.autograd.Function):
-    """A linear layer that widens its weights again for the backward pass instead of keeping
-    them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight, scale)
-        return F.linear(x, dequantised(weight, scale), bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad_output @ dequantised(*ctx.saved_tensors).to(grad_output.dtype), None, None, None
-
-
-@torch.no_grad()
-def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(values [O, I] in 8 bits, scale [O, 1] in the dtype of `weight` [O, I]); the scales are the
-    smallest that reach every weight.
-    """
-    mantissa, exponent = torch.frexp(weight.float().abs().amax(dim=1, keepdim=True) / _MAX_FLOAT8)
-    scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int()).masked_fill_(
-        mantissa == 0, 1.0
-    )
-    return (weight.float() / scale).to(FLOAT8), scale.to(weight.dtype)
-
-
-def dequantised(weight: Tensor, scale: Tensor) -> Tensor:
-    """[O, I] in the dtype of `scale` [O, 1], without rounding."""
-    return weight.to(scale.dtype).mul_(scale)
-
-
-def scaled_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """[N, O] of x [N, I] and a weight [O, I] in 8 bits whose outputs have scales [O, 1]."""
-    return F.linear(x, dequantised(weight, scale), bias)
-
-
 def in_block(path: str) -> bool:
     """Return True for the path of a module inside one of a decoder's lists of blocks."""
     return any(part.isdigit() for part in path.split("."))
-
-
-def hold_layers_in_float8(decoder: nn.Module, name: str) -> None:
-    """Put a `Float8Linear` in the place of every linear layer of the blocks. Embeddings, head,
-    norms and biases stay as they are.
-
-    Raises ConfigurationError where the blocks of the model `name` have no linear layers.
-    """
-    linears = [
-        (path, module)
-        for path, module in decoder.named_modules()
-        if type(module) is nn.Linear and in_block(path)
-    ]
-    if not linears:
-        raise ConfigurationError(
-            '[model] dtype = "fp8" holds linear layers in 8 bits, and the blocks of [model] model'
-            f' = "{name}" have none; use "auto".'
-        )
-    for path, linear in linears:
-        parent, _, child = path.rpartition(".")
-        setattr(decoder.get_submodule(parent), child, Float8Linear(linear))
-
-
-def widened_bytes(decoder: nn.Module) -> int:
-    """Count the bytes of the layers that are widened together: at most three, since a fused
-    product joins three at most.
-    """
-    sizes = [
-        module.weight.numel() * module.scale.dtype.itemsize
-        for module in decoder.modules()
-        if isinstance(module, Float8Linear)
-    ]
-    return 3 * max(sizes, default=0)

@@ -10,19 +10,16 @@ together.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retrain.model.packed import (
-    FrozenProduct,
     PackedWeight,
     dense_product,
-    kept_fit,
     kept_pack,
     packs,
 )
@@ -78,10 +75,13 @@ class Projection:
         self.bias = _joined_bias(bases)
         """[O] or None"""
         self._read_adapters()
-        self.copy: FrozenProduct | None = None
+        self._merges = bool(self.downs) and (
+            self.weight.dtype == torch.float32
+            or packs(self.weight.numel(), self.weight.device, self.weight.dtype)
+        )
+        """True if a copy contains the adapter, or in bfloat16 its up factors."""
+        self.copy: PackedWeight | None = None
         """[O, I] for products without gradient, while a sampler reads it."""
-        self._merged = False
-        """True if the copy contains the adapter, or in 16 bits its up factors."""
         self.factors: _Factors | None = None
         """The model's own adapter, as of the last `refresh`."""
 
@@ -110,42 +110,23 @@ class Projection:
         )
 
     @torch.no_grad()
-    def refresh(self, copy: Literal["none", "merged", "plain"]) -> None:
-        """Update `factors` and `copy` after the adapter's parameters changed; `copy` says which
-        copy of the weights to hold.
-
-        A float32 weight that fits 16 bits is never merged: half the bytes gain more than the
-        adapter's own small products cost.
+    def refresh(self, *, copy: bool) -> None:
+        """Update `factors` and `copy` after the adapter's parameters changed; `copy` says whether
+        to hold a copy of the weights.
         """
         if self.downs:
             self._write_factors()
-        if copy == "merged" and not self._merges:
-            copy = "plain"
-        if copy != "plain" or self._merged:
-            self.copy, self._merged = None, False
-        if copy == "merged":
+        if not copy or self._merges:
+            self.copy = None  # freed before another is made
+        if copy and self._merges:
             assert self.factors is not None
             if self.weight.dtype == torch.float32:
                 weight = torch.addmm(self.weight, self.factors.up.T, self.factors.down)
             else:
                 weight = torch.cat([self.weight, self.factors.up.T], dim=1)
-            self.copy, self._merged = PackedWeight(weight, self.bias), True
-        elif copy != "none" and self.copy is None:
+            self.copy = PackedWeight(weight, self.bias)
+        elif copy and self.copy is None:
             self.copy = kept_pack(self._weights[0], self.weight, self.bias)
-
-    @property
-    def _merges(self) -> bool:
-        """True if a copy takes an adapter in."""
-        if not self.downs:
-            return False
-        if self.weight.dtype == torch.float32:
-            return not self.fits_half
-        return packs(self.weight.numel(), self.weight.device, self.weight.dtype)
-
-    @cached_property
-    def fits_half(self) -> bool:
-        """True if 16 bits hold the weight."""
-        return kept_fit(self._weights[0], self.weight)
 
     def _write_factors(self) -> None:
         """Write all adapters' factors side by side, over the last ones if there are any."""
@@ -170,9 +151,9 @@ class Projection:
         `reduced` [N, R] is x times the down factors, which `gradients` needs; None if there is no
         adapter to differentiate.
         """
-        if self.copy is not None and self._merged and self.weight.dtype != torch.float32:
+        if self.copy is not None and self._merges and self.weight.dtype != torch.float32:
             return self.copy.product(self._with_reduced(x)), None
-        if self.adapted and self.copy is not None and self._merged:
+        if self.adapted and self.copy is not None and self._merges:
             return self.copy.product(x), None
         if not self.adapted:
             return self._frozen_product(x), None
@@ -191,7 +172,7 @@ class Projection:
 
     def _frozen_product(self, x: Tensor) -> Tensor:
         """[N, O] without any adapter."""
-        if self.copy is not None and not self._merged:
+        if self.copy is not None and not self._merges:
             return self.copy.product(x)
         return dense_product(x, self.weight, self.bias)
 

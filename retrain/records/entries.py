@@ -214,34 +214,6 @@ class StepRecord(_Record):
     """Bound on the chance that as many completions of a group, of 16 tokens or more, are identical
     as there are, by their own log-probs; 1 where none are, near 0 where the engine does not draw
     them one by one; null where the log-probs are not the sampled policy's."""
-    calibration_lambda: float | None = better(None)
-    """Of the completions that `[inference] calibration` tested in this step, the sum over tokens of
-    surprisal - entropy under the trained policy, divided by the sum of log p's variance: they are
-    as if sampled at temperature T / (1 - lambda), about 0 for a sound engine. Null, like the rest
-    of calibration_*, where nothing is tested."""
-    calibration_lambda_total: float | None = better(None)
-    """The same since the start of the run."""
-    calibration_evidence: float | None = better("lower")
-    """log10 of the likelihood ratio since the start: of an engine further off than the tolerance to
-    one within it. At most 1 sound run in 10,000 ever reaches 4, where a warning is given."""
-    calibration_tokens: int | None = better(None)
-    """Tokens tested since the start."""
-    calibration_shared_prompt: float | None = better(None)
-    """Standard deviations by which the tested completions of one prompt, since the start, are more
-    alike than independent draws; a warning from 6."""
-    calibration_shared_number: float | None = better(None)
-    """The same between prompts, for completions of one sample number."""
-    adapter_lag: float | None = better(None)
-    """Share of the last update's effect that the engine's log-probs lack, at steps 2, 8, 32 and so
-    on, over up to 8 completions: about 0 for a sound engine, 1 where it serves the adapter before
-    that update, which is that of the step before where a step makes one update. Null in other
-    steps, and, like the next three fields, where the effect cannot be measured."""
-    adapter_lag_error: float | None = better(None)
-    """Standard error of the same."""
-    adapter_missing: float | None = better(None)
-    """Share of the whole adapter's effect that they lack: 1 where it serves the base model."""
-    adapter_missing_error: float | None = better(None)
-    """Standard error of the same."""
     grad_norm: float | None = better(None)
     """Norm of the adapter's gradient before it is clipped, averaged over the step's updates."""
     nonfinite_updates: int | None = better("lower")

@@ -45,16 +45,12 @@ class TrainerState:
     default mismatch_limit follows from it."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """The state of `[data] sampler`; empty for the shuffle."""
-    control: dict[str, Any] = field(default_factory=dict)
-    """The state of `[schedule] control`; empty without one."""
     credit: dict[str, Any] = field(default_factory=dict)
     """The state of a plugin of `[algorithm] advantage_mode`; empty for a built-in one."""
     sepa: dict[str, Any] = field(default_factory=dict)
     rewards: dict[str, Any] = field(default_factory=dict)
     backpressure: dict[str, Any] = field(default_factory=dict)
     """The controller's state; empty unless `[backpressure] enabled` is true."""
-    calibration: dict[str, Any] = field(default_factory=dict)
-    """The sums of `[inference] calibration`; empty where nothing was tested."""
     tracking: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Path in the run folder -> size and sha256, for each JSON lines file of the run."""
@@ -72,7 +68,6 @@ class TrainerState:
         seconds: float,
         finite: bool,
         mismatched: bool | None,
-        calibration: dict[str, Any],
     ) -> Self:
         """Return the state after a step that took `prompts` prompts and `seconds`.
 
@@ -95,7 +90,6 @@ class TrainerState:
             seconds=self.seconds + seconds,
             nonfinite_streak=0 if finite else self.nonfinite_streak + 1,
             mismatch_streak=mismatch_streak,
-            calibration=calibration,
         )
 
     def after_evaluation(self, seconds: float) -> Self:

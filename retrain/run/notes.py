@@ -22,8 +22,6 @@ from retrain.records.terminal import counted
 from retrain.records.token_table import damage_of, read_tokens
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader
-from retrain.run.calibration import AT_ONCE, ONE_IN
-from retrain.run.control import CONTROLS
 from retrain.run.teacher import teacher_note
 from retrain.system import read_object, toml_value
 from retrain.types import LogLine
@@ -92,7 +90,6 @@ def notes(config: TrainConfig) -> list[str]:
         _dropout_note(config.lora, config.loss),
         _truncation_note(config),
         _split_note(config),
-        _calibration_note(config),
         teacher_note(config),
     ]
     if config.kind != "squeeze" and config.training.temperature == 1:
@@ -200,10 +197,8 @@ def _lab_note(config: TrainConfig) -> str:
 
 def _loss_note(config: TrainConfig) -> str:
     """Warn about a clip without effect, in no step of a schedule: with one update per step the
-    ratio is 1 up to the mismatch of sampler and learner. A control of one's own may set any clip.
+    ratio is 1 up to the mismatch of sampler and learner.
     """
-    if config.schedule.control not in ("", *CONTROLS):
-        return ""
     steps = [values for _, values in extremes(config)] or [{}]
     if not all(_clips_nothing(with_values(config, values)) for values in steps):
         return ""
@@ -236,26 +231,6 @@ def _clips_nothing(config: TrainConfig) -> bool:
     if loss.mode == "gspo" and not config.is_set("loss.old_logprobs"):
         room = min(DEFAULT_CLIPS["gspo"])  # half precision recomputes them
     return min(low, high) >= room
-
-
-def _calibration_note(config: TrainConfig) -> str:
-    """Say what [inference] calibration tests, and what it leaves out."""
-    if not config.inference.calibration or not backend_kind(config.backend.backend).in_process:
-        return ""
-    if len(config.backend.device_list) > 1:
-        return (
-            "[inference] calibration = true: nothing is tested, since in split mode completions are"
-            " of weights one step old."
-        )
-    asked = config.inference.calibration_completions
-    if asked is not None:
-        tested = f"up to {counted(asked, 'completion')} of each step"
-    else:
-        tested = f"{AT_ONCE} completions at a time, 1 of {ONE_IN} drawn,"
-    return (
-        f"[inference] calibration = true: {tested} are scored once more before the step's first"
-        " update, redraws excepted."
-    )
 
 
 def _split_note(config: TrainConfig) -> str:

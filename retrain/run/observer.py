@@ -8,6 +8,7 @@ from typing import Any
 
 from retrain.backends.declared import is_raw
 from retrain.config import TrainConfig
+from retrain.config.moving import scheduled
 from retrain.config.schema import Inference, Lora
 from retrain.errors import RunFailed
 from retrain.records.entries import StepRecord
@@ -15,18 +16,15 @@ from retrain.records.state import TrainerState
 from retrain.records.terminal import counted
 from retrain.records.untrained import ENOUGH, is_news, untrained_line, untrained_streak
 from retrain.rewards import box_reader
-from retrain.run.calibration import Calibration
 from retrain.run.parts import Parts
 from retrain.run.step_record import (
     RewardStatistics,
     Step,
-    calibration_fields,
     credit_fields,
     environment_fields,
     generation_records,
     identical_chance,
     judge_fields,
-    lag_fields,
     peak_memory_gib,
     result_fields,
     reward_fields,
@@ -92,12 +90,12 @@ class StepObserver:
         rewards: RewardStatistics,
         state: TrainerState,
         decision: Mapping[str, Any],
-        scheduled: dict[str, float] | None = None,
     ) -> None:
         """Write a step down. `state`: the run's state after it; `decision`: the fields of the back
         pressure's decision.
         """
-        self.last = self._record(step, rewards, state, {**decision, "scheduled": scheduled})
+        moved = {"scheduled": scheduled(self.config, step.number) or None}
+        self.last = self._record(step, rewards, state, {**decision, **moved})
         self.untrained = untrained_streak([self.last, *self.untrained])
         records = generation_records(
             step.number,
@@ -147,8 +145,6 @@ class StepObserver:
             **credit_fields(step.credit, len(groups) - len(step.credit.groups)),
             **reward_fields(rewards),
             **judge_fields(step.rollout.drawn),
-            **calibration_fields(step.calibration, Calibration(**state.calibration)),
-            **lag_fields(step.lag),
             **(environment_fields(step.rollout) if self.parts.stage else {}),
             **decision,
             running_correct_rate=state.correct / state.judged if state.judged else None,

@@ -49,7 +49,6 @@ from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.rewards import FailureGuard, Scorer, build_scorer, gold_response
-from retrain.run.control import build_control
 from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
 from retrain.run.gate import GateResult, adapter_check, environment_gold, parity_gate, scored_gold
@@ -236,7 +235,6 @@ def check_plugins(config: TrainConfig) -> None:
         lambda: CreditPipeline(regex, lambda ids: [""] * len(ids)),
         lambda: _load_sources(config),
         lambda: check_teacher(config),
-        lambda: build_control(config),
     ):
         try:
             load()
@@ -493,7 +491,6 @@ def _said_if_slow(line: str, log: Say) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        timer.join()  # a parent of forked runs has no other thread
 
 
 def longest_prompt(training: PromptSet, held_out: Sequence[Prompt]) -> int:
@@ -582,17 +579,12 @@ def is_rounded(inference: Inference, backend: Backend) -> bool:
     return backend.half_precision or backend.engine.rounds or inference.reduced_precision
 
 
-OnceGate = Callable[[GateInputs, list[Prompt], Callable[[], GateResult]], GateResult]
-"""Takes an equal gate's result, or makes it."""
-
-
 def run_parity_gate(
     config: TrainConfig,
     parts: Parts,
     step: int,
     *,
     trained: bool = False,
-    once: OnceGate | None = None,
 ) -> GateResult:
     """Check the first prompts of the data order, so that a resumed run is checked on the same ones.
 
@@ -600,10 +592,7 @@ def run_parity_gate(
     weights and is checked with them first.
     """
     inputs = gate_inputs(config, parts, step, trained)
-    prompts = _gate_prompts(config.training, parts)
-    if once is None:
-        return parity_gate(inputs, prompts)
-    return parity_gate(inputs, prompts, partial(once, inputs, prompts))
+    return parity_gate(inputs, _gate_prompts(config.training, parts))
 
 
 def check_again(config: TrainConfig, parts: Parts, step: int) -> None:

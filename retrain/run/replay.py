@@ -54,7 +54,6 @@ def replayed(
     with Session.open(
         config, overwrite=False, verbosity=Verbosity.SILENT, skip_parity=True
     ) as session:
-        session.adapter_tests = _adapter_tests(folder)
         if session.state.gate_mismatch is None:
             session.state = replace(session.state, gate_mismatch=_gate_mismatch(folder))
         if session.pressure:
@@ -100,16 +99,6 @@ def _evaluated(folder: RunFolder) -> set[int]:
     if not folder.evaluation.is_file():
         return set()
     return {line["step"] for line in read_jsonl(folder.evaluation)}
-
-
-def _adapter_tests(folder: RunFolder) -> set[int]:
-    """The steps that tested the engine's adapter: each session skips that or not."""
-    fields = ("adapter_lag", "adapter_missing")
-    return {
-        line["step"]
-        for line in read_jsonl(folder.metrics)
-        if any(line.get(field) is not None for field in fields)
-    }
 
 
 def _gate_mismatch(folder: RunFolder) -> float | None:

@@ -9,9 +9,12 @@ from itertools import chain
 from threading import Event
 from time import monotonic
 
+import numpy as np
+
 from retrain.distributed import ALONE, World
 from retrain.errors import Interrupted
 from retrain.inference_engine.base import InferenceEngine
+from retrain.noise import Stream, uniform
 from retrain.rewards import Scorer
 from retrain.run.dialogues import (
     Dialogue,
@@ -24,7 +27,10 @@ from retrain.run.dialogues import (
     Watcher,
     environment_seed,
 )
-from retrain.types import Group, Int32Array, Prompt
+from retrain.types import Group, Int32Array, Prompt, Row
+
+FEW = 4
+"""Completions that are scored in a step that trains none."""
 
 
 @dataclass
@@ -38,8 +44,6 @@ class Rollout:
     sample_seconds: float = 0.0
     reward_seconds: float = 0.0
     """Time spent waiting for scores after the last completion."""
-    stored_seconds: float = 0.0
-    """Seconds that another run of the campaign sampled for it, which count as this run's."""
 
     @property
     def first_draws(self) -> list[Group]:
@@ -67,6 +71,21 @@ class Rollout:
             for group in self.drawn
             for one in group.trajectories
         )
+
+    def few_rows(self, seed: int, step: int) -> list[Row]:
+        """Choose FEW completions of the first draws by counter noise, and return their rows that
+        have a token, in the order of the groups. A choice that knew the rewards would select.
+        """
+        members = [(group, one) for group in self.first_draws for one in group.trajectories]
+        places = np.array([(group.slot, one.sample) for group, one in members], np.int64)
+        slots, samples = places.reshape(-1, 2).T
+        noise = uniform(seed, Stream.COMPLETION_CHOICE, step, slots, samples, 0)
+        rows: list[Row] = []
+        for number in np.sort(np.argsort(noise)[:FEW]):
+            group, one = members[number]
+            nothing = np.zeros(one.num_actions, np.float32)
+            rows += Row.of(group.prompt, one, nothing, group.slot)
+        return [row for row in rows if row.num_actions]
 
 
 class Sampler:

@@ -3,7 +3,7 @@
 """
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -12,7 +12,7 @@ from retrain.backends.declared import incapable, is_raw, loss_notes
 from retrain.backends.rows import mismatch_fields
 from retrain.config import TrainConfig
 from retrain.config.effects import splits_base
-from retrain.config.moving import with_values
+from retrain.config.moving import scheduled, with_values
 from retrain.data.samplers import PromptChoice
 from retrain.distributed import World, joined
 from retrain.errors import (
@@ -30,17 +30,6 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean, counted
-from retrain.run.adapter_lag import AdapterLag, adapter_lag, is_due, most_completions
-from retrain.run.calibration import (
-    Calibration,
-    chosen_rows,
-    paired_rows,
-    shared_warning,
-    tolerance,
-    warning,
-)
-from retrain.run.common import Common
-from retrain.run.control import MovingKeys
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.gate import GateResult
 from retrain.run.interrupts import Interrupts
@@ -59,12 +48,10 @@ from retrain.run.parts import (
     check_device,
     check_inputs,
     check_model,
-    gate_inputs,
     is_rounded,
     load_parts,
     run_parity_gate,
     training_plan,
-    truncation,
 )
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
@@ -84,9 +71,6 @@ from retrain.types import (
     RowKey,
     StepResult,
 )
-
-_FEW_UNTRAINED = 4
-"""Completions that are scored in a step that trains none."""
 
 
 class Session:
@@ -110,11 +94,7 @@ class Session:
         self.tracker = tracker
         self.interrupts = interrupts
         self.parts = parts
-        self.common = Common(opened.config, parts, interrupts.check)
         self.world = world
-        self.moving = MovingKeys(self.config)
-        self._values: dict[int, dict[str, float]] = {}
-        """Step -> the values of its scheduled keys, from its sampling until it is recorded."""
         self.schedule = Schedule(self.config.training, self.config.evaluation)
         settings = self.config.backpressure
         self.pressure = None
@@ -139,9 +119,6 @@ class Session:
         """The step whose weights the engine samples from."""
         self._skip_parity = skip_parity
         self._gate_repeated = skip_parity
-        self.adapter_tests: Collection[int] | None = None
-        """In a replay: the steps that tested the engine's adapter; a run may be resumed with
-        another --skip-parity."""
 
     # -- the start ---------------------------------------------------------------------------------
 
@@ -215,7 +192,6 @@ class Session:
             self.parts.guard.load_state_dict(self.state.rewards)
             self.choice.load_state_dict(self.state.sampler)
             self.parts.credit.load_state_dict(self.state.credit)
-            self.moving.load_state_dict(self.state.control)
             if self.pressure:
                 self.pressure.load_state_dict(self.state.backpressure)
             # The first rank alone writes records, so it alone goes on from them.
@@ -241,8 +217,7 @@ class Session:
     def _pass_gate(self) -> None:
         result = None
         if not self._skip_parity:
-            once = None if self.state.step else self.common.gate
-            result = run_parity_gate(self.config, self.parts, self.state.step, once=once)
+            result = run_parity_gate(self.config, self.parts, self.state.step)
         # A resumed run keeps the first figure: its mismatch_limit is a multiple of it.
         if result and self.state.gate_mismatch is None:
             self.state = replace(self.state, gate_mismatch=result.mean_difference)
@@ -283,12 +258,9 @@ class Session:
             self._sync()
             step, completions = self.state.step, len(prompts) * plan.group_size
             watcher = self._watch(f"Step {step}: sampling", completions)
-            if step:
-                rollout = self.parts.sampler.draw(prompts, step, plan, watcher)
-            else:
-                rollout = self.common.rollout(prompts, plan, watcher)
+            rollout = self.parts.sampler.draw(prompts, step, plan, watcher)
             self._check_again()  # before anything is learned from what it sampled
-        if self.moving.moves:
+        if self.config.schedule.points:
             self.parts.credit.use(self._settings)
         scores = [
             GroupScore(group.correct, len(group.rewards), group.prompt.example.reference)
@@ -320,20 +292,13 @@ class Session:
         self.prefetched.start(lambda watcher: self.parts.sampler.draw(prompts, step, plan, watcher))
 
     def plan(self, step: int) -> SamplingPlan:
-        """Fix the values of a step's scheduled keys, and return how it samples. A control is asked
-        by rank 0, which tells the others.
-        """
-        if self.moving.moves:
-            values = {}
-            if self.world.is_rank_zero:
-                values = self.moving.values(step)
-            self._values[step] = self.world.broadcast(values)
-        return training_plan(with_values(self.config, self._values.get(step, {})).training)
+        """Return how a step samples."""
+        return training_plan(with_values(self.config, scheduled(self.config, step)).training)
 
     @property
     def _settings(self) -> TrainConfig:
         """The configuration of this step."""
-        return with_values(self.config, self._values.get(self.state.step, {}))
+        return with_values(self.config, scheduled(self.config, self.state.step))
 
     @contextmanager
     def _moved(self) -> Iterator[None]:
@@ -341,7 +306,7 @@ class Session:
         of the file.
         """
         backend = self.parts.backend
-        if not (self.moving.moves and backend.capabilities.moves_settings):
+        if not (self.config.schedule.points and backend.capabilities.moves_settings):
             yield
             return
         backend.use(self._settings)
@@ -389,80 +354,20 @@ class Session:
             self.state = before  # nothing has left this process
             raise
 
-    def calibrate(self, rollout: Rollout) -> Calibration | None:
-        """Test the step's completions against the weights that sampled them, before they are
-        learned from; None where nothing is tested.
-        """
-        backend, inference = self.parts.backend, self.config.inference
-        if not inference.calibration or backend.capabilities.samples_ahead:
-            return None
-        rows = paired_rows(rollout.first_draws, inference, self.state.seed, self.state.step)
-        if not rows:
-            return None
-        training = self._settings.training
-        cuts = truncation(training)
-        scores = backend.tempered_scores(rows, training.temperature, cuts, self._tolerance)
-        if scores is None:
-            return None
-        return Calibration.of(rows, scores)
-
-    def test_adapter(self, rollout: Rollout) -> AdapterLag | None:
-        """Look, at few steps and before any learning, whether the engine sampled with this step's
-        adapter; None where that is not tested.
-        """
-        backend, step = self.parts.backend, self.state.step
-        tests = not self._skip_parity if self.adapter_tests is None else step in self.adapter_tests
-        if not (tests and is_due(step) and self._samples_current_weights):
-            return None
-        inputs = gate_inputs(self._settings, self.parts, step, trained=True)
-        count = most_completions(half_precision=inputs.half_precision)
-        rows = chosen_rows(rollout.first_draws, self.state.seed, step, count)
-        return adapter_lag(inputs, backend.learned(), rows)
-
     def _untrained_mismatch(self, rows: list[Row], rollout: Rollout) -> dict[str, Any]:
         """Return the log_ratio_* of a few completions of a step without a trained row; {} in any
-        other step, and where nothing can be compared.
-        """
-        backend, step = self.parts.backend, self.state.step
-        if any(row.trained for row in rows) or not self._samples_current_weights:
-            return {}
-        few = chosen_rows(rollout.first_draws, self.state.seed, step, _FEW_UNTRAINED)
-        scored = zip(few, backend.logprobs(few), strict=True)
-        return mismatch_fields([own - row.logprobs for row, own in scored])
-
-    @property
-    def _samples_current_weights(self) -> bool:
-        """True if the learner can score what the engine samples, with the weights that sampled
-        it.
+        other step, and where the learner cannot score what the engine samples, with the weights
+        that sampled it.
         """
         backend = self.parts.backend
-        raw = is_raw(backend.engine.capabilities, self._settings.training.temperature)
         able = backend.capabilities
-        return able.scores_rows and not able.samples_ahead and not raw
-
-    def _calibrated(self, step: Step) -> tuple[dict[str, Any], list[str]]:
-        """Return the sums since the start, and what to say, if this step is the first to tell that
-        the engine is not sound.
-        """
-        before, own = Calibration(**self.state.calibration), step.calibration
-        if own is None:
-            return self.state.calibration, []
-        total, told = before.after(own), list[str]()
-        if total.warned and not before.warned:
-            temperature = self._settings.training.temperature
-            told.append(warning(step.number, own, total, self._tolerance, temperature))
-        if total.shares and not before.shares:
-            told.append(shared_warning(step.number, total))
-        return asdict(total), told
-
-    @property
-    def _tolerance(self) -> float:
-        """The lambda of this step that counts as sound."""
-        return tolerance(
-            self.config.inference,
-            self._settings.training.temperature,
-            in_process=self.parts.backend.engine.capabilities.in_process,
-        )
+        raw = is_raw(backend.engine.capabilities, self._settings.training.temperature)
+        compares = able.scores_rows and not able.samples_ahead and not raw
+        if any(row.trained for row in rows) or not compares:
+            return {}
+        few = rollout.few_rows(self.state.seed, self.state.step)
+        scored = zip(few, backend.logprobs(few), strict=True)
+        return mismatch_fields([own - row.logprobs for row, own in scored])
 
     @property
     def _mismatch_limit(self) -> float | None:
@@ -490,9 +395,7 @@ class Session:
         parts.sepa.observe(rewards.correct_rate, step.number)
         parts.sepa.update_auto(step.credit.exec_uncertainty)
         limit = self._mismatch_limit
-        calibration, told = self._calibrated(step)
         mismatch = result.log_ratio_mean if any(row.trained for row in step.rows) else None
-        told += _warnings(step, mismatch, limit)
         state = self.state.after_step(
             prompts=len(step.rollout.groups),
             next_batch_size=self._next_batch_size,
@@ -502,15 +405,12 @@ class Session:
             seconds=seconds,
             finite=result.updates > 0 or not result.nonfinite_updates,
             mismatched=is_above(limit, mismatch),
-            calibration=calibration,
         )
         self.choice.observe(step.number, step.rollout.first_draws)
-        self.observer.observe(step, rewards, state, decision, self._values.pop(step.number, None))
-        if self.observer.last and self.world.is_rank_zero:
-            self.moving.observe(self.observer.last)
+        self.observer.observe(step, rewards, state, decision)
         self.state = state
-        for line in told:
-            self.tracker.message(line)
+        if mismatch is None and is_above(limit, result.log_ratio_mean):
+            self.tracker.message(untrained_mismatch_line(step.number, result, limit))
         check_updates(state, result)
         check_mismatch(state, mismatch, limit, self.folder.resume_command)
         parts.guard.observe(
@@ -602,10 +502,7 @@ class Session:
             return
         self._sync()
         watcher = self._watch(f"Evaluation at step {step}", evaluator.completions)
-        if step:
-            result, _ = evaluator.run(step, watcher)
-        else:
-            result = self.common.evaluation(evaluator, watcher)
+        result, _ = evaluator.run(step, watcher)
         self.tracker.emit(result)
         self.evaluations.append(result)
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
@@ -629,7 +526,6 @@ class Session:
             stored = replace(
                 self.state,
                 sampler=self.choice.state_dict(),
-                control=self.moving.state_dict(),
                 credit=self.parts.credit.state_dict(self.state.step),
                 sepa=self.parts.sepa.state_dict(),
                 rewards=self.parts.guard.state_dict(),
@@ -685,18 +581,6 @@ class Session:
             untrained=self.observer.unlearned(self.state.step),
             adapter=str(adapter) if status == "done" else "",
         )
-
-
-def _warnings(step: Step, mismatch: float | None, limit: float | None) -> list[str]:
-    """Say that the engine did not sample with the step's adapter, or that tokens which were not
-    trained, so that `mismatch` is None, are above the limit.
-    """
-    told = []
-    if step.lag and step.lag.off:
-        told.append(step.lag.sentence(step.number))
-    if mismatch is None and is_above(limit, step.result.log_ratio_mean):
-        told.append(untrained_mismatch_line(step.number, step.result, limit))
-    return told
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""Parts that runs which follow each other in one process, or are forked from one, need only once:
-tokenizers and prompts, kept while `shared_parts` is open.
+"""Parts that runs which follow each other in one process need only once: tokenizers and prompts,
+kept while `shared_parts` is open.
 
 Weights are kept by `model.load.shared_models`.
 """

@@ -14,8 +14,6 @@ import numpy.typing as npt
 from retrain.advantages.credit import Credit
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable, TurnTable
-from retrain.run.adapter_lag import AdapterLag
-from retrain.run.calibration import Calibration
 from retrain.run.identical import chance_of_identical
 from retrain.run.rollout import Rollout
 from retrain.system import peak_resident_bytes
@@ -73,10 +71,6 @@ class Step:
     tokens."""
     result: StepResult
     clock: StepClock
-    calibration: Calibration | None = None
-    """The sums of this step; None where nothing is tested."""
-    lag: AdapterLag | None = None
-    """The shares of the adapter that the engine lacks; None in steps that do not test it."""
 
 
 @dataclass(frozen=True)
@@ -159,33 +153,6 @@ def identical_chance(groups: Sequence[Group]) -> float:
             (one.token_ids, one.logprobs) for one in group.trajectories
         )
     return chance_of_identical(drawn.values())
-
-
-def calibration_fields(step: Calibration | None, total: Calibration) -> dict[str, Any]:
-    """Return the calibration fields of a record, for the step and since the start of the run; {}
-    without a test.
-    """
-    if step is None:
-        return {}
-    return {
-        "calibration_lambda": step.effect,
-        "calibration_lambda_total": total.effect,
-        "calibration_evidence": total.evidence,
-        "calibration_tokens": total.tokens,
-        "calibration_shared_prompt": total.shared[0],
-        "calibration_shared_number": total.shared[1],
-    }
-
-
-def lag_fields(lag: AdapterLag | None) -> dict[str, Any]:
-    """Return the adapter_* fields of a record; {} without a test."""
-    if lag is None:
-        return {}
-    fields: dict[str, Any] = {}
-    for name, fit in (("adapter_lag", lag.last), ("adapter_missing", lag.whole)):
-        if fit is not None:
-            fields |= {name: fit.share, f"{name}_error": fit.error}
-    return fields
 
 
 def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from retrain.model.text import load_tokenizer, resolve_model
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.disk import is_disk, replacing_folder, sync_files
-from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation, read_evaluations
 from retrain.records.redact import Redactor, note_secrets
 from retrain.records.run_folder import RunFolder
@@ -102,8 +101,7 @@ def export_run(
             _write_adapter(found.folder, aside, base)
         # as text too: a masked value that the schema refuses stays in the configuration
         _write(aside / SETTINGS_FILE, Redactor().text(dump_toml(again)))
-        moved = _moved(folder, config, found.step)
-        card = _card(again, "" if is_local else base, found, scores, moved, merged)
+        card = _card(again, "" if is_local else base, found, scores, merged)
         _write(aside / CARD_FILE, Redactor().text(card))
         sync_files(aside)
     return Export(output, base, is_local)
@@ -251,16 +249,6 @@ def _held_out(folder: RunFolder, config: TrainConfig, step: int) -> list[Evaluat
     return [each for each in found if each.step in (0, step)]
 
 
-def _moved(folder: RunFolder, config: TrainConfig, step: int) -> set[str]:
-    """The keys that a schedule moves, or that a control moved in the steps before `step`."""
-    moved = {*config.schedule.points}
-    if config.schedule.control and folder.metrics.is_file():
-        for record in StepRecord.read(folder.metrics):
-            if record.step < step:
-                moved.update(record.scheduled or {})
-    return moved
-
-
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
@@ -269,9 +257,12 @@ def _write(path: Path, text: str) -> None:
 
 
 def _card(
-    config: TrainConfig, hub_base: str, checkpoint: Checkpoint, held_out: list[Evaluation],
-    moved: set[str], merged: bool,
-) -> str:  # fmt: skip
+    config: TrainConfig,
+    hub_base: str,
+    checkpoint: Checkpoint,
+    held_out: list[Evaluation],
+    merged: bool,
+) -> str:
     """The README.md of the export. `hub_base` is "" for a base that is a folder, which no card may
     name.
     """
@@ -289,6 +280,7 @@ def _card(
     values = {path: config.value(path) for path in _SHOWN} | {"model.model": name}
     if Path(config.data.source).is_absolute():
         values["data.source"] = Path(config.data.source).name
+    moved = config.schedule.points
     shown = [
         f"| `{path}` | `{toml_value(value)}`{', moved by [schedule]' if path in moved else ''} |"
         for path, value in values.items()

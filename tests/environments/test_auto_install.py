@@ -24,7 +24,22 @@ STAND_IN = """#!{python}
 import pathlib, sys
 assert sys.argv[1:] == ["env", "install", {name!r}], sys.argv
 module = pathlib.Path({target!r}, {name!r}.rpartition("/")[2].replace("-", "_") + ".py")
-module.write_text("from lab_sums import load_environment as load\\ndef load_environment(split='train'): return load()\\n")
+module.write_text({module!r})
+"""
+MODULE = """
+import lab_sums
+from verifiers.v1.envs.single_agent import SingleAgentEnv, SingleAgentEnvConfig
+from verifiers.v1.env import Env
+
+class Sums(lab_sums.Sums): ...
+
+class Config(SingleAgentEnvConfig):
+    split: str = "train"
+
+class WithASplit(Env[Config]):
+    run = SingleAgentEnv.run
+
+__all__ = ["Sums", "WithASplit"]
 """
 SEED_BLOCK = """
 [environment]
@@ -40,6 +55,10 @@ def settings(name: str) -> Settings:
     return Settings(provider="verifiers", id=name, auto_install=True)
 
 
+def stand_in(target: Path, name: str) -> str:
+    return STAND_IN.format(python=sys.executable, target=str(target), name=name, module=MODULE)
+
+
 def command(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     (folder / "prime").write_text(text)
@@ -51,7 +70,7 @@ def test_a_fetched_environment_is_loaded(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(str(tmp_path))
     command(
         tmp_path / "bin",
-        STAND_IN.format(python=sys.executable, target=str(tmp_path), name="someone/fetched-env"),
+        stand_in(tmp_path, "someone/fetched-env"),
         monkeypatch,
     )
     environment = load_verifiers(settings("someone/fetched-env"))
@@ -67,7 +86,7 @@ def test_the_environment_block_of_the_seeds_runs_as_it_is(
     name = "primeintellect/gsm8k"
     command(
         tmp_path / "bin",
-        STAND_IN.format(python=sys.executable, target=str(tmp_path), name=name),
+        stand_in(tmp_path, name),
         monkeypatch,
     )
     file = tmp_path / "seed.toml"

@@ -16,9 +16,3 @@ class Local(LocalFacts):
         from retrain.backends.local.backend import LocalBackend
 
         return LocalBackend.open(config, choices, **given)
-
-    @classmethod
-    def prepare(cls, config: "TrainConfig") -> None:
-        from retrain.backends.local.backend import LocalBackend
-
-        LocalBackend.prepare(config)

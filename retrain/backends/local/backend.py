@@ -6,10 +6,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
-from torch import nn
 
 from retrain.backends.base import Backend, FrozenWeights, TrialAdapter
 from retrain.backends.declared import engine_class, is_raw
@@ -35,10 +33,6 @@ from retrain.types import Float32Array, LogLine, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-
-
-_prepared: WeakSet[nn.Module] = WeakSet()
-"""Base models whose packed copies are kept for the runs that follow."""
 
 
 class LocalBackend(LocalFacts):
@@ -133,20 +127,6 @@ class LocalBackend(LocalFacts):
         self.capabilities = replace(self.capabilities, samples_ahead=True)
         fused = FusedDecoder.of(copy.model, merge=self._choices.merge_adapter)
         return self._build_engine(eos_ids, copy, self._sampler_adapter, fused)
-
-    @classmethod
-    def prepare(cls, config: "TrainConfig") -> None:
-        """Load the base weights into `shared_models`, and lay them out as samplers read them."""
-        device, _, sampler_device = choose_device(config.backend)
-        if sampler_device is not None or config.backend.shard_base:
-            return
-        base = load_base_model(config, resolve_model(config.model.model), device)
-        if base.model in _prepared:
-            return
-        fused = FusedDecoder.of(base.model, merge=budget_of(config, base).merges)
-        if fused is not None:
-            fused.keep_packs()
-        _prepared.add(base.model)
 
     def _build_engine(
         self,
@@ -307,15 +287,6 @@ class LocalBackend(LocalFacts):
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
         with _current(self._base.device):
             return self._learner.look_up(rows, truncation=truncation)
-
-    def tempered_scores(
-        self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
-    ) -> list[Float32Array]:
-        self._make_room()
-        with _current(self._base.device), _deterministic(self._base.device):
-            return self._learner.look_up(
-                rows, temperature=temperature, truncation=truncation, tolerance=tolerance
-            )
 
     # -- files -------------------------------------------------------------------------------------
 

@@ -43,7 +43,6 @@ from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import Truncation
 from retrain.model.adapter import Adapter
 from retrain.model.attention import FusedAttention, missing, plugged_in
-from retrain.model.calibration import tempered_scores
 from retrain.model.devices import attention_of
 from retrain.model.functions import recomputed
 from retrain.model.fused import FusedDecoder
@@ -95,8 +94,6 @@ class _Question:
     """Score with the base in this dtype; None: its own."""
     truncation: Truncation | None = None
     """Count the tokens that it keeps, in place of log-probs."""
-    tolerance: float | None = None
-    """If set, return `tempered_scores` with this tolerance under `truncation`, and no log-probs."""
 
 
 _LOGPROBS = _Question()
@@ -482,12 +479,7 @@ class Learner:
             head = base.head
         states = micro.states(hidden)
         if question.truncation is not None:
-            cuts = astuple(question.truncation)
-            if question.tolerance is None:
-                return count_kept(head, states, temperature, *cuts)
-            return tempered_scores(
-                head, states, micro.targets, temperature, question.tolerance, *cuts
-            )
+            return count_kept(head, states, temperature, *astuple(question.truncation))
         kept = None
         if not (question.whole or question.reference):
             kept = micro.kept()

@@ -1,4 +1,4 @@
-"""Environments of verifiers 0.4, from packages/v1: played by scripts, and trained on the lab."""
+"""Environments of verifiers, from packages: played by scripts, and trained on the lab."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,11 +18,7 @@ from retrain.environments.verifiers import load as load_verifiers  # noqa: E402
 from retrain.errors import ConfigurationError, EnvironmentFailure  # noqa: E402
 from retrain.types import Outcome  # noqa: E402
 from tests.environments.checks import check_learns, check_trained, scripted  # noqa: E402
-from tests.environments.conftest import GENERATION  # noqa: E402
 from tests.runs import small  # noqa: E402
-
-if GENERATION != "v1":
-    pytest.skip("the installed verifiers is of the older generation", allow_module_level=True)
 
 HELD_OUT: dict[str, Any] = {
     "lab_sums": {"evaluation": {"first": 64, "problems": 8}},
@@ -120,11 +116,10 @@ def test_what_cannot_train_says_so(tmp_path: Path) -> None:
 def test_an_environment_of_the_older_interface_is_told_from_a_broken_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    older = Path(__file__).parent / "packages" / "v0" / "lab_sums.py"
-    (tmp_path / "older_sums.py").write_bytes(older.read_bytes())
+    (tmp_path / "older_sums.py").write_text("def load_environment(train: int = 64): ...\n")
     (tmp_path / "broken_sums.py").write_text("import verifiers.v1 as vf\n1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(EnvironmentFailure, match=r"is of the older interface of verifiers.*0\.4"):
+    with pytest.raises(EnvironmentFailure, match=r"interface before verifiers 0\.4"):
         loaded("older_sums")
     with pytest.raises(ConfigurationError, match="ZeroDivisionError"):
         loaded("broken_sums")

@@ -1,4 +1,4 @@
-"""reasoning_gym's tasks and textarena's games, as they are installed."""
+"""reasoning_gym's tasks, as they are installed."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -6,18 +6,15 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.environments
-if find_spec("reasoning_gym") is None or find_spec("textarena") is None:
-    pytest.skip("needs reasoning-gym and textarena", allow_module_level=True)
+if find_spec("reasoning_gym") is None:
+    pytest.skip("needs reasoning-gym", allow_module_level=True)
 
-from retrain import train  # noqa: E402
 from retrain.environments.episodes import EpisodeHost, play  # noqa: E402
 from retrain.environments.reasoning_gym import ReasoningGym  # noqa: E402
-from retrain.environments.textarena import TextArena  # noqa: E402
-from retrain.errors import ConfigurationError, EnvironmentFailure  # noqa: E402
+from retrain.errors import ConfigurationError  # noqa: E402
 from retrain.run.gate import environment_gold  # noqa: E402
 from retrain.types import Outcome, Prompt  # noqa: E402
-from tests.environments.checks import check_trained, scripted  # noqa: E402
-from tests.runs import small  # noqa: E402
+from tests.environments.checks import check_trained  # noqa: E402
 
 
 def test_every_task_of_reasoning_gym_makes_problems_and_scores_them() -> None:
@@ -69,33 +66,6 @@ def test_a_pattern_of_ones_own_finds_the_answer() -> None:
             ReasoningGym("chain_sum", args | {"answer": answer})
 
 
-def test_a_game_is_played_and_its_seed_decides_it() -> None:
-    arena = TextArena("GuessTheNumber-v0", {"size": 3, "evaluation_size": 1})
-    host = EpisodeHost(arena, max_turns=0, timeout_s=30, correct_threshold=0.5)
-    example = arena.examples("train")[1]
-    number = next(
-        n for n in range(1, 21) if play(host, example, [f"[{n}]"]).outcome is Outcome.RIGHT
-    )
-    wrong = 1 if number != 1 else 2
-    said, score = scripted(host, example, [f"[{wrong}]", f"[{number}]"])
-    assert said == [f"[GAME] The target number is {'higher' if wrong < number else 'lower'}."]
-    assert (score.reward, score.metrics["turns"], score.metrics["finished"]) == (1.0, 2, 1)
-    assert play(host, example, [f"[{wrong}]"]).reward == 0
-    host.close()
-
-
-@pytest.mark.parametrize(("game", "error", "sentence"), [
-    ("Wordle-v0", EnvironmentFailure, "needs word lists of nltk"),
-    ("TicTacToe-v0", ConfigurationError, "cannot be started for one player"),
-    ("NoGame-v9", ConfigurationError, "cannot be started"),
-])  # fmt: skip
-def test_games_that_cannot_start_are_refused(
-    game: str, error: type[Exception], sentence: str
-) -> None:
-    with pytest.raises(error, match=sentence):
-        TextArena(game, {})
-
-
 def test_an_unknown_task_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match='did you mean "chain_sum"'):
         ReasoningGym("chain_sums", {})
@@ -124,16 +94,3 @@ def test_the_lab_trains_on_a_task(tmp_path: Path) -> None:
     check_trained(
         tmp_path / "run", {"provider": "reasoning_gym", "id": "chain_sum", "args": args}, turns=1
     )
-
-
-def test_the_lab_trains_on_a_game(tmp_path: Path) -> None:
-    environment = {
-        "provider": "textarena",
-        "id": "GuessTheNumber-v0",
-        "args": {"size": 8, "evaluation_size": 2},
-        "max_turns": 3,
-    }
-    config = small(
-        tmp_path / "run", environment=environment, training={"max_steps": 1, "max_tokens": 96}
-    )
-    assert len(train(config, quiet=True).records()) == 1
