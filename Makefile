@@ -71,8 +71,9 @@ test-max: $(STAMP) ## the same for Modular's MAX, whose first start compiles for
 test-environments: $(STAMP) ## environments of verifiers and reasoning_gym, each library in an environment of its own
 	$(BIN)/python scripts/test_environments.py
 
-lint: $(STAMP) ## ruff
+lint: $(STAMP) ## ruff, and the budget of each folder
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/python scripts/house.py --budget
 
 types: $(STAMP) ## mypy --strict over the package
 	$(BIN)/mypy

@@ -1,6 +1,7 @@
-"""How the package is laid out, counted: `python scripts/house.py [ROOT]` prints one Markdown table,
+"""How the project is laid out, counted: `python scripts/house.py [ROOT]` prints one Markdown table,
 the functions above MAX_NODES and the circles; with `--once` the private functions that have one
-caller: file, line, nodes, name, and who calls it.
+caller: file, line, nodes, name, and who calls it. `--budget` compares sizes with BUDGETS and exits
+with 1 where one is exceeded; `make lint` runs it.
 
 Size is counted in syntax nodes, which no formatter moves. A room is a package folder, or a module
 at the top of `retrain/`. An arrow is one room that imports another, at any depth of a function; a
@@ -23,6 +24,93 @@ Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 MAX_NODES = 250
 """What a reader can hold at once."""
+
+
+BUDGETS: dict[str, int] = {
+    "retrain/*.py": 9_200,
+    "retrain/advantages/": 11_600,
+    "retrain/analysis/": 29_800,
+    "retrain/assets/": 1_850,
+    "retrain/audit/": 1_000,
+    "retrain/backends/": 22_900,
+    "retrain/campaign/": 9_400,
+    "retrain/cli/": 16_400,
+    "retrain/config/": 23_950,
+    "retrain/data/": 8_450,
+    "retrain/environments/": 5_250,
+    "retrain/explain/": 4_350,
+    "retrain/inference_engine/": 23_700,
+    "retrain/inspect/": 3_650,
+    "retrain/model/": 23_700,
+    "retrain/records/": 12_700,
+    "retrain/report/": 7_000,
+    "retrain/rewards/": 15_650,
+    "retrain/run/": 25_050,
+    "retrain/squeeze/": 6_250,
+    "retrain/tracking/": 7_600,
+    "retrain/xray/": 2_300,
+    "scripts/": 16_300,
+    "examples/": 1_550,
+    "core/": 150,
+    "bytes of the package's other files": 6_900_000,
+    "lines of tests": 52_800,
+    "lines of benchmarks": 5_100,
+    "words of the pages": 86_200,
+}
+"""The most of each that there may be. A budget only falls: lower it when you remove something.
+
+A name with a slash at its end is a folder of Python code, in syntax nodes; "retrain/*.py" are the
+modules at the top.
+"""
+_PLAIN_SUFFIXES = {".py", ".pyc"}
+
+
+def sizes(root: Path) -> dict[str, int]:
+    """Measure everything that has a budget."""
+    code = {path: nodes_of(ast.parse(path.read_text(encoding="utf-8"))) for path in _code(root)}
+    found: Counter[str] = Counter()
+    for path, nodes in code.items():
+        parts = path.relative_to(root).parts
+        if parts[0] == "retrain":
+            found["retrain/*.py" if len(parts) == 2 else f"retrain/{parts[1]}/"] += nodes
+        else:
+            found[f"{parts[0]}/"] += nodes
+    other = [path for path in (root / "retrain").rglob("*") if path.is_file()]
+    found["bytes of the package's other files"] = sum(
+        path.stat().st_size for path in other if path.suffix not in _PLAIN_SUFFIXES
+    )
+    found["lines of tests"] = _lines(root / "tests")
+    found["lines of benchmarks"] = _lines(root / "benchmarks")
+    pages = [*(root / "docs").rglob("*.md"), *(root / name for name in _TOP_PAGES)]
+    found["words of the pages"] = sum(
+        len(page.read_text(encoding="utf-8").split()) for page in pages
+    )
+    return dict(found)
+
+
+_TOP_PAGES = ("README.md", "AGENTS.md", "CONTRIBUTING.md")
+
+
+def _code(root: Path) -> Iterator[Path]:
+    for folder in ("retrain", "scripts", "examples", "core"):
+        yield from sorted((root / folder).rglob("*.py"))
+
+
+def _lines(folder: Path) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
+
+
+def check_budgets(root: Path) -> int:
+    """Print each budget that is exceeded; return the exit code."""
+    found = sizes(root)
+    over = [
+        f"{name}: {size:,}, the budget is {BUDGETS.get(name, 0):,}"
+        for name, size in found.items()
+        if size > BUDGETS.get(name, 0)
+    ]
+    for line in over:
+        print(f"{line}. A new feature pays with a removal: take something out of it.")
+    return 1 if over else 0
 
 
 def main(root: Path) -> None:
@@ -312,6 +400,8 @@ def floors(arrows: Arrows, components: list[set[str]]) -> int:
 
 
 if __name__ == "__main__":
-    arguments = [argument for argument in sys.argv[1:] if argument != "--once"]
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
     here = Path(arguments[0]) if arguments else Path(__file__).resolve().parents[1]
+    if "--budget" in sys.argv:
+        sys.exit(check_budgets(here))
     (list_once if "--once" in sys.argv else main)(here)
