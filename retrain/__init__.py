@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from retrain.config import load_config
     from retrain.run.loop import Run, train
 
-__version__ = "0.9.0"
+__version__ = "0.10.0"
 __all__ = ["Run", "__version__", "load_config", "load_runs", "train"]
 
 _HOMES = {
