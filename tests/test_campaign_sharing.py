@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from retrain.campaign import plan_campaign
@@ -13,7 +12,6 @@ from retrain.campaign.launch import InProcess
 from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignRun
 from retrain.config import config_from_mapping, dump_toml
-from retrain.model.packed import kept_pack, shared_packs
 from retrain.model.text import LAB_MODEL
 from retrain.run.loop import train
 from retrain.run.sharing import shared, shared_parts
@@ -70,15 +68,6 @@ def test_parts_are_kept_for_an_equal_key_while_they_are_shared() -> None:
         assert shared("other", list) is not kept
         assert shared(None, list) is not shared(None, list)
     assert shared("key", list) is not kept
-
-
-def test_packed_copies_are_kept_for_a_weight_while_they_are_shared() -> None:
-    weight, other = (torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2))
-    assert kept_pack(weight, weight, None) is not kept_pack(weight, weight, None)
-    with shared_packs():
-        pack = kept_pack(weight, weight, None)
-        assert kept_pack(weight, weight, None) is pack
-        assert kept_pack(other, other, None) is not pack
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:

@@ -192,10 +192,8 @@ class InProcess:
         self._shared.enter_context(shared_parts())
         if loads_models:
             from retrain.model.load import shared_models
-            from retrain.model.packed import shared_packs
 
             self._shared.enter_context(shared_models())
-            self._shared.enter_context(shared_packs())
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:
         try:

@@ -25,7 +25,7 @@ from retrain.model.functions import (
     project,
     recomputed,
 )
-from retrain.model.packed import PackedWeight, kept_pack
+from retrain.model.packed import PackedWeight
 from retrain.model.projection import Projection, fusable
 
 _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
@@ -227,13 +227,9 @@ class FusedDecoder:
             projection.refresh(copy=copy)
         if not copy:
             self._packed_head = None
-        elif self._packed_head is None:
-            self._pack_head()
+        elif self._packed_head is None and type(self._head) is nn.Linear:
+            self._packed_head = PackedWeight(self._head.weight, self._head.bias)
         self._version = version
-
-    def _pack_head(self) -> None:
-        if type(self._head) is nn.Linear:
-            self._packed_head = kept_pack(self._head.weight, self._head.weight, self._head.bias)
 
     @property
     def kv_heads(self) -> list[tuple[int, int]]:

@@ -5,22 +5,16 @@ the multiplication, so it is done once. Shape letters: N tokens, I inputs, O out
 """
 
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 _MIN_ELEMENTS = 150_000
 """For a smaller weight the operator's overhead exceeds what it saves (measured on two cores, 8 to
 128 rows)."""
-
-_kept: "WeakIdKeyDictionary | None" = None
-"""Inside `shared_packs`: the packed copies, by frozen parameter."""
 
 
 class PackedWeight:
@@ -59,29 +53,6 @@ def packs(elements: int, device: torch.device, dtype: torch.dtype) -> bool:
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )
-
-
-@contextmanager
-def shared_packs() -> Iterator[None]:
-    """Keep packed copies of a model's frozen weights as long as the model lives, so that every run
-    inside reads one copy.
-    """
-    global _kept  # noqa: PLW0603 - one store per process, which a campaign opens
-    before, _kept = _kept, WeakIdKeyDictionary()
-    try:
-        yield
-    finally:
-        _kept = before
-
-
-def kept_pack(layer: Tensor, weight: Tensor, bias: Tensor | None) -> PackedWeight:
-    """Return the packed weight, kept for `layer`, the first frozen parameter of a joined weight."""
-    if _kept is None:
-        return PackedWeight(weight, bias)
-    if layer not in _kept:
-        _kept[layer] = PackedWeight(weight, bias)
-    pack: PackedWeight = _kept[layer]
-    return pack
 
 
 def dense_product(

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from retrain.model.packed import (
     PackedWeight,
     dense_product,
-    kept_pack,
     packs,
 )
 
@@ -69,8 +68,7 @@ class Projection:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         bases, self._loras = zip(*map(lora_parts, modules), strict=True)
         self.outputs: list[int] = [base.out_features for base in bases]
-        self._weights: list[nn.Parameter] = [base.weight for base in bases]
-        self.weight = _share_storage(self._weights)
+        self.weight = _share_storage([base.weight for base in bases])
         """[O, I]"""
         self.bias = _joined_bias(bases)
         """[O] or None"""
@@ -126,7 +124,7 @@ class Projection:
                 weight = torch.cat([self.weight, self.factors.up.T], dim=1)
             self.copy = PackedWeight(weight, self.bias)
         elif copy and self.copy is None:
-            self.copy = kept_pack(self._weights[0], self.weight, self.bias)
+            self.copy = PackedWeight(self.weight, self.bias)
 
     def _write_factors(self) -> None:
         """Write all adapters' factors side by side, over the last ones if there are any."""
