@@ -322,7 +322,7 @@ def test_a_help_page_fits_80_columns(
         ("power --effect=abc", "--effect of `retrain power` takes a number, and got 'abc'"),
         (
             "backends --format x",
-            "--format of `retrain backends` takes text, json or markdown, and got 'x'",
+            "--format of `retrain backends` takes text or json, and got 'x'",
         ),
         ("backends a b", "`retrain backends [NAME] [options]` has no place for 'b'"),
         ("report", "`retrain report` needs DIR: a run's folder"),

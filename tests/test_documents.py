@@ -95,7 +95,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     programs = (
         "scripts/servers/tinker-setup.sh",
         "scripts/servers/tinker-start.sh",
-        "home/.cache/retrain/environments/v1/bin/python",
+        "home/.cache/retrain/environments/verifiers/bin/python",
     )
     for name in (".venv/bin/activate", "docs/empty", *programs):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -749,7 +749,7 @@ def test_the_gate_reckons_with_what_an_environment_says(
     """A dialogue may pass a sliding window that its prompt and replies alone do not reach."""
     rows: list[int] = []
 
-    def gate(inputs: GateInputs, prompts: Sequence[Prompt], _once: Any) -> None:
+    def gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
         rows.append(inputs.longest_row - len(prompts[0].token_ids))
         raise RunFailed("seen")
 

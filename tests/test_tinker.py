@@ -192,7 +192,7 @@ def importance(tokens, params):
     return -rho * tokens.advantages * params["scale"], {"rho": rho, "clipped": rho > 1.1}
 def breaks(tokens):
     return -tokens.new * tokens.advantages * (tokens.new + 1e3 if len(tokens.new) == 14 else float("inf"))
-def halves(counts, group, params):
+def halves(counts, group):
     return 0.5 ** group / counts
 """
 

@@ -222,8 +222,8 @@ def _decoded(text: str) -> str:
 
 def _marked(text: str, before: str, *, in_text: bool) -> str:
     text = _DOTTED.sub(lambda match: match[0].replace(".", "").replace(" ", ""), text)
-    letters = [run for run in _RUN.findall(text) if run[0] != "\\"]
-    prose = in_text and any(len(run) > 2 and run not in _FUNCTIONS for run in letters)
+    runs = set(_RUN.findall(text)) - _FUNCTIONS
+    prose = any(len(run) > 2 and run[0] != "\\" for run in runs)
 
     def mark(match: re.Match[str]) -> str:
         run = match[0]
@@ -235,14 +235,13 @@ def _marked(text: str, before: str, *, in_text: bool) -> str:
         numbered = bool(_AFTER_NUMBER.search(so_far)) or (in_text and so_far.endswith("/"))
         if run in _FUNCTIONS and not (in_text and numbered and run in _ALSO_UNITS):
             return f"\\{run} "
-        bracketed = so_far.endswith("(") and text[match.end() : match.end() + 1] == ")"
-        if in_text:
-            glued = so_far[-1:].isdigit() and run.isupper()  # A digit of a number in base 16.
-            known = len(run) > 2 or run in _SHORT_WORDS or (numbered and run in _LETTER_UNITS)
-            word = (known or prose) and not glued and not (bracketed and len(run) == 1)
-        else:
-            word = _is_word(run, numbered)
-        return rf"\text{{{run}}}" if word else run
+        if not in_text:
+            return rf"\text{{{run}}}" if _is_word(run, numbered) else run
+        bracketed = so_far.endswith("(") and text.startswith(")", match.end())
+        # A digit of a number in base 16, or the letter of a choice.
+        kept = (so_far[-1:].isdigit() and run.isupper()) or (bracketed and len(run) == 1)
+        known = len(run) > 2 or run in _SHORT_WORDS or (numbered and run in _LETTER_UNITS)
+        return rf"\text{{{run}}}" if (known or prose) and not kept else run
 
     return _RUN.sub(mark, text)
 
