@@ -63,7 +63,7 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
     draft = plan_campaign(config, Path("campaign"))
     checked = check(draft)
     with (
-        Interrupts() as interrupts,  # First, so that a second signal meets it while the others close.
+        Interrupts() as interrupts,  # A second signal meets it while the others close.
         closing(_launcher(draft)) as launcher,
         open_campaign(config, datetime.now().astimezone()) as (planned, manifest),
     ):
