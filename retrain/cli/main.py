@@ -58,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     sys.excepthook = _masked_traceback
     try:
-        return _answer(list(sys.argv[1:] if argv is None else argv))
+        code = _answer(list(sys.argv[1:] if argv is None else argv))
+        if argv is None and code > 128:  # A signal ended it; another one must not change the code.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+        return code
     # The second of two may come while the first one's sentence is printed.
     except KeyboardInterrupt:
         return 130
