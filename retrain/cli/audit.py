@@ -63,8 +63,8 @@ def command(
     else:
         print_masked(to_text(audit))
     if audit.could_not_judge == len(audit.verdicts):
-        reason = audit.verdicts[0].score.reason.rstrip(".")
         raise RunFailed(
-            f"The reward could judge none of the completions ({reason}), so no rate is known;"
+            "The reward could judge none of the completions"
+            f" ({audit.verdicts[0].score.reason.rstrip('.')}), so no rate is known;"
             " correct the reward."
         )

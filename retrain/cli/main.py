@@ -60,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _answer(list(sys.argv[1:] if argv is None else argv))
         if argv is None and code > 128:  # A signal ended it; another one must not change the code.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return code
     # The second of two may come while the first one's sentence is printed.
     except KeyboardInterrupt:
