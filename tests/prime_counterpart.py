@@ -6,7 +6,6 @@ Nothing here uses the encoder or the paths of retrain.backends.prime_rl.
 
 import json
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -141,19 +140,6 @@ class ZmqReceiver:
         self.socket.close(linger=0)
         self.greeting.close(linger=0)
         self.context.term()
-
-
-def free_ports() -> int:
-    """The first of two neighbouring ports that are free."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
 
 
 # -- the trainer -----------------------------------------------------------------------------------

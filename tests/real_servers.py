@@ -6,6 +6,7 @@ for each. A server that is missing or does not start fails the test.
 """
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -145,10 +146,16 @@ def started(name: str, *variants: tuple[Path, tuple[str, ...]]) -> Iterator[list
         yield found
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def free_port(neighbors: int = 1) -> int:
+    """Return the first of so many neighboring free ports, below those that a system gives to
+    connections: a server that loads for a minute finds its port still free.
+    """
+    while True:
+        first = random.randrange(15_000, 32_000)
+        with ExitStack() as bound, suppress(OSError):
+            for port in range(first, first + neighbors):
+                bound.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 def await_steps(folder: Path, steps: int) -> None:

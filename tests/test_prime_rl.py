@@ -43,10 +43,10 @@ from tests.prime_counterpart import (
     Trainer,
     ZmqReceiver,
     decode,
-    free_ports,
     inference_server,
     rows_of,
 )
+from tests.real_servers import free_port
 from tests.runs import small, small_run
 
 FAST = {"sync_wait_s": 30, "sync_poll_s": 0.01}
@@ -175,7 +175,7 @@ def test_zmq_reaches_each_rank_on_its_topic_and_says_when_one_has_gone() -> None
     waits for ever, in some other test.
     """
     options = PrimeRLOptions(
-        transport="zmq", zmq_port=free_ports(), trainer_ranks=2, sync_wait_s=30, sync_poll_s=0.01
+        transport="zmq", zmq_port=free_port(2), trainer_ranks=2, sync_wait_s=30, sync_poll_s=0.01
     )
     with ExitStack() as stack:
         sender = stack.enter_context(closing(ZmqSender(options)))
@@ -374,7 +374,7 @@ def test_a_run_trains_through_the_wire(
         "training": {"micro_batch_tokens": 200},
         "evaluation": {"every": 2, "max_examples": 2},
     }
-    config = prime(tmp_path, server, transport, options={"zmq_port": free_ports()}, **sections)
+    config = prime(tmp_path, server, transport, options={"zmq_port": free_port(2)}, **sections)
     with trainer_of(config, learner) as trainer:
         run = train(config, quiet=True)
         trainer.join(timeout=20)
@@ -399,7 +399,7 @@ def test_a_run_whose_trainer_dies_while_a_step_is_sampled_is_saved_and_goes_on(
     tmp_path: Path, learner: LocalBackend, server: InferenceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No byte of the batch was sent, so the state is that between two steps."""
-    options = {"zmq_port": free_ports(), "sync_wait_s": 2}
+    options = {"zmq_port": free_port(2), "sync_wait_s": 2}
     config = prime(tmp_path, server, "zmq", options=options, training={"save_every": 50})
     usual = server._inference_v1_generate
     with trainer_of(config, learner) as trainer:
@@ -434,7 +434,7 @@ def test_a_step_that_was_sent_in_part_is_not_called_saved(
         raise ServerFailure("Half of it was sent.")
 
     monkeypatch.setattr(ZmqSender, "send", breaks)
-    config = prime(tmp_path, server, "zmq", options={"zmq_port": free_ports()})
+    config = prime(tmp_path, server, "zmq", options={"zmq_port": free_port(2)})
     told = (
         r"Half of it was sent\. Step 0 was under way and is not saved, and there is no checkpoint"
         r" yet, so a resume begins at step 0"

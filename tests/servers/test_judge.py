@@ -126,8 +126,8 @@ def test_an_audit_of_a_small_judge_shows_that_it_is_no_verifier(
         {"data": {"source": "jsonl", "path": str(file)}, "reward": judge(smollm2.url)}
     )
     result: Audit = audit_reward(config, 2, lambda _: None)
-    assert (result.false_negatives.error_rate or 0) + (result.false_positives.error_rate or 0) > 0.3
-    assert result.usage.requests > 30
+    assert len(result.verdicts) > 400
+    assert len(result.errors()) > 0.3 * len(result.verdicts)
 
 
 def test_a_model_of_another_shape_behind_the_second_address_is_named(

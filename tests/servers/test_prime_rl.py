@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from prime_counterpart import FileReceiver, Trainer, ZmqReceiver, free_ports
-from real_servers import RealServer
+from prime_counterpart import FileReceiver, Trainer, ZmqReceiver
+from real_servers import RealServer, free_port
 from runs import small
 
 from retrain import train
@@ -89,7 +89,7 @@ def test_steps_through_a_real_server_are_on_policy(
     """What the trainer computes for each batch before its update is what the server sampled with:
     the adapter is the new one each time.
     """
-    port, transport = free_ports(), "zmq"
+    port, transport = free_port(2), "zmq"
     place: Any = port
     if receiver is FileReceiver:
         place, transport = tmp_path / "shared", "filesystem"
