@@ -15,7 +15,7 @@ from real_servers import RealServer, started
 from runs import lines, small
 
 from retrain import train
-from retrain.audit.run import Audit, audit_reward
+from retrain.audit import run as audit
 from retrain.config import config_from_mapping
 from retrain.errors import EnvironmentFailure, RunFailed, ServerFailure
 from retrain.rewards import ScoreRequest, build_scorer
@@ -115,8 +115,11 @@ def test_a_server_that_dies_stops_the_run_and_loses_no_step(
 
 
 def test_an_audit_of_a_small_judge_shows_that_it_is_no_verifier(
-    tmp_path: Path, smollm2: RealServer
+    tmp_path: Path, smollm2: RealServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On every tenth answer, since each is a request to a model on a CPU."""
+    cases = [*audit._families()][::10]
+    monkeypatch.setattr(audit, "_families", lambda: cases)
     file = tmp_path / "data.jsonl"
     file.write_text(
         '{"prompt": "What is 2 + 2?", "answer": "4"}\n{"prompt": "What is 7 * 8?", "answer":'
@@ -125,8 +128,8 @@ def test_an_audit_of_a_small_judge_shows_that_it_is_no_verifier(
     config = config_from_mapping(
         {"data": {"source": "jsonl", "path": str(file)}, "reward": judge(smollm2.url)}
     )
-    result: Audit = audit_reward(config, 2, lambda _: None)
-    assert len(result.verdicts) > 400
+    result = audit.audit_reward(config, 2, lambda _: None)
+    assert len(result.verdicts) > len(cases) > 40
     assert len(result.errors()) > 0.3 * len(result.verdicts)
 
 

@@ -67,4 +67,6 @@ def test_a_run_goes_on_with_one_where_the_other_is_killed(
     print(f"\n{said}\nseconds:", ", ".join(f"{one.step_time_s or 0:.1f}" for one in records))
     assert len(said) == 1 and printed_vllm.url in said[0]
     assert len(records) == 8 and max(map(largest_difference, records)) < 1e-3
-    assert max(record.step_time_s or 0 for record in records) < 30
+    assert max(record.step_time_s or 0 for record in records) < 300, (
+        "it waited its patience of 600 s"
+    )
