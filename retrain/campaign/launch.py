@@ -90,7 +90,8 @@ class Launcher(Protocol):
         """
 
     def close(self) -> None:
-        """Release what the launcher holds."""
+        """Release what the launcher holds: nothing, unless it says otherwise."""
+        return
 
 
 def perform(config: TrainConfig) -> RunOutcome:

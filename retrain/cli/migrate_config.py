@@ -46,8 +46,8 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
     for section, key in left:
         del document[section][key]
     backend = document.get(BACKEND)
-    is_table = isinstance(backend, MutableMapping)
-    legacy = [key for key in backend if key.startswith(LEGACY_PREFIX)] if is_table else []
+    keys = backend if isinstance(backend, MutableMapping) else ()
+    legacy = [key for key in keys if key.startswith(LEGACY_PREFIX)]
     if legacy:
         _move_all(document, legacy, text, name)
     if not legacy and not left:
