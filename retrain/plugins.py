@@ -10,7 +10,7 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -207,18 +207,14 @@ def _dotted_names(config: "TrainConfig") -> list[tuple[str, str]]:
     return [(path, name) for path, name in given if is_dotted(name) and not is_data_location(name)]
 
 
-def plugin_hashes(config: "TrainConfig", without: Collection[str] = ()) -> dict[str, str]:
+def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
     """Dotted name -> sha256 (hex) of the file with the plugin, for every one that the configuration
-    names by its path, but for the sections `without`.
+    names by its path.
 
     No code is run: a reward is loaded in its workers alone. A name whose file is not found has no
     entry.
     """
-    files = {
-        name: _file_of(name, config)
-        for path, name in _dotted_names(config)
-        if path.partition(".")[0] not in without
-    }
+    files = {name: _file_of(name, config) for _, name in _dotted_names(config)}
     return {
         name: hashlib.sha256(file.read_bytes()).hexdigest()
         for name, file in files.items()

@@ -183,10 +183,6 @@ class DropsAModule(Served):
         }
 
 
-class DropsAModuleInBf16(DropsAModule):
-    options = EngineOptions(weights=torch.bfloat16)
-
-
 class ServedInBf16(Served):
     options = EngineOptions(weights=torch.bfloat16)
 
@@ -221,10 +217,6 @@ class SwapsQAndK(Served):
         return swapped
 
 
-class SwapsQAndKInBf16(SwapsQAndK):
-    options = EngineOptions(weights=torch.bfloat16)
-
-
 class KeepsTheFirstAdapter(Served):
     """Reloads nothing under a name that it knows."""
 
@@ -235,27 +227,6 @@ class KeepsTheFirstAdapter(Served):
 class KeepsTheTrialAdapter(Served):
     def takes(self) -> bool:
         return self.taken < 2
-
-
-class LoadsLate(Served):
-    """Answers two requests after a sync with the adapter before it."""
-
-    waiting: Weights | None = None
-    left = 0
-
-    def load(self, weights: Weights) -> None:
-        self.waiting, self.left = weights, 2
-
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        early = requests[: self.left]
-        self.left -= len(early)
-        if early:
-            yield from [*super().sample(early)]
-        if self.waiting and not self.left:
-            super().load(self.waiting)
-            self.waiting = None
-        for one in super().sample(requests[len(early) :]):
-            yield replace(one, request=len(early) + one.request)
 
 
 class StopsReloading(Served):

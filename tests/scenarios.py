@@ -139,14 +139,6 @@ def losing_the_worst(rng: Random, arms: int, seeds: int) -> Campaign:
     return campaign
 
 
-def counting_them_as_the_worst(rng: Random, arms: int, seeds: int) -> Campaign:
-    """The same, with --failed worst."""
-    campaign = losing_the_worst(rng, arms, seeds)
-    campaign.right[~campaign.finished] = 0
-    campaign.finished[:] = True
-    return campaign
-
-
 def forty_problems(rng: Random, arms: int, seeds: int) -> Campaign:
     """An effect that differs from problem to problem, with a mean of 0 over all problems; 40 of
     them are asked.

@@ -1,4 +1,4 @@
-"""What a running campaign prints, on a terminal and elsewhere."""
+"""What a running campaign prints."""
 
 import errno
 import io
@@ -7,7 +7,6 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from retrain.campaign.board import Board, read_progress
 from retrain.campaign.manifest import Manifest, Status
@@ -20,22 +19,10 @@ from retrain.records.jsonl import JsonlWriter
 from retrain.records.run_folder import RunFolder
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 class Left(io.StringIO):
     """An output whose reader goes away once there is an error."""
 
     error: OSError | None = None
-
-    def __init__(self, terminal: bool) -> None:
-        super().__init__()
-        self.terminal = terminal
-
-    def isatty(self) -> bool:
-        return self.terminal
 
     def write(self, text: str) -> int:
         if self.error:
@@ -70,99 +57,15 @@ def campaign(tmp_path: Path) -> tuple[CampaignPlan, Manifest]:
     return plan, manifest
 
 
-def render(board: Board, width: int = 200) -> str:
-    out = io.StringIO()
-    Console(file=out, width=width, color_system=None).print(board.table(width))
-    return out.getvalue()
-
-
-def test_the_table_tells_each_run_and_the_campaign(campaign: tuple[CampaignPlan, Manifest]) -> None:
-    text = render(Board(*campaign, workers=1))
-    rows = {line.split()[0]: line for line in text.splitlines() if "_s" in line.split()[0]}
-    reason = rows.pop("maxrl+gtpo_s1:")
-    assert "running" in rows["maxrl+none_s1"] and "12/50" in rows["maxrl+none_s1"]
-    assert "45.3%" in rows["maxrl+none_s1"] and "1 min 16 s" in rows["maxrl+none_s1"]
-    assert "done" in rows["grpo+none_s1"] and "50/50" in rows["grpo+none_s1"]
-    assert (
-        "failed" in rows["maxrl+gtpo_s1"]
-        and reason.rstrip() == "maxrl+gtpo_s1: [lora] init_from is nowhere"
-    ), "harmless text"
-    assert (
-        "1 running, 1 failed, 1 done, 7 pending | step 62 of 500 | 12 min 56 s left"
-        in text.replace("\n", "")
-    )
-
-
-@pytest.mark.parametrize("width", [80, 200])
-def test_long_labels_and_reasons_leave_room_for_every_number_and_seed(
-    width: int, tmp_path: Path
-) -> None:
-    label = "importance-weighted-with-a-clip-that-is-wide_and_slow"
-    condition = {"advantage_mode": "grpo", "transform_mode": "none", "label": label}
-    plan = plan_campaign(
-        config_from_mapping(
-            {"campaign": {"seeds": [101, 202], "max_steps": 500, "conditions": [condition]}}
-        ),
-        tmp_path,
-    )
-    manifest = Manifest.of_plan(plan, datetime.now())
-    for run in plan.runs:
-        run.folder.mkdir(parents=True)
-        write_steps(run.folder, 123)
-        manifest.started(run.name)
-    manifest.ended(
-        plan.runs[0].name,
-        Status.FAILED,
-        "16 of 16 completions of the last step could not be judged, " + "and so on " * 40,
-    )
-    lines = [line.rstrip() for line in render(Board(plan, manifest, workers=1), width).splitlines()]
-    assert max(map(len, lines)) <= width
-    running, failed, *_ = lines[
-        next(number for number, line in enumerate(lines) if line.startswith("run ")) + 1 :
-    ]
-    assert "_s101" in failed and "_s202" in running
-    for row in (failed, running):
-        assert "123/500" in row and "45.3%" in row
-    assert running.endswith("12 min 34 s")
-    assert (label in running) == (width == 200)
-    assert lines[-1].startswith(f"{label}_s101: 16 of 16") and lines[-1].endswith("…")
-
-
-def test_a_large_campaign_fits_the_terminal_and_shows_what_runs(tmp_path: Path) -> None:
-    plan = plan_campaign(config_from_mapping({"campaign": {}}), tmp_path)
-    manifest = Manifest.of_plan(plan, datetime.now())
-    manifest.started(plan.runs[-1].name)
-    out = Terminal()
-    with Board(plan, manifest, workers=1, out=out) as board:
-        text = render(board)
-    assert len(text.splitlines()) <= 25
-    assert plan.runs[-1].name in text and "more" in text
-
-
-def test_a_terminal_gets_a_table_that_is_drawn_again(
-    campaign: tuple[CampaignPlan, Manifest],
-) -> None:
-    out = Terminal()
-    with Board(*campaign, workers=1, out=out) as board:
-        board.say("a line above it " + "that is longer than a terminal is wide " * 9)
-    board.say("a line below it")
-    assert "that is longer than a terminal is wide " * 9 in out.getvalue(), "a line is not broken"
-    assert "maxrl+none_s1" in out.getvalue()
-    assert out.getvalue().endswith("a line below it\n")
-
-
-@pytest.mark.parametrize(
-    ("terminal", "number"), [(True, errno.EIO), (False, errno.EIO), (False, errno.EPIPE)]
-)
+@pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE])
 def test_a_campaign_outlives_the_reader_of_what_it_prints(
     campaign: tuple[CampaignPlan, Manifest],
     monkeypatch: pytest.MonkeyPatch,
-    terminal: bool,
     number: int,
 ) -> None:
-    monkeypatch.setattr("retrain.campaign.board.REFRESH_S", 0.01)
-    out = Left(terminal)
-    with Board(*campaign, workers=1, out=out) as board:
+    monkeypatch.setattr("retrain.campaign.board.LINES_EVERY_S", 0.01)
+    out = Left()
+    with Board(*campaign, out=out) as board:
         out.error = OSError(number, os.strerror(number))
         board.say("Stopping: running runs save a checkpoint first.")
         board.ended("grpo+none_s1")
@@ -175,18 +78,17 @@ def test_a_campaign_outlives_the_reader_of_what_it_prints(
 def test_a_full_disk_under_what_a_campaign_prints_is_named(
     campaign: tuple[CampaignPlan, Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("REFRESH_S", "LINES_EVERY_S"):
-        monkeypatch.setattr(f"retrain.campaign.board.{name}", 0.01)
+    monkeypatch.setattr("retrain.campaign.board.LINES_EVERY_S", 0.01)
     plan, manifest = campaign
     entry = manifest.runs[0]
     entry.status = Status.RUNNING
     write_steps(plan.folder / entry.dir, 1)
-    out = Left(terminal=False)
+    out = Left()
     out.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with (
         pytest.raises(EnvironmentFailure, match=r"^Standard output cannot be written: No space"),
         writing_to(plan.folder, "continue"),
-        Board(plan, manifest, workers=1, out=out) as board,
+        Board(plan, manifest, out=out) as board,
     ):
         board._closing.wait(0.1)
         assert board._said and board._thread and board._thread.is_alive()
@@ -201,12 +103,12 @@ def test_a_folder_that_was_deleted_while_it_was_written_to_is_named(tmp_path: Pa
         (tmp_path / "gone" / "manifest.json").write_text("{}")
 
 
-def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(
+def test_a_run_is_a_line_at_its_start_and_at_its_end(
     campaign: tuple[CampaignPlan, Manifest],
 ) -> None:
     plan, manifest = campaign
     out = io.StringIO()
-    with Board(plan, manifest, workers=1, out=out) as board:
+    with Board(plan, manifest, out=out) as board:
         board.started("maxrl+none_s1")
         board.ended("grpo+none_s1")
         board.ended("maxrl+gtpo_s1")
@@ -219,13 +121,12 @@ def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(
     assert failed.endswith("runs/maxrl+gtpo_s1/output.log")
 
 
-def test_elsewhere_running_runs_print_a_line_now_and_then(
+def test_running_runs_print_a_line_now_and_then(
     campaign: tuple[CampaignPlan, Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("retrain.campaign.board.REFRESH_S", 0.01)
     monkeypatch.setattr("retrain.campaign.board.LINES_EVERY_S", 0.01)
     out = io.StringIO()
-    with Board(*campaign, workers=1, out=out) as board:
+    with Board(*campaign, out=out) as board:
         for _ in range(500):
             if out.getvalue():
                 break
@@ -240,10 +141,9 @@ def test_elsewhere_running_runs_print_a_line_now_and_then(
 def test_quiet_leaves_what_is_said_and_what_ended(
     campaign: tuple[CampaignPlan, Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("retrain.campaign.board.REFRESH_S", 0.01)
     monkeypatch.setattr("retrain.campaign.board.LINES_EVERY_S", 0.01)
-    out = Terminal()
-    with Board(*campaign, workers=1, out=out, quiet=True) as board:
+    out = io.StringIO()
+    with Board(*campaign, out=out, quiet=True) as board:
         board.say("x")
         board.started("maxrl+none_s1")
         board.ended("grpo+none_s1")

@@ -26,7 +26,7 @@ from retrain.config import (
 )
 from retrain.config.effects import per_token_refusals, refusals
 from retrain.config.keys import Key, all_keys, flags
-from retrain.config.names import register_name
+from retrain.config.names import registered_sources
 from retrain.config.overrides import parse_overrides
 from retrain.errors import ConfigurationError
 
@@ -333,7 +333,7 @@ def test_dr_grpo_brings_its_aggregation_along() -> None:
 def test_a_source_that_python_registered_is_known() -> None:
     with pytest.raises(ConfigurationError):
         config_from_mapping({"data": {"source": "my_registered_source"}})
-    register_name("data", "my_registered_source")
+    registered_sources.add("my_registered_source")
     assert (
         config_from_mapping({"data": {"source": "my_registered_source"}}).data.source
         == "my_registered_source"

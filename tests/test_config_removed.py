@@ -76,6 +76,30 @@ def test_a_stored_configuration_is_read_whatever_a_removed_key_holds(
         load_stored(file)
 
 
+def test_migration_deletes_what_left_and_says_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A removed value stays: a person has to choose another."""
+    file = tmp_path / "old.toml"
+    sections = dict.fromkeys(path.partition(".")[0] for path in KEYS)
+    old = "".join(
+        f"[{section}] # kept\n"
+        + "".join(
+            f"{path.partition('.')[2]} = {{ a = 1 }}\n" for path in KEYS if f"{section}." in path
+        )
+        for section in sections
+    )
+    file.write_text(old + '[model]\ndtype = "fp8"\n')
+    assert main(["migrate-config", str(file), "--write"]) == 0
+    kept = "".join(f"[{section}] # kept\n" for section in sections)
+    assert file.read_text() == kept + '[model]\ndtype = "fp8"\n'
+    said = capsys.readouterr().err.splitlines()
+    named = [path.partition(".") for path in KEYS]
+    assert sorted(said) == sorted(
+        f"Deleted: [{section}] {name} {answer(f'{section}.{name}')}" for section, _, name in named
+    )
+
+
 @pytest.mark.parametrize("row", VALUES)
 def test_a_removed_value_is_answered(row: str) -> None:
     path, _, value = row.partition(" = ")

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from retrain.inference_engine.sampling import draw
 from retrain.model import head, truncation
 
-ONE = np.ones(1, dtype=np.float32)
-
 
 def reference(logits: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and cumulative probabilities in float64."""

@@ -11,12 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.backends.base import LAST_UPDATE, WHOLE_ADAPTER
 from retrain.backends.local.backend import LocalBackend, _deterministic
-from retrain.backends.local.changes import learned_changes
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow, pack, split_rows
-from retrain.backends.local.optimizer import AdapterOptimizer
 from retrain.backends.rows import check_rows, learning_rate, minibatch_split, needed_tokens, shift
 from retrain.config.schema import Training
 from retrain.model.adapter import Adapter, DropoutKey, KeyedDropout
@@ -115,45 +112,6 @@ def test_the_same_inputs_give_the_same_bytes() -> None:
     torch.manual_seed(2)
     other.train(make_rows(), 0)
     assert same(weights(one), weights(other))
-
-
-# --- what the gate takes back of it ----------------------------------------------------------------
-
-
-def test_the_last_update_follows_from_the_moments() -> None:
-    once = {"minibatches": 1, "updates_per_batch": 1}
-    learner = make_learner(config_for(training=TRAIN | once))
-    rows, before = near(learner), weights(learner)
-    assert not learned_changes(learner.optimizer)
-    for step in range(3):
-        before = weights(learner)
-        learner.train(rows, step)
-    after = weights(learner)
-    changes = learned_changes(learner.optimizer)
-    assert {*changes} == {LAST_UPDATE, WHOLE_ADAPTER}
-    with changes[LAST_UPDATE] as change:
-        change.set(1.0)
-        for name, own in weights(learner).items():
-            assert torch.allclose(own, before[name], rtol=1e-5, atol=1e-3 * TRAIN["lr"]), name
-    assert same(weights(learner), after)
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-def test_the_last_update_has_its_own_rate_under_a_schedule(tmp_path: Path, resumed: bool) -> None:
-    """Also after steps that trained nothing, and in a run that was resumed."""
-    config = config_for(training={"lr_schedule": "linear", "max_steps": 8, "lr": 4e-5})
-    parameters = {"a.lora_B.weight": torch.nn.Parameter(torch.ones(4))}
-    optimizer = AdapterOptimizer(parameters, config.optimizer, config.training, 0.0)
-    for step in (0, 4):
-        before = parameters["a.lora_B.weight"].detach().clone()
-        parameters["a.lora_B.weight"].grad = torch.full((4,), 1.0 + step)
-        optimizer.step(step, torch.tensor(1.0))
-    if resumed:
-        optimizer.save(tmp_path)
-        optimizer = AdapterOptimizer(parameters, config.optimizer, config.training, 0.0)
-        optimizer.load(tmp_path)
-    moved = parameters["a.lora_B.weight"].detach() - before
-    assert torch.allclose(optimizer.last_update()["a.lora_B.weight"], moved, rtol=0.01)
 
 
 # --- non-finite numbers ---------------------------------------------------------------------------

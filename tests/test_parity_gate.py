@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import faulty_engines
@@ -19,8 +18,6 @@ from runs import lines, small, small_run
 from retrain import train
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run import gate, gate_fits
-from retrain.run.gate_causes import UNCLEAR, late_requests, likely_cause
-from retrain.run.gate_looks import fault as fault_of
 from retrain.run.gate_looks import first_sound
 from retrain.run.identical import chance_of_identical
 from retrain.run.observer import default_mismatch_limit
@@ -63,25 +60,25 @@ def adapter_bytes(parts: Parts) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        pytest.param("IgnoresTheAdapter", "ignores the adapter", marks=pytest.mark.slow),
-        ("HalvesTheScale", r"those of the adapter at 0\.5 of its scale"),
-        pytest.param("RaisesTheScale", r"at 1\.[34] of its scale", marks=pytest.mark.slow),
-        ("DropsAProjection", "as if (9.|100)% of the adapter's effect on v_proj were missing"),
+        pytest.param("IgnoresTheAdapter", "ignore the adapter", marks=pytest.mark.slow),
+        ("HalvesTheScale", "with a trial adapter, .* its scale"),
+        pytest.param("RaisesTheScale", "its scale", marks=pytest.mark.slow),
+        ("DropsAProjection", "lack (9.|100)% of the adapter's effect on v_proj"),
         pytest.param(
             "SwapsQAndK",
-            "as if .*% of the adapter.s effect|with a trial adapter, engine and learner disagree",
+            "% of the adapter.s effect|with a trial adapter, engine and learner disagree",
             marks=pytest.mark.slow,
         ),
         (
             "DropsTheLastLayer",
-            "as if (9.|100)% of the adapter's effect on part 4 of 4 of the layers were missing",
+            "lack (9.|100)% of the adapter's effect on part 4 of 4 of the layers",
         ),
-        ("KeepsTheFirstAdapter", "ignores the adapter"),
+        ("KeepsTheFirstAdapter", "ignore the adapter"),
         (
             "KeepsTheTrialAdapter",
-            "after the trial adapter was taken back, .* log-probs are those of the trial adapter",
+            "after the trial adapter was taken back, engine and learner disagree",
         ),
-        ("KeepsOldKeysAndValues", "cach(ed|es) prefixes"),
+        ("KeepsOldKeysAndValues", "cached prefixes"),
     ],
 )
 def test_the_gate_stops_an_engine_that_serves_another_adapter(
@@ -100,7 +97,7 @@ def test_the_gate_passes_a_sound_engine_and_restores_every_byte(parts: Parts, en
         if place == "served":
             engine("Served")
         result = run_parity_gate(CONFIG, parts, 0)
-        assert adapter_bytes(parts) == before and not result.half_precision and not result.late
+        assert adapter_bytes(parts) == before and not result.half_precision
         assert (
             result.max_difference
             < result.tolerance
@@ -118,21 +115,12 @@ def test_the_gate_passes_a_sound_engine_and_restores_every_byte(parts: Parts, en
         )
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("Hotter", r"as at a temperature of 0\.8[78] in place of 0\.8"),
-        ("Noisy", "another temperature, or draw otherwise; the differences do not say which"),
-    ],
-)
-def test_a_later_fault_is_named_only_where_the_evidence_separates_it(
-    parts: Parts, engine: Any, fault: str, told: str
-) -> None:
-    engine(fault)
+def test_a_server_that_came_back_is_compared(parts: Parts, engine: Any) -> None:
+    engine("Noisy")
     inputs, prompts = gate_inputs(CONFIG, parts, 1, True), parts.prompts.batch(0, 2, 3)
-    with pytest.raises(RunFailed, match=f"came back, .*{told}") as stopped:
+    told = "came back, engine and learner disagree .* and its own sampling settings"
+    with pytest.raises(RunFailed, match=told):
         gate.adapter_check(inputs, prompts)
-    assert "still serves another adapter:" not in str(stopped.value)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +128,7 @@ def test_a_later_fault_is_named_only_where_the_evidence_separates_it(
     first_of(
         [
             ("SecondHasOtherWeights", "engine and learner disagree by .* the same model"),
-            ("SecondIgnoresTheAdapter", "the engine ignores the adapter and samples from the base"),
+            ("SecondIgnoresTheAdapter", "the engine seems to ignore the adapter and sample from"),
         ]
     ),
 )
@@ -155,37 +143,6 @@ def test_of_two_servers_the_wrong_one_is_named(
         run_parity_gate(CONFIG, parts, 0)
 
 
-@pytest.mark.slow
-def test_requests_that_the_adapter_before_answers_are_counted_and_said(
-    parts: Parts, engine: Any
-) -> None:
-    """Of the trial adapter's sync two, and two of the sync that takes it back."""
-    engine("LoadsLate")
-    result = run_parity_gate(CONFIG, parts, 0)
-    assert result.late == result.to_json()["late"] == 4
-    told = "The engine answered 4 requests after a sync with the adapter before it"
-    assert told in result.line() and told in result.brief
-
-
-@pytest.mark.parametrize(("half", "tokens", "late"), [(False, 1, 1), (True, 15, 0), (True, 16, 1)])
-def test_a_request_is_late_where_its_tokens_tell_two_adapters_apart(
-    half: bool, tokens: int, late: int
-) -> None:
-    """Where the model is sure, log-probs are 0 under both; in half precision few tokens may have
-    the other adapter's by their rounding.
-    """
-    off = np.full(tokens, 0.5, np.float32)
-    sampled: Any = SimpleNamespace(
-        inputs=SimpleNamespace(half_precision=half),
-        rows=[
-            SimpleNamespace(group=0, num_actions=20),
-            SimpleNamespace(group=1, num_actions=tokens),
-        ],
-        differences=[np.zeros(20, np.float32), off],
-    )
-    assert late_requests(sampled, [np.append(np.zeros(20), off)]) == late
-
-
 def test_completions_that_end_at_one_server_do_not_hide_another(parts: Parts, engine: Any) -> None:
     engine("SecondNeverEnds")
     inputs, prompts = gate_inputs(CONFIG, parts, 0, False), parts.prompts.batch(0, 2, 3)
@@ -198,40 +155,16 @@ def test_completions_that_end_at_one_server_do_not_hide_another(parts: Parts, en
 
 def test_a_fault_has_to_be_found_twice_at_the_same_server() -> None:
     """Of many sound servers, noise may accuse another one in each look."""
-    fault, small = fault_of("Parity gate: wrong."), [gate_fits.Suspect(0.2, "x", stops=False)]
-    sound: list[gate_fits.Suspect] = []
-    assert first_sound([("a", {"one": fault, "two": sound}), ("b", {"one": small, "two": fault})])
-    looks = [("a", {"one": fault, "two": sound}), ("b", {"one": fault, "two": fault})]
+    fault = "Parity gate: wrong."
+    assert first_sound([("a", {"one": fault, "two": ""}), ("b", {"one": "", "two": fault})])
+    looks = [("a", {"one": fault, "two": ""}), ("b", {"one": fault, "two": fault})]
     with pytest.raises(RunFailed, match="at one alone of 2 servers"):
         first_sound(looks)
 
 
-def test_what_explains_little_of_the_differences_is_not_named_as_their_cause() -> None:
-    """A small group keeps its name as a warning, and lends it to no stop."""
-    assert gate_fits.Suspect.of(0.8, "ignored") == gate_fits.Suspect(0.8, "ignored")
-    little = gate_fits.Suspect.of(0.79, "ignored")
-    small = gate_fits.Suspect.of(0.79, "small", stops=False)
-    assert small.sentence == "small" and UNCLEAR in little.sentence
-    with pytest.raises(RunFailed, match="the differences do not say which"):
-        first_sound([("a", {"": [small, little]}), ("b", {"": [small, little]})])
-
-
-@pytest.mark.slow
-def test_swapped_projections_are_not_called_another_temperature(parts: Parts, engine: Any) -> None:
-    """A temperature of 1.7 explained 77% of the differences."""
-    engine("SwapsQAndKInBf16")
-    config = small(
-        Path("nowhere"),
-        inference={"dtype": "bf16"},
-        training={"temperature": 0.8, "seed": 0, "max_tokens": 24},
-    )
-    with pytest.raises(RunFailed, match="the differences do not say which"):
-        run_parity_gate(config, parts, 0)
-
-
 def test_a_server_that_did_not_answer_one_look_is_judged_by_the_other() -> None:
-    fault, nothing = fault_of("Parity gate: wrong."), cast("Any", None)
-    alone, both = {"one": fault}, {"one": fault, "two": fault_of("")}
+    fault, nothing = "Parity gate: wrong.", cast("Any", None)
+    alone, both = {"one": fault}, {"one": fault, "two": ""}
     with pytest.raises(RunFailed, match="at one alone of 2 servers"):
         first_sound([("a", alone), ("b", both)])
     with pytest.raises(RunFailed, match=r"^Parity gate: wrong"):
@@ -314,48 +247,6 @@ def test_a_trial_adapter_whose_effect_is_not_finite_is_too_strong(parts: Parts) 
     assert gate_fits.visible_strength(trial, found) == 0.05
 
 
-@pytest.mark.parametrize(
-    ("off", "told"),
-    [
-        ("long", "only what follows the long prompt differs"),
-        ("eos", "the end-of-sequence token alone differs"),
-        ("both", UNCLEAR),
-    ],
-)
-def test_a_cause_is_read_from_the_tokens_that_differ(parts: Parts, off: str, told: str) -> None:
-    inputs, prompts = gate_inputs(CONFIG, parts, 1, True), parts.prompts.batch(0, 2, 3)
-    sound = gate._sampled(inputs, [prompts[0], gate._long_prompt(inputs, prompts)], 24, 0)
-    # A common token of the first row stands for EOS.
-    eos = int(sound.rows[0].token_ids[-1])
-    rows = []
-    for number, row in enumerate(sound.rows):
-        actions = row.token_ids[list(row.action_positions())]
-        wrong = (actions == eos) & (off != "long")
-        wrong |= (number in sound.long) & (off != "eos")
-        noise = np.where(np.arange(len(actions)) % 2, 0.05, -0.05) * wrong
-        rows.append(replace(row, logprobs=(row.logprobs + noise).astype(np.float32)))
-    sampled = replace(sound, rows=rows, inputs=replace(inputs, eos_ids=[eos]))
-    assert told in likely_cause(sampled, {})
-
-
-@pytest.mark.parametrize(
-    ("rest", "told"), [(0.0015, "only what follows the long prompt"), (0.003, UNCLEAR)]
-)
-def test_in_half_precision_a_place_is_named_where_the_others_differ_by_rounding(
-    rest: float, told: str
-) -> None:
-    """By 0.001 here. The gate tolerates more, in which a fault of all tokens may hide."""
-    long = np.arange(40) >= 24
-    sampled: Any = SimpleNamespace(
-        inputs=SimpleNamespace(half_precision=True),
-        differences=[np.where(long, 0.1, rest)],
-        rounding=[np.full(40, 0.001)],
-        at_end=np.zeros(40, bool),
-        after_long=long,
-    )
-    assert told in likely_cause(sampled, {}, tried=True)
-
-
 @pytest.mark.slow
 def test_in_half_precision_a_missing_projection_is_told_from_rounding(
     parts: Parts, engine: Any
@@ -373,37 +264,6 @@ def test_in_half_precision_a_missing_projection_is_told_from_rounding(
             run_parity_gate(rounded, parts, 0)
 
 
-@pytest.mark.slow
-def test_in_half_precision_one_module_that_is_missing_is_named(
-    parts: Parts, engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rounded = small(
-        Path("nowhere"), inference={"dtype": "bf16"}, training={"temperature": 0.8, "seed": 2}
-    )
-    engine("DropsAModuleInBf16")
-    with pytest.raises(RunFailed, match="effect on k_proj in part 1 of 4 of the layers were"):
-        run_parity_gate(rounded, parts, 0)
-    # Where it shows by its direction alone, it is a warning.
-    monkeypatch.setattr(gate, "_fault", lambda *_: "")
-    result = run_parity_gate(rounded, parts, 0)
-    assert "effect on k_proj in part 1 of 4 of the layers were" in result.suspected
-    assert result.suspected in result.line() and result.suspected in result.brief
-
-
-def test_in_half_precision_one_module_is_a_group_of_its_own(parts: Parts, engine: Any) -> None:
-    """Without the rounding, which the slow test above has too."""
-    engine("DropsAModule")
-    inputs = replace(gate_inputs(CONFIG, parts, 0, False), half_precision=True)
-    prompts = parts.prompts.batch(0, 2, 3)
-    before = gate._sampled(inputs, prompts, 4, 0)
-    with inputs.backend.trial_adapter(0) as trial:
-        trial.set(1.0)
-        gate._sync(inputs)
-        (suspects,) = gate._trial_look(before, trial, 1.0, prompts, 0).findings.values()
-    found = max(suspects, key=lambda suspect: suspect.explained)
-    assert "effect on k_proj in part 1 of 4 of the layers" in found.sentence and not found.stops
-
-
 def test_in_half_precision_a_projection_is_a_group_after_short_completions_too(
     parts: Parts, engine: Any
 ) -> None:
@@ -415,34 +275,7 @@ def test_in_half_precision_a_projection_is_a_group_after_short_completions_too(
         gate._sync(inputs)
         sampled = gate._sampled(inputs, parts.prompts.batch(0, 4, 3), 4, 0)
         _, suspects = gate_fits.adapter_suspects(trial, 1.0, sampled)
-    found = max(suspects, key=lambda suspect: suspect.explained)
-    assert "effect on v_proj were missing" in found.sentence and found.stops
-
-
-def test_an_adapter_with_the_other_sign_is_not_called_ignored() -> None:
-    fit = gate_fits.Fit(gate_fits._WHOLE, 1.0, 0.01, 0.1, 0.99)
-    assert "ignores the adapter" in fit.sentence("nothing was trained")
-    told = replace(fit, share=2.0).sentence("nothing was trained")
-    assert "as if the adapter's effect had the other sign, so nothing was trained" in told
-    told = replace(fit, share=2.0, explained=0.6).sentence("nothing was trained")
-    assert "other sign" not in told
-
-
-@pytest.mark.parametrize(("second", "warning"), [("q_proj", "q_proj"), ("", "")])
-def test_a_small_group_is_a_warning_if_another_look_finds_one_too(
-    monkeypatch: pytest.MonkeyPatch, second: str, warning: str
-) -> None:
-    """It is the second look's, even where the first named another."""
-    nothing: Any = None
-    groups = {0: "k_proj", 2: second}
-
-    def look(*arguments: Any) -> gate._TrialLook:
-        group = groups[arguments[-1]]
-        found = [gate_fits.Suspect(0.1, group, stops=False)] if group else []
-        return gate._TrialLook(nothing, 0.5, {"": found})
-
-    monkeypatch.setattr(gate, "_trial_look", look)
-    assert gate._with_trial_adapter(nothing, nothing, 1.0, []) == (nothing, 0.5, warning)
+    assert "of the adapter's effect on v_proj, which explains" in max(suspects)[1]
 
 
 @pytest.mark.slow
@@ -450,7 +283,7 @@ def test_a_small_group_is_a_warning_if_another_look_finds_one_too(
 def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(
     seed: int, parts: Parts, engine: Any
 ) -> None:
-    """It is named, or shows where completions end, or is a direction whose cause is not told."""
+    """It is named, or shows where completions end, or looks like a part of the adapter."""
     rounded = small(
         Path("nowhere"),
         inference={"dtype": "bf16"},
@@ -459,9 +292,9 @@ def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(
     engine("HotterInBf16")
     with pytest.raises(
         RunFailed,
-        match=r"as if its temperature were 0\.(8[6-9]|9[0-2]?) instead of 0\.8, so nothing was trained"
+        match=r"have a temperature of 0\.(8[6-9]|9[0-2]?) instead of 0\.8, .* nothing was trained"
         r"|where completions end, .* so nothing was trained; check .* no temperature, top_p or"
-        r"|in a direction that rounding does not have; .* sample at another temperature",
+        r"|of the adapter's effect",
     ):
         run_parity_gate(rounded, parts, 0)
 
@@ -568,10 +401,10 @@ def test_an_engine_plugin_runs_and_passes_the_gate_again_at_its_first_new_adapte
 @pytest.mark.parametrize(
     ("name", "told", "steps"),
     [
-        ("IgnoresTheAdapter", "ignores the adapter", 0),
+        ("IgnoresTheAdapter", "ignore the adapter", 0),
         (
             "StopsReloading",
-            "after the first step's adapter was synced, .* those of the adapter of the step before",
+            "after the first step's adapter was synced, engine and learner disagree",
             1,
         ),
     ],
@@ -701,7 +534,7 @@ def test_rounding_of_a_few_tokens_is_no_missing_group() -> None:
     means nothing.
     """
     rounding = np.array([8e-7], np.float32)
-    (fit,) = gate_fits.fits_of(
+    (fit,) = gate_fits._fits_of(
         -rounding, {"part 3 of 4 of the layers": rounding * np.float32(1.2)}, half_precision=False
     )
     assert fit.share > gate_fits._MISSING and fit.share > gate_fits._SIGNIFICANT * fit.error
@@ -721,12 +554,12 @@ def test_rounding_of_the_few_sensitive_tokens_of_a_sharp_policy_is_no_missing_gr
             for number in range(12)
         }
         rounding = (0.1 * sensitivity * draw.normal(size=48)).astype(np.float32)
-        fits = gate_fits.fits_of(rounding, effects, half_precision=True)
+        fits = gate_fits._fits_of(rounding, effects, half_precision=True)
         accused += any(
             fit.share > gate_fits._MISSING and fit.share > gate_fits._SIGNIFICANT * fit.error
             for fit in fits
         )
-        found = gate_fits.fits_of(rounding - effects["group 7"], effects, half_precision=True)
+        found = gate_fits._fits_of(rounding - effects["group 7"], effects, half_precision=True)
         assert max(found, key=lambda fit: fit.explained).group == "group 7"
     assert accused == 0
 

@@ -34,7 +34,6 @@ GUESSING: dict[str, Any] = {
     },
     "training": {"max_tokens": 72},
 }
-LAB_KEYS = {"model": {"model": "lab", "lora_rank": 4}, "backend": {"devices": "cpu"}}
 
 
 def distilling(folder: Path, reference: str = "base", **sections: dict[str, Any]) -> TrainConfig:

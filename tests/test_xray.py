@@ -32,8 +32,8 @@ def each(function: Callable[[list[float]], list[float]]) -> Callable[..., list[l
     return lambda groups: [function(rewards) for rewards in groups]
 
 
-def of(function: Callable[[list[float]], list[float]], group: int = 8, **settings) -> Xray:  # type: ignore[no-untyped-def]
-    return xray(getattr(function, "__name__", "f"), each(function), group, **settings)
+def of(function: Callable[[list[float]], list[float]], group: int = 8) -> Xray:
+    return xray(getattr(function, "__name__", "f"), each(function), group)
 
 
 def pkpo(k: int) -> Callable[[list[float]], list[float]]:
@@ -114,42 +114,9 @@ def test_an_advantage_over_the_step_sees_prompts_of_every_pass_rate() -> None:
     assert one.weight(P) == pytest.approx(np.full(6, 7 / 8 / centred.std()))
 
 
-def test_sequence_means_weigh_longer_wrong_answers_less() -> None:
-    even = of(grpo, aggregation="sequence_mean")
-    longer = of(grpo, aggregation="sequence_mean", wrong_length=2.0)
-    # Half of the pull away from wrong answers is lost: A_right - A_wrong / 2.
-    assert longer.coefficients == pytest.approx(
-        [1 - (k + 1) / 8 + k / 16 for k in range(8)], abs=1e-12
-    )
-    assert even.coefficients == pytest.approx(of(grpo).coefficients)
-    assert of(grpo, wrong_length=2.0).coefficients == pytest.approx(of(grpo).coefficients)
-
-
-def test_a_token_mean_couples_length_and_reward_by_one_part_in_its_prompts() -> None:
-    """By sampled steps of two prompts, whose own gradient is divided by the tokens of both."""
-    one = of(rloo, 4, wrong_length=3.0, prompts=2)
-    rng = np.random.default_rng(0)
-    for p in (0.2, 0.8):
-        right = (rng.random((200_000, 4)) < p).astype(float)
-        mean = right.sum(axis=1, keepdims=True)
-        advantages = right - (mean - right) / 3
-        own = right + (1 - right) * 3.0
-        # The other prompt has the mean length of one that is right half of the time.
-        divisor = (own.sum(axis=1) + 4 * 2.0) / (2 * 4 * 2.0)
-        gains = (advantages * (right - p)).mean(axis=1) / divisor
-        margin = 5 * gains.std() / np.sqrt(len(gains))
-        assert gains.mean() / (p * (1 - p)) == pytest.approx(
-            one.weight([p])[0], abs=margin / (p * (1 - p))
-        )
-    assert one.coupling > 0.1 > of(rloo, 4, wrong_length=3.0, prompts=32).coupling > 0
-    assert of(rloo, 4, prompts=2).coupling == of(rloo, 4, wrong_length=3.0).coupling == 0
-    assert any("token_mean's divisor holds" in said for said in sentences(one))
-
-
-@pytest.mark.parametrize(("group", "length"), [(1, 1.0), (8, 0.0), (8, float("inf"))])
-def test_what_has_no_xray_is_refused(group: int, length: float) -> None:
+def test_a_group_of_one_has_nothing_to_compare() -> None:
     with pytest.raises(ValueError):
-        of(grpo, group, wrong_length=length)
+        of(grpo, 1)
 
 
 def test_the_command_prints_a_row_for_each_condition(
@@ -178,7 +145,6 @@ def test_the_command_prints_a_row_for_each_condition(
     [
         (("nothing_here",), "nothing_here"),
         (("grpo", "--group", "1"), "--group 1 is out of range"),
-        (("grpo", "--wrong-length", "0"), "--wrong-length 0 is not a positive number"),
     ],
 )
 def test_wrong_words_are_answered_in_a_sentence(
@@ -224,8 +190,6 @@ def sometimes(rewards):
     [
         ("xray_plugin.huge", "gave 1e+308; give numbers below"),
         ("xray_plugin.sometimes", "group 8: advantage"),
-        ("grpo --aggregation mean", "--aggregation mean is not known"),
-        ("own.toml --wrong-length 3", 'aggregation = "xray_plugin.counts" weighs lengths'),
         ("large.toml", "group_size = 2000 is above"),
         ("spo", 'retrain: [algorithm] advantage_mode = "retrain.assets.papers.spo.Tracked" reads'),
         ("", "TOML files, advantages"),
@@ -238,7 +202,6 @@ def test_what_an_xray_cannot_show_is_refused_in_one_sentence(
     monkeypatch.chdir(tmp_path)
     Path("xray_plugin.py").write_text(PLUGIN)
     lab = '[model]\nmodel = "lab"\n[data]\nsource = "lab"\n'
-    Path("own.toml").write_text(f'{lab}[loss]\naggregation = "xray_plugin.counts"\n')
     Path("large.toml").write_text(f"{lab}[training]\ngroup_size = 2000\n")
     assert main(["xray", *arguments.split()]) == 2
     error = capsys.readouterr().err

@@ -66,11 +66,11 @@ def predictive_variance(logprobs: Numbers) -> Float64Array:
     return p * (1.0 - p)
 
 
-def shannon_entropy(entropies: Numbers, cap: float = CAP) -> Float64Array:
-    """clamp(H, 0, cap) of entropies that the engine recorded, in nats, [T] -> [T]. Raises
+def shannon_entropy(entropies: Numbers) -> Float64Array:
+    """clamp(H, 0, CAP) of entropies that the engine recorded, in nats, [T] -> [T]. Raises
     ValueError on NaN.
     """
-    return capped(_checked(entropies, "entropy"), cap)
+    return capped(_checked(entropies, "entropy"), CAP)
 
 
 TOP = 0.05

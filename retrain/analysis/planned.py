@@ -160,15 +160,9 @@ class CampaignRecord:
         """Seed -> number of the look, from 0, at which the e-process of a condition took the pair
         of that seed.
         """
-        return self.first_looks(condition, missing=False)
-
-    def first_looks(self, condition: str, *, missing: bool = True) -> dict[int, int]:
-        """Seed -> number of the first look at it, from 0; with `missing` also where the condition's
-        pair was not there.
-        """
         first: dict[int, int] = {}
         for number, look in enumerate(self.looks[: self.decided_at(condition)]):
-            if missing or condition not in look.missing:
+            if condition not in look.missing:
                 first.setdefault(look.seed, number)
         return first
 

@@ -24,9 +24,9 @@ from retrain.records.terminal import counted
 if TYPE_CHECKING:
     from retrain.config.schema import Campaign
 
-Correction = Literal["maxt", "holm", "evidence"]
-"""How p is adjusted over a family: joint sign flips, Holm's procedure, or the e-process of a
-campaign that is looked at."""
+Correction = Literal["maxt", "evidence"]
+"""How p is adjusted over a family: joint sign flips, or the e-process of a campaign that is looked
+at."""
 
 SIMULATED_SEEDS = 10
 _CAMPAIGNS = 4000
@@ -84,7 +84,7 @@ def seeds_to_conclude(rule: Rule = _ALONE) -> int:
         if reached.any():
             return int(reached.argmax()) + 1
         return _MAX_LOOKS
-    return seeds_to_reach(alpha, 1 if rule.correction == "maxt" else family)
+    return seeds_to_reach(alpha)
 
 
 def power_of(seeds: int, effect: float, rule: Rule = _ALONE) -> float:
@@ -99,13 +99,9 @@ def power_of(seeds: int, effect: float, rule: Rule = _ALONE) -> float:
     family, alpha = min(rule.comparisons, _MAX_FAMILY), rule.alpha
     if rule.correction == "evidence":
         return _power_of_looks(seeds, effect, alpha, family)
-    level = alpha
-    if rule.correction == "holm":
-        family, level = 1, alpha / rule.comparisons
     if seeds <= SIMULATED_SEEDS:
-        return _power_of_flips(seeds, effect, alpha, family, level)
-    if family > 1:
-        level = _joint_level(seeds, alpha, family)
+        return _power_of_flips(seeds, effect, alpha, family)
+    level = alpha if family == 1 else _joint_level(seeds, alpha, family)
     return _power_of_t(seeds, effect, level)
 
 
@@ -115,9 +111,9 @@ def _power_of_looks(seeds: int, effect: float, alpha: float, family: int) -> flo
     return float((found >= 1 / alpha).mean())
 
 
-def _power_of_flips(seeds: int, effect: float, alpha: float, family: int, level: float) -> float:
-    """Simulated: the t interval of the first contrast excludes 0 and its sign-flip p is below
-    `level`.
+def _power_of_flips(seeds: int, effect: float, alpha: float, family: int) -> float:
+    """Simulated: the t interval of the first contrast excludes 0 and its joint sign-flip p is below
+    `alpha`.
     """
     from scipy.special import stdtrit
 
@@ -128,7 +124,7 @@ def _power_of_flips(seeds: int, effect: float, alpha: float, family: int, level:
     candidates = differences[t > critical]
     # in parts, since each row and contrast takes 2^(n-1) sums
     parts = [part for part in np.array_split(candidates, 16) if len(part)]
-    found = sum(int(np.count_nonzero(max_t_rows(part) < level)) for part in parts)
+    found = sum(int(np.count_nonzero(max_t_rows(part) < alpha)) for part in parts)
     return found / len(differences)
 
 

@@ -159,12 +159,10 @@ def smallest_p(seeds: int) -> float:
     return min(1.0, 2.0 ** (1 - seeds))
 
 
-def seeds_to_reach(alpha: float, comparisons: int = 1) -> int:
-    """The fewest seeds with which the first contrast of a Holm family can have an adjusted p below
-    `alpha`.
-    """
+def seeds_to_reach(alpha: float) -> int:
+    """The fewest seeds with which a p can be below `alpha`, in a family of any size."""
     seeds = 1
-    while comparisons * smallest_p(seeds) >= alpha:
+    while smallest_p(seeds) >= alpha:
         seeds += 1
     return seeds
 

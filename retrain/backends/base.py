@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -91,11 +91,6 @@ class FrozenWeights:
     """Bytes that a pass over all layers reads."""
 
 
-LAST_UPDATE, WHOLE_ADAPTER = "the last update", "the whole adapter"
-"""What `Backend.learned` takes back at strength 1: the newest optimizer update, which gives the
-adapter before it; and everything, which gives the base model."""
-
-
 class TrialAdapter(ABC):
     """Seeded changes of the adapter that the parity gate tries, in groups; entering saves its
     bytes, leaving restores them exactly.
@@ -103,9 +98,6 @@ class TrialAdapter(ABC):
 
     groups: tuple[str, ...]
     """Names of the groups: each projection over all layers, and runs of consecutive layers."""
-    fine_groups: tuple[str, ...] = ()
-    """Names of smaller ones, each projection in each run, for half precision: there a group that is
-    missing must show by its direction."""
 
     @abstractmethod
     def __enter__(self) -> "TrialAdapter": ...
@@ -224,12 +216,6 @@ class Backend(ABC):
         that its effect stays unchecked.
         """
         return None
-
-    def learned(self) -> Mapping[str, TrialAdapter]:
-        """Return changes that take back what the adapter has learned, by LAST_UPDATE and
-        WHOLE_ADAPTER; empty where the adapter cannot be set, or has learned nothing.
-        """
-        return {}
 
     @property
     def reach(self) -> tuple[int, int]:

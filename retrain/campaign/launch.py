@@ -90,7 +90,8 @@ class Launcher(Protocol):
         """
 
     def close(self) -> None:
-        """Release what the launcher holds."""
+        """Release what the launcher holds: nothing, unless it says otherwise."""
+        return
 
 
 def perform(config: TrainConfig) -> RunOutcome:
@@ -278,7 +279,7 @@ def _groups(pool: Devices, settings: Campaign) -> Sequence[Devices]:
 # -- workers ---------------------------------------------------------------------------------------
 
 
-class Subprocesses:
+class Subprocesses(Launcher):
     """One worker for each slot, on the slot's devices; on a CPU the workers share the cores."""
 
     def __init__(self, slots: Sequence[Devices]) -> None:
@@ -294,8 +295,6 @@ class Subprocesses:
                 config=replaced(run.config, {"backend.devices": ",".join(devices)}, origin="file"),
             )
         return start_worker(run, threads)
-
-    def close(self) -> None: ...
 
 
 def start_worker(run: CampaignRun, threads: int | None) -> "Worker":

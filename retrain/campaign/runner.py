@@ -74,7 +74,7 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
         resume_hint = f"continue with `{campaign_command(config, plan.folder)}`"
         with (
             writing_to(plan.folder, resume_hint),
-            Board(plan, manifest, launcher.workers, quiet=quiet) as board,
+            Board(plan, manifest, quiet=quiet) as board,
         ):
             for line in (*checked.lines, _size(plan)):
                 board.say(line)

@@ -1,11 +1,11 @@
 """`retrain backends`: the engines and backends, what is installed of them, and what each can do."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.cli.shared import AsJson, print_json
+from retrain.cli.shared import AsJson, Form, print_json
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -17,9 +17,7 @@ def command(
         str,
         typer.Argument(metavar="NAME", help="Show one of them, and what it does with each key."),
     ] = "",
-    form: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="How to print it.")
-    ] = "text",
+    form: Form = "text",
     as_json: AsJson = False,
 ) -> None:
     """List engines and backends: what each is and can do, what is installed here, and against what

@@ -45,7 +45,7 @@ class Finding:
 
 
 def command(as_json: AsJson = False) -> None:
-    """Check this machine: Python, torch, device, memory, kernels, the hub, folders, keys by name,
+    """Check this machine: Python, torch, device, memory, the hub, folders, keys by name,
     and one training step of the embedded model. Exits with 3 if something needed is lacking.
     """
     load_dotenv()
@@ -119,25 +119,6 @@ def _memory() -> Finding:
             free, total = torch.cuda.mem_get_info(index)
             found += f"; gpu:{index} {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
     return Finding("memory", "ok", found)
-
-
-def _kernels() -> Finding:
-    if missing_package("torch"):
-        return Finding("kernels", "note", "not known without torch")
-    import torch
-
-    if not torch.cuda.is_available():
-        return Finding("kernels", "ok", "torch's own; a CPU needs no others")
-    from retrain.model.varlen import reads_pages
-
-    if not reads_pages():
-        return Finding(
-            "kernels",
-            "note",
-            "torch's own",
-            "From torch 2.12 on, attention reads pages.",
-        )
-    return Finding("kernels", "ok", "torch's own, attention over pages among them")
 
 
 def _hub() -> Finding:
@@ -216,6 +197,6 @@ def _self_test() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    _python, _package, _torch, _device, _memory, _kernels,
+    _python, _package, _torch, _device, _memory,
     _hub, _folder, _keys, _extras, _self_test,
 )  # fmt: skip

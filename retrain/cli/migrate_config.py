@@ -7,18 +7,21 @@ import difflib
 import json
 import shutil
 import sys
-from collections.abc import MutableMapping
+import tomllib
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import tomlkit
 import typer
+from tomlkit import TOMLDocument
 from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import InlineTable, Item, Table
 
 from retrain.cli.shared import AsJson, Form, refuse_several
 from retrain.config.names import LEGACY_PREFIX
+from retrain.config.removed import farewell, removed
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.records.disk import replace_file
 
@@ -26,8 +29,8 @@ BACKEND = "backend"
 
 
 def migrate_text(text: str, name: str = "the configuration") -> str:
-    """Move the legacy keys of a TOML text to their new place; without any, the text is returned
-    byte for byte.
+    """Move the legacy keys of a TOML text to their new place, and delete those that left; without
+    any, the text is returned byte for byte.
 
     Raises ConfigurationError for text that is not TOML, and for a key given in both places with
     different values.
@@ -39,12 +42,34 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
         raise ConfigurationError(
             f"{name} is not valid TOML: {message[:1].lower()}{message[1:].rstrip('.')}."
         ) from error
+    left = _keys_that_left(document)
+    for section, key in left:
+        del document[section][key]
     backend = document.get(BACKEND)
-    if not isinstance(backend, MutableMapping):
+    keys = backend if isinstance(backend, MutableMapping) else ()
+    legacy = [key for key in keys if key.startswith(LEGACY_PREFIX)]
+    if legacy:
+        _move_all(document, legacy, text, name)
+    if not legacy and not left:
         return text
-    legacy = [key for key in backend if key.startswith(LEGACY_PREFIX)]
-    if not legacy:
-        return text
+    # Tomlkit ends the lines that it adds with a bare newline, also in a CRLF file.
+    migrated = tomlkit.dumps(document)
+    if "\r\n" in text:
+        return migrated.replace("\r\n", "\n").replace("\n", "\r\n")
+    return migrated
+
+
+def _keys_that_left(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The section and name of each key in the document that left the configuration; of one that
+    lost a value only, a person has to choose another.
+    """
+    rows = (name.split(".") for name in removed() if "." in name and " = " not in name)
+    sections = {name: keys for name, keys in document.items() if isinstance(keys, Mapping)}
+    return [(section, key) for section, key in rows if key in sections.get(section, ())]
+
+
+def _move_all(document: TOMLDocument, legacy: list[str], text: str, name: str) -> None:
+    backend: Any = document[BACKEND]
     # Only below a header [backend] can a header [backend.options] follow; elsewhere options stays
     # inline.
     adds_section = (
@@ -61,11 +86,6 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
         _move(backend, options, key, name)
     if adds_section and list(document)[-1] != BACKEND:
         options.add(tomlkit.nl())  # type: ignore[attr-defined]  # a blank line before the section that follows
-    # Tomlkit ends the lines that it adds with a bare newline, also in a CRLF file.
-    migrated = tomlkit.dumps(document)
-    if "\r\n" in text:
-        return migrated.replace("\r\n", "\n").replace("\n", "\r\n")
-    return migrated
 
 
 def unified_diff(old: str, new: str, name: str) -> str:
@@ -144,6 +164,8 @@ def command(
     if as_json or form == "json":
         print(json.dumps(done.to_json(), indent=2, ensure_ascii=False))
     else:
+        for sentence in done.deleted:
+            print(sentence, file=sys.stderr)
         sys.stdout.write(done.new if stdout else _result(done, check=check))
     if check and done.is_needed:
         raise typer.Exit(1)
@@ -178,12 +200,21 @@ class Migration:
     def is_needed(self) -> bool:
         return self.old != self.new
 
+    @property
+    def deleted(self) -> list[str]:
+        """One sentence for each key that is deleted."""
+        return [
+            f"Deleted: {farewell(f'{section}.{key}', f'[{section}] {key}')}."
+            for section, key in _keys_that_left(tomllib.loads(self.old))
+        ]
+
     def to_json(self) -> dict[str, Any]:
         return {
             "file": self.name,
             "needs_migration": self.is_needed,
             "difference": unified_diff(self.old, self.new, self.name),
             "migrated": self.new,
+            "deleted": self.deleted,
             "wrote": str(self.wrote) if self.wrote else None,
             "backup": str(self.backup) if self.backup else None,
         }

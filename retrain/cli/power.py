@@ -5,7 +5,7 @@ can find.
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,10 +41,6 @@ def command(
     ] = None,
     alpha: Alpha = 0.05,
     power: Annotated[float, typer.Option(help="Probability of finding the difference.")] = 0.8,
-    correction: Annotated[
-        Literal["maxt", "holm"],
-        typer.Option(help="How `retrain compare` will adjust p over the comparisons."),
-    ] = "maxt",
     form: Form = "text",
     as_json: AsJson = False,
 ) -> None:
@@ -70,7 +66,7 @@ def command(
     spread = found.sd if found else sd
     assert spread is not None
     shown = found.comparisons if found else 1
-    plan = SeedPlan(effect, spread, Rule(comparisons or shown, alpha, power, correction))
+    plan = SeedPlan(effect, spread, Rule(comparisons or shown, alpha, power))
     _check(plan, comparisons, found)
     if as_json or form == "json":
         print_json(_as_json(plan, found))
@@ -108,12 +104,9 @@ def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
     from retrain.records.terminal import counted, table_lines
 
     rule = plan.rule
-    family = counted(rule.comparisons, "comparison")
-    if rule.comparisons > 1:
-        family += f" ({rule.correction})"
     yield (
-        f"Paired by seed, two-sided, alpha {rule.alpha:g} over {family}, power"
-        f" {100 * rule.power:g}%."
+        f"Paired by seed, two-sided, alpha {rule.alpha:g} over"
+        f" {counted(rule.comparisons, 'comparison')}, power {100 * rule.power:g}%."
     )
     if pilot:
         yield from _pilot_lines(pilot)

@@ -156,19 +156,13 @@ PLUGIN_GROUP = "retrain.plugins"
 """The group of entry points under which installed packages offer plugins."""
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-_registered: dict[str, set[str]] = {}
-
-
-def register_name(kind: str, name: str) -> None:
-    """Make the configuration accept `name` for `kind`, for parts that Python code registers while
-    it runs.
-    """
-    _registered.setdefault(kind, set()).add(name)
+registered_sources: set[str] = set()
+"""Names of [data] source that Python code registers while it runs."""
 
 
 def names_of(kind: str) -> tuple[str, ...]:
     """The built-in names of a kind, then the registered ones."""
-    return builtin_names(kind) + tuple(sorted(_registered.get(kind, ())))
+    return builtin_names(kind) + (tuple(sorted(registered_sources)) if kind == "data" else ())
 
 
 def is_known(kind: str, name: str) -> bool:

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.config.names import DATA_FILE_SUFFIXES, builtin_names, register_name, source_task
+from retrain.config.names import DATA_FILE_SUFFIXES, builtin_names, registered_sources, source_task
 from retrain.data import lab
 from retrain.data.readers import HubData, NoSplit, RawRow, Split, find_files, read_files, read_hub
 from retrain.errors import ConfigurationError
@@ -480,7 +480,7 @@ def register_source(name: str, loader: DataLoader) -> None:
     if name in _registered or name in builtin_names("data"):
         raise ValueError(f"data source {name!r} exists already; choose another name")
     _registered[name] = loader
-    register_name("data", name)
+    registered_sources.add(name)
 
 
 def _call(query: Query, loader: DataLoader) -> ReadResult:

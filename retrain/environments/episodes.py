@@ -279,9 +279,9 @@ class RunningEpisode:
         return score
 
 
-def play(host: EpisodeHost, example: Example, replies: Sequence[str], seed: int = 0) -> Score:
+def play(host: EpisodeHost, example: Example, replies: Sequence[str]) -> Score:
     """Return the score of an episode with these replies."""
-    episode = host.begin(example, seed)
+    episode = host.begin(example, 0)
     answer = episode.answer(lambda: None)
     for number, reply in enumerate(replies, start=1):
         if isinstance(answer, Score):

@@ -75,9 +75,9 @@ class Curves:
         table = read_metrics(run.folder.metrics, ("step", *FIELDS))
         return cls(table["step"].to_numpy(), {name: table[name].to_numpy() for name in FIELDS})
 
-    def last(self, name: str, window: int) -> float | None:
-        """Return the mean of the last `window` known values; None if there are none."""
-        known = self._known(name)[-window:]
+    def last_accuracy(self, window: int) -> float | None:
+        """Return the mean of the last `window` known accuracies; None if there are none."""
+        known = self._known("correct_rate")[-window:]
         if len(known):
             return float(known.mean())
         return None

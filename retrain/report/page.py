@@ -324,7 +324,7 @@ def _run_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
     curves, tenth = arm.curves[0], last_tenth(arm)
     yield (
         f"training accuracy, last tenth ({counted(tenth, 'step')})",
-        _number(curves.last("correct_rate", tenth), ".1%"),
+        _number(curves.last_accuracy(tenth), ".1%"),
     )
     yield "tokens per second", _number(curves.median("tokens_per_s"), ",.0f")
     yield "seconds per step", _number(curves.median("step_time_s"))
@@ -347,7 +347,7 @@ def _arm_rows(arms: Sequence[ConditionCurves]) -> list[tuple[str, ...]]:
             _number(
                 _mean(
                     [
-                        curves.last("correct_rate", last_tenth(arm))
+                        curves.last_accuracy(last_tenth(arm))
                         for curves in arm.curves
                         if len(curves.steps) == arm.longest
                     ]

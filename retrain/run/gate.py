@@ -16,7 +16,6 @@ looked at again with other noise; what fails twice stops the run.
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import chain, cycle
 from math import exp, isclose
 
@@ -28,28 +27,18 @@ from retrain.environments.loading import environment_code
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream
-from retrain.records.terminal import counted
 from retrain.rewards import Scorer, ScoreRequest, gold_response
-from retrain.run.gate_causes import (
-    ServedAdapters,
-    effect_of,
-    late_requests,
-    learned_adapters,
-    likely_cause,
-)
 from retrain.run.gate_fits import (
+    CHECK,
     GateInputs,
     GateSample,
-    TemperatureFit,
     adapter_suspects,
     agreement,
-    groups_of,
     rounding_hides_temperature,
-    temperature_fit,
     temperature_suspects,
     visible_strength,
 )
-from retrain.run.gate_looks import Findings, fault, first_sound, naming
+from retrain.run.gate_looks import Findings, first_sound
 from retrain.run.identical import chance_of_identical
 from retrain.types import (
     Completion,
@@ -78,9 +67,6 @@ _FEW_TOKENS = 16
 restored."""
 _LOOKS = 2
 """A run stops if as many samples, each with its own noise, show a fault."""
-
-_SHOWS = 0.5
-"""Share of a temperature found under the trial adapter that has to show without it."""
 _ROUNDED_LOGPROB = 1e-3
 """Nats above 0 that rounding may give a log-prob."""
 _IMPOSSIBLE = 1e-6
@@ -94,7 +80,9 @@ _MAX_SLACK = 500.0
 _ENDINGS, _EXPECTED_ENDINGS = 64, 10.0
 """Completions of one token that the gate asks for so that some are EOS, and how many it then has to
 expect to miss them: none has a chance of e^-10."""
-_ENDING, _TRIED = "where completions end, ", "with a trial adapter, "
+_ENDING = "where completions end, "
+_EXPLAINS = 0.5
+"""Share of the differences' sum of squares from which a direction says more than their size."""
 _FEW_EOS = 4
 """Ids of EOS that are tried."""
 _CERTAIN = 0.8
@@ -137,12 +125,6 @@ class GateResult:
     or where it is not known."""
     endings: int = 0
     """Completions that ended at EOS."""
-    suspected: str = ""
-    """A warning, in half precision: two looks each found a small group of layers whose effect is
-    off. It is the second look's, whose group need not be the first's."""
-    late: int = 0
-    """Requests after a sync that the engine answered with the adapter before it, in looks after
-    which another found its own."""
 
     def to_json(self) -> dict[str, float | int | str | None]:
         return asdict(self)
@@ -154,18 +136,7 @@ class GateResult:
         if self.max_difference is not None:
             apart = self.mean_difference if self.half_precision else self.max_difference
             found = f"engine and learner agree to {apart:.1e} nats"
-        return f"gate: {found}, gold answers {self.gold} {self._warnings}".rstrip()
-
-    @property
-    def _warnings(self) -> str:
-        late = ""
-        if self.late:
-            late = (
-                f"The engine answered {counted(self.late, 'request')} after a sync with the adapter"
-                " before it, and only then with its own: each step would begin so, and learn from"
-                " it; check how it loads adapters."
-            )
-        return f"{self.suspected} {late}".strip()
+        return f"gate: {found}, gold answers {self.gold}"
 
     def line(self) -> str:
         if self.max_difference is None:
@@ -190,8 +161,8 @@ class GateResult:
             ends = "EOS is trained (no completion could be made to end)"
         return (
             f"Parity gate passed: engine and learner agree to {found}, {effect}, {ends}, gold"
-            f" answers score: {self.gold}. {self._warnings}"
-        ).rstrip()
+            f" answers score: {self.gold}."
+        )
 
 
 def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
@@ -219,16 +190,19 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         _sync(inputs)
     when = "after the first step's adapter was synced, " if inputs.trained else ""
     sampled = _first_look(inputs, asked if trial is None else few, when)
-    inputs, late = sampled.inputs, sampled.late
+    inputs = sampled.inputs
     # 3. They agree under an adapter that shows, and again after it was taken back.
-    found, effect, suspected = agreement(sampled), None, ""
+    found, effect = agreement(sampled), None
     if trial is not None:
         with trial:
             strength = visible_strength(trial, sampled)
             _sync(inputs)
-            sampled, effect, suspected = _with_trial_adapter(sampled, trial, strength, asked)
+            looks = (_trial_look(inputs, trial, strength, asked, look) for look in range(_LOOKS))
+            sampled, effect = first_sound(looks)
             found = agreement(sampled)
-        late += sampled.late + _late_after_trial(inputs, trial, strength, few)
+        _sync(inputs)
+        if not inputs.in_process:
+            _compare(inputs, few, _FEW_TOKENS, "after the trial adapter was taken back, ")
     # 4. The end of a completion is trained, and completions are equal only by chance.
     _check_eos(inputs, prompts[0])
     _check_drawn_alone(inputs, prompts[0])
@@ -239,28 +213,12 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         mean_difference=found.mean,
         tolerance=found.tolerance,
         adapter_effect=effect,
-        groups=len(groups_of(inputs, trial)) if trial is not None else 0,
+        groups=len(trial.groups) if trial is not None else 0,
         longest_prompt=max(len(prompt.token_ids) for prompt in asked),
         half_precision=inputs.half_precision,
         rounding=found.rounding,
         endings=endings,
-        suspected=suspected,
-        late=late,
     )
-
-
-def _late_after_trial(
-    inputs: GateInputs, trial: TrialAdapter, strength: float, few: Sequence[Prompt]
-) -> int:
-    """Sync the adapter that the trial gave back, and look at it where the engine has a copy; return
-    the requests that the trial adapter still answered.
-    """
-    _sync(inputs)
-    if inputs.in_process:
-        return 0
-    served = {"the trial adapter": (trial, strength)}
-    when = "after the trial adapter was taken back, "
-    return _compare(inputs, few, _FEW_TOKENS, when, served).late
 
 
 def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
@@ -332,109 +290,42 @@ def _compare(
     prompts: Sequence[Prompt],
     max_tokens: int,
     when: str,
-    served: ServedAdapters | None = None,
 ) -> GateSample:
-    """Sample and compare. Raises RunFailed if every look finds a fault; `served` are adapters that
-    the engine may serve by mistake.
-    """
-    seen = list[GateSample]()
+    """Sample and compare. Raises RunFailed if every look finds a fault."""
 
     def looks() -> Iterator[tuple[GateSample, Findings]]:
         for look in range(_LOOKS):
             sampled = _sampled(inputs, prompts, max_tokens, look)
-            seen.append(sampled)
             parts = sampled.by_server().items()
-            yield sampled, {server: fault(_fault(part, when, served)) for server, part in parts}
+            yield sampled, {server: _fault(part, when) for server, part in parts}
 
-    sound = first_sound(looks())
-    if len(seen) == 1:
-        return sound
-    before = (served or learned_adapters(sound)).values()
-    late = [late_requests(one, [effect_of(one, *adapter) for adapter in before]) for one in seen]
-    return replace(sound, late=sum(late))
-
-
-@dataclass(frozen=True)
-class _TrialLook:
-    """One sample under the trial adapter, and what is wrong with it."""
-
-    sampled: GateSample
-    effect: float
-    """Nats by which the adapter changed the log-probs on average."""
-    findings: Findings
-
-
-def _with_trial_adapter(
-    before: GateSample, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt]
-) -> tuple[GateSample, float, str]:
-    """As `_compare`, under the trial adapter, which the engine serves; return its effect in nats
-    too, and a warning of what does not stop the run, if two looks find such. `before` is a look
-    without the trial adapter.
-    """
-    look, looks = partial(_trial_look, before, trial, strength, prompts), list[_TrialLook]()
-
-    def findings() -> Iterator[tuple[_TrialLook, Findings]]:
-        for number in range(_LOOKS):
-            looks.append(look(number))
-            yield looks[-1], looks[-1].findings
-
-    seen, warnings = first_sound(findings()), list[str]()
-    late = [_late(trial, strength, each.sampled) for each in looks if each is not seen]
-    sampled = replace(seen.sampled, late=sum(late)) if late else seen.sampled
-    if any(seen.findings.values()):
-        again = look(_LOOKS).findings
-        warnings = [
-            naming(one.sentence, [server], len(again))
-            for server, found in again.items()
-            for one in found
-            if not one.stops
-        ]
-    return sampled, seen.effect, next(iter(warnings), "")
-
-
-def _late(trial: TrialAdapter, strength: float, sampled: GateSample) -> int:
-    """Count the requests that were answered without the trial adapter, which is set again."""
-    trial.set(0.0)
-    without = np.concatenate(sampled.inputs.learner_logprobs(sampled.rows))
-    trial.set(strength)
-    return late_requests(sampled, [without - np.concatenate(sampled.learner)])
+    return first_sound(looks())
 
 
 def _trial_look(
-    before: GateSample, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt], look: int
-) -> _TrialLook:
-    sampled = _sampled(before.inputs, prompts, _TOKENS, look)
-    effects, findings, without = list[float](), {}, before.by_server()
+    inputs: GateInputs, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt], look: int
+) -> tuple[tuple[GateSample, float], Findings]:
+    """Sample under the trial adapter, which the engine serves; return the completions, by how many
+    nats the adapter changed the log-probs on average, and what is wrong with them.
+    """
+    sampled = _sampled(inputs, prompts, _TOKENS, look)
+    effects, findings = list[float](), {}
     for server, part in sampled.by_server().items():
         # First, since it measures rounding under this adapter.
-        found = fault(_fault(part, _TRIED))
+        found = _fault(part, "with a trial adapter, ")
         effect, suspects = adapter_suspects(trial, strength, part)
-        shown = partial(_shows_without, without.get(server), trial, strength)
-        hotter = temperature_suspects(part, shown)
+        hotter = temperature_suspects(part)
         if hotter and not rounding_hides_temperature(part):
             suspects += hotter
+        explained, sentence = max(suspects, default=(0.0, ""))
         effects.append(effect)
-        findings[server] = found + suspects
-    return _TrialLook(sampled, float(np.mean(effects)), findings)
+        findings[server] = sentence if not found or explained > _EXPLAINS else found
+    return (sampled, float(np.mean(effects))), findings
 
 
-def _shows_without(
-    before: GateSample | None, trial: TrialAdapter, strength: float, found: TemperatureFit
-) -> bool:
-    """Return True where the temperature that is found under the trial adapter shows without it too;
-    a part of the adapter that is missing looks much the same. The trial adapter is set again.
-    """
-    if before is None:
-        return False
-    trial.set(0.0)
-    own = temperature_fit(before)
-    trial.set(strength)
-    return own is not None and own.share / found.share > _SHOWS
-
-
-def _fault(part: GateSample, when: str, served: ServedAdapters | None = None) -> str:
+def _fault(part: GateSample, when: str) -> str:
     """Return the fault that a server's completions show, as a sentence; "" if there is none."""
-    return _miscounted(part) or _disagreement(part, when, served)
+    return _miscounted(part) or _disagreement(part, when)
 
 
 def _miscounted(sampled: GateSample) -> str:
@@ -484,7 +375,7 @@ def _moved(cuts: Truncation, slack: float) -> Truncation:
     return Truncation(cuts.top_k, top_p, min(1.0, cuts.min_p * exp(-slack)))
 
 
-def _disagreement(sampled: GateSample, when: str, served: ServedAdapters | None = None) -> str:
+def _disagreement(sampled: GateSample, when: str) -> str:
     inputs, found = sampled.inputs, agreement(sampled)
     if not found.excess:
         return ""
@@ -495,9 +386,7 @@ def _disagreement(sampled: GateSample, when: str, served: ServedAdapters | None 
             " its own"
         )
     elif when:
-        if served is None and inputs.trained:
-            served = learned_adapters(sampled)
-        advice = likely_cause(sampled, served or {}, tried=when == _TRIED)
+        advice = CHECK
     elif inputs.in_process:
         change = "report it"
         if inputs.dtype_set:
@@ -713,7 +602,7 @@ def _ending_look(
                 f" end-of-sequence token has a probability of {probability:.2f}, so"
                 f" {inputs.consequence}; check that the engine samples it, and returns it."
             )
-        findings[server] = fault(sentence)
+        findings[server] = sentence
     return _ended(probes), findings
 
 
@@ -802,7 +691,7 @@ def _check_drawn_alone(inputs: GateInputs, prompt: Prompt) -> None:
             request = _probe(hot, prompt, _ALONE, _TOKENS, look)
             probes = _scored(hot, [prompt], _ask(hot, [request]))
             parts = probes.by_server().items()
-            yield None, {server: fault(_alike(part)) for server, part in parts}
+            yield None, {server: _alike(part) for server, part in parts}
 
     first_sound(looks())
 

@@ -7,7 +7,7 @@ their direction, which rounding does not have.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -48,14 +48,8 @@ _ROUNDING = 1e-5
 """Nats per token that must be off, at temperature 1 and above: rounding in float32 gives less, and
 a few tokens of it can look like the effect of a group. """
 _ALL = (0.9, 1.1)
-"""Within these shares all of an effect is missing; beyond, it has another sign."""
-_NAMED = 0.8
-"""Share of the differences' sum of squares that a cause must explain to be named. What was not the
-cause explained up to 0.65: the whole adapter where its scale was halved, a projection where the
-server had a top_p of its own."""
-_WHOLE, _SCALE = "all layers", "its scale"
-_SCALES = 4
-"""Scales of the whole adapter that are tried, each from the one before."""
+"""Within these shares all of an effect is missing."""
+_WHOLE = "all layers"
 _HOTTER = 1.1
 """The temperature, as a multiple of the run's, whose effect on the log-probs is looked for in the
 differences."""
@@ -65,11 +59,9 @@ _ROUNDED, _SELECTED = 0.5, 0.1
 """From this share of the differences' root mean square on, and this many nats of it, what half
 precision does to the learner on the same tokens hides another temperature: rounding of s nats
 shifts the log-probs of sampled tokens by about s^2 / 2 on average."""
-CHECK_LOADING = "check how it loads adapters and caches prefixes"
-UNCLEAR = (
-    "the engine may still serve another adapter, or keys and values computed with it, apply it in"
-    " part or at another scale, sample at another temperature, or draw otherwise; the differences"
-    f" do not say which, so {CHECK_LOADING}, and its own sampling settings"
+CHECK = (
+    "check how the engine loads the adapter, its scale, the names of its layers, cached prefixes,"
+    " and its own sampling settings"
 )
 _ONE_TOKEN = 0.9
 """Share of the sum of squares above which one token decides a fit, which is then only as accurate
@@ -154,9 +146,6 @@ class GateSample:
     """The rows after the long prompt."""
     servers: Sequence[str] = ()
     """The address of the server that sampled each row; empty where none did."""
-    late: int = 0
-    """How many requests, of this look and earlier ones, the engine answered with an adapter that
-    was no longer the newest."""
 
     def by_server(self) -> dict[str, "GateSample"]:
         """Split the completions by the server that sampled them: its address, or "" if there was
@@ -303,31 +292,9 @@ def visible_strength(trial: TrialAdapter, sampled: GateSample) -> float:
     return strength
 
 
-@dataclass(frozen=True)
-class Suspect:
-    """A fault that the differences look like."""
-
-    explained: float
-    """The part of the difference's sum of squares that it explains; 0 where that is too little to
-    name it as the cause."""
-    sentence: str
-    stops: bool = True
-    """False for a group so small that a sound engine can look like it: a warning."""
-
-    @classmethod
-    def of(cls, explained: float, sentence: str, *, stops: bool = True) -> "Suspect":
-        """The cause that `sentence` names, where it explains enough; else a fault without one, but
-        for a warning, which says what it looks like.
-        """
-        if explained >= _NAMED:
-            return cls(explained, sentence, stops)
-        if not stops:
-            return cls(0.0, sentence, stops)
-        differ = (
-            "Parity gate: with a trial adapter, the engine's log-probs differ from the learner's in"
-            " a direction that rounding does not have"
-        )
-        return cls(0.0, f"{differ}; {UNCLEAR}.")
+Suspect = tuple[float, str]
+"""A fault that the differences look like: the part of their sum of squares that it explains, and
+the gate's sentence."""
 
 
 def adapter_suspects(
@@ -356,55 +323,26 @@ def adapter_suspects(
     ):
         difference = np.concatenate([sampled.differences[number] for number in numbers])
         if len(difference) >= fewest:
-            fits += fits_of(difference, fitted, inputs.half_precision)
-    off = [fit for fit in fits if is_off(fit, inputs)]
-    nearest = [_rescaled(trial, strength, sampled, without, fit) for fit in off]
-    suspects = [_suspect(trial, inputs, fit) for fit in nearest]
+            fits += _fits_of(difference, fitted, inputs.half_precision)
+    suspects = [_suspect(fit, inputs) for fit in fits if _is_off(fit, inputs)]
     return float(np.abs(np.concatenate(whole)).mean()), suspects
 
 
-def _suspect(trial: TrialAdapter, inputs: GateInputs, fit: "Fit") -> Suspect:
-    stops = fit.group not in trial.fine_groups
-    consequence = inputs.consequence if stops else "its completions may be of another policy"
-    return Suspect.of(fit.explained, fit.sentence(consequence), stops=stops)
+def _suspect(fit: "Fit", inputs: GateInputs) -> Suspect:
+    where = "" if fit.group == _WHOLE else f" on {fit.group}"
+    fault = f"lack {fit.share:.0%} of the adapter's effect{where}"
+    if fit.share < 0:
+        fault = f"have {-fit.share:.0%} too much of the adapter's effect{where}"
+    if not where and _ALL[0] < fit.share < _ALL[1]:
+        fault = "ignore the adapter and sample from the base model"
+    return fit.explained, _told(fault, fit.explained, inputs)
 
 
-def _rescaled(
-    trial: TrialAdapter,
-    strength: float,
-    sampled: GateSample,
-    without: Sequence[Float32Array],
-    fit: "Fit",
-) -> "Fit":
-    """Return the scale of the adapter at which the learner comes nearest to the engine, where that
-    explains more than `fit` of the whole adapter, for which effects are in proportion. The trial
-    adapter is whole afterwards.
-    """
-    if fit.group != _WHOLE or fit.explained >= _NAMED:
-        return fit
-    base = np.concatenate(without, dtype=np.float64)
-    engine = np.concatenate([row.logprobs for row in sampled.rows]) - base
-    difference = np.concatenate(sampled.differences)
-    scale, nearest = (0.5 if fit.share > 0 else 1.5), fit
-    for _ in range(_SCALES):
-        trial.set(scale * strength)
-        effect = np.concatenate(sampled.inputs.learner_logprobs(sampled.rows)) - base
-        rest, size = engine - effect, float(effect @ effect)
-        explained = 1 - float(rest @ rest) / float(difference @ difference)
-        if explained > nearest.explained:
-            nearest = replace(fit, group=_SCALE, share=1 - scale, explained=explained)
-        scale *= float(np.clip(engine @ effect / size, 0.5, 2)) if size else 1.0
-    trial.set(strength)
-    return nearest
-
-
-def groups_of(inputs: GateInputs, trial: TrialAdapter) -> tuple[str, ...]:
-    """Return the groups whose effect is looked for. In float32 the tolerance of a single token
-    finds what is smaller than a group of `trial.groups`.
-    """
-    if inputs.half_precision:
-        return trial.groups + trial.fine_groups
-    return trial.groups
+def _told(fault: str, explained: float, inputs: GateInputs) -> str:
+    return (
+        f"Parity gate: the engine seems to {fault}, which explains {explained:.0%} of the"
+        f" differences from the learner's log-probs, so {inputs.consequence}; {CHECK}."
+    )
 
 
 def _group_effects(
@@ -416,7 +354,7 @@ def _group_effects(
     inputs, rows = sampled.inputs, [sampled.rows[number] for number in probed]
     own = np.concatenate([sampled.learner[number] for number in probed])
     differences = own - np.concatenate([row.logprobs for row in rows])
-    groups = groups_of(inputs, trial)
+    groups = trial.groups
     if np.sqrt(np.mean(np.square(differences))) <= _ROUNDING * inputs.sharpness:
         groups = ()
     effects = {}
@@ -425,40 +363,6 @@ def _group_effects(
         effects[group] = own - np.concatenate(inputs.learner_logprobs(rows))
     trial.set(strength)
     return effects
-
-
-@dataclass(frozen=True)
-class TemperatureFit:
-    """Least squares over the tokens: engine - learner as a share of what a hotter temperature would
-    change.
-    """
-
-    temperature: float
-    """The engine's, by the fit."""
-    share: float
-    error: float
-    """Standard error of the share."""
-    explained: float
-    """The part of the difference's sum of squares that the fit explains, between 0 and 1."""
-
-
-def temperature_fit(sampled: GateSample) -> TemperatureFit | None:
-    """Fit another temperature; None where the differences cannot tell."""
-    inputs, difference = sampled.inputs, np.concatenate(sampled.differences)
-    temperature = inputs.engine_temperature
-    hotter = np.concatenate(inputs.backend.logprobs(sampled.rows, _HOTTER * temperature))
-    effect = hotter.astype(np.float64) - np.concatenate(sampled.learner)
-    size = effect @ effect
-    # The size is 0 for a backend whose learner knows one temperature only.
-    if not size or not difference.any() or np.square(effect).max() > _ONE_TOKEN * size:
-        return None
-    share = float(effect @ difference / size)
-    return TemperatureFit(
-        temperature * (1 + (_HOTTER - 1) * share),
-        share,
-        _standard_error(effect, difference - share * effect),
-        float(share**2 * size / (difference @ difference)),
-    )
 
 
 def rounding_hides_temperature(sampled: GateSample) -> bool:
@@ -473,26 +377,28 @@ def rounding_hides_temperature(sampled: GateSample) -> bool:
     return bool(moved > max(_SELECTED, _ROUNDED * off))
 
 
-def temperature_suspects(
-    sampled: GateSample, shown: Callable[[TemperatureFit], bool] | None = None
-) -> list[Suspect]:
+def temperature_suspects(sampled: GateSample) -> list[Suspect]:
     """Return another temperature as a suspect where the differences, each within half precision's
-    tolerance, together say so; named only if it is `shown` elsewhere too, where that is asked.
+    tolerance, together say so.
     """
     inputs, difference = sampled.inputs, np.concatenate(sampled.differences)
     if not inputs.half_precision or len(difference) < _FITTED or not np.isfinite(difference).all():
         return []  # in float32 the tolerance of a single difference leaves nothing
-    fit = temperature_fit(sampled)
-    if fit is None or abs(fit.share) <= max(_WRONG_TEMPERATURE, _SIGNIFICANT * fit.error):
+    temperature = inputs.engine_temperature
+    hotter = np.concatenate(inputs.backend.logprobs(sampled.rows, _HOTTER * temperature))
+    effect = hotter.astype(np.float64) - np.concatenate(sampled.learner)
+    size = effect @ effect
+    # The size is 0 for a backend whose learner knows one temperature only.
+    if not size or not difference.any() or np.square(effect).max() > _ONE_TOKEN * size:
         return []
-    sentence = (
-        "Parity gate: the engine's log-probs differ from the learner's as if its temperature were"
-        f" {fit.temperature:.2g} instead of {inputs.engine_temperature:g}, so"
-        f" {inputs.consequence}; check that its log-probs are those of the distribution it samples"
-        " from."
-    )
-    explained = fit.explained if shown is None or shown(fit) else 0.0
-    return [Suspect.of(explained, sentence)]
+    share = float(effect @ difference / size)
+    error = _standard_error(effect, difference - share * effect)
+    if abs(share) <= max(_WRONG_TEMPERATURE, _SIGNIFICANT * error):
+        return []
+    temperature *= 1 + (_HOTTER - 1) * share
+    explained = float(share**2 * size / (difference @ difference))
+    fault = f"have a temperature of {temperature:.2g} instead of {inputs.engine_temperature:g}"
+    return [(explained, _told(fault, explained, inputs))]
 
 
 @dataclass(frozen=True)
@@ -509,40 +415,8 @@ class Fit:
     explained: float
     """The part of the difference's sum of squares that the fit explains, between 0 and 1."""
 
-    @property
-    def is_all(self) -> bool:
-        return _ALL[0] < self.share < _ALL[1]
 
-    def sentence(self, consequence: str) -> str:
-        advice = (
-            f"so {consequence}; check how the engine loads the adapter, its scale, the names of its"
-            " layers, and cached prefixes."
-        )
-        if self.group == _WHOLE and self.is_all:
-            return (
-                "Parity gate: the engine ignores the adapter and samples from the base model,"
-                f" {advice}"
-            )
-        if self.group == _SCALE:
-            return (
-                "Parity gate: the engine's log-probs are those of the adapter at"
-                f" {1 - self.share:.2g} of its scale, {advice}"
-            )
-        where = f" on {self.group}"
-        if self.group == _WHOLE:
-            where = ""
-        amount = f"{min(self.share, 1):.0%} of the adapter's effect{where} were missing"
-        if self.share > _ALL[1] and self.explained >= _NAMED:
-            amount = f"the adapter's effect{where} had the other sign"
-        if self.share < 0:
-            amount = f"the adapter's effect{where} were {-self.share:.0%} too large"
-        return (
-            f"Parity gate: the engine's log-probs differ from the learner's as if {amount},"
-            f" {advice}"
-        )
-
-
-def is_off(fit: Fit, inputs: GateInputs) -> bool:
+def _is_off(fit: Fit, inputs: GateInputs) -> bool:
     """Return True where a share is missing, or too much, that neither chance nor rounding gives."""
     return (
         abs(fit.share) > max(_MISSING, _SIGNIFICANT * fit.error)
@@ -550,7 +424,7 @@ def is_off(fit: Fit, inputs: GateInputs) -> bool:
     )
 
 
-def fits_of(
+def _fits_of(
     difference: Float32Array, effects: Mapping[str, Float32Array], half_precision: bool
 ) -> list[Fit]:
     """Fit a share for each group of `effects`, [n] like `difference`.

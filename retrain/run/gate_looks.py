@@ -5,21 +5,14 @@ Each server is judged by its own completions alone: among those of all servers, 
 be a small share.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from retrain.errors import RunFailed
-from retrain.run.gate_fits import Suspect
 
-Findings = Mapping[str, Sequence[Suspect]]
-"""Address of a server, or "" -> what is wrong with it."""
+Findings = Mapping[str, str]
+"""Address of a server, or "" -> the gate's sentence of what is wrong with it; "" if nothing is."""
 Seen = TypeVar("Seen")
-
-
-def fault(sentence: str) -> list[Suspect]:
-    """The sentence as the only finding, with no known cause; no finding for "", a sound server."""
-    return [Suspect(0.0, sentence)] if sentence else []
 
 
 def first_sound(looks: Iterable[tuple[Seen, Findings]]) -> Seen:
@@ -30,22 +23,12 @@ def first_sound(looks: Iterable[tuple[Seen, Findings]]) -> Seen:
     for seen, findings in looks:
         before.append(findings)
         wrong = [
-            server
-            for server in findings
-            if all(any(one.stops for one in look[server]) for look in before if server in look)
+            server for server in findings if all(look[server] for look in before if server in look)
         ]
         if not wrong:
             return seen
-    found = list(chain.from_iterable(look.get(wrong[0], ()) for look in reversed(before)))
-    # A cause says more than a fault, whose cause may be a group too small to stop a run by itself.
-    causes = [one for one in found if one.explained]
-    told = [one for one in causes if one.stops] or causes or [one for one in found if one.stops]
-    raise RunFailed(naming(max(told, key=lambda one: one.explained).sentence, wrong, len(findings)))
-
-
-def naming(sentence: str, servers: Sequence[str], count: int) -> str:
-    """The gate's sentence with the servers that it is about, unless those are all."""
-    if len(servers) == count:
-        return sentence
-    where = f"Parity gate, at {' and '.join(servers)} alone of {count} servers: "
-    return sentence.replace("Parity gate: ", where, 1)
+    told = next(look[wrong[0]] for look in reversed(before) if wrong[0] in look)
+    if len(wrong) < len(findings):
+        where = f"Parity gate, at {' and '.join(wrong)} alone of {len(findings)} servers: "
+        told = told.replace("Parity gate: ", where, 1)
+    raise RunFailed(told)

@@ -13,12 +13,11 @@ algorithm climbs f, and f'(p) is the weight of a prompt by its pass rate: (G-1)/
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import comb
 
 import numpy as np
 
-from retrain.advantages.step import Int64Array
 from retrain.types import Float64Array
 
 Rates = Sequence[float] | Float64Array
@@ -47,9 +46,6 @@ class Xray:
     """[G+1] advantage of a right completion where k of G are right; entry 0 means nothing."""
     wrong: Float64Array
     """[G+1] advantage of a wrong completion where k of G are right; entry G means nothing."""
-    coupling: float = 0.0
-    """Largest relative change of the weight, over pass rates from 1% to 99%, by a divisor of
-    `token_mean` that grows with the prompt's own wrong completions."""
 
     @property
     def coefficients(self) -> Float64Array:
@@ -103,25 +99,16 @@ def xray(
     name: str,
     advantages: GroupAdvantages,
     group: int,
-    aggregation: str = "token_mean",
-    wrong_length: float = 1.0,
-    prompts: int | None = None,
 ) -> Xray:
     """Read an advantage of right and of wrong completions off groups with k of `group` right ones.
 
     The groups k = 0 to G are one step: their prompts have every pass rate equally often, which an
-    advantage that compares over the step (`reinforce_pp`) then sees. `wrong_length` is the length
-    of a wrong completion over a right one's: `sequence_mean` and `prompt_mean` divide a
-    completion's gradient by lengths, and so weigh right and wrong ones differently; `constant`
-    divides by none. `token_mean` divides a step by the tokens of all its `prompts`, and takes the
-    other prompts to be right half of the time; without `prompts`, by one number. Raises ValueError
-    for a group of fewer than two completions, a length that is not positive, or advantages of
+    advantage that compares over the step (`reinforce_pp`) then sees. All completions are
+    equally long. Raises ValueError for a group of fewer than two completions, or advantages of
     another shape.
     """
     if group < 2:
         raise ValueError(f"a group of {group} has nothing to compare; give 2 or more")
-    if not 0 < wrong_length < np.inf:
-        raise ValueError(f"a length of {wrong_length:g} is not positive")
     rewards = [[1.0] * k + [0.0] * (group - k) for k in range(group + 1)]
     values = np.asarray(advantages(rewards), dtype=np.float64)
     if values.shape != (group + 1, group):
@@ -129,13 +116,7 @@ def xray(
     # So put, it refuses NaN too.
     if not np.abs(values).max() < _MAX_ADVANTAGE:
         raise ValueError(f"gave {np.abs(values).max():g}; give numbers below {_MAX_ADVANTAGE:g}")
-    k = np.arange(group + 1, dtype=np.int64)
-    right_weight, wrong_weight = _length_weights(k, group, aggregation, wrong_length, prompts)
-    right, wrong = _means(values)
-    found = Xray(name, group, right * right_weight, wrong * wrong_weight)
-    if aggregation != "token_mean" or prompts is None:
-        return found
-    return replace(found, coupling=_change(found, Xray(name, group, right, wrong)))
+    return Xray(name, group, *_means(values))
 
 
 def _means(values: Float64Array) -> tuple[Float64Array, Float64Array]:
@@ -150,33 +131,6 @@ def _means(values: Float64Array) -> tuple[Float64Array, Float64Array]:
         if count < group:
             wrong[count] = values[count, count:].mean()
     return right, wrong
-
-
-def _change(one: Xray, other: Xray) -> float:
-    """Largest relative difference of two weights; 0 where the other has none."""
-    rates = np.linspace(0.01, 0.99, 99)
-    weight, plain = one.weight(rates), other.weight(rates)
-    seen = np.abs(plain) > _ZERO
-    return float(np.abs(weight[seen] / plain[seen] - 1).max(initial=0.0))
-
-
-def _length_weights(
-    right: Int64Array, group: int, aggregation: str, wrong_length: float, prompts: int | None
-) -> tuple[Float64Array, Float64Array]:
-    """The factors of the loss for the gradients of right and of wrong completions, where `right`
-    [G+1] of a group are right; 1 where all lengths are equal.
-    """
-    ones = np.ones(group + 1)
-    if aggregation == "sequence_mean":
-        return ones, ones / wrong_length
-    mean_length = (right + (group - right) * wrong_length) / group
-    if aggregation == "prompt_mean":
-        return 1 / mean_length, 1 / mean_length
-    if aggregation == "token_mean" and prompts is not None:
-        others = (1 + wrong_length) / 2
-        divisor = 1 + (mean_length / others - 1) / prompts
-        return 1 / divisor, 1 / divisor
-    return ones, ones
 
 
 def binomial(count: int, rates: Rates) -> Float64Array:

@@ -8,7 +8,6 @@ import numpy as np
 from retrain.advantages.algorithms import NotInStep
 from retrain.advantages.resolve import ADVANTAGE, resolve
 from retrain.advantages.step import Segments, StepTokens
-from retrain.backends.losses import AGGREGATIONS
 from retrain.config.moving import scheduled, with_values
 from retrain.config.names import builtin_names
 from retrain.config.recipes import recipe_of
@@ -30,17 +29,15 @@ long."""
 def read_xray(
     name: str,
     group: int | None = None,
-    aggregation: str | None = None,
-    wrong_length: float = 1.0,
     *,
     trust: bool = False,
 ) -> list[Xray]:
     """Return the X-rays of a TOML file (one a condition) or of an advantage's name.
 
-    A group's size and the loss's aggregation are the file's unless they are given; a name has the
-    defaults. Raises ConfigurationError for a file or plugin that cannot be loaded, and for an
-    algorithm plugin, whose token advantages follow from more than rewards. Code that a file in a
-    run's folder names is executed only with `trust`.
+    A group's size is the file's unless it is given; a name has the default. Raises
+    ConfigurationError for a file or plugin that cannot be loaded, and for an algorithm plugin,
+    whose token advantages follow from more than rewards. Code that a file in a run's folder names
+    is executed only with `trust`.
     """
     config = _named(name, trust)
     size = group or config.training.group_size
@@ -54,10 +51,7 @@ def read_xray(
             f"{name}: [training] group_size = {size} is above the {MAX_GROUP} of an X-ray; name a"
             " smaller group, such as --group 8."
         )
-    return [
-        _read(label, arm, size, aggregation or arm.loss.aggregation, wrong_length)
-        for label, arm in _arms(config)
-    ]
+    return [_read(label, arm, size) for label, arm in _arms(config)]
 
 
 def _at_start(label: str, config: "TrainConfig") -> tuple[str, "TrainConfig"]:
@@ -98,15 +92,13 @@ def _arms(config: "TrainConfig") -> list[tuple[str, "TrainConfig"]]:
 def headline_of(config: "TrainConfig") -> str:
     """One line about a run's advantage; "" where it has no X-ray or its plugin cannot be used."""
     try:
-        one = _read("", config, config.training.group_size, config.loss.aggregation, 1.0)
+        one = _read("", config, config.training.group_size)
     except (ConfigurationError, RunFailed):  # which explain says as a problem
         return ""
     return f"{headline(one)} {one.name}".rstrip()
 
 
-def _read(
-    label: str, config: "TrainConfig", group: int, aggregation: str, wrong_length: float
-) -> Xray:
+def _read(label: str, config: "TrainConfig", group: int) -> Xray:
     label, config = _at_start(label, config)
     recipe = recipe_of(config.algorithm)
     if recipe is None:
@@ -126,15 +118,8 @@ def _read(
                 " X-ray knows only the rewards of completions; name an advantage of rewards."
             ) from missing
 
-    if aggregation not in AGGREGATIONS and wrong_length != 1:
-        raise ConfigurationError(
-            f'[loss] aggregation = "{aggregation}" weighs lengths as its code says, which an X-ray'
-            f" does not see; leave --wrong-length out, or add --aggregation with one of"
-            f" {', '.join(AGGREGATIONS)}."
-        )
     try:
-        prompts = config.training.batch_size
-        return xray(label, advantages, group, aggregation, wrong_length, prompts)
+        return xray(label, advantages, group)
     except ConfigurationError:  # says itself what an X-ray does not see
         raise
     except ValueError as error:

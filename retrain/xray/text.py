@@ -71,11 +71,6 @@ def sentences(one: Xray) -> Iterator[str]:
             f" {hard / middle:.3g} times one that is solved half of the time, one solved 95%"
             f" {easy / middle:.3g} times."
         )
-    if one.coupling > _ALIKE:
-        yield (
-            "token_mean's divisor holds the lengths of a prompt's own completions too, which adds"
-            f' at most {one.coupling:.2%} to its weight; aggregation = "constant" adds nothing.'
-        )
     wrong, right = one.uniform
     uneven = [
         f"{value:+.3g} where all are {word}"

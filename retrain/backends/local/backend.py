@@ -11,7 +11,7 @@ import torch
 
 from retrain.backends.base import Backend, FrozenWeights, TrialAdapter
 from retrain.backends.declared import engine_class, is_raw
-from retrain.backends.local.changes import LocalTrialAdapter, learned_changes
+from retrain.backends.local.changes import LocalTrialAdapter
 from retrain.backends.local.facts import LocalFacts
 from retrain.backends.local.learner import Learner, old_logprobs_note, rounds
 from retrain.distributed import ALONE, World
@@ -224,9 +224,6 @@ class LocalBackend(LocalFacts):
 
     def trial_adapter(self, seed: int) -> TrialAdapter:
         return LocalTrialAdapter(self._adapter, seed)
-
-    def learned(self) -> dict[str, TrialAdapter]:
-        return learned_changes(self._learner.optimizer)
 
     @property
     def reach(self) -> tuple[int, int]:

@@ -89,24 +89,6 @@ class AdapterOptimizer:
         torch.autograd.graph.increment_version(self.parameters.values())
         self.steps += 1
 
-    def last_update(self) -> dict[str, Tensor]:
-        """Return the change that the newest update made to each parameter, but for rounding; {}
-        before the first. It follows from the moments and that update's rate, so a resumed run knows
-        it too.
-        """
-        if not self.steps:
-            return {}
-        found: dict[str, Tensor] = {}
-        settings = self._adamw.param_groups[0]
-        beta1, beta2 = settings["betas"]
-        for name, parameter in self.parameters.items():
-            state = self._adamw.state[parameter]
-            mean = state["exp_avg"] / (1 - beta1**self.steps)
-            spread = (state["exp_avg_sq"] / (1 - beta2**self.steps)).sqrt()
-            decay = settings["weight_decay"] * parameter.detach()
-            found[name] = -settings["lr"] * (mean / (spread + settings["eps"]) + decay)
-        return found
-
     def gradients(self) -> list[Tensor]:
         return [
             parameter.grad for parameter in self.parameters.values() if parameter.grad is not None
@@ -115,9 +97,7 @@ class AdapterOptimizer:
     # -- files -------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write first and second moments by parameter name, the number of steps, and the newest
-        one's rate.
-        """
+        """Write first and second moments by parameter name, and the number of steps."""
         from safetensors.torch import save_file
 
         moments = {
@@ -127,15 +107,14 @@ class AdapterOptimizer:
             if self.steps
         }
         save_file(moments, folder / STATE_FILE)
-        counted = {"steps": self.steps, "rate": self._adamw.param_groups[0]["lr"]}
-        (folder / COUNT_FILE).write_text(json.dumps(counted) + "\n", encoding="utf-8")
+        counted = json.dumps({"steps": self.steps}) + "\n"
+        (folder / COUNT_FILE).write_text(counted, encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         from safetensors.torch import load_file
 
         moments = load_file(folder / STATE_FILE)
-        counted = json.loads((folder / COUNT_FILE).read_text(encoding="utf-8"))
-        self.steps = int(counted["steps"])
+        self.steps = int(json.loads((folder / COUNT_FILE).read_text(encoding="utf-8"))["steps"])
         state = {
             index: {
                 "step": torch.tensor(float(self.steps)),
@@ -146,5 +125,3 @@ class AdapterOptimizer:
             if self.steps
         }
         self._adamw.load_state_dict(self._adamw.state_dict() | {"state": state})
-        # 0.9.0 wrote none; it is the file's unless a schedule moves it
-        self._adamw.param_groups[0]["lr"] = counted.get("rate", self.training.lr)

@@ -267,12 +267,10 @@ class ZmqSender(Sender):
     every rank has one, also after either side has started anew.
     """
 
-    def __init__(
-        self, options: "PrimeRLOptions", clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, options: "PrimeRLOptions") -> None:
         import zmq
 
-        self._options, self._clock = options, clock
+        self._options = options
         self._topics = [f"data_rank|{rank}|".encode() for rank in range(options.trainer_ranks)]
         self._missing = set(self._topics)
         self._context = zmq.Context()
@@ -300,9 +298,9 @@ class ZmqSender(Sender):
         """A message that was not received is gone, so there is nothing to clear."""
 
     def wait_for_trainer(self) -> None:
-        options, deadline = self._options, self._clock() + self._options.sync_wait_s
+        options, deadline = self._options, time.monotonic() + self._options.sync_wait_s
         self._hear(_NEWS_S)
-        while self._missing and (left := deadline - self._clock()) > 0:
+        while self._missing and (left := deadline - time.monotonic()) > 0:
             self._hear(min(left, options.sync_poll_s))
         if self._missing:
             raise NotReached(
@@ -387,11 +385,10 @@ class Broadcasts:
         *,
         wait_s: float,
         poll_s: float,
-        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.folder, self.wait_s, self.poll_s = folder, wait_s, poll_s
-        self._clock, self._sleep = clock, sleep
+        self._sleep = sleep
         self.newest: Policy | None = None
         self._receipts = 0
 
@@ -401,13 +398,13 @@ class Broadcasts:
 
         Raises ServerFailure where neither came, or where a version is incomplete.
         """
-        deadline = self._clock() + self.wait_s
+        deadline = time.monotonic() + self.wait_s
         while True:
             self._receive_offers(shipped)
             newest = self.newest
             if newest is not None and newest.version == shipped:
                 return newest
-            if self._clock() > deadline:
+            if time.monotonic() > deadline:
                 break
             self._sleep(self.poll_s)
         if newest is not None and shipped - TARGET_LAG <= newest.version:
@@ -445,9 +442,9 @@ class Broadcasts:
                     (folder / ACKNOWLEDGED).touch()
                 except FileNotFoundError:  # a trainer that starts anew is emptying the folder
                     continue
-            deadline = self._clock() + self.wait_s
+            deadline = time.monotonic() + self.wait_s
             while not (folder / FINISHED).exists():
-                if self._clock() > deadline:
+                if time.monotonic() > deadline:
                     found = (
                         "began to write it"
                         if (folder / STARTED).exists()
