@@ -45,7 +45,6 @@ def test_json_has_versions_capabilities_and_keys(capsys: pytest.CaptureFixture[s
         "key": "loss.kl_coef",
         "use": "refused",
         "because": "Tinker's losses have no KL term; leave it at 0",
-        "values": [],
     } in (entries["tinker"]["keys"])
 
 

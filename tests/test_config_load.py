@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.backends.base import BackendCapabilities
+from retrain.backends.declared import per_token_refusals
 from retrain.cli.migrate_config import migrate_text, unified_diff
 from retrain.config import (
     TrainConfig,
@@ -24,9 +25,9 @@ from retrain.config import (
     unused_keys,
     with_drawn_seed,
 )
-from retrain.config.effects import per_token_refusals, refusals
 from retrain.config.keys import Key, all_keys, flags
 from retrain.config.names import registered_sources
+from retrain.config.needs import refusals
 from retrain.config.overrides import parse_overrides
 from retrain.errors import ConfigurationError
 

@@ -160,15 +160,15 @@ def test_a_built_in_advantage_is_a_function_and_its_line_in_the_table(
         config_from_toml('[algorithm]\nadvantage_mode = "best_off"')
 
 
-def test_a_key_with_an_effect_is_a_field_and_a_row(tmp_path: Path) -> None:
+def test_a_key_with_an_effect_is_a_field_and_a_need(tmp_path: Path) -> None:
     text = TEXT.partition("A **key with an effect**")[2].partition("\n### ")[0]
     field, row = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     package = shutil.copytree(Path(retrain.__file__).parent, tmp_path / "retrain")
     for name, place, line in (
-        ("learning_sections", r"class Optimizer\(.*\n    \"{3}.*\n", f"    {field}"),
-        ("effects", r"_TINKER: Rows = \(\n", f"    {row.strip()},\n"),
+        ("config/learning_sections", r"class Optimizer\(.*\n    \"{3}.*\n", f"    {field}"),
+        ("backends/tinker/facts", r"    lacks: ClassVar = \{\n", f"    {row}"),
     ):
-        module = package / "config" / f"{name}.py"
+        module = package / f"{name}.py"
         written, places = re.subn(place, rf"\g<0>{line}", module.read_text(encoding="utf-8"))
         assert places == 1
         module.write_text(written, encoding="utf-8")
@@ -178,6 +178,6 @@ def test_a_key_with_an_effect_is_a_field_and_a_row(tmp_path: Path) -> None:
     ended = subprocess.run(
         [*command, "--ema-decay", "0.5"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    (because,) = re.findall(r'because="(.+?)"', row)
+    (because,) = re.findall(r': "(.+?)"', row)
     assert ended.returncode == 2
     assert "[optimizer] ema_decay = 0.5" in ended.stderr and because in ended.stderr

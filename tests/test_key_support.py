@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from retrain.backends.base import BackendCapabilities
-from retrain.backends.declared import incapable
+from retrain.backends.declared import BACKEND_SECTIONS, ENGINE_SECTIONS, incapable
 from retrain.config import (
     TrainConfig,
     config_from_mapping,
@@ -15,21 +15,15 @@ from retrain.config import (
     replaced,
     unused_keys,
 )
-from retrain.config.effects import (
-    BACKEND_SECTIONS,
-    ENGINE_SECTIONS,
-    RUNS,
-    Table,
-    effect_of,
-    effects_of,
-    refusals,
-)
-from retrain.config.keys import Key, all_keys, keys_by_path
+from retrain.config.keys import Key, all_keys
 from retrain.config.names import bracketed, builtin_names
+from retrain.config.needs import Part, built_in, refusals
+from retrain.config.unused import ROWS
 from retrain.errors import ConfigurationError
+from retrain.inference_engine.base import EngineCapabilities
 
-BACKEND_KEYS = {name: effects_of("backend", name) for name in builtin_names("backend")}
-ENGINE_KEYS = {name: effects_of("engine", name) for name in builtin_names("engine")}
+PARTS = [built_in("backend", name) for name in builtin_names("backend")]
+PARTS += [built_in("engine", name) for name in builtin_names("engine")]
 OTHERS: dict[str, Any] = {
     "backend.devices": "cpu",
     "backend.options": {"transport": "zmq"},
@@ -94,103 +88,77 @@ def configuration(path: str, value: Any, **names: str) -> TrainConfig:
     return TrainConfig.model_validate(sections)  # what `load` adds is told below
 
 
-def cells(
-    kind: str, tables: dict[str, Table], sections: tuple[str, ...]
-) -> list[tuple[str, str, str, Any]]:
-    """(kind, name, "section.key", value): a value of each key, and those that rows of the table are
-    about.
-    """
-    apart = (
-        "backend.backend",
-        "inference.engine",
-        "backend.options",
-    )  # of the options, each has a sentence of its own
-    return [
-        (kind, name, key.path, value)
-        for name, table in tables.items()
-        for key in all_keys()
-        if key.section in sections
-        and key.path not in apart
-        and (name, key.section) != ("local", "inference")
-        for value in [
-            another(key),
-            *(value for row in table if row.covers(key.path) for value in row.values),
-        ]
-    ]
+APART = ("backend.backend", "inference.engine", "backend.options")
+"""Of the options, each has a sentence of its own."""
+CELLS = [
+    (part, key)
+    for part in PARTS
+    for key in all_keys()
+    if key.section in (BACKEND_SECTIONS if part.kind == "backend" else ENGINE_SECTIONS)
+    and key.path not in APART
+    and (part.name, key.section) != ("local", "inference")
+]
 
 
-CELLS = cells("backend", BACKEND_KEYS, BACKEND_SECTIONS) + cells(
-    "engine", ENGINE_KEYS, ENGINE_SECTIONS
+@pytest.mark.parametrize(
+    ("part", "key"), CELLS, ids=[f"{part.name}-{key.path}" for part, key in CELLS]
 )
-
-
-@pytest.mark.parametrize(("kind", "name", "path", "value"), CELLS)
-def test_every_key_is_used_or_a_sentence_says_that_it_is_not(
-    kind: str, name: str, path: str, value: Any
-) -> None:
-    tables = BACKEND_KEYS if kind == "backend" else ENGINE_KEYS
-    config = configuration(path, value, **{kind: name})
-    row = effect_of(tables[name], config, path)
-    assert row is not None, "the table says nothing about this key"
-    unused = [sentence for sentence in unused_keys(config) if f"{bracketed(path)} = " in sentence]
-    refused = [sentence for sentence in incapable(config) if f"{bracketed(path)} = " in sentence]
-    if row.outcome == "used":
-        assert not unused and not (refused and kind == "backend")
+def test_every_key_is_used_or_a_sentence_says_that_it_is_not(part: Part, key: Key) -> None:
+    config = configuration(key.path, another(key), **{part.kind: part.name})
+    outcome, because = part.outcome(key, config)
+    named = f"{bracketed(key.path)} = "
+    unused = [sentence for sentence in unused_keys(config) if named in sentence]
+    refused = [sentence for sentence in incapable(config) if named in sentence]
+    if outcome == "used":
+        assert not unused and (
+            not refused or part.kind == "engine" or (part.name, key.path) in FOLLOWED
+        )
     else:
-        (sentence,) = refused if row.outcome == "refused" else unused
-        assert row.because in sentence
-    if row.outcome == "refused":
+        (sentence,) = refused if outcome == "refused" else unused
+        assert because in sentence
+    if refused:
         with pytest.raises(ConfigurationError, match=re.escape(refused[0])):
             config_from_mapping(config.model_dump(exclude_unset=True, by_alias=True))
 
 
-@pytest.mark.parametrize("table", [*BACKEND_KEYS.values(), *ENGINE_KEYS.values()])
-def test_the_tables_name_keys_that_exist(table: Table) -> None:
-    sections = {f"{section}.*" for section in BACKEND_SECTIONS}
-    assert not [
-        path for row in table for path in row.keys if path not in {*keys_by_path(), *sections}
-    ]
+FOLLOWED = {
+    ("tinker", "training.temperature"),
+    ("prime_rl", "loss.aggregation"),
+}
+"""Keys of which a backend can follow one value alone."""
+
+
+def test_a_part_names_what_some_key_needs_and_every_need_is_some_parts_matter() -> None:
+    needed = {word for key in all_keys() for word in key.traits.needs.split()}
+    nothing = config_from_mapping({})
+    named = {word for part in PARTS for word in (*part.lacks, *part.facts.decides(nothing))}
+    none = EngineCapabilities(in_process=True, adapter_reload=True, logprobs="sampled")
+    one = BackendCapabilities(
+        per_token_advantages=False, synchronous_loss=True, exact_resume=True, sampler=none
+    )
+    plugin = Part("backend", "my_backends.Mine", one)
+    assert needed == named | {*plugin.lacks}
 
 
 def test_what_is_refused_is_told_in_one_sentence_with_a_way_out() -> None:
-    for table in (*BACKEND_KEYS.values(), *ENGINE_KEYS.values()):
-        for row in table:
-            assert not row.because.endswith(".") and (row.outcome == "used") == (not row.because)
-            if row.outcome == "refused":
-                assert any(
-                    word in row.because for word in ("leave it", "leave out", "use ", "set ")
-                ), row.because
+    for part in PARTS:
+        for because in part.lacks.values():
+            assert not because.endswith("."), because
+            assert any(word in because for word in ("leave it", "leave out", "use ")), because
 
 
-REFUSED_DEFAULTS = {("backend", "tinker", "training.temperature")}
-"""Defaults that do what the row refuses."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "table"), [("backend", *row) for row in BACKEND_KEYS.items()]
-)
-def test_a_default_that_is_written_out_is_judged_like_any_value(
-    kind: str, name: str, table: Table
-) -> None:
+@pytest.mark.parametrize("part", PARTS[:3], ids=[part.name for part in PARTS[:3]])
+def test_a_default_that_is_written_out_is_judged_like_any_value(part: Part) -> None:
     for key in all_keys():
-        if (
-            key.section not in BACKEND_SECTIONS
-            or key.default is None
-            or key.path in ("backend.backend", "backend.options")
-        ):
+        if key.section not in BACKEND_SECTIONS or key.default is None or key.path in APART:
             continue
-        with_default = configuration(key.path, key.default, **{kind: name})
-        row = effect_of(table, with_default, key.path)
-        refused = [
-            sentence
-            for sentence in incapable(with_default)
-            if f"{bracketed(key.path)} = " in sentence
-        ]
-        assert bool(refused) == ((kind, name, key.path) in REFUSED_DEFAULTS), (key.path, refused)
-        if row is not None and row.outcome == "unused":
-            assert any(
-                f"{bracketed(key.path)} = " in sentence for sentence in unused_keys(with_default)
-            ), key.path
+        config = configuration(key.path, key.default, **{part.kind: part.name})
+        named = f"{bracketed(key.path)} = "
+        refused = [sentence for sentence in incapable(config) if named in sentence]
+        is_refused = (part.name, key.path) == ("tinker", "training.temperature")
+        assert bool(refused) == is_refused, (key.path, refused)
+        if part.outcome(key, config)[0] == "unused":
+            assert any(named in sentence for sentence in unused_keys(config)), key.path
 
 
 SITUATIONS: tuple[dict[str, dict[str, Any]], ...] = (
@@ -233,7 +201,7 @@ SITUATIONS: tuple[dict[str, dict[str, Any]], ...] = (
 
 
 def test_every_reason_for_a_key_without_effect_is_said_of_its_default_too() -> None:
-    for row in RUNS:
+    for row in ROWS:
         situation = next(
             (found for found in SITUATIONS if row.when(config_from_mapping(found))), None
         )

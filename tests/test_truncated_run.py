@@ -14,7 +14,7 @@ from runs import lines, small
 
 from retrain import train
 from retrain.cli.main import main
-from retrain.config.effects import refusals
+from retrain.config.needs import refusals
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.inference_engine.torch_engine import TorchEngine

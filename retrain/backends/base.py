@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -140,8 +140,20 @@ class Backend(ABC):
     none is computed elsewhere."""
     has_reference: ClassVar[bool] = True
     """A loss may read the base model's log-probs."""
+    lacks: ClassVar[Mapping[str, str]] = {}
+    """What it lacks of what keys need (`config.section.Traits.needs`) -> why, and what to do."""
     engine: InferenceEngine
     """The sampler that serves this backend's adapter."""
+
+    @classmethod
+    def decides(cls, config: "TrainConfig") -> Mapping[str, str]:  # noqa: ARG003 - shared
+        """Return what it decides by itself, so that keys that need it are unused -> why."""
+        return {}
+
+    @classmethod
+    def problems(cls, config: "TrainConfig") -> Iterator[tuple[str, str]]:  # noqa: ARG003 - shared
+        """Yield (key, why its value cannot be followed and what to do) beyond what is lacking."""
+        yield from ()
 
     @classmethod
     def unavailable_reason(cls) -> str:

@@ -15,15 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from retrain.backends.base import BACKENDS, Backend, BackendCapabilities, backend_kind
 from retrain.backends.losses import AGGREGATIONS, CORRECTIONS, LOSSES
 from retrain.backends.own_loss import OwnFunction, own_functions
-from retrain.config.effects import (
-    BACKEND_SECTIONS,
-    ENGINE_SECTIONS,
-    Outcome,
-    effects_of,
-    per_token_refusals,
-    refusals,
-)
 from retrain.config.keys import all_keys
+from retrain.config.needs import Outcome, built_in, refusals
+from retrain.config.rules import modes_of
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import (
     ENGINES,
@@ -101,6 +95,20 @@ def incapable(config: "TrainConfig") -> list[str]:
     except ConfigurationError as error:
         problems += error.problems
     return [*problems, *_missing_address(config)]
+
+
+def per_token_refusals(config: "TrainConfig", backend: Any) -> list[str]:
+    """One sentence for each condition that gives the tokens of a completion different advantages,
+    for a backend that takes only one. A plugin transform or algorithm is taken to vary.
+    """
+    if backend.per_token_advantages:
+        return []
+    return [
+        f'The condition "{condition.label}" needs per-token advantages, and backend'
+        f' "{config.backend.backend}" takes one per completion; use transform_mode = "none".'
+        for condition in config.conditions
+        if modes_of(condition)[1] != "none"
+    ]
 
 
 def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Iterator[str]:
@@ -295,16 +303,19 @@ def _those_that_hold(claims: Mapping[str, bool]) -> str:
 Kind = Literal["backend", "engine"]
 
 
+BACKEND_SECTIONS = ("backend", "model", "training", "optimizer", "lora", "loss", "inference")
+"""The sections whose keys a backend may lack what they need, or decide about."""
+ENGINE_SECTIONS = ("inference",)
+
+
 @dataclass(frozen=True)
-class KeyRow:
-    """The outcome of one key."""
+class KeyOutcome:
+    """What becomes of one key at another value than its default."""
 
     key: str
     """As "section.key"."""
     use: Outcome
     because: str
-    values: tuple[Any, ...]
-    """The values that this is about; empty: all that are not the default."""
 
 
 @dataclass(frozen=True)
@@ -340,20 +351,14 @@ class Entry:
         return {name: _version(name) for name in self.packages}
 
     @property
-    def keys(self) -> list[KeyRow]:
+    def keys(self) -> list[KeyOutcome]:
         """The outcome of every key of its sections, in the order of the schema."""
-        table = effects_of(self.kind, self.name)
+        from retrain.config import TrainConfig
+
+        part, defaults = built_in(self.kind, self.name), TrainConfig()
         sections = BACKEND_SECTIONS if self.kind == "backend" else ENGINE_SECTIONS
-        rows: list[KeyRow] = []
-        for path in (key.path for key in all_keys() if key.section in sections):
-            for row in table:
-                if row.covers(path):
-                    found = KeyRow(path, row.outcome, row.because, row.values)
-                    if found not in rows:
-                        rows.append(found)
-                    if not row.values and row.when is None:  # it holds for every value
-                        break
-        return rows
+        keys = (key for key in all_keys() if key.section in sections)
+        return [KeyOutcome(key.path, *part.outcome(key, defaults)) for key in keys]
 
     def to_json(self) -> dict[str, Any]:
         more = {"installed": self.installed, "capabilities": asdict(self.capabilities)}

@@ -9,7 +9,7 @@ from retrain.cli.shared import AsJson, Form, print_json
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.backends.declared import Entry, KeyRow
+    from retrain.backends.declared import Entry
 
 
 def command(
@@ -58,17 +58,8 @@ def _one(entry: "Entry") -> Iterator[str]:
 
     yield from _lines(entry)
     yield ""
-    rows = [(bracketed(row.key) + _values(row), row.use, row.because) for row in entry.keys]
+    rows = [(bracketed(row.key), row.use, row.because) for row in entry.keys]
     yield from table_lines(rows, indent=GAP)
-
-
-def _values(row: "KeyRow") -> str:
-    """The values of a key that a row is about, as they stand after it; "" for all of them."""
-    from retrain.system import toml_value
-
-    if row.values:
-        return f" = {' or '.join(map(toml_value, row.values))}"
-    return ""
 
 
 def _lines(entry: "Entry") -> Iterator[str]:

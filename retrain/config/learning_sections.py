@@ -20,6 +20,7 @@ from retrain.config.values import (
     parse_devices,
     parse_grams,
 )
+from retrain.errors import ConfigurationError
 from retrain.system import Json
 
 
@@ -42,12 +43,14 @@ class Backend(Section):
         not_for_a_condition=(
             "[campaign] devices_per_run and workers_per_device share the devices out"
         ),
+        needs="weights",
     )
     shard_base: bool = key(
         False,
         "Shard the frozen layers over the processes of torchrun, for a model too big for one GPU;"
         " layers are gathered one at a time.",
         may_change_at_resume=True,
+        needs="shards",
     )
     adapter_path: PathText = key(
         "",
@@ -66,17 +69,31 @@ class Backend(Section):
         "Maximum number of simultaneous Tinker calls, over all workers of a campaign.",
         ge=1,
         may_change_at_resume=True,
+        needs="service",
     )
     throttle_dir: PathText = key(
         "",
         "Folder of the locks that Tinker workers share; campaigns set it.",
         may_change_at_resume=True,
+        needs="service",
     )
 
     @property
     def device_list(self) -> tuple[str, ...]:
         """The devices by torch's names."""
         return parse_devices(self.devices)
+
+    def splits_base(self, processes: int) -> bool:
+        """Return True if `processes` hold the frozen weights in parts. Raises ConfigurationError
+        where there is one process alone.
+        """
+        if self.shard_base and processes == 1:
+            raise ConfigurationError(
+                "[backend] shard_base = true splits the frozen weights over the processes of"
+                " torchrun, and this run has one process; start the run by torchrun"
+                " --nproc-per-node N -m retrain, or leave shard_base false."
+            )
+        return self.shard_base
 
     @property
     def prime_rl(self) -> "PrimeRLOptions":
@@ -151,12 +168,15 @@ class Model(Section):
         min_length=1,
         sets_step_time=True,
     )
-    base_url: str = key("", "Tinker service URL (tinker backend only).", may_change_at_resume=True)
+    base_url: str = key(
+        "", "Tinker service URL (tinker backend only).", may_change_at_resume=True, needs="service"
+    )
     lora_rank: int = key(
         32,
         "LoRA rank; alpha is twice the rank unless [lora] alpha is set.",
         ge=1,
         sets_step_time=True,
+        needs="optimizer",
     )
     revision: str = key(
         "", "Branch, tag or commit of the model on the hub; empty means the default branch."
@@ -165,9 +185,12 @@ class Model(Section):
         "auto",
         "Data type of the frozen weights; auto is bf16 on CUDA and fp32 elsewhere.",
         sets_step_time=True,
+        needs="weights",
     )
     trust_remote_code: bool = key(False, "Run Python code that comes with the model.")
-    load_in_4bit: bool = key(False, "Hold the frozen weights in 4 bits (CUDA, needs bitsandbytes).")
+    load_in_4bit: bool = key(
+        False, "Hold the frozen weights in 4 bits (CUDA, needs bitsandbytes).", needs="weights"
+    )
 
 
 class Algorithm(Section):
@@ -201,6 +224,7 @@ class Algorithm(Section):
         ge=0,
         le=1,
         movable=True,
+        needs="token_advantages",
     )
     surprisal_mask_scope: Literal["batch", "group", "completion"] = key(
         "batch",
@@ -218,6 +242,7 @@ class Algorithm(Section):
         'Teacher whose log-probs of the sampled tokens a stage may read: "base" (the frozen model),'
         ' "gold" (the policy itself with the answer in its prompt), or the folder of an adapter of'
         " this model; empty is none.",
+        needs="teacher",
     )
     reference_prompt: str = key(
         "{prompt}\n\nThe correct answer is {answer}.",
@@ -289,6 +314,7 @@ class Training(Section):
         "Sample from, and train over, the k most probable tokens at each position, renormalised; 0"
         " is off.",
         ge=0,
+        needs="kept_sets",
     )
     top_p: float = key(
         1.0,
@@ -296,6 +322,7 @@ class Training(Section):
         " at least top_p, after top_k; 1 is off.",
         gt=0,
         le=1,
+        needs="kept_sets",
     )
     min_p: float = key(
         0.0,
@@ -303,15 +330,19 @@ class Training(Section):
         " off.",
         ge=0,
         lt=1,
+        needs="kept_sets",
     )
     lr: float = key(
         4e-5,
         "Learning rate.",
         ge=0,
         movable=True,
+        needs="optimizer",
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant", "Learning rate after warm-up: constant, or falling to 0 at lr_horizon."
+        "constant",
+        "Learning rate after warm-up: constant, or falling to 0 at lr_horizon.",
+        needs="optimizer",
     )
     lr_horizon: int = key(
         0,
@@ -319,16 +350,26 @@ class Training(Section):
         " max_steps names it.",
         ge=0,
         applies_when="lr_schedule in (linear, cosine)",
+        needs="optimizer",
     )
-    lr_warmup_steps: int = key(0, "Steps over which the learning rate rises from 0.", ge=0)
-    weight_decay: float = key(0.0, "AdamW weight decay.", ge=0)
-    updates_per_batch: int = key(1, "Passes over each batch.", ge=1, sets_step_time=True)
-    minibatches: int = key(1, "Optimizer updates per pass.", ge=1)
+    lr_warmup_steps: int = key(
+        0, "Steps over which the learning rate rises from 0.", ge=0, needs="optimizer"
+    )
+    weight_decay: float = key(0.0, "AdamW weight decay.", ge=0, needs="optimizer")
+    updates_per_batch: int = key(
+        1, "Passes over each batch.", ge=1, sets_step_time=True, needs="updates"
+    )
+    minibatches: int = key(1, "Optimizer updates per pass.", ge=1, needs="updates")
     micro_batch_tokens: int = key(
-        0, "Maximum number of tokens per forward and backward pass; 0 chooses by the machine.", ge=0
+        0,
+        "Maximum number of tokens per forward and backward pass; 0 chooses by the machine.",
+        ge=0,
+        needs="micro_batches",
     )
     gradient_checkpointing: Literal["auto"] | bool = key(
-        "auto", "Recompute activations in the backward pass; auto decides by the machine."
+        "auto",
+        "Recompute activations in the backward pass; auto decides by the machine.",
+        needs="weights",
     )
     dynamic_sampling: int = key(
         0,
@@ -374,6 +415,8 @@ class Training(Section):
 class Optimizer(Section):
     """AdamW."""
 
+    traits = Traits(needs="optimizer")
+
     beta1: float = key(0.9, "AdamW beta1.", ge=0, lt=1)
     beta2: float = key(0.95, "AdamW beta2.", ge=0, lt=1)
     eps: float = key(1e-8, "AdamW epsilon.", gt=0)
@@ -384,13 +427,19 @@ class Lora(Section):
 
     traits = Traits(sizes_memory=True)
 
-    alpha: int = key(0, "LoRA alpha; 0 means twice the rank.", ge=0)
-    dropout: float = key(0.0, "LoRA dropout rate.", ge=0, lt=1)
+    alpha: int = key(0, "LoRA alpha; 0 means twice the rank.", ge=0, needs="scale")
+    dropout: float = key(0.0, "LoRA dropout rate.", ge=0, lt=1, needs="adapter")
     target_modules: Strings = key(
-        [], "Names of the adapted layers; empty means all linear layers of the blocks but a router."
+        [],
+        "Names of the adapted layers; empty means all linear layers of the blocks but a router.",
+        needs="adapter",
     )
-    init_from: PathText = key("", "PEFT folder with the adapter's initial weights.")
-    use_rslora: bool = key(False, "Scale the update by alpha / sqrt(rank) instead of alpha / rank.")
+    init_from: PathText = key(
+        "", "PEFT folder with the adapter's initial weights.", needs="adapter"
+    )
+    use_rslora: bool = key(
+        False, "Scale the update by alpha / sqrt(rank) instead of alpha / rank.", needs="adapter"
+    )
 
 
 DEFAULT_CLIPS = {
@@ -407,10 +456,14 @@ class Loss(Section):
     """The policy loss (formulas and divisors: docs/losses.md)."""
 
     mode: Annotated[str, OpenName("loss")] = key(
-        "importance_sampling", "Per-token objective, built in or a plugin."
+        "importance_sampling",
+        "Per-token objective, built in or a plugin.",
+        needs="loss",
     )
     params: Table = key(
-        {}, "Parameters of a mode: tau_pos and tau_neg (sapo), cap (dppo), or a plugin's own."
+        {},
+        "Parameters of a mode: tau_pos and tau_neg (sapo), cap (dppo), or a plugin's own.",
+        needs="clips",
     )
     clip_low: float | None = key(
         None,
@@ -421,6 +474,7 @@ class Loss(Section):
         example=0.2,
         applies_when="mode in (ppo, gspo, cispo, gmpo, dppo)",
         movable=True,
+        needs="clips",
     )
     clip_high: float | None = key(
         None,
@@ -431,6 +485,7 @@ class Loss(Section):
         example=0.2,
         applies_when="mode in (ppo, gspo, cispo, gmpo, dppo)",
         movable=True,
+        needs="clips",
     )
     dual_clip: float = key(
         0.0,
@@ -438,11 +493,13 @@ class Loss(Section):
         ge=0,
         applies_when="mode in (ppo)",
         movable=True,
+        needs="dual_clip",
     )
     correction: Annotated[str, OpenName("correction")] = key(
         "none",
         "Correction for the mismatch of sampler and learner, built in or a plugin; needs"
         ' old_logprobs = "recomputed".',
+        needs="correction",
     )
     correction_cap: float = key(
         2.0,
@@ -478,6 +535,7 @@ class Loss(Section):
         " completions, including groups with equal rewards; 0 skips the base model's forward pass.",
         ge=0,
         movable=True,
+        needs="kl",
     )
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "k3",
@@ -486,13 +544,25 @@ class Loss(Section):
         applies_when="kl_coef not in (0)",
     )
     entropy_coef: float = key(
-        0.0, "Weight of the entropy bonus, aggregated like the KL divergence.", ge=0, movable=True
+        0.0,
+        "Weight of the entropy bonus, aggregated like the KL divergence.",
+        ge=0,
+        movable=True,
+        needs="entropy_bonus",
     )
     max_grad_norm: float = key(
-        0.0, "Clip the gradient norm at this value; 0 is off.", ge=0, movable=True
+        0.0,
+        "Clip the gradient norm at this value; 0 is off.",
+        ge=0,
+        movable=True,
+        needs="optimizer",
     )
     log_ratio_clamp: float = key(
-        20.0, "Clamp log-ratios to this magnitude before exp.", gt=0, movable=True
+        20.0,
+        "Clamp log-ratios to this magnitude before exp.",
+        gt=0,
+        movable=True,
+        needs="log_ratios",
     )
     old_logprobs: Literal["sampler", "recomputed"] = key(
         "sampler",
@@ -500,6 +570,7 @@ class Loss(Section):
         " the first update, under the same dropout masks; unset is sampler, or recomputed with mode"
         " gspo in half precision.",
         meaningful_unset=True,
+        needs="correction",
     )
     mask_truncated: bool = key(
         False,

@@ -16,7 +16,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from retrain.config import moving
-from retrain.config.effects import refusals
 from retrain.config.judging import judging_rewards, training_rewards
 from retrain.config.keys import (
     CONDITION_KEYS,
@@ -28,6 +27,7 @@ from retrain.config.keys import (
 )
 from retrain.config.learning_sections import gathered_schedule
 from retrain.config.names import ALIASES, by_path, copied, is_recipe, moved_aliases, nearest
+from retrain.config.needs import refusals
 from retrain.config.overrides import (
     Override,
     Overrides,

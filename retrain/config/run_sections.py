@@ -173,7 +173,10 @@ class Inference(Section):
     traits = Traits(sizes_memory=True)
 
     engine: Annotated[str, OpenName("engine")] = key(
-        "pytorch", "Inference engine, built in or a plugin.", sets_step_time=True
+        "pytorch",
+        "Inference engine, built in or a plugin.",
+        sets_step_time=True,
+        needs="engine",
     )
     url: ServerURL | Annotated[list[ServerURL], Field(min_length=1)] = key(
         "",
@@ -181,15 +184,19 @@ class Inference(Section):
         " balanced over a list.",
         may_change_at_resume=True,
         own_to_a_run=True,
+        needs="server",
     )
     served_model: str = key(
-        "", "Name of the base model on the server; empty takes the only one it has."
+        "",
+        "Name of the base model on the server; empty takes the only one it has.",
+        needs="server",
     )
     api_key_env: Annotated[str, AfterValidator(check_variable)] = key(
         "",
         "Environment variable with the server's API key; empty sends none.",
         may_change_at_resume=True,
         own_to_a_run=True,
+        needs="server",
     )
     timeout_s: float = key(
         300.0,
@@ -197,6 +204,7 @@ class Inference(Section):
         gt=0,
         may_change_at_resume=True,
         own_to_a_run=True,
+        needs="server",
     )
     patience_s: float = key(
         600.0,
@@ -205,6 +213,7 @@ class Inference(Section):
         gt=0,
         may_change_at_resume=True,
         own_to_a_run=True,
+        needs="server",
     )
     adapter_dir: PathText = key(
         "",
@@ -212,19 +221,27 @@ class Inference(Section):
         " the run's own folder.",
         may_change_at_resume=True,
         own_to_a_run=True,
+        needs="engine server",
     )
     attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key(
         "default",
         "Attention implementation. default: torch's flash kernel where it runs, else torch's"
         " choice. flash: that or nothing. cutlass: torch's other CUDA kernel. triton and tk are"
         " refused.",
+        needs="engine kernels",
     )
-    dtype: Literal["auto", "bf16", "fp8", "fp4"] = key("auto", "Data type of inference.")
+    dtype: Literal["auto", "bf16", "fp8", "fp4"] = key(
+        "auto", "Data type of inference.", needs="engine"
+    )
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = key(
-        "auto", "Data type of the KV cache."
+        "auto",
+        "Data type of the KV cache.",
+        needs="engine",
     )
     prefix_caching: bool = key(
-        True, "Share the prompt's KV cache among the completions of a group."
+        True,
+        "Share the prompt's KV cache among the completions of a group.",
+        needs="engine kernels",
     )
     mismatch_limit: float | None = key(
         None,
@@ -236,6 +253,7 @@ class Inference(Section):
         meaningful_unset=True,
         example=0.02,
         may_change_at_resume=True,
+        needs="log_ratios_recorded",
     )
 
     @property
@@ -492,6 +510,11 @@ class Squeeze(Section):
     )
     per_layer: bool = key(False, "Choose a rank for each layer.")
     evaluate: bool = key(False, "Evaluate the compressed adapter.")
+
+    @property
+    def is_remote(self) -> bool:
+        """The adapter is stored by a Tinker service."""
+        return self.adapter_path.startswith("tinker://")
 
 
 class Resume(Section):

@@ -43,6 +43,9 @@ class Traits:
     """It is read anew in each step, so `[schedule]` may move it."""
     parameter_of: tuple[str, ...] = ()
     """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
+    needs: str = ""
+    """What it takes to act, in words of backends and engines with spaces between
+    (`backends.base.Backend.lacks`)."""
 
     def __or__(self, other: "Traits") -> "Traits":
         """A key's own traits, and its section's where it has none."""

@@ -6,7 +6,7 @@ batch's make-up cannot change them, and whether they are the adapter's or the ba
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
@@ -206,6 +206,8 @@ class InferenceEngine(ABC):
     """It samples from a model in shards, and on a second device of [backend] devices."""
     cpu_note: ClassVar[str] = ""
     """A sentence about its server on a CPU."""
+    lacks: ClassVar[Mapping[str, str]] = {}
+    """As `backends.base.Backend.lacks`."""
     log: Callable[[str], None] = staticmethod(print)
     """Reports what happens to the engine during a run; may be called from another thread."""
     check: Callable[[], None] = staticmethod(lambda: None)
@@ -219,6 +221,16 @@ class InferenceEngine(ABC):
 
     rounds = False
     """The parity gate found that it computes in half precision, which no key says."""
+
+    @classmethod
+    def decides(cls, config: "TrainConfig") -> Mapping[str, str]:  # noqa: ARG003 - shared
+        """As `backends.base.Backend.decides`."""
+        return {}
+
+    @classmethod
+    def problems(cls, config: "TrainConfig") -> Iterator[tuple[str, str]]:  # noqa: ARG003 - shared
+        """As `backends.base.Backend.problems`."""
+        yield from ()
 
     @classmethod
     def preflight(cls, config: "TrainConfig") -> str | None:  # noqa: ARG003 - part of the interface

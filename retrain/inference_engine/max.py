@@ -128,6 +128,10 @@ class MAXEngine(ServedEngine):
             raise
 
     @classmethod
+    def decides(cls, config: "TrainConfig") -> Mapping[str, str]:
+        return super().decides(config) if config.inference.urls else {}
+
+    @classmethod
     def preflight(cls, config: "TrainConfig") -> str:
         if config.inference.urls:
             return super().preflight(config)

@@ -1,6 +1,12 @@
 """The declarations of the built-in engine, without torch; `torch_engine.py` is the engine."""
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 from retrain.inference_engine.base import Description, EngineCapabilities, InferenceEngine
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
 
 
 class PyTorchEngine(InferenceEngine):
@@ -18,3 +24,7 @@ class PyTorchEngine(InferenceEngine):
     about = Description("in this process, with the learner's weights", "this machine", ("torch",))
     decodes_here = True
     supports_split = True
+
+    @classmethod
+    def decides(cls, config: "TrainConfig") -> Mapping[str, str]:  # noqa: ARG003 - shared
+        return {"server": 'engine "pytorch" samples in this process'}

@@ -190,6 +190,13 @@ class ServedEngine(InferenceEngine):
     patience: ClassVar[Patience] = Patience()
     needs_address = True
 
+    @classmethod
+    def decides(cls, config: "TrainConfig") -> Mapping[str, str]:  # noqa: ARG003 - shared
+        reason = "the running server has its own setting"
+        if cls.default_port:
+            reason += ", and `retrain serve` prints the command that starts it so"
+        return {"kernels": reason}
+
     def __init__(
         self, config: "TrainConfig", *, model: Any, eos_ids: Sequence[int], device: Any
     ) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from retrain.config.effects import splits_base
 from retrain.config.names import part_class
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
@@ -326,7 +325,7 @@ def _matches(logits: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 def shards_of(backend: "Backend", world: World) -> World:
     """Return the ranks that hold the base in parts; ALONE if each holds all of it."""
-    return world if splits_base(backend, world.size) else ALONE
+    return world if backend.splits_base(world.size) else ALONE
 
 
 def shard(

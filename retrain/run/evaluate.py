@@ -7,7 +7,6 @@ from contextlib import closing
 from pathlib import Path
 
 from retrain.config import TrainConfig, load_config, replaced
-from retrain.config.effects import sharding_note
 from retrain.config.overrides import Overrides
 from retrain.errors import ConfigurationError
 from retrain.plugins import named_code
@@ -18,7 +17,7 @@ from retrain.records.redact import note_secrets
 from retrain.records.run_folder import RunFolder
 from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
-from retrain.run.notes import trust_note
+from retrain.run.notes import sharding_note, trust_note
 from retrain.run.parts import load_parts
 from retrain.types import Group
 

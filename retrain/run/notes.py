@@ -9,7 +9,6 @@ from retrain.advantages.sepa import maximal_lambda_note
 from retrain.advantages.transforms import sure_sentence, top_share
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, unused_keys
-from retrain.config.effects import sharding_note
 from retrain.config.moving import extremes, may_be_positive, with_values
 from retrain.config.names import bracketed, is_recipe
 from retrain.config.recipes import departures, recipe, recipe_of
@@ -103,6 +102,24 @@ def notes(config: TrainConfig) -> list[str]:
             " differ in size and time, and runs of one seed see a prompt in different steps."
         )
     return [note for note in found if note]
+
+
+def sharding_note(config: TrainConfig, *, evaluates: bool = False) -> str:
+    """A sentence on what [backend] shard_base = true costs a run, or on `retrain eval`, which has
+    no use for it; "" where it is false.
+    """
+    if not config.backend.shard_base or config.kind == "squeeze":
+        return ""
+    if evaluates:
+        return (
+            "[backend] shard_base = true is unused here: retrain eval runs in one process, which"
+            " holds the whole model."
+        )
+    return (
+        "[backend] shard_base = true: every forward pass, also for each generated token, gathers"
+        " all layers from the other processes, so use it only where one GPU cannot hold the model;"
+        " the memory that explain predicts is for one process with the whole model."
+    )
 
 
 def skipped_gate_line(config: TrainConfig) -> str:

@@ -18,13 +18,13 @@ from retrain.advantages.sepa import SEPAController
 from retrain.backends.base import BACKENDS, Backend, backend_kind
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig, replaced
-from retrain.config.effects import reason_unused
 from retrain.config.judging import judging_note
 from retrain.config.keys import keys_by_path
 from retrain.config.load import with_judging_reward
 from retrain.config.names import DATA_FILE_SUFFIXES, is_data_location, is_dotted, part_class
 from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
+from retrain.config.unused import reason_unused
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.data.chat import ChatRenderer, messages_of
 from retrain.data.prompts import each_source, examples_key, of_task, query_of

@@ -11,7 +11,6 @@ from typing import Any
 from retrain.backends.declared import incapable, is_raw, loss_notes
 from retrain.backends.rows import mismatch_fields
 from retrain.config import TrainConfig
-from retrain.config.effects import splits_base
 from retrain.config.moving import scheduled, with_values
 from retrain.data.samplers import PromptChoice
 from retrain.distributed import World, joined
@@ -586,7 +585,7 @@ class Session:
 @contextmanager
 def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[RunStart]:
     """Open the folder on rank 0, which holds its lock, and tell the other ranks what it found."""
-    splits_base(config.backend, world.size)
+    config.backend.splits_base(world.size)
     if not world.is_rank_zero:
         found: RunStart | RetrainError | None = world.broadcast(None)
         if isinstance(found, RetrainError):

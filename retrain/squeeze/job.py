@@ -17,7 +17,6 @@ import torch
 from retrain.analysis.statistics import mean, standard_error
 from retrain.backends.tinker.service import download_adapter
 from retrain.config import TrainConfig, replaced, unused_keys
-from retrain.config.effects import squeezes_remote_adapter
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.records.disk import replace_file, safetensors_io, writing_to
 from retrain.records.evaluation import Z_95, Evaluation
@@ -229,7 +228,7 @@ def local_adapter(config: "TrainConfig") -> Iterator[Path]:
     Raises EnvironmentFailure where the service hands out no adapter.
     """
     path = config.squeeze.adapter_path
-    if not squeezes_remote_adapter(config):
+    if not config.squeeze.is_remote:
         yield expanded(path, "[squeeze] adapter_path")
         return
     with TemporaryDirectory(prefix="retrain-squeeze-") as folder:

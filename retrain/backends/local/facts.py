@@ -1,7 +1,13 @@
 """The declarations of the local backend, without torch."""
 
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
 from retrain.backends.base import Backend, BackendCapabilities
 from retrain.inference_engine.base import Description
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
 
 
 class LocalFacts(Backend):
@@ -17,3 +23,21 @@ class LocalFacts(Backend):
         "PyTorch and PEFT on this machine", "this machine", ("torch", "transformers", "peft")
     )
     in_process = True
+
+    @classmethod
+    def decides(cls, config: "TrainConfig") -> Mapping[str, str]:  # noqa: ARG003 - shared
+        return {"service": "it belongs to the tinker backend"}
+
+    @classmethod
+    def problems(cls, config: "TrainConfig") -> Iterator[tuple[str, str]]:
+        whole = {
+            "each run of a [campaign] is one process with the whole model; leave it false, or start"
+            " single runs by torchrun": config.campaign is not None,
+            "weights in 4 bits cannot be split; set [model] load_in_4bit = false, or leave it"
+            " false": config.model.load_in_4bit,
+            "an [inference] dtype unlike the weights' would hold a whole copy of the model in every"
+            ' process; set dtype = "auto"': config.inference.dtype != "auto",
+        }
+        for because, holds in whole.items():
+            if config.backend.shard_base and holds:
+                yield "backend.shard_base", because
