@@ -472,6 +472,11 @@ def test_statistics_weigh_tokens_and_are_null_without_any() -> None:
     assert assign(config(), [without_entropies(other)]).statistics.exec_entropy_mean is None
 
 
+def test_only_a_planning_detector_makes_execution_tokens() -> None:
+    statistics = assign(config("gtpo"), [mixed()]).statistics
+    assert statistics.exec_entropy_mean is None and statistics.exec_surprisal_var is None
+
+
 def test_the_controller_sees_the_configured_uncertainty_of_execution_tokens() -> None:
     credit = assign(config(algorithm={"uncertainty_kind": "predictive_variance"}), [mixed()])
     p = np.exp(np.array([-0.1, -0.5, -1.5, -0.25], np.float32).astype(float))

@@ -69,7 +69,7 @@ PROOFS: dict[str, Callable[[Path], bool]] = {
         lines(folder / "metrics.jsonl")[0]["condition"] == "maxrl+make_transform_spec"
     ),
     "An uncertainty": lambda folder: (
-        0 < lines(folder / "metrics.jsonl")[0]["exec_entropy_mean"] < 1
+        0 < lines(folder / "metrics.jsonl")[0]["entropy_mean"] < 1
     ),
     "An algorithm": lambda folder: lines(folder / "metrics.jsonl")[0]["condition"] == "centred",
     "A loss": lambda folder: 1.9 < lines(folder / "metrics.jsonl")[0]["loss_metrics"]["gate"] < 2.1,

@@ -63,8 +63,8 @@ class CreditStatistics:
     average.
 
     Means and population variances weigh every token of the judged completions equally, skipped
-    groups included. Execution tokens are all tokens outside planning phrases, i.e. all tokens where
-    the condition does not look for phrases.
+    groups included. Execution tokens are the tokens outside planning phrases. A condition that does
+    not look for phrases has no execution tokens.
     """
 
     exec_entropy_mean: float | None
@@ -87,9 +87,14 @@ class CreditStatistics:
 
     @classmethod
     def of(
-        cls, tokens: StepTokens, assigned: CreditStages, groups: Sequence[GroupCredit]
+        cls,
+        tokens: StepTokens,
+        assigned: CreditStages,
+        groups: Sequence[GroupCredit],
+        *,
+        looks_for_phrases: bool,
     ) -> "CreditStatistics":
-        planning, execution = tokens.planning, ~tokens.planning
+        planning, execution = tokens.planning, ~tokens.planning & looks_for_phrases
         surprisals = surprisal(tokens.logprobs)
         if tokens.entropies is None:
             entropies = None
@@ -140,6 +145,8 @@ class Credit:
         tokens: StepTokens,
         assigned: CreditStages,
         exec_uncertainty: Float64Array,
+        *,
+        looks_for_phrases: bool,
     ) -> "Credit":
         """Return the credit of each group, and the statistics over all of them."""
         episodes = tokens.by_group(assigned.episode.tolist())
@@ -160,7 +167,7 @@ class Credit:
             tokens,
             assigned,
             groups,
-            CreditStatistics.of(tokens, assigned, groups),
+            CreditStatistics.of(tokens, assigned, groups, looks_for_phrases=looks_for_phrases),
             exec_uncertainty,
         )
 
