@@ -553,8 +553,8 @@ def test_the_inputs_are_never_edited() -> None:
         assert (tokens.logprobs == copies[0]).all() and (tokens.planning == copies[1]).all()
 
 
-def test_dr_grpo_means_the_constant_aggregation() -> None:
-    assert config(algorithm={"algorithm_mode": "dr_grpo"}).loss.aggregation == "constant"
+def test_grpo_constant_means_the_constant_aggregation() -> None:
+    assert config(algorithm={"algorithm_mode": "grpo_constant"}).loss.aggregation == "constant"
     assert (
         config(
             algorithm={"algorithm_mode": "grpo_none"}, loss={"aggregation": "sum"}

@@ -471,6 +471,15 @@ def test_different_held_out_problems_are_not_compared(
     assert "different held-out problems (3 and 2, 2 shared)" in refused(
         capsys, one, "--baseline", two
     )
+    edited = {"heldout_sha256": {"lab": "an edited file"}}
+    other = write_run(tmp_path / "other", 1, held_out=problems([1, 0]), environment=edited)
+    assert "(the same ids with other texts or references in lab)" in refused(
+        capsys, one, "--baseline", other
+    )
+    old = write_run(
+        tmp_path / "old", 1, held_out=problems([1, 0]), environment={"heldout_sha256": None}
+    )
+    assert main(["compare", str(one), "--baseline", str(old)]) == 0
 
 
 def test_a_baseline_without_a_finished_run_is_no_matter_of_judges(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from retrain.analysis.integrity import absent_words, given_keys
-from retrain.analysis.measures import Metric
+from retrain.analysis.measures import Metric, direction_words
 from retrain.analysis.runs import MANIFEST, StoredRun, no_campaigns_value, seeds_words
 from retrain.records.entries import Direction
 from retrain.records.terminal import counted
@@ -188,6 +188,7 @@ def deviations(
     pairs: Sequence[tuple[str, str]],
     metric: Metric,
     test: "TestSettings",
+    runs: Iterable[StoredRun],
     absences: "Absences | None" = None,
 ) -> Iterator[str]:
     """The ways in which a comparison differs from the plan, such as "metric (auc, planned
@@ -210,6 +211,11 @@ def deviations(
     contrasts = {(condition, plan.baseline) for condition in plan.conditions}
     if baseline == plan.baseline and set(pairs) != contrasts:
         yield f"the family of comparisons ({len(pairs)}, planned {len(contrasts)})"
+    # A run may go on after its campaign, and its last evaluation is then a later one.
+    most = max(plan.max_steps, record.max_steps or 0)
+    longer = [f"{run.name} took {run.steps}" for run in runs if run.steps > most]
+    if longer:
+        yield f"its steps ({', '.join(longer)}, planned {most})"
     if absences and absences.bent:
         yield f"its runs (planned and not counted: {absent_words(absences.bent)})"
     if absences and absences.not_listed:
@@ -226,7 +232,7 @@ def _settings(
     better = test.direction(metric.better)
     yield "baseline", baseline, plan.baseline
     yield "metric", metric.name, plan.metric
-    yield "direction", f"{better} is better", f"{plan.better} is better"
+    yield "direction", direction_words(better), direction_words(plan.better)
     yield "alpha", f"{test.alpha:g}", f"{plan.alpha:g}"
     yield "max_steps", record.max_steps, plan.max_steps
 
@@ -314,7 +320,7 @@ def planned_line(
     else:
         margin = f", equivalent within {plan.margin:g}"
     what = (
-        f"{plan.metric}, {plan.better} is better, at {plan.alpha:g}{margin},"
+        f"{plan.metric}, {direction_words(plan.better)}, at {plan.alpha:g}{margin},"
         f" {counted(len(plan.seeds), 'seed')}, {when}"
     )
     lines = [f"As planned before the first run (plan {record.sha256[:8]}): {what}."]

@@ -58,4 +58,10 @@ def without_removed(data: Json, *, all_of_them: bool) -> Json:
         leaves = all_of_them and (not is_value or keys[name] == value)
         if leaves or keys[name] == row.get("stored"):
             del keys[name]
+    algorithm, loss = kept.get("algorithm"), kept.get("loss")
+    # In 0.10 `dr_grpo` was today's `grpo_constant`. A run's file has every key, and of the two the
+    # recipe alone sets the aggregation.
+    if isinstance(algorithm, dict) and isinstance(loss, dict) and "reference_coef" in algorithm:
+        if algorithm.get("algorithm_mode") == "dr_grpo" and "aggregation" not in loss:
+            algorithm["algorithm_mode"] = "grpo_constant"
     return kept

@@ -2,13 +2,15 @@
 model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from retrain.config import TrainConfig, load_config, replaced
 from retrain.config.effects import sharding_note
 from retrain.config.overrides import Overrides
+from retrain.config.schema import Evaluation as EvaluationSettings
 from retrain.errors import ConfigurationError
 from retrain.plugins import named_code
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
@@ -20,6 +22,7 @@ from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import trust_note
 from retrain.run.parts import load_parts
+from retrain.run.start import other_heldout
 from retrain.types import Group
 
 Keep = Callable[[TrainConfig, Evaluation, list[Group]], object]
@@ -78,7 +81,22 @@ def evaluate_run(
         if found:
             line = f"Evaluating {found.folder}"
         log(line)
-    return evaluate_weights(config, found, log, keep)
+    check = partial(_say_if_other, folder, given.evaluation, log)
+    return evaluate_weights(config, found, log, keep, check)
+
+
+def _say_if_other(
+    folder: RunFolder,
+    evaluation: EvaluationSettings,
+    log: Callable[[str], None],
+    heldout: Mapping[str, str],
+) -> None:
+    tasks = folder.config.is_file() and other_heldout(folder, evaluation, heldout)
+    if tasks:
+        log(
+            f"The held-out examples (task {tasks}) are others than those that {folder.path} was"
+            " evaluated on: this result is not comparable with the run's own."
+        )
 
 
 def evaluate_weights(
@@ -86,9 +104,10 @@ def evaluate_weights(
     found: Checkpoint | None,
     log: Callable[[str], None],
     keep: Keep = lambda *_: None,
+    check: Callable[[Mapping[str, str]], object] = lambda _: None,
 ) -> Evaluation:
     """Evaluate a checkpoint, or the weights that a run of `config`, which asks for an evaluation,
-    begins with.
+    begins with. `check` gets the `heldout_sha256` before anything is sampled.
     """
     step, choices = 0, None
     if found:
@@ -98,6 +117,7 @@ def evaluate_weights(
             parts.backend.load(found.folder)
         parts.backend.engine.sync(parts.backend.save_adapter, step)
         assert parts.evaluator is not None  # evaluation.at_end asked for it
+        check(parts.evaluator.heldout_sha256)
         with Interrupts() as interrupts:
             watcher = Watcher(interrupts.check, lambda _: None)
             evaluation, groups = parts.evaluator.run(step, watcher)
