@@ -473,7 +473,7 @@ def test_different_held_out_problems_are_not_compared(
     )
     edited = {"heldout_sha256": {"lab": "an edited file"}}
     other = write_run(tmp_path / "other", 1, held_out=problems([1, 0]), environment=edited)
-    assert "(the same ids with other texts or references in lab)" in refused(
+    assert "(the same ids with other texts or references)" in refused(
         capsys, one, "--baseline", other
     )
     old = write_run(

@@ -291,8 +291,8 @@ def test_a_run_is_not_resumed_on_other_examples(name: str, tmp_path: Path) -> No
     held_out.write_text(rows[1])
     notes: list[str] = []
     evaluate_run(tmp_path / "run", overrides=Overrides(), log=notes.append)
-    assert any("The held-out examples (task default) are others than" in note for note in notes)
-    with pytest.raises(ConfigurationError, match=r"other held-out examples \(task default\) than"):
+    assert any("The held-out examples are others than" in note for note in notes)
+    with pytest.raises(ConfigurationError, match=r"\[evaluation\] source holds other examples"):
         train(again, quiet=True, skip_parity=True)
     assert [file.read_text() for file in files] == before
     held_out.write_text(rows[0])

@@ -96,10 +96,7 @@ class CreditStatistics:
     ) -> "CreditStatistics":
         planning, execution = tokens.planning, ~tokens.planning & looks_for_phrases
         surprisals = surprisal(tokens.logprobs)
-        if tokens.entropies is None:
-            entropies = None
-        else:
-            entropies = capped(tokens.entropies)
+        entropies = None if tokens.entropies is None else capped(tokens.entropies)
         exec_entropy_mean, exec_entropy_var = _mean_and_variance(entropies, execution)
         plan_entropy_mean, plan_entropy_var = _mean_and_variance(entropies, planning)
         exec_surprisal_mean, exec_surprisal_var = _mean_and_variance(surprisals, execution)

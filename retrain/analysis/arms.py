@@ -18,7 +18,6 @@ from retrain.config.keys import all_keys
 from retrain.config.names import source_task
 from retrain.config.schema import Evaluation, Training
 from retrain.errors import ConfigurationError
-from retrain.records.evaluation import differing_tasks
 from retrain.system import Json
 
 # -- are two runs alike ----------------------------------------------------------------------------
@@ -498,16 +497,17 @@ def check_same_problems(runs: Iterable[StoredRun]) -> None:
     evaluation: other ids, or other texts or references under the same ids.
     """
     asked = [(run, run.answers.ids) for run in runs if run.answers]
-    # Folders of 0.9 and 0.10 have no fingerprint, so the others are compared with one that has.
+    # Folders of 0.10 have no fingerprint, so the others are compared with one that has.
     asked.sort(key=lambda each: not each[0].heldout_sha256)
     for run, problems in asked[1:]:
         first, expected = asked[0]
-        tasks = differing_tasks(first.heldout_sha256, run.heldout_sha256)
-        how = f"the same ids with other texts or references in {tasks}"
+        how = ""
         if problems != expected:
             shared = len({*expected} & {*problems})
             how = f"{len(expected)} and {len(problems)}, {shared} shared"
-        if problems != expected or tasks:
+        elif run.heldout_sha256 not in (None, first.heldout_sha256):
+            how = "the same ids with other texts or references"
+        if how:
             raise ConfigurationError(
                 f"{first.path} and {run.path} were evaluated on different held-out problems"
                 f" ({how}), so their accuracies cannot be compared; use --metric correct_rate, or"

@@ -100,8 +100,8 @@ def papers_page() -> str:
 
     rows = []
     for name in recipe_names():
-        with (PAPERS / f"{name}.toml").open(encoding="utf-8") as text:
-            rows.append((name, text.readline().removeprefix("# ").rstrip()))
+        text = (PAPERS / f"{name}.toml").read_text(encoding="utf-8")
+        rows.append((name, text.partition("\n")[0].removeprefix("# ")))
     return "\n".join([_PAPERS_FIRST, *table_lines(rows, indent="  "), "", _PAPERS_LAST])
 
 

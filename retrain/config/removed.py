@@ -61,7 +61,7 @@ def without_removed(data: Json, *, all_of_them: bool) -> Json:
     algorithm, loss = kept.get("algorithm"), kept.get("loss")
     # In 0.10 `dr_grpo` was today's `grpo_constant`. A run's file has every key, and of the two the
     # recipe alone sets the aggregation.
-    if isinstance(algorithm, dict) and isinstance(loss, dict) and "reference_coef" in algorithm:
-        if algorithm.get("algorithm_mode") == "dr_grpo" and "aggregation" not in loss:
-            algorithm["algorithm_mode"] = "grpo_constant"
+    complete = isinstance(algorithm, dict) and isinstance(loss, dict) and "reference" in algorithm
+    if complete and algorithm["algorithm_mode"] == "dr_grpo" and "aggregation" not in loss:
+        algorithm["algorithm_mode"] = "grpo_constant"
     return kept

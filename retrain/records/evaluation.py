@@ -218,15 +218,6 @@ def read_evaluations(path: Path, ks: Iterable[int]) -> list[Evaluation]:
     return [Evaluation(step, [*problems], sorted({1, *ks})) for step, problems in by_step]
 
 
-def differing_tasks(one: Any, other: Any) -> str:
-    """The tasks whose `heldout_sha256` differ, such as "lab, sums"; "" where either is missing, as
-    in folders of 0.9 and 0.10.
-    """
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return ""
-    return ", ".join(task for task in {**one, **other} if one.get(task) != other.get(task))
-
-
 def _pass_rates(problems: Sequence[EvaluationRecord], k: int) -> list[float]:
     return [pass_at_k(item.samples, item.correct, k) for item in problems]
 

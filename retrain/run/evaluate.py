@@ -2,15 +2,13 @@
 model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 from retrain.config import TrainConfig, load_config, replaced
 from retrain.config.effects import sharding_note
 from retrain.config.overrides import Overrides
-from retrain.config.schema import Evaluation as EvaluationSettings
 from retrain.errors import ConfigurationError
 from retrain.plugins import named_code
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
@@ -81,22 +79,13 @@ def evaluate_run(
         if found:
             line = f"Evaluating {found.folder}"
         log(line)
-    check = partial(_say_if_other, folder, given.evaluation, log)
-    return evaluate_weights(config, found, log, keep, check)
-
-
-def _say_if_other(
-    folder: RunFolder,
-    evaluation: EvaluationSettings,
-    log: Callable[[str], None],
-    heldout: Mapping[str, str],
-) -> None:
-    tasks = folder.config.is_file() and other_heldout(folder, evaluation, heldout)
-    if tasks:
+    result = evaluate_weights(config, found, log, keep)
+    if stored and other_heldout(folder, given.evaluation, result.heldout_sha256):
         log(
-            f"The held-out examples (task {tasks}) are others than those that {folder.path} was"
-            " evaluated on: this result is not comparable with the run's own."
+            f"The held-out examples are others than those that {folder.path} was evaluated on: this"
+            " result is not comparable with the run's own."
         )
+    return result
 
 
 def evaluate_weights(
@@ -104,10 +93,9 @@ def evaluate_weights(
     found: Checkpoint | None,
     log: Callable[[str], None],
     keep: Keep = lambda *_: None,
-    check: Callable[[Mapping[str, str]], object] = lambda _: None,
 ) -> Evaluation:
     """Evaluate a checkpoint, or the weights that a run of `config`, which asks for an evaluation,
-    begins with. `check` gets the `heldout_sha256` before anything is sampled.
+    begins with.
     """
     step, choices = 0, None
     if found:
@@ -117,7 +105,6 @@ def evaluate_weights(
             parts.backend.load(found.folder)
         parts.backend.engine.sync(parts.backend.save_adapter, step)
         assert parts.evaluator is not None  # evaluation.at_end asked for it
-        check(parts.evaluator.heldout_sha256)
         with Interrupts() as interrupts:
             watcher = Watcher(interrupts.check, lambda _: None)
             evaluation, groups = parts.evaluator.run(step, watcher)

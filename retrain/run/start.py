@@ -22,7 +22,6 @@ from retrain.errors import ConfigurationError, RetrainError
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import checkpoint_folder, sign, stored_checkpoints, take
 from retrain.records.disk import put_back, remove_empty
-from retrain.records.evaluation import differing_tasks
 from retrain.records.jsonl import aside_of
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, writer_lock
@@ -253,40 +252,33 @@ def _no_step_left(config: TrainConfig, folder: RunFolder, steps: int) -> str:
 def refuse_other_data(
     opened: RunStart, fingerprint: str, heldout: Mapping[str, str] | None
 ) -> None:
-    """Raise ConfigurationError if the run was trained on other examples so far: its place among
-    them, and what a sampler saw of them, would mean others. The same for the held-out examples of
-    an [evaluation] section that did not change.
+    """Raise ConfigurationError if the run was trained or evaluated on other examples so far: its
+    place among them, what a sampler saw of them, and its earlier results would mean others.
     """
     if opened.checkpoint is None or not opened.folder.environment.exists():
         return
-    tasks = other_heldout(opened.folder, opened.config.evaluation, heldout)
-    if tasks:
-        raise ConfigurationError(
-            f"[evaluation] source holds other held-out examples (task {tasks}) than those that"
-            f" {opened.folder.path} was evaluated on, so its results could not be compared with its"
-            " earlier ones; restore them, or start a new run."
-        )
+    data, key = opened.config.data, ""
     if read_object(opened.folder.environment).get("data_sha256") not in (None, fingerprint):
-        data = opened.config.data
-        key = f'source = "{data.source}"'
-        if data.path:
-            key = f'path = "{data.path}"'
+        key = f'[data] path = "{data.path}"' if data.path else f'[data] source = "{data.source}"'
+    elif other_heldout(opened.folder, opened.config.evaluation, heldout):
+        key = "[evaluation] source"
+    if key:
         raise ConfigurationError(
-            f"[data] {key} holds other examples than those that {opened.folder.path} began with,"
+            f"{key} holds other examples than those that {opened.folder.path} began with,"
             " which cannot change at resume; restore them, or start a new run."
         )
 
 
 def other_heldout(
     folder: RunFolder, evaluation: EvaluationSettings, heldout: Mapping[str, str] | None
-) -> str:
-    """The tasks whose held-out examples are others than those that the run's last session recorded
-    under the same [evaluation] section; "" if there are none.
+) -> bool:
+    """True if the run's last session had the same [evaluation] section and other held-out
+    examples.
     """
     if load_stored(folder.config).evaluation != evaluation or not folder.environment.exists():
-        return ""
+        return False
     newest = part_of_session(read_object(folder.environment), goes_on=True)
-    return differing_tasks(newest.get("heldout_sha256"), heldout)
+    return newest.get("heldout_sha256") not in (None, heldout)
 
 
 def part_of_session(environment: Json, *, goes_on: bool) -> Json:

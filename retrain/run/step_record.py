@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain.advantages.credit import Credit
-from retrain.advantages.transforms import surprisal
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable, TurnTable
 from retrain.run.identical import chance_of_identical
@@ -29,6 +28,7 @@ from retrain.types import (
     Scored,
     StepResult,
     Trajectory,
+    joined_or_none,
 )
 
 BoxReader = Callable[[str], str | None]
@@ -119,7 +119,7 @@ def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> Rewar
         truncated_reward_mean=mean_or_none(_rewards(compress(members, is_cut))),
         completion_tokens_mean=mean_or_none([one.num_actions for one in trajectories]),
         entropy_mean=_token_mean([one.entropies for one in trajectories]),
-        surprisal_mean=_token_mean([surprisal(one.logprobs) for one in trajectories]),
+        surprisal_mean=_token_mean([-one.logprobs for one in trajectories]),
         answer_found_rate=found,
         groups_identical=sum(map(_is_identical, rollout.first_draws)),
     )
@@ -136,12 +136,12 @@ def _deviation(rewards: Sequence[float]) -> float | None:
     return float(np.std(rewards)) if min(rewards) < max(rewards) else 0.0
 
 
-def _token_mean(rows: Sequence[npt.NDArray[np.floating] | None]) -> float | None:
+def _token_mean(rows: Sequence[Float32Array | None]) -> float | None:
     """The mean over all tokens; None without any, or where a completion has no values."""
-    known = [row for row in rows if row is not None]
-    if len(known) < len(rows) or not any(map(len, known)):
+    values = joined_or_none(rows)
+    if values is None or not len(values):
         return None
-    return float(np.concatenate(known).mean(dtype=np.float64))
+    return float(values.mean(dtype=np.float64))
 
 
 def _is_identical(group: Group) -> bool:
