@@ -307,7 +307,7 @@ TRICKS: list[tuple[Edit, str]] = [
         ask_for_a_metric_of_no_direction,
         r"direction \(neither direction is better, planned higher is better\)",
     ),
-    (train_a_run_on, r"Exploratory: .* its steps \(maxrl\+none_s5 took 4, planned 2\)"),
+    (train_a_run_on, r"Exploratory: .* the steps of the longest run \(4, planned 2\)"),
     (turn_the_direction_in_the_plan, "edited after it was hashed"),
     (
         put_another_seeds_run_into_a_folder,

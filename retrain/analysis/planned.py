@@ -199,7 +199,7 @@ def deviations(
         return
     if record.edited:
         yield "the plan itself, which was edited after it was hashed"
-    for name, now, planned in _settings(record, plan, baseline, metric, test):
+    for name, now, planned in _settings(record, plan, baseline, metric, test, runs):
         if now != planned:
             yield f"{name} ({now}, planned {planned})"
     if record.looks and record.looked != plan.seeds[: len(record.looked)]:
@@ -211,11 +211,6 @@ def deviations(
     contrasts = {(condition, plan.baseline) for condition in plan.conditions}
     if baseline == plan.baseline and set(pairs) != contrasts:
         yield f"the family of comparisons ({len(pairs)}, planned {len(contrasts)})"
-    # A run may go on after its campaign, and its last evaluation is then a later one.
-    most = max(plan.max_steps, record.max_steps or 0)
-    longer = [f"{run.name} took {run.steps}" for run in runs if run.steps > most]
-    if longer:
-        yield f"its steps ({', '.join(longer)}, planned {most})"
     if absences and absences.bent:
         yield f"its runs (planned and not counted: {absent_words(absences.bent)})"
     if absences and absences.not_listed:
@@ -226,7 +221,12 @@ def deviations(
 
 
 def _settings(
-    record: CampaignRecord, plan: AnalysisPlan, baseline: str, metric: Metric, test: "TestSettings"
+    record: CampaignRecord,
+    plan: AnalysisPlan,
+    baseline: str,
+    metric: Metric,
+    test: "TestSettings",
+    runs: Iterable[StoredRun],
 ) -> Iterator[tuple[str, object, object]]:
     """Yield (name, value now, planned value) of each."""
     better = test.direction(metric.better)
@@ -235,6 +235,9 @@ def _settings(
     yield "direction", direction_words(better), direction_words(plan.better)
     yield "alpha", f"{test.alpha:g}", f"{plan.alpha:g}"
     yield "max_steps", record.max_steps, plan.max_steps
+    # A run may go on after its campaign, and its last evaluation is then a later one.
+    longest = max([plan.max_steps, *(run.steps for run in runs)])
+    yield "the steps of the longest run", longest, plan.max_steps
 
 
 def _margin(value: float | None) -> str:
