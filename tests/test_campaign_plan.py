@@ -179,9 +179,7 @@ def test_an_algorithm_replaces_the_modes_of_the_base() -> None:
 def test_conditions_that_differ_in_a_further_key_are_labelled_by_it(
     first: str, second: str, labels: list[str]
 ) -> None:
-    modes = MODES
-    if "advantage_mode" in second:
-        modes = 'transform_mode = "none"\n'
+    modes = MODES.partition("\n")[2] if "advantage_mode" in second else MODES
     runs = plan(
         "[campaign]\nseeds ="
         f" [1]\n[[campaign.conditions]]\n{MODES}{first}\n[[campaign.conditions]]\n{modes}{second}\n"

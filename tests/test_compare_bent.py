@@ -246,9 +246,8 @@ def add_seeds_afterwards(campaign: Path) -> None:
 
 
 def train_a_run_on(campaign: Path) -> None:
-    answers = problems([1] * 90 + [0] * 10)
-    folder, rates = run(campaign, BETTER, 5), [0.5] * 4
-    write_run(folder, 5, rates, held_out=answers, algorithm=_modes(BETTER))
+    answers, folder = problems([1] * 90 + [0] * 10), run(campaign, BETTER, 5)
+    write_run(folder, 5, [0.5] * 4, held_out=answers, algorithm=_modes(BETTER))
     seal(folder)
 
 

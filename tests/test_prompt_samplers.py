@@ -276,10 +276,9 @@ def test_a_run_is_not_resumed_on_other_examples(name: str, tmp_path: Path) -> No
     data.write_text("\n".join(rows))
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text(rows[0])
-    evaluation = {"source": str(held_out), "at_start": True}
-    config = small(
-        tmp_path / "run", data={"source": str(data), "sampler": name}, evaluation=evaluation
-    )
+    asked = {"source": str(held_out), "at_start": True}
+    sections = {"data": {"source": str(data), "sampler": name}, "evaluation": asked}
+    config = small(tmp_path / "run", **sections)
     train(replaced(config, {"training.max_steps": 2}), quiet=True, skip_parity=True)
     again = replaced(config, {"resume.from": str(tmp_path / "run")})
     files = [tmp_path / "run" / name for name in ("environment.json", "summary.json")]

@@ -94,13 +94,13 @@ class CreditStatistics:
         *,
         looks_for_phrases: bool,
     ) -> "CreditStatistics":
-        planning, execution = tokens.planning, ~tokens.planning & looks_for_phrases
+        execution = ~tokens.planning & looks_for_phrases
         surprisals = surprisal(tokens.logprobs)
         entropies = None if tokens.entropies is None else capped(tokens.entropies)
         exec_entropy_mean, exec_entropy_var = _mean_and_variance(entropies, execution)
-        plan_entropy_mean, plan_entropy_var = _mean_and_variance(entropies, planning)
+        plan_entropy_mean, plan_entropy_var = _mean_and_variance(entropies, tokens.planning)
         exec_surprisal_mean, exec_surprisal_var = _mean_and_variance(surprisals, execution)
-        plan_surprisal_mean, plan_surprisal_var = _mean_and_variance(surprisals, planning)
+        plan_surprisal_mean, plan_surprisal_var = _mean_and_variance(surprisals, tokens.planning)
         reasons = [group.skip_reason for group in groups]
         return cls(
             exec_entropy_mean=exec_entropy_mean,

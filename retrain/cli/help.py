@@ -100,8 +100,8 @@ def papers_page() -> str:
 
     rows = []
     for name in recipe_names():
-        text = (PAPERS / f"{name}.toml").read_text(encoding="utf-8")
-        rows.append((name, text.partition("\n")[0].removeprefix("# ")))
+        title, *_ = (PAPERS / f"{name}.toml").read_text("utf-8").splitlines()
+        rows.append((name, title.removeprefix("# ")))
     return "\n".join([_PAPERS_FIRST, *table_lines(rows, indent="  "), "", _PAPERS_LAST])
 
 
