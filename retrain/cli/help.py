@@ -100,7 +100,7 @@ def papers_page() -> str:
 
     rows = []
     for name in recipe_names():
-        title, *_ = (PAPERS / f"{name}.toml").read_text("utf-8").splitlines()
+        title = (PAPERS / f"{name}.toml").read_text("utf-8").splitlines()[0]
         rows.append((name, title.removeprefix("# ")))
     return "\n".join([_PAPERS_FIRST, *table_lines(rows, indent="  "), "", _PAPERS_LAST])
 
