@@ -173,12 +173,12 @@ class Trajectory:
     @cached_property
     def entropies(self) -> Float32Array | None:
         """[T] entropies at the actions; None if the engine has only log-probs."""
-        return _joined_or_none([completion.entropies for completion in self.completions])
+        return joined_or_none([completion.entropies for completion in self.completions])
 
     @cached_property
     def kept(self) -> Int32Array | None:
         """[T] number of tokens that each action was drawn from; None if no turn was truncated."""
-        return _joined_or_none([completion.kept for completion in self.completions])
+        return joined_or_none([completion.kept for completion in self.completions])
 
     @cached_property
     def kept_ids(self) -> tuple[Int32Array, ...] | None:
@@ -213,7 +213,7 @@ def _joined(arrays: Sequence[Array]) -> Array:
     return np.concatenate(arrays)
 
 
-def _joined_or_none(arrays: Sequence[Array | None]) -> Array | None:
+def joined_or_none(arrays: Sequence[Array | None]) -> Array | None:
     known = [array for array in arrays if array is not None]
     if len(known) == len(arrays):
         return _joined(known)

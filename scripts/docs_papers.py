@@ -42,7 +42,7 @@ retrain examples/lab.toml --algorithm-mode dapo --max-steps 2 --log-dir logs/dap
 
 `algorithm_mode = "dapo"` in a file of yours means the settings that are shown here, below those of
 the file ([recipes](advantages.md#whole-algorithms-algorithm_mode)); `retrain help papers` lists the
-names.
+names. Clip-Cov, GiGPO, GKD, OPSD and RENT have no such name: you start from their file.
 
 The gradient of each on one fixed batch is compared with the paper's formula, written out in float64
 (`tests/test_papers.py`). This page is made from the files by `make docs`.

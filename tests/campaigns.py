@@ -77,7 +77,11 @@ def write_run(
     files.evaluation.unlink(missing_ok=True)
     files.config.write_text(dump_toml(config), encoding="utf-8")
     files.environment.write_text(
-        json.dumps({"data_sha256": "the lab's"} | (environment or {})), encoding="utf-8"
+        json.dumps(
+            {"data_sha256": "the lab's", "heldout_sha256": {"lab": "the lab's"}}
+            | (environment or {})
+        ),
+        encoding="utf-8",
     )
     norm = zlib.crc32(folder.name.encode()) / 2**32
     records = [

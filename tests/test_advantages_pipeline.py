@@ -470,6 +470,8 @@ def test_statistics_weigh_tokens_and_are_null_without_any() -> None:
     unplanned = assign(config(), [other]).statistics
     assert unplanned.plan_surprisal_mean is None and unplanned.plan_entropy_var is None
     assert assign(config(), [without_entropies(other)]).statistics.exec_entropy_mean is None
+    without_detector = assign(config("gtpo"), [mixed()]).statistics
+    assert without_detector.exec_entropy_mean is None is without_detector.exec_surprisal_var
 
 
 def test_the_controller_sees_the_configured_uncertainty_of_execution_tokens() -> None:
@@ -548,8 +550,8 @@ def test_the_inputs_are_never_edited() -> None:
         assert (tokens.logprobs == copies[0]).all() and (tokens.planning == copies[1]).all()
 
 
-def test_dr_grpo_means_the_constant_aggregation() -> None:
-    assert config(algorithm={"algorithm_mode": "dr_grpo"}).loss.aggregation == "constant"
+def test_grpo_constant_means_the_constant_aggregation() -> None:
+    assert config(algorithm={"algorithm_mode": "grpo_constant"}).loss.aggregation == "constant"
     assert (
         config(
             algorithm={"algorithm_mode": "grpo_none"}, loss={"aggregation": "sum"}

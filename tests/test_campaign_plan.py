@@ -155,9 +155,9 @@ def test_a_condition_with_another_reward_is_judged_held_out_by_the_bases(
 def test_an_algorithm_replaces_the_modes_of_the_base() -> None:
     run = plan(
         "[campaign]\n[[campaign.conditions]]\nalgorithm_mode ="
-        ' "dr_grpo"\n[algorithm]\nadvantage_mode = "grpo"'
+        ' "grpo_constant"\n[algorithm]\nadvantage_mode = "grpo"'
     ).runs[0]
-    assert run.name == "dr_grpo_s42"
+    assert run.name == "grpo_constant_s42"
     assert run.config.loss.aggregation == "constant"
     assert not run.config.is_set("algorithm.advantage_mode")
 
@@ -172,15 +172,17 @@ def test_an_algorithm_replaces_the_modes_of_the_base() -> None:
             "lr = 1e-3",
             ["grpo+none~mode=ppo", "grpo+none"],
         ),  # what they share tells nothing apart
-        ("lr = 1e-3\nlabel = 'mine'", "lr = 1e-4", ["mine", "grpo+none"]),
+        ("lr = 1e-3\nlabel = 'mine'", "lr = 1e-4", ["mine", "grpo+none~lr=0.0001"]),
+        ("", "advantage_mode = 'maxrl'\nlr = 3e-3", ["grpo+none", "maxrl+none~lr=0.003"]),
     ],
 )
 def test_conditions_that_differ_in_a_further_key_are_labelled_by_it(
     first: str, second: str, labels: list[str]
 ) -> None:
+    modes = MODES.partition("\n")[2] if "advantage_mode" in second else MODES
     runs = plan(
         "[campaign]\nseeds ="
-        f" [1]\n[[campaign.conditions]]\n{MODES}{first}\n[[campaign.conditions]]\n{MODES}{second}\n"
+        f" [1]\n[[campaign.conditions]]\n{MODES}{first}\n[[campaign.conditions]]\n{modes}{second}\n"
     ).runs
     assert [run.condition for run in runs] == labels
     assert (

@@ -534,7 +534,7 @@ def test_a_run_never_starts_in_a_campaigns_folder(sequential: Finished) -> None:
 def test_a_campaign_with_an_algorithm_can_be_resumed(tmp_path: Path) -> None:
     """Its base and its condition differ in the loss's aggregation, which neither was given."""
     config = config_from_mapping(
-        sections(tmp_path, {"conditions": [{"algorithm_mode": "dr_grpo"}]})
+        sections(tmp_path, {"conditions": [{"algorithm_mode": "grpo_constant"}]})
     )
     plan = plan_campaign(config, tmp_path)
     manifest = Manifest.of_plan(plan, datetime.now())

@@ -91,6 +91,10 @@ def turn_the_direction(campaign: Path) -> list[str]:
     return ["--metric", "grad_norm", "--lower-is-better"]
 
 
+def ask_for_a_metric_of_no_direction(campaign: Path) -> list[str]:
+    return ["--metric", "grad_norm"]
+
+
 def turn_the_direction_in_the_plan(campaign: Path) -> None:
     edit_manifest(campaign, lambda content: content["plan"].update(better="lower"))
 
@@ -241,6 +245,12 @@ def add_seeds_afterwards(campaign: Path) -> None:
         seal(run(campaign, condition, 9))
 
 
+def train_a_run_on(campaign: Path) -> None:
+    answers, folder = problems([1] * 90 + [0] * 10), run(campaign, BETTER, 5)
+    write_run(folder, 5, [0.5] * 4, held_out=answers, algorithm=_modes(BETTER))
+    seal(folder)
+
+
 def take_the_folders_of_good_seeds(campaign: Path) -> list[str]:
     seeds = (1, 2, 4, 5, 6, 8)
     return [
@@ -292,6 +302,11 @@ TRICKS: list[tuple[Edit, str]] = [
             r" better\)"
         ),
     ),
+    (
+        ask_for_a_metric_of_no_direction,
+        r"direction \(neither direction is better, planned higher is better\)",
+    ),
+    (train_a_run_on, r"Exploratory: .* the steps of the longest run \(4, planned 2\)"),
     (turn_the_direction_in_the_plan, "edited after it was hashed"),
     (
         put_another_seeds_run_into_a_folder,

@@ -12,7 +12,7 @@ import pytest
 from campaigns import problems, timed_pilot, write_campaign, write_manifest, write_run
 
 from retrain.analysis.integrity import planned_values
-from retrain.analysis.measures import learning_curve_mean
+from retrain.analysis.measures import Metric, learning_curve_mean, size_words
 from retrain.cli.compare import repeated
 from retrain.cli.main import main
 from retrain.config import config_from_toml
@@ -236,12 +236,14 @@ def test_the_last_fifty_steps_count_and_are_aligned_by_their_number(
         "mean_difference"
     ] == pytest.approx(late - 0.2)
     area = learning_curve_mean(np.array([[0, 10, 20], [0.0, 0.5, 1.0]]))
-    assert (
-        area
-        == pytest.approx(learning_curve_mean(np.array([[0, 20], [0.0, 1.0]])))
-        == pytest.approx(0.5)
-    )
+    assert area == pytest.approx(0.5)
+    assert learning_curve_mean(np.array([[0, 20], [0.0, 1.0]])) == pytest.approx(0.5)
     assert 0 < compared(capsys, *arguments, "auc")["arms"][1]["mean"] < late
+
+
+def test_rounding_is_shown_as_nothing() -> None:
+    rate = Metric("pass@1", "", is_rate=True)
+    assert (size_words(1.1e-9, rate), size_words(4.2e-4, rate)) == ("0.0 pp", "0.042 pp")
 
 
 def test_shared_noise_is_what_the_engines_and_prompts_of_a_pair_give(
@@ -471,6 +473,14 @@ def test_different_held_out_problems_are_not_compared(
     assert "different held-out problems (3 and 2, 2 shared)" in refused(
         capsys, one, "--baseline", two
     )
+    edited: dict[str, Any] = {"heldout_sha256": {"lab": "an edited file"}}
+    other = write_run(tmp_path / "other", 1, held_out=problems([1, 0]), environment=edited)
+    assert "(the same ids with other texts or references)" in refused(
+        capsys, one, "--baseline", other
+    )
+    edited["heldout_sha256"] = None  # as in 0.10
+    old = write_run(tmp_path / "old", 1, held_out=problems([1, 0]), environment=edited)
+    assert main(["compare", str(one), "--baseline", str(old)]) == 0
 
 
 def test_a_baseline_without_a_finished_run_is_no_matter_of_judges(

@@ -192,6 +192,7 @@ def test_same_prompts_and_an_a_a_comparison_are_what_the_runs_recorded(
     machines = {
         "same": {},
         "data": {"data_sha256": "another file"},
+        "heldout": {"heldout_sha256": {"lab": "another file"}},
         "torch": {"packages": {"torch": "2.12.0"}},
         "device": {"device": "cuda:0"},
         "silent": {"data_sha256": None},
@@ -210,6 +211,7 @@ def test_same_prompts_and_an_a_a_comparison_are_what_the_runs_recorded(
     assert {name: item["same_prompts"] for name, item in found.items()} == {
         "same": 2,
         "data": 0,
+        "heldout": 2,
         "torch": 2,
         "device": 2,
         "silent": 0,
@@ -223,6 +225,7 @@ def test_same_prompts_and_an_a_a_comparison_are_what_the_runs_recorded(
         "torch (2.12.0, not recorded)" in said["torch"]
         and "device (cuda:0, not recorded)" in said["device"]
     )
+    assert "held-out problems" in said["heldout"]
     assert "training data" in said["data"] and "was not recorded" in said["silent"]
 
 

@@ -323,12 +323,14 @@ def test_labels_take_the_last_part_of_a_path() -> None:
     )
 
 
-def test_dr_grpo_brings_its_aggregation_along() -> None:
-    assert (
-        config_from_toml('[algorithm]\nalgorithm_mode = "dr_grpo"').loss.aggregation == "constant"
-    )
-    assert config_from_mapping({}, ["--algorithm-mode", "dr_grpo"]).loss.aggregation == "constant"
+def test_an_algorithm_brings_its_aggregation_along() -> None:
+    pair = "grpo_constant"
+    config = config_from_toml(f'[algorithm]\nalgorithm_mode = "{pair}"')
+    assert config.loss.aggregation == "constant"
+    assert config_from_mapping({}, ["--algorithm-mode", pair]).loss.aggregation == "constant"
     assert TrainConfig().loss.aggregation == "token_mean"
+    stored = config_from_toml(dump_toml(config).replace(pair, "dr_grpo"))  # as 0.10 stored it
+    assert stored.algorithm.algorithm_mode == pair and stored.loss.mode == "importance_sampling"
 
 
 def test_a_source_that_python_registered_is_known() -> None:

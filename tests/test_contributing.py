@@ -68,9 +68,7 @@ PROOFS: dict[str, Callable[[Path], bool]] = {
     "A transform": lambda folder: (
         lines(folder / "metrics.jsonl")[0]["condition"] == "maxrl+make_transform_spec"
     ),
-    "An uncertainty": lambda folder: (
-        0 < lines(folder / "metrics.jsonl")[0]["exec_entropy_mean"] < 1
-    ),
+    "An uncertainty": lambda folder: 0 < lines(folder / "metrics.jsonl")[0]["entropy_mean"] < 1,
     "An algorithm": lambda folder: lines(folder / "metrics.jsonl")[0]["condition"] == "centred",
     "A loss": lambda folder: 1.9 < lines(folder / "metrics.jsonl")[0]["loss_metrics"]["gate"] < 2.1,
     "A reward": lambda folder: lines(folder / "metrics.jsonl")[0]["reward_could_not_judge"] == 0,

@@ -70,7 +70,7 @@ def assert_same_learning(shared: Path, alone: Path) -> None:
             "ess",
             "mean_reward",
             "running_correct_rate",
-            "exec_entropy_mean",
+            "entropy_mean",
         ):
             assert left[name] == pytest.approx(right[name], rel=1e-3, abs=1e-6), name
     ours, theirs = (read_tokens(RunFolder(folder).step_tokens(2)) for folder in (shared, alone))

@@ -168,7 +168,7 @@ SITUATIONS: tuple[dict[str, dict[str, Any]], ...] = (
     },
     {
         "algorithm": {
-            "algorithm_mode": "dr_grpo",
+            "algorithm_mode": "grpo_constant",
             "transform_params": {"uncertainty_kind": "surprisal"},
         },
         "gtpo": {"beta": 0.0},

@@ -325,12 +325,15 @@ def pkpo(batch: Answers) -> Tensor:
 
 
 def reinforce_pp(batch: Answers) -> Tensor:
-    everything = [value for prompt in batch for value in centred(prompt)]
-    std = float(np.std(everything))
-    pairs = over(mixed(batch), lambda prompt: [value / std for value in centred(prompt)])
-    return sum(
-        (clipped(answer.ratios, a, 0.2, 0.2).sum() for answer, a in pairs), torch.tensor(0.0)
-    ) / num_tokens(mixed(batch))
+    of_tokens = np.repeat(
+        *zip(*((a, len(one.new)) for one, a in over(batch, centred)), strict=True)
+    )
+    mean, std = float(np.mean(of_tokens)), float(np.std(of_tokens))
+    terms = [
+        clipped(answer.ratios, (a - mean) / std, 0.2, 0.2).sum()
+        for answer, a in over(batch, centred)
+    ]
+    return sum(terms, torch.tensor(0.0)) / num_tokens(batch)
 
 
 def gdpo(batch: Answers) -> Tensor:
@@ -797,7 +800,10 @@ def changed(section: str, config: TrainConfig) -> Iterator[dict[str, Any]]:
         if isinstance(value, float):
             yield {path: value * 1.25 or 1.0}
         elif isinstance(value, dict):
-            yield from ({path: {**value, name: number * 1.25}} for name, number in value.items())
+            yield from (
+                {path: {**value, name: item * 1.25} if isinstance(item, int | float) else {}}
+                for name, item in value.items()
+            )
         elif value != default:
             yield {path: default}
 

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from retrain import train
 from retrain.config import replaced
+from retrain.config.overrides import Overrides
 from retrain.data.samplers import SAMPLERS, PromptSampler, build_sampler, checked_indices
 from retrain.errors import ConfigurationError, RunFailed
+from retrain.run.evaluate import evaluate_run
 from retrain.run.parts import check_plugins
 from retrain.types import (
     Completion,
@@ -272,7 +274,11 @@ def test_a_run_is_not_resumed_on_other_examples(name: str, tmp_path: Path) -> No
     data = tmp_path / "sums.jsonl"
     rows = [json.dumps({"prompt": f"{i}+{i}=?", "answer": f"{2 * i}"}) for i in range(40)]
     data.write_text("\n".join(rows))
-    config = small(tmp_path / "run", data={"source": str(data), "sampler": name})
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(rows[0])
+    asked = {"source": str(held_out), "at_start": True}
+    sections = {"data": {"source": str(data), "sampler": name}, "evaluation": asked}
+    config = small(tmp_path / "run", **sections)
     train(replaced(config, {"training.max_steps": 2}), quiet=True, skip_parity=True)
     again = replaced(config, {"resume.from": str(tmp_path / "run")})
     files = [tmp_path / "run" / name for name in ("environment.json", "summary.json")]
@@ -280,8 +286,15 @@ def test_a_run_is_not_resumed_on_other_examples(name: str, tmp_path: Path) -> No
     data.write_text("\n".join(rows[:20]))
     with pytest.raises(ConfigurationError, match="holds other examples than those that"):
         train(again, quiet=True, skip_parity=True)
-    assert [file.read_text() for file in files] == before
     data.write_text("\n".join(rows))
+    held_out.write_text(rows[1])
+    notes: list[str] = []
+    evaluate_run(tmp_path / "run", overrides=Overrides(), log=notes.append)
+    assert any("The held-out examples are others than" in note for note in notes)
+    with pytest.raises(ConfigurationError, match=r"\[evaluation\] source holds other examples"):
+        train(again, quiet=True, skip_parity=True)
+    assert [file.read_text() for file in files] == before
+    held_out.write_text(rows[0])
     train(again, quiet=True, skip_parity=True)
 
 

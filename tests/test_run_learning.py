@@ -47,14 +47,18 @@ def test_the_ratio_is_one_before_the_first_optimizer_step_of_every_step(
 
 def test_conditions_of_one_seed_share_prompts_and_noise(tmp_path: Path) -> None:
     """Common random numbers: before any learning, the arms of a comparison have written the very
-    same completions.
+    same completions, and record the same entropy of them.
     """
-    generations = []
+    generations, entropies = [], []
     for advantage, transform in (("grpo", "none"), ("maxrl", "gtpo_hicra")):
         folder = tmp_path / advantage
         algorithm = {"advantage_mode": advantage, "transform_mode": transform}
         small_run(small(folder, algorithm=algorithm, training={"max_steps": 2}), quiet=True)
         generations.append(lines(folder / "emergence" / "generations.jsonl"))
+        record = lines(folder / "metrics.jsonl")[0]
+        assert (record["exec_entropy_mean"] is None) == (transform == "none")
+        entropies.append((record["entropy_mean"], record["surprisal_mean"]))
+    assert entropies[0] == entropies[1] and None not in entropies[0]
     first, second = (
         [(g["prompt_id"], g["sample"], g["completion"]) for g in arm if g["step"] == 0]
         for arm in generations

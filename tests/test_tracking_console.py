@@ -127,7 +127,7 @@ def story(sink: Console) -> None:
     sink.emit(evaluation(0, problem(4, 1), problem(4, 2)))
     sink.emit(GroupScores(MANY))
     sink.emit(Progress("Step 0: sampling", 1, 10))
-    sink.emit(replace(STEP, informative_fraction=0.5, exec_entropy_mean=0.042))
+    sink.emit(replace(STEP, informative_fraction=0.5, entropy_mean=0.042))
     sink.emit(evaluation(1, problem(4, 3), problem(4, 2)))
     sink.emit(RunSummary("done", "a+b", 0, 1, 1.0, 10, None, None, STEP, "checkpoints/final"))
     sink.close()

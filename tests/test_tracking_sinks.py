@@ -35,6 +35,7 @@ def config(**logging: Any) -> TrainConfig:
     ("field", "name"),
     [
         ("loss", "train/loss"),
+        ("entropy_mean", "train/entropy/mean"),
         ("exec_entropy_mean", "train/entropy/exec_mean"),
         ("plan_entropy_var", "train/entropy/plan_var"),
         ("plan_surprisal_mean", "train/surprisal/plan_mean"),

@@ -766,14 +766,14 @@ CASES = [
     ),
     at_load(
         "condition and aggregation",
-        '[loss]\naggregation = "sum"\n[[campaign.conditions]]\nalgorithm_mode = "dr_grpo"',
+        '[loss]\naggregation = "sum"\n[[campaign.conditions]]\nalgorithm_mode = "grpo_constant"',
         "contradicts",
     ),
     at_load("pass@k", "[evaluation]\nk = [1, 8]", "asks for pass@8 of samples = 1"),
     at_load(
-        "dr_grpo",
-        '[algorithm]\nalgorithm_mode = "dr_grpo"\n[loss]\naggregation = "sum"',
-        'contradicts algorithm_mode = "dr_grpo"',
+        "grpo_constant",
+        '[algorithm]\nalgorithm_mode = "grpo_constant"\n[loss]\naggregation = "sum"',
+        'contradicts algorithm_mode = "grpo_constant"',
     ),
     at_load(
         "campaign base",

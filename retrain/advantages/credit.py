@@ -63,8 +63,8 @@ class CreditStatistics:
     average.
 
     Means and population variances weigh every token of the judged completions equally, skipped
-    groups included. Execution tokens are all tokens outside planning phrases, i.e. all tokens where
-    the condition does not look for phrases.
+    groups included. Execution tokens are the tokens outside planning phrases. A condition that does
+    not look for phrases has no execution tokens.
     """
 
     exec_entropy_mean: float | None
@@ -87,18 +87,20 @@ class CreditStatistics:
 
     @classmethod
     def of(
-        cls, tokens: StepTokens, assigned: CreditStages, groups: Sequence[GroupCredit]
+        cls,
+        tokens: StepTokens,
+        assigned: CreditStages,
+        groups: Sequence[GroupCredit],
+        *,
+        looks_for_phrases: bool,
     ) -> "CreditStatistics":
-        planning, execution = tokens.planning, ~tokens.planning
+        execution = ~tokens.planning & looks_for_phrases
         surprisals = surprisal(tokens.logprobs)
-        if tokens.entropies is None:
-            entropies = None
-        else:
-            entropies = capped(tokens.entropies)
+        entropies = None if tokens.entropies is None else capped(tokens.entropies)
         exec_entropy_mean, exec_entropy_var = _mean_and_variance(entropies, execution)
-        plan_entropy_mean, plan_entropy_var = _mean_and_variance(entropies, planning)
+        plan_entropy_mean, plan_entropy_var = _mean_and_variance(entropies, tokens.planning)
         exec_surprisal_mean, exec_surprisal_var = _mean_and_variance(surprisals, execution)
-        plan_surprisal_mean, plan_surprisal_var = _mean_and_variance(surprisals, planning)
+        plan_surprisal_mean, plan_surprisal_var = _mean_and_variance(surprisals, tokens.planning)
         reasons = [group.skip_reason for group in groups]
         return cls(
             exec_entropy_mean=exec_entropy_mean,
@@ -140,6 +142,8 @@ class Credit:
         tokens: StepTokens,
         assigned: CreditStages,
         exec_uncertainty: Float64Array,
+        *,
+        looks_for_phrases: bool,
     ) -> "Credit":
         """Return the credit of each group, and the statistics over all of them."""
         episodes = tokens.by_group(assigned.episode.tolist())
@@ -160,7 +164,7 @@ class Credit:
             tokens,
             assigned,
             groups,
-            CreditStatistics.of(tokens, assigned, groups),
+            CreditStatistics.of(tokens, assigned, groups, looks_for_phrases=looks_for_phrases),
             exec_uncertainty,
         )
 

@@ -244,7 +244,9 @@ class CreditPipeline:
         execution = np.zeros(0)  # what SEPA's controller learns from
         if assigned.uncertainty is not None and self.uses_sepa_controller:
             execution = assigned.uncertainty[~tokens.planning]
-        return Credit.of(groups, tokens, assigned, execution)
+        return Credit.of(
+            groups, tokens, assigned, execution, looks_for_phrases=planning is not None
+        )
 
     def compute(self, tokens: StepTokens, step: int, sepa_lambda: float) -> CreditStages:
         """Compute all stages over flat arrays. Raises ValueError naming group, completion and

@@ -35,12 +35,13 @@ _RECORDED = {
     "device_name": "device",
     "git": "code revision",
     "data_sha256": "training data",
+    "heldout_sha256": "held-out problems",
     "model_sha256": "files of the model",
     "engine": "engine",
     "backend": "backend",
 }
 """Entries of environment.json on which results can depend, and what to call them."""
-_NEWER = frozenset({"instructions"})
+_NEWER = frozenset({"instructions", "heldout_sha256"})
 """Those that older versions do not record, which is no difference."""
 
 
@@ -493,15 +494,22 @@ def mixed_keys(runs: RunsBySeed, *, fixed: bool) -> Iterator[tuple[str, str]]:
 
 def check_same_problems(runs: Iterable[StoredRun]) -> None:
     """Raises ConfigurationError if two runs answered different held-out problems at their last
-    evaluation.
+    evaluation: other ids, or other texts or references under the same ids.
     """
     asked = [(run, run.answers.ids) for run in runs if run.answers]
+    # Folders of 0.10 have no fingerprint, so the others are compared with one that has.
+    asked.sort(key=lambda each: not each[0].heldout_sha256)
     for run, problems in asked[1:]:
         first, expected = asked[0]
+        how = ""
         if problems != expected:
+            shared = len({*expected} & {*problems})
+            how = f"{len(expected)} and {len(problems)}, {shared} shared"
+        elif run.heldout_sha256 not in (None, first.heldout_sha256):
+            how = "the same ids with other texts or references"
+        if how:
             raise ConfigurationError(
                 f"{first.path} and {run.path} were evaluated on different held-out problems"
-                f" ({len(expected)} and {len(problems)}, {len({*expected} & {*problems})} shared),"
-                " so their accuracies cannot be compared; use --metric correct_rate, or give the"
-                " runs the same [evaluation] section."
+                f" ({how}), so their accuracies cannot be compared; use --metric correct_rate, or"
+                " give the runs the same [evaluation] section and the same files."
             )

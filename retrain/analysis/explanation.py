@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from retrain.analysis import statistics
 from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.headline import p_words, same_runs_words
-from retrain.analysis.measures import difference_words, interval_words, size_words
+from retrain.analysis.measures import difference_words, direction_words, interval_words, size_words
 from retrain.analysis.pairs import outlying_seeds
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
@@ -283,8 +283,7 @@ def computed(comparison: Comparison) -> Iterator[str]:
     metric, test = comparison.metric, comparison.test
     judge = f", judged by {comparison.judge}" if comparison.judge else ""
     how = f", sampled at {comparison.evaluated}" if comparison.evaluated else ""
-    better = test.direction(metric.better)
-    direction = f"{better} is better" if better else "neither direction is better"
+    direction = direction_words(test.direction(metric.better))
     yield (
         f"{metric.description[0].upper()}{metric.description[1:]}{judge}{how}; {direction}. The"
         " unit is the run; runs are paired by seed."

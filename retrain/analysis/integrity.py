@@ -171,13 +171,17 @@ def _condition(tables: Mapping[str, Any], label: str) -> Json:
         algorithm = tables.get("algorithm", {})
         modes = {name: algorithm.get(name, keys[f"algorithm.{name}"].default) for name in _MODES}
         given = crossed(given or [Condition(**modes)], campaign["grid"])
-    for condition in told_apart(given) or DEFAULT_CONDITIONS:
-        if condition.label == label:
-            own = {name: getattr(condition, name) for name in _MODES}
-            return {
-                f"algorithm.{name}": mode for name, mode in own.items() if mode
-            } | condition.sets
-    return {}
+    # Labels of 0.10 have fewer of the keys behind them than today's.
+    found = [
+        condition
+        for condition in told_apart(given) or DEFAULT_CONDITIONS
+        if {*label.split("~")} <= {*condition.label.split("~")}
+    ]
+    if not found:
+        return {}
+    condition = min(found, key=lambda one: len(one.label))
+    own = {name: getattr(condition, name) for name in _MODES}
+    return {f"algorithm.{name}": mode for name, mode in own.items() if mode} | condition.sets
 
 
 def _plain(value: Any) -> Any:

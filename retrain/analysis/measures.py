@@ -163,6 +163,10 @@ def difference_words(value: float, metric: Metric) -> str:
     return f"{value:+.4g}"
 
 
+def direction_words(better: Direction) -> str:
+    return f"{better or 'neither direction'} is better"
+
+
 def size_words(value: float | None, metric: Metric) -> str:
     if value is None:
         return ""
@@ -182,6 +186,7 @@ def interval_words(interval: Interval | None, metric: Metric) -> str:
 
 def _points(value: float, sign: str) -> str:
     points = 100 * value
-    if 1e-9 < abs(points) < 0.095:
+    # What is smaller comes from rounding: one answer of a million problems is 0.0001 points.
+    if 1e-5 < abs(points) < 0.095:
         return f"{points:{sign}.2g}"
     return f"{points:{sign}.1f}"

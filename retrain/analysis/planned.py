@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from retrain.analysis.integrity import absent_words, given_keys
-from retrain.analysis.measures import Metric
+from retrain.analysis.measures import Metric, direction_words
 from retrain.analysis.runs import MANIFEST, StoredRun, no_campaigns_value, seeds_words
 from retrain.records.entries import Direction
 from retrain.records.terminal import counted
@@ -182,6 +182,7 @@ def deviations(
     pairs: Sequence[tuple[str, str]],
     metric: Metric,
     test: "TestSettings",
+    runs: Iterable[StoredRun],
     absences: "Absences | None" = None,
 ) -> Iterator[str]:
     """The ways in which a comparison differs from the plan, such as "metric (auc, planned
@@ -192,7 +193,7 @@ def deviations(
         return
     if record.edited:
         yield "the plan itself, which was edited after it was hashed"
-    for name, now, planned in _settings(record, plan, baseline, metric, test):
+    for name, now, planned in _settings(record, plan, baseline, metric, test, runs):
         if now != planned:
             yield f"{name} ({now}, planned {planned})"
     if record.looks and record.looked != plan.seeds[: len(record.looked)]:
@@ -214,15 +215,23 @@ def deviations(
 
 
 def _settings(
-    record: CampaignRecord, plan: AnalysisPlan, baseline: str, metric: Metric, test: "TestSettings"
+    record: CampaignRecord,
+    plan: AnalysisPlan,
+    baseline: str,
+    metric: Metric,
+    test: "TestSettings",
+    runs: Iterable[StoredRun],
 ) -> Iterator[tuple[str, object, object]]:
     """Yield (name, value now, planned value) of each."""
     better = test.direction(metric.better)
     yield "baseline", baseline, plan.baseline
     yield "metric", metric.name, plan.metric
-    yield "direction", f"{better} is better", f"{plan.better} is better"
+    yield "direction", direction_words(better), direction_words(plan.better)
     yield "alpha", f"{test.alpha:g}", f"{plan.alpha:g}"
     yield "max_steps", record.max_steps, plan.max_steps
+    # A run may go on after its campaign, and its last evaluation is then a later one.
+    longest = max([plan.max_steps, *(run.steps for run in runs)])
+    yield "the steps of the longest run", longest, plan.max_steps
 
 
 def _margin(value: float | None) -> str:
@@ -308,7 +317,7 @@ def planned_line(
     else:
         margin = f", equivalent within {plan.margin:g}"
     what = (
-        f"{plan.metric}, {plan.better} is better, at {plan.alpha:g}{margin},"
+        f"{plan.metric}, {direction_words(plan.better)}, at {plan.alpha:g}{margin},"
         f" {counted(len(plan.seeds), 'seed')}, {when}"
     )
     lines = [f"As planned before the first run (plan {record.sha256[:8]}): {what}."]

@@ -347,6 +347,13 @@ class StoredRun:
             return Answers.of(self.final_evaluation.problems)
         return None
 
+    @property
+    def heldout_sha256(self) -> Any:
+        """The hashes of the examples of `final_evaluation`; None in folders of 0.9 and 0.10."""
+        if self.final_evaluation is None:
+            return None
+        return self.environment_at(self.final_evaluation.step - 1).get("heldout_sha256")
+
     def curve(self, name: str) -> Floats:
         """[2, steps] step numbers and values of a numeric field, without the steps that have no
         value.

@@ -76,7 +76,7 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
     named = list(chain.from_iterable(request.pairs)) or alike
     arms = _arms(grouped, alike, dict.fromkeys((request.baseline, *named)), metric)
     wanted = request.pairs or [(label, request.baseline) for label in [*arms][1:]]
-    record, differing = request.record, _deviations(request, wanted, metric)
+    record, differing = request.record, _deviations(request, wanted, metric, grouped.runs)
     looked = record is not None and bool(record.looks) and not differing
     # A look bets on what is there: what later runs say of an earlier one must not change it.
     if not looked:
@@ -164,7 +164,9 @@ def _without_collapsed(arms: dict[str, Arm], request: Request, metric: Metric) -
     return {label: arm.without_collapsed() for label, arm in arms.items()}
 
 
-def _deviations(request: Request, wanted: Sequence[PairOfLabels], metric: Metric) -> list[str]:
+def _deviations(
+    request: Request, wanted: Sequence[PairOfLabels], metric: Metric, runs: Sequence[StoredRun]
+) -> list[str]:
     if request.record is None:
         return []
     if request.budget:
@@ -175,6 +177,7 @@ def _deviations(request: Request, wanted: Sequence[PairOfLabels], metric: Metric
         pairs=wanted,
         metric=metric,
         test=request.test,
+        runs=runs,
         absences=request.absences,
     )
     return list(found)

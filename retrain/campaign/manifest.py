@@ -202,7 +202,7 @@ class Manifest:
                 config_from_mapping(stored_form(plan.config)), plan.folder
             ).runs
         }
-        lost = [name for name in before if name not in now]
+        lost = [name for name in {**before, **self._by_name} if name not in now]
         if lost:
             if len(lost) > 1:
                 more = f" and {len(lost) - 1} more"

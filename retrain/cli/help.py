@@ -26,7 +26,8 @@ algorithm_mode = "NAME" takes the settings of a paper; your file wins over them:
 """
 _PAPERS_LAST = """\
 `retrain explain FILE --algorithm-mode NAME` shows what it sets; docs/papers.md has
-its formula, its source and what is not reproduced.
+its formula, its source and what is not reproduced. It also has the papers whose
+algorithm is a plugin, or needs a teacher: you start from their file.
 """
 _ASK = """\
 `retrain help KEY` says what a key does, `retrain help SECTION` all keys of a
@@ -94,13 +95,13 @@ def key_names(width: int) -> str:
 
 def papers_page() -> str:
     """The papers that `algorithm_mode` names, one line each."""
-    from retrain.config.names import PAPERS
+    from retrain.config.names import PAPERS, recipe_names
     from retrain.records.terminal import table_lines
 
     rows = []
-    for file in sorted(PAPERS.glob("*.toml")):
-        with file.open(encoding="utf-8") as text:
-            rows.append((file.stem, text.readline().removeprefix("# ").rstrip()))
+    for name in recipe_names():
+        title = (PAPERS / f"{name}.toml").read_text("utf-8").splitlines()[0]
+        rows.append((name, title.removeprefix("# ")))
     return "\n".join([_PAPERS_FIRST, *table_lines(rows, indent="  "), "", _PAPERS_LAST])
 
 

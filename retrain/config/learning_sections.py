@@ -526,7 +526,7 @@ class Loss(Section):
         "How token losses become an update's loss, built in or a plugin: means are over the"
         " completions with an advantage, constant divides by max_tokens for every judged completion"
         " of the step, sum does not divide; unset is token_mean, or constant with algorithm_mode"
-        " dr_grpo.",
+        " grpo_constant.",
         meaningful_unset=True,
     )
     kl_coef: float = key(
@@ -689,7 +689,8 @@ class Sepa(Section):
     )
     var_threshold: float = key(
         0.2,
-        "Fraction of the reference variance at which pooling is complete (auto).",
+        "Fraction of the reference variance below which pooling starts; it completes as the"
+        " variance goes to 0 (auto).",
         gt=0,
         applies_when="schedule not in (linear)",
     )

@@ -45,7 +45,7 @@ RECIPES: dict[str, Recipe] = {
     "maxrl_gtpo": Recipe("maxrl", "gtpo"),
     "maxrl_gtpo_hicra": Recipe("maxrl", "gtpo_hicra"),
     "maxrl_gtpo_sepa": Recipe("maxrl", "gtpo_sepa"),
-    "dr_grpo": Recipe("grpo", "none", aggregation="constant"),
+    "grpo_constant": Recipe("grpo", "none", aggregation="constant"),
     "distill": Recipe("none", "distill"),
 }
 

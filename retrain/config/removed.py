@@ -6,7 +6,7 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
-from retrain.config.names import copied
+from retrain.config.names import by_path, copied
 from retrain.system import Json
 
 
@@ -58,4 +58,14 @@ def without_removed(data: Json, *, all_of_them: bool) -> Json:
         leaves = all_of_them and (not is_value or keys[name] == value)
         if leaves or keys[name] == row.get("stored"):
             del keys[name]
+    # In 0.10 `dr_grpo` was today's `grpo_constant`. A run's file has every key, and of the two the
+    # recipe alone sets the aggregation.
+    given = by_path(kept)
+    complete = {"algorithm.surprisal_mask_denominator", "loss.log_ratio_clamp"} <= given.keys()
+    if (
+        complete
+        and given.get("algorithm.algorithm_mode") == "dr_grpo"
+        and "loss.aggregation" not in given
+    ):
+        kept["algorithm"]["algorithm_mode"] = "grpo_constant"
     return kept

@@ -6,7 +6,6 @@ error are made from these classes.
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import product, starmap
 from typing import Annotated, Any, Literal
@@ -75,8 +74,8 @@ class Condition(Section):
     )
     given_label: Annotated[str, AfterValidator(check_label)] = key(
         "",
-        "Name of the condition; empty means {advantage}+{transform}, or the algorithm; of several,"
-        " with ~key=value.",
+        "Name of the condition; empty means {advantage}+{transform}, or the algorithm, and"
+        " ~key=value for each key in which conditions differ.",
         alias="label",
     )
     sets: Json = Field(default={})
@@ -105,13 +104,10 @@ class Condition(Section):
 
 
 def told_apart(conditions: Sequence[Condition]) -> tuple[Condition, ...]:
-    """Give conditions without a label that share a name the label NAME~key=value, of the keys in
-    which they differ.
+    """Give conditions without a label the label NAME~key=value, of the keys in which the conditions
+    differ.
     """
-    alike = defaultdict[str, list[Condition]](list)
-    for condition in conditions:
-        alike[condition.label].append(condition)
-    return tuple(_told_apart(condition, alike[condition.label]) for condition in conditions)
+    return tuple(_told_apart(condition, conditions) for condition in conditions)
 
 
 def crossed(conditions: Sequence[Condition], grid: Mapping[str, Sequence[Any]]) -> list[Condition]:
@@ -144,8 +140,8 @@ def bare_value(value: Any) -> str:
 
 
 def _told_apart(condition: Condition, others: Sequence[Condition]) -> Condition:
-    """A condition with a label that no other of its name has. One with a label, or whose values
-    give none, stays as it is.
+    """A condition whose label has every key in which it differs from `others`. One with a label, or
+    whose values give none, stays as it is.
     """
     label = condition.label
     for path, value in condition.sets.items():

@@ -221,10 +221,16 @@ class StepRecord(_Record):
     max_abs_advantage: float | None = better(None)
     """Largest absolute advantage of a token."""
 
+    entropy_mean: float | None = better(None)
+    """Mean Shannon entropy of the policy at all action tokens of the first draw of every prompt;
+    null where the engine records none."""
+    surprisal_mean: float | None = better(None)
+    """Mean surprisal, minus the log-prob of the sampled token, of the same tokens: an estimate of
+    the entropy from one sample each."""
     exec_entropy_mean: float | None = better(None)
-    """Mean Shannon entropy of the policy at the tokens outside planning phrases; null where the
-    engine records none. This and the other exec_* and plan_* are over the last draw of every
-    prompt, which under `[training] dynamic_sampling` is selected by its rewards."""
+    """Mean Shannon entropy of the policy at the tokens outside planning phrases. The exec_* and
+    plan_* are null where the condition does not look for phrases. They are over the last draw of
+    every prompt, which under `[training] dynamic_sampling` is selected by its rewards."""
     exec_entropy_var: float | None = better(None)
     """Variance of the same."""
     plan_entropy_mean: float | None = better(None)
@@ -232,8 +238,7 @@ class StepRecord(_Record):
     plan_entropy_var: float | None = better(None)
     """Variance of the same."""
     exec_surprisal_mean: float | None = better(None)
-    """Mean surprisal, minus the log-prob of the sampled token, of the tokens outside planning
-    phrases."""
+    """Mean surprisal of the tokens outside planning phrases."""
     exec_surprisal_var: float | None = better(None)
     """Variance of the same."""
     plan_surprisal_mean: float | None = better(None)
@@ -439,7 +444,7 @@ class GenerationRecord(_Record):
 
 EMERGENCE_FIELDS = (
     "step", "condition", "correct_rate", "mean_reward", "completion_tokens_mean",
-    "max_token_hit_rate", "plan_token_fraction",
+    "max_token_hit_rate", "entropy_mean", "surprisal_mean", "plan_token_fraction",
     "plan_entropy_mean", "plan_entropy_var", "exec_entropy_mean", "exec_entropy_var",
     "plan_surprisal_mean", "plan_surprisal_var", "exec_surprisal_mean", "exec_surprisal_var",
     "sepa_lambda", "sepa_gate_open",

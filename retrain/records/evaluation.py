@@ -9,8 +9,8 @@ compare ONE --baseline OTHER`.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from itertools import count, groupby
@@ -123,6 +123,8 @@ class Evaluation:
     ks: Sequence[int] = (1,)
     seconds: float = 0.0
     tokens: int = 0
+    heldout_sha256: Mapping[str, str] = field(default_factory=dict)
+    """Task -> sha256 of its examples."""
 
     def _with_samples(self, k: int) -> list[EvaluationRecord]:
         """The problems with at least k judged samples."""
@@ -279,7 +281,10 @@ class EvaluationFolder:
             for path, lines in ((self.samples, records), (self.problems, evaluation.problems)):
                 replace_file(path, b"".join(encode_line(line.to_json()) for line in lines))
             replace_file(self.config, dump_toml(shown))
-            environment = describe_environment(shown.backend.devices) | {"command": None}
+            environment = describe_environment(shown.backend.devices) | {
+                "command": None,
+                "heldout_sha256": dict(evaluation.heldout_sha256),
+            }
             replace_file(self.environment, _pretty(redactor.json(environment)))
             replace_file(self.inspect_log, _pretty(log))
             replace_file(self.summary, _pretty(evaluation.summary()))

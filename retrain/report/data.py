@@ -54,7 +54,7 @@ FIELDS = (
         "max_token_hit_rate",
         "informative_fraction",
     ),
-    *("exec_entropy_mean", "plan_entropy_mean", "exec_surprisal_mean", "plan_surprisal_mean"),
+    *("entropy_mean", "plan_entropy_mean", "surprisal_mean", "plan_surprisal_mean"),
     *("tokens_per_s", "step_time_s", *PHASES),
 )
 _SMOOTHED_PART = 12

@@ -245,15 +245,14 @@ def _differences_caption(comparison: Comparison) -> str:
 
 def _entropy(data: ReportData) -> PageFigure | None:
     """Draw the entropy if the engine recorded it, or else the surprisal under its own name."""
-    if any(arm.has("exec_entropy_mean") for arm in data.arms):
+    if any(arm.has("entropy_mean") for arm in data.arms):
         kind, title = "entropy", "Entropy of the policy"
     else:
         kind, title = "surprisal", "Surprisal of the sampled tokens"
-    fields = {f"exec_{kind}_mean": "", f"plan_{kind}_mean": "planning"}
+    fields = {f"{kind}_mean": "", f"plan_{kind}_mean": "planning"}
     note = "Dashed: tokens inside planning phrases."
-    return line_figure(
-        data, Lines("entropy", title, fields, ylabel="entropy (nats per token)", note=note)
-    )
+    ylabel = f"{kind} (nats per token)"
+    return line_figure(data, Lines("entropy", title, fields, ylabel=ylabel, note=note))
 
 
 # -- what it costs ---------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import sharding_note, trust_note
 from retrain.run.parts import load_parts
+from retrain.run.start import other_heldout
 from retrain.types import Group
 
 Keep = Callable[[TrainConfig, Evaluation, list[Group]], object]
@@ -77,7 +78,13 @@ def evaluate_run(
         if found:
             line = f"Evaluating {found.folder}"
         log(line)
-    return evaluate_weights(config, found, log, keep)
+    result = evaluate_weights(config, found, log, keep)
+    if stored and other_heldout(folder, given.evaluation, result.heldout_sha256):
+        log(
+            f"The held-out examples are others than those that {folder.path} was evaluated on: this"
+            " result is not comparable with the run's own."
+        )
+    return result
 
 
 def evaluate_weights(

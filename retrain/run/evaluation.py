@@ -4,17 +4,19 @@ Every evaluation of a run draws the same noise, so before and after differ by th
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
 
+from retrain.data.prompts import fingerprint
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
 from retrain.rewards.scoring import check_held_out
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.rollout import Sampler
 from retrain.run.step_record import judge_fields
-from retrain.types import Group, Prompt
+from retrain.types import Example, Group, Prompt
 
 
 class Evaluator:
@@ -38,6 +40,14 @@ class Evaluator:
         """The prompts of all tasks."""
         return list(chain.from_iterable(prompts for prompts, _ in self.sets))
 
+    @cached_property
+    def heldout_sha256(self) -> dict[str, str]:
+        """Task -> sha256 of its examples, in the order in which they are asked."""
+        examples: dict[str, list[Example]] = {}
+        for prompt in self.prompts:
+            examples.setdefault(prompt.example.task, []).append(prompt.example)
+        return {task: fingerprint(own) for task, own in examples.items()}
+
     @property
     def completions(self) -> int:
         """Completions of one evaluation."""
@@ -60,6 +70,7 @@ class Evaluator:
             ks=self.ks,
             seconds=sum(rollout.sample_seconds + rollout.reward_seconds for rollout in rollouts),
             tokens=sum(rollout.tokens for rollout in rollouts),
+            heldout_sha256=self.heldout_sha256,
         )
         return evaluation, groups
 

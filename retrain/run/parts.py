@@ -91,6 +91,11 @@ class Parts:
     sepa: SEPAController
     evaluator: Evaluator | None
 
+    @property
+    def heldout_sha256(self) -> dict[str, str] | None:
+        """Task -> sha256 of its held-out examples; None where nothing is evaluated."""
+        return self.evaluator.heldout_sha256 if self.evaluator else None
+
     def close(self) -> None:
         for scorer in filter(None, (self.scorer, self.judge)):
             scorer.close()

@@ -163,7 +163,7 @@ class Session:
                     loaded = load_parts(opened.config, opened.state.choices, tracker.message, world)
                 with closing(loaded) as parts:
                     if world.is_rank_zero:
-                        refuse_other_data(opened, parts.prompts.fingerprint)
+                        refuse_other_data(opened, parts.prompts.fingerprint, parts.heldout_sha256)
                     session = cls(
                         opened, tracker, interrupts, parts, world, skip_parity=skip_parity
                     )
@@ -240,6 +240,7 @@ class Session:
         }
         own = part_of_session(environment, goes_on=self.saver.saved_at >= 0)
         own["parity_gate"], own["model_sha256"] = gate and gate.to_json(), model_fingerprint(model)
+        own["heldout_sha256"] = self.parts.heldout_sha256
         if environment.get("model_sha256") not in (None, own["model_sha256"]):
             self.tracker.message(
                 f'[model] model = "{model.model}" has other files than when the run began; if its'

@@ -16,6 +16,7 @@ from retrain.config import (
     resume_differences,
     with_drawn_seed,
 )
+from retrain.config.schema import Evaluation as EvaluationSettings
 from retrain.config.stored import WITH_OTHER_STEPS
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
@@ -248,21 +249,36 @@ def _no_step_left(config: TrainConfig, folder: RunFolder, steps: int) -> str:
     )
 
 
-def refuse_other_data(opened: RunStart, fingerprint: str) -> None:
-    """Raise ConfigurationError if the run was trained on other examples so far: its place among
-    them, and what a sampler saw of them, would mean others.
+def refuse_other_data(
+    opened: RunStart, fingerprint: str, heldout: Mapping[str, str] | None
+) -> None:
+    """Raise ConfigurationError if the run was trained or evaluated on other examples so far: its
+    place among them, what a sampler saw of them, and its earlier results would mean others.
     """
     if opened.checkpoint is None or not opened.folder.environment.exists():
         return
+    data, key = opened.config.data, ""
     if read_object(opened.folder.environment).get("data_sha256") not in (None, fingerprint):
-        data = opened.config.data
-        key = f'source = "{data.source}"'
-        if data.path:
-            key = f'path = "{data.path}"'
+        key = f'[data] path = "{data.path}"' if data.path else f'[data] source = "{data.source}"'
+    elif other_heldout(opened.folder, opened.config.evaluation, heldout):
+        key = "[evaluation] source"
+    if key:
         raise ConfigurationError(
-            f"[data] {key} holds other examples than those that {opened.folder.path} began with,"
+            f"{key} holds other examples than those that {opened.folder.path} began with,"
             " which cannot change at resume; restore them, or start a new run."
         )
+
+
+def other_heldout(
+    folder: RunFolder, evaluation: EvaluationSettings, heldout: Mapping[str, str] | None
+) -> bool:
+    """True if the run's last session had the same [evaluation] section and other held-out
+    examples.
+    """
+    if load_stored(folder.config).evaluation != evaluation or not folder.environment.exists():
+        return False
+    newest = part_of_session(read_object(folder.environment), goes_on=True)
+    return newest.get("heldout_sha256") not in (None, heldout)
 
 
 def part_of_session(environment: Json, *, goes_on: bool) -> Json:

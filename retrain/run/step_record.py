@@ -28,6 +28,7 @@ from retrain.types import (
     Scored,
     StepResult,
     Trajectory,
+    joined_or_none,
 )
 
 BoxReader = Callable[[str], str | None]
@@ -91,6 +92,8 @@ class RewardStatistics:
     max_token_hit_rate: float | None
     truncated_reward_mean: float | None
     completion_tokens_mean: float | None
+    entropy_mean: float | None
+    surprisal_mean: float | None
     answer_found_rate: float | None
     groups_identical: int
 
@@ -98,7 +101,8 @@ class RewardStatistics:
 def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> RewardStatistics:
     """`boxes` finds the answer in a completion; None if the reward does not."""
     members = list(chain.from_iterable(group.members for group in rollout.first_draws))
-    is_cut = [one.trajectory.finish_reason is FinishReason.LENGTH for one in members]
+    trajectories = [member.trajectory for member in members]
+    is_cut = [one.finish_reason is FinishReason.LENGTH for one in trajectories]
     rewards, rate, found = _rewards(members), None, None
     correct = sum(group.correct for group in rollout.first_draws)
     if rewards:
@@ -113,7 +117,9 @@ def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> Rewar
         reward_std=_deviation(rewards),
         max_token_hit_rate=mean_or_none(is_cut),
         truncated_reward_mean=mean_or_none(_rewards(compress(members, is_cut))),
-        completion_tokens_mean=mean_or_none([member.trajectory.num_actions for member in members]),
+        completion_tokens_mean=mean_or_none([one.num_actions for one in trajectories]),
+        entropy_mean=_token_mean([one.entropies for one in trajectories]),
+        surprisal_mean=_token_mean([-one.logprobs for one in trajectories]),
         answer_found_rate=found,
         groups_identical=sum(map(_is_identical, rollout.first_draws)),
     )
@@ -128,6 +134,14 @@ def _deviation(rewards: Sequence[float]) -> float | None:
     if not rewards:
         return None
     return float(np.std(rewards)) if min(rewards) < max(rewards) else 0.0
+
+
+def _token_mean(rows: Sequence[Float32Array | None]) -> float | None:
+    """The mean over all tokens; None without any, or where a completion has no values."""
+    values = joined_or_none(rows)
+    if values is None or not len(values):
+        return None
+    return float(values.mean(dtype=np.float64))
 
 
 def _is_identical(group: Group) -> bool:

@@ -113,14 +113,15 @@ def metrics(record: StepRecord) -> dict[str, float]:
 
 
 def metric_name(field: str) -> str:
-    """Name a field for a tracker: exec_entropy_mean -> train/entropy/exec_mean, bp_sigma ->
-    train/backpressure/sigma.
+    """Name a field for a tracker: entropy_mean -> train/entropy/mean, exec_entropy_mean ->
+    train/entropy/exec_mean, bp_sigma -> train/backpressure/sigma.
     """
     if field.startswith("bp_"):
         return f"train/backpressure/{field.removeprefix('bp_')}"
     for kind in ("entropy", "surprisal"):
-        if field.startswith((f"exec_{kind}_", f"plan_{kind}_")):
-            return f"train/{kind}/{field.replace(f'_{kind}', '', 1)}"
+        part, found, rest = field.partition(f"{kind}_")
+        if found and part in ("", "exec_", "plan_"):
+            return f"train/{kind}/{part}{rest}"
     return f"train/{field}"
 
 

@@ -137,7 +137,7 @@ class Rows:
         trained = round(groups * (record.informative_fraction or 0.0))
         correct = number(record.correct_rate, ".0%")
         tokens = number(record.completion_tokens_mean, ".0f")
-        entropy = _short(record.exec_entropy_mean, 3)
+        entropy = _short(record.entropy_mean, 3)
         pooled = ""
         if record.sepa_lambda is not None:
             pooled = f"lambda {_short(record.sepa_lambda)}"
