@@ -45,6 +45,17 @@ def test_the_interval_holds_the_mean_and_stays_inside_zero_and_one(means: list[f
     assert high > low
 
 
+def test_an_interval_covers_about_nine_tenths_where_few_problems_carry_the_mean() -> None:
+    """docs/comparing.md gives the figure: three sets of 1,500 draws had 88.7% to 91.4%."""
+    generator = np.random.default_rng(0)
+    covered = 0
+    for _ in range(1500):
+        means = generator.binomial(16, generator.beta(0.05, 0.95, 30)) / 16
+        low, high = clustered_interval(means.tolist(), 16 * 30)
+        covered += low <= 0.05 <= high
+    assert 0.87 < covered / 1500 < 0.93
+
+
 def test_repeated_samples_do_not_narrow_the_interval_like_new_problems() -> None:
     """Eight agreeing samples of each problem carry one problem's worth of evidence."""
     means = [1.0, 0.0] * 25
