@@ -164,7 +164,11 @@ def test_a_key_with_an_effect_is_a_field_and_a_need(tmp_path: Path) -> None:
     package = shutil.copytree(Path(retrain.__file__).parent, tmp_path / "retrain")
     for name, place, line in (
         ("config/learning_sections", r"class Optimizer\(.*\n    \"{3}.*\n", f"    {field}"),
-        ("backends/tinker/facts", r"    lacks: ClassVar = \{\n", f"    {row}"),
+        (
+            "backends/tinker/facts",
+            r"    lacks: ClassVar = \{\n",
+            f"        {row[row.index('{') + 1 : row.rindex('}')]},\n",
+        ),
     ):
         module = package / f"{name}.py"
         written, places = re.subn(place, rf"\g<0>{line}", module.read_text(encoding="utf-8"))
