@@ -41,9 +41,10 @@ def is_news(streak: Sequence[StepRecord]) -> bool:
     return unsolved == ENOUGH and not _is_solved(streak[0])
 
 
-def untrained_line(streak: Sequence[StepRecord]) -> str:
+def untrained_line(streak: Sequence[StepRecord], known: str = "") -> str:
     """Say how many steps of a streak trained nothing, and why; of a streak that is solved
-    throughout, that it is; "" for none.
+    throughout, that it is; "" for none. `known`: the cause of wrong answers alone, where the data
+    show it.
     """
     unsolved = [record for record in streak if not _is_solved(record)]
     if unsolved:
@@ -52,7 +53,7 @@ def untrained_line(streak: Sequence[StepRecord]) -> str:
             if any(record.num_datums for record in unsolved)
             else "trained nothing"
         )
-        return f"{counted(len(unsolved), 'step')} {nothing}: {_cause(unsolved)}."
+        return f"{counted(len(unsolved), 'step')} {nothing}: {_cause(unsolved, known)}."
     if streak:
         return (
             f"{counted(len(streak), 'step')} had nothing to learn: all {_completions(streak):,}"
@@ -62,7 +63,7 @@ def untrained_line(streak: Sequence[StepRecord]) -> str:
     return ""
 
 
-def _cause(records: Sequence[StepRecord]) -> str:
+def _cause(records: Sequence[StepRecord], known: str) -> str:
     """Return what the records have in common and what to do, the most telling first."""
     total, cut = _completions(records), _counted(records, "max_token_hit_rate")
     groups = _sum(records, "batch_size")
@@ -83,6 +84,8 @@ def _cause(records: Sequence[StepRecord]) -> str:
     constant = len(means) == 1 and all(record.reward_std == 0 for record in records)
     if constant and means != {0.0}:
         return _alike(total, means.pop())
+    if known and constant:
+        return f"all {total:,} completions are wrong; {known}"
     if 0 < cut == total:
         also = ""
         if boxed:

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Self
 from retrain.errors import ConfigurationError, EnvironmentFailure, ResumableFailure
 from retrain.noise import Stream, uniform
 from retrain.records.redact import reason_of, secret_values
-from retrain.rewards.answers import answers_match, extract_boxed
+from retrain.rewards.answers import answers_match, bare_answer, extract_boxed
 from retrain.rewards.equality import decide_by_strings
 from retrain.rewards.groups import Member, ScoreGroup, majority, normalised
 from retrain.rewards.score import PartScore, ScoreRequest
 from retrain.rewards.worker import Message
 from retrain.rewards.workers import WorkerPool, WorkerSetup, automatic_workers
-from retrain.types import Outcome, Score
+from retrain.types import Example, Outcome, Score
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -157,6 +157,19 @@ def box_reader(reward: "Reward") -> Callable[[str], str | None] | None:
 def gold_response(reference: str) -> str:
     r"""Return a completion that gives the reference as its answer: `\boxed{reference}`."""
     return f"\\boxed{{{reference}}}"
+
+
+def unpaid_answer(reward: "Reward", example: Example) -> str:
+    """Return the bare answer of an example if the reward pays nothing for it, since the reference
+    holds more; "" otherwise.
+    """
+    bare = bare_answer(example.reference)
+    if bare == example.reference.strip():
+        return ""
+    request = ScoreRequest(gold_response(bare), example.reference, "", example, 0, 0, 0)
+    known = [REWARDS[kind] for kind in reward.types if kind in REWARDS]
+    judges = [one.judge for one in known if one.judge and one.compares_answers]
+    return bare if any(judge(reward, request) == 0.0 for judge in judges) else ""
 
 
 class Scorer:
