@@ -105,6 +105,8 @@ class Completion:
     """The address of the server that sampled it; "" where no server did."""
 
 
+MAX_REWARD = 1e15
+"""The largest reward, of either sign: squared gradients of a larger one may overflow in float32."""
 _NO_TOKENS = np.zeros(0, np.int32)
 
 

@@ -102,6 +102,10 @@ SOLVED = step(groups_skipped_all_wrong=0, groups_skipped_all_correct=2, mean_rew
             "every advantage is 0 (0 groups all right, 0 all wrong, 6 neither); use a larger",
         ),
         (
+            {"num_datums": 8, "informative_fraction": 0.5, "nonfinite_updates": 2, "loss": None},
+            "nothing: every update was skipped, since a number was not finite",
+        ),
+        (
             {"num_datums": 8, "answer_found_rate": 0.0},
             "3 steps trained on no reward: 0 of 24",
         ),  # a KL term trains all rows
@@ -159,6 +163,24 @@ def test_a_constant_reward_of_ones_own_is_named_on_screen_in_summary_and_status(
         (line["reward_std"], line["answer_found_rate"])
         for line in lines(run.folder / "metrics.jsonl")
     ] == [(0.0, None)] * 4
+
+
+def test_a_run_whose_every_update_was_skipped_says_so_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "huge_advantage.py").write_text(
+        "def huge(rewards):\n    return [1e30 * (reward - 0.5) for reward in rewards]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    algorithm = {"advantage_mode": "huge_advantage.huge"}
+    run = small_run(small(tmp_path / "run", algorithm=algorithm, training={"max_steps": 2}))
+    said = (
+        "2 steps trained nothing: every update was skipped, since a number was not finite; look at"
+        " max_abs_advantage, or lower [training] lr."
+    )
+    assert run.summary.untrained == said == overview(run.folder).runs[0].loss_note
+    lines_ = capsys.readouterr().out.splitlines()
+    assert "Step 0: gradient norm was not finite; skipped 1 update." in lines_ and said in lines_
 
 
 def test_a_model_that_is_not_asked_for_a_box_gets_a_template_and_then_a_count(

@@ -4,6 +4,7 @@ run: an arm that stops itself biases a verdict.
 
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
+from math import isnan
 
 from retrain.records.entries import StepRecord
 from retrain.records.terminal import counted
@@ -16,12 +17,26 @@ ASKING_TEMPLATE = f"'{{prompt}} {ASKING}'"
 read."""
 
 
+_SKIPPED = (
+    "every update was skipped, since a number was not finite; look at max_abs_advantage, or lower"
+    " [training] lr"
+)
+
+
 def untrained_streak(newest_first: Iterable[StepRecord]) -> list[StepRecord]:
     """Return the records since the last step that trained something, newest first."""
     # With a KL term alone rows are trained, and none for its reward.
     return list(
-        takewhile(lambda one: 0 in (one.num_datums, one.informative_fraction), newest_first)
+        takewhile(
+            lambda one: 0 in (one.num_datums, one.informative_fraction) or _is_skipped(one),
+            newest_first,
+        )
     )
+
+
+def _is_skipped(record: StepRecord) -> bool:
+    """Return True if all updates of a step were skipped, since a number was not finite."""
+    return bool(record.nonfinite_updates) and (record.loss is None or isnan(record.loss))
 
 
 def _is_solved(record: StepRecord) -> bool:
@@ -47,6 +62,8 @@ def untrained_line(streak: Sequence[StepRecord], known: str = "") -> str:
     show it.
     """
     unsolved = [record for record in streak if not _is_solved(record)]
+    if unsolved and _is_skipped(unsolved[0]):
+        return f"{counted(len(unsolved), 'step')} trained nothing: {_SKIPPED}."
     if unsolved:
         nothing = (
             "trained on no reward"

@@ -7,7 +7,6 @@ thread (judge.py), so that completions are judged while others still decode.
 """
 
 import importlib.util
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -26,7 +25,7 @@ from retrain.rewards.groups import Member, ScoreGroup, majority, normalised
 from retrain.rewards.score import PartScore, ScoreRequest
 from retrain.rewards.worker import Message
 from retrain.rewards.workers import WorkerPool, WorkerSetup, automatic_workers
-from retrain.types import Example, Outcome, Score
+from retrain.types import MAX_REWARD, Example, Outcome, Score
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -283,8 +282,8 @@ class Scorer:
                 return Score(Outcome.COULD_NOT_JUDGE, None, reason_of(score.reason), usage)
             values.append(score.value)
             reward += part.weight * score.value
-        if not math.isfinite(reward):
-            reason = f"the weighted sum of the rewards is {reward}, which is not finite"
+        if not abs(reward) <= MAX_REWARD:
+            reason = f"the reward is {reward:g}, and training takes at most {MAX_REWARD:g}"
             return Score(Outcome.COULD_NOT_JUDGE, None, reason, usage)
         judged = Score.of(reward, self._correct_threshold)
         return replace(judged, usage=usage, parts=tuple(values))
