@@ -147,13 +147,17 @@ def test_a_file_has_columns_for_prompt_and_answer_and_the_rest_is_info(tmp_path,
 def test_a_prompt_can_be_a_conversation(tmp_path):
     talk = [
         {"role": "system", "content": "Add."},
-        {"role": "user", "content": "1+1=?", "name": "me"},
+        {"role": "user", "content": "1+1=?", "name": "me", "weight": 1, "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]},
+        {"role": "tool", "content": "2", "tool_call_id": "a"},
     ]
     path = write_jsonl(tmp_path / "talk.jsonl", [{"prompt": talk, "answer": "2"}])
     (example,) = load_examples(config(source=str(path))).examples
     assert example.prompt == [
         {"role": "system", "content": "Add."},
-        {"role": "user", "content": "1+1=?"},
+        {"role": "user", "content": "1+1=?", "name": "me"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]},
+        {"role": "tool", "content": "2", "tool_call_id": "a"},
     ]
 
 
@@ -162,6 +166,10 @@ BAD_ROWS = {
     "an empty prompt": {"prompt": " ", "answer": "1"},
     "a number as prompt": {"prompt": 5, "answer": "1"},
     "a message without content": {"prompt": [{"role": "user"}], "answer": "1"},
+    "calls beside content in parts": {
+        "prompt": [{"role": "assistant", "content": [{"text": "a"}], "tool_calls": [{}]}],
+        "answer": "1",
+    },
     "an empty conversation": {"prompt": [], "answer": "1"},
     "a list as answer": {"prompt": "x", "answer": ["1"]},
     "a truth value as answer": {"prompt": "x", "answer": True},

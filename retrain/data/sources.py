@@ -4,6 +4,7 @@ rows that it cannot use.
 
 import hashlib
 import inspect
+import json
 import re
 from collections.abc import (
     Callable,
@@ -67,12 +68,8 @@ class ReadResult:
         """Append an example, unless its text has no UTF-8 form, which a tokenizer needs: JSON may
         escape half of a surrogate pair.
         """
-        if isinstance(example.prompt, str):
-            texts = [example.prompt]
-        else:
-            texts = [message["content"] for message in example.prompt]
         try:
-            "".join((*texts, example.reference)).encode()
+            json.dumps([example.prompt, example.reference], ensure_ascii=False).encode()
         except UnicodeEncodeError:
             self.drop(Reason.SURROGATE, where)
         else:
@@ -422,10 +419,18 @@ def _prompt(value: object) -> str | list[ChatMessage] | None:
             messages: list[ChatMessage] = []
             for item in value:
                 match item:
-                    case {"role": str(role), "content": str(content)}:
-                        messages.append(ChatMessage(role=role, content=content))
+                    case {"role": str(role), "content": str(content), **more}:
+                        message = ChatMessage(role=role, content=content)
+                    case {"role": str(role), "tool_calls": [_, *_] as calls, **more} if (
+                        not more.get("content")
+                    ):
+                        message = ChatMessage(role=role, content="", tool_calls=calls)
                     case _:
                         return None
+                for key in ("name", "tool_calls", "tool_call_id"):
+                    if more.get(key):
+                        message[key] = more[key]  # type: ignore[typeddict-item]
+                messages.append(message)
             return messages
     return None
 
