@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,20 @@ def parse_toml(text: str) -> dict[str, Any]:
     return _parse(tomllib.loads, text, "TOML")  # type: ignore[no-any-return]  # a document is a table
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text into a value of any kind. Raises ParseError."""
+def parse_json(text: str | bytes, parse_int: Callable[[str], Any] = int) -> Any:
+    """Parse a JSON text into a value of any kind, with `parse_int` of its integers. Raises
+    ParseError.
+    """
     import json
 
-    return _parse(json.loads, text, "JSON")
+    return _parse(partial(json.loads, parse_int=parse_int), text, "JSON")
+
+
+def integer_or_digits(digits: str) -> int | str:
+    """Read an integer; one of more than 64 bits stays text."""
+    if len(digits) <= len(str(-MAX_INTEGER)) and abs(int(digits)) <= MAX_INTEGER:
+        return int(digits)
+    return digits
 
 
 def read_object(path: Path) -> dict[str, Any]:

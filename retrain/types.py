@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any, Self, TypedDict, TypeVar
+from typing import Any, NotRequired, Self, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,13 @@ class LogLine(str):
 
 
 class ChatMessage(TypedDict):
-    """A message of a chat. A tool's message may have further keys that the model's template
-    knows.
-    """
+    """A message of a chat, with the keys of a tool's use where it has them."""
 
     role: str
     content: str
+    name: NotRequired[str]
+    tool_calls: NotRequired[list[Any]]
+    tool_call_id: NotRequired[str]
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ class Completion:
     """The address of the server that sampled it; "" where no server did."""
 
 
+MAX_REWARD = 1e15
+"""The largest reward, of either sign: squared gradients of a larger one may overflow in float32."""
 _NO_TOKENS = np.zeros(0, np.int32)
 
 

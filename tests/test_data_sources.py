@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -146,13 +147,17 @@ def test_a_file_has_columns_for_prompt_and_answer_and_the_rest_is_info(tmp_path,
 def test_a_prompt_can_be_a_conversation(tmp_path):
     talk = [
         {"role": "system", "content": "Add."},
-        {"role": "user", "content": "1+1=?", "name": "me"},
+        {"role": "user", "content": "1+1=?", "name": "me", "weight": 1, "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]},
+        {"role": "tool", "content": "2", "tool_call_id": "a"},
     ]
     path = write_jsonl(tmp_path / "talk.jsonl", [{"prompt": talk, "answer": "2"}])
     (example,) = load_examples(config(source=str(path))).examples
     assert example.prompt == [
         {"role": "system", "content": "Add."},
-        {"role": "user", "content": "1+1=?"},
+        {"role": "user", "content": "1+1=?", "name": "me"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]},
+        {"role": "tool", "content": "2", "tool_call_id": "a"},
     ]
 
 
@@ -161,6 +166,10 @@ BAD_ROWS = {
     "an empty prompt": {"prompt": " ", "answer": "1"},
     "a number as prompt": {"prompt": 5, "answer": "1"},
     "a message without content": {"prompt": [{"role": "user"}], "answer": "1"},
+    "calls beside content in parts": {
+        "prompt": [{"role": "assistant", "content": [{"text": "a"}], "tool_calls": [{}]}],
+        "answer": "1",
+    },
     "an empty conversation": {"prompt": [], "answer": "1"},
     "a list as answer": {"prompt": "x", "answer": ["1"]},
     "a truth value as answer": {"prompt": "x", "answer": True},
@@ -214,7 +223,58 @@ def test_csv_and_a_json_list_are_answered_with_the_form_that_is_read(tmp_path, t
         load_examples(config(source=str(tmp_path / "rows.csv")))
 
 
-@pytest.mark.parametrize("answer", [None, "", "  \n"])
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("137.0", "137"),
+        ("-0.0", "0"),
+        ("1e16", "10000000000000000"),
+        ("1e-07", "0.0000001"),
+        ("2.50", "2.5"),
+        ("0.30000000000000004", "0.30000000000000004"),
+        ("1" * 31, "1" * 31),
+        ("1" * 5000, "1" * 5000),
+        ('"137.0"', "137.0"),
+    ],
+)
+def test_a_number_as_answer_is_written_as_a_person_writes_it(tmp_path, answer, reference):
+    path = write_jsonl(tmp_path / "rows.jsonl", [f'{{"prompt": "x", "answer": {answer}}}'])
+    (example,) = load_examples(config(source=str(path))).examples
+    assert example.reference == reference
+
+
+def test_the_numbers_of_a_parquet_column_are_written_as_those_of_a_file(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    for type_, answers in (
+        (pyarrow.float64(), [137.0, None, float("nan"), 0.1]),
+        (pyarrow.float32(), [137.0, None, float("inf"), 0.1]),
+        (pyarrow.decimal128(5, 2), [Decimal("137.00"), None, None, Decimal("0.10")]),
+    ):
+        columns = {"prompt": ["x"] * 4, "answer": pyarrow.array(answers, type_)}
+        parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+        loaded = load_examples(config(source=str(tmp_path / "rows.parquet")))
+        assert [example.reference for example in loaded.examples] == ["137", "0.1"], type_
+        assert loaded.dropped == {"without an answer": 2}
+
+
+def test_an_answer_inside_a_column_is_named_with_a_dot(tmp_path):
+    row = {"prompt": "x", "reward_model": {"style": "rule", "ground_truth": 4.0}}
+    path = write_jsonl(tmp_path / "rows.jsonl", [row, row | {"reward_model": None}])
+    with pytest.raises(
+        ConfigurationError, match=r'set \[data\] answer_column = "reward_model\.ground_truth"\.'
+    ):
+        load_examples(config(source=str(path)))
+    nested = config(source=str(path), answer_column="reward_model.ground_truth")
+    loaded = load_examples(nested)
+    assert [example.reference for example in loaded.examples] == ["4"]
+    assert loaded.dropped == {"without an answer": 1}
+    write_jsonl(path, [row | {"reward_model.ground_truth": "whole"}])
+    assert load_examples(nested).examples[0].reference == "whole"
+
+
+@pytest.mark.parametrize("answer", [None, "", "  \n", float("nan"), float("-inf")])
 def test_an_empty_answer_is_counted_and_never_a_reference(tmp_path, answer):
     path = write_jsonl(tmp_path / "rows.jsonl", [*rows(2), {"prompt": "x", "answer": answer}])
     loaded = load_examples(config(source=str(path)))

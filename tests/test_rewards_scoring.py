@@ -74,11 +74,19 @@ def test_math_is_right_or_wrong(
     assert score(math_scorer, response, reference) == expected
 
 
-def test_an_infinite_sum_is_no_reward() -> None:
-    with scorer_of(type=["match", "random"], weights=[1e308, 1.7e308], random_p=1.0) as scorer:
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ([1e308, 1.7e308], "the reward is inf, and training takes at most 1e+15"),
+        ([-1e30, 0.0], "the reward is -1e+30, and"),
+    ],
+)
+def test_a_sum_that_training_cannot_hold_is_no_reward(weights: list[float], words: str) -> None:
+    rewards = {"type": ["match", "random"], "weights": weights, "random_p": 1.0}
+    with scorer_of(**rewards) as scorer:
         verdict = score(scorer, r"\boxed{4}")
     assert (verdict.outcome, verdict.reward) == (Outcome.COULD_NOT_JUDGE, None)
-    assert "inf, which is not finite" in verdict.reason
+    assert words in verdict.reason
 
 
 def test_match_compares_strings_and_hendrycks_forms() -> None:

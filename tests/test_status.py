@@ -437,7 +437,6 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(finished: Path, tmp_
     [
         ({"loss": -0.001, "grad_norm": 0.3}, "minus the mean advantage"),
         ({"loss": 0.0, "grad_norm": 0.0}, "without a gradient"),
-        ({"loss": None, "num_datums": 4, "nonfinite_updates": 1}, "not finite"),
         ({"loss": None, "reported_loss": 0.0, "loss_is_placeholder": True}, "placeholder"),
         ({"loss": 0.5, "grad_norm": 0.3}, ""),
     ],

@@ -119,6 +119,38 @@ def test_a_chat_template_that_refuses_a_role_is_named_in_one_sentence():
         render_prompt(tokenizer, EXAMPLE, data(system_prompt="Be brief."))
 
 
+def test_a_conversation_that_ends_with_the_assistants_text_is_continued():
+    talk = conversation(("user", "12+30?"), ("assistant", "Let me see: "))
+    text, _ = render_prompt(byte_level(), talk, data())
+    assert text.endswith("<|im_start|>assistant\nLet me see: ")
+
+
+TOOLS_TEMPLATE = (
+    "{{ tools | length }}{% for m in messages %}{{ m.role }}:{{ m.name }}{{ m.tool_call_id }}"
+    "{{ m.tool_calls | length }}{{ m.content }};{% endfor %}"
+)
+
+
+def test_tools_reach_the_template_or_are_refused_by_name():
+    calls = [{"function": {"name": "add"}}]
+    turns = [
+        {"role": "user", "content": "12+30?", "name": "me"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "42", "tool_call_id": "a"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    talk = Example(turns, "42", info={"tools": tools}, example_id="talk")
+    tokenizer = deepcopy(byte_level())
+    tokenizer.chat_template = TOOLS_TEMPLATE
+    assert render_prompt(tokenizer, talk, data(prompt_template="<{prompt}>"))[0] == (
+        "1user:me0<12+30?>;assistant:1;tool:a042;"
+    )
+    for key in ("tool_calls", "tools"):
+        tokenizer.chat_template = TOOLS_TEMPLATE.replace(key, "other")
+        with pytest.raises(ConfigurationError, match=rf"talk has {key}, which the chat template"):
+            render_prompt(tokenizer, talk, data())
+
+
 def test_without_a_chat_template_a_prompt_is_plain_text():
     text, ids = render_prompt(characters(), EXAMPLE, data(system_prompt="Add."))
     assert text == "Add.\n\nWhat is 12+30?"

@@ -13,7 +13,10 @@ from retrain.analysis.status import overview
 from retrain.config import TrainConfig
 from retrain.records.entries import StepRecord
 from retrain.records.untrained import is_news, untrained_line, untrained_streak
+from retrain.rewards import unpaid_answer
 from retrain.run.notes import unasked_note
+from retrain.run.parts import check_inputs
+from retrain.types import Example
 from tests.runs import small_run
 
 
@@ -99,6 +102,10 @@ SOLVED = step(groups_skipped_all_wrong=0, groups_skipped_all_correct=2, mean_rew
             "every advantage is 0 (0 groups all right, 0 all wrong, 6 neither); use a larger",
         ),
         (
+            {"num_datums": 8, "informative_fraction": 0.5, "nonfinite_updates": 2, "loss": None},
+            "nothing: every update was skipped, since a number was not finite",
+        ),
+        (
             {"num_datums": 8, "answer_found_rate": 0.0},
             "3 steps trained on no reward: 0 of 24",
         ),  # a KL term trains all rows
@@ -158,6 +165,24 @@ def test_a_constant_reward_of_ones_own_is_named_on_screen_in_summary_and_status(
     ] == [(0.0, None)] * 4
 
 
+def test_a_run_whose_every_update_was_skipped_says_so_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "huge_advantage.py").write_text(
+        "def huge(rewards):\n    return [1e30 * (reward - 0.5) for reward in rewards]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    algorithm = {"advantage_mode": "huge_advantage.huge"}
+    run = small_run(small(tmp_path / "run", algorithm=algorithm, training={"max_steps": 2}))
+    said = (
+        "2 steps trained nothing: every update was skipped, since a number was not finite; look at"
+        " max_abs_advantage, or lower [training] lr."
+    )
+    assert run.summary.untrained == said == overview(run.folder).runs[0].loss_note
+    lines_ = capsys.readouterr().out.splitlines()
+    assert "Step 0: gradient norm was not finite; skipped 1 update." in lines_ and said in lines_
+
+
 def test_a_model_that_is_not_asked_for_a_box_gets_a_template_and_then_a_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,6 +236,48 @@ def test_only_prompts_without_a_box_under_a_reward_that_reads_one_are_told(
     config = TrainConfig.model_validate({"reward": {"type": "match"}} | sections)
     note = unasked_note(config, [prompt])
     assert words in note and bool(note) == bool(words)
+
+
+def test_references_that_hold_more_than_the_answer_are_named_at_the_start_and_as_the_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sums.jsonl").write_text(
+        "".join(f'{{"prompt": "{n}+1=?", "answer": "{n + 1}.0"}}\n' for n in range(4))
+    )
+    sections = {"data": {"source": str(tmp_path / "sums.jsonl")}, "reward": {"type": "match"}}
+    config = small(tmp_path / "run", **sections, training={"max_steps": 3})
+    note = (
+        '4 of 4 references hold more than the answer: [reward] type = "match" gives 0 to 1 for'
+        " '1.0' (sums-0); write the bare answer there"
+    )
+    assert check_inputs(config) == f"{note}."
+    run = small_run(config)
+    cause = f"3 steps trained nothing: all 24 completions are wrong; {note}."
+    assert {f"{note}.", cause} <= set(capsys.readouterr().out.splitlines())
+    assert run.summary.untrained == cause
+
+
+@pytest.mark.parametrize(
+    ("reward", "reference", "bare"),
+    [
+        ({"type": "match"}, "137.0", "137"),
+        ({"type": "match"}, "$x+1$", "x+1"),
+        ({"type": "match", "normalize": "hendrycks"}, "$5$", "5"),
+        ({"type": ["math", "random"]}, "3 and 4 make\n#### 7", "7"),
+        ({"type": "math"}, "It is\n7", "7"),
+        ({"type": "match"}, "2.50", ""),
+        ({"type": "match"}, "$5 and $6", ""),
+        ({"type": "math"}, "137.0", ""),
+        ({"type": "math"}, "$x+1$", ""),
+        ({"type": "math"}, "\\begin{pmatrix}1\\\\\n2\\end{pmatrix}", ""),
+        ({"type": "random"}, "137.0", ""),
+    ],
+)
+def test_only_a_reference_whose_bare_answer_is_not_paid_is_named(
+    reward: dict[str, Any], reference: str, bare: str
+) -> None:
+    config = TrainConfig.model_validate({"reward": reward})
+    assert unpaid_answer(config.reward, Example("?", reference)) == bare
 
 
 def test_a_step_that_trains_nothing_is_compared_on_four_completions(

@@ -404,8 +404,6 @@ def loss_note(record: StepRecord) -> str:
             "The backend trains asynchronously, so its loss is a placeholder and says nothing about"
             " learning."
         )
-    if record.nonfinite_updates and record.loss is None:
-        return "No loss: the update was not finite and was skipped; the weights did not change."
     if record.loss is None or abs(record.loss) >= _SMALL_LOSS:
         return ""
     if not record.grad_norm:

@@ -51,12 +51,28 @@ def render_text(tokenizer: "PreTrainedTokenizerBase", example: Example, data: "D
 
     A text prompt is put into [data] prompt_template and becomes one user message. In a conversation
     the template, if it is set, wraps the last user message. The system prompt comes first unless
-    the example has its own. Raises ConfigurationError if the chat template refuses the
-    conversation, or if there is none and the example has several turns.
+    the example has its own. A conversation that ends with the assistant's text is continued there.
+    Raises ConfigurationError if the chat template refuses the conversation or does not write its
+    tools, or if there is none and the example has several turns.
     """
     messages = messages_of(example, data)
     if tokenizer.chat_template:
-        return _apply_chat_template(tokenizer, messages, data.chat_template_args)
+        tools = None if isinstance(example.prompt, str) else (example.info or {}).get("tools")
+        used = {key for message in messages for key in message} & {"tool_calls"}
+        for key in [*used, *["tools"] * bool(tools)]:
+            if key not in str(tokenizer.chat_template):
+                raise ConfigurationError(
+                    f"[data] source: {example.example_id} has {key}, which the chat template of"
+                    f" {tokenizer.name_or_path} does not write; use a model for tools, or prompts"
+                    f" without {key}."
+                )
+        return _apply_chat_template(
+            tokenizer,
+            messages,
+            data.chat_template_args,
+            tools or (),
+            continues=messages[-1]["role"] == "assistant",
+        )
     if any(message["role"] not in ("system", "user") for message in messages):
         raise ConfigurationError(
             f"[data] source: the prompt of {example.example_id} is a conversation, and the"
@@ -148,10 +164,8 @@ def messages_of(example: Example, data: "Data") -> list[ChatMessage]:
                 (i for i, message in enumerate(messages) if message["role"] == "user"), default=None
             )
             if last is not None:
-                messages[last] = ChatMessage(
-                    role="user",
-                    content=fill_template(data.prompt_template, messages[last]["content"]),
-                )
+                content = fill_template(data.prompt_template, messages[last]["content"])
+                messages[last] = {**messages[last], "content": content}
     if data.system_prompt and not any(message["role"] == "system" for message in messages):
         messages.insert(0, ChatMessage(role="system", content=data.system_prompt))
     return messages
@@ -167,6 +181,8 @@ def _apply_chat_template(
     messages: Sequence[ChatMessage],
     arguments: Mapping[str, Any],
     tools: Sequence[Any] = (),
+    *,
+    continues: bool = False,
 ) -> str:
     from jinja2 import TemplateError
 
@@ -182,10 +198,15 @@ def _apply_chat_template(
             given = {"tools": list(tools)}
         return str(
             tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **given, **arguments
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                **given,
+                **arguments,
             )
         )
-    except TemplateError as error:
+    except (TemplateError, ValueError) as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigurationError(
             f"The chat template of {tokenizer.name_or_path} refuses a conversation of the roles"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from retrain.config.names import DATA_FILE_SUFFIXES
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
-from retrain.system import parse_json
+from retrain.system import integer_or_digits, parse_json
 
 Split = Literal["train", "heldout"]
 
@@ -102,7 +102,9 @@ def _read_jsonl(file: Path) -> Iterator[RawRow]:
             if not line.strip():
                 continue
             try:
-                columns = parse_json(line.decode("utf-8-sig" if index == 0 else "utf-8"))
+                columns = parse_json(
+                    line.decode("utf-8-sig" if index == 0 else "utf-8"), integer_or_digits
+                )
             except ValueError:  # not UTF-8, or not JSON
                 columns = None
             yield RawRow(

@@ -4,13 +4,26 @@ rows that it cannot use.
 
 import hashlib
 import inspect
+import json
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Sized
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from retrain.config.names import DATA_FILE_SUFFIXES, builtin_names, registered_sources, source_task
 from retrain.data import lab
@@ -55,12 +68,8 @@ class ReadResult:
         """Append an example, unless its text has no UTF-8 form, which a tokenizer needs: JSON may
         escape half of a surrogate pair.
         """
-        if isinstance(example.prompt, str):
-            texts = [example.prompt]
-        else:
-            texts = [message["content"] for message in example.prompt]
         try:
-            "".join((*texts, example.reference)).encode()
+            json.dumps([example.prompt, example.reference], ensure_ascii=False).encode()
         except UnicodeEncodeError:
             self.drop(Reason.SURROGATE, where)
         else:
@@ -276,15 +285,13 @@ class Benchmark:
 def _solved_row(row: dict[str, Any], example_id: str) -> Example | Reason:
     """MATH-500 and AIME: `problem` and `answer`."""
     match row:
-        case {"problem": str(problem), "answer": str() | int() as answer, **info} if (
-            problem.strip()
-        ):
-            reference = str(answer).strip()
+        case {"problem": str(problem), "answer": answer, **info} if problem.strip():
+            reference = _reference(answer)
+            if isinstance(reference, Reason):
+                return reference
             if reference.isdecimal():  # AIME writes 33 as 033
-                reference = str(int(reference))
-            if reference:
-                return Example(problem, reference, "default", info, example_id)
-            return Reason.NO_ANSWER
+                reference = reference.lstrip("0") or "0"
+            return Example(problem, reference, "default", info, example_id)
     return Reason.MALFORMED
 
 
@@ -347,30 +354,60 @@ def _local(query: Query, suffixes: Sequence[str]) -> ReadResult:
 
 def _column_reader(data: "Data") -> RowReader:
     def read(row: dict[str, Any], example_id: str) -> Example | Reason | None:
-        if data.prompt_column not in row or data.answer_column not in row:
+        try:
+            prompt = _prompt(_column(row, data.prompt_column))
+            reference = _reference(_column(row, data.answer_column))
+        except KeyError:
             return Reason.MALFORMED
-        info = {
-            key: value
-            for key, value in row.items()
-            if key not in (data.prompt_column, data.answer_column, "task")
-        }
-        prompt, answer, task = (
-            _prompt(row[data.prompt_column]),
-            row[data.answer_column],
-            row.get("task", "default"),
-        )
-        if answer is None or (isinstance(answer, str) and not answer.strip()):
-            return Reason.NO_ANSWER
-        if (
-            prompt is None
-            or isinstance(answer, bool)
-            or not isinstance(answer, str | int | float)
-            or not isinstance(task, str)
-        ):
+        task = row.get("task", "default")
+        if isinstance(reference, Reason):
+            return reference
+        if prompt is None or not isinstance(task, str):
             return Reason.MALFORMED
-        return Example(prompt, str(answer).strip(), task, info or None, example_id)
+        used = (data.prompt_column, data.answer_column, "task")
+        info = {key: value for key, value in row.items() if key not in used}
+        return Example(prompt, reference, task, info or None, example_id)
 
     return read
+
+
+def _column(row: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a column, or of a field in a column: "reward_model.ground_truth". Raises
+    KeyError.
+    """
+    outer, _, inner = name.partition(".")
+    if name in row or not inner:
+        return row[name]
+    fields = row[outer]
+    return _column(fields, inner) if isinstance(fields, dict) else None
+
+
+_FLOAT32_DIGITS = 15
+"""A number that float32 holds and that needs more digits than this was stored as a float32."""
+
+
+def _reference(answer: object) -> str | Reason:
+    """Return an answer as text, or the reason why it is none. A number is in positional notation,
+    and an integer has no fraction: a data frame makes 137.0 of 137 where another row has no answer.
+    """
+    if isinstance(answer, int | float | Decimal | np.integer | np.floating) and not isinstance(
+        answer, bool
+    ):
+        if isinstance(answer, float) and len(repr(answer)) > _FLOAT32_DIGITS:
+            with np.errstate(over="ignore"):
+                single = np.float32(answer)
+            answer = single if float(single) == answer else answer
+        number = Decimal(str(answer))
+        if not number.is_finite():
+            return Reason.NO_ANSWER
+        answer = f"{number:zf}"
+        if "." in answer:
+            answer = answer.rstrip("0").removesuffix(".")
+    if answer is None:
+        return Reason.NO_ANSWER
+    if not isinstance(answer, str):
+        return Reason.MALFORMED
+    return answer.strip() or Reason.NO_ANSWER
 
 
 def _prompt(value: object) -> str | list[ChatMessage] | None:
@@ -382,10 +419,18 @@ def _prompt(value: object) -> str | list[ChatMessage] | None:
             messages: list[ChatMessage] = []
             for item in value:
                 match item:
-                    case {"role": str(role), "content": str(content)}:
-                        messages.append(ChatMessage(role=role, content=content))
+                    case {"role": str(role), "content": str(content), **more}:
+                        message = ChatMessage(role=role, content=content)
+                    case {"role": str(role), "tool_calls": [_, *_] as calls, **more} if (
+                        not more.get("content")
+                    ):
+                        message = ChatMessage(role=role, content="", tool_calls=calls)
                     case _:
                         return None
+                for key in ("name", "tool_calls", "tool_call_id"):
+                    if more.get(key):
+                        message[key] = more[key]  # type: ignore[typeddict-item]
+                messages.append(message)
             return messages
     return None
 
@@ -394,7 +439,9 @@ def _read(query: Query, rows: Iterable[RawRow], read_row: RowReader) -> ReadResu
     result = ReadResult(query.data)
     columns: dict[str, None] = {}
     for row in rows:
-        columns |= dict.fromkeys(row.columns or ())
+        for name, value in (row.columns or {}).items():
+            fields = [f"{name}.{each}" for each in value] if isinstance(value, dict) else [name]
+            columns |= dict.fromkeys(fields)
         example = Reason.NOT_JSON if row.columns is None else read_row(row.columns, row.example_id)
         if isinstance(example, Example):
             result.keep(example, row.where)
@@ -424,6 +471,7 @@ _USUAL = {
         "messages",
     ),
     "answer_column": (
+        "reward_model.ground_truth",
         "answer",
         "solution",
         "gold",

@@ -2,7 +2,6 @@
 anything if it hangs or fails.
 """
 
-import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 from retrain.environments.base import Environment, Episode, Observation, Result, is_conversation
 from retrain.plugins import describe
 from retrain.records.redact import reason_of
-from retrain.types import Example, Outcome, Score
+from retrain.types import MAX_REWARD, Example, Outcome, Score
 
 MAX_THREADS = 64
 """Episodes that are answered at the same time; the others wait for their turn."""
@@ -165,9 +164,10 @@ class EpisodeHost:
     def score(self, result: Result) -> Score:
         if not isinstance(result, Result):
             raise TypeError(f"result returned {type(result).__name__}, and must return a Result")
-        if not math.isfinite(result.reward):
+        if not abs(result.reward) <= MAX_REWARD:
             return could_not_judge(
-                f"the environment's reward is {result.reward}, which is not finite"
+                f"the environment's reward is {result.reward:g}, and training takes at most"
+                f" {MAX_REWARD:g}"
             )
         score = Score.of(float(result.reward), self.correct_threshold)
         metrics = {str(name): float(value) for name, value in result.metrics.items()}

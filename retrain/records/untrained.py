@@ -4,6 +4,7 @@ run: an arm that stops itself biases a verdict.
 
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
+from math import isnan
 
 from retrain.records.entries import StepRecord
 from retrain.records.terminal import counted
@@ -16,12 +17,26 @@ ASKING_TEMPLATE = f"'{{prompt}} {ASKING}'"
 read."""
 
 
+_SKIPPED = (
+    "every update was skipped, since a number was not finite; look at max_abs_advantage, or lower"
+    " [training] lr"
+)
+
+
 def untrained_streak(newest_first: Iterable[StepRecord]) -> list[StepRecord]:
     """Return the records since the last step that trained something, newest first."""
     # With a KL term alone rows are trained, and none for its reward.
     return list(
-        takewhile(lambda one: 0 in (one.num_datums, one.informative_fraction), newest_first)
+        takewhile(
+            lambda one: 0 in (one.num_datums, one.informative_fraction) or _is_skipped(one),
+            newest_first,
+        )
     )
+
+
+def _is_skipped(record: StepRecord) -> bool:
+    """Return True if all updates of a step were skipped, since a number was not finite."""
+    return bool(record.nonfinite_updates) and (record.loss is None or isnan(record.loss))
 
 
 def _is_solved(record: StepRecord) -> bool:
@@ -41,18 +56,21 @@ def is_news(streak: Sequence[StepRecord]) -> bool:
     return unsolved == ENOUGH and not _is_solved(streak[0])
 
 
-def untrained_line(streak: Sequence[StepRecord]) -> str:
+def untrained_line(streak: Sequence[StepRecord], known: str = "") -> str:
     """Say how many steps of a streak trained nothing, and why; of a streak that is solved
-    throughout, that it is; "" for none.
+    throughout, that it is; "" for none. `known`: the cause of wrong answers alone, where the data
+    show it.
     """
     unsolved = [record for record in streak if not _is_solved(record)]
+    if unsolved and _is_skipped(unsolved[0]):
+        return f"{counted(len(unsolved), 'step')} trained nothing: {_SKIPPED}."
     if unsolved:
         nothing = (
             "trained on no reward"
             if any(record.num_datums for record in unsolved)
             else "trained nothing"
         )
-        return f"{counted(len(unsolved), 'step')} {nothing}: {_cause(unsolved)}."
+        return f"{counted(len(unsolved), 'step')} {nothing}: {_cause(unsolved, known)}."
     if streak:
         return (
             f"{counted(len(streak), 'step')} had nothing to learn: all {_completions(streak):,}"
@@ -62,7 +80,7 @@ def untrained_line(streak: Sequence[StepRecord]) -> str:
     return ""
 
 
-def _cause(records: Sequence[StepRecord]) -> str:
+def _cause(records: Sequence[StepRecord], known: str) -> str:
     """Return what the records have in common and what to do, the most telling first."""
     total, cut = _completions(records), _counted(records, "max_token_hit_rate")
     groups = _sum(records, "batch_size")
@@ -83,6 +101,8 @@ def _cause(records: Sequence[StepRecord]) -> str:
     constant = len(means) == 1 and all(record.reward_std == 0 for record in records)
     if constant and means != {0.0}:
         return _alike(total, means.pop())
+    if known and constant:
+        return f"all {total:,} completions are wrong; {known}"
     if 0 < cut == total:
         also = ""
         if boxed:

@@ -6,7 +6,14 @@ from retrain.rewards.answers import extract_boxed, hendrycks_is_equiv
 from retrain.rewards.groups import ScoreGroup
 from retrain.rewards.pairs import score_answers
 from retrain.rewards.score import ScoreRequest
-from retrain.rewards.scoring import FailureGuard, Scorer, box_reader, build_scorer, gold_response
+from retrain.rewards.scoring import (
+    FailureGuard,
+    Scorer,
+    box_reader,
+    build_scorer,
+    gold_response,
+    unpaid_answer,
+)
 
 __all__ = [
     "FailureGuard",
@@ -19,4 +26,5 @@ __all__ = [
     "gold_response",
     "hendrycks_is_equiv",
     "score_answers",
+    "unpaid_answer",
 ]

@@ -34,6 +34,8 @@ _BARE = re.compile(r"[^$\n]*+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or an escape, which is skipped: an escaped brace, a line break, the first letter of a
 command."""
+_MATH_MODE = re.compile(r"\A\$+([^$]+)\$+\Z")
+_WHOLE = re.compile(r"\A([-+]?[\d,]+)\.0+\Z")
 MAX_ANSWER = 1 << 16
 """Maximum characters of a box; a longer one counts as broken and is not read to its end."""
 _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
@@ -76,6 +78,18 @@ def after_thought(text: str) -> str:
     """
     _, closed, rest = text.rpartition(_END_OF_THOUGHT)
     return "" if _THOUGHT in rest and not closed else rest
+
+
+def bare_answer(reference: str) -> str:
+    """Return what a completion would put into its box for a reference that holds more: a solution
+    with `####`, several lines, math mode, the fraction .0 of an integer.
+    """
+    text = reference.rpartition("####")[2].strip()
+    if r"\begin" not in text:
+        text = text.rpartition("\n")[2]
+    for wrapped in (_MATH_MODE, _WHOLE):
+        text = wrapped.sub(r"\1", text.strip())
+    return text.strip()
 
 
 def closing_brace(text: str, start: int, limit: int = sys.maxsize) -> int | None:

@@ -7,7 +7,6 @@ thread (judge.py), so that completions are judged while others still decode.
 """
 
 import importlib.util
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -20,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Self
 from retrain.errors import ConfigurationError, EnvironmentFailure, ResumableFailure
 from retrain.noise import Stream, uniform
 from retrain.records.redact import reason_of, secret_values
-from retrain.rewards.answers import answers_match, extract_boxed
+from retrain.rewards.answers import answers_match, bare_answer, extract_boxed
 from retrain.rewards.equality import decide_by_strings
 from retrain.rewards.groups import Member, ScoreGroup, majority, normalised
 from retrain.rewards.score import PartScore, ScoreRequest
 from retrain.rewards.worker import Message
 from retrain.rewards.workers import WorkerPool, WorkerSetup, automatic_workers
-from retrain.types import Outcome, Score
+from retrain.types import MAX_REWARD, Example, Outcome, Score
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -159,6 +158,19 @@ def gold_response(reference: str) -> str:
     return f"\\boxed{{{reference}}}"
 
 
+def unpaid_answer(reward: "Reward", example: Example) -> str:
+    """Return the bare answer of an example if the reward pays nothing for it, since the reference
+    holds more; "" otherwise.
+    """
+    bare = bare_answer(example.reference)
+    if bare == example.reference.strip():
+        return ""
+    request = ScoreRequest(gold_response(bare), example.reference, "", example, 0, 0, 0)
+    known = [REWARDS[kind] for kind in reward.types if kind in REWARDS]
+    judges = [one.judge for one in known if one.judge and one.compares_answers]
+    return bare if any(judge(reward, request) == 0.0 for judge in judges) else ""
+
+
 class Scorer:
     """Judges completions with one reward or a weighted sum of several. Any thread may submit."""
 
@@ -270,8 +282,8 @@ class Scorer:
                 return Score(Outcome.COULD_NOT_JUDGE, None, reason_of(score.reason), usage)
             values.append(score.value)
             reward += part.weight * score.value
-        if not math.isfinite(reward):
-            reason = f"the weighted sum of the rewards is {reward}, which is not finite"
+        if not abs(reward) <= MAX_REWARD:
+            reason = f"the reward is {reward:g}, and training takes at most {MAX_REWARD:g}"
             return Score(Outcome.COULD_NOT_JUDGE, None, reason, usage)
         judged = Score.of(reward, self._correct_threshold)
         return replace(judged, usage=usage, parts=tuple(values))

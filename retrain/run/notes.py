@@ -12,7 +12,7 @@ from retrain.config import TrainConfig, unused_keys
 from retrain.config.moving import extremes, may_be_positive, with_values
 from retrain.config.names import bracketed, is_recipe
 from retrain.config.recipes import departures, recipe, recipe_of
-from retrain.config.schema import DEFAULT_CLIPS, Lora, Loss, Model, Training
+from retrain.config.schema import DEFAULT_CLIPS, Lora, Loss, Model, Reward, Training
 from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.data.lab import MAX_DIFFICULTY
 from retrain.model.text import LAB_MODELS, resolve_model
@@ -20,10 +20,10 @@ from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.records.token_table import damage_of, read_tokens
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
-from retrain.rewards import box_reader
+from retrain.rewards import box_reader, unpaid_answer
 from retrain.run.teacher import teacher_note
 from retrain.system import read_object, toml_value
-from retrain.types import LogLine
+from retrain.types import Example, LogLine
 
 _BEFORE_ORIGIN = {"drawn": ",", "set in Python": ","}
 """What stands between a value and an origin that is no place: "training.seed = 7, drawn"."""
@@ -137,6 +137,14 @@ def skipped_gate_line(config: TrainConfig) -> str:
     )
 
 
+def answer_notes(
+    config: TrainConfig, prompts: Sequence[str], examples: Sequence[Example]
+) -> list[str]:
+    """Return the remarks on the data's answers, one sentence each."""
+    said = reference_note(config.reward, examples)
+    return [note for note in (unasked_note(config, prompts), said and f"{said}.") if note]
+
+
 def unasked_note(config: TrainConfig, prompts: Sequence[str]) -> str:
     """Warn if the reward reads a box that no prompt asks for; "" otherwise. The lab models answer
     in a box unasked.
@@ -158,7 +166,25 @@ def unasked_note(config: TrainConfig, prompts: Sequence[str]) -> str:
     )
 
 
+def reference_note(reward: Reward, examples: Sequence[Example], share: float = 0.0) -> str:
+    """Name the references that hold more than an answer, so that the bare one is not paid; "" where
+    they are no more than this share.
+    """
+    unpaid = [(example, unpaid_answer(reward, example)) for example in examples]
+    unpaid = [(example, bare) for example, bare in unpaid if bare]
+    if len(unpaid) <= share * len(examples):
+        return ""
+    example, bare = unpaid[0]
+    return (
+        f"{len(unpaid):,} of {len(examples):,} references hold more than the answer: [reward]"
+        f" type = {toml_value(reward.type)} gives 0 to {bare} for"
+        f" {example.reference[:_SHOWN]!r} ({example.example_id}); write the bare answer there"
+    )
+
+
 _BOX = r"\boxed"
+_SHOWN = 60
+"""Characters of a reference in a message."""
 _ROOM = 0.01
 """Distance of a clip bound from 1 that the mismatch of sampler and learner in float32 never
 reaches."""

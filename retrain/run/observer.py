@@ -16,6 +16,7 @@ from retrain.records.state import TrainerState
 from retrain.records.terminal import counted
 from retrain.records.untrained import ENOUGH, is_news, untrained_line, untrained_streak
 from retrain.rewards import box_reader
+from retrain.run.notes import reference_note
 from retrain.run.parts import Parts
 from retrain.run.step_record import (
     RewardStatistics,
@@ -77,8 +78,14 @@ class StepObserver:
         has no other; "" for any other run.
         """
         if len(self.untrained) >= min(ENOUGH, steps):
-            return untrained_line(self.untrained)
+            return self._untrained_line()
         return ""
+
+    def _untrained_line(self) -> str:
+        known = ""
+        if not self.parts.stage:
+            known = reference_note(self.config.reward, self.parts.prompts.examples, share=0.5)
+        return untrained_line(self.untrained, known)
 
     def rewards(self, step: Step) -> RewardStatistics:
         """Summarise the rewards of a step."""
@@ -110,7 +117,7 @@ class StepObserver:
             self.tracker.emit(Tokens(step.number, table))
         self.tracker.emit(self.last)
         if is_news(self.untrained):
-            self.tracker.message(untrained_line(self.untrained))
+            self.tracker.message(self._untrained_line())
         if step.result.nonfinite_updates:
             self.tracker.message(
                 f"Step {step.number}: {step.result.nonfinite_tensor} was not finite; skipped"

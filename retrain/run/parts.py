@@ -53,7 +53,7 @@ from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
 from retrain.run.gate import GateResult, adapter_check, environment_gold, parity_gate, scored_gold
 from retrain.run.gate_fits import GateInputs
-from retrain.run.notes import unasked_note
+from retrain.run.notes import answer_notes
 from retrain.run.rollout import Sampler
 from retrain.run.sharing import shared
 from retrain.run.teacher import Teacher, check_answers, check_teacher
@@ -157,12 +157,9 @@ def _load_rest(
         undo.callback(stage.host.close)
     prompts = load_prompts(config, text, stage, log)
     check_answers(config, prompts.examples)
-    if stage:
-        note = ""
-    else:
-        note = unasked_note(config, prompts.texts)
-    if note:
-        log(note)
+    if not stage:
+        for note in answer_notes(config, prompts.texts, prompts.examples):
+            log(note)
     held_out = None
     if config.evaluation.asked_for:
         held_out = load_held_out(config, text, stage, prompts, log)
@@ -282,9 +279,10 @@ def check_inputs(config: TrainConfig) -> str:
         if own.evaluation.asked_for and _asks_nobody(query_of(own, "heldout")):
             load_examples(own, "heldout")
     if _asks_nobody(query_of(config, "train")):
-        talks = [messages_of(each, config.data) for each in load_examples(config, "train").examples]
+        examples = load_examples(config, "train").examples
+        talks = [messages_of(each, config.data) for each in examples]
         texts = ["\n".join(message["content"] for message in talk) for talk in talks]
-        return unasked_note(config, texts)
+        return " ".join(answer_notes(config, texts, examples))
     return ""
 
 

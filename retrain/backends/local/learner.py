@@ -356,7 +356,8 @@ class Learner:
         if not torch.isfinite(loss):
             return "loss"
         if not torch.isfinite(norm):
-            return f"gradient of {self.optimizer.nonfinite_gradient()}"
+            name = self.optimizer.nonfinite_gradient()
+            return f"gradient of {name}" if name else "gradient norm"
         return ""
 
     def _weights(self, rows: Sequence[LearnerRow], completions: float) -> dict[int, _Weights]:
