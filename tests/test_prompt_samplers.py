@@ -1,6 +1,7 @@
 """Samplers of prompts: what the built-in ones choose, exact resume, and how a wrong one is found."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,11 @@ from retrain.config import replaced
 from retrain.config.overrides import Overrides
 from retrain.data.samplers import SAMPLERS, PromptSampler, build_sampler, checked_indices
 from retrain.errors import ConfigurationError, RunFailed
+from retrain.model.text import resolve_model
+from retrain.records.run_folder import RunFolder
 from retrain.run.evaluate import evaluate_run
 from retrain.run.parts import check_plugins
+from retrain.run.start import with_prompt_date
 from retrain.types import (
     Completion,
     Example,
@@ -267,6 +271,32 @@ def test_a_group_that_nobody_could_judge_is_no_evidence() -> None:
         before = sampler.state()["seen"]
         sampler.observe(range(6), [group(0, size=0)] * 6)
         assert [row[2:] for row in sampler.state()["seen"]] == [row[2:] for row in before]
+
+
+def test_a_later_session_renders_the_date_of_the_first_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(resolve_model("lab"), tmp_path / "model")
+    template = model / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%Y') }}\n" + template.read_text())
+    run = RunFolder(tmp_path / "run")
+    sections = {"model": {"model": str(model)}, "evaluation": {"at_start": False}}
+    config = small(run.path, **sections)
+    train(replaced(config, {"training.max_steps": 1}), quiet=True, skip_parity=True)
+    written = json.loads(run.environment.read_text())
+    run.environment.write_text(json.dumps(written | {"prompt_date": "2001-02-03"}))
+    train(replaced(config, {"resume.from": str(run.path)}), skip_parity=True)
+    first, *_, last = lines(run.generations)
+    assert first["prompt"].startswith(written["prompt_date"][:4])
+    assert last["prompt"].startswith("2001")
+    assert "The prompts are written otherwise than when the run began" in capsys.readouterr().out
+
+
+def test_runs_of_a_campaign_share_the_date_of_its_first_start(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"timestamp": "20200203_235959"}')
+    folder = RunFolder(tmp_path / "runs" / "grpo_none_seed1")
+    dated = with_prompt_date(small(folder.path), folder)
+    assert dated.data.chat_template_args == {"strftime_now": "2020-02-03"}
 
 
 @pytest.mark.parametrize("name", first_of(["drop_solved", "shuffle"]))

@@ -102,6 +102,21 @@ def test_chat_template_args_reach_the_template():
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
+DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}\n"
+
+
+def test_a_template_that_asks_for_the_date_gets_that_of_the_first_start():
+    tokenizer = byte_level()
+    tokenizer.chat_template = DATED + tokenizer.chat_template
+    text, _ = render_prompt(
+        tokenizer, EXAMPLE, data(chat_template_args={"strftime_now": "2020-02-03"})
+    )
+    assert (
+        text.startswith("03 Feb 2020<")
+        and "2020" not in render_prompt(tokenizer, EXAMPLE, data())[0]
+    )
+
+
 def test_an_argument_that_retrain_sets_itself_is_refused():
     with pytest.raises(ConfigurationError, match="add_generation_prompt is set by retrain"):
         render_prompt(

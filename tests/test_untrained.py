@@ -238,7 +238,7 @@ def test_only_prompts_without_a_box_under_a_reward_that_reads_one_are_told(
     assert words in note and bool(note) == bool(words)
 
 
-def test_references_that_hold_more_than_the_answer_are_named_at_the_start_and_as_the_cause(
+def test_references_that_hold_more_than_the_answer_are_named_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sums.jsonl").write_text(

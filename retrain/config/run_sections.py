@@ -274,6 +274,11 @@ class Inference(Section):
         return not {self.dtype, self.kv_cache_dtype} <= {"auto", "bf16"}
 
 
+DATE_ARGUMENT = "strftime_now"
+"""The entry of `[data] chat_template_args` with the day, as 2026-11-28, that a chat template's
+calls of `strftime_now` are about. A run sets it to the day of its first start."""
+
+
 class Data(Section):
     """The problems."""
 

@@ -6,11 +6,13 @@ Nothing is re-encoded afterwards: token ids are the record, text is a view.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from retrain.config.run_sections import DATE_ARGUMENT
 from retrain.errors import ConfigurationError, first_line
 from retrain.types import ChatMessage, Example, Int32Array
 
@@ -31,6 +33,8 @@ _PLAIN_JOIN = "\n\n"
 """Between the messages of a tokenizer without a chat template."""
 _MARK = "retrain-marks-this-reply"
 """Stands for a reply, to find what a chat template writes behind it."""
+
+_DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 _CHUNK = 2_048  # prompts that the tokenizer encodes in one call, in parallel threads
 _OURS = (
@@ -193,9 +197,12 @@ def _apply_chat_template(
             " the model's template, such as { enable_thinking = false }."
         )
     try:
-        given = {}
+        given = {name: value for name, value in arguments.items() if name != DATE_ARGUMENT}
         if tools:
-            given = {"tools": list(tools)}
+            given["tools"] = list(tools)
+        if DATE_ARGUMENT in arguments:
+            template = tokenizer.get_chat_template(None, given.get("tools"))
+            given["chat_template"] = _dated(template, str(arguments[DATE_ARGUMENT]))
         return str(
             tokenizer.apply_chat_template(
                 list(messages),
@@ -203,7 +210,6 @@ def _apply_chat_template(
                 add_generation_prompt=not continues,
                 continue_final_message=continues,
                 **given,
-                **arguments,
             )
         )
     except (TemplateError, ValueError) as error:
@@ -213,6 +219,12 @@ def _apply_chat_template(
             f" {roles}: {first_line(error)}; change [data] system_prompt, chat_template_args or the"
             " prompts."
         ) from error
+
+
+def _dated(template: str, day: str) -> str:
+    """Write `day` in place of each call of `strftime_now`. Raises ValueError for no day."""
+    at = date.fromisoformat(day)
+    return _DATE_CALL.sub(lambda call: repr(at.strftime(call[2])), template)
 
 
 # ---- conversations that go on --------------------------------------------------------------------

@@ -170,6 +170,11 @@ class PromptSet:
         return len(self.examples)
 
     @property
+    def sha256(self) -> str:
+        """The hash of the rendered texts."""
+        return hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
+
+    @property
     def prompts(self) -> list[Prompt]:
         """All prompts in the source's order."""
         return self.at(range(len(self)))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from math import nan
 from typing import TYPE_CHECKING, Any
 
+from retrain.config.run_sections import DATE_ARGUMENT
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import Description, EngineCapabilities, SampleRequest
 from retrain.inference_engine.http import (
@@ -205,7 +206,8 @@ class OpenAIDialect(VLLMDialect):
                     f" {self.config.environment.provider!r} continues token ids, which it does not"
                     " take: use a server with /v1/completions."
                 )
-            arguments = self.config.data.chat_template_args
+            arguments = {**self.config.data.chat_template_args}
+            arguments.pop(DATE_ARGUMENT, None)  # the server's template asks its own clock
             if arguments:
                 kept["chat_template_kwargs"] = arguments
             return CHAT, kept | {limit: request.max_tokens, "messages": list(request.messages)}

@@ -19,7 +19,7 @@ from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import sharding_note, trust_note
 from retrain.run.parts import load_parts
-from retrain.run.start import other_heldout
+from retrain.run.start import other_heldout, with_prompt_date
 from retrain.types import Group
 
 Keep = Callable[[TrainConfig, Evaluation, list[Group]], object]
@@ -78,6 +78,8 @@ def evaluate_run(
         if found:
             line = f"Evaluating {found.folder}"
         log(line)
+    if stored:
+        config = with_prompt_date(config, folder)
     result = evaluate_weights(config, found, log, keep)
     if stored and other_heldout(folder, given.evaluation, result.heldout_sha256):
         log(

@@ -12,6 +12,7 @@ from retrain.backends.declared import incapable, is_raw, loss_notes
 from retrain.backends.rows import mismatch_fields
 from retrain.config import TrainConfig
 from retrain.config.moving import scheduled, with_values
+from retrain.config.run_sections import DATE_ARGUMENT
 from retrain.data.samplers import PromptChoice
 from retrain.distributed import World, joined
 from retrain.errors import (
@@ -55,7 +56,13 @@ from retrain.run.parts import (
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
-from retrain.run.start import RunStart, open_run, part_of_session, refuse_other_data
+from retrain.run.start import (
+    RunStart,
+    open_run,
+    part_of_session,
+    refuse_other_data,
+    with_prompt_date,
+)
 from retrain.run.step_record import Step
 from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
@@ -160,7 +167,8 @@ class Session:
                         " and rows."
                     )
                 with interrupts.at_once() if world.size == 1 else nullcontext():
-                    loaded = load_parts(opened.config, opened.state.choices, tracker.message, world)
+                    dated = with_prompt_date(opened.config, opened.folder)
+                    loaded = load_parts(dated, opened.state.choices, tracker.message, world)
                 with closing(loaded) as parts:
                     if world.is_rank_zero:
                         refuse_other_data(opened, parts.prompts.fingerprint, parts.heldout_sha256)
@@ -231,9 +239,10 @@ class Session:
 
     def _describe(self, gate: GateResult | None) -> None:
         """Complete environment.json, also by what is this session's alone."""
-        model = self.config.model
+        model, prompts = self.config.model, self.parts.prompts
         environment = read_object(self.folder.environment) | {
-            "data_sha256": self.parts.prompts.fingerprint,
+            "data_sha256": prompts.fingerprint,
+            "prompt_date": prompts.data.chat_template_args[DATE_ARGUMENT],
             "engine": asdict(self.parts.backend.engine.capabilities),
             "backend": asdict(self.parts.backend.capabilities),
             "loss": loss_notes(self.config),
@@ -241,6 +250,11 @@ class Session:
         own = part_of_session(environment, goes_on=self.saver.saved_at >= 0)
         own["parity_gate"], own["model_sha256"] = gate and gate.to_json(), model_fingerprint(model)
         own["heldout_sha256"] = self.parts.heldout_sha256
+        if environment.setdefault("prompts_sha256", prompts.sha256) != prompts.sha256:
+            self.tracker.message(
+                "The prompts are written otherwise than when the run began, by another chat"
+                " template or version of transformers: from here on this run is not byte-exact."
+            )
         if environment.get("model_sha256") not in (None, own["model_sha256"]):
             self.tracker.message(
                 f'[model] model = "{model.model}" has other files than when the run began; if its'

@@ -1,8 +1,10 @@
 """The start of a run, new or resumed, in a folder that is ours and locked."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 
 from retrain.backends.rows import learning_rate
@@ -16,6 +18,7 @@ from retrain.config import (
     resume_differences,
     with_drawn_seed,
 )
+from retrain.config.run_sections import DATE_ARGUMENT
 from retrain.config.schema import Evaluation as EvaluationSettings
 from retrain.config.stored import WITH_OTHER_STEPS
 from retrain.errors import ConfigurationError, RetrainError
@@ -247,6 +250,22 @@ def _no_step_left(config: TrainConfig, folder: RunFolder, steps: int) -> str:
         f"No step is left: the run has taken {steps}, and [training] max_steps ="
         f" {config.training.max_steps}; train on with `{folder.resume_command} {more}`."
     )
+
+
+def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
+    """Return `config` with the day that a chat template's `strftime_now` is about: that of the
+    first start of the run, or of its campaign.
+    """
+    arguments = config.data.chat_template_args
+    if DATE_ARGUMENT in arguments:
+        return config
+    day, campaign = None, folder.path.parent.parent / "manifest.json"
+    if folder.environment.exists():
+        day = read_object(folder.environment).get("prompt_date")
+    if day is None and campaign.is_file():
+        day = re.sub(r"(....)(..)(..)_.*", r"\1-\2-\3", str(read_object(campaign)["timestamp"]))
+    arguments = {**arguments, DATE_ARGUMENT: day or datetime.now().astimezone().date().isoformat()}
+    return replaced(config, {"data.chat_template_args": arguments})
 
 
 def refuse_other_data(
