@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -118,7 +119,15 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
         more = [f"{len(names) - 3} more"] * (len(names) > 3)
         some = " and ".join([", ".join(names[:3]), *more])
         printed.append(note if len(names) == len(seen.all_runs) else f"{some}: {note}")
-    return printed
+    return list(_wrapped(printed, width))
+
+
+def _wrapped(printed: list[str], width: int | None) -> Iterator[str]:
+    """Break lines that a terminal would break inside words; a table already fits."""
+    for line in printed:
+        yield from (
+            wrap(line, width) if width and len(line) > width and "  " not in line else [line]
+        )
 
 
 def campaign_line(campaign: "CampaignStatus") -> str:
