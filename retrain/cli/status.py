@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import wrap
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -119,15 +119,11 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
         more = [f"{len(names) - 3} more"] * (len(names) > 3)
         some = " and ".join([", ".join(names[:3]), *more])
         printed.append(note if len(names) == len(seen.all_runs) else f"{some}: {note}")
-    return list(_wrapped(printed, width))
-
-
-def _wrapped(printed: list[str], width: int | None) -> Iterator[str]:
-    """Break lines that a terminal would break inside words; a table already fits."""
-    for line in printed:
-        yield from (
-            wrap(line, width) if width and len(line) > width and "  " not in line else [line]
-        )
+    if width is None:
+        return printed
+    # A table has two spaces between its columns, and fits.
+    keep = TextWrapper(width, break_long_words=False, break_on_hyphens=False).wrap
+    return [part for line in printed for part in ([line] if "  " in line else keep(line) or [""])]
 
 
 def campaign_line(campaign: "CampaignStatus") -> str:
