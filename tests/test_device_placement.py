@@ -9,6 +9,7 @@ for CUDA alone are not taken.
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,15 +17,18 @@ import torch
 
 from retrain.backends.local.learner import Learner, _Weights
 from retrain.backends.local.micro_batches import LearnerRow
+from retrain.errors import EnvironmentFailure
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import KVArena
 from retrain.inference_engine.sampling import _draw_chunk
 from retrain.model.adapter import Adapter
 from retrain.model.fused import FusedDecoder
+from retrain.run.parts import load_parts
 from retrain.types import MachineChoices
 from tests.fake_device import DEVICE, on_device
 from tests.learner_models import config_for, make_rows
 from tests.marks import first_of
+from tests.runs import small
 
 PASSES = product((False, True), (False, True), (0.0, 0.1))
 EACH_ONCE = ((False, False, 0.0), (True, True, 0.1))
@@ -98,3 +102,13 @@ def test_a_learning_pass_stays_on_its_device(
             )
             assert {learned.loss.device, learned.infinite.device, learned.clip.device} == {DEVICE}
         assert {gradient.device for gradient in learner.optimizer.gradients()} == {DEVICE}
+
+
+def test_a_device_that_is_named_and_absent_is_refused_before_the_data_is_read(
+    tmp_path: Path,
+) -> None:
+    config = small(
+        tmp_path, backend={"devices": "gpu:99"}, data={"source": str(tmp_path / "none.jsonl")}
+    )
+    with pytest.raises(EnvironmentFailure, match="no such device"):
+        load_parts(config, None, lambda line: None)

@@ -182,6 +182,10 @@ def test_what_may_surprise_in_a_run_is_a_warning(
     assert words in warning
 
 
+def test_a_default_that_nobody_chose_is_no_warning() -> None:
+    assert not notes(config_from_mapping({"model": {"model": "lab"}, "data": {"source": "lab"}}))
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [

@@ -1,4 +1,6 @@
-"""scripts/install.py: uv is told what pip is told, and pip is there where uv is not."""
+"""scripts/install.py: uv is told what pip is told, and pip is there where uv is not. And the script
+of a small model.
+"""
 
 import os
 import subprocess
@@ -80,3 +82,13 @@ def test_a_package_that_only_pips_own_settings_lead_to_is_installed(
         " find_spec('unused_here')"
     )
     subprocess.run([folder / "bin" / "python", "-c", look], check=True)
+
+
+def test_the_model_script_asks_for_gguf_before_it_downloads(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-S", INSTALL.with_name("get_smollm2.py"), tmp_path / "model"],
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 2 and "error: gguf is not installed; run" in ran.stderr
+    assert not (ran.stdout or list(tmp_path.iterdir()))

@@ -469,9 +469,12 @@ def test_a_narrow_terminal_leaves_columns_out_before_lines_wrap(
     finished: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished, tmp_path / "maxrl+gtpo_hicra_s101")
+    (tmp_path / "maxrl+gtpo_hicra_s101" / "summary.json").unlink()
     wide, narrow, tiny = (printed_lines(overview(tmp_path), width) for width in (None, 80, 20))
     assert len(wide[0]) > 80 >= max(map(len, narrow[:2]))
     assert set(wide[0].split()) - set(narrow[0].split()) <= {"reward", "tokens/s", "loss", "s/step"}
+    assert max(map(len, narrow)) <= 80 < max(map(len, wide))
+    assert " ".join(wide[3:]).split() == " ".join(narrow[3:]).split()
     assert tiny[0].split() == ["run", "state", "step", "correct", "held-out", "left"]
 
 

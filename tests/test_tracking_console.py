@@ -171,7 +171,7 @@ def test_a_row_fits_the_terminal(width: int, monkeypatch: Any) -> None:
     if width < 60:  # one word may be longer than the terminal is wide
         return
     assert max(map(len, rows)) < width
-    (step,) = [row for row in rows if row.startswith(" 1/50")]
+    (step,) = [row for row in rows if row.startswith("step  0 ")]
     assert "reward  .19" in step
     assert ("H  .042" in step) == (width >= 80) and ("loss" in step) == (width >= 100)
     assert any("held-out at 1  62.5% [" in row and "▁█" in row for row in rows)

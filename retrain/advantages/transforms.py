@@ -102,8 +102,8 @@ def sure_sentence(share: float) -> str:
     if share < MAX_TOP_SHARE:
         return ""
     return (
-        f"{share:.0%} of the gradient comes from {TOP:.0%} of the tokens, so transforms that weigh"
-        " tokens can hardly differ on this model."
+        f"This model is sure of nearly every token: {share:.0%} of the gradient comes from"
+        f" {TOP:.0%} of them, so weighing or masking tokens changes little."
     )
 
 

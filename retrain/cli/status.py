@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -118,7 +119,11 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
         more = [f"{len(names) - 3} more"] * (len(names) > 3)
         some = " and ".join([", ".join(names[:3]), *more])
         printed.append(note if len(names) == len(seen.all_runs) else f"{some}: {note}")
-    return printed
+    if width is None:
+        return printed
+    # A table has two spaces between its columns, and fits.
+    keep = TextWrapper(width, break_long_words=False, break_on_hyphens=False).wrap
+    return [part for line in printed for part in ([line] if "  " in line else keep(line) or [""])]
 
 
 def campaign_line(campaign: "CampaignStatus") -> str:

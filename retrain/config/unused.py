@@ -356,15 +356,14 @@ def _reasons(config: TrainConfig, key: Key) -> Iterator[str]:
 
 
 MAX_DEFAULTS_NAMED = 8
-"""Keys at their default up to which each unused one has a sentence."""
+"""Unused keys at their default up to which each has a sentence."""
 
 
 def unused_keys(config: TrainConfig) -> list[str]:
     """One sentence for each key that was set and has no effect: in this run, or in no run of the
     campaign.
 
-    Of keys that are written at their default, more than MAX_DEFAULTS_NAMED share one sentence,
-    since a file may hold every key.
+    Of keys at their default, more than MAX_DEFAULTS_NAMED have none: a program wrote that file.
     """
     if not any(condition.sets_keys for condition in config.conditions):
         return [sentence for _, sentence in _unused(config)]
@@ -407,15 +406,6 @@ def _unused(config: TrainConfig, apart: Collection[str] = ()) -> Iterator[tuple[
     yield from _unused_options(config)
     if len(at_default) <= MAX_DEFAULTS_NAMED:
         yield from at_default
-    else:
-        first = at_default[0][1].replace(" is unused here: ", ": ")
-        yield (
-            "",
-            (
-                f"{len(at_default)} keys that are written at their default are unused here; the"
-                f" first is {first}"
-            ),
-        )
 
 
 def _unused_options(config: TrainConfig) -> Iterator[tuple[str, str]]:

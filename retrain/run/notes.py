@@ -78,13 +78,18 @@ def _spent_rate_note(training: Training) -> str:
 
 def notes(config: TrainConfig) -> list[str]:
     """Return the effects of a single run that users may not expect, one sentence each."""
+    chosen = any(
+        map(config.is_set, ("algorithm.transform_mode", "algorithm.algorithm_mode", "sepa"))
+    )
     found = [
         trust_note(config.model),
         _spent_rate_note(config.training),
         departure_note(config),
-        maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps),
+        maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps)
+        if chosen
+        else "",
         _loss_note(config),
-        _certainty_note(config),
+        _certainty_note(config, chosen),
         _lab_note(config),
         _dropout_note(config.lora, config.loss),
         _truncation_note(config),
@@ -204,16 +209,17 @@ CERTAINTY = "certainty.json"
 """A file in a model's folder: its `top_share` at temperature 1."""
 
 
-def _certainty_note(config: TrainConfig) -> str:
-    """Warn of a transform that weighs tokens on a model that is sure of nearly all of them, as the
-    newest tokens that the run has stored tell, or else the model's own folder.
+def _certainty_note(config: TrainConfig, chosen: bool) -> str:
+    """Warn of a mask or a `chosen` transform on a model that is sure of nearly all its tokens, as
+    the newest that the run has stored tell, or else the model's own folder.
     """
     algorithm = config.algorithm
     recipe = recipe_of(algorithm)
     if config.kind == "squeeze" or recipe is None:
         return ""
     masks = "algorithm.surprisal_mask_rho" in config.schedule.points
-    if recipe.transform == "none" and not (masks or algorithm.surprisal_mask_rho):
+    weighs = chosen and recipe.transform != "none"
+    if not (weighs or masks or algorithm.surprisal_mask_rho):
         return ""
     folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
     files = folder.tokens.glob("step_*.safetensors")

@@ -121,6 +121,8 @@ def load_parts(
     if problems:
         raise ConfigurationError(problems)
     check_plugins(config)
+    if config.is_set("backend.devices"):
+        check_device(config)
     for note in capability_notes(config):
         log(note)
     _connect_engine(config, log, learns)

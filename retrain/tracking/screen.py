@@ -142,7 +142,7 @@ class Rows:
         if record.sepa_lambda is not None:
             pooled = f"lambda {_short(record.sepa_lambda)}"
         return [
-            (f"{record.step + 1:>{digits}}/{self._max_steps}", "dim"),
+            (f"step {record.step:>{digits}}", "dim"),
             (f"reward {_short(record.mean_reward):>4}", ""),
             (f"correct {correct:>4}", "red" if record.correct_rate == 0 else "green"),
             (f"trained {trained:>{len(str(groups))}}/{groups}", "" if trained else "bold yellow"),
