@@ -396,11 +396,15 @@ KEY = "very-secret-value"
         ("HTTP_PROXY", "ftp://127.0.0.1", "Unknown scheme for proxy"),
         ("HTTP_PROXY", "http://u:pw@h:port", "Invalid port: 'port'"),
         ("SSL_CERT_FILE", "/none", "No such file"),
+        ("NO_PROXY", "fd00::/8", r"\): correct or unset NO_PROXY\.$"),
     ],
 )
 def test_an_unusable_proxy_is_one_sentence_and_this_machine_needs_none(
     net: Net, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, told: str
 ) -> None:
+    for name in web._CONNECTING:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
     monkeypatch.setenv(variable, value)
     with pytest.raises(EnvironmentFailure, match=f"cannot be used .*{told}") as caught:
         ServerPool(["http://10.0.0.1"], what="The server", timeout_s=1)

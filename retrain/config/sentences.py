@@ -2,6 +2,7 @@
 key, value, what is allowed and the nearest name.
 """
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -333,6 +334,13 @@ def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:
         and value.lstrip("+-").isdecimal()
     ):
         return "has too many digits"
+    if kind == "string_unicode":
+        return (
+            "holds bytes that are no text in this locale's encoding"
+            f" ({sys.getfilesystemencoding()}); set PYTHONUTF8=1"
+        )
+    if type(value) is float and float not in key.kinds and value.is_integer():
+        return f"is a float; write {value:.0f}"
     if type(value) not in key.kinds and not (type(value) is int and float in key.kinds):
         return _WHAT_IT_IS.get(type(value), f"is a {type(value).__name__}")
     if isinstance(value, list):
