@@ -322,6 +322,13 @@ CASES = [
         '[reward]\ntype = "custom"\ncustom_module = "no_such_reward"',
     ),
     Case(
+        "a plugin whose file is named like a module of Python's own",
+        2,
+        "/json.py is not read, since Python has a module json of its own; rename the file.",
+        '[algorithm]\nadvantage_mode = "json.centered"',
+        files={"json.py": "def centered(rewards):\n    return rewards\n"},
+    ),
+    Case(
         "a reward function that does not exist",
         2,
         "score",
