@@ -476,6 +476,20 @@ def test_a_connection_that_breaks_while_a_server_is_looked_at_costs_nothing() ->
         assert pool.servers[0].alive and not said and len(server.requests) == 2
 
 
+def test_https_of_a_server_without_it_is_not_answered_with_start_it() -> None:
+    async def look(server: Server) -> None:
+        await server.get("/v1/models")
+
+    with serving(raw(b"{}")) as server:
+        url = server.url.replace("http:", "https:")
+        pool = ServerPool([url], what="The server", timeout_s=5, patience=HASTY)
+        try:
+            with pytest.raises(ServerFailure, match=r"SSL.*: write http:// if it has no https"):
+                pool.run(pool.connect(look))
+        finally:
+            pool.close()
+
+
 @pytest.mark.parametrize(
     ("behaviour", "told"),
     [
