@@ -478,11 +478,19 @@ def _import(name: str, folders: Sequence[Path], where: str) -> ModuleType | None
         )
     with _importable(folders), user_code(f"{where}: importing {name}", ConfigurationError):
         try:
-            return importlib.import_module(name)
+            module = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # a module that the plugin itself imports
             return None
+        # Python loads each module once, and may have loaded its own before the user's.
+        own = name.partition(".")[0] in sys.stdlib_module_names
+        if own and existing and getattr(module, "__file__", None) != str(existing[0]):
+            raise ConfigurationError(
+                f"{where}: {existing[0]} is not read, since Python has a module {name} of its own;"
+                " rename the file."
+            )
+        return module
 
 
 @contextmanager

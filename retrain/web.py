@@ -26,6 +26,10 @@ T = TypeVar("T")
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 """Hosts of this machine's own servers; a server that listens everywhere prints the last one."""
+_CONNECTING = (
+    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR"
+)  # fmt: skip
+"""Variables, in either case, that httpx reads."""
 _CLOSE_S = 5.0
 """Seconds for what is under way in a loop to end; a socket that does not close must not hold the
 process up."""
@@ -100,9 +104,10 @@ def client_for(url: str, **settings: Any) -> httpx.AsyncClient:
         # A proxy cannot reach this machine's own servers.
         return httpx.AsyncClient(trust_env=urlsplit(url).hostname not in LOOPBACK, **settings)
     except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
+        names = [name for name in os.environ if name.upper() in _CONNECTING] or _CONNECTING
         raise EnvironmentFailure(
             f"The environment names a proxy or certificates that cannot be used ({error}): correct"
-            " or unset HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE and SSL_CERT_DIR."
+            f" or unset {' and '.join(names)}."
         ) from error
 
 

@@ -2,6 +2,9 @@
 allowed, the nearest name.
 """
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,24 @@ def test_a_wrong_value_gets_one_sentence_that_names_it(text: str, part: str) -> 
     assert matching[0].endswith((".", "?")) and "\n" not in matching[0]
     if "[" in part and "number 1" not in part:
         assert len(caught.value.problems) == 1, caught.value.problems
+
+
+def test_a_folder_that_the_locale_cannot_name_is_no_bug(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[logging]\nlog_dir = "l\u00e4"', encoding="utf-8")
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for flags, part in (
+        (
+            ["--log-dir", "l\u00e4"],
+            "holds bytes that are no text in this locale's encoding (ascii)",
+        ),
+        ([], "which this locale's encoding (ascii) lacks; set PYTHONUTF8=1."),
+    ):
+        command = [sys.executable, "-m", "retrain", "run.toml", *flags]
+        ended = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == 2 and "log_dir" in ended.stderr
+        assert part in ended.stderr
 
 
 def test_all_problems_of_a_file_come_at_once() -> None:

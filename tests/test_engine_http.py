@@ -396,11 +396,15 @@ KEY = "very-secret-value"
         ("HTTP_PROXY", "ftp://127.0.0.1", "Unknown scheme for proxy"),
         ("HTTP_PROXY", "http://u:pw@h:port", "Invalid port: 'port'"),
         ("SSL_CERT_FILE", "/none", "No such file"),
+        ("NO_PROXY", "fd00::/8", r"\): correct or unset NO_PROXY\.$"),
     ],
 )
 def test_an_unusable_proxy_is_one_sentence_and_this_machine_needs_none(
     net: Net, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, told: str
 ) -> None:
+    for name in web._CONNECTING:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
     monkeypatch.setenv(variable, value)
     with pytest.raises(EnvironmentFailure, match=f"cannot be used .*{told}") as caught:
         ServerPool(["http://10.0.0.1"], what="The server", timeout_s=1)
@@ -470,6 +474,20 @@ def test_a_connection_that_breaks_while_a_server_is_looked_at_costs_nothing() ->
         finally:
             pool.close()
         assert pool.servers[0].alive and not said and len(server.requests) == 2
+
+
+def test_https_of_a_server_without_it_is_not_answered_with_start_it() -> None:
+    async def look(server: Server) -> None:
+        await server.get("/v1/models")
+
+    with serving(raw(b"{}")) as server:
+        url = server.url.replace("http:", "https:")
+        pool = ServerPool([url], what="The server", timeout_s=5, patience=HASTY)
+        try:
+            with pytest.raises(ServerFailure, match=r"SSL.*: write http:// if it has no https"):
+                pool.run(pool.connect(look))
+        finally:
+            pool.close()
 
 
 @pytest.mark.parametrize(

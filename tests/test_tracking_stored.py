@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -36,14 +37,18 @@ def completion(step: int, text: str) -> GenerationRecord:
 
 
 def session(
-    folder: Path, settings: TrainConfig, steps: Sequence[int], resumed: dict[str, str] | None = None
+    folder: Path,
+    settings: TrainConfig,
+    steps: Sequence[int],
+    resumed: dict[str, str] | None = None,
+    verbosity: Verbosity = Verbosity.SILENT,
 ) -> dict[str, str]:
     """One process's share of a run; returns what its checkpoint keeps."""
     tracker = build_tracker(
         settings,
         RunFolder(folder),
         condition="grpo+none",
-        verbosity=Verbosity.SILENT,
+        verbosity=verbosity,
         resumed=resumed,
         first_step=steps[0] if resumed else 0,
     )
@@ -170,6 +175,31 @@ def test_a_table_grows_by_no_more_increments_than_wandb_shows(tmp_path: Path) ->
         sum("completions.path" in item for item in wandb_history(log)) == 3
     )  # of 3, 3 and the last 2 steps
     assert [row[0] for row in wandb_rows(log, "completions")] == list(range(8))
+
+
+@pytest.mark.slow
+def test_tables_need_no_home_and_a_table_that_fails_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stores = ("WANDB_DATA_DIR", "WANDB_CACHE_DIR")
+    for name in stores:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", "/dev/null")
+    settings = TrainConfig.model_validate(
+        {"logging": {"wandb_project": "p"}, "training": {"max_steps": 2}}
+    )
+    session(tmp_path / "run", settings, [0, 1])
+    (log,) = wandb_logs(tmp_path / "run")
+    assert [row[0] for row in wandb_rows(log, "completions")] == [0, 1]
+    assert list((tmp_path / "run" / "wandb" / "artifacts").iterdir()), "tables stay with their run"
+    assert not os.environ.keys() & set(stores), "the next run of this process has its own"
+
+    for name in stores:
+        monkeypatch.setenv(name, "/dev/null/none")
+    session(tmp_path / "none", settings, [0, 1], verbosity=Verbosity.NORMAL)
+    (log,) = wandb_logs(tmp_path / "none")
+    assert [item["train/loss"] for item in wandb_history(log) if "train/loss" in item] == [0, 0.5]
+    assert capsys.readouterr().out.count("wandb did not take the table completions") == 1
 
 
 # -- tensorboard -----------------------------------------------------------------------------------

@@ -322,6 +322,13 @@ CASES = [
         '[reward]\ntype = "custom"\ncustom_module = "no_such_reward"',
     ),
     Case(
+        "a plugin whose file is named like a module of Python's own",
+        2,
+        "/json.py is not read, since Python has a module json of its own; rename the file.",
+        '[algorithm]\nadvantage_mode = "json.centered"',
+        files={"json.py": "def centered(rewards):\n    return rewards\n"},
+    ),
+    Case(
         "a reward function that does not exist",
         2,
         "score",
@@ -542,6 +549,26 @@ CASES = [
         ("compare", "old", "--baseline", "old"),
         {"old/notes.txt": ""},
     ),
+    Case(
+        "integer of a flag in scientific notation",
+        2,
+        "flag --max-steps: [training] max_steps = 1000.0 is a float; write 1000; allowed:",
+        "",
+        ("run.toml", "--max-steps", "1e3"),
+    ),
+    Case(
+        "Python's word for a switch",
+        2,
+        'flag --evaluation-at-start: [evaluation] at_start = "False" is a string; allowed: true or',
+        "",
+        ("run.toml", "--evaluation-at-start", "False"),
+    ),
+    Case(
+        "relative data that is in neither folder",
+        2,
+        '[data] source = "rows.jsonl" does not exist in <folder>, the current folder, or beside',
+        '[data]\nsource = "rows.jsonl"',
+    ),
     Case("planning without a spread", 2, "--sd", "", ("power", "--effect", "0.02")),
     Case("planning for no effect", 2, "--effect 0", "", ("power", "--effect", "0", "--sd", "0.02")),
     # -- configuration, not printed -------------------------------------------------------------------
@@ -565,8 +592,29 @@ CASES = [
     ),
     at_load(
         "fraction for an integer",
-        "[training]\ngroup_size = 4.0",
-        "[training] group_size = 4.0 is a number with a fraction; allowed:",
+        "[training]\ngroup_size = 4.5",
+        "[training] group_size = 4.5 is a number with a fraction; allowed:",
+    ),
+    at_load(
+        "float for an integer",
+        "[training]\nmax_steps = 1e3",
+        "[training] max_steps = 1000.0 is a float; write 1000; allowed:",
+    ),
+    at_load(
+        "line break in a folder's name",
+        '[logging]\nlog_dir = "logs/a\\nb"',
+        r'[logging] log_dir = "logs/a\nb" holds a control character',
+    ),
+    at_load(
+        "address of a request",
+        '[inference]\nurl = "http://127.0.0.1:8000/v1/chat/completions"',
+        '/v1/chat/completions" is the address of a request, not of its server; leave'
+        " /chat/completions out.",
+    ),
+    at_load(
+        "file for a module",
+        '[reward]\ntype = "custom"\ncustom_module = "rewards/rew.py"',
+        'custom_module = "rewards/rew.py" is the name of a file; write its module, "rewards.rew".',
     ),
     at_load(
         "integer for a boolean",

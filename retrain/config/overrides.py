@@ -37,6 +37,8 @@ VARIABLE_PREFIX = "RETRAIN_"
 _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
 MAX_DIGITS = 4300
 """Python converts no longer text to an integer."""
+_BOOLEANS = ("true", "false", "yes", "no", "on", "off", "0", "1")
+"""Words, in any case, that are meant as a switch's value; all but the first two are refused."""
 _TOML_STRUCTURE = ("[", "{", '"', "'")
 
 
@@ -132,7 +134,8 @@ def _scalar(kinds: frozenset[type], text: str) -> Any:
         return text == "true"
     if int in kinds and _INTEGER.fullmatch(text) and len(text) < MAX_DIGITS:
         return int(text)
-    if float in kinds:
+    # An integer's key gets the number too, for a sentence that says how to write it.
+    if float in kinds or (int in kinds and str not in kinds and not _INTEGER.fullmatch(text)):
         try:
             return float(text)
         except ValueError:
@@ -277,11 +280,11 @@ class _Parser:
         return path, inside, False
 
     def _following(self, key: "Key", flag: str) -> str | None:
-        """Return the next argument as this flag's value. A switch needs none, and takes only true,
-        false or its own words.
+        """Return the next argument as this flag's value. A switch needs none; what follows it may
+        be a file.
         """
         following = self._argv[0] if self._argv else "--"
-        if bool in key.kinds and following not in ("true", "false", *key.choices):
+        if bool in key.kinds and following.lower() not in (*_BOOLEANS, *key.choices):
             return "true"
         if following.startswith("--"):
             self._problems.append(f"flag {flag} needs a value: {key.allowed}.")

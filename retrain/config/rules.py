@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import PurePath
 from typing import Any
 
 from pydantic import ValidationError
@@ -395,6 +396,14 @@ def _rewards_have_what_they_need(config: AllSections) -> Violations:
             ("evaluation.reward",),
             f'[evaluation] reward = "{held_out}" would judge held-out answers {how}; name the'
             ' reward that verifies them, such as "match"',
+        )
+    if PurePath(reward.custom_module).suffix == ".py" or "/" in reward.custom_module:
+        parts = PurePath(reward.custom_module).with_suffix("").parts
+        named = all(part.isidentifier() for part in parts)
+        yield Violation(
+            ("reward.custom_module",),
+            f'[reward] custom_module = "{reward.custom_module}" is the name of a file; write its'
+            f' module, "{".".join(parts) if named else parts[-1]}"',
         )
     if reward.weights and len(reward.weights) != len(reward.types):
         yield Violation(

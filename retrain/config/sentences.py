@@ -2,6 +2,7 @@
 key, value, what is allowed and the nearest name.
 """
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -49,6 +50,13 @@ _WHAT_IT_IS = {
     list: "is a list",
     dict: "is a table",
 }
+
+_WRONG_NUMBER = {"finite_number": ("is not a finite number", "holds a number that is not finite")}
+"""Kind of pydantic's error -> what a number is, and what a list holds."""
+_WRONG_NUMBER |= dict.fromkeys(
+    ("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
+    ("is out of range", "holds a number out of range"),
+)
 
 
 @dataclass(frozen=True)
@@ -314,18 +322,10 @@ def _place_named(word: str) -> str:
 
 def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:
     kind = detail["type"]
-    if value == [] and list in key.kinds:
+    if kind in ("too_short", "string_too_short") or (value == [] and list in key.kinds):
         return "is empty"
-    if kind == "finite_number":
-        return (
-            "holds a number that is not finite"
-            if isinstance(value, list)
-            else "is not a finite number"
-        )
-    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        return "holds a number out of range" if isinstance(value, list) else "is out of range"
-    if kind in ("too_short", "string_too_short"):
-        return "is empty"
+    if kind in _WRONG_NUMBER:
+        return _WRONG_NUMBER[kind][isinstance(value, list)]
     if (
         int in key.kinds
         and isinstance(value, str)
@@ -333,7 +333,14 @@ def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:
         and value.lstrip("+-").isdecimal()
     ):
         return "has too many digits"
+    if kind == "string_unicode":
+        return (
+            "holds bytes that are no text in this locale's encoding"
+            f" ({sys.getfilesystemencoding()}); set PYTHONUTF8=1"
+        )
     if type(value) not in key.kinds and not (type(value) is int and float in key.kinds):
+        if type(value) is float and int in key.kinds and value.is_integer():
+            return f"is a float; write {value:.0f}"
         return _WHAT_IT_IS.get(type(value), f"is a {type(value).__name__}")
     if isinstance(value, list):
         return f"holds {_shown(detail['input'])}"

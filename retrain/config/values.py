@@ -3,6 +3,7 @@ grams, names that a plugin may add to.
 """
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=~-]{0,79}")
 _HOST = re.compile(r"((?!-)[\w-]{1,63}\.)*(?!-)[\w-]{1,63}\.?", re.ASCII)
 """Names and IPv4 addresses. An underscore, which no domain has, is in names of containers."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_REQUEST = re.compile(r"((/chat)?/completions|/models|/generate|/health)/?$")
+"""Ends of the addresses of single requests."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
 
@@ -100,6 +104,16 @@ def check_path(text: str) -> str:
     """Refuse a path that no file system can hold."""
     if not is_path_text(text):
         raise refuse("is not a path: it holds a NUL character or a name of more than 255 bytes")
+    if _CONTROL.search(text):
+        raise refuse("holds a control character, such as a line break; leave it out", whole=True)
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise refuse(
+            f"holds {text[error.start]!r}, which this locale's encoding ({error.encoding}) lacks;"
+            " set PYTHONUTF8=1",
+            whole=True,
+        ) from None
     return text
 
 
@@ -125,6 +139,10 @@ def check_server_url(text: str) -> str:
         raise refuse(
             "has a query or a fragment, which requests would lose; end it before the ? or #",
             whole=True,
+        )
+    if request := _REQUEST.search(text):
+        raise refuse(
+            f"is the address of a request, not of its server; leave {request[0]} out", whole=True
         )
     return text
 

@@ -51,9 +51,12 @@ def find_files(
     if path.is_file():
         return (path,), ()
     if not path.is_dir():
+        places = ""
+        if not path.is_absolute():
+            places = f" in {Path.cwd()}, the current folder, or beside the configuration file"
         raise ConfigurationError(
-            f"{key} does not exist; name a .jsonl or .parquet file or a folder of them, or hub:NAME"
-            " for a hub data set."
+            f"{key} does not exist{places}; name a .jsonl or .parquet file or a folder of them, or"
+            " hub:NAME for a hub data set."
         )
     files = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
     files = [file for file in files if prefer and prefer in file.name.lower()] or files

@@ -545,8 +545,13 @@ class ServerPool:
         ) or str(error)
         if tries:
             found = f"{found}; {tries}"
+        how = "start it"
+        if "SSL" in found:
+            how = (
+                "write http:// if it has no https, set SSL_CERT_FILE if its certificate is its own"
+            )
         return ServerFailure(
-            f"{self._what} does not answer ({found}): start it, or name another address in"
+            f"{self._what} does not answer ({found}): {how}, or name another address in"
             " [inference] url."
         )
 

@@ -41,6 +41,9 @@ _EXIT_S = 2.0
 """Seconds for wandb's service process at the end of ours, once the tracker has failed or hangs."""
 _SERVICE = "wandb-core"
 """The program of that process."""
+_STORES = ("WANDB_DATA_DIR", "WANDB_CACHE_DIR")
+"""Variables of the folders where wandb prepares and keeps tables. Its own choice is the home
+folder, which may be read-only."""
 _MAX_TAG_LENGTH = 64
 """Maximum number of characters of a tag that wandb accepts."""
 
@@ -56,6 +59,9 @@ class WandbTracker(ExternalTracker):
         self._run_id = settings.resumed.get(_RUN_ID) or secrets.token_hex(4)
         self._completions: Any = None
         self._unsent_steps = 0
+        self._said_table = False
+        self._stores: list[str] = []
+        """Variables of `_STORES` that hold this run's folder; the next run has its own."""
 
     def emit(self, event: Event) -> None:
         match event:
@@ -73,6 +79,8 @@ class WandbTracker(ExternalTracker):
                 self._finish(event)
 
     def _start(self) -> None:
+        self._stores = [name for name in _STORES if name not in os.environ]
+        os.environ |= dict.fromkeys(self._stores, str(self.settings.folder.wandb.absolute()))
         excepthook = sys.excepthook
         # The screen is ours, and nobody is there to answer a prompt for a key.
         self._wandb.setup(self._wandb.Settings(silent=True))
@@ -152,14 +160,24 @@ class WandbTracker(ExternalTracker):
             key = "completions"
             if first:
                 key = f"completions_from_step_{first}"
-            self._run.log({key: self._completions, STEP_METRIC: self._completions.data[-1][0]})
+            self._log_table(key, self._completions, {STEP_METRIC: self._completions.data[-1][0]})
             self._unsent_steps = 0
+
+    def _log_table(self, key: str, table: Any, at: dict[str, float]) -> None:
+        """Log a table. One that fails costs itself alone: the numbers go on."""
+        try:
+            self._run.log({key: table} | at)
+        except Exception as error:  # noqa: BLE001 - wandb may raise anything here
+            reason = " ".join(str(error).split()).rstrip(".")
+            if not self._said_table:
+                self.outbox.put(f"wandb did not take the table {key} ({reason}); the rest is sent.")
+            self._said_table = True
 
     def _log_squeeze(self, result: SqueezeSummary) -> None:
         for row in result.table:
             self._run.log(squeeze_metrics(row) | {RANK_METRIC: row.rank})
         columns, rows = squeeze_table(result)
-        self._run.log({"squeeze/table": self._wandb.Table(columns=columns, data=rows)})
+        self._log_table("squeeze/table", self._wandb.Table(columns=columns, data=rows), {})
         self._run.summary.update(squeeze_summary(result))
 
     def _finish(self, summary: RunSummary) -> None:
@@ -192,6 +210,8 @@ class WandbTracker(ExternalTracker):
                 f"wandb did not accept everything within {_FINISH_S:g} s;"
                 f" {self._how_to_send(f'run-*-{self._run_id}')}."
             )
+        for name in self._stores:
+            os.environ.pop(name, None)
 
     def _how_to_send(self, folder: str) -> str:
         return (
