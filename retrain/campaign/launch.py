@@ -308,7 +308,7 @@ def _worker_for(request: bytes, folder: Path, threads: int | None) -> "Worker":
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / OUTPUT).open("ab") as log, _held(signal.SIGINT):
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "retrain.campaign.worker"],
+            [sys.executable, "-P", "-u", "-m", "retrain.campaign.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

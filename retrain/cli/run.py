@@ -122,6 +122,9 @@ def _continued(parsed: RunArguments) -> "tuple[TrainConfig, str] | None":
         return None
     folder, beside = named[0], Path(DEFAULT_FILE)
     kind = kind_of(folder.path)
+    if not folder.path.is_dir() and not beside.exists():
+        what = "is a file" if folder.path.exists() else "does not exist"
+        raise ConfigurationError(f"--resume {folder.path} {what}; name the folder of a run.")
     if kind != "run" or not folder.config.is_file():
         if kind not in ("run", "campaign") or beside.exists():
             return None

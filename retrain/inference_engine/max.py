@@ -231,6 +231,7 @@ class MAXChild:
             self._guard = subprocess.Popen(
                 [
                     sys.executable,
+                    "-P",
                     "-m",
                     "retrain.inference_engine.guard",
                     str(os.getpid()),

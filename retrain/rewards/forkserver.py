@@ -105,6 +105,7 @@ class ForkServer:
         self._ready = False
         command = [
             sys.executable,
+            "-P",  # `json` is not a file of that name in the current folder
             "-u",
             "-c",
             _BOOT,
