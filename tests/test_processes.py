@@ -63,8 +63,7 @@ for words in ("c.toml --quiet", "eval campaign/runs/grpo+none_s1 --trust", "repo
 
 
 def test_a_file_named_like_a_standard_module_replaces_none(tmp_path: Path) -> None:
-    """Run the program's commands, and the workers of a campaign and of rewards.
-    """
+    """Run the program's commands, and the workers of a campaign and of rewards."""
     for name in sys.stdlib_module_names:
         (tmp_path / f"{name}.py").write_text("raise RuntimeError(f'{__file__} was imported')\n")
     (tmp_path / "mine.py").write_text("def score(response, reference):\n    return 1.0\n")
