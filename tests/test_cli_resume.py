@@ -5,9 +5,17 @@ from pathlib import Path
 import pytest
 
 from retrain.cli.main import main
+from tests.campaigns import write_run
 
 
-@pytest.mark.parametrize(("name", "what"), [("gone", "does not exist"), ("file", "is a file")])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("gone", "--resume gone does not exist; name the folder of a run"),
+        ("file", "holds no run of retrain"),
+        ("run/checkpoints/step_1", "it is a part of the run"),
+    ],
+)
 def test_resume_of_no_folder_says_what_stands_there(
     name: str,
     what: str,
@@ -17,6 +25,6 @@ def test_resume_of_no_folder_says_what_stands_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    assert main(["--resume", name]) > 0
-    expected = f"retrain: --resume {name} {what}; name the folder of a run.\n"
-    assert capsys.readouterr().err == expected
+    (write_run(tmp_path / "run", 1) / "checkpoints" / "step_1").mkdir(parents=True)
+    assert main(["--resume", name]) == 2
+    assert what in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_an_error_shows_no_escapes(
 def test_a_foreign_run_cannot_write_escapes_by_its_name_or_its_reason(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_run(tmp_path / f"run{HOSTILE}".replace("\0", ""), 1)
+    folder = write_run(tmp_path / "run", 1).rename(tmp_path / f"run{HOSTILE}".replace("\0", ""))
     (folder / "summary.json").write_text(json.dumps({"status": "failed", "reason": HOSTILE}))
     main([command, str(tmp_path)])
     captured = capsys.readouterr()

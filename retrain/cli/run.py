@@ -16,6 +16,7 @@ from retrain.system import expanded
 if TYPE_CHECKING:
     from retrain.config.overrides import Overrides
     from retrain.config.schema import Squeeze, TrainConfig
+    from retrain.records.run_folder import RunFolder
     from retrain.squeeze.job import SqueezeResult
 
 _SWITCHES = {"--overwrite": False, "--quiet": False, "--verbose": False, "--skip-parity": False}
@@ -122,17 +123,10 @@ def _continued(parsed: RunArguments) -> "tuple[TrainConfig, str] | None":
         return None
     folder, beside = named[0], Path(DEFAULT_FILE)
     kind = kind_of(folder.path)
-    if not folder.path.is_dir() and not beside.exists():
-        what = "is a file" if folder.path.exists() else "does not exist"
-        raise ConfigurationError(f"--resume {folder.path} {what}; name the folder of a run.")
     if kind != "run" or not folder.config.is_file():
-        if kind not in ("run", "campaign") or beside.exists():
-            return None
-        what = "a campaign" if kind == "campaign" else f"no {folder.config.name} yet"
-        raise ConfigurationError(
-            f"{folder.path} holds {what}, and no configuration file is given; name the file that"
-            f" the {kind} began with: `retrain FILE --resume {folder.path}`."
-        )
+        if not beside.exists():
+            _refuse_unreadable(folder, kind)
+        return None
     own = load_config(folder.config, parsed.overrides)
     if not beside.exists():
         return own, f"Read {folder.config}."
@@ -146,6 +140,20 @@ def _continued(parsed: RunArguments) -> "tuple[TrainConfig, str] | None":
     return newer, f"Read {beside}, which describes this run" + (
         f", with changes: {changed}." if changed else "."
     )
+
+
+def _refuse_unreadable(folder: "RunFolder", kind: str) -> None:
+    """Raise ConfigurationError for a folder to resume that holds no file to go on with."""
+    path = folder.path
+    if kind in ("run", "campaign"):
+        what = "a campaign" if kind == "campaign" else f"no {folder.config.name} yet"
+        raise ConfigurationError(
+            f"{path} holds {what}, and no configuration file is given; name the file that the"
+            f" {kind} began with: `retrain FILE --resume {path}`."
+        )
+    if not path.exists():
+        raise ConfigurationError(f"--resume {path} does not exist; name the folder of a run.")
+    folder.claim().refuse_run(resuming=True)
 
 
 def _differences(own: "TrainConfig", newer: "TrainConfig") -> tuple[str, str]:
