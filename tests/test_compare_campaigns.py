@@ -478,7 +478,7 @@ def test_different_held_out_problems_are_not_compared(
     assert "(the same ids with other texts or references)" in refused(
         capsys, one, "--baseline", other
     )
-    edited["heldout_sha256"] = None  # as in 0.10
+    edited["heldout_sha256"] = None  # as in 0.9
     old = write_run(tmp_path / "old", 1, held_out=problems([1, 0]), environment=edited)
     assert main(["compare", str(one), "--baseline", str(old)]) == 0
 

@@ -329,7 +329,7 @@ def test_an_algorithm_brings_its_aggregation_along() -> None:
     assert config.loss.aggregation == "constant"
     assert config_from_mapping({}, ["--algorithm-mode", pair]).loss.aggregation == "constant"
     assert TrainConfig().loss.aggregation == "token_mean"
-    stored = config_from_toml(dump_toml(config).replace(pair, "dr_grpo"))  # as 0.10 stored it
+    stored = config_from_toml(dump_toml(config).replace(pair, "dr_grpo"))  # as 0.9 stored it
     assert stored.algorithm.algorithm_mode == pair and stored.loss.mode == "importance_sampling"
 
 

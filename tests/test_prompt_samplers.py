@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain import train
+from retrain.cli.main import main
 from retrain.config import replaced
 from retrain.config.overrides import Overrides
 from retrain.data.samplers import SAMPLERS, PromptSampler, build_sampler, checked_indices
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.model.text import resolve_model
-from retrain.records.run_folder import RunFolder
+from retrain.records.run_folder import RunFolder, mark
 from retrain.run.evaluate import evaluate_run
 from retrain.run.parts import check_plugins
 from retrain.run.start import with_prompt_date
@@ -273,30 +275,53 @@ def test_a_group_that_nobody_could_judge_is_no_evidence() -> None:
         assert [row[2:] for row in sampler.state()["seen"]] == [row[2:] for row in before]
 
 
+class AnotherDay(datetime):
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> "AnotherDay":
+        return cls(2001, 2, 3, tzinfo=tz)
+
+
 def test_a_later_session_renders_the_date_of_the_first_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = shutil.copytree(resolve_model("lab"), tmp_path / "model")
     template = model / "chat_template.jinja"
-    template.write_text("{{ strftime_now('%Y') }}\n" + template.read_text())
+    own = template.read_text()
+    template.write_text("{{ strftime_now('%Y') }}\n" + own)
     run = RunFolder(tmp_path / "run")
     sections = {"model": {"model": str(model)}, "evaluation": {"at_start": False}}
     config = small(run.path, **sections)
     train(replaced(config, {"training.max_steps": 1}), quiet=True, skip_parity=True)
-    written = json.loads(run.environment.read_text())
-    run.environment.write_text(json.dumps(written | {"prompt_date": "2001-02-03"}))
-    train(replaced(config, {"resume.from": str(run.path)}), skip_parity=True)
-    first, *_, last = lines(run.generations)
-    assert first["prompt"].startswith(written["prompt_date"][:4])
-    assert last["prompt"].startswith("2001")
-    assert "The prompts are written otherwise than when the run began" in capsys.readouterr().out
+    year = json.loads(run.environment.read_text())["prompt_date"][:4]
+    monkeypatch.setattr("retrain.run.start.datetime", AnotherDay)
+    more = {"resume.from": str(run.path)}
+    train(replaced(config, more | {"training.max_steps": 2}), skip_parity=True)
+    assert {line["prompt"][:4] for line in lines(run.generations)} == {year}
+    assert main(["verify", str(run.path)]) == 0
+    other = "The chat template writes other prompts than when the run began."
+    assert other not in capsys.readouterr().out
+    template.write_text("Today\n" + own)
+    train(replaced(config, more | {"training.max_steps": 3}), skip_parity=True)
+    assert other in capsys.readouterr().out
 
 
-def test_runs_of_a_campaign_share_the_date_of_its_first_start(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text('{"timestamp": "20200203_235959"}')
+@pytest.mark.parametrize(
+    ("manifest", "day"),
+    [
+        ({"timestamp": "20200203_235959"}, "2020-02-03"),
+        ({"name": "a file of another program"}, "2001-02-03"),
+    ],
+)
+def test_runs_of_a_campaign_share_the_date_of_its_first_start(
+    manifest: dict[str, str], day: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrain.run.start.datetime", AnotherDay)
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    if "timestamp" in manifest:
+        mark(tmp_path, "campaign")
     folder = RunFolder(tmp_path / "runs" / "grpo_none_seed1")
     dated = with_prompt_date(small(folder.path), folder)
-    assert dated.data.chat_template_args == {"strftime_now": "2020-02-03"}
+    assert dated.data.chat_template_args == {"strftime_now": day}
 
 
 @pytest.mark.parametrize("name", first_of(["drop_solved", "shuffle"]))

@@ -497,7 +497,7 @@ def check_same_problems(runs: Iterable[StoredRun]) -> None:
     evaluation: other ids, or other texts or references under the same ids.
     """
     asked = [(run, run.answers.ids) for run in runs if run.answers]
-    # Folders of 0.10 have no fingerprint, so the others are compared with one that has.
+    # Folders of 0.9 have no fingerprint, so the others are compared with one that has.
     asked.sort(key=lambda each: not each[0].heldout_sha256)
     for run, problems in asked[1:]:
         first, expected = asked[0]

@@ -349,7 +349,7 @@ class StoredRun:
 
     @property
     def heldout_sha256(self) -> Any:
-        """The hashes of the examples of `final_evaluation`; None in folders of 0.9 and 0.10."""
+        """The hashes of the examples of `final_evaluation`; None in folders of 0.9."""
         if self.final_evaluation is None:
             return None
         return self.environment_at(self.final_evaluation.step - 1).get("heldout_sha256")

@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -13,6 +13,7 @@ from retrain.inference_engine.base import (
     Description,
     EngineCapabilities,
     InferenceEngine,
+    Offers,
     Truncation,
 )
 from retrain.model.budget import NO_LIMIT
@@ -114,7 +115,7 @@ class TrialAdapter(ABC):
         """
 
 
-class Backend(ABC):
+class Backend(Offers, ABC):
     """A plugin's constructor is called as `Backend(config, choices, eos_ids=...)`: the
     configuration, what an earlier start of the same run chose from the machine (None at its first),
     and the tokens that end a completion.
@@ -140,20 +141,8 @@ class Backend(ABC):
     none is computed elsewhere."""
     has_reference: ClassVar[bool] = True
     """A loss may read the base model's log-probs."""
-    lacks: ClassVar[Mapping[str, str]] = {}
-    """What it lacks of what keys need (`config.section.Traits.needs`) -> why, and what to do."""
     engine: InferenceEngine
     """The sampler that serves this backend's adapter."""
-
-    @classmethod
-    def decides(cls, config: "TrainConfig") -> Mapping[str, str]:  # noqa: ARG003 - shared
-        """Return what it decides by itself, so that keys that need it are unused -> why."""
-        return {}
-
-    @classmethod
-    def problems(cls, config: "TrainConfig") -> Iterator[tuple[str, str]]:  # noqa: ARG003 - shared
-        """Yield (key, why its value cannot be followed and what to do) beyond what is lacking."""
-        yield from ()
 
     @classmethod
     def unavailable_reason(cls) -> str:
@@ -279,7 +268,7 @@ class Backend(ABC):
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote: adapter, optimizer, schedule."""
 
-    def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
+    def close(self) -> None:
         """Release the engine and the device; safe to call twice."""
 
 

@@ -43,17 +43,17 @@ class Part:
 
     @property
     def facts(self) -> Any:
-        """Its class where it is built in; the base class, which lacks nothing, for a plugin."""
+        """Return the class of a built-in part; of a plugin the base class, which lacks nothing."""
         return part_class(self.kind, self.name)
 
     @cached_property
     def lacks(self) -> dict[str, str]:
-        """What it lacks -> why a key that needs it is refused, and what to do."""
+        """Map each need that it lacks to the reason, and to what the user can do."""
         implied = _backend_lacks if self.kind == "backend" else _engine_lacks
         return {**implied(self), **self.facts.lacks}
 
     def outcome(self, key: Key, config: "TrainConfig") -> tuple[Outcome, str]:
-        """What becomes of a key at another value than its default, and why."""
+        """Return what becomes of a key at another value than its default, and why."""
         outcomes: tuple[tuple[Outcome, Mapping[str, str]], ...] = (
             ("refused", self.lacks),
             ("unused", self.facts.decides(config)),
@@ -67,7 +67,7 @@ class Part:
         return next(found, ("used", ""))
 
     def problems(self, config: "TrainConfig") -> Problems:
-        """Yield what it cannot follow."""
+        """Yield each key that it refuses at its value, and why."""
         refused = set()
         for key in all_keys():
             lacking = [word for word in key.traits.needs.split() if word in self.lacks]
@@ -155,24 +155,20 @@ def _backend_problems(part: Part, config: "TrainConfig") -> Problems:
 
 def _engine_problems(part: Part, config: "TrainConfig") -> Problems:
     declared = part.declared
-    reasons = _missing(
-        {
-            "adapter": (
-                declared.in_process or declared.adapter_reload,
-                "it cannot load a new adapter, so it would always sample from the untrained model",
-            ),
-            "ids": (
-                declared.token_ids_out,
-                "it returns text without token ids, and encoding it again may give other tokens",
-            ),
-            "logprobs": (
-                declared.logprobs != "none",
-                "it returns no log-probs, and the loss needs them for its ratio",
-            ),
-        }
-    )
-    if reasons:
-        yield "inference.engine", "; ".join([*reasons.values(), "use another engine"])
+    reasons = {
+        "it cannot load a new adapter, so it would always sample from the untrained model": (
+            declared.in_process or declared.adapter_reload
+        ),
+        "it returns text without token ids, and encoding it again may give other tokens": (
+            declared.token_ids_out
+        ),
+        "it returns no log-probs, and the loss needs them for its ratio": (
+            declared.logprobs != "none"
+        ),
+    }
+    missing = [because for because, offered in reasons.items() if not offered]
+    if missing:
+        yield "inference.engine", "; ".join([*missing, "use another engine"])
     if not declared.entropy:
         yield from _entropies_asked_for(config)
     raw = declared.logprobs == "raw" and config.training.temperature != 1
@@ -204,7 +200,7 @@ def _entropies_asked_for(config: "TrainConfig") -> Problems:
 
 
 def built_in(kind: Literal["backend", "engine"], name: str) -> Part:
-    """The part of this name."""
+    """Return the built-in part of this name."""
     return Part(kind, name, part_class(kind, name).capabilities)
 
 

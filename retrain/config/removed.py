@@ -58,7 +58,7 @@ def without_removed(data: Json, *, all_of_them: bool) -> Json:
         leaves = all_of_them and (not is_value or keys[name] == value)
         if leaves or keys[name] == row.get("stored"):
             del keys[name]
-    # In 0.10 `dr_grpo` was today's `grpo_constant`. A run's file has every key, and of the two the
+    # In 0.9 `dr_grpo` was today's `grpo_constant`. A run's file has every key, and of the two the
     # recipe alone sets the aggregation.
     given = by_path(kept)
     complete = {"algorithm.surprisal_mask_denominator", "loss.log_ratio_clamp"} <= given.keys()

@@ -187,7 +187,26 @@ def engine_kind(name: str) -> "type[InferenceEngine]":
     return found
 
 
-class InferenceEngine(ABC):
+class Offers:
+    """What a backend or an engine says of the keys that need something
+    (`config.section.Traits.needs`).
+    """
+
+    lacks: ClassVar[Mapping[str, str]] = {}
+    """A need that it lacks -> why, and what to do: the start refuses a key with this need."""
+
+    @classmethod
+    def decides(cls, config: "TrainConfig") -> Mapping[str, str]:  # noqa: ARG003 - shared
+        """Return the needs that it decides about by itself -> why a key has no effect."""
+        return {}
+
+    @classmethod
+    def problems(cls, config: "TrainConfig") -> Iterator[tuple[str, str]]:  # noqa: ARG003 - shared
+        """Yield each key whose value it cannot follow, and why and what to do."""
+        yield from ()
+
+
+class InferenceEngine(Offers, ABC):
     """A plugin's constructor is called as `Engine(config, model=..., eos_ids=..., device=...)`: the
     configuration, the learner's model with its adapter (transformers and peft), the tokens that end
     a completion, and the model's torch device. An engine that samples elsewhere ignores the model.
@@ -206,8 +225,6 @@ class InferenceEngine(ABC):
     """It samples from a model in shards, and on a second device of [backend] devices."""
     cpu_note: ClassVar[str] = ""
     """A sentence about its server on a CPU."""
-    lacks: ClassVar[Mapping[str, str]] = {}
-    """As `backends.base.Backend.lacks`."""
     log: Callable[[str], None] = staticmethod(print)
     """Reports what happens to the engine during a run; may be called from another thread."""
     check: Callable[[], None] = staticmethod(lambda: None)
@@ -221,16 +238,6 @@ class InferenceEngine(ABC):
 
     rounds = False
     """The parity gate found that it computes in half precision, which no key says."""
-
-    @classmethod
-    def decides(cls, config: "TrainConfig") -> Mapping[str, str]:  # noqa: ARG003 - shared
-        """As `backends.base.Backend.decides`."""
-        return {}
-
-    @classmethod
-    def problems(cls, config: "TrainConfig") -> Iterator[tuple[str, str]]:  # noqa: ARG003 - shared
-        """As `backends.base.Backend.problems`."""
-        yield from ()
 
     @classmethod
     def preflight(cls, config: "TrainConfig") -> str | None:  # noqa: ARG003 - part of the interface
@@ -276,7 +283,7 @@ class InferenceEngine(ABC):
                 yield replace(completion, request=given + completion.request)
             given += len(requests)
 
-    def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:  # noqa: B027 - shared weights need nothing
+    def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:
         """Sample from the learner's adapter of this moment from now on.
 
         `save_adapter` writes it into a folder, in PEFT's format; an engine that shares the
@@ -285,7 +292,7 @@ class InferenceEngine(ABC):
         adapter and again for the restored one, with the same `step`.
         """
 
-    def sleep(self) -> None:  # noqa: B027 - nothing to do unless overridden
+    def sleep(self) -> None:
         """Give the device's memory to the learner until the next `sync`. Called when the sampling
         of a step has ended.
         """
@@ -296,5 +303,5 @@ class InferenceEngine(ABC):
         """
         return ""
 
-    def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
+    def close(self) -> None:
         """Release servers, threads and memory; safe to call twice."""

@@ -16,6 +16,7 @@ from retrain.run.loop import take_step
 from retrain.run.pressure import decided_by
 from retrain.run.saver import Schedule
 from retrain.run.session import Session
+from retrain.run.start import with_prompt_date
 from retrain.system import Json, read_object
 from retrain.tracking.base import Verbosity
 
@@ -48,7 +49,7 @@ def replayed(
         "training.max_steps": max(config.training.max_steps, stop),
         "resume.from": str(scratch) if start else "",
     }
-    config = replaced(config, changes)
+    config = replaced(with_prompt_date(config, folder), changes)
     if start:
         _copy(folder, RunFolder(scratch), config, start)
     with Session.open(

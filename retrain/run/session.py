@@ -250,10 +250,11 @@ class Session:
         own = part_of_session(environment, goes_on=self.saver.saved_at >= 0)
         own["parity_gate"], own["model_sha256"] = gate and gate.to_json(), model_fingerprint(model)
         own["heldout_sha256"] = self.parts.heldout_sha256
-        if environment.setdefault("prompts_sha256", prompts.sha256) != prompts.sha256:
+        written = prompts.sha256
+        if environment.setdefault("prompts_sha256", written) != written:
             self.tracker.message(
-                "The prompts are written otherwise than when the run began, by another chat"
-                " template or version of transformers: from here on this run is not byte-exact."
+                "The chat template writes other prompts than when the run began. From here on this"
+                " run is not byte-exact."
             )
         if environment.get("model_sha256") not in (None, own["model_sha256"]):
             self.tracker.message(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -21,13 +21,13 @@ from retrain.config import (
 from retrain.config.run_sections import DATE_ARGUMENT
 from retrain.config.schema import Evaluation as EvaluationSettings
 from retrain.config.stored import WITH_OTHER_STEPS
-from retrain.errors import ConfigurationError, RetrainError
+from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import checkpoint_folder, sign, stored_checkpoints, take
 from retrain.records.disk import put_back, remove_empty
 from retrain.records.jsonl import aside_of
 from retrain.records.redact import Redactor
-from retrain.records.run_folder import MARKER, RunFolder, writer_lock
+from retrain.records.run_folder import MARKER, RunFolder, kind_of, writer_lock
 from retrain.records.state import TrainerState
 from retrain.records.terminal import counted
 from retrain.run.pressure import decided_by
@@ -259,13 +259,15 @@ def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
     arguments = config.data.chat_template_args
     if DATE_ARGUMENT in arguments:
         return config
-    day, campaign = None, folder.path.parent.parent / "manifest.json"
+    day, campaign = None, folder.path.resolve().parent.parent
     if folder.environment.exists():
         day = read_object(folder.environment).get("prompt_date")
-    if day is None and campaign.is_file():
-        day = re.sub(r"(....)(..)(..)_.*", r"\1-\2-\3", str(read_object(campaign)["timestamp"]))
-    arguments = {**arguments, DATE_ARGUMENT: day or datetime.now().astimezone().date().isoformat()}
-    return replaced(config, {"data.chat_template_args": arguments})
+    with suppress(RunFailed):  # of a file that is not ours
+        if day is None and kind_of(campaign) == "campaign":
+            begun = str(read_object(campaign / "manifest.json").get("timestamp"))
+            day = re.sub(r"(\d{4})(\d\d)(\d\d)_\d+", r"\1-\2-\3", begun)
+    today = datetime.now().astimezone().date().isoformat()
+    return replaced(config, {"data.chat_template_args": {DATE_ARGUMENT: day or today, **arguments}})
 
 
 def refuse_other_data(
