@@ -304,7 +304,7 @@ Kind = Literal["backend", "engine"]
 
 
 BACKEND_SECTIONS = ("backend", "model", "training", "optimizer", "lora", "loss", "inference")
-"""The sections whose keys a backend may lack what they need, or decide about."""
+"""The sections with keys that a backend may refuse or decide about."""
 ENGINE_SECTIONS = ("inference",)
 
 

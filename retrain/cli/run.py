@@ -143,7 +143,7 @@ def _continued(parsed: RunArguments) -> "tuple[TrainConfig, str] | None":
 
 
 def _refuse_unreadable(folder: "RunFolder", kind: str) -> None:
-    """Raise ConfigurationError for a folder to resume that holds no file to go on with."""
+    """Raise ConfigurationError for a folder that needs a configuration file to be resumed."""
     path = folder.path
     if kind in ("run", "campaign"):
         what = "a campaign" if kind == "campaign" else f"no {folder.config.name} yet"

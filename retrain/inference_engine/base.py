@@ -202,7 +202,7 @@ class Offers:
 
     @classmethod
     def problems(cls, config: "TrainConfig") -> Iterator[tuple[str, str]]:  # noqa: ARG003 - shared
-        """Yield each key whose value it cannot follow, and why and what to do."""
+        """Yield each key that it refuses at its value, with the reason and what to do."""
         yield from ()
 
 

@@ -253,8 +253,8 @@ def _no_step_left(config: TrainConfig, folder: RunFolder, steps: int) -> str:
 
 
 def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
-    """Return `config` with the day that a chat template's `strftime_now` is about: that of the
-    first start of the run, or of its campaign.
+    """Return `config` with the date for a chat template's `strftime_now`: the day of the first start
+    of the run or its campaign.
     """
     arguments = config.data.chat_template_args
     if DATE_ARGUMENT in arguments:
