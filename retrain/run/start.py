@@ -253,8 +253,8 @@ def _no_step_left(config: TrainConfig, folder: RunFolder, steps: int) -> str:
 
 
 def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
-    """Return `config` with the date for a chat template's `strftime_now`: the day of the first start
-    of the run or its campaign.
+    """Return `config` with the day on which the run or its campaign began, for a chat template's
+    `strftime_now`.
     """
     arguments = config.data.chat_template_args
     if DATE_ARGUMENT in arguments:
