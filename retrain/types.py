@@ -19,6 +19,21 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 
+THOUGHT_TAGS: tuple[tuple[str, str], ...] = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("◁think▷", "◁/think▷"),
+)
+"""What opens and what ends the thought of known models."""
+
+
 class LogLine(str):
     """A line of progress; a pipe and output.log show it whole, and a terminal shows `brief`."""
 

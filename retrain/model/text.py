@@ -125,11 +125,13 @@ def load_text_model(model: "Model") -> TextModel:
         )
     except OSError:  # many models do without generation_config.json
         generation = None
+    eos_ids = eos_token_ids(tokenizer, config, generation)
+    size = int(_of_text(config, "vocab_size") or 0)
     return TextModel(
         path=path,
         tokenizer=tokenizer,
-        vocabulary=VocabularyTable(tokenizer, int(_of_text(config, "vocab_size") or 0)),
-        eos_ids=eos_token_ids(tokenizer, config, generation),
+        vocabulary=VocabularyTable(tokenizer, size, eos_ids),
+        eos_ids=eos_ids,
         context=context_length(config),
     )
 

@@ -3,7 +3,8 @@ completion.
 
 A token stands for bytes. A table of them, made once, gives the pieces of a completion (which token
 wrote which characters: planning detection needs it) and its text, at millions of tokens per second.
-Special tokens contribute nothing.
+Tokens for padding, for the beginning and end of a text, and those that a chat template writes
+around a turn contribute nothing. Other special tokens, such as a thought's tags, are text.
 
 The bytes come from the decoder that tokenizer.json declares: ByteLevel (GPT-2, Llama 3, Qwen,
 SmolLM), Metaspace or Replace + ByteFallback (sentencepiece: Llama 2, Gemma, Mistral), Fuse
@@ -14,12 +15,15 @@ tokenizer.json, are asked token by token what they add to a text.
 import codecs
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from retrain.types import THOUGHT_TAGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,23 +46,25 @@ class VocabularyTable:
     `pieces` splits a completion over its tokens: a code point that is split over tokens belongs to
     the token that completes it, and the earlier ones get "". Bytes that are not UTF-8 become
     U+FFFD, the ones left open at the end in the last token's piece. Concatenated, the pieces are
-    `text`. That is the tokenizer's own `decode(ids, skip_special_tokens=True)` with two exceptions,
-    both in sentencepiece-like vocabularies: the space before a completion's first word is kept, and
-    a run of broken byte tokens keeps its valid part.
+    `text`. But for special tokens that are text it is the tokenizer's own `decode(ids,
+    skip_special_tokens=True)` with two exceptions, both in sentencepiece-like vocabularies: the
+    space before a completion's first word is kept, and a run of broken byte tokens keeps its valid
+    part.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", size: int = 0) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", size: int = 0, eos_ids: Iterable[int] = ()
+    ) -> None:
         """`size` is the model's vocab_size: rows beyond the tokenizer's own entries can be sampled,
-        and are empty.
+        and are empty. `eos_ids`: the model's own ends of a completion.
         """
         tokens: dict[int, str] = {index: token for token, index in tokenizer.get_vocab().items()}
-        added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        special = added | set(tokenizer.all_special_ids)
+        silent = {*eos_ids, *_silent_ids(tokenizer)}
         self._size = max(size, len(tokenizer), max(tokens, default=-1) + 1)
         to_bytes, self._spaced = _token_reader(tokenizer)
         self._bytes = [b""] * (self._size + 1)  # the last entry answers for ids outside the table
         for index, token in tokens.items():
-            if index not in special:
+            if index not in silent:
                 self._bytes[index] = to_bytes(index, token)
         self._whole = [_decode_whole(entry) for entry in self._bytes]
         """The text of a token that is valid UTF-8 by itself, else None."""
@@ -67,7 +73,7 @@ class VocabularyTable:
         return self._size
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the text of one token; empty for special tokens and for ids without a token."""
+        """Return the text of one token; empty for ends, turns' marks and ids without a token."""
         return self._bytes[token_id] if 0 <= token_id < self._size else b""
 
     def text(self, token_ids: TokenIds) -> str:
@@ -114,6 +120,27 @@ def _decode_whole(raw: bytes) -> str | None:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
         return None
+
+
+_ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+
+
+def _silent_ids(tokenizer: "PreTrainedTokenizerBase") -> Iterator[int]:
+    """Yield the special tokens that are not text: those with a role, and the marks of a turn."""
+    yield from (getattr(tokenizer, f"{role}_token_id") for role in _ROLES)
+    turns = ""
+    if tokenizer.chat_template:
+        from jinja2 import TemplateError
+
+        question = [{"role": "user", "content": "question"}]
+        with suppress(TemplateError):  # A template that refuses this conversation tells nothing.
+            turns = tokenizer.apply_chat_template(
+                question, tokenize=False, add_generation_prompt=True
+            )
+    tags = "".join(chain.from_iterable(THOUGHT_TAGS))
+    for index, token in tokenizer.added_tokens_decoder.items():
+        if token.special and token.content in turns and token.content not in tags:
+            yield index
 
 
 # ---- from a token's string to its bytes ----------------------------------------------------------
