@@ -492,6 +492,9 @@ class StepResult:
     clip_fraction: float | None = None
     """Tokens (gspo: sequences) whose policy gradient the clip removed, or whose weight it bounded
     (cispo), as a fraction of those with an advantage, over all updates of the step."""
+    kl_mean: float | None = None
+    """Mean KL divergence of the policy from the frozen base, by the estimator of the loss, before
+    the first update; None where the loss reads no base."""
     loss_metrics: dict[str, float] | None = None
     """Mean of each quantity that a loss of one's own reports, over the tokens (or sequences) of all
     updates of the step."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TextModel",
     "VocabularyTable",
+    "base_name",
     "eos_token_ids",
     "load_model_config",
     "load_text_model",
@@ -72,6 +73,16 @@ def resolve_model(name: str) -> str:
     if folder.exists():
         return str(folder)
     return name
+
+
+def base_name(name: str) -> str:
+    """Return the name under which an adapter finds its base from any folder: the absolute path of a
+    folder; the name of a hub id or of a packaged model.
+    """
+    path = resolve_model(name)
+    if name in LAB_MODELS or not Path(path).is_dir():
+        return name
+    return str(Path(path).resolve())
 
 
 def model_files(name: str) -> list[tuple[str, int, int]]:
