@@ -267,11 +267,11 @@ def total_memory(
     import psutil
 
     limits = [int(psutil.virtual_memory().total)]
-    for line in own.read_text(encoding="utf-8").splitlines() if own.is_file() else ():
-        _, kinds, path = line.split(":", 2)
-        limit = groups / path.lstrip("/") / "memory.max"  # The second version, without kinds.
+    listed = own.read_text(encoding="utf-8") if own.is_file() else ""
+    for kinds, path in re.findall(r"^\d+:(.*?):/*(.*)", listed, re.MULTILINE):
+        limit = groups / path / "memory.max"  # The second version, without kinds.
         if "memory" in kinds.split(","):
-            limit = groups / "memory" / path.lstrip("/") / "memory.limit_in_bytes"
+            limit = groups / "memory" / path / "memory.limit_in_bytes"
         for folder in limit.parents:
             with suppress(OSError, ValueError):  # A group without a limit, or not seen from here.
                 limits.append(int((folder / limit.name).read_text(encoding="utf-8")))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
 from retrain.model.budget import context_length
-from retrain.model.vocabulary import VocabularyTable, decode
+from retrain.model.vocabulary import ANSWER, VocabularyTable, decode, rendered_turns
 from retrain.system import expanded
 from retrain.types import Int32Array
 
@@ -39,8 +39,6 @@ LAB_MODEL = Path(__file__).resolve().parent.parent / "assets" / "lab"
 """The packaged model: what `model = "lab"` resolves to."""
 LAB_MODELS = {"lab": LAB_MODEL, "lab2": LAB_MODEL.with_name("lab2")}
 """The packaged models by name."""
-_PROBE = "retrain-marks-this-turn"
-"""Stands for an assistant's turn, to find what a chat template writes behind it."""
 
 
 # ---- loading -------------------------------------------------------------------------------------
@@ -249,16 +247,7 @@ def eos_token_ids(
 
 
 def _end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    if not tokenizer.chat_template:
-        return None
-    from jinja2 import TemplateError
-
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except TemplateError:  # a template that refuses this conversation tells nothing
-        return None
-    _, found, rest = str(text).rpartition(_PROBE)
+    _, found, rest = rendered_turns(tokenizer).rpartition(ANSWER)
     special = set(tokenizer.all_special_ids) | {
         index for index, token in tokenizer.added_tokens_decoder.items() if token.special
     }

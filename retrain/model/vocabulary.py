@@ -2,7 +2,7 @@
 completion.
 
 A token stands for bytes. A table of them, made once, gives the pieces of a completion (which token
-wrote which characters: planning detection needs it) and its text, at millions of tokens per second.
+wrote which characters: planning detection needs it) and its text, at a million tokens per second.
 Tokens for padding, for the beginning and end of a text, and those that a chat template writes
 around a turn contribute nothing. Other special tokens, such as a thought's tags, are text.
 
@@ -66,8 +66,6 @@ class VocabularyTable:
         for index, token in tokens.items():
             if index not in silent:
                 self._bytes[index] = to_bytes(index, token)
-        self._whole = [_decode_whole(entry) for entry in self._bytes]
-        """The text of a token that is valid UTF-8 by itself, else None."""
 
     def __len__(self) -> int:
         return self._size
@@ -83,11 +81,7 @@ class VocabularyTable:
 
     def pieces(self, token_ids: TokenIds) -> list[str]:
         """Return one string per token; their concatenation is `text(token_ids)`."""
-        known = self._known(token_ids)
-        whole = [self._whole[index] for index in known]
-        pieces = [piece for piece in whole if piece is not None]
-        if len(pieces) < len(whole):
-            pieces = _join_code_points(whole, [self._bytes[index] for index in known])
+        pieces = _join_code_points([self._bytes[index] for index in self._known(token_ids)])
         if self._spaced and any(pieces):  # the space in front of the first word is no text
             first = next(position for position, piece in enumerate(pieces) if piece)
             pieces[first] = pieces[first][1:]
@@ -99,47 +93,40 @@ class VocabularyTable:
         return known
 
 
-def _join_code_points(whole: Sequence[str | None], token_bytes: Sequence[bytes]) -> list[str]:
-    """Decode UTF-8 over tokens; `whole` holds the text of the tokens that need none."""
+def _join_code_points(token_bytes: Sequence[bytes]) -> list[str]:
+    """Decode UTF-8 over tokens. What stays open at the end stands in the last token with a byte."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    pieces: list[str] = []
-    open_at = -1  # the last token that left a code point open, -1 when none is
-    for position, (piece, raw) in enumerate(zip(whole, token_bytes, strict=True)):
-        if piece is not None and (open_at < 0 or not raw):
-            pieces.append(piece)
-            continue
-        pieces.append(decoder.decode(raw))
-        open_at = position if decoder.getstate()[0] else -1
-    if open_at >= 0:
-        pieces[open_at] += decoder.decode(b"", final=True)
+    pieces = [decoder.decode(raw) for raw in token_bytes]
+    written = [position for position, raw in enumerate(token_bytes) if raw]
+    if written:
+        pieces[written[-1]] += decoder.decode(b"", final=True)
     return pieces
 
 
-def _decode_whole(raw: bytes) -> str | None:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
+ANSWER = "retrain-marks-this-turn"
+"""Stands for an assistant's turn, to find what a chat template writes around it."""
 
 
-_ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+def rendered_turns(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a question and ANSWER in the chat template; "" without one, or where it refuses
+    them.
+    """
+    from jinja2 import TemplateError
+
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+    with suppress(TemplateError):
+        if tokenizer.chat_template:
+            return str(tokenizer.apply_chat_template(turns, tokenize=False))
+    return ""
 
 
 def _silent_ids(tokenizer: "PreTrainedTokenizerBase") -> Iterator[int]:
     """Yield the special tokens that are not text: those with a role, and the marks of a turn."""
-    yield from (getattr(tokenizer, f"{role}_token_id") for role in _ROLES)
-    turns = ""
-    if tokenizer.chat_template:
-        from jinja2 import TemplateError
-
-        question = [{"role": "user", "content": "question"}]
-        with suppress(TemplateError):  # A template that refuses this conversation tells nothing.
-            turns = tokenizer.apply_chat_template(
-                question, tokenize=False, add_generation_prompt=True
-            )
-    tags = "".join(chain.from_iterable(THOUGHT_TAGS))
+    roles = tokenizer.special_tokens_map.values()
+    marks = rendered_turns(tokenizer) + " ".join(role for role in roles if isinstance(role, str))
+    tags = " ".join(chain.from_iterable(THOUGHT_TAGS))
     for index, token in tokenizer.added_tokens_decoder.items():
-        if token.special and token.content in turns and token.content not in tags:
+        if token.special and token.content in marks and token.content not in tags:
             yield index
 
 
