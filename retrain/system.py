@@ -266,3 +266,23 @@ def peak_resident_bytes() -> int:
     if sys.platform == "darwin":
         return peak
     return peak * 1024
+
+
+def total_memory(
+    groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> int:
+    """Return the bytes of memory that this process may take: those of the machine, or the smallest
+    limit of its control groups. `groups` is where they are mounted, `own` says which it is in.
+    """
+    import psutil
+
+    limits = [int(psutil.virtual_memory().total)]
+    listed = own.read_text(encoding="utf-8") if own.is_file() else ""
+    for kinds, path in re.findall(r"^\d+:(.*?):/*(.*)", listed, re.MULTILINE):
+        limit = groups / path / "memory.max"  # The second version, without kinds.
+        if "memory" in kinds.split(","):
+            limit = groups / "memory" / path / "memory.limit_in_bytes"
+        for folder in limit.parents:
+            with suppress(OSError, ValueError):  # A group without a limit, or not seen from here.
+                limits.append(int((folder / limit.name).read_text(encoding="utf-8")))
+    return min(limits)

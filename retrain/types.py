@@ -19,6 +19,21 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 
+THOUGHT_TAGS: tuple[tuple[str, str], ...] = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("◁think▷", "◁/think▷"),
+)
+"""What opens and what ends the thought of known models."""
+
+
 class LogLine(str):
     """A line of progress; a pipe and output.log show it whole, and a terminal shows `brief`."""
 
@@ -480,6 +495,9 @@ class StepResult:
     clip_fraction: float | None = None
     """Tokens (gspo: sequences) whose policy gradient the clip removed, or whose weight it bounded
     (cispo), as a fraction of those with an advantage, over all updates of the step."""
+    kl_mean: float | None = None
+    """Mean KL divergence of the policy from the frozen base, by the estimator of the loss, before
+    the first update; None where the loss reads no base."""
     loss_metrics: dict[str, float] | None = None
     """Mean of each quantity that a loss of one's own reports, over the tokens (or sequences) of all
     updates of the step."""

@@ -216,6 +216,38 @@ def test_one_gradient_of_all_modes_is_claimed_only_where_no_ratio_can_reach_the_
     )
 
 
+@pytest.mark.parametrize(
+    ("base", "sections", "said"),
+    [
+        ("lab", {}, []),
+        ("lab2", {}, ["was trained on the base model lab2, and [model] model is lab"]),
+        (
+            "elsewhere/lab",
+            {"model": {"model": "lab2"}},
+            ["was trained on the base model elsewhere"],
+        ),
+        ("", {"loss": {"kl_coef": 0.1}}, ["pulls toward the base model without any adapter"]),
+        ("..", {"model": {"model": "./.."}}, []),
+        ("", {"schedule": {"loss.kl_coef": [[0, 0.0], [9, 0.1]]}}, ["pulls toward the base"]),
+    ],
+)
+def test_what_an_initial_adapter_brings_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    base: str,
+    sections: dict[str, Any],
+    said: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    found = [
+        note
+        for note in notes(small(tmp_path / "run", lora={"init_from": str(tmp_path)}, **sections))
+        if "init_from" in note
+    ]
+    assert [words in note for words, note in zip(said, found, strict=True)] == [True] * len(said)
+
+
 def test_a_mask_that_a_schedule_lifts_is_warned_of_on_a_model_that_is_sure(tmp_path: Path) -> None:
     masked = {"schedule": {"algorithm.surprisal_mask_rho": [[0, 0.0], [5, 0.2]]}}
     for sections, said in (({}, False), (masked, True)):

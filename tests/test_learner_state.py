@@ -20,7 +20,7 @@ from retrain.model.adapter import Adapter, DropoutKey, KeyedDropout
 from retrain.model.adapter import philox as torch_philox
 from retrain.model.attention import FusedAttention
 from retrain.model.load import load_base_model
-from retrain.model.text import resolve_model
+from retrain.model.text import LAB_MODEL, resolve_model
 from retrain.noise import philox
 from retrain.types import Row
 from tests.learner_models import (
@@ -177,6 +177,19 @@ def test_no_rows_is_no_update(loss: dict[str, Any]) -> None:
         result.clip_fraction,
         result.ratio_min,
     ) == (None, None, 0, None, None)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_the_divergence_from_the_base_is_recorded(estimator: str, minibatches: int) -> None:
+    loss = {"kl_coef": 0.1, "kl_estimator": estimator}
+    learner = make_learner(config_for(loss=loss, training={"minibatches": minibatches}))
+    rows = near(learner)
+    bare = make_learner(config_for(), untouched=True).logprobs(rows)
+    difference = np.concatenate([row.logprobs for row in rows]) - np.concatenate(bare)
+    each = {"k2": difference**2 / 2, "k3": np.exp(-difference) - 1 + difference}[estimator]
+    assert learner.train(rows, 0).kl_mean == pytest.approx(float(each.mean()), rel=1e-4)
+    assert make_learner(config_for()).train(rows, 0).kl_mean is None
 
 
 # --- dropout --------------------------------------------------------------------------------------
@@ -368,15 +381,20 @@ def test_the_saved_adapter_loads_in_peft_as_it_is(tmp_path: Path) -> None:
         )
 
 
-def test_the_saved_adapter_names_its_base_as_the_user_did(tmp_path: Path) -> None:
-    config = config_for(model={"model": "lab"})
-    base = load_base_model(config, resolve_model("lab"), torch.device("cpu"))
+@pytest.mark.parametrize("name", ["lab", "../lab", "."])
+def test_the_saved_adapter_names_its_base_so_that_it_is_found_from_any_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(LAB_MODEL)
+    wanted = name if name == "lab" else str(LAB_MODEL)
+    config = config_for(model={"model": name})
+    base = load_base_model(config, resolve_model(name), torch.device("cpu"))
     Adapter(base, config.model, config.lora, config.training.seed).save(tmp_path)
     assert (
         json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"]
-        == "lab"
+        == wanted
     )
-    assert 'base_model: "lab"' in (tmp_path / "README.md").read_text()
+    assert f"base_model: {json.dumps(wanted)}" in (tmp_path / "README.md").read_text()
 
 
 def test_initial_weights_depend_on_the_seed_alone_and_leave_the_base_unchanged() -> None:
@@ -401,6 +419,12 @@ def test_all_linear_layers_of_the_blocks_are_adapted_and_the_head_is_not() -> No
     names = weights(make_learner(config_for("llama"))).keys()
     layers = {name.split(".")[-3] for name in names}
     assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("written", ["all-linear", ["all-linear"]])
+def test_peft_s_name_of_all_linear_layers_is_known(written: str | list[str]) -> None:
+    found = config_for(lora={"target_modules": written}).lora.target_modules
+    assert found == config_for().lora.target_modules
 
 
 def test_starting_from_an_adapter_takes_its_weights(tmp_path: Path) -> None:

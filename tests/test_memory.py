@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from runs import small
@@ -28,6 +29,7 @@ from retrain.model.footprint import footprint
 from retrain.model.machine import Budget, Machine, plan
 from retrain.model.memory import GIB, Memory, predict_memory
 from retrain.model.text import load_model_config, resolve_model
+from retrain.system import total_memory
 from retrain.types import Row
 from tests.marks import first_of
 from tests.runs import small_run
@@ -397,3 +399,43 @@ def test_a_run_says_its_memory_before_it_loads_the_weights(
             "cpu",
         )
     )
+
+
+# -- the machine's memory --------------------------------------------------------------------------
+
+
+GROUP = "pods/one/box"
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "most"),
+    [
+        (f"0::/{GROUP}", {f"{GROUP}/memory.max": 3000, "pods/memory.max": 2000}, 2000),
+        (f"0::/{GROUP}", {f"{GROUP}/memory.max": 1000, "pods/one/memory.max": 2000}, 1000),
+        (f"0::/{GROUP}", {f"{GROUP}/memory.max": "max", "pods/two/memory.max": 2000}, None),
+        ("0::/", {"memory.max": 4000}, 4000),
+        (
+            f"9:pids:/\n4:cpu,memory:/{GROUP}\n0::/",
+            {
+                f"memory/{GROUP}/memory.limit_in_bytes": 9223372036854771712,
+                "memory/pods/memory.limit_in_bytes": 5000,
+                "pids/memory.limit_in_bytes": 1,
+            },
+            5000,
+        ),
+        ("4:memory:/docker/1f", {"memory/memory.limit_in_bytes": 6000}, 6000),
+        ("1:name=systemd:/a:b", {}, None),
+        (None, {"memory.max": 1}, None),
+    ],
+)
+def test_the_smallest_limit_of_a_control_group_and_its_ancestors_is_the_memory(
+    tmp_path: Path, own: str | None, limits: dict[str, int | str], most: int | None
+) -> None:
+    for name, value in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{value}\n")
+    if own is not None:
+        (tmp_path / "own").write_text(f"{own}\n")
+    machine = psutil.virtual_memory().total
+    assert total_memory(tmp_path, tmp_path / "own") == (most or machine)
+    assert 0 < Machine.of(torch.device("cpu")).memory == total_memory() <= machine

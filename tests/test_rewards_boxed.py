@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.rewards import extract_boxed
+from retrain.types import THOUGHT_TAGS
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,18 @@ def test_a_box_in_the_scratchpad_counts_only_when_asked() -> None:
     assert extract_boxed(text + r" \boxed{2}") == "2"
     assert extract_boxed(r"<think>cut short \boxed{1}") is None
     assert extract_boxed(r"<think>cut short \boxed{1}", after_think=False) == "1"
+
+
+@pytest.mark.parametrize(("opening", "closing"), THOUGHT_TAGS)
+def test_an_answer_stands_behind_the_last_thought_that_ended(opening: str, closing: str) -> None:
+    thought = rf"{opening} maybe \boxed{{1}}"
+    ended = f"{thought} {closing} so"
+    assert extract_boxed(thought) is extract_boxed(ended) is None
+    assert extract_boxed(rf"{ended} \boxed{{2}}") == "2"
+    assert extract_boxed(rf"{ended} \boxed{{2}}{thought}") is None
+    assert extract_boxed(rf"<think> {ended} \boxed{{2}}") == (
+        "2" if closing == "</think>" else None
+    )
 
 
 def test_importing_rewards_imports_no_symbolic_mathematics() -> None:

@@ -4,8 +4,10 @@ verdicts.
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,19 +18,22 @@ from retrain.rewards import (
     FailureGuard,
     Scorer,
     ScoreRequest,
+    box_reader,
     build_scorer,
     extract_boxed,
     gold_response,
 )
-from retrain.types import Example, Outcome, Score
+from retrain.run.gate import scored_gold
+from retrain.types import Example, Outcome, Prompt, Score
+
+
+def config_of(seed: int = 7, **reward: Any) -> TrainConfig:
+    table = {"workers": 1, "deadline_s": 60.0} | reward
+    return TrainConfig.model_validate({"training": {"seed": seed}, "reward": table})
 
 
 def scorer_of(seed: int = 7, **reward: Any) -> Scorer:
-    return build_scorer(
-        TrainConfig.model_validate(
-            {"training": {"seed": seed}, "reward": {"workers": 1, "deadline_s": 60.0} | reward}
-        )
-    )
+    return build_scorer(config_of(seed, **reward))
 
 
 def request(
@@ -110,6 +115,38 @@ def test_an_empty_reference_never_scores(kind: str) -> None:
 def test_a_box_in_the_scratchpad_counts_when_the_configuration_says_so() -> None:
     with scorer_of(type="match", after_think=False) as scorer:
         assert score(scorer, r"<think>\boxed{4}</think> no") == RIGHT
+
+
+@pytest.mark.parametrize("kind", ["match", "math", "majority"])
+@pytest.mark.parametrize(
+    ("prompt", "response", "end", "right"),
+    [
+        ("4?<think>\n", r"so \boxed{4}", "", False),
+        ("4?<think>\n", r"so \boxed{4}</think> yes", "", False),
+        ("4?<think>\n", r"so</think> \boxed{4}", "", True),
+        ("4?<think>\n\n</think>\n\n", r"\boxed{4}", "", True),
+        ("4?[THINK]", r"\boxed{4}</think>\boxed{4}", "", False),
+        ("4?", r"\boxed{4}", "<end>", False),
+        ("4?", r"\boxed{3}<end>\boxed{4}", "<end>", True),
+        ("4?<think>", r"<end>\boxed{4}", "<end>", False),
+    ],
+)
+def test_a_thought_that_the_prompt_opens_must_end_before_an_answer(
+    kind: str, prompt: str, response: str, end: str, right: bool
+) -> None:
+    with scorer_of(type=kind, think_end_token=end) as scorer:
+        asked = replace(request(response), prompt=prompt)
+        assert scorer.submit(asked).result(60) == (RIGHT if right else WRONG)
+    read = box_reader(config_of(type=kind, think_end_token=end).reward)
+    assert read is not None
+    assert (read(response, prompt) is not None) == right
+
+
+def test_the_gold_answers_score_behind_a_prompt_that_opens_a_thought() -> None:
+    prompt = Prompt(Example("4?", "4"), "4?<think>", np.zeros(1, np.int32))
+    for end in ("", "<end>"):
+        with scorer_of(type="match", think_end_token=end) as scorer:
+            assert scored_gold(scorer, end, [prompt]) == "1/1"
 
 
 @given(

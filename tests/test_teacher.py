@@ -441,6 +441,17 @@ def test_an_adapter_that_cannot_teach_is_refused_before_the_model_is_loaded(
         teachers.check_teacher(distilling(tmp_path, str(folder)))
 
 
+def test_a_base_in_the_current_folder_is_the_same_from_any_other(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base").mkdir()
+    folder = settings_of(
+        tmp_path / "other", trained, base_model_name_or_path=str(tmp_path / "base")
+    )
+    monkeypatch.chdir(tmp_path)
+    teachers.check_teacher(distilling(tmp_path, str(folder), model={"model": "./base"}))
+
+
 def test_the_weights_of_another_shape_are_refused_too(trained: Path, tmp_path: Path) -> None:
     folder = settings_of(tmp_path / "other", trained, r=2, lora_alpha=4)
     config = distilling(tmp_path / "run", str(folder), model={"lora_rank": 2})

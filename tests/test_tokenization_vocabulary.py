@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers_for_tests import KINDS, LINES, byte_level, sentencepiece, word_pieces, words
+from tokenizers_for_tests import (
+    CHATML,
+    KINDS,
+    LINES,
+    SPECIAL,
+    byte_level,
+    sentencepiece,
+    word_pieces,
+    words,
+)
 
 from retrain.model.vocabulary import VocabularyTable
 
@@ -105,6 +114,28 @@ def test_special_tokens_are_empty_and_added_ones_are_not():
         "input_ids"
     ]
     assert TABLES["byte_level"].pieces(ids) == ["", "a", "<think>", "two words", ""]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("hm</think>42<|im_end|>", "hm</think>42"),
+        ("<|im_end|>[THINK]a[/THINK]b<|call|><|endoftext|>", "[THINK]a[/THINK]b"),
+        (
+            "<|channel|>analysis<|message|>a<|im_start|>assistant<|channel|>final<|message|>b",
+            "<|channel|>analysis<|message|>aassistant<|channel|>final<|message|>b",
+        ),
+        ("<tool_call>f()<|role_end|>", "<tool_call>f()"),
+    ],
+)
+def test_special_tokens_are_text_but_for_ends_and_the_marks_of_a_turn(written, read):
+    tokenizer = byte_level.__wrapped__()
+    names = "</think> [THINK] [/THINK] <|channel|> <|message|> <|call|> <tool_call> <|role_end|>"
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, *names.split()]})
+    tokenizer.chat_template = "<|role_end|><|message|>[/THINK]" + CHATML
+    ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+    table = VocabularyTable(tokenizer, eos_ids=tokenizer.convert_tokens_to_ids(["<|call|>"]))
+    assert table.text(ids) == read
 
 
 def test_words_without_a_decoder_are_joined_with_spaces():

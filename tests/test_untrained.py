@@ -55,6 +55,7 @@ SOLVED = step(groups_skipped_all_wrong=0, groups_skipped_all_correct=2, mean_rew
                 r" [data] prompt"
             ),
         ),
+        ({"answer_found_rate": 0.0}, r"\boxed{}.'; a box in a thought does not count."),
         (
             {"answer_found_rate": 0.0, "max_token_hit_rate": 0.5},
             r": 0 of 24 completions hold \boxed{}, 12 were cut at [training]",

@@ -49,7 +49,8 @@ def byte_level(chat: bool = True, eos: str = "<|im_end|>") -> PreTrainedTokenize
     tokenizer.add_tokens(
         [AddedToken("<think>", normalized=False), AddedToken("two words", normalized=False)]
     )
-    return _wrapped(tokenizer, eos_token=eos, chat_template=CHATML if chat else None)
+    template = CHATML if chat else None
+    return _wrapped(tokenizer, eos_token=eos, pad_token="<|endoftext|>", chat_template=template)
 
 
 @cache

@@ -130,7 +130,8 @@ def audit_reward(config: TrainConfig, examples: int, log: Callable[[str], None])
     loaded = load_examples(replaced(config, {"training.max_examples": examples}), "train")
     cases = [*_own_cases(loaded.examples), *_families()]
     log(f"{counted(len(cases), 'completion')}")
-    scores = judge_answers(config, [(case.response, case.example) for case in cases])
+    end = config.reward.think_end_token
+    scores = judge_answers(config, [(end + case.response, case.example) for case in cases])
     verdicts = [Verdict(case, score) for case, score in zip(cases, scores, strict=True)]
     reward = judge_words(training_rewards(config), config.reward)
     return Audit(reward, loaded.data.source, len(loaded), verdicts)

@@ -255,7 +255,10 @@ class Update:
 
 
 def step_result(
-    updates: Sequence[Update], log_ratios: Sequence[Float32Array], before: Sequence[Float32Array]
+    updates: Sequence[Update],
+    log_ratios: Sequence[Float32Array],
+    before: Sequence[Float32Array],
+    kl_mean: float | None = None,
 ) -> StepResult:
     """Loss and gradient norm are means over the updates that were done: NaN if all were skipped,
     None if there were none.
@@ -277,6 +280,7 @@ def step_result(
         updates=len(done),
         nonfinite_updates=len(skipped),
         nonfinite_tensor=skipped[0].nonfinite if skipped else "",
+        kl_mean=kl_mean,
         clip_fraction=sum(update.clipped for update in done) / clippable if clippable else None,
         loss_metrics={
             name: float(total / number) for name, (total, number) in sums.items() if number

@@ -17,6 +17,7 @@ import typer
 from retrain.cli.shared import AsJson, load_dotenv, print_json
 from retrain.errors import EnvironmentFailure, RetrainError
 from retrain.install import install_hint, missing_package
+from retrain.system import total_memory
 
 KEYS = ("HF_TOKEN", "OPENAI_API_KEY", "TINKER_API_KEY", "WANDB_API_KEY")
 """Credentials that a run may need, by their usual names. Their values are never shown."""
@@ -110,8 +111,10 @@ def _device() -> Finding:
 def _memory() -> Finding:
     import psutil
 
-    memory = psutil.virtual_memory()
-    found = f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free"
+    memory, total = psutil.virtual_memory(), total_memory()
+    found = f"{total / 2**30:.1f} GiB, {min(memory.available, total) / 2**30:.1f} GiB free"
+    if total < memory.total:
+        found += f" (the control group's limit; the machine has {memory.total / 2**30:.1f} GiB)"
     if not missing_package("torch"):
         import torch
 

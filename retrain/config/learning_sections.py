@@ -8,7 +8,7 @@ does not.
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, model_validator
 
 from retrain.config.section import PathText, Section, Strings, Table, Traits, key
 from retrain.config.values import (
@@ -17,6 +17,7 @@ from retrain.config.values import (
     OpenName,
     check_devices,
     check_grams,
+    named_layers,
     parse_devices,
     parse_grams,
 )
@@ -429,9 +430,10 @@ class Lora(Section):
 
     alpha: int = key(0, "LoRA alpha; 0 means twice the rank.", ge=0, needs="scale")
     dropout: float = key(0.0, "LoRA dropout rate.", ge=0, lt=1, needs="adapter")
-    target_modules: Strings = key(
+    target_modules: Annotated[Strings, BeforeValidator(named_layers)] = key(
         [],
-        "Names of the adapted layers; empty means all linear layers of the blocks but a router.",
+        "Names of the adapted layers; empty, or all-linear, means all linear layers of the blocks"
+        " but a router.",
         needs="adapter",
     )
     init_from: PathText = key(

@@ -430,7 +430,13 @@ class Reward(Section):
     )
     after_think: bool = key(
         True,
-        "Count a box, and show the judge, only what follows the last </think>, where there is one.",
+        "Count a box, and show the judge, only what follows the completion's last thought.",
+        parameter_of=("match", "math", "majority", "judge"),
+    )
+    think_end_token: str = key(
+        "",
+        "Tag that ends every thought of the model: an answer counts only after it. Tags such as"
+        " </think>, [/THINK] and <|channel|>final<|message|> are known without it.",
         parameter_of=("match", "math", "majority", "judge"),
     )
     normalize: Literal["none", "hendrycks"] = key(

@@ -206,6 +206,11 @@ def parse_grams(value: str | list[str]) -> list[str]:
     return list(grams.values())
 
 
+def named_layers(value: Any) -> Any:
+    """Return [] for peft's name of all linear layers, else the value."""
+    return [] if value in ("all-linear", ["all-linear"]) else value
+
+
 def check_grams(value: str | list[str]) -> str | list[str]:
     parse_grams(value)
     return value

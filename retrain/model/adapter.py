@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from retrain.errors import ConfigurationError, RunFailed, first_line
 from retrain.model.packed import in_block
+from retrain.model.text import base_name
 from retrain.noise import Stream
 from retrain.system import read_object
 
@@ -182,8 +183,7 @@ class Adapter:
         from peft import get_peft_model
         from peft.tuners.lora import LoraLayer
 
-        self.name = model.model
-        """As the user gave it: the hub id, so that the saved adapter finds its base elsewhere."""
+        self.name = base_name(model.model)
         self.revision = model.revision or None
         self.dropout = DropoutKey(seed)
         self.drops = lora.dropout > 0

@@ -7,7 +7,6 @@ number of workers changes no byte; the number of threads may.
 """
 
 import math
-import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import monotonic
@@ -31,6 +30,7 @@ from retrain.model.footprint import Footprint, footprint
 from retrain.model.head import chunk_bytes_on
 from retrain.model.packed import computes_bf16
 from retrain.model.pool import can_fork
+from retrain.system import total_memory
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ pages."""
 class Machine:
     device_type: str
     memory: int
-    """Bytes of the device, or of the computer."""
+    """Bytes of the device, or those of the computer that this process may take."""
     threads: int
     """torch's intra-op threads on the processor."""
 
@@ -79,7 +79,7 @@ class Machine:
         if device.type == "cuda":
             memory = int(torch.cuda.get_device_properties(device).total_memory)
         else:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            memory = total_memory()
         return cls(device.type, memory, torch.get_num_threads())
 
     @property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
 from retrain.model.budget import context_length
-from retrain.model.vocabulary import VocabularyTable, decode
+from retrain.model.vocabulary import ANSWER, VocabularyTable, decode, rendered_turns
 from retrain.system import expanded
 from retrain.types import Int32Array
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TextModel",
     "VocabularyTable",
+    "base_name",
     "eos_token_ids",
     "load_model_config",
     "load_text_model",
@@ -38,8 +39,6 @@ LAB_MODEL = Path(__file__).resolve().parent.parent / "assets" / "lab"
 """The packaged model: what `model = "lab"` resolves to."""
 LAB_MODELS = {"lab": LAB_MODEL, "lab2": LAB_MODEL.with_name("lab2")}
 """The packaged models by name."""
-_PROBE = "retrain-marks-this-turn"
-"""Stands for an assistant's turn, to find what a chat template writes behind it."""
 
 
 # ---- loading -------------------------------------------------------------------------------------
@@ -72,6 +71,16 @@ def resolve_model(name: str) -> str:
     if folder.exists():
         return str(folder)
     return name
+
+
+def base_name(name: str) -> str:
+    """Return the name under which an adapter finds its base from any folder: the absolute path of a
+    folder; the name of a hub id or of a packaged model.
+    """
+    path = resolve_model(name)
+    if name in LAB_MODELS or not Path(path).is_dir():
+        return name
+    return str(Path(path).resolve())
 
 
 def model_files(name: str) -> list[tuple[str, int, int]]:
@@ -125,11 +134,13 @@ def load_text_model(model: "Model") -> TextModel:
         )
     except OSError:  # many models do without generation_config.json
         generation = None
+    eos_ids = eos_token_ids(tokenizer, config, generation)
+    size = int(_of_text(config, "vocab_size") or 0)
     return TextModel(
         path=path,
         tokenizer=tokenizer,
-        vocabulary=VocabularyTable(tokenizer, int(_of_text(config, "vocab_size") or 0)),
-        eos_ids=eos_token_ids(tokenizer, config, generation),
+        vocabulary=VocabularyTable(tokenizer, size, eos_ids),
+        eos_ids=eos_ids,
         context=context_length(config),
     )
 
@@ -236,16 +247,7 @@ def eos_token_ids(
 
 
 def _end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    if not tokenizer.chat_template:
-        return None
-    from jinja2 import TemplateError
-
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except TemplateError:  # a template that refuses this conversation tells nothing
-        return None
-    _, found, rest = str(text).rpartition(_PROBE)
+    _, found, rest = rendered_turns(tokenizer).rpartition(ANSWER)
     special = set(tokenizer.all_special_ids) | {
         index for index, token in tokenizer.added_tokens_decoder.items() if token.special
     }

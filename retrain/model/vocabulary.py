@@ -2,8 +2,9 @@
 completion.
 
 A token stands for bytes. A table of them, made once, gives the pieces of a completion (which token
-wrote which characters: planning detection needs it) and its text, at millions of tokens per second.
-Special tokens contribute nothing.
+wrote which characters: planning detection needs it) and its text, at a million tokens per second.
+Tokens for padding, for the beginning and end of a text, and those that a chat template writes
+around a turn contribute nothing. Other special tokens, such as a thought's tags, are text.
 
 The bytes come from the decoder that tokenizer.json declares: ByteLevel (GPT-2, Llama 3, Qwen,
 SmolLM), Metaspace or Replace + ByteFallback (sentencepiece: Llama 2, Gemma, Mistral), Fuse
@@ -14,12 +15,15 @@ tokenizer.json, are asked token by token what they add to a text.
 import codecs
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from retrain.types import THOUGHT_TAGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,32 +46,32 @@ class VocabularyTable:
     `pieces` splits a completion over its tokens: a code point that is split over tokens belongs to
     the token that completes it, and the earlier ones get "". Bytes that are not UTF-8 become
     U+FFFD, the ones left open at the end in the last token's piece. Concatenated, the pieces are
-    `text`. That is the tokenizer's own `decode(ids, skip_special_tokens=True)` with two exceptions,
-    both in sentencepiece-like vocabularies: the space before a completion's first word is kept, and
-    a run of broken byte tokens keeps its valid part.
+    `text`. But for special tokens that are text it is the tokenizer's own `decode(ids,
+    skip_special_tokens=True)` with two exceptions, both in sentencepiece-like vocabularies: the
+    space before a completion's first word is kept, and a run of broken byte tokens keeps its valid
+    part.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", size: int = 0) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", size: int = 0, eos_ids: Iterable[int] = ()
+    ) -> None:
         """`size` is the model's vocab_size: rows beyond the tokenizer's own entries can be sampled,
-        and are empty.
+        and are empty. `eos_ids`: the model's own ends of a completion.
         """
         tokens: dict[int, str] = {index: token for token, index in tokenizer.get_vocab().items()}
-        added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        special = added | set(tokenizer.all_special_ids)
+        silent = {*eos_ids, *_silent_ids(tokenizer)}
         self._size = max(size, len(tokenizer), max(tokens, default=-1) + 1)
         to_bytes, self._spaced = _token_reader(tokenizer)
         self._bytes = [b""] * (self._size + 1)  # the last entry answers for ids outside the table
         for index, token in tokens.items():
-            if index not in special:
+            if index not in silent:
                 self._bytes[index] = to_bytes(index, token)
-        self._whole = [_decode_whole(entry) for entry in self._bytes]
-        """The text of a token that is valid UTF-8 by itself, else None."""
 
     def __len__(self) -> int:
         return self._size
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the text of one token; empty for special tokens and for ids without a token."""
+        """Return the text of one token; empty for ends, turns' marks and ids without a token."""
         return self._bytes[token_id] if 0 <= token_id < self._size else b""
 
     def text(self, token_ids: TokenIds) -> str:
@@ -77,11 +81,7 @@ class VocabularyTable:
 
     def pieces(self, token_ids: TokenIds) -> list[str]:
         """Return one string per token; their concatenation is `text(token_ids)`."""
-        known = self._known(token_ids)
-        whole = [self._whole[index] for index in known]
-        pieces = [piece for piece in whole if piece is not None]
-        if len(pieces) < len(whole):
-            pieces = _join_code_points(whole, [self._bytes[index] for index in known])
+        pieces = _join_code_points([self._bytes[index] for index in self._known(token_ids)])
         if self._spaced and any(pieces):  # the space in front of the first word is no text
             first = next(position for position, piece in enumerate(pieces) if piece)
             pieces[first] = pieces[first][1:]
@@ -93,27 +93,41 @@ class VocabularyTable:
         return known
 
 
-def _join_code_points(whole: Sequence[str | None], token_bytes: Sequence[bytes]) -> list[str]:
-    """Decode UTF-8 over tokens; `whole` holds the text of the tokens that need none."""
+def _join_code_points(token_bytes: Sequence[bytes]) -> list[str]:
+    """Decode UTF-8 over tokens. What stays open at the end stands in the last token with a byte."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    pieces: list[str] = []
-    open_at = -1  # the last token that left a code point open, -1 when none is
-    for position, (piece, raw) in enumerate(zip(whole, token_bytes, strict=True)):
-        if piece is not None and (open_at < 0 or not raw):
-            pieces.append(piece)
-            continue
-        pieces.append(decoder.decode(raw))
-        open_at = position if decoder.getstate()[0] else -1
-    if open_at >= 0:
-        pieces[open_at] += decoder.decode(b"", final=True)
+    pieces = [decoder.decode(raw) for raw in token_bytes]
+    written = [position for position, raw in enumerate(token_bytes) if raw]
+    if written:
+        pieces[written[-1]] += decoder.decode(b"", final=True)
     return pieces
 
 
-def _decode_whole(raw: bytes) -> str | None:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
+ANSWER = "retrain-marks-this-turn"
+"""Stands for an assistant's turn, to find what a chat template writes around it."""
+
+
+def rendered_turns(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a question and ANSWER in the chat template; "" without one, or where it refuses
+    them.
+    """
+    from jinja2 import TemplateError
+
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+    with suppress(TemplateError):
+        if tokenizer.chat_template:
+            return str(tokenizer.apply_chat_template(turns, tokenize=False))
+    return ""
+
+
+def _silent_ids(tokenizer: "PreTrainedTokenizerBase") -> Iterator[int]:
+    """Yield the special tokens that are not text: those with a role, and the marks of a turn."""
+    roles = tokenizer.special_tokens_map.values()
+    marks = rendered_turns(tokenizer) + " ".join(role for role in roles if isinstance(role, str))
+    tags = " ".join(chain.from_iterable(THOUGHT_TAGS))
+    for index, token in tokenizer.added_tokens_decoder.items():
+        if token.special and token.content in marks and token.content not in tags:
+            yield index
 
 
 # ---- from a token's string to its bytes ----------------------------------------------------------

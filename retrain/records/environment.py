@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain import __version__
-from retrain.system import search_path
+from retrain.system import search_path, total_memory
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -32,9 +32,6 @@ def describe_environment(device: str) -> dict[str, Any]:
     if cpuinfo.is_file():
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    memory = None
-    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "retrain": __version__,
         "python": platform.python_version(),
@@ -45,7 +42,7 @@ def describe_environment(device: str) -> dict[str, Any]:
         # What it computes with decides how sums are rounded, as the number of threads does.
         "instructions": torch.backends.cpu.get_cpu_capability() if torch else None,
         "threads": int(torch.get_num_threads()) if torch else None,
-        "memory_gib": None if memory is None else round(memory / 2**30, 1),
+        "memory_gib": round(total_memory() / 2**30, 1),
         "device": device,
         "device_name": (
             str(torch.cuda.get_device_name(device)) if torch and device.startswith("cuda") else None

@@ -116,7 +116,7 @@ def _cause(records: Sequence[StepRecord], known: str) -> str:
     if boxed and not found:
         return (
             f"{', '.join(seen)}; unless the prompts ask for one, set [data] prompt_template ="
-            f" {ASKING_TEMPLATE}"
+            f" {ASKING_TEMPLATE}; a box in a thought does not count"
         )
     if constant and not boxed:
         return _alike(total, 0.0)

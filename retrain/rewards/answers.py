@@ -12,6 +12,8 @@ import unicodedata
 from contextlib import suppress
 from typing import Literal
 
+from retrain.types import THOUGHT_TAGS
+
 Normalization = Literal["none", "hendrycks"]
 
 SAME_CHARACTERS: dict[int, str] = {
@@ -38,15 +40,14 @@ _MATH_MODE = re.compile(r"\A\$+([^$]+)\$+\Z")
 _WHOLE = re.compile(r"\A([-+]?[\d,]+)\.0+\Z")
 MAX_ANSWER = 1 << 16
 """Maximum characters of a box; a longer one counts as broken and is not read to its end."""
-_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 
 
 def extract_boxed(text: str, after_think: bool = True) -> str | None:
     r"""Return the stripped content of the last box that is not empty: "" if all are empty, None
     without a box or if the last one has unbalanced braces.
 
-    `\{` and `\}` are characters, not braces. With `after_think` only what follows the last
-    `</think>` counts, and nothing counts in a thought that never ends.
+    `\{` and `\}` are characters, not braces. With `after_think` only what follows the last thought
+    counts, and nothing counts in a thought that never ends.
     """
     if after_think:
         text = after_thought(text)
@@ -72,12 +73,23 @@ def _end_of_box(text: str, marker: "re.Match[str]") -> int | None:
     return bare.end() if bare else None
 
 
-def after_thought(text: str) -> str:
-    """Return the text after the last `</think>`: "" if a thought is open, the whole text if there is
+def after_thought(text: str, prompt: str = "", think_end_token: str = "") -> str:
+    """Return what follows the last thought: "" if a thought never ends, the whole text if there is
     none.
+
+    The end of `prompt` may open the thought. A `think_end_token` must stand in the text.
     """
-    _, closed, rest = text.rpartition(_END_OF_THOUGHT)
-    return "" if _THOUGHT in rest and not closed else rest
+    prompt, start = prompt.rstrip(), 0
+    tags = THOUGHT_TAGS
+    if think_end_token:
+        tags = (*tags, ("", think_end_token))
+    for opening, closing in tags:
+        end = text.rfind(closing)
+        if text.rfind(opening or closing) > end or (end < 0 and prompt.endswith(opening)):
+            return ""
+        if end >= 0:
+            start = max(start, end + len(closing))
+    return text[start:]
 
 
 def bare_answer(reference: str) -> str:

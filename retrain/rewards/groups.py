@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from retrain.rewards.answers import Normalization, canonical_answer, extract_boxed
+from retrain.rewards.answers import Normalization, canonical_answer
 from retrain.rewards.score import PartScore, ScoreRequest
 from retrain.types import Score
 
@@ -101,13 +101,12 @@ def _results(member: Member, index: int) -> list[PartScore]:
     return [score.of_member(index) for score in done]
 
 
-def majority(responses: Sequence[str], after_think: bool, normalize: Normalization) -> list[float]:
+def majority(boxes: Sequence[str | None], normalize: Normalization) -> list[float]:
     """Return 1 for the completions whose answer is the group's most frequent one, else 0; TTRL,
     arXiv 2504.16084. Of equally frequent answers the one of the lowest sample counts.
 
     A completion without an answer has no vote.
     """
-    boxes = [extract_boxed(response, after_think) for response in responses]
     answers = [canonical_answer(box or "", normalize) for box in boxes]
     votes = Counter(filter(None, answers)).most_common(1)
     return [float(bool(votes) and answer == votes[0][0]) for answer in answers]

@@ -293,7 +293,7 @@ def read_verdict(reply: str) -> bool | None:
     """Return True for a reply whose first word is yes, False for no; None for any other, "yes or
     no" among them.
 
-    What a judge thinks before `</think>` does not count. The word may be bold. In quotes or
+    A judge's thought does not count. The word may be bold. In quotes or
     brackets it must be the whole reply, since '"yes" would be too kind' does not count as yes.
     """
     verdict = _VERDICT.match(after_thought(reply))
@@ -386,7 +386,7 @@ class LanguageModelJudge:
     async def _judge(self, request: ScoreRequest) -> PartScore:
         completion = request.response
         if self._reward.after_think:
-            completion = after_thought(completion)
+            completion = after_thought(completion, request.prompt, self._reward.think_end_token)
         reference = (request.reference or "").strip()
         if not completion.strip() or (not reference and "{reference}" in self._template):
             return PartScore(0.0)

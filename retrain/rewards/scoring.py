@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from retrain.errors import ConfigurationError, EnvironmentFailure, ResumableFailure
 from retrain.noise import Stream, uniform
 from retrain.records.redact import reason_of, secret_values
-from retrain.rewards.answers import answers_match, bare_answer, extract_boxed
+from retrain.rewards.answers import after_thought, answers_match, bare_answer, extract_boxed
 from retrain.rewards.equality import decide_by_strings
 from retrain.rewards.groups import Member, ScoreGroup, majority, normalised
 from retrain.rewards.score import PartScore, ScoreRequest
@@ -144,13 +144,20 @@ class WeightedJudge:
     """Judges the completions of a prompt together, in place of `judge`."""
 
 
-def box_reader(reward: "Reward") -> Callable[[str], str | None] | None:
-    """Return the function that finds the answer in a completion's last box; None if the reward
-    reads none.
+def box_reader(reward: "Reward") -> Callable[[str, str], str | None] | None:
+    """Return the function that finds the answer of a completion to a prompt in its last box; None
+    if the reward reads none.
     """
     if any(REWARDS[kind].reads_boxes for kind in reward.types if kind in REWARDS):
-        return partial(extract_boxed, after_think=reward.after_think)
+        return partial(boxed_answer, reward)
     return None
+
+
+def boxed_answer(reward: "Reward", response: str, prompt: str) -> str | None:
+    """Return the answer in a completion's last box, as `extract_boxed` does."""
+    if reward.after_think:
+        response = after_thought(response, prompt, reward.think_end_token)
+    return extract_boxed(response, after_think=False)
 
 
 def gold_response(reference: str) -> str:
@@ -436,14 +443,14 @@ def _of_prompt(function: str, request: ScoreRequest) -> Message:
 
 
 def _match(reward: "Reward", request: ScoreRequest) -> float:
-    answer = extract_boxed(request.response, reward.after_think)
+    answer = boxed_answer(reward, request.response, request.prompt)
     if answer is None or not request.reference:
         return 0.0
     return float(answers_match(answer, request.reference, reward.normalize))
 
 
 def _math(reward: "Reward", request: ScoreRequest) -> float | Message:
-    answer = extract_boxed(request.response, reward.after_think)
+    answer = boxed_answer(reward, request.response, request.prompt)
     if answer is None or not request.reference:
         return 0.0
     decided = decide_by_strings(answer, request.reference)
@@ -469,8 +476,8 @@ def _overlong(max_tokens: int, buffer: int, request: ScoreRequest) -> float:
 
 
 def _majority(reward: "Reward", requests: Sequence[ScoreRequest]) -> list[float]:
-    responses = [request.response for request in requests]
-    return majority(responses, reward.after_think, reward.normalize)
+    boxes = [boxed_answer(reward, request.response, request.prompt) for request in requests]
+    return majority(boxes, reward.normalize)
 
 
 @dataclass(frozen=True)

@@ -759,15 +759,15 @@ def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
     return _NOT_APPLICABLE
 
 
-def scored_gold(scorer: Scorer, prompts: Sequence[Prompt]) -> str:
+def scored_gold(scorer: Scorer, think_end_token: str, prompts: Sequence[Prompt]) -> str:
     """Score the references of the data as answers."""
     if not scorer.compares_answers:
         return _NOT_APPLICABLE
     requests = [
         ScoreRequest(
-            response=gold_response(prompt.example.reference),
+            response=think_end_token + gold_response(prompt.example.reference),
             reference=prompt.example.reference,
-            prompt=prompt.text,
+            prompt="",  # It may open a thought.
             example=prompt.example,
             step=0,
             slot=slot,

@@ -15,7 +15,7 @@ from retrain.config.recipes import departures, recipe, recipe_of
 from retrain.config.schema import DEFAULT_CLIPS, Lora, Loss, Model, Reward, Training
 from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.data.lab import MAX_DIFFICULTY
-from retrain.model.text import LAB_MODELS, resolve_model
+from retrain.model.text import LAB_MODELS, base_name, resolve_model
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.records.token_table import damage_of, read_tokens
@@ -106,7 +106,7 @@ def notes(config: TrainConfig) -> list[str]:
             f" {pressure.min_batch_size} and {pressure.max_batch_size} prompts per step: steps"
             " differ in size and time, and runs of one seed see a prompt in different steps."
         )
-    return [note for note in found if note]
+    return [note for note in (*found, *_initial_notes(config)) if note]
 
 
 def sharding_note(config: TrainConfig, *, evaluates: bool = False) -> str:
@@ -332,6 +332,27 @@ def _dropout_note(lora: Lora, loss: Loss) -> str:
         f'{effect}; the loss\'s ratio contains it too, unless [loss] old_logprobs = "recomputed"'
         " takes it under the same masks."
     )
+
+
+def _initial_notes(config: TrainConfig) -> list[str]:
+    """Say which KL and which base `[lora] init_from` brings; [] without it."""
+    folder, model, found = config.lora.init_from, config.model.model, []
+    if folder and may_be_positive(config, "loss.kl_coef"):
+        found.append(
+            "[loss] kl_coef with [lora] init_from: the KL term pulls toward the base model without"
+            " any adapter, not toward the adapter that the run starts from; kl_mean in"
+            " metrics.jsonl says how far the policy is from that base."
+        )
+    settings = Path(folder) / "adapter_config.json"
+    if folder and settings.is_file():
+        base = read_object(settings).get("base_model_name_or_path")
+        if base and base_name(str(base)) != base_name(model):
+            found.append(
+                f'[lora] init_from = "{folder}" was trained on the base model {base}, and [model]'
+                f" model is {model}; unless that is a copy of the same model, set [model] model ="
+                f" {toml_value(str(base))}."
+            )
+    return found
 
 
 def _truncation_note(config: TrainConfig) -> str:

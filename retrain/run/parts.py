@@ -615,7 +615,7 @@ def gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> 
         check_gold = partial(environment_gold, parts.stage.host)
     else:
         assert parts.scorer is not None  # one of the two judges
-        check_gold = partial(scored_gold, parts.scorer)
+        check_gold = partial(scored_gold, parts.scorer, config.reward.think_end_token)
     return GateInputs(
         backend=parts.backend,
         check_gold=check_gold,

@@ -31,7 +31,7 @@ from retrain.types import (
     joined_or_none,
 )
 
-BoxReader = Callable[[str], str | None]
+BoxReader = Callable[[str, str], str | None]
 """Text of a completion -> the answer in its last box, or None."""
 
 
@@ -108,7 +108,13 @@ def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> Rewar
     if rewards:
         rate = correct / len(rewards)
     if boxes:
-        found = mean_or_none([boxes(member.text) is not None for member in members])
+        found = mean_or_none(
+            [
+                boxes(member.text, group.prompt.text) is not None
+                for group in rollout.first_draws
+                for member in group.members
+            ]
+        )
     return RewardStatistics(
         judged=len(rewards),
         correct=correct,

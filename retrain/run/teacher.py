@@ -14,7 +14,7 @@ from retrain.advantages.step import flatten
 from retrain.backends.base import Backend
 from retrain.data.chat import encode_texts
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.model.text import TextModel
+from retrain.model.text import TextModel, base_name
 from retrain.system import read_object
 from retrain.types import Example, Float64Array, Group, Prompt, Row
 
@@ -108,6 +108,9 @@ def _filled(template: str, question: str, answer: str) -> str:
     return question.join(part.replace("{answer}", answer) for part in parts)
 
 
+_BASE = "base_model_name_or_path"
+
+
 def check_teacher(config: "TrainConfig") -> None:
     """Raise ConfigurationError for an adapter that cannot teach this run, as far as its settings
     tell; its weights are looked at when the model is loaded.
@@ -125,9 +128,10 @@ def check_teacher(config: "TrainConfig") -> None:
         settings = read_object(folder / "adapter_config.json")
     except RunFailed as error:
         raise ConfigurationError(f"{where}: {error}") from error
+    settings[_BASE] = base_name(str(settings.get(_BASE)))
     rank = config.model.lora_rank
     wanted = {
-        "base_model_name_or_path": ("[model] model", config.model.model),
+        _BASE: ("[model] model", base_name(config.model.model)),
         "r": ("[model] lora_rank", rank),
         "lora_alpha": ("[lora] alpha", config.lora.alpha or 2 * rank),
         "use_rslora": ("[lora] use_rslora", config.lora.use_rslora),

@@ -17,7 +17,7 @@ from retrain.config import TrainConfig, dump_toml, load_stored, replaced
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, first_line
 from retrain.model import hub
 from retrain.model.load import load_weights, no_progress_bar
-from retrain.model.text import load_tokenizer, resolve_model
+from retrain.model.text import base_name, load_tokenizer, resolve_model
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.disk import is_disk, replacing_folder, sync_files
@@ -77,7 +77,8 @@ def export_run(
     found = _checkpoint(folder, checkpoint)
     # Refused before anything large is loaded.
     read_adapter(found.folder)
-    base, is_local = _resolved_base(config.model.model)
+    base = base_name(resolve_model(config.model.model))
+    is_local = Path(base).is_dir()
     if is_local and uploads and not merged:
         raise ConfigurationError(
             f"--hub: the adapter's base is a folder of this machine, {base}, which nobody who"
@@ -129,13 +130,6 @@ def _own_settings(config: TrainConfig) -> dict[str, str]:
     if Redactor().text(config.logging.label) != config.logging.label:
         settings["logging.label"] = ""
     return settings
-
-
-def _resolved_base(model: str) -> tuple[str, bool]:
-    """The base as the adapter names it, and True if that is a folder of this machine."""
-    base = resolve_model(model)
-    is_local = Path(base).is_dir()
-    return str(Path(base).resolve()) if is_local else base, is_local
 
 
 def _refuse_code(config: TrainConfig, path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retrain.backends.local.loss import clip_counts, policy_loss
+from retrain.backends.local.loss import clip_counts, kl_term, policy_loss
 from retrain.backends.local.micro_batches import (
     LearnerRow,
     MicroBatch,
@@ -229,12 +229,19 @@ class Learner:
         else:
             measured = self._of_all_processes(measured)
         # The rows of the first minibatch were measured before any update of this step.
-        before: list[Float32Array] = []
-        if batch:
-            first = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]
-            numbers = {row.number for row in first}
-            before = [ratios for number, ratios in measured.items() if number in numbers]
-        return step_result(updates, list(measured.values()), before)
+        first = batch and minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]
+        numbers = {row.number for row in first}
+        before = [ratios for number, ratios in measured.items() if number in numbers]
+        return step_result(updates, list(measured.values()), before, self._divergence(batch))
+
+    def _divergence(self, batch: Sequence[LearnerRow]) -> float | None:
+        """Return the mean KL divergence from the base; None where the loss does not read it."""
+        pairs = [(row.old, row.reference) for row in batch if row.reference is not None]
+        if not pairs:
+            return None
+        old, base = (torch.from_numpy(np.concatenate(side)) for side in zip(*pairs, strict=True))
+        loss = self._settings.loss
+        return float(kl_term(old, base, loss.kl_estimator, loss.log_ratio_clamp).double().mean())
 
     def _with_own_logprobs(self, batch: list[LearnerRow]) -> list[LearnerRow]:
         """Replace the sampler's log-probs by the learner's own, without dropout."""
