@@ -156,3 +156,31 @@ def test_the_code_of_a_run_is_recorded_and_not_run_by_explaining_its_folder(
     assert main(["explain", stored]) == 2
     assert "--trust" in capsys.readouterr().err and not (tmp_path / "imported").exists()
     assert main(["explain", stored, "--trust"]) == 0 and (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"), [('raise ValueError("boom")', "boom"), ('return "yes"', "value of type str")]
+)
+def test_a_reward_that_can_judge_nothing_is_refused_before_and_fails_at_the_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    body: str,
+    said: str,
+) -> None:
+    (tmp_path / "nothing.py").write_text(f"def score(response, reference):\n    {body}\n")
+    (tmp_path / "own.jsonl").write_text(
+        '{"prompt": "1+1?", "answer": "2"}\n{"prompt": broken\n{"prompt": "1+2?", "answer": "3"}\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    sections: dict[str, Any] = {
+        "data": {"source": "own.jsonl"},
+        "reward": {"type": "nothing.score", "workers": 1},
+        "training": {"batch_size": 2, "group_size": 2, "max_steps": 1, "save_every": 1},
+    }
+    assert said in refusal(tmp_path, capsys, 2, sections)
+    assert main([str(tmp_path / "this.toml")]) == 1
+    assert said in capsys.readouterr().err.rpartition("could be judged")[2]
+    sections["reward"] = {"type": "match"}
+    assert explain_exit(tmp_path, sections) == 0
+    assert "Dropped rows: 1" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from retrain.errors import ConfigurationError, EnvironmentFailure, ResumableFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure, ResumableFailure, RunFailed
 from retrain.noise import Stream, uniform
 from retrain.records.redact import reason_of, secret_values
 from retrain.rewards.answers import after_thought, answers_match, bare_answer, extract_boxed
@@ -82,6 +82,19 @@ class FailureGuard:
             steps = f"{taken} steps" if taken > 1 else "step"
             what = f"{total} completions of the last {steps}"
             raise _too_many_failures(what, reasons, self._max_failure_rate)
+
+    def check_end(self) -> None:
+        """Raise RunFailed, with the most frequent reason, if a run ends of whose last completions
+        none could be judged, however few they are.
+        """
+        reasons, total = Counter[str](), sum(step.total for step in self._steps)
+        for step in self._steps:
+            reasons.update(step.reasons)
+        if self._max_failure_rate < 1 and total and reasons.total() == total:
+            raise RunFailed(
+                f"None of the last {total} completions could be judged"
+                f" ({reasons.most_common(1)[0][0].rstrip('.')}); fix the reward and start again."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return [total, {reason: count}] for each step in the window, oldest first, as JSON."""

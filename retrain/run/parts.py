@@ -49,6 +49,7 @@ from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.rewards import FailureGuard, Scorer, build_scorer, gold_response
+from retrain.rewards.pairs import judge_answers
 from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
 from retrain.run.gate import GateResult, adapter_check, environment_gold, parity_gate, scored_gold
@@ -265,9 +266,9 @@ def _load_sources(config: TrainConfig) -> None:
 
 
 def check_inputs(config: TrainConfig) -> str:
-    """Check, for `explain`, what a run would refuse in its plugins, its rewards and its data files.
-    Nothing is asked of the hub; offline its cache is looked into. Return the run's warning about
-    these files, or "".
+    """Check, for `explain`, what a run would refuse in its plugins, its rewards and its data files,
+    and judge reference answers. Nothing is asked of the hub; offline its cache is looked into.
+    Return the run's warnings about these files, or "".
 
     Raises ConfigurationError or EnvironmentFailure, as the run would.
     """
@@ -276,16 +277,36 @@ def check_inputs(config: TrainConfig) -> str:
         RunFolder(Path(config.resume.from_)).claim().refuse_run(resuming=True)
     if config.environment.provider:
         return ""
-    build_scorer(replaced(config, {"reward.workers": 1})).close()
+    config = replaced(config, {"reward.workers": 1})
+    with build_scorer(config) as scorer:
+        asks = not scorer.judges_groups and "judge" not in config.reward.types
     for own in each_source(config):
         if own.evaluation.asked_for and _asks_nobody(query_of(own, "heldout")):
             load_examples(own, "heldout")
     if _asks_nobody(query_of(config, "train")):
-        examples = load_examples(config, "train").examples
-        talks = [messages_of(each, config.data) for each in examples]
-        texts = ["\n".join(message["content"] for message in talk) for talk in talks]
-        return " ".join(answer_notes(config, texts, examples))
+        loaded = load_examples(config, "train")
+        if asks:
+            _judge_references(config, loaded.examples[:_REFERENCES_JUDGED])
+        talks = [messages_of(each, config.data) for each in loaded.examples]
+        texts = ["
+".join(message["content"] for message in talk) for talk in talks]
+        dropped = [f"Dropped rows: {loaded.dropped_rows()}."] if loaded.dropped else []
+        return " ".join([*dropped, *answer_notes(config, texts, loaded.examples)])
     return ""
+
+
+_REFERENCES_JUDGED = 3
+
+
+def _judge_references(config: TrainConfig, examples: Sequence[Example]) -> None:
+    """Raise ConfigurationError if the reward can judge none of the reference answers."""
+    scores = judge_answers(config, [(gold_response(each.reference), each) for each in examples])
+    if all(score.reward is None for score in scores):
+        raise ConfigurationError(
+            f'[reward] type = "{" + ".join(config.reward.types)}" could judge none of'
+            f" {counted(len(scores), 'reference answer')} ({scores[0].reason.rstrip('.')});"
+            " fix the reward."
+        )
 
 
 def _asks_nobody(query: Query) -> bool:

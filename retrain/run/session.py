@@ -555,6 +555,7 @@ class Session:
     def finish(self) -> RunSummary:
         """Write the last adapter and the summary, and print the last lines."""
         training, state = self.config.training, self.state
+        self.parts.guard.check_end()
         if self.world.is_rank_zero:
             self.saver.store.save_final(state, self.parts.backend.save_adapter)
         if state.step < training.max_steps:
