@@ -107,7 +107,7 @@ def test_a_run_in_wandb_holds_its_names_its_numbers_and_every_completion(tmp_pat
     assert [item["trainer/step"] for item in steps] == [0, 1, 2]
     for item, record in zip(steps, run.records(), strict=True):
         assert {name: item[name] for name in metrics(record)} == pytest.approx(metrics(record))
-    assert {"train/entropy/exec_mean", "train/surprisal/exec_mean"} <= steps[0].keys()
+    assert {"train/entropy/mean", "train/surprisal/mean"} <= steps[0].keys()
     (evaluation,) = [item for item in history if "eval/pass@1" in item]
     assert evaluation["trainer/step"] == 0
     stored = [
