@@ -288,8 +288,7 @@ def check_inputs(config: TrainConfig) -> str:
         if asks:
             _judge_references(config, loaded.examples[:_REFERENCES_JUDGED])
         talks = [messages_of(each, config.data) for each in loaded.examples]
-        texts = ["
-".join(message["content"] for message in talk) for talk in talks]
+        texts = ["\n".join(message["content"] for message in talk) for talk in talks]
         dropped = [f"Dropped rows: {loaded.dropped_rows()}."] if loaded.dropped else []
         return " ".join([*dropped, *answer_notes(config, texts, loaded.examples)])
     return ""
