@@ -12,8 +12,8 @@ from runs import lines, small
 from scipy import stats
 
 from retrain.config import TrainConfig, config_from_mapping
-from retrain.config.judging import judge_words, training_rewards
-from retrain.config.load import with_judging_reward
+from retrain.config.judging import judge_words
+from retrain.config.plan import Plan
 from retrain.errors import ConfigurationError
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation, clustered_interval, pass_at_k
@@ -147,13 +147,13 @@ def test_what_chance_decides_is_left_out_of_the_judgement(
     sections: dict[str, Any], judging: list[str], weights: list[float]
 ) -> None:
     config = TrainConfig.model_validate({"reward": {"type": "random"}} | sections)
-    reward = with_judging_reward(config).reward
+    reward = Plan.of(config).judging.reward
     assert (reward.types, reward.type_weights) == (judging, weights)
 
 
 def test_a_reward_without_chance_in_it_judges_held_out_answers_itself() -> None:
     config = TrainConfig.model_validate({"data": {"source": "gsm8k"}, "reward": {"type": "match"}})
-    assert with_judging_reward(config) is config
+    assert Plan.of(config).judging is config
 
 
 def test_a_reward_for_held_out_answers_wins_over_the_runs_own() -> None:
@@ -161,9 +161,9 @@ def test_a_reward_for_held_out_answers_wins_over_the_runs_own() -> None:
         "reward": {"type": "random", "normalize": "hendrycks"},
         "evaluation": {"reward": "match"},
     }
-    judging = with_judging_reward(
+    judging = Plan.of(
         TrainConfig.model_validate(sections | {"data": {"source": "gsm8k"}})
-    ).reward
+    ).judging.reward
     assert (judging.types, judging.normalize) == (["match"], "hendrycks")
     with pytest.raises(ConfigurationError, match="by chance"):
         config_from_mapping({"evaluation": {"reward": "random"}})
@@ -174,7 +174,7 @@ def test_a_reward_for_held_out_answers_wins_over_the_runs_own() -> None:
 def test_judges_have_the_same_words_exactly_where_they_decide_alike() -> None:
     def words(**reward: object) -> str:
         config = TrainConfig.model_validate({"reward": reward})
-        return judge_words(training_rewards(config), config.reward)
+        return judge_words(Plan.of(config).rewards, config.reward)
 
     assert words() == words(workers=3, custom_module="unused", random_p=0.1) == "match"
     assert words(type=["match", "math"]) == words(type=["math", "match"], weights=[1.0, 1.0])

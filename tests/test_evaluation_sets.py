@@ -10,8 +10,8 @@ from runs import lines, small, small_run
 from retrain.analysis.arms import evaluation_words
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping
-from retrain.config.judging import judging_rewards
-from retrain.data.prompts import each_source, load_examples
+from retrain.config.plan import Plan
+from retrain.data.prompts import load_examples
 from retrain.errors import ConfigurationError
 from retrain.rewards.verification import equal
 
@@ -93,7 +93,7 @@ def test_a_preset_reads_a_copy_of_its_data_set(name: str, tmp_path: Path) -> Non
     else:
         assert text == STAND_INS[name]["problem"]
         assert reference == {"aime24": "33"}.get(name, STAND_INS[name]["answer"])
-    assert judging_rewards(asked(name)) == [("match", 1.0)]  # training's, which verifies
+    assert Plan.of(asked(name)).judges == (("match", 1.0),)  # training's, which verifies
     assert equal(reference, reference)
 
 
@@ -105,7 +105,7 @@ def test_a_preset_reads_the_hubs_data_set(monkeypatch: pytest.MonkeyPatch) -> No
         return [STAND_INS[{"MATH-500": "math500"}.get(data.name.rpartition("/")[2], "aime24")]]
 
     monkeypatch.setattr("retrain.data.readers._load_split", split)
-    for config in each_source(asked(["math500", "aime24"])):
+    for config in Plan.of(asked(["math500", "aime24"])).evaluations:
         assert len(load_examples(config, "heldout")) == 1
     assert read == [
         ("HuggingFaceH4/MATH-500", "", "test"),

@@ -12,7 +12,7 @@ from runs import lines, small, small_run
 
 from retrain.audit.run import audit_reward
 from retrain.config import TrainConfig, config_from_mapping
-from retrain.config.judging import judging_rewards
+from retrain.config.plan import Plan
 from retrain.errors import ConfigurationError
 from retrain.rewards import Scorer, ScoreRequest, build_scorer
 from retrain.rewards.groups import majority, normalised
@@ -310,7 +310,7 @@ def test_held_out_answers_are_judged_by_what_verifies() -> None:
             "data": {"source": "lab"},
             "algorithm": {"advantage_mode": "grpo"},
         }
-        return judging_rewards(TrainConfig.model_validate(sections))
+        return [*Plan.of(TrainConfig.model_validate(sections)).judges]
 
     assert judges(type="majority") == [("match", 1.0)]
     assert judges(type=["math", "overlong"], weights=[2, 1]) == [("math", 2.0)]

@@ -24,6 +24,7 @@ from retrain.config import (
 )
 from retrain.config.load import arms
 from retrain.config.moving import movable, scheduled, value_at, with_values
+from retrain.config.plan import Plan
 from retrain.errors import ConfigurationError
 from retrain.run.observer import StepObserver
 from retrain.run.rollout import Rollout
@@ -172,7 +173,7 @@ def test_log_probs_before_the_temperature_tell_no_chance_in_a_step_that_moved_it
 ) -> None:
     engine = SimpleNamespace(capabilities=SimpleNamespace(logprobs="raw"))
     parts: Any = SimpleNamespace(stage=None, backend=SimpleNamespace(engine=engine))
-    observer = StepObserver(small(tmp_path / "run"), parts, Tracker())
+    observer = StepObserver(Plan.of(small(tmp_path / "run")), parts, Tracker())
     step: Any = SimpleNamespace(rollout=Rollout([]))
     assert observer._identical_chance(step, {}) is not None
     assert observer._identical_chance(step, {"scheduled": {"training.temperature": 0.7}}) is None

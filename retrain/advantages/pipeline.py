@@ -54,9 +54,8 @@ from retrain.advantages.transforms import (
     inverted,
     top_rho,
 )
-from retrain.config.moving import may_be_positive
 from retrain.config.names import replaces_modes
-from retrain.config.recipes import recipe_of
+from retrain.config.recipes import modes_of
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import params_of, refuse_unknown_params, user_code
 from retrain.types import Float64Array, Group, Int32Array
@@ -114,8 +113,8 @@ class CreditPipeline:
         self._uncertainty: UncertaintyStage | None = None
         self._detector: RegexDetector | SemanticDetector | None = None
         algorithm = config.algorithm
-        recipe = recipe_of(algorithm)
-        if recipe is None:
+        advantage, transform = modes_of(algorithm)
+        if not advantage:
             self._algorithm = self._resolve(ALGORITHM, algorithm.algorithm_mode, config)
             spec = TransformSpec("algorithm", needs_planning=True, uses_sepa_controller=True)
             self._transform = TransformStage(spec, None, {})
@@ -126,8 +125,8 @@ class CreditPipeline:
                 # their parameters.
                 bare = algorithm.model_copy(update={"advantage_params": {}, "transform_params": {}})
                 config = config.model_copy(update={"algorithm": bare})
-            self._episode = self._resolve(ADVANTAGE, recipe.advantage, config)
-            self._transform = self._resolve(TRANSFORM, recipe.transform, config)
+            self._episode = self._resolve(ADVANTAGE, advantage, config)
+            self._transform = self._resolve(TRANSFORM, transform, config)
         self.spec = self._transform.spec
         self.uncertainty_kind = canonical_kind(config.algorithm.uncertainty)
         if self._may_need_uncertainty:
@@ -154,7 +153,7 @@ class CreditPipeline:
         composed = self._algorithm is None and self._transform.function is None
         if composed and self.spec.uses_sepa_controller:
             check_ramp(config.sepa)
-        masks = may_be_positive(config, "algorithm.surprisal_mask_rho")
+        masks = config.may_be_positive("algorithm.surprisal_mask_rho")
         if self.spec.needs_rho and not masks:
             raise ConfigurationError(
                 f'[algorithm] transform "{self.spec.name}" has no effect while surprisal_mask_rho'
@@ -210,7 +209,7 @@ class CreditPipeline:
     @property
     def _may_need_uncertainty(self) -> bool:
         """True if some step needs it: [schedule] may begin a mask later."""
-        masks = may_be_positive(self.config, "algorithm.surprisal_mask_rho")
+        masks = self.config.may_be_positive("algorithm.surprisal_mask_rho")
         return masks or self.needs_uncertainty
 
     def assign(

@@ -150,12 +150,9 @@ def maximal_lambda(settings: "Sepa", max_steps: int) -> float:
 def follows_schedule(algorithm: "Algorithm") -> bool:
     """Return True if the transform of this run is a built-in one that lambda scales."""
     from retrain.advantages.transforms import TRANSFORMS
-    from retrain.config.recipes import recipe_of
+    from retrain.config.recipes import modes_of
 
-    recipe = recipe_of(algorithm)
-    spec = None
-    if recipe:
-        spec = TRANSFORMS.get(recipe.transform)
+    spec = TRANSFORMS.get(modes_of(algorithm)[1])
     return spec is not None and spec.uses_sepa_controller
 
 

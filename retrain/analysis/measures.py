@@ -13,7 +13,8 @@ import numpy as np
 from retrain.analysis.held_out import mean_of_known
 from retrain.analysis.runs import StoredRun
 from retrain.analysis.statistics import Floats, Interval
-from retrain.config.judging import judge_words, judging_rewards, training_rewards
+from retrain.config.judging import judge_words
+from retrain.config.plan import Plan
 from retrain.errors import ConfigurationError
 from retrain.records.entries import Direction, StepRecord
 
@@ -60,12 +61,12 @@ class Metric:
         """The reward that decides the metric in a run, in words that are equal for equal rewards;
         "" if no reward does.
         """
-        config = run.config
+        config, plan = run.config, Plan.of(run.config)
         if self.k is not None:
-            return judge_words(judging_rewards(config), config.reward)
+            return judge_words(plan.judges, config.reward)
         if self.name not in _BY_REWARD:
             return ""
-        words = judge_words(training_rewards(config), config.reward)
+        words = judge_words(plan.rewards, config.reward)
         if config.reward.combine != "sum" and self.name not in _RIGHT_BY_SUM:
             words += ", each normalised within its group"
         return words

@@ -9,7 +9,8 @@ from importlib.resources import files
 from typing import Any
 
 from retrain.config import TrainConfig, replaced
-from retrain.config.judging import judge_words, training_rewards
+from retrain.config.judging import judge_words
+from retrain.config.plan import Plan
 from retrain.data import load_examples
 from retrain.errors import ConfigurationError
 from retrain.records.evaluation import wilson_interval
@@ -133,7 +134,7 @@ def audit_reward(config: TrainConfig, examples: int, log: Callable[[str], None])
     end = config.reward.think_end_token
     scores = judge_answers(config, [(end + case.response, case.example) for case in cases])
     verdicts = [Verdict(case, score) for case, score in zip(cases, scores, strict=True)]
-    reward = judge_words(training_rewards(config), config.reward)
+    reward = judge_words(Plan.of(config).rewards, config.reward)
     return Audit(reward, loaded.data.source, len(loaded), verdicts)
 
 

@@ -17,7 +17,7 @@ from retrain.backends.losses import AGGREGATIONS, CORRECTIONS, LOSSES
 from retrain.backends.own_loss import OwnFunction, own_functions
 from retrain.config.keys import all_keys
 from retrain.config.needs import Outcome, built_in, refusals
-from retrain.config.rules import modes_of
+from retrain.config.recipes import modes_of
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import (
     ENGINES,

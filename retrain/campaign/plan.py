@@ -17,8 +17,9 @@ from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.config.judging import verifies
 from retrain.config.load import arms, given_values
 from retrain.config.names import folder_name
+from retrain.config.plan import Plan
 from retrain.config.schema import Campaign, Condition, Logging, Provenance
-from retrain.data.prompts import each_source, load_examples
+from retrain.data.prompts import load_examples
 from retrain.data.sources import NoHeldOutSplit
 from retrain.environments.loading import environment_name, load_environment, load_problems
 from retrain.errors import ConfigurationError
@@ -327,7 +328,7 @@ def _has_held_out(config: TrainConfig, campaign: TrainConfig) -> bool:
             with closing(load_environment(config)) as environment:
                 load_problems(environment, config, "evaluation")
         else:
-            for own in each_source(config):
+            for own in Plan.of(config).evaluations:
                 load_examples(own, "heldout")
     except NoHeldOutSplit:
         if (

@@ -9,6 +9,8 @@ from retrain.config.names import builtin_names, table
 from retrain.config.schema import Reward, TrainConfig
 from retrain.system import toml_value
 
+Rewards = tuple[tuple[str, float], ...]
+"""Name and weight of each."""
 _VERIFIABLE = {
     "lab": "match",
     **dict.fromkeys(("gsm8k", "math", "math500", "aime24", "aime25"), "math"),
@@ -17,27 +19,27 @@ _VERIFIABLE = {
 _ANY_SOURCE = "match"
 
 
-def training_rewards(config: TrainConfig) -> list[tuple[str, float]]:
-    """Name and weight of each reward in training."""
-    return list(zip(config.reward.types, config.reward.type_weights, strict=True))
+def training_rewards(config: TrainConfig) -> Rewards:
+    """Return the rewards of training."""
+    return tuple(zip(config.reward.types, config.reward.type_weights, strict=True))
 
 
-def judging_rewards(config: TrainConfig) -> list[tuple[str, float]]:
-    """Name and weight of each reward that judges held-out answers: `[evaluation] reward`, or those
-    of the run's own that verify.
+def judging_rewards(config: TrainConfig) -> Rewards:
+    """Return the rewards that judge held-out answers: `[evaluation] reward`, or those of the run's
+    own that verify.
 
     Where none is left, it is the reward that verifies the held-out source's answers: a random one
     would measure chance, and a majority its own agreement, whatever the model has learned.
     """
     if config.evaluation.reward:
-        return [(config.evaluation.reward, 1.0)]
-    kept = [(kind, weight) for kind, weight in training_rewards(config) if verifies(kind)]
+        return ((config.evaluation.reward, 1.0),)
+    kept = tuple(each for each in training_rewards(config) if verifies(each[0]))
     judges = {
         _VERIFIABLE.get(source or config.data.source, _ANY_SOURCE)
         for source in config.evaluation.sources
     }
     judge = judges.pop() if len(judges) == 1 else "math"  # which compares letters and words too
-    return kept or [(judge, 1.0)]
+    return kept or ((judge, 1.0),)
 
 
 def verifies(kind: str) -> bool:
@@ -59,7 +61,7 @@ def judging_note(training: TrainConfig, judging: TrainConfig) -> str:
     return f"Held-out answers are judged by {' + '.join(judging.reward.types)}: {because}."
 
 
-def judge_words(judges: list[tuple[str, float]], reward: Reward) -> str:
+def judge_words(judges: Rewards, reward: Reward) -> str:
     """Describe the judges with every parameter that decides what is right: match, custom
     (custom_module = "mine"), 0.9 math + 0.1 match.
     """

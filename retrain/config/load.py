@@ -16,7 +16,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from retrain.config import moving
-from retrain.config.judging import judging_rewards, training_rewards
 from retrain.config.keys import (
     CONDITION_KEYS,
     condition_homes,
@@ -35,7 +34,7 @@ from retrain.config.overrides import (
     parse_overrides,
     variable_overrides,
 )
-from retrain.config.recipes import above_recipe_of_condition, recipe_modes
+from retrain.config.recipes import above_recipe_of_condition, modes_of
 from retrain.config.removed import farewell, removed_key, without_removed
 from retrain.config.rules import Violation
 from retrain.config.schema import Condition, Provenance, Schedule, TrainConfig
@@ -164,18 +163,6 @@ def replaced(
     merged = _merge(given_values(config), given)
     origins = {**config._provenance.origins, **dict.fromkeys(values, origin)}
     return _validate(merged, replace(config._provenance, origins=origins))
-
-
-def with_judging_reward(config: TrainConfig) -> TrainConfig:
-    """Return `config` with `[reward]` set to what judges held-out answers; `config` itself where
-    training's reward does.
-    """
-    judging = judging_rewards(config)
-    if judging == training_rewards(config) and config.reward.combine == "sum":
-        return config
-    types, weights = zip(*judging, strict=True)
-    changes = {"reward.type": list(types), "reward.weights": list(weights)}
-    return replaced(config, changes | {"reward.combine": "sum"})
 
 
 def with_drawn_seed(config: TrainConfig) -> TrainConfig:
@@ -385,7 +372,7 @@ def _arm(config: TrainConfig, condition: Condition) -> TrainConfig:
     mode = condition.algorithm_mode
     if is_recipe(mode):
         data = above_recipe_of_condition(data, mode)
-        advantage, transform = recipe_modes(mode)
+        advantage, transform = modes_of(condition)
         own |= {"algorithm_mode": "", "advantage_mode": advantage, "transform_mode": transform}
     alone = {"conditions": [own | {"label": condition.label}], "grid": {}}
     data["campaign"] = {**data["campaign"], **alone}

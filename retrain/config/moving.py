@@ -146,14 +146,6 @@ def extremes(config: "TrainConfig") -> Iterator[tuple[int, dict[str, float]]]:
         yield step, scheduled(config, step)
 
 
-def may_be_positive(config: "TrainConfig", path: str) -> bool:
-    """Return True if a key that is off at 0 may be above it in some step, by the file or by a
-    schedule.
-    """
-    value: float = config.value(path)
-    return value > 0 or path in config.schedule.points
-
-
 def moves_learner(config: "TrainConfig") -> bool:
     """Return True if a schedule moves a key that the learner reads."""
     return any(path.partition(".")[0] in _LEARNERS for path in config.schedule.points)

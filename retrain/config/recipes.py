@@ -50,13 +50,16 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def recipe_of(modes: Algorithm | Condition) -> Recipe | None:
-    """Return the advantage and the transform in use; None for an algorithm plugin, which has
-    neither.
-    """
-    if replaces_modes(modes.algorithm_mode):
-        return RECIPES.get(modes.algorithm_mode)
-    return Recipe(modes.advantage_mode, modes.transform_mode)
+def modes_of(modes: Algorithm | Condition) -> tuple[str, str]:
+    """Return the advantage and the transform in use; an algorithm plugin has neither: ("", "")."""
+    mode = modes.algorithm_mode
+    if replaces_modes(mode):
+        built_in = RECIPES.get(mode, Recipe("", ""))
+        return built_in.advantage, built_in.transform
+    if is_recipe(mode) and not modes.advantage_mode:  # of a condition, before it is an arm
+        advantage, transform = (recipe(mode)[path] for path in _MODES)
+        return advantage, transform
+    return modes.advantage_mode, modes.transform_mode
 
 
 METHOD = ("updates_per_batch", "minibatches", "dynamic_sampling")
@@ -101,12 +104,6 @@ def _full_path(value: Any) -> Any:
         if (PAPERS / f"{module}.py").is_file():
             return OWN_PLUGINS + value
     return value
-
-
-def recipe_modes(name: str) -> tuple[str, str]:
-    """The advantage and the transform of a recipe."""
-    advantage, transform = (recipe(name)[path] for path in _MODES)
-    return advantage, transform
 
 
 def above_recipe(data: Mapping[str, Any]) -> Json:

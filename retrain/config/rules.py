@@ -21,14 +21,13 @@ from retrain.config.names import (
     builtin_names,
     fixed_aggregation,
     folder_name,
-    is_recipe,
     nearest,
     source_task,
     table,
     transforms_with,
 )
-from retrain.config.recipes import recipe_modes
-from retrain.config.sections import AllSections, Condition
+from retrain.config.recipes import modes_of
+from retrain.config.sections import AllSections
 from retrain.config.values import MAX_COMPLETIONS, MAX_SEED
 from retrain.errors import MAX_SENTENCES
 from retrain.system import toml_value
@@ -105,18 +104,6 @@ def is_read(config: AllSections, path: str) -> bool:
     if config.squeeze.evaluate and config.squeeze.output_path:
         read = EVALUATION_SECTIONS
     return path.partition(".")[0] in read
-
-
-def modes_of(condition: Condition) -> tuple[str, str]:
-    """The advantage and the transform of a condition; a plugin algorithm has neither: ("", "")."""
-    if is_recipe(condition.algorithm_mode):
-        return recipe_modes(condition.algorithm_mode)
-    if not condition.algorithm_mode:
-        return condition.advantage_mode, condition.transform_mode
-    built_in = table("algorithm").get(condition.algorithm_mode)
-    if built_in:
-        return built_in.advantage, built_in.transform
-    return "", ""
 
 
 def transforms_of(config: AllSections) -> list[str]:

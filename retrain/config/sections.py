@@ -279,6 +279,12 @@ class AllSections(Section):
         section, _, name = path.partition(".")
         return getattr(getattr(self, section), "from_" if name == "from" else name, None)
 
+    def may_be_positive(self, path: str) -> bool:
+        """Return True if a key that is off at 0 may be above it in some step, by the file or by
+        [schedule].
+        """
+        return self.value(path) > 0 or path in self.schedule.points
+
     @property
     def kind(self) -> Literal["run", "campaign", "squeeze"]:
         if self.campaign is not None:

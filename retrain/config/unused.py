@@ -11,7 +11,6 @@ from typing import Any
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
 from retrain.config.load import arms
-from retrain.config.moving import may_be_positive
 from retrain.config.names import (
     builtin_names,
     fixed_aggregation,
@@ -21,7 +20,8 @@ from retrain.config.names import (
     transforms_with,
 )
 from retrain.config.needs import parts_of
-from retrain.config.rules import is_read, modes_of, transforms_of
+from retrain.config.recipes import modes_of
+from retrain.config.rules import is_read, transforms_of
 from retrain.config.schema import BACKEND_OPTIONS, TrainConfig
 from retrain.config.section import Applicability
 from retrain.system import listed, toml_value
@@ -225,7 +225,7 @@ ROWS = (
         "algorithm.uncertainty_kind algorithm.uncertainty_params",
         "nothing here weighs or masks by uncertainty",
         lambda c: (
-            not may_be_positive(c, "algorithm.surprisal_mask_rho")
+            not c.may_be_positive("algorithm.surprisal_mask_rho")
             and _no_transform_with("use_gtpo")(c)
         ),
     ),

@@ -62,11 +62,6 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     return result
 
 
-def each_source(config: "TrainConfig") -> list["TrainConfig"]:
-    """The configuration with one source of `[evaluation]` at a time, at its own settings."""
-    return [config.model_copy(update={"evaluation": part}) for part in config.evaluation.parts]
-
-
 def of_task(prompts: Iterable[Prompt], source: str) -> list[Prompt]:
     """The prompts of one of several evaluation sources: the task is its name, which the ids of the
     examples carry too.

@@ -22,7 +22,7 @@ from retrain.analysis.runs import StoredRun, read_metrics
 from retrain.config import TrainConfig, replaced
 from retrain.config.load import trusted
 from retrain.config.names import condition_label
-from retrain.config.recipes import recipe_of
+from retrain.config.recipes import modes_of
 from retrain.errors import ConfigurationError
 from retrain.model.sentences import load_sentence_encoder
 from retrain.model.text import load_tokenizer
@@ -386,15 +386,15 @@ def _under(config: TrainConfig, name: str) -> TrainConfig:
     one.
     """
     advantage, _, transform = name.rpartition("+")
-    recipe = recipe_of(config.algorithm)
-    if not advantage and recipe is None:
+    own, _ = modes_of(config.algorithm)
+    if not (advantage or own):
         raise ConfigurationError(
             f"--against {name}: the run's algorithm_mode = {config.algorithm.algorithm_mode!r} has"
             f" no advantage_mode to keep; name one, as in --against maxrl+{name}."
         )
     changes = {
         "algorithm.algorithm_mode": "",
-        "algorithm.advantage_mode": advantage or (recipe.advantage if recipe else ""),
+        "algorithm.advantage_mode": advantage or own,
         "algorithm.transform_mode": transform,
         # These belong to the run's own transform.
         "algorithm.transform_params": {},
@@ -402,7 +402,7 @@ def _under(config: TrainConfig, name: str) -> TrainConfig:
         # The step's values are in their places, and a schedule may name a parameter that is gone.
         "schedule.points": {},
     }
-    if advantage and not (recipe and advantage == recipe.advantage):
+    if advantage not in ("", own):
         changes["algorithm.advantage_params"] = {}
     return replaced(config, changes, origin="--against")
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from retrain.config.moving import may_be_positive
 from retrain.distributed import ALONE, World
 from retrain.model.budget import (
     PAGE_TOKENS,
@@ -302,7 +301,7 @@ class Memory:
         )
         actions = self.completions * self.config.training.max_tokens
         tensors = _LEARNING_TENSORS
-        if may_be_positive(self.config, "loss.entropy_coef"):
+        if self.config.may_be_positive("loss.entropy_coef"):
             tensors = _LEARNING_ENTROPY_TENSORS
         learning = (tensors + truncating) * min(
             workers * chunk_bytes_on(self.machine.device_type), actions * vocabulary * _FLOAT

@@ -9,9 +9,9 @@ from retrain.advantages.sepa import maximal_lambda_note
 from retrain.advantages.transforms import sure_sentence, top_share
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, unused_keys
-from retrain.config.moving import extremes, may_be_positive, with_values
+from retrain.config.moving import extremes, with_values
 from retrain.config.names import bracketed, is_recipe
-from retrain.config.recipes import departures, recipe, recipe_of
+from retrain.config.recipes import departures, modes_of, recipe
 from retrain.config.schema import DEFAULT_CLIPS, Lora, Loss, Model, Reward, Training
 from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.data.lab import MAX_DIFFICULTY
@@ -214,11 +214,11 @@ def _certainty_note(config: TrainConfig, chosen: bool) -> str:
     the newest that the run has stored tell, or else the model's own folder.
     """
     algorithm = config.algorithm
-    recipe = recipe_of(algorithm)
-    if config.kind == "squeeze" or recipe is None:
+    transform = modes_of(algorithm)[1]
+    if config.kind == "squeeze" or not transform:
         return ""
     masks = "algorithm.surprisal_mask_rho" in config.schedule.points
-    weighs = chosen and recipe.transform != "none"
+    weighs = chosen and transform != "none"
     if not (weighs or masks or algorithm.surprisal_mask_rho):
         return ""
     folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
@@ -337,7 +337,7 @@ def _dropout_note(lora: Lora, loss: Loss) -> str:
 def _initial_notes(config: TrainConfig) -> list[str]:
     """Say which KL and which base `[lora] init_from` brings; [] without it."""
     folder, model, found = config.lora.init_from, config.model.model, []
-    if folder and may_be_positive(config, "loss.kl_coef"):
+    if folder and config.may_be_positive("loss.kl_coef"):
         found.append(
             "[loss] kl_coef with [lora] init_from: the KL term pulls toward the base model without"
             " any adapter, not toward the adapter that the run starts from; kl_mean in"
@@ -362,7 +362,7 @@ def _truncation_note(config: TrainConfig) -> str:
     cuts = [key for key in ("top_k", "top_p", "min_p") if config.is_set(f"training.{key}")]
     values = ", ".join(f"{key} = {config.value(f'training.{key}'):g}" for key in cuts)
     kl = ""
-    if may_be_positive(config, "loss.kl_coef"):
+    if config.may_be_positive("loss.kl_coef"):
         kl = "; the KL term is against the base's whole distribution"
     return (
         f"[training] {values}: sampled and trained as the distribution renormalised over the kept"

@@ -7,8 +7,7 @@ from itertools import chain
 from typing import Any
 
 from retrain.backends.declared import is_raw
-from retrain.config import TrainConfig
-from retrain.config.moving import scheduled
+from retrain.config.plan import Plan
 from retrain.config.schema import Inference, Lora
 from retrain.errors import RunFailed
 from retrain.records.entries import StepRecord
@@ -52,8 +51,9 @@ class StepObserver:
     sinks to write to.
     """
 
-    def __init__(self, config: TrainConfig, parts: Parts, tracker: Tracker) -> None:
-        self.config = config
+    def __init__(self, plan: Plan, parts: Parts, tracker: Tracker) -> None:
+        self.plan = plan
+        self.config = config = plan.config
         self.parts = parts
         self.tracker = tracker
         self._boxes = None
@@ -101,7 +101,7 @@ class StepObserver:
         """Write a step down. `state`: the run's state after it; `decision`: the fields of the back
         pressure's decision.
         """
-        moved = {"scheduled": scheduled(self.config, step.number) or None}
+        moved = {"scheduled": self.plan.moved(step.number) or None}
         self.last = self._record(step, rewards, state, {**decision, **moved})
         self.untrained = untrained_streak([self.last, *self.untrained])
         records = generation_records(

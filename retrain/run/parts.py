@@ -20,14 +20,14 @@ from retrain.backends.declared import backend_class, capability_notes, engine_cl
 from retrain.config import TrainConfig, replaced
 from retrain.config.judging import judging_note
 from retrain.config.keys import keys_by_path
-from retrain.config.load import with_judging_reward
 from retrain.config.names import DATA_FILE_SUFFIXES, is_data_location, is_dotted, part_class
+from retrain.config.plan import Plan
 from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
 from retrain.config.unused import reason_unused
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.data.chat import ChatRenderer, messages_of
-from retrain.data.prompts import each_source, examples_key, of_task, query_of
+from retrain.data.prompts import examples_key, of_task, query_of
 from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
 from retrain.data.sources import HUB_SOURCES, SOURCES, Benchmark, Query
@@ -280,7 +280,7 @@ def check_inputs(config: TrainConfig) -> str:
     config = replaced(config, {"reward.workers": 1})
     with build_scorer(config) as scorer:
         asks = not scorer.judges_groups and "judge" not in config.reward.types
-    for own in each_source(config):
+    for own in Plan.of(config).evaluations:
         if own.evaluation.asked_for and _asks_nobody(query_of(own, "heldout")):
             load_examples(own, "heldout")
     if _asks_nobody(query_of(config, "train")):
@@ -533,9 +533,7 @@ def load_held_out(
     """Load `[evaluation] max_examples` of the held-out problems of each source, the same ones in
     the same order for every run of a data set.
     """
-    configs = [config]
-    if not stage:
-        configs = each_source(config)
+    configs = (config,) if stage else Plan.of(config).evaluations
     chosen = []
     for own in configs:
         (source, *_), name = own.evaluation.sources, ""
@@ -560,11 +558,11 @@ def prompts_of(held_out: HeldOut | None) -> list[Prompt]:
 
 def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, log: Say) -> Scorer:
     """Return the scorer of held-out answers: the run's own, unless that has a random part."""
-    judging = with_judging_reward(config)
-    if judging is config:
+    plan = Plan.of(config)
+    if plan.judging is config:
         return scorer
-    log(judging_note(config, judging))
-    return build_scorer(judging, verdicts)
+    log(judging_note(config, plan.judging))
+    return build_scorer(plan.judging, verdicts)
 
 
 def training_plan(training: Training) -> SamplingPlan:

@@ -11,7 +11,7 @@ from typing import Any
 from retrain.backends.declared import incapable, is_raw, loss_notes
 from retrain.backends.rows import mismatch_fields
 from retrain.config import TrainConfig
-from retrain.config.moving import scheduled, with_values
+from retrain.config.plan import Plan
 from retrain.config.run_sections import DATE_ARGUMENT
 from retrain.data.samplers import PromptChoice
 from retrain.distributed import World, joined
@@ -95,6 +95,7 @@ class Session:
         skip_parity: bool,
     ) -> None:
         self.config = opened.config
+        self.plan = Plan.of(self.config)
         self.folder = opened.folder
         self.state = opened.state
         self.tracker = tracker
@@ -112,7 +113,7 @@ class Session:
         self.choice = PromptChoice(self.config, parts.prompts)
         evaluated = self.state.last_evaluation if opened.checkpoint else -1
         self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved_at, evaluated)
-        self.observer = StepObserver(self.config, parts, tracker)
+        self.observer = StepObserver(self.plan, parts, tracker)
         self.evaluations: list[Evaluation] = []
         self.prefetched = None
         if parts.backend.capabilities.samples_ahead:
@@ -269,7 +270,7 @@ class Session:
         """Return the scored groups of this step, drawn now unless they were prefetched."""
         rollout = self.prefetched.take() if self.prefetched else None
         if rollout is None:
-            prompts, plan = self._prompts(self.state.step), self.plan(self.state.step)
+            prompts, plan = self._prompts(self.state.step), self._sampling(self.state.step)
             self._sync()
             step, completions = self.state.step, len(prompts) * plan.group_size
             watcher = self._watch(f"Step {step}: sampling", completions)
@@ -303,17 +304,17 @@ class Session:
         ):
             return
         self._sync()
-        prompts, plan = self._prompts(step, after=used), self.plan(step)
+        prompts, plan = self._prompts(step, after=used), self._sampling(step)
         self.prefetched.start(lambda watcher: self.parts.sampler.draw(prompts, step, plan, watcher))
 
-    def plan(self, step: int) -> SamplingPlan:
+    def _sampling(self, step: int) -> SamplingPlan:
         """Return how a step samples."""
-        return training_plan(with_values(self.config, scheduled(self.config, step)).training)
+        return training_plan(self.plan.at(step).training)
 
     @property
     def _settings(self) -> TrainConfig:
         """The configuration of this step."""
-        return with_values(self.config, scheduled(self.config, self.state.step))
+        return self.plan.at(self.state.step)
 
     @contextmanager
     def _moved(self) -> Iterator[None]:

@@ -8,9 +8,8 @@ import numpy as np
 from retrain.advantages.algorithms import NotInStep
 from retrain.advantages.resolve import ADVANTAGE, resolve
 from retrain.advantages.step import Segments, StepTokens
-from retrain.config.moving import scheduled, with_values
 from retrain.config.names import builtin_names
-from retrain.config.recipes import recipe_of
+from retrain.config.plan import Plan
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import describe
 from retrain.records.run_folder import refuse_foreign_code
@@ -54,16 +53,6 @@ def read_xray(
     return [_read(label, arm, size) for label, arm in _arms(config)]
 
 
-def _at_start(label: str, config: "TrainConfig") -> tuple[str, "TrainConfig"]:
-    """The configuration with the values that [schedule] gives to the first step, since no step may
-    have the file's; the label names the step where a key moves that advantages depend on.
-    """
-    values = scheduled(config, 0)
-    if any(path.startswith("algorithm.advantage_params.") for path in values):
-        label = f"{label} at step 0".lstrip()
-    return label, with_values(config, values)
-
-
 def _named(name: str, trust: bool) -> "TrainConfig":
     """The configuration of a file, or one with the advantage `name`, or else the algorithm."""
     from retrain.config import config_from_mapping, load_config
@@ -99,22 +88,26 @@ def headline_of(config: "TrainConfig") -> str:
 
 
 def _read(label: str, config: "TrainConfig", group: int) -> Xray:
-    label, config = _at_start(label, config)
-    recipe = recipe_of(config.algorithm)
-    if recipe is None:
+    """X-ray an advantage with the values that [schedule] gives to the first step, since no step may
+    have the file's; the label names the step where one of its parameters moves.
+    """
+    plan = Plan.of(config)
+    if any(path.startswith("algorithm.advantage_params.") for path in plan.moved(0)):
+        label = f"{label} at step 0".lstrip()
+    if not plan.advantage:
         raise ConfigurationError(
             f'[algorithm] algorithm_mode = "{config.algorithm.algorithm_mode}" computes token'
             " advantages from more than rewards, which an X-ray does not see; name an"
             " advantage_mode instead."
         )
-    stage = resolve(ADVANTAGE, recipe.advantage, config, [])
+    stage = resolve(ADVANTAGE, plan.advantage, plan.at(0), [])
 
     def advantages(groups: list[list[float]]) -> list[list[float]]:
         try:
             return stage(_step(groups), 0)
         except NotInStep as missing:
             raise ConfigurationError(
-                f'[algorithm] advantage_mode = "{recipe.advantage}" reads `{missing.name}`, and an'
+                f'[algorithm] advantage_mode = "{plan.advantage}" reads `{missing.name}`, and an'
                 " X-ray knows only the rewards of completions; name an advantage of rewards."
             ) from missing
 
@@ -124,7 +117,7 @@ def _read(label: str, config: "TrainConfig", group: int) -> Xray:
         raise
     except ValueError as error:
         raise ConfigurationError(
-            f'[algorithm] advantage_mode = "{recipe.advantage}" fails on right-or-wrong rewards'
+            f'[algorithm] advantage_mode = "{plan.advantage}" fails on right-or-wrong rewards'
             f" ({describe(error)}); correct it."
         ) from error
 
