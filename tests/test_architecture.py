@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 
 from retrain.backends.base import BACKENDS
+from retrain.config import dump_toml
 from retrain.inference_engine.base import ENGINES
 from scripts import house
+from tests.runs import small
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {
@@ -424,3 +426,28 @@ def test_names_of_tests_have_at_most_80_characters() -> None:
     name = re.compile(r"def (test_\w{76,})")
     files = (ROOT / "tests").glob("**/*.py")
     assert not [long for path in files for long in name.findall(path.read_text(encoding="utf-8"))]
+
+
+COUNTS = """
+import sys
+from retrain.config import load
+read, count = load.read_toml, []
+load.read_toml = lambda *given, **named: count.append(given) or read(*given, **named)
+from retrain.cli.main import main
+main(sys.argv[1:])
+ours = [name for name in sys.modules if name.partition(".")[0] == "retrain"]
+sys.stderr.write(f"\\n{len(count)} {len(ours)}")
+"""
+
+
+@pytest.mark.parametrize(("command", "modules"), [([], 166), (["explain"], 174)])
+def test_a_command_reads_its_file_once_and_imports_no_more_than_today(
+    command: list[str], modules: int, tmp_path: Path
+) -> None:
+    """The number of modules may only fall."""
+    file = tmp_path / "one.toml"
+    file.write_text(dump_toml(small(tmp_path / "run", training={"max_steps": 1})))
+    argv = [sys.executable, "-c", COUNTS, *command, str(file)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    files, imported = map(int, done.stderr.splitlines()[-1].split())
+    assert files == 1 and imported <= modules
