@@ -470,8 +470,11 @@ def test_devices_may_change_within_their_kind(
             ),
         ),
         (
-            {"algorithm": {"transform_mode": "gtpo"}, "sepa": {"steps": 9}},
-            "[sepa] steps = 9 is unused here: no transform here uses SEPA.",
+            {"algorithm": {"transform_mode": "gtpo"}, "sepa": {"steps": 9, "delay_steps": 3}},
+            (
+                "[sepa] steps = 9 and [sepa] delay_steps = 3 are unused here: no transform here"
+                " uses SEPA."
+            ),
         ),
         (
             {"hicra": {"alpha": 0.5}},
@@ -551,7 +554,7 @@ def test_devices_may_change_within_their_kind(
         ),
     ],
 )
-def test_a_key_without_effect_is_said_in_one_sentence(
+def test_keys_without_effect_are_said_in_one_sentence_a_reason(
     data: dict[str, dict[str, object]], sentence: str
 ) -> None:
     assert unused_keys(config_from_mapping(data)) == ([sentence] if sentence else [])

@@ -3,7 +3,7 @@
 What a backend or an engine decides by itself stands in its class (`config.needs`).
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,6 +12,7 @@ from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
 from retrain.config.load import arms
 from retrain.config.names import (
+    bracketed,
     builtin_names,
     fixed_aggregation,
     is_data_location,
@@ -359,68 +360,82 @@ MAX_DEFAULTS_NAMED = 8
 """Unused keys at their default up to which each has a sentence."""
 
 
+@dataclass(frozen=True)
+class _Unused:
+    """A key without effect."""
+
+    path: str
+    shown: str
+    """The key with its value, as a file has it."""
+    because: str
+
+
 def unused_keys(config: TrainConfig) -> list[str]:
-    """One sentence for each key that was set and has no effect: in this run, or in no run of the
-    campaign.
+    """Return one sentence for each reason for which keys that were set have no effect: in this run,
+    or in no run of the campaign.
 
     Of keys at their default, more than MAX_DEFAULTS_NAMED have none: a program wrote that file.
     """
     if not any(condition.sets_keys for condition in config.conditions):
-        return [sentence for _, sentence in _unused(config)]
-    conditions = config.conditions
-    found = [
+        return _sentences(_unused(config))
+    arms_keys = [
         list(_unused(arm, condition.sets))
-        for arm, condition in zip(arms(config), conditions, strict=True)
+        for arm, condition in zip(arms(config), config.conditions, strict=True)
     ]
     # A grid without conditions makes them of the file's own algorithm, so the file is read.
     read: tuple[str, ...] = ()
     if config.campaign is not None and not config.campaign.conditions:
         read = ("algorithm.advantage_mode", "algorithm.transform_mode")
-    everywhere = [
-        sentence
-        for path, sentence in found[0]
-        if path not in read and all(any(sentence == other for _, other in arm) for arm in found)
-    ]
-    return everywhere + [
-        f'Condition "{condition.label}": {sentence}'
-        for condition, arm in zip(conditions, found, strict=True)
-        for path, sentence in arm
-        if path in condition.sets and sentence not in everywhere
+    everywhere = [key for key in arms_keys[0] if all(key in found for found in arms_keys)]
+    said = _sentences(key for key in everywhere if key.path not in read)
+    for condition, found in zip(config.conditions, arms_keys, strict=True):
+        own = [key for key in found if key.path in condition.sets and key not in everywhere]
+        said += [f'Condition "{condition.label}": {sentence}' for sentence in _sentences(own)]
+    return said
+
+
+def _sentences(keys: Iterable[_Unused]) -> list[str]:
+    """Say of keys why they have no effect, those of a reason together."""
+    together: dict[str, list[str]] = {}
+    for key in keys:
+        together.setdefault(key.because, []).append(key.shown)
+    return [
+        f"{listed(shown)} {'is' if len(shown) == 1 else 'are'} unused here: {because}."
+        for because, shown in together.items()
     ]
 
 
-def _unused(config: TrainConfig, apart: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yield the path of each unused key and a sentence about it; the paths `apart` have one of
-    their own even at their default.
-    """
-    at_default: list[tuple[str, str]] = []
+def _unused(config: TrainConfig, apart: Collection[str] = ()) -> Iterator[_Unused]:
+    """Yield each unused key; the paths `apart` are named even at their default."""
+    at_default: list[_Unused] = []
     for key in all_keys():
         reason = reason_unused(config, key)
         if reason:
             value = config.value(key.path)
-            sentence = f"[{key.section}] {key.name} = {toml_value(value)} is unused here: {reason}."
+            found = _Unused(key.path, f"{bracketed(key.path)} = {toml_value(value)}", reason)
             if value == key.default and key.path not in apart:
-                at_default.append((key.path, sentence))
+                at_default.append(found)
             else:
-                yield key.path, sentence
+                yield found
     yield from _unused_options(config)
     if len(at_default) <= MAX_DEFAULTS_NAMED:
         yield from at_default
 
 
-def _unused_options(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    if config.kind == "squeeze" or config.backend.backend not in builtin_names("backend"):
+def _unused_options(config: TrainConfig) -> Iterator[_Unused]:
+    backend = config.backend.backend
+    if config.kind == "squeeze" or backend not in builtin_names("backend"):
         return
     owners = {
         name: owner for owner, model in BACKEND_OPTIONS.items() for name in model.model_fields
     }
     for name, value in config.backend.options.items():
-        owner, backend = owners[name], config.backend.backend
-        shown = f"[backend.options] {name} = {toml_value(value)} is unused here"
-        if backend != owner:
-            yield (
-                "backend.options",
-                f'{shown}: it is an option of {owner}, and backend is "{backend}".',
-            )
+        because = ""
+        if backend != owners[name]:
+            because = f'it is an option of {owners[name]}, and backend is "{backend}"'
         elif name.startswith("zmq_") and config.backend.prime_rl.transport == "filesystem":
-            yield "backend.options", f'{shown}: transport is "filesystem".'
+            because = 'transport is "filesystem"'
+        if because:
+            yield _Unused(
+                "backend.options", f"[backend.options] {name} = {toml_value(value)}", because
+            )
