@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.config import TrainConfig, load_config
-from retrain.config.recipes import METHOD, modes_of
+from retrain.config.recipes import METHOD
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "retrain" / "assets" / "papers"
@@ -252,7 +252,7 @@ def _table(found: list[Paper]) -> Iterator[str]:
     places = {group: place for place, group in enumerate(GROUPS)}
     for paper in sorted(found, key=lambda paper: places[paper.changes.split(", ")[0]]):
         algorithm, loss = paper.config.algorithm, paper.config.loss
-        advantage = modes_of(algorithm)[0] or algorithm.algorithm_mode
+        advantage = algorithm.modes[0] or algorithm.algorithm_mode
         anchor = re.sub(r"[^\w -]", "", paper.name).lower().replace(" ", "-")
         file = f"[file](../retrain/assets/papers/{paper.stem}.toml)"
         cells = f"`{advantage}` | `{loss.mode}`, `{loss.aggregation}`"

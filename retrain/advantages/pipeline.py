@@ -55,7 +55,6 @@ from retrain.advantages.transforms import (
     top_rho,
 )
 from retrain.config.names import replaces_modes
-from retrain.config.recipes import modes_of
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import params_of, refuse_unknown_params, user_code
 from retrain.types import Float64Array, Group, Int32Array
@@ -113,7 +112,7 @@ class CreditPipeline:
         self._uncertainty: UncertaintyStage | None = None
         self._detector: RegexDetector | SemanticDetector | None = None
         algorithm = config.algorithm
-        advantage, transform = modes_of(algorithm)
+        advantage, transform = algorithm.modes
         if not advantage:
             self._algorithm = self._resolve(ALGORITHM, algorithm.algorithm_mode, config)
             spec = TransformSpec("algorithm", needs_planning=True, uses_sepa_controller=True)

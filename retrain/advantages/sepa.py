@@ -150,9 +150,8 @@ def maximal_lambda(settings: "Sepa", max_steps: int) -> float:
 def follows_schedule(algorithm: "Algorithm") -> bool:
     """Return True if the transform of this run is a built-in one that lambda scales."""
     from retrain.advantages.transforms import TRANSFORMS
-    from retrain.config.recipes import modes_of
 
-    spec = TRANSFORMS.get(modes_of(algorithm)[1])
+    spec = TRANSFORMS.get(algorithm.modes[1])
     return spec is not None and spec.uses_sepa_controller
 
 

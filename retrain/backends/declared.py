@@ -17,7 +17,6 @@ from retrain.backends.losses import AGGREGATIONS, CORRECTIONS, LOSSES
 from retrain.backends.own_loss import OwnFunction, own_functions
 from retrain.config.keys import all_keys
 from retrain.config.needs import Outcome, built_in, refusals
-from retrain.config.recipes import modes_of
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import (
     ENGINES,
@@ -107,7 +106,7 @@ def per_token_refusals(config: "TrainConfig", backend: Any) -> list[str]:
         f'The condition "{condition.label}" needs per-token advantages, and backend'
         f' "{config.backend.backend}" takes one per completion; use transform_mode = "none".'
         for condition in config.conditions
-        if modes_of(condition)[1] != "none"
+        if condition.modes[1] != "none"
     ]
 
 

@@ -1,28 +1,37 @@
-"""Sections about the model and how it learns: base model, backend, credit assignment, training,
-loss.
+"""Sections about the model and how it learns: base model, backend, training, loss.
 
 A key's documentation says what it does; its type and range say what is allowed, so the sentence
 does not.
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, model_validator
+from pydantic import AfterValidator, BeforeValidator, ValidationError
 
-from retrain.config.section import PathText, Section, Strings, Table, Traits, key
+from retrain.config.fields import describe_field
+from retrain.config.names import builtin_names, fixed_aggregation, nearest, table
+from retrain.config.section import (
+    PathText,
+    Section,
+    Strings,
+    Table,
+    Traits,
+    Violation,
+    Violations,
+    key,
+)
 from retrain.config.values import (
     MAX_COMPLETIONS,
     MAX_SEED,
     OpenName,
     check_devices,
-    check_grams,
     named_layers,
     parse_devices,
-    parse_grams,
 )
-from retrain.errors import ConfigurationError
-from retrain.system import Json
+from retrain.errors import MAX_SENTENCES, ConfigurationError
+from retrain.system import Json, toml_value
 
 
 class Backend(Section):
@@ -114,6 +123,39 @@ class Backend(Section):
             if name in BACKEND_OPTIONS[backend].model_fields
         }
 
+    def problems(self, config: Any) -> Violations:  # noqa: ARG002 - a rule of one section
+        """Check the options of every backend, whichever is chosen, so that a file can switch
+        backends.
+        """
+        if self.backend in builtin_names("backend") and self.options:
+            for problem in self._option_problems():
+                yield Violation(("backend.options",), f"[backend.options] {problem}")
+
+    def _option_problems(self) -> Iterator[str]:
+        """Yield clauses on wrong options, to follow the name of their table."""
+        known = list(chain.from_iterable(model.model_fields for model in BACKEND_OPTIONS.values()))
+        wrong = [name for name in self.options if name not in known]
+        for name in wrong[: MAX_SENTENCES - 1]:
+            near = nearest(name, known)
+            hint = f'did you mean "{near}"?' if near else f"known are {', '.join(known)}"
+            yield f"{name} is not a known option; {hint}"
+        more = len(wrong[MAX_SENTENCES - 1 :])
+        if more:
+            yield f"{more:,} more of its names are not known options"
+        for owner, model in BACKEND_OPTIONS.items():
+            try:
+                model.model_validate(self.options_of(owner))
+            except ValidationError as error:
+                for problem in error.errors(include_url=False)[:MAX_SENTENCES]:
+                    name, value = str(problem["loc"][0]), toml_value(problem["input"])
+                    allowed = describe_field(model.model_fields[name])
+                    yield f"{name} = {value} is refused; allowed: {allowed}"
+        if self.options.get("strict_advantages") is False:
+            yield (
+                "strict_advantages = false is refused, since it would average per-token advantages"
+                " in silence; leave it true"
+            )
+
 
 class PrimeRLOptions(Section):
     """The keys of `[backend.options]` with backend = "prime_rl"."""
@@ -192,79 +234,6 @@ class Model(Section):
     load_in_4bit: bool = key(
         False, "Hold the frozen weights in 4 bits (CUDA, needs bitsandbytes).", needs="weights"
     )
-
-
-class Algorithm(Section):
-    """The algorithm that turns rewards into token advantages."""
-
-    algorithm_mode: Annotated[str, OpenName("algorithm", may_be_empty=True)] = key(
-        "",
-        "A whole algorithm, built in or a plugin; when set it replaces advantage_mode and"
-        " transform_mode.",
-        not_for_a_condition="write algorithm_mode",
-    )
-    advantage_mode: Annotated[str, OpenName("advantage")] = key(
-        "maxrl",
-        "Advantage of a completion within its group, built in or a plugin.",
-        not_for_a_condition="write advantage_mode",
-    )
-    transform_mode: Annotated[str, OpenName("transform")] = key(
-        "gtpo_sepa",
-        "How a completion's advantage is spread over its tokens, built in or a plugin.",
-        not_for_a_condition="write transform_mode",
-    )
-    uncertainty_kind: Annotated[str, OpenName("uncertainty")] = key(
-        "surprisal",
-        "Per-token uncertainty that GTPO weights by; shannon_entropy needs engine pytorch and"
-        " backend local.",
-    )
-    surprisal_mask_rho: float = key(
-        0.0,
-        "Train only on this fraction of tokens, those with the highest uncertainty (arXiv"
-        " 2506.01939); 0 is off.",
-        ge=0,
-        le=1,
-        movable=True,
-        needs="token_advantages",
-    )
-    surprisal_mask_scope: Literal["batch", "group", "completion"] = key(
-        "batch",
-        "Tokens over which the mask's threshold is computed.",
-        applies_when="surprisal_mask_rho not in (0)",
-    )
-    surprisal_mask_denominator: Literal["all", "kept"] = key(
-        "all",
-        "Tokens over which the means of [loss] aggregation are taken: all, masked ones as zeros, or"
-        " the kept ones of each update.",
-        applies_when="surprisal_mask_rho not in (0)",
-    )
-    reference: PathText = key(
-        "",
-        'Teacher whose log-probs of the sampled tokens a stage may read: "base" (the frozen model),'
-        ' "gold" (the policy itself with the answer in its prompt), or the folder of an adapter of'
-        " this model; empty is none.",
-        needs="teacher",
-    )
-    reference_prompt: str = key(
-        "{prompt}\n\nThe correct answer is {answer}.",
-        'The last user message of the teacher with reference = "gold"; {prompt} is what the policy'
-        " was given, {answer} the reference answer.",
-        applies_when="reference in (gold)",
-    )
-    reference_coef: float = key(
-        1.0, "Weight of the teacher's log-ratio in transform_mode distill.", ge=0, movable=True
-    )
-    params: Table = key({}, "Parameters of an algorithm_mode plugin.")
-    advantage_params: Table = key({}, "Parameters of the advantage.")
-    transform_params: Table = key(
-        {}, "Parameters of the transform; its uncertainty_kind overrides the key of that name."
-    )
-    uncertainty_params: Table = key({}, "Parameters of an uncertainty plugin.")
-
-    @property
-    def uncertainty(self) -> str:
-        """The name in the transform's table, else `uncertainty_kind`."""
-        return str(self.transform_params.get("uncertainty_kind", self.uncertainty_kind))
 
 
 class Plugins(Section):
@@ -411,6 +380,46 @@ class Training(Section):
     def more_hours(self, seconds: float) -> str:
         """Return the flag with which a run that max_hours ended after `seconds` goes on."""
         return f"--max-hours {2 * max(self.max_hours, seconds / 3600):.3g}"
+
+    def problems(self, config: Any) -> Violations:
+        yield from self._group_problems(config)
+        if self.top_k == 1:
+            yield Violation(
+                ("training.top_k",),
+                "[training] top_k = 1 keeps one token, so all completions of a prompt are equal"
+                " and nothing is learned; give 0 (off) or 2 or more",
+            )
+        if self.keep_checkpoints == 1:
+            yield Violation(
+                ("training.keep_checkpoints",),
+                "[training] keep_checkpoints = 1 would leave nothing to fall back on when the"
+                " newest is damaged; give 0 (all) or 2 or more",
+            )
+        completions = self.batch_size * self.group_size
+        if completions > MAX_COMPLETIONS:
+            yield Violation(
+                ("training.batch_size", "training.group_size"),
+                f"[training] batch_size x group_size = {completions:,} completions per step, which"
+                f" are held in memory at once; give {MAX_COMPLETIONS:,} at most",
+            )
+        if self.minibatches > completions:
+            yield Violation(
+                ("training.minibatches", "training.batch_size", "training.group_size"),
+                f"[training] minibatches = {self.minibatches} is more than the {completions}"
+                f" completions of a step (batch_size x group_size); give at most {completions}",
+            )
+
+    def _group_problems(self, config: Any) -> Violations:
+        relative = [
+            name for name, built_in in table("advantage").items() if built_in.group_relative
+        ]
+        shown = [name for name in config.advantages if name in relative]
+        if self.group_size == 1 and shown:
+            yield Violation(
+                ("training.group_size", "algorithm.advantage_mode"),
+                "[training] group_size = 1 gives every completion an advantage of 0 with"
+                f' "{shown[0]}", which compares within a group; give 2 or more',
+            )
 
 
 class Optimizer(Section):
@@ -589,153 +598,66 @@ class Loss(Section):
             high if self.clip_high is None else self.clip_high,
         )
 
+    def problems(self, config: Any) -> Violations:
+        yield from self._correction_problems()
+        yield from self._clip_problems()
+        if self.kl_coef > 0 and self.kl_estimator == "k1":
+            yield Violation(
+                ("loss.kl_estimator", "loss.kl_coef"),
+                '[loss] kl_estimator = "k1" as a loss term has an expected gradient of 0, so it'
+                ' would add noise and no pull towards the base; use "k2" for KL(policy || base), or'
+                ' "k3" for KL(base || policy)',
+            )
+        for mode in dict.fromkeys(condition.algorithm_mode for condition in config.conditions):
+            fixed = fixed_aggregation(mode)
+            if fixed and self.is_set("aggregation") and self.aggregation != fixed:
+                yield Violation(
+                    ("loss.aggregation", "algorithm.algorithm_mode"),
+                    f'[loss] aggregation = "{self.aggregation}" contradicts algorithm_mode ='
+                    f' "{mode}", which fixes aggregation = "{fixed}"; leave it out',
+                )
 
-def _open_schedule(schema: Json) -> None:
-    """Let the JSON Schema accept any "section.key", for editors."""
-    schema["additionalProperties"] = True
+    def _correction_problems(self) -> Violations:
+        if self.correction != "none" and self.old_logprobs != "recomputed":
+            yield Violation(
+                ("loss.correction", "loss.old_logprobs"),
+                f'[loss] correction = "{self.correction}" needs old_logprobs = "recomputed", since'
+                " it weighs the learner's log-probs against the sampler's",
+            )
+        bounded = self.is_set("correction_low") and self.is_set("correction_high")
+        if self.correction == "geometric" and not bounded:
+            yield Violation(
+                ("loss.correction", "loss.correction_low", "loss.correction_high"),
+                '[loss] correction = "geometric" needs correction_low and correction_high, since'
+                " the mean ratio of a completion stays near 1 and the defaults would drop none;"
+                " give bounds such as 0.999 and 1.001",
+            )
+        if self.correction_low > self.correction_high:
+            yield Violation(
+                ("loss.correction_low", "loss.correction_high"),
+                f"[loss] correction_low = {self.correction_low} is above correction_high ="
+                f" {self.correction_high}, so every token is dropped",
+            )
 
-
-class Schedule(Section):
-    """Keys that move with the step: "section.key" = [[step, value], ...]."""
-
-    model_config = ConfigDict(json_schema_extra=_open_schedule)
-
-    points: Table = key(
-        {},
-        'The schedules, "section.key" -> points [step, value], linear between them; a file may'
-        " write each as a key of the section.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gather(cls, data: Any) -> Any:
-        return gathered_schedule(data) if isinstance(data, dict) else data
-
-
-def gathered_schedule(data: Json) -> Json:
-    """Move what is named "section.key", quoted or not, under `points`."""
-    moved: Json = {}
-    own = {}
-    for name, value in data.items():
-        if name in Schedule.model_fields:
-            own[name] = value
-        elif "." in name:
-            moved[name] = value
-        elif isinstance(value, dict):
-            moved |= {f"{name}.{rest}": points for rest, points in _flat(value)}
-        else:
-            own[name] = value
-    if moved and isinstance(own.get("points", {}), dict):
-        own["points"] = {**own.get("points", {}), **moved}
-    return own
-
-
-def _flat(table: Json) -> Iterator[tuple[str, Any]]:
-    """The values of nested tables by their dotted names."""
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}.{rest}", inner) for rest, inner in _flat(value))
-        else:
-            yield name, value
-
-
-class Gtpo(Section):
-    """Entropy-weighted credit."""
-
-    beta: float = key(
-        0.1,
-        "Strength of the weighting; 0 disables it, above 1 clips weights at 0.",
-        ge=0,
-        movable=True,
-    )
-    norm: Literal["completion", "group"] = key(
-        "completion",
-        "Tokens over which the mean uncertainty is taken.",
-        applies_when="beta not in (0)",
-    )
-    negative: Literal["same", "inverse"] = key(
-        "same",
-        "Weighting of completions with negative advantage: the same, or by inverse uncertainty.",
-        applies_when="beta not in (0)",
-    )
-
-
-class Hicra(Section):
-    """Planning-token amplification."""
-
-    alpha: float = key(
-        0.2, "Amplification of planning tokens; 0 disables it.", ge=0, le=1, movable=True
-    )
-
-
-class Sepa(Section):
-    """Selective entropy pooling and its schedule."""
-
-    steps: int = key(500, "Duration of the linear ramp from 0 to 1.", ge=0)
-    schedule: Literal["linear", "auto"] = key(
-        "linear", "linear ramps; auto follows the decay of the uncertainty's variance."
-    )
-    delay_steps: int = key(50, "Steps before the ramp begins.", ge=0)
-    correct_rate_gate: float = key(
-        0.1,
-        "Correct rate at which a step opens the gate for good; 0 opens it from the start.",
-        ge=0,
-        le=1,
-    )
-    ema_decay: float = key(
-        0.99,
-        "Decay of the variance's moving average (auto).",
-        ge=0,
-        lt=1,
-        applies_when="schedule not in (linear)",
-    )
-    var_threshold: float = key(
-        0.2,
-        "Fraction of the reference variance below which pooling starts; it completes as the"
-        " variance goes to 0 (auto).",
-        gt=0,
-        applies_when="schedule not in (linear)",
-    )
-    warmup: int = key(
-        50,
-        "Steps before the reference variance is fixed (auto).",
-        ge=1,
-        applies_when="schedule not in (linear)",
-    )
-
-
-class Planning(Section):
-    """The detector of planning tokens."""
-
-    detector: Literal["regex", "semantic"] = key("regex", "How planning tokens are found.")
-    model: str = key(
-        "all-MiniLM-L6-v2",
-        "Sentence-transformers model of the semantic detector: its name or folder.",
-        min_length=1,
-        applies_when="detector not in (regex)",
-    )
-    threshold: float = key(
-        0.02,
-        "Margin by which a window must be nearer to planning than to execution (semantic).",
-        ge=-2,
-        le=2,
-        applies_when="detector not in (regex)",
-    )
-    min_similarity: float = key(
-        0.25,
-        "Smallest similarity to planning (semantic).",
-        ge=-1,
-        le=1,
-        applies_when="detector not in (regex)",
-    )
-    strategic_grams: Annotated[str | Strings, AfterValidator(check_grams)] = key(
-        "",
-        "Planning phrases as a list, a JSON array or comma-separated; empty means the built-in"
-        " ones.",
-        applies_when="detector not in (semantic)",
-    )
-
-    @property
-    def grams(self) -> list[str]:
-        """The phrases that were configured; empty means the built-in ones."""
-        return parse_grams(self.strategic_grams)
+    def _clip_problems(self) -> Violations:
+        if 0 < self.dual_clip <= 1:
+            yield Violation(
+                ("loss.dual_clip",),
+                f"[loss] dual_clip = {self.dual_clip} would clip tokens on policy; give 0 (off) or"
+                " a number above 1, such as 3",
+            )
+        low, high = self.clips
+        if self.mode == "cispo" and low > high:
+            unset = " (its default)" if self.clip_high is None else ""
+            yield Violation(
+                ("loss.clip_low", "loss.clip_high", "loss.mode"),
+                f"[loss] clip_low = {low} is above clip_high = {high}{unset}, and with mode ="
+                f' "cispo" they bound the ratio itself; give a clip_low of at most {high}, or raise'
+                " clip_high",
+            )
+        if self.mode in ("ppo", "gspo") and low >= 1:
+            yield Violation(
+                ("loss.clip_low", "loss.mode"),
+                f"[loss] clip_low = {low} would clip the ratio at 1 - clip_low <= 0 with mode ="
+                f' "{self.mode}"; give a number below 1',
+            )

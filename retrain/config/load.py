@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from retrain.config import moving
+from retrain.config.algorithm_sections import gathered_schedule
 from retrain.config.keys import (
     CONDITION_KEYS,
     condition_homes,
@@ -24,7 +25,6 @@ from retrain.config.keys import (
     key_meant,
     section_models,
 )
-from retrain.config.learning_sections import gathered_schedule
 from retrain.config.names import ALIASES, by_path, copied, is_recipe, moved_aliases, nearest
 from retrain.config.needs import refusals
 from retrain.config.overrides import (
@@ -34,10 +34,10 @@ from retrain.config.overrides import (
     parse_overrides,
     variable_overrides,
 )
-from retrain.config.recipes import above_recipe_of_condition, modes_of
+from retrain.config.recipes import above_recipe_of_condition
 from retrain.config.removed import farewell, removed_key, without_removed
-from retrain.config.rules import Violation
 from retrain.config.schema import Condition, Provenance, Schedule, TrainConfig
+from retrain.config.section import Violation
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
 from retrain.errors import ConfigurationError
 from retrain.system import Json, ParseError, parse_toml
@@ -372,7 +372,7 @@ def _arm(config: TrainConfig, condition: Condition) -> TrainConfig:
     mode = condition.algorithm_mode
     if is_recipe(mode):
         data = above_recipe_of_condition(data, mode)
-        advantage, transform = modes_of(condition)
+        advantage, transform = condition.modes
         own |= {"algorithm_mode": "", "advantage_mode": advantage, "transform_mode": transform}
     alone = {"conditions": [own | {"label": condition.label}], "grid": {}}
     data["campaign"] = {**data["campaign"], **alone}

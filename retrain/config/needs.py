@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from retrain.config.keys import Key, all_keys
 from retrain.config.moving import moves_learner
 from retrain.config.names import builtin_names, canonical_uncertainty, part_class
-from retrain.config.rules import is_read
 from retrain.system import listed, toml_value
 
 if TYPE_CHECKING:
@@ -228,7 +227,7 @@ def refusals(
     """
     for part in parts_of(config, backend, engine):
         for path, because in dict.fromkeys(part.problems(config)):
-            if is_read(config, path):
+            if config.reads(path):
                 section, _, name = path.partition(".")
                 owner = "" if path in _OWN_NAMES else f' with {part.kind} = "{part.name}"'
                 value = toml_value(config.value(path))

@@ -7,7 +7,6 @@ from typing import Self
 from retrain.config.judging import Rewards, judging_rewards, training_rewards
 from retrain.config.load import replaced
 from retrain.config.moving import scheduled, with_values
-from retrain.config.recipes import modes_of
 from retrain.config.schema import TrainConfig
 
 
@@ -27,7 +26,7 @@ class Plan:
 
     @classmethod
     def of(cls, config: TrainConfig) -> Self:
-        advantage, transform = modes_of(config.algorithm)
+        advantage, transform = config.algorithm.modes
         own = (config.model_copy(update={"evaluation": part}) for part in config.evaluation.parts)
         rewards, judges = training_rewards(config), judging_rewards(config)
         return cls(config, advantage, transform, rewards, judges, tuple(own))

@@ -7,7 +7,7 @@ the budget and the folder of that file are the lab's, and no part of it.
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from retrain.config.learning_sections import Algorithm
 from retrain.config.names import (
     OWN_PLUGINS,
     PAPERS,
@@ -24,7 +23,6 @@ from retrain.config.names import (
     is_recipe,
     replaces_modes,
 )
-from retrain.config.sections import AllSections, Condition
 from retrain.system import Json
 
 
@@ -50,16 +48,14 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def modes_of(modes: Algorithm | Condition) -> tuple[str, str]:
+def modes_of(algorithm: str, advantage: str, transform: str) -> tuple[str, str]:
     """Return the advantage and the transform in use; an algorithm plugin has neither: ("", "")."""
-    mode = modes.algorithm_mode
-    if replaces_modes(mode):
-        built_in = RECIPES.get(mode, Recipe("", ""))
+    if replaces_modes(algorithm):
+        built_in = RECIPES.get(algorithm, Recipe("", ""))
         return built_in.advantage, built_in.transform
-    if is_recipe(mode) and not modes.advantage_mode:  # of a condition, before it is an arm
-        advantage, transform = (recipe(mode)[path] for path in _MODES)
-        return advantage, transform
-    return modes.advantage_mode, modes.transform_mode
+    if is_recipe(algorithm) and not advantage:  # of a condition, before it is an arm
+        advantage, transform = (recipe(algorithm)[path] for path in _MODES)
+    return advantage, transform
 
 
 METHOD = ("updates_per_batch", "minibatches", "dynamic_sampling")
@@ -171,17 +167,13 @@ def _table(section: Any) -> Json:
     return {}
 
 
-def departures(config: AllSections) -> Json:
-    """Map the keys of the configuration's recipe that have another value to that value; {} without
-    a recipe. Keys that only go with one of them are left out.
+def departures(name: str, value_of: Callable[[str], Any]) -> Json:
+    """Map the keys of the recipe `name` that have another value to that value; {} without a recipe.
+    Keys that only go with one of them are left out. `value_of` gives the value of "section.key".
     """
-    name = config.algorithm.algorithm_mode
     if not is_recipe(name):
         return {}
-    other = {
-        path: config.value(path)
-        for path, value in recipe(name).items()
-        if config.value(path) != value
-    }
+    values = {path: (value, value_of(path)) for path, value in recipe(name).items()}
+    other = {path: given for path, (value, given) in values.items() if given != value}
     followers = set(chain.from_iterable(_FOLLOWS.get(path, ()) for path in other))
     return {path: value for path, value in other.items() if path not in followers}

@@ -1,29 +1,35 @@
-"""Sections about the rest of a run: problems and rewards, sampling and evaluation, files and
-trackers, the adapter's rank.
+"""Sections about the rest of a run: sampling and evaluation, files and trackers, the adapter's
+rank.
 
 A key's documentation says what it does; its type and range say what is allowed, so the sentence
 does not.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from retrain.config.learning_sections import Training
 from retrain.config.names import source_task
-from retrain.config.section import PathText, Positive, Section, Table, Traits, key
+from retrain.config.section import (
+    PathText,
+    Positive,
+    Section,
+    ServerURL,
+    Traits,
+    Violation,
+    Violations,
+    key,
+    repeated,
+)
 from retrain.config.values import (
     MAX_COMPLETIONS,
     OpenName,
-    check_arguments,
     check_label,
-    check_prices,
-    check_server_url,
     check_svd_device,
     check_table,
     check_variable,
     refuse,
-    table_from_json,
 )
 from retrain.system import Json
 
@@ -163,8 +169,39 @@ class Evaluation(Section):
         own = {name: getattr(self, name) for name in names}
         return training.model_copy(update={k: v for k, v in own.items() if v is not None})
 
-
-ServerURL = Annotated[str, AfterValidator(check_server_url)]
+    def problems(self, config: Any) -> Violations:
+        samples = max(part.samples for part in self.parts)
+        if max(self.k) > samples:
+            yield Violation(
+                ("evaluation.k", "evaluation.samples"),
+                f"[evaluation] k = {self.k} asks for pass@{max(self.k)} of samples = {samples};"
+                f" give samples of {max(self.k)} or more",
+            )
+        for part in self.parts:
+            if part.temperature == 0 and part.samples > 1:
+                yield Violation(
+                    ("evaluation.samples", "evaluation.temperature"),
+                    f"[evaluation] samples = {part.samples} would be {part.samples} equal"
+                    " completions at temperature = 0; give samples = 1 or a temperature above 0",
+                )
+        tasks = [source_task(source or config.data.source) for source in self.sources]
+        # The own source is named by "" alone; in a list nobody could tell which task it is.
+        if len(tasks) > 1 and "" in self.sources:
+            yield Violation(
+                ("evaluation.source",),
+                '[evaluation] source = "" in a list is no source; name each of them',
+            )
+        for task in repeated(tasks):
+            yield Violation(
+                ("evaluation.source",),
+                f'[evaluation] source names the task "{task}" twice; rename a file, or drop one',
+            )
+        for name in [name for name in self.tasks if name not in tasks][:1]:
+            yield Violation(
+                ("evaluation.tasks", "evaluation.source"),
+                f'[evaluation] tasks has "{name}", and source gives {", ".join(tasks)}; name one'
+                " of them",
+            )
 
 
 class Inference(Section):
@@ -274,205 +311,6 @@ class Inference(Section):
         return not {self.dtype, self.kv_cache_dtype} <= {"auto", "bf16"}
 
 
-DATE_ARGUMENT = "strftime_now"
-"""The entry of `[data] chat_template_args` with the day, as 2026-11-28, that a chat template's
-calls of `strftime_now` are about. A run sets it to the day of its first start."""
-
-
-class Data(Section):
-    """The problems."""
-
-    source: Annotated[str, OpenName("data")] = key(
-        "math",
-        "Data source: built in, hub:NAME[:config][:split], a .jsonl or .parquet file or folder, or"
-        " a plugin.",
-    )
-    path: PathText = key("", "File or folder for jsonl, parquet, or a local copy of math or gsm8k.")
-    prompt_column: str = key("prompt", "Column that holds the problem.", min_length=1)
-    answer_column: str = key("answer", "Column that holds the reference answer.", min_length=1)
-    system_prompt: str = key("", "System message before every prompt; empty is none.")
-    prompt_template: str | None = key(
-        None,
-        "Text around a problem, with {prompt} in it; unset asks math and gsm8k for steps and a"
-        " box.",
-        meaningful_unset=True,
-        example="{prompt}\n",
-    )
-    chat_template_args: Table = key(
-        {}, "Arguments of the tokenizer's chat template, such as enable_thinking = false."
-    )
-    difficulty: int = key(1, "Difficulty of the lab's arithmetic.", ge=1)
-    params: Table = key({}, "Parameters of a data plugin.")
-    sampler: Annotated[str, OpenName("sampler")] = key(
-        "shuffle",
-        "Which prompts a step takes: each once an epoch, by their difficulty so far, or a plugin.",
-    )
-    sampler_params: Table = key({}, "Parameters of the sampler, such as threshold = 0.9.")
-
-
-Arguments = Annotated[Json, BeforeValidator(table_from_json), AfterValidator(check_arguments)]
-
-
-class Environment(Section):
-    """Problems with a rubric, possibly over several turns."""
-
-    provider: Annotated[str, OpenName("environment", may_be_empty=True)] = key(
-        "", "Environment provider, built in or a plugin (a dotted path); empty is none."
-    )
-    id: str = key(
-        "",
-        "Environment id: such as primeintellect/gsm8k, or a task of reasoning_gym.",
-    )
-    args: Arguments = key({}, "Arguments of the environment, as a table or a JSON string.")
-    max_turns: int = key(
-        -1,
-        "Maximum number of turns in multi-turn environments; -1 leaves it to the environment.",
-        ge=-1,
-    )
-    auto_install: bool = key(False, "Install a missing environment from the Prime hub.")
-    timeout_s: float = key(
-        600.0,
-        "Seconds that the environment itself may take for a trajectory; a slower one counts as not"
-        " judged.",
-        gt=0,
-    )
-
-
-RewardType = Annotated[str, OpenName("reward")]
-
-
-class Reward(Section):
-    """The reward of a completion."""
-
-    type: RewardType | Annotated[list[RewardType], Field(min_length=1)] = key(
-        "match", "Reward, or a list of rewards whose weighted sum is used."
-    )
-    weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
-    combine: Literal["sum", "normalise_then_sum"] = key(
-        "sum",
-        "How the rewards of a completion become one: the weighted sum, or each reward first"
-        " normalised within its group.",
-    )
-    overlong_buffer: int = key(
-        0,
-        "Tokens before [training] max_tokens over which the overlong reward falls from 0 to -1; 0"
-        " is a fifth of max_tokens.",
-        ge=0,
-        parameter_of=("overlong",),
-    )
-    judge_model: str = key(
-        "", "Model of the judge reward, such as gpt-4o-mini.", parameter_of=("judge",)
-    )
-    judge_base_url: ServerURL = key(
-        "",
-        "Where the judge is served, such as http://127.0.0.1:8000/v1; empty means"
-        " https://api.openai.com/v1.",
-        parameter_of=("judge",),
-        may_change_at_resume=True,
-        own_to_a_run=True,
-    )
-    judge_api_key_env: Annotated[str, AfterValidator(check_variable)] = key(
-        "OPENAI_API_KEY",
-        "Environment variable that holds the judge's API key.",
-        parameter_of=("judge",),
-        may_change_at_resume=True,
-        own_to_a_run=True,
-    )
-    judge_template: str = key(
-        "",
-        "What the judge is asked, with {question}, {reference} and {completion} in their places;"
-        " empty is the built-in question.",
-        parameter_of=("judge",),
-    )
-    judge_concurrency: int = key(
-        8,
-        "Maximum number of requests to the judge at a time.",
-        ge=1,
-        le=4096,
-        parameter_of=("judge",),
-        may_change_at_resume=True,
-        own_to_a_run=True,
-    )
-    judge_cache: bool = key(
-        True,
-        "Keep the judge's verdicts in the run's folder, and ask only once for equal completions.",
-        parameter_of=("judge",),
-        may_change_at_resume=True,
-        own_to_a_run=True,
-    )
-    judge_timeout_s: float = key(
-        60.0,
-        "Seconds for one answer of the judge.",
-        gt=0,
-        parameter_of=("judge",),
-        may_change_at_resume=True,
-        own_to_a_run=True,
-    )
-    judge_prices: Annotated[list[Annotated[float, Field(ge=0)]], AfterValidator(check_prices)] = (
-        key(
-            [],
-            "Price of a million tokens that the judge reads, and of a million that it writes, for"
-            " judge_cost in metrics.jsonl.",
-            parameter_of=("judge",),
-            may_change_at_resume=True,
-            own_to_a_run=True,
-        )
-    )
-    custom_module: str = key("", "Python module of the custom reward.", parameter_of=("custom",))
-    custom_function: str = key(
-        "score", "Function in that module.", min_length=1, parameter_of=("custom",)
-    )
-    random_p: float = key(
-        0.5, "Probability of 1 in the random reward.", ge=0, le=1, parameter_of=("random",)
-    )
-    params: Table = key(
-        {}, "Parameters of a custom or plugin reward.", parameter_of=("custom", "plugin")
-    )
-    after_think: bool = key(
-        True,
-        "Count a box, and show the judge, only what follows the completion's last thought.",
-        parameter_of=("match", "math", "majority", "judge"),
-    )
-    think_end_token: str = key(
-        "",
-        "Tag that ends every thought of the model: an answer counts only after it. Tags such as"
-        " </think>, [/THINK] and <|channel|>final<|message|> are known without it.",
-        parameter_of=("match", "math", "majority", "judge"),
-    )
-    normalize: Literal["none", "hendrycks"] = key(
-        "none",
-        "Normalisation of both sides before match or majority compares them.",
-        parameter_of=("match", "majority"),
-    )
-    correct_threshold: float = key(0.5, "A completion is correct when its reward is above this.")
-    max_failure_rate: float = key(
-        0.05,
-        "Stop when more than this fraction of the last 20 steps' completions could not be judged; 1"
-        " is off.",
-        ge=0,
-        le=1,
-    )
-    deadline_s: float = key(5.0, "Seconds after which a verification is killed.", gt=0)
-    workers: int = key(
-        0,
-        "Worker processes that verify; 0 chooses by the machine.",
-        ge=0,
-        le=1024,
-        may_change_at_resume=True,
-        own_to_a_run=True,
-    )
-
-    @property
-    def types(self) -> list[str]:
-        if isinstance(self.type, str):
-            return [self.type]
-        return list(self.type)
-
-    @property
-    def type_weights(self) -> list[float]:
-        return list(self.weights) or [1.0] * len(self.types)
-
-
 class Backpressure(Section):
     """Batch size that follows measured throughput."""
 
@@ -494,6 +332,20 @@ class Backpressure(Section):
     cooldown: int = key(5, "Minimum number of steps between two changes.", ge=0)
     min_r2: float = key(0.5, "Smallest R squared at which a fit is trusted.", ge=0, le=1)
     weights: Literal["relative", "none"] = key("relative", "Weights of the fit.")
+
+    def problems(self, config: Any) -> Violations:
+        if self.min_batch_size > self.max_batch_size:
+            yield Violation(
+                ("backpressure.min_batch_size", "backpressure.max_batch_size"),
+                f"[backpressure] min_batch_size = {self.min_batch_size} is above max_batch_size ="
+                f" {self.max_batch_size}",
+            )
+        if self.enabled and len(config.backend.device_list) > 1:
+            yield Violation(
+                ("backpressure.enabled", "backend.devices"),
+                "[backpressure] enabled = true with two [backend] devices, where a step is sampled"
+                " before the one before it has been measured; name one device, or leave it false",
+            )
 
 
 class Squeeze(Section):
@@ -526,6 +378,14 @@ class Squeeze(Section):
     def is_remote(self) -> bool:
         """The adapter is stored by a Tinker service."""
         return self.adapter_path.startswith("tinker://")
+
+    def problems(self, config: Any) -> Violations:  # noqa: ARG002 - a rule of one section
+        if self.per_layer and self.compress_to:
+            yield Violation(
+                ("squeeze.compress_to", "squeeze.per_layer"),
+                f"[squeeze] compress_to = {self.compress_to} is one rank for all layers, and"
+                " per_layer = true chooses one for each; leave one of them out",
+            )
 
 
 class Resume(Section):

@@ -11,23 +11,19 @@ from pydantic import (
     model_validator,
 )
 
-from retrain.config.keys import keys_by_path
+from retrain.config.algorithm_sections import Algorithm, Gtpo, Hicra, Planning, Schedule, Sepa
+from retrain.config.data_sections import Data, Environment, Reward
+from retrain.config.keys import is_settable, keys_by_path
 from retrain.config.learning_sections import (
     BACKEND_OPTIONS,
     DEFAULT_CLIPS,
-    Algorithm,
     Backend,
-    Gtpo,
-    Hicra,
     Lora,
     Loss,
     Model,
     Optimizer,
-    Planning,
     Plugins,
     PrimeRLOptions,
-    Schedule,
-    Sepa,
     TinkerOptions,
     Training,
 )
@@ -40,19 +36,17 @@ from retrain.config.names import (
     part_class,
 )
 from retrain.config.recipes import above_recipe, recipe
-from retrain.config.rules import RuleViolations, Violation, broken_rules
 from retrain.config.run_sections import (
     Backpressure,
-    Data,
-    Environment,
     Evaluation,
     Inference,
     Logging,
     Resume,
-    Reward,
     Squeeze,
 )
+from retrain.config.section import RuleViolations, Violation, Violations
 from retrain.config.sections import DEFAULT_CONDITIONS, AllSections, Campaign, Condition
+from retrain.system import toml_value
 
 __all__ = [
     "BACKEND_OPTIONS", "DEFAULT_CLIPS", "DEFAULT_CONDITIONS", "Algorithm", "Backend",
@@ -118,10 +112,24 @@ class TrainConfig(AllSections):
         judged = info.context is None or info.context["rules"]
         violations = []
         if judged:
-            violations = broken_rules(self)
+            violations = self.broken_rules()
         if violations:
             raise RuleViolations(violations)
         return self
+
+    def broken_rules(self) -> list[Violation]:
+        return [*super().broken_rules(), *self._wrong_grid()]
+
+    def _wrong_grid(self) -> Violations:
+        for path, values in self.campaign.grid.items() if self.campaign else ():
+            if not is_settable(path) or not values:
+                why = "gives no value" if is_settable(path) else "names no key that a grid may vary"
+                yield Violation(
+                    ("campaign.grid",),
+                    f'[campaign.grid] "{path}" = {toml_value(values)} {why}; name a key of a run'
+                    ' and its values, such as "training.lr" = [1e-5, 4e-5], and write algorithms'
+                    " and seeds as [[campaign.conditions]] and [campaign] seeds",
+                )
 
     def __eq__(self, other: object) -> bool:
         """Compare the values; where they came from does not matter."""

@@ -1,13 +1,21 @@
 """Building blocks of the schema: a strict section, and keys with documentation and traits."""
 
 import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
-from retrain.config.values import MAX_SEED, check_path, check_serialisable, check_table
+from retrain.config.values import (
+    MAX_SEED,
+    check_path,
+    check_serialisable,
+    check_server_url,
+    check_table,
+)
 from retrain.system import listed
 
 
@@ -109,8 +117,35 @@ class Applicability:
         return f"it belongs to {name} = {values}"
 
 
+@dataclass(frozen=True)
+class Violation:
+    """A broken rule between keys. The loader adds the file and makes a sentence of it."""
+
+    keys: tuple[str, ...]
+    """The keys that the rule reads, as "section.key"; the first is the one to fix."""
+    message: str
+    """One sentence without its full stop."""
+
+
+Violations = Iterator[Violation]
+
+
+class RuleViolations(ValueError):
+    """Raised for a configuration that breaks rules although each of its values is allowed."""
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        self.violations = tuple(violations)
+        super().__init__("; ".join(violation.message for violation in violations))
+
+
+def repeated(values: Iterable[Any]) -> list[Any]:
+    """Return the first value that is given twice, in a list; [] where each is given once."""
+    return [value for value, count in Counter(values).items() if count > 1][:1]
+
+
 Strings = list[str]
 PathText = Annotated[str, AfterValidator(check_path)]
+ServerURL = Annotated[str, AfterValidator(check_server_url)]
 Table = Annotated[dict[str, Any], AfterValidator(check_table)]
 Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
@@ -133,3 +168,10 @@ class Section(BaseModel):
         return ("from_" if name == "from" else name) in self.model_fields_set
 
     _is_holdable = field_validator("*")(check_serialisable)
+
+    def problems(self, config: Any) -> Violations:  # noqa: ARG002 - most have no rule
+        """Yield the combinations with other keys that would change the meaning of a run in silence.
+        They need neither the model nor the machine; what needs those is refused by the part that
+        knows.
+        """
+        yield from ()

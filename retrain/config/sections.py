@@ -7,7 +7,7 @@ error are made from these classes.
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import product, starmap
+from itertools import chain, product, starmap
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -18,35 +18,29 @@ from pydantic import (
     model_serializer,
 )
 
+from retrain.config.algorithm_sections import Algorithm, Gtpo, Hicra, Planning, Schedule, Sepa
+from retrain.config.data_sections import Data, Environment, Reward
 from retrain.config.learning_sections import (
-    Algorithm,
     Backend,
-    Gtpo,
-    Hicra,
     Lora,
     Loss,
     Model,
     Optimizer,
-    Planning,
     Plugins,
-    Schedule,
-    Sepa,
     Training,
 )
-from retrain.config.names import condition_label, is_recipe, replaces_modes
+from retrain.config.names import condition_label, folder_name, is_recipe, replaces_modes
+from retrain.config.recipes import modes_of
 from retrain.config.run_sections import (
     Backpressure,
-    Data,
-    Environment,
     Evaluation,
     Inference,
     Logging,
     Resume,
-    Reward,
     Squeeze,
 )
-from retrain.config.section import Section, Seed, Traits, key
-from retrain.config.values import LABEL, OpenName, check_grid, check_label
+from retrain.config.section import Section, Seed, Traits, Violation, Violations, key, repeated
+from retrain.config.values import LABEL, MAX_SEED, OpenName, check_grid, check_label
 from retrain.system import Json, toml_value
 
 
@@ -95,6 +89,11 @@ class Condition(Section):
     def sets_keys(self) -> bool:
         """True if its runs differ from the base in other keys than the modes."""
         return bool(self.sets) or is_recipe(self.algorithm_mode)
+
+    @property
+    def modes(self) -> tuple[str, str]:
+        """The advantage and the transform in use; an algorithm plugin has neither: ("", "")."""
+        return modes_of(self.algorithm_mode, self.advantage_mode, self.transform_mode)
 
     @property
     def label(self) -> str:
@@ -234,11 +233,105 @@ class Campaign(Section):
         """How the p values of the planned comparison are adjusted."""
         return "evidence" if self.stop == "evidence" else "maxt"
 
+    def problems(self, config: "AllSections") -> Violations:
+        if config.algorithm.algorithm_mode:
+            yield Violation(
+                ("algorithm.algorithm_mode", "campaign"),
+                f'[algorithm] algorithm_mode = "{config.algorithm.algorithm_mode}" in a campaign\'s'
+                " base would override every condition; put it into a [[campaign.conditions]] in"
+                " place of the two modes",
+            )
+        yield from self._condition_problems()
+        yield from self._grid_problems()
+        yield from _label_problems(config.conditions)
+        yield from self._seed_problems()
+
+    def _condition_problems(self) -> Violations:
+        for number, condition in enumerate(self.conditions, start=1):
+            modes = ("advantage_mode", "transform_mode")
+            missing = [name for name in modes if not getattr(condition, name)]
+            if condition.algorithm_mode and len(missing) < 2:
+                yield Violation(
+                    ("campaign.conditions",),
+                    f"[[campaign.conditions]] number {number} gives algorithm_mode ="
+                    f' "{condition.algorithm_mode}" and a mode that it replaces; keep one',
+                )
+            elif not condition.algorithm_mode and missing:
+                yield Violation(
+                    ("campaign.conditions",),
+                    f"[[campaign.conditions]] number {number} lacks {' and '.join(missing)}; "
+                    "give advantage_mode and transform_mode, or algorithm_mode",
+                )
+
+    def _grid_problems(self) -> Violations:
+        for path in self.grid:
+            for number, condition in enumerate(self.conditions, start=1):
+                if path in condition.sets:
+                    yield Violation(
+                        ("campaign.grid", "campaign.conditions"),
+                        f'[campaign.grid] varies "{path}", which [[campaign.conditions]] number'
+                        f" {number} sets too; leave it out of one of them",
+                    )
+
+    def _seed_problems(self) -> Violations:
+        for seed in repeated(self.seeds):
+            yield Violation(
+                ("campaign.seeds",),
+                f"[campaign] seeds names {seed} twice; a repeated seed is the same run, not"
+                " another sample",
+            )
+        if self.stop != "evidence":
+            return
+        if 0 < self.max_seeds < len(self.seeds):
+            yield Violation(
+                ("campaign.max_seeds", "campaign.seeds"),
+                f"[campaign] max_seeds = {self.max_seeds} is below the {len(self.seeds)} seeds"
+                " that are named; raise it, or name fewer",
+            )
+        if max(self.seeds) + max(0, self.max_seeds - len(self.seeds)) > MAX_SEED:
+            yield Violation(
+                ("campaign.max_seeds", "campaign.seeds"),
+                f"[campaign] max_seeds = {self.max_seeds} goes from seed {max(self.seeds)} to"
+                f" above {MAX_SEED}; name smaller seeds",
+            )
+
+
+def _label_problems(conditions: Sequence[Condition]) -> Violations:
+    seen: dict[str, tuple[int, str]] = {}
+    for number, condition in enumerate(conditions, start=1):
+        # Many disks do not tell upper from lower case.
+        folder = folder_name(condition.label).casefold()
+        first, label = seen.setdefault(folder, (number, condition.label))
+        if first != number:
+            names = f'called "{label}" and "{condition.label}"'
+            if label == condition.label:
+                names = f'both called "{label}"'
+            yield Violation(
+                ("campaign.conditions",),
+                f"[[campaign.conditions]] numbers {first} and {number} are {names}, "
+                "so their runs would share folders; give one a label of its own, or drop it",
+            )
+
+
+EVALUATION_SECTIONS = frozenset(
+    {
+        "squeeze",
+        "model",
+        "data",
+        "environment",
+        "reward",
+        "evaluation",
+        "training",
+        "inference",
+        "backend",
+        "plugins",
+    }
+)
+"""The sections that a squeeze job with evaluate reads."""
+
 
 class AllSections(Section):
-    """The keys of a configuration, each allowed by itself. Rules read it; `TrainConfig` applies
-    them.
-    """
+    """The keys of a configuration, each allowed by itself."""
 
     backend: Backend = Field(default_factory=Backend)
     model: Model = Field(default_factory=Model)
@@ -308,6 +401,37 @@ class AllSections(Section):
         if self.campaign.grid:
             given = crossed(given or [self._own_condition], self.campaign.grid)
         return told_apart(given) or DEFAULT_CONDITIONS
+
+    @property
+    def advantages(self) -> list[str]:
+        """The advantage of each condition; "" of an algorithm plugin."""
+        return [condition.modes[0] for condition in self.conditions]
+
+    @property
+    def transforms(self) -> list[str]:
+        """The transform of each condition; "" of an algorithm plugin."""
+        return [condition.modes[1] for condition in self.conditions]
+
+    def reads(self, path: str) -> bool:
+        """Return True if the section of a key is read. A squeeze job does not train, so it reads
+        few sections unless it evaluates.
+        """
+        if self.kind != "squeeze":
+            return True
+        read = frozenset({"squeeze"})
+        if self.squeeze.evaluate and self.squeeze.output_path:
+            read = EVALUATION_SECTIONS
+        return path.partition(".")[0] in read
+
+    def broken_rules(self) -> list[Violation]:
+        """Return every violation once, in the order of the sections. Conditions that set keys of
+        their own are judged one by one by the loader.
+        """
+        judged = [getattr(self, name) for name in type(self).model_fields]
+        if any(condition.sets_keys for condition in self.conditions):
+            judged = [self.campaign]
+        found = chain.from_iterable(part.problems(self) for part in judged if part is not None)
+        return [one for one in dict.fromkeys(found) if self.reads(one.keys[0])]
 
     @property
     def _own_condition(self) -> Condition:

@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from retrain.config.fields import choices_of
 from retrain.config.keys import (
     CONDITION_KEYS,
     Key,
     all_keys,
-    choices_of,
     condition_homes,
     key_meant,
     keys_by_path,
@@ -34,8 +34,8 @@ from retrain.config.names import (
 )
 from retrain.config.overrides import MAX_DIGITS
 from retrain.config.removed import farewell
-from retrain.config.rules import RuleViolations, Violation
 from retrain.config.schema import Condition, Provenance
+from retrain.config.section import RuleViolations, Violation
 from retrain.errors import MAX_SENTENCES
 from retrain.system import is_path_text, toml_value
 

@@ -21,8 +21,6 @@ from retrain.config.names import (
     transforms_with,
 )
 from retrain.config.needs import parts_of
-from retrain.config.recipes import modes_of
-from retrain.config.rules import is_read, transforms_of
 from retrain.config.schema import BACKEND_OPTIONS, TrainConfig
 from retrain.config.section import Applicability
 from retrain.system import listed, toml_value
@@ -54,15 +52,14 @@ def _no_transform_with(trait: str) -> Test:
 
     def test(config: TrainConfig) -> bool:
         without = {*builtin_names("transform")} - transforms_with(trait)
-        return without.issuperset(transforms_of(config))
+        return without.issuperset(config.transforms)
 
     return test
 
 
 def _reads_no_teacher(config: TrainConfig) -> bool:
     """Return True if no condition distils, nor has a plugin, which may read a teacher."""
-    advantages = {modes_of(condition)[0] for condition in config.conditions}
-    builtin = advantages <= {*builtin_names("advantage")}
+    builtin = {*builtin_names("advantage")}.issuperset(config.advantages)
     return builtin and _no_transform_with("distils")(config)
 
 
@@ -334,7 +331,7 @@ def reason_unused(config: TrainConfig, key: Key) -> str:
 
 
 def _reasons(config: TrainConfig, key: Key) -> Iterator[str]:
-    if not (is_read(config, key.path) or key.path in _SQUEEZE_TRACKING):
+    if not (config.reads(key.path) or key.path in _SQUEEZE_TRACKING):
         squeeze = config.squeeze
         only = not (squeeze.evaluate and squeeze.output_path)
         what = "without evaluate reads [squeeze] alone" if only else "does not train"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retrain.config.run_sections import DATE_ARGUMENT
+from retrain.config.data_sections import DATE_ARGUMENT
 from retrain.errors import ConfigurationError, first_line
 from retrain.types import ChatMessage, Example, Int32Array
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from math import nan
 from typing import TYPE_CHECKING, Any
 
-from retrain.config.run_sections import DATE_ARGUMENT
+from retrain.config.data_sections import DATE_ARGUMENT
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import Description, EngineCapabilities, SampleRequest
 from retrain.inference_engine.http import (

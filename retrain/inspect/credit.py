@@ -22,7 +22,6 @@ from retrain.analysis.runs import StoredRun, read_metrics
 from retrain.config import TrainConfig, replaced
 from retrain.config.load import trusted
 from retrain.config.names import condition_label
-from retrain.config.recipes import modes_of
 from retrain.errors import ConfigurationError
 from retrain.model.sentences import load_sentence_encoder
 from retrain.model.text import load_tokenizer
@@ -386,7 +385,7 @@ def _under(config: TrainConfig, name: str) -> TrainConfig:
     one.
     """
     advantage, _, transform = name.rpartition("+")
-    own, _ = modes_of(config.algorithm)
+    own, _ = config.algorithm.modes
     if not (advantage or own):
         raise ConfigurationError(
             f"--against {name}: the run's algorithm_mode = {config.algorithm.algorithm_mode!r} has"

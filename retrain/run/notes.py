@@ -11,7 +11,7 @@ from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, unused_keys
 from retrain.config.moving import extremes, with_values
 from retrain.config.names import bracketed, is_recipe
-from retrain.config.recipes import departures, modes_of, recipe
+from retrain.config.recipes import departures, recipe
 from retrain.config.schema import DEFAULT_CLIPS, Lora, Loss, Model, Reward, Training
 from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.data.lab import MAX_DIFFICULTY
@@ -56,7 +56,8 @@ def _recipe_line(config: TrainConfig) -> list[str]:
 def departure_note(config: TrainConfig) -> str:
     """Name the keys of the recipe that the user has set otherwise; "" if there are none."""
     name, moved = config.algorithm.algorithm_mode, config.schedule.points
-    yours = {path: toml_value(value) for path, value in departures(config).items()}
+    found = departures(name, config.value)
+    yours = {path: toml_value(value) for path, value in found.items()}
     if is_recipe(name):
         yours |= {path: "moved by [schedule]" for path in recipe(name) if path in moved}
     said = [f"{path.partition('.')[2]} (yours: {value})" for path, value in yours.items()]
@@ -214,7 +215,7 @@ def _certainty_note(config: TrainConfig, chosen: bool) -> str:
     the newest that the run has stored tell, or else the model's own folder.
     """
     algorithm = config.algorithm
-    transform = modes_of(algorithm)[1]
+    transform = algorithm.modes[1]
     if config.kind == "squeeze" or not transform:
         return ""
     masks = "algorithm.surprisal_mask_rho" in config.schedule.points

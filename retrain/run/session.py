@@ -11,8 +11,8 @@ from typing import Any
 from retrain.backends.declared import incapable, is_raw, loss_notes
 from retrain.backends.rows import mismatch_fields
 from retrain.config import TrainConfig
+from retrain.config.data_sections import DATE_ARGUMENT
 from retrain.config.plan import Plan
-from retrain.config.run_sections import DATE_ARGUMENT
 from retrain.data.samplers import PromptChoice
 from retrain.distributed import World, joined
 from retrain.errors import (

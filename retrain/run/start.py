@@ -18,7 +18,7 @@ from retrain.config import (
     resume_differences,
     with_drawn_seed,
 )
-from retrain.config.run_sections import DATE_ARGUMENT
+from retrain.config.data_sections import DATE_ARGUMENT
 from retrain.config.schema import Evaluation as EvaluationSettings
 from retrain.config.stored import WITH_OTHER_STEPS
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
