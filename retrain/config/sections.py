@@ -1,5 +1,5 @@
-"""The only list of keys: every section in one class, without the rules between its keys. Most
-sections are in learning_sections.py and run_sections.py.
+"""The only list of keys: every section is a class with its keys and the rules between them. Most
+stand in algorithm_sections.py, data_sections.py, learning_sections.py and run_sections.py.
 
 Flags, the manual, the documentation's tables, the JSON Schema, examples/all_keys.toml and every
 error are made from these classes.
