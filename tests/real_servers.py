@@ -22,7 +22,8 @@ import httpx
 ROOT = Path(__file__).resolve().parents[1]
 LAB = ROOT / "retrain" / "assets" / "lab"
 _START_S = 600
-"""vLLM takes 30 s on two quiet cores, and more than 200 s on two that are shared by many."""
+"""vLLM takes 30 s on two quiet cores, and more than 200 s on two that are shared by many. The first
+start of MAX compiles the model: 4 minutes for 135M parameters."""
 _HEALTH = {"tinker": "/api/v1/healthz"}
 _FLAGS = {"vllm": ("--distributed-executor-backend", "uni")}
 """vLLM's worker in the process of its engine: a third less to import at each start."""
@@ -57,8 +58,7 @@ class RealServer:
         self.command = command
         guarded = [
             sys.executable,
-            "-m",
-            "retrain.inference_engine.guard",
+            str(ROOT / "tests" / "guard.py"),
             str(os.getpid()),
             *command,
         ]
@@ -96,14 +96,14 @@ class RealServer:
 
 
 class Printed(RealServer):
-    """Started by what `retrain serve` prints for the lab model at rank 12 and 64 new tokens."""
+    """Started by what `retrain serve` prints for a model at rank 12 and 64 new tokens."""
 
-    def __init__(self, engine: str, folder: Path) -> None:
+    def __init__(self, engine: str, folder: Path, model: str = "lab") -> None:
         self.place(engine, folder / "server.log")
         config = folder / "lab.toml"
         inference = f'[inference]\nengine = "{engine}"\nurl = "{self.url}"\n'
         config.write_text(
-            f'{inference}[model]\nmodel = "lab"\nlora_rank = 12\n[training]\nmax_tokens ='
+            f'{inference}[model]\nmodel = "{model}"\nlora_rank = 12\n[training]\nmax_tokens ='
             ' 64\n[data]\nsource = "lab"\n'
         )
         python = Path(os.environ["RETRAIN_SERVERS"]) / engine / "bin" / "python"

@@ -1,23 +1,14 @@
-"""Engines that speak SGLang's, MLX-LM's and MAX's dialects, against stand-ins; raw log-probs; the
-child that serves MAX.
-"""
+"""Engines that speak SGLang's, MLX-LM's and MAX's dialects, against stand-ins; raw log-probs."""
 
 import asyncio
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import psutil
 import pytest
 from dialect_doubles import (
     HastyMAX,
@@ -36,8 +27,7 @@ from retrain import train
 from retrain.backends.local.backend import LocalBackend
 from retrain.cli.main import main
 from retrain.config import dump_toml, replaced
-from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, ServerFailure
-from retrain.inference_engine import max as max_engine
+from retrain.errors import ConfigurationError, RunFailed, ServerFailure
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.mlx import MLXDialect, to_mlx
 from retrain.inference_engine.sglang import SGLangDialect
@@ -325,87 +315,6 @@ def test_max_on_a_cpu_cannot_train(maximal: MAXDouble, tmp_path: Path) -> None:
         ConfigurationError, match=r"without adapters, which MAX serves on a GPU only"
     ):
         small_run(served(tmp_path / "run", maximal.url, "HastyMAX"), quiet=True)
-
-
-def test_without_max_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(max_engine, "which", lambda name: None)
-    with pytest.raises(EnvironmentFailure, match=r"uv pip install 'max\[serve\]'"):
-        HastyMAX.preflight(small(Path("nowhere"), inference={"engine": "max"}))
-
-
-SERVER = """
-import http.server, json, sys
-arguments = dict(zip(sys.argv, sys.argv[1:]))
-print(json.dumps(sys.argv[1:]), flush=True)
-class Healthy(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-http.server.HTTPServer((arguments["--host"], int(arguments["--port"])), Healthy).serve_forever()
-"""
-
-
-def test_max_is_started_as_a_child_and_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "max"
-    program.write_text(f"#!{sys.executable}\n{SERVER}")
-    program.chmod(0o755)
-    monkeypatch.setattr(max_engine, "max_program", lambda: str(program))
-    child = max_engine.MAXChild(
-        small(tmp_path, inference={"engine": "max"}), "cpu", lab()._base.model
-    )
-    port = int(child.config.inference.url.rpartition(":")[2])
-    if sys.platform == "linux":
-        with socket.socket() as other, pytest.raises(OSError, match=r"in use"):
-            other.bind(("127.0.0.1", port))
-    config = child.wait()
-    (server,) = psutil.Process(child._guard.pid).children()
-    told = json.loads((tmp_path / "max-server.log").read_text().splitlines()[0])
-    assert config.inference.urls[0].endswith(told[told.index("--port") + 1]) and told[:2] == [
-        "serve",
-        "--model",
-    ]
-    assert os.getsid(server.pid) != os.getsid(0), "Ctrl-C does not reach it"
-    child.close()
-    assert eventually(lambda: not server.is_running())
-
-
-def test_a_child_that_ends_early_is_named_with_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(max_engine, "max_program", lambda: "/bin/false")
-    child = max_engine.MAXChild(
-        small(tmp_path, inference={"engine": "max"}), "cpu", lab()._base.model
-    )
-    with pytest.raises(
-        EnvironmentFailure,
-        match=r"`max serve` ended with 1 before it was ready; .*max-server.log says why",
-    ):
-        child.wait()
-
-
-def test_a_server_dies_with_the_process_that_wanted_it() -> None:
-    code = (
-        "import os, subprocess, sys, time\ncommand = [sys.executable, '-m',"
-        " 'retrain.inference_engine.guard', str(os.getpid()), 'sleep',"
-        " '60']\nprint(subprocess.Popen(command, start_new_session=True).pid,"
-        " flush=True)\ntime.sleep(60)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    guard = psutil.Process(int(parent.stdout.readline()))
-    assert eventually(lambda: bool(guard.children()))
-    (server,) = guard.children()
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    assert eventually(lambda: not server.is_running() and not guard.is_running())
-
-
-def eventually(test: Callable[[], bool], seconds: float = 10.0) -> bool:
-    ends = time.monotonic() + seconds
-    while not test() and time.monotonic() < ends:
-        time.sleep(0.05)
-    return test()
 
 
 # -- raw log-probs ---------------------------------------------------------------------------------

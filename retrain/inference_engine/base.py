@@ -248,11 +248,6 @@ class InferenceEngine(Offers, ABC):
         return ""
 
     @classmethod
-    def unavailable_reason(cls) -> str:
-        """Say in a sentence what is missing on this machine, and how to get it; "" if nothing."""
-        return ""
-
-    @classmethod
     def server_command(
         cls,
         config: "TrainConfig",  # noqa: ARG003 - part of the interface

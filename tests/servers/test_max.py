@@ -1,19 +1,17 @@
-"""The max engine against a real `max serve`, which it starts itself, on the CPU: the base model
-only. `make test-max` runs this.
+"""The max engine against a real `max serve` on the CPU: the base model only. `make test-max` runs
+this.
 
 Outside `make test-servers`, since the first start compiles the model for minutes. Llama, as MAX
 26.7 runs Qwen3 on a GPU only.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -24,6 +22,7 @@ from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest
 from retrain.inference_engine.max import MAXEngine
 from retrain.model.text import LAB_MODEL
 from retrain.types import Completion, Row
+from tests.real_servers import Printed, ended
 
 pytestmark = [pytest.mark.max, pytest.mark.timeout(3600)]
 
@@ -83,22 +82,16 @@ def row_of(prompt: Any, one: Completion) -> Row:
     return Row(ids, ((len(prompt), len(ids)),), one.logprobs, 0 * one.logprobs, one.request)
 
 
-def test_the_base_model_in_a_child_samples_with_raw_log_probs_and_ends(
-    learner: LocalBackend, monkeypatch: pytest.MonkeyPatch
+def test_the_base_model_samples_with_raw_log_probs(
+    learner: LocalBackend, model: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(
-        "PATH", f"{os.environ['RETRAIN_SERVERS']}/max/bin{os.pathsep}{os.environ['PATH']}"
-    )
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    config = learner.config.model_copy(
-        update={"inference": learner.config.inference.model_copy(update={"engine": "max"})}
-    )
-    engine = MAXEngine(
-        config, model=learner._base.model, eos_ids=learner._eos_ids(), device=learner._base.device
-    )
-    try:
-        assert engine._child
-        servers = psutil.Process(engine._child._guard.pid).children(recursive=True)
+    with ended(Printed("max", tmp_path, str(model))) as server:
+        inference = {"engine": "max", "url": server.url}
+        config = learner.config.model_copy(
+            update={"inference": learner.config.inference.model_copy(update=inference)}
+        )
+        base = learner._base
+        engine = MAXEngine(config, model=base.model, eos_ids=learner._eos_ids(), device=base.device)
         prompts = [np.arange(40 + k, 60 + 2 * k, dtype=np.int32) for k in range(3)]
         asked = [
             SampleRequest(ids, 4, 40, 0.7, NoiseKey(0, 0, 0, k), adapter_slot=BASE_MODEL)
@@ -117,7 +110,4 @@ def test_the_base_model_in_a_child_samples_with_raw_log_probs_and_ends(
             ConfigurationError, match="without adapters, which MAX serves on a GPU only"
         ):
             engine.sync(learner.save_adapter, 0)
-    finally:
         engine.close()
-    _, alive = psutil.wait_procs(servers, timeout=30)
-    assert not alive

@@ -1,5 +1,4 @@
-"""Runs a server as a child that ends when the process that wants it ends: `python -m
-retrain.inference_engine.guard PARENT COMMAND...`.
+"""Runs a real server that ends when the tests end: `python tests/guard.py PARENT COMMAND...`.
 
 The guard leads a session of its own, so Ctrl-C does not reach the server, and it ends the whole
 session: servers have children too.
