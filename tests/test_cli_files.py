@@ -137,7 +137,10 @@ def test_a_mistyped_template_is_told_the_near_one(
 
 def test_a_template_without_its_flag_is_told_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "lab"]) == 2
-    assert "did you mean `retrain init --template lab`?" in capsys.readouterr().err
+    assert (
+        "(lab); an example is `retrain init --template lab --output lab.toml`"
+        in capsys.readouterr().err
+    )
 
 
 def test_preview_shows_the_difference_and_writes_nothing(

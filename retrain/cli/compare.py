@@ -62,9 +62,7 @@ SETTINGS = {"cls": BaselineTakesSeveral}
 def command(
     targets: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="CAMPAIGN_DIR | RUN...", help="A campaign's folder, or folders of runs."
-        ),
+        typer.Argument(metavar="RUN", help="A campaign's folder, or folders of runs."),
     ],
     baseline: Annotated[
         list[str] | None,

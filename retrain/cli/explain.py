@@ -19,8 +19,7 @@ from retrain.cli.shared import (
 )
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
-SETTINGS = FLAGS_FOLLOW
-FILE_ARGUMENT = "[FILE]"
+SETTINGS = FLAGS_FOLLOW | {"options_metavar": "[FILE] [OPTIONS] [--KEY VALUE]..."}
 _MAX = 1_000_000
 
 

@@ -29,10 +29,11 @@ def command(
     against: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="NAME",
             help=(
                 "Another transform on the same completions, such as gtpo_hicra or grpo+gtpo; may be"
                 " repeated."
-            )
+            ),
         ),
     ] = None,
     prompt: Annotated[

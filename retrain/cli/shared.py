@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
     from retrain.config.overrides import Overrides
 
-FLAGS_FOLLOW = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+FLAGS_FOLLOW: dict[str, Any] = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+    "options_metavar": "[OPTIONS] [--KEY VALUE]...",
+}
 """SETTINGS of a command that leaves the configuration's flags to their own parser."""
 
 Alpha = Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")]

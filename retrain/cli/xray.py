@@ -14,7 +14,7 @@ def command(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="CONFIG|NAME...",
+            metavar="CONFIG|NAME",
             help="TOML files, advantages such as maxrl, algorithms such as dapo, or plugins such as"
             " my_module.my_advantage.",
         ),
