@@ -99,6 +99,33 @@ def refuse_several(given: Mapping[str, object], otherwise: str) -> None:
         )
 
 
+def write_files(files: Mapping[Path, str], instead: str, force: bool = False) -> list[Path]:
+    """Write all of the files or none, and return those that were not there with this text already.
+
+    Raises ConfigurationError for one that would be overwritten, unless `force` is given; `instead`
+    says what to do.
+    """
+    new = {
+        path: text
+        for path, text in files.items()
+        if not (path.is_file() and path.read_bytes() == text.encode())
+    }
+    for path in new:
+        if path.is_dir():
+            raise ConfigurationError(
+                f"--output {path} is a folder; name a file, such as {path / 'retrain.toml'}."
+            )
+        if not path.parent.is_dir():
+            raise ConfigurationError(
+                f"--output {path}: the folder {path.parent} does not exist; create it first."
+            )
+        if path.exists() and not force:
+            raise ConfigurationError(f"{path} exists and is not overwritten; {instead}.")
+    for path, text in new.items():
+        path.write_bytes(text.encode())
+    return list(new)
+
+
 def pair_of(text: str) -> tuple[str, str]:
     """Split a --contrast. Raises ConfigurationError unless it is two labels with a colon between
     them.
