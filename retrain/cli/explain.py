@@ -7,7 +7,6 @@ import typer
 
 from retrain.cli.shared import (
     FLAGS_FOLLOW,
-    AsJson,
     Form,
     Trust,
     flags_after,
@@ -42,7 +41,6 @@ def command(
     ] = None,
     trust: Trust = False,
     form: Form = "text",
-    as_json: AsJson = False,
 ) -> None:
     """Show what a configuration would run, its settings and where they come from, and its memory,
     time and cost.
@@ -78,7 +76,7 @@ def command(
         memory_gib=memory_gib,
         say=print_progress,
     )
-    if as_json or form == "json":
+    if form == "json":
         print_json(seen.to_json())
     else:
         print_masked(to_text(seen))

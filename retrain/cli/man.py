@@ -10,7 +10,7 @@ import typer
 
 from retrain.cli.help import about
 from retrain.cli.manual import WIDTH, Topic, read_source, source_path, synced, topics_of
-from retrain.cli.shared import AsJson, Form, refuse_several
+from retrain.cli.shared import Form, refuse_several
 
 
 def command(
@@ -36,7 +36,6 @@ def command(
         bool, typer.Option("--check", help="Exit 1 if `--sync` would change the source.")
     ] = False,
     form: Form = "text",
-    as_json: AsJson = False,
 ) -> None:
     """Read the manual: in a pager in a terminal, as it is in a pipe, or as JSON."""
     given = {
@@ -48,7 +47,7 @@ def command(
         "--check": check,
     }
     refuse_several(given, "read the manual")
-    as_json, name = as_json or form == "json", name or topic
+    name = name or topic
     if path:
         print(source_path())
         return
@@ -59,7 +58,7 @@ def command(
     found = list(topics.values())
     if name:
         found = [topics.get(name.strip("[]").lower()) or Topic(name, about(name))]
-    if as_json:
+    if form == "json":
         rows = [_as_json(each, contents=not list_topics) for each in found]
         print(json.dumps(rows[0] if name else rows, indent=2, ensure_ascii=False))
     elif list_topics:

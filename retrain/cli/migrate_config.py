@@ -15,7 +15,7 @@ import tomlkit
 import typer
 from tomlkit.items import InlineTable, Table
 
-from retrain.cli.shared import AsJson, Form, refuse_several, write_files
+from retrain.cli.shared import Form, refuse_several, write_files
 from retrain.config.load import parse_named, read_text
 from retrain.config.names import LEGACY_PREFIX
 from retrain.config.removed import farewell, removed
@@ -46,7 +46,6 @@ def command(
         bool, typer.Option("--stdout", help="Print the whole result instead of the difference.")
     ] = False,
     form: Form = "text",
-    as_json: AsJson = False,
 ) -> None:
     """Rewrite removed keys of an older configuration; without a flag, show the difference."""
     if (path is None) != stdin:
@@ -81,7 +80,7 @@ def command(
         result["wrote"] = str(output)
     elif write and path and old != new:
         result |= {"wrote": name, "backup": _rewrite(path, new, backup)}
-    if as_json or form == "json":
+    if form == "json":
         print(json.dumps(result, indent=2, ensure_ascii=False))
     else:
         print("".join(f"{line}\n" for line in deleted), end="", file=sys.stderr)

@@ -32,6 +32,8 @@ def command_named(name: str) -> "TyperCommand":
 def run_command(name: str, arguments: Sequence[str]) -> int:
     """Run a command and return its exit code. Raises ConfigurationError for a wrong use."""
     command = command_named(name)
+    if any("--format" in parameter.opts for parameter in command.params):
+        arguments = ["--format=json" if one == "--json" else one for one in arguments]
     try:
         # Not typer's `app()`: that would put typer's own hook in place of the one that masks
         # secrets.

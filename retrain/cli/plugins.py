@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint
 
-from retrain.cli.shared import JsonOnly, print_json
+from retrain.cli.shared import Form, print_json
 from retrain.config.names import installed_plugins, table
 from retrain.errors import ConfigurationError
 from retrain.plugins import KINDS, user_code
@@ -24,7 +24,7 @@ class Row:
     """Why it cannot be loaded; "" if it can."""
 
 
-def command(as_json: JsonOnly = False) -> None:
+def command(form: Form = "text") -> None:
     """List what every key that takes a plugin can be: built in, and installed.
 
     An installed plugin is loaded. What stands against loading it is said: an error of its module, a
@@ -37,7 +37,7 @@ def command(as_json: JsonOnly = False) -> None:
     ]
     points = sorted(installed_plugins(), key=lambda point: point.name)
     installed = [_installed(point, builtin, points) for point in points]
-    if as_json:
+    if form == "json":
         print_json([asdict(row) for row in (*builtin, *installed)])
     else:
         print("\n".join(_lines(builtin, installed)))

@@ -23,7 +23,6 @@ FLAGS_FOLLOW: dict[str, Any] = {
 """SETTINGS of a command that leaves the configuration's flags to their own parser."""
 
 Alpha = Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")]
-AsJson = Annotated[bool, typer.Option("--json", help="The same as --format json.")]
 Checkpoint = Annotated[
     int | None, typer.Option(help="The checkpoint after this many steps; by default the newest.")
 ]
@@ -38,8 +37,8 @@ Control = Annotated[
     bool,
     typer.Option("--control", help="The campaign's random-reward condition is the baseline."),
 ]
-Form = Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")]
-JsonOnly = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+FORM_HELP = "How to print it; --json alone means json."
+Form = Annotated[Literal["text", "json"], typer.Option("--format", "--json", help=FORM_HELP)]
 LowerIsBetter = Annotated[
     bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")
 ]
