@@ -316,7 +316,10 @@ def test_a_help_page_fits_80_columns(
             "`retrain status`: invalid value for '--interval': it should be greater than or equal",
         ),
         ("power --effect=abc", "invalid value for '--effect': it should be a valid number"),
-        ("backends --format x", "'--format' / '--json': 'x' is not one of 'text', 'json'; an example"),
+        (
+            "backends --format x",
+            "'--format' / '--json': 'x' is not one of 'text', 'json'; an example",
+        ),
         ("backends a b", "`retrain backends`: got unexpected extra argument(s) (b); an example is"),
         ("report", "`retrain report`: missing argument 'DIR' (A run's folder"),
     ],

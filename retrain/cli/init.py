@@ -56,13 +56,12 @@ def command(
 
 
 def _unknown(template: str) -> ConfigurationError:
-    names = list(templates())
+    names = {name: name for name in templates()}
+    names |= {name.removeprefix("papers/"): name for name in names}
     near = nearest(template, names, NAME_CUTOFF)
-    hint = f"allowed are {', '.join(names)}."
-    if f"papers/{template}" in names:
-        near = f"papers/{template}"
+    hint = f"allowed are {', '.join(templates())}."
     if near:
-        hint = f"did you mean {near}?"
+        hint = f"did you mean {names[near]}?"
     return ConfigurationError(f"--template {template!r} is not known; {hint}")
 
 

@@ -93,15 +93,13 @@ def _sync(*, write: bool) -> None:
 
     path, old = source_path(), read_source()
     new = synced(old)
-    before, after = topics_of(old), topics_of(new)
-    changed = [name for name in before | after if before.get(name) != after.get(name)]
     if old == new:
         print(f"{path} is up to date.")
     elif write:
         replace_file(path, new)
-        print(f"Refreshed {', '.join(changed)} in {path}.")
+        print(f"Refreshed {path}.")
     else:
-        print(f"{path} is out of date ({', '.join(changed)}); `retrain man --sync` refreshes it.")
+        print(f"{path} is out of date; `retrain man --sync` refreshes it.")
         raise typer.Exit(1)
 
 

@@ -17,7 +17,7 @@ from tomlkit.items import InlineTable, Table
 
 from retrain.cli.shared import Form, refuse_several, write_files
 from retrain.config.load import parse_named, read_text
-from retrain.config.names import LEGACY_PREFIX
+from retrain.config.names import LEGACY_PREFIX, bracketed, by_path
 from retrain.config.removed import farewell, removed
 from retrain.errors import ConfigurationError
 from retrain.records.disk import replace_file
@@ -63,8 +63,8 @@ def command(
     name, old = str(path or "standard input"), read_text(path) if path else sys.stdin.read()
     new = migrate_text(old, name)
     deleted = [
-        f"Deleted: {farewell(f'{section}.{key}', f'[{section}] {key}')}."
-        for section, key in _keys_that_left(parse_named(old, name))
+        f"Deleted: {farewell(path, bracketed(path))}."
+        for path in _keys_that_left(parse_named(old, name))
     ]
     result: Json = {
         "file": name,
@@ -138,11 +138,12 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
     """
     sections = parse_named(text, name)
     left = _keys_that_left(sections)
-    legacy = [key for key in _keys(sections, "backend") if key.startswith(LEGACY_PREFIX)]
+    legacy = [path for path in by_path(sections) if path.startswith(f"backend.{LEGACY_PREFIX}")]
     if not left and not legacy:
         return text
     document: Any = tomlkit.parse(text)
-    for section, key in left:
+    for path in left:
+        section, _, key = path.partition(".")
         del document[section][key]
     if legacy:
         _move(document, legacy, "[backend]" in text, name)
@@ -153,18 +154,12 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
     return migrated
 
 
-def _keys_that_left(sections: Json) -> list[tuple[str, str]]:
-    """The section and name of each key that left the configuration; of one that lost a value only,
-    a person has to choose another.
+def _keys_that_left(sections: Json) -> list[str]:
+    """Each "section.key" that left the configuration; of one that lost a value only, a person has
+    to choose another.
     """
-    rows = (name.split(".") for name in removed() if "." in name and " = " not in name)
-    return [(section, key) for section, key in rows if key in _keys(sections, section)]
-
-
-def _keys(sections: Json, name: str) -> Json:
-    """The keys of a section; none where something else has its name."""
-    section = sections.get(name)
-    return section if isinstance(section, dict) else {}
+    given = by_path(sections)
+    return [path for path in removed() if path in given]
 
 
 def _move(document: Any, legacy: list[str], has_header: bool, name: str) -> None:
@@ -180,7 +175,8 @@ def _move(document: Any, legacy: list[str], has_header: bool, name: str) -> None
         raise ConfigurationError(
             f"{name}: [backend] options is not a table; make it one and migrate again."
         )
-    for key in legacy:
+    for path in legacy:
+        key = path.removeprefix("backend.")
         value, new_key = backend[key], key.removeprefix(LEGACY_PREFIX)
         del backend[key]
         if isinstance(options, InlineTable) and value.trivia.comment:
