@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from retrain.cli.main import command_named, is_path
+from retrain.cli.main import is_path
 from retrain.cli.manual import read_source, source_path, synced
+from retrain.cli.parameters import command_named
 from retrain.cli.run import parse_arguments
 from retrain.cli.usage import COMMANDS
 from retrain.config import config_from_toml

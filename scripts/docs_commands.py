@@ -4,7 +4,7 @@ commands themselves.
 
 from collections.abc import Iterator
 
-from retrain.cli.parameters import description, parameters_of, usage_line
+from retrain.cli.parameters import command_named, help_records
 from retrain.cli.usage import COMMANDS, EXAMPLES, FLAGS, SWITCHES
 
 PAGES = {
@@ -73,12 +73,11 @@ def commands_document() -> str:
 
 
 def _command(name: str) -> str:
-    rows = [(f"`{parameter.head}`", parameter.text) for parameter in parameters_of(name)]
+    rows = [(f"`{head}`", text) for head, text in help_records(name)]
     page = f"[More of it]({PAGES[name]})." if name in PAGES else ""
     parts = [
         f"## retrain {name}",
-        *description(name),
-        f"`{usage_line(name)}`",
+        *(" ".join(part.split()) for part in (command_named(name).help or "").split("\n\n")),
         f"```bash\n{EXAMPLES[name]}\n```",
         _table(("argument or option", "what it does"), rows) if rows else "",
         page,

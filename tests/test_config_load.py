@@ -201,7 +201,7 @@ def test_a_table_flag_adds_to_the_table_of_the_file(file: Path) -> None:
     [
         (["--lrr", "1"], "--lrr is not a flag; did you mean --lr?"),
         (["--training-batch-size", "1"], "is not a flag; did you mean --batch-size?"),
-        (["--sepa.step", "1"], "--sepa.step is not a flag; did you mean --sepa.steps?"),
+        (["--sepa.step", "1"], "--sepa.step is not a flag; did you mean --sepa-steps?"),
         (["--quite"], "--quite is not a flag; did you mean --quiet?"),
         (["--lr"], "flag --lr needs a value: a number of at least 0."),
         (["--lr", "--seed", "1"], "flag --lr needs a value"),

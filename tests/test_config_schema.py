@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from retrain.cli.help import reference
+from retrain.cli.help import every_key
 from retrain.config import (
     TrainConfig,
     config_from_mapping,
@@ -260,7 +260,7 @@ def test_every_key_has_a_sentence_a_flag_and_a_variable_of_its_own() -> None:
 
 
 def test_the_help_and_the_json_schema_know_every_key() -> None:
-    text, schema = reference(""), json_schema()
+    text, schema = every_key(), json_schema()
     for key in all_keys():
         assert f"  {key.flag}" in text
         assert key.name in schema["$defs"][key.section.capitalize()]["properties"]

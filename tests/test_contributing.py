@@ -10,7 +10,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from runs import lines, small, small_run
@@ -20,7 +20,7 @@ from retrain import train
 from retrain.advantages import episode
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.backends.base import BACKENDS
-from retrain.cli.init_plugin import KINDS
+from retrain.cli.init_plugin import Kind
 from retrain.cli.main import main
 from retrain.config import config_from_toml
 from retrain.errors import ConfigurationError
@@ -111,7 +111,7 @@ def test_a_plugin_of_the_text_takes_a_step(
 def test_init_plugin_writes_what_the_text_shows() -> None:
     folder = Path(__file__).parents[1] / "retrain" / "assets" / "plugins"
     shown = {(block(section, "python"), block(section, "toml")) for section in SECTIONS}
-    for kind in KINDS:
+    for kind in get_args(Kind):
         code = (folder / f"{kind}.txt").read_text(encoding="utf-8")
         table = (folder / f"{kind}.toml").read_text(encoding="utf-8")
         assert (code, table) in shown, kind

@@ -89,7 +89,7 @@ CASES = [
     Case(
         "a value that an option does not take",
         2,
-        "text or json",
+        "'--format' / '--json': 'xml' is not one of 'text', 'json'; an example",
         None,
         ("status", "--format", "xml"),
     ),

@@ -7,7 +7,6 @@ import typer
 
 from retrain.cli.shared import (
     FLAGS_FOLLOW,
-    AsJson,
     Form,
     Trust,
     flags_after,
@@ -34,7 +33,6 @@ def command(
     ] = 200,
     trust: Trust = False,
     form: Form = "text",
-    as_json: AsJson = False,
 ) -> None:
     """Run the reward on answers whose verdict is known.
 
@@ -58,7 +56,7 @@ def command(
     if not trust:
         refuse_foreign_code(config, "its audit")
     audit = audit_reward(config, examples, print_progress)
-    if as_json or form == "json":
+    if form == "json":
         print_json(audit.to_json())
     else:
         print_masked(to_text(audit))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.cli.shared import AsJson, Form, print_json
+from retrain.cli.shared import Form, print_json
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ def command(
         typer.Argument(metavar="NAME", help="Show one of them, and what it does with each key."),
     ] = "",
     form: Form = "text",
-    as_json: AsJson = False,
 ) -> None:
     """List engines and backends: what each is and can do, what is installed here, and against what
     it was verified.
@@ -32,7 +31,7 @@ def command(
             f"{name!r} is not a built-in engine or backend; these are"
             f" {', '.join(entry.name for entry in known)}."
         )
-    if as_json or form == "json":
+    if form == "json":
         print_json([entry.to_json() for entry in entries])
     else:
         print("\n".join(_one(entries[0]) if name else _all(entries)))

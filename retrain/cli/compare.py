@@ -11,8 +11,8 @@ import typer
 from typer.core import TyperCommand
 
 from retrain.cli.shared import (
+    FORM_HELP,
     Alpha,
-    AsJson,
     Contrast,
     Control,
     LowerIsBetter,
@@ -62,9 +62,7 @@ SETTINGS = {"cls": BaselineTakesSeveral}
 def command(
     targets: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="CAMPAIGN_DIR | RUN...", help="A campaign's folder, or folders of runs."
-        ),
+        typer.Argument(metavar="RUN", help="A campaign's folder, or folders of runs."),
     ],
     baseline: Annotated[
         list[str] | None,
@@ -98,8 +96,7 @@ def command(
     ] = 0.8,
     lower_is_better: LowerIsBetter = False,
     contrast: Contrast = None,
-    form: Annotated[Format, typer.Option("--format", help="How to print it.")] = "text",
-    as_json: AsJson = False,
+    form: Annotated[Format, typer.Option("--format", "--json", help=FORM_HELP)] = "text",
 ) -> None:
     """Compare conditions across seeds: paired differences, intervals, exact p values adjusted over
     all of them, and a verdict.
@@ -108,8 +105,6 @@ def command(
     from retrain.analysis.verdict import TestSettings
     from retrain.records.evaluation import is_evaluation
 
-    if as_json:
-        form = "json"
     evaluated = next(filter(is_evaluation, targets), None)
     if evaluated:
         raise ConfigurationError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.cli.shared import AsJson, print_json
+from retrain.cli.shared import Form, print_json
 
 if TYPE_CHECKING:
     from retrain.analysis.parting import FolderComparison
@@ -20,7 +20,7 @@ _SHOWN = 6
 def command(
     one: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another run's folder.")],
-    as_json: AsJson = False,
+    form: Form = "text",
 ) -> None:
     """Find the first step and field in which the records of two runs differ, and name the keys,
     data and versions that differ. Exits with 1 if the records differ.
@@ -33,7 +33,7 @@ def command(
         run.check_present()
     found = compared(ours, theirs, range(max(ours.steps, theirs.steps)))
     refuse_damaged(ours, theirs, found)
-    if as_json:
+    if form == "json":
         print_json({"equal": found.parting is None} | asdict(found))
     else:
         if found.parting is None:

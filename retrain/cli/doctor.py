@@ -14,7 +14,7 @@ from typing import Literal
 
 import typer
 
-from retrain.cli.shared import AsJson, load_dotenv, print_json
+from retrain.cli.shared import Form, load_dotenv, print_json
 from retrain.errors import EnvironmentFailure, RetrainError
 from retrain.install import install_hint, missing_package
 from retrain.system import total_memory
@@ -45,18 +45,18 @@ class Finding:
     advice: str = ""
 
 
-def command(as_json: AsJson = False) -> None:
+def command(form: Form = "text") -> None:
     """Check this machine: Python, torch, device, memory, the hub, folders, keys by name,
     and one training step of the embedded model. Exits with 3 if something needed is lacking.
     """
     load_dotenv()
     findings = [check() for check in CHECKS]
-    if as_json:
+    if form == "json":
         print_json([asdict(finding) for finding in findings])
     else:
         print("\n".join(_lines(findings)))
     lacking = [finding.name for finding in findings if finding.state == "lacks"]
-    if lacking and as_json:
+    if lacking and form == "json":
         raise typer.Exit(EnvironmentFailure.exit_code)
     if lacking:
         raise EnvironmentFailure(f"this machine lacks what a run needs: {', '.join(lacking)}.")

@@ -10,7 +10,6 @@ import typer
 
 from retrain.cli.shared import (
     FLAGS_FOLLOW,
-    AsJson,
     Checkpoint,
     Form,
     Trust,
@@ -40,7 +39,6 @@ def command(
     ] = None,
     trust: Trust = False,
     form: Form = "text",
-    as_json: AsJson = False,
 ) -> None:
     """Evaluate a run's checkpoint, or the untrained model of a configuration, on held-out problems:
     pass@1 and pass@k.
@@ -68,7 +66,7 @@ def command(
         trust=trust,
         keep=folder.write,
     )
-    if as_json or form == "json":
+    if form == "json":
         print(json.dumps(finite(result.summary() | {"folder": str(folder.path)})))
     else:
         lines = [evaluation_line(result), *task_lines(result), f"Answers: {folder.path}"]

@@ -7,7 +7,6 @@ import typer
 
 from retrain.cli.shared import (
     FLAGS_FOLLOW,
-    AsJson,
     Form,
     Trust,
     flags_after,
@@ -19,8 +18,7 @@ from retrain.cli.shared import (
 )
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
-SETTINGS = FLAGS_FOLLOW
-FILE_ARGUMENT = "[FILE]"
+SETTINGS = FLAGS_FOLLOW | {"options_metavar": "[FILE] [OPTIONS] [--KEY VALUE]..."}
 _MAX = 1_000_000
 
 
@@ -43,7 +41,6 @@ def command(
     ] = None,
     trust: Trust = False,
     form: Form = "text",
-    as_json: AsJson = False,
 ) -> None:
     """Show what a configuration would run, its settings and where they come from, and its memory,
     time and cost.
@@ -79,7 +76,7 @@ def command(
         memory_gib=memory_gib,
         say=print_progress,
     )
-    if as_json or form == "json":
+    if form == "json":
         print_json(seen.to_json())
     else:
         print_masked(to_text(seen))

@@ -1,15 +1,17 @@
-"""`retrain help [NAME]`: the short page with the names of all keys; or a key, a section, a command,
-or all keys with their flags.
+"""`retrain help [NAME]`: the short page with the names of all keys; or what there is to know about
+one name.
 """
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.cli.usage import COMMANDS, MAX_WIDTH, usage
+from retrain.cli.manual import WIDTH, read_source, topics_of
+from retrain.cli.usage import usage
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -41,167 +43,138 @@ def command(
         str,
         typer.Argument(
             metavar="NAME",
-            help="A key, a section, a command, papers, or config, for every key.",
+            help="A key, a value, a section, a command, papers, or config, for every key.",
         ),
-    ] = "",
-    section: Annotated[
-        str, typer.Argument(help="After config: one section, such as training.")
     ] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="With config: the JSON Schema of a file, for an editor.")
     ] = False,
 ) -> None:
     """Print the short page and the names of all keys; or what there is to know about one name."""
+    if as_json and topic != "config":
+        raise ConfigurationError(
+            "--json of `retrain help` prints the JSON Schema of the whole configuration; write"
+            " `retrain help config --json`."
+        )
     if as_json:
-        if topic != "config" or section:
-            raise ConfigurationError(
-                "--json of `retrain help` prints the JSON Schema of the whole configuration; write"
-                " `retrain help config --json`."
-            )
         from retrain.config.json_schema import json_schema
 
         print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
-    elif not topic:
-        print(usage() + "\n" + key_names(80), end="")
-    elif topic == "config":
-        print(reference(section), end="")
-    elif topic == "papers" and not section:
-        print(papers_page(), end="")
-    elif section:
-        raise ConfigurationError(
-            f"retrain help takes one name, and {section!r} is one too many; `retrain help config"
-            " SECTION` takes two."
-        )
-    elif topic in COMMANDS:
-        from retrain.cli.parameters import help_page
-
-        print(help_page(topic, MAX_WIDTH), end="")
     else:
-        print(_page(topic), end="")
+        print(about(topic), end="")
 
 
-def key_names(width: int) -> str:
+def about(name: str) -> str:
+    """Return what there is to know about a name: a topic of the manual, a key in any of its forms
+    (lr, training.lr, --lr), a value of a key, or another trainer's name for a key.
+
+    Raises ConfigurationError with the nearest name for any other.
+    """
+    pages = {"": _short_page, "config": every_key, "papers": papers_page}
+    if name in pages:
+        return pages[name]()
+    topics = topics_of(read_source())
+    topic = topics.get(name.strip("[]").lower())
+    if topic:
+        return topic.text
+    from retrain.config.keys import all_keys, key_meant
+    from retrain.config.names import ALIASES
+
+    path, meant = ALIASES.get(name, name), key_meant(name.removeprefix("--"))
+    title, keys = "", [key for key in all_keys() if path in (key.name, key.path, key.flag)]
+    if not keys and meant:
+        keys = [meant]
+    if not keys:
+        title = f"{_paper_titles().get(name, name)} is a value of:\n\n"
+        keys = [key for key in all_keys() if name in key.choices]
+    if not keys:
+        raise _unknown(name, topics)
+    return title + "".join(f"[{key.section}]\n{_about(key)}\n" for key in keys)
+
+
+def _unknown(name: str, topics: Iterable[str]) -> ConfigurationError:
+    from retrain.config.keys import all_keys
+    from retrain.config.names import NAME_CUTOFF, builtin_names, instead, nearest
+    from retrain.config.removed import farewell, removed_key
+
+    word = name.removeprefix("--")
+    gone = farewell(name) or farewell(removed_key(word), name)
+    if gone:
+        return ConfigurationError(f"{gone}.")
+    names = [*topics, *builtin_names("algorithm"), *(key.name for key in all_keys())]
+    near, clause = nearest(word, names, NAME_CUTOFF), instead(word)
+    hint = "`retrain help` and `retrain man --list-topics` list what there is."
+    if clause:
+        hint = f"{clause}."
+    elif near:
+        hint = f"did you mean `retrain help {near}`?"
+    return ConfigurationError(f"{name!r} is not a key, a value, a section or a command; {hint}")
+
+
+def _short_page() -> str:
     """The name of every key by section, and how to ask for one."""
     from retrain.config.keys import all_keys, section_models
 
-    lines = ["Keys:"]
+    lines = [f"{usage()}\nKeys:"]
     for section in section_models():
         names = " ".join(key.name for key in all_keys() if key.section == section)
-        lines += textwrap.wrap(
-            f"{f'[{section}]':<15} {names}", width, initial_indent="  ", subsequent_indent=" " * 18
-        )
+        head = f"  {f'[{section}]':<15} "
+        lines += textwrap.wrap(head + names, WIDTH, subsequent_indent=" " * 18)
     return "\n".join(lines) + f"\n\n{_ASK}"
+
+
+def _paper_titles() -> dict[str, str]:
+    """The papers that `algorithm_mode` names, with the first line of their files."""
+    from retrain.config.names import PAPERS, recipe_names
+
+    texts = {name: (PAPERS / f"{name}.toml").read_text("utf-8") for name in recipe_names()}
+    return {name: text.partition("\n")[0].removeprefix("# ") for name, text in texts.items()}
 
 
 def papers_page() -> str:
     """The papers that `algorithm_mode` names, one line each."""
-    from retrain.config.names import PAPERS, recipe_names
     from retrain.records.terminal import table_lines
 
-    rows = []
-    for name in recipe_names():
-        title = (PAPERS / f"{name}.toml").read_text("utf-8").splitlines()[0]
-        rows.append((name, title.removeprefix("# ")))
-    return "\n".join([_PAPERS_FIRST, *table_lines(rows, indent="  "), "", _PAPERS_LAST])
+    rows = table_lines(list(_paper_titles().items()), indent="  ")
+    return "\n".join([_PAPERS_FIRST, *rows, "", _PAPERS_LAST])
 
 
-def _page(name: str) -> str:
-    """A section, or the keys of a name: lr, training.lr, --lr. Raises ConfigurationError for any
-    other name.
-    """
-    from retrain.config.keys import all_keys, key_meant, section_models
-    from retrain.config.names import ALIASES, NAME_CUTOFF, instead, nearest
-    from retrain.config.removed import farewell, removed_key
+def every_key() -> str:
+    """Every section with its keys."""
+    from retrain.config.keys import section_models
 
-    word = name.strip("[]")
-    if word in section_models():
-        return reference(word)
-    path = ALIASES.get(word, word)
-    keys = [key for key in all_keys() if path in (key.name, key.path, key.flag)]
-    if not keys and (meant := key_meant(word.removeprefix("--"))):
-        keys = [meant]
-    if not keys:
-        names = [*COMMANDS, *section_models()]
-        for key in all_keys():
-            names += [key.name, key.flag]
-        near = nearest(word, names, NAME_CUTOFF)
-        clause = instead(word.removeprefix("--"))
-        gone = farewell(word) or farewell(removed_key(word.removeprefix("--")), name)
-        if gone:
-            raise ConfigurationError(f"{gone}.")
-        hint = "`retrain help` lists all."
-        if clause:
-            hint = f"{clause}."
-        elif near:
-            hint = f"did you mean `retrain help {near}`?"
-        raise ConfigurationError(f"{name!r} is not a key, a section or a command; {hint}")
-    return "\n".join(
-        f"[{key.section}]\n" + "\n".join(_about(key, MAX_WIDTH)) + "\n" for key in keys
-    )
+    return "\n".join(map(reference, section_models())) + f"\n{FOOTER}"
 
 
-def reference(section: str, width: int = MAX_WIDTH) -> str:
-    """Every key, or the keys of one section. Raises ConfigurationError for a section that does not
-    exist.
-    """
-    from retrain.config.keys import all_keys, section_models
-    from retrain.config.names import nearest
-
-    names = tuple(section_models())
-    if section and section not in names:
-        near = nearest(section, names)
-        raise ConfigurationError(
-            f"{section!r} is not a section;"
-            f" {f'did you mean {near}?' if near else 'sections are ' + ', '.join(names) + '.'}"
-        )
-    lines = []
-    for name, model in section_models().items():
-        if section not in ("", name):
-            continue
-        lines.append(f"[{name}]  {(model.__doc__ or '').splitlines()[0]}")
-        for key in (key for key in all_keys() if key.section == name):
-            lines += _about(key, width)
-        if name == "backend":
-            lines += _options(width)
-        lines.append("")
-    return "\n".join(lines) + "\n" + FOOTER
-
-
-def _options(width: int) -> Iterator[str]:
-    """The keys of the table [backend.options]."""
-    from retrain.config.keys import Key
+def reference(section: str) -> str:
+    """The keys of one section."""
+    from retrain.config.keys import Key, all_keys, section_models
     from retrain.config.schema import BACKEND_OPTIONS
 
-    for backend, model in BACKEND_OPTIONS.items():
-        for name, field in model.model_fields.items():
-            yield from _about(
+    lines = [f"[{section}]  {(section_models()[section].__doc__ or '').partition(chr(10))[0]}"]
+    lines += [_about(key) for key in all_keys() if key.section == section]
+    if section == "backend":
+        lines += [
+            _about(
                 Key("backend.options", name, field, field.get_default()),
-                width,
                 f"--options {name}=VALUE, for {backend}",
             )
+            for backend, model in BACKEND_OPTIONS.items()
+            for name, field in model.model_fields.items()
+        ]
+    return "\n".join(lines) + "\n"
 
 
-def _about(key: "Key", width: int, flag: str = "") -> Iterator[str]:
+def _about(key: "Key", flag: str = "") -> str:
+    """A key's flag and default, its meaning and its allowed values."""
     from retrain.config.keys import SHORT_TABLE_FLAGS
     from retrain.system import toml_value
 
-    if key.default is None:
-        default = "unset"
-    else:
+    fill = partial(textwrap.fill, width=WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False)
+    default, head = "unset", flag or key.flag
+    if key.default is not None:
         default = toml_value(key.default)
-    short = ""
     if key.path in SHORT_TABLE_FLAGS:
-        short = f", {SHORT_TABLE_FLAGS[key.path]} KEY=VALUE"
-    head = f"{flag or key.flag}{short}  ({key.name} = {default})"
-    yield from textwrap.wrap(
-        head,
-        width,
-        initial_indent="  ",
-        subsequent_indent="      ",
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+        head += f", {SHORT_TABLE_FLAGS[key.path]} KEY=VALUE"
     words = f"{key.doc} Allowed: {key.allowed}."
-    yield from textwrap.wrap(
-        words, width, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False
-    )
+    return f"{fill(f'  {head}  ({key.name} = {default})')}\n{fill(' ' * 6 + words)}"

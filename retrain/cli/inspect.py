@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retrain.cli.shared import AsJson, Form, Trust
+from retrain.cli.shared import Form, Trust
 from retrain.errors import ConfigurationError
 from retrain.inspect import Quantity
 
@@ -29,10 +29,11 @@ def command(
     against: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="NAME",
             help=(
                 "Another transform on the same completions, such as gtpo_hicra or grpo+gtpo; may be"
                 " repeated."
-            )
+            ),
         ),
     ] = None,
     prompt: Annotated[
@@ -56,7 +57,6 @@ def command(
     ] = False,
     trust: Trust = False,
     form: Form = "text",
-    as_json: AsJson = False,
 ) -> None:
     """Show the credit of single tokens: advantage after each stage, surprisal, entropy, planning
     mask, log-ratio.
@@ -76,7 +76,7 @@ def command(
         trust=trust,
     )
     numbers = _chosen(credit, prompt, sample)
-    if as_json or form == "json":
+    if form == "json":
         print(json.dumps(to_json(credit, numbers)))
         return
     console = Console()

@@ -5,7 +5,6 @@ Nothing heavy is imported here: a command's module is imported when the command 
 
 import io
 import os
-import shutil
 import signal
 import sys
 import traceback
@@ -14,9 +13,8 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
 
-from retrain.cli.usage import COMMANDS, MAX_WIDTH, usage
+from retrain.cli.usage import COMMANDS, usage
 from retrain.errors import (
     ConfigurationError,
     EnvironmentFailure,
@@ -26,9 +24,6 @@ from retrain.errors import (
 )
 from retrain.records.disk import is_reader_gone, path_error
 from retrain.system import prepare_torch
-
-if TYPE_CHECKING:
-    from typer.core import TyperCommand
 
 
 def _absent(error: ModuleNotFoundError | AttributeError) -> str:
@@ -122,10 +117,12 @@ def _require_folder() -> None:
 
 def _dispatch(arguments: list[str]) -> int:
     first = arguments[0] if arguments else ""
-    if first in COMMANDS:
-        return _run_command(first, arguments[1:])
     if first == "--version":
-        return _run_command("version", [])
+        first = "version"
+    if first in COMMANDS:
+        from retrain.cli.parameters import run_command
+
+        return run_command(first, arguments[1:])
     if not first.startswith("-"):
         from retrain.config.removed import farewell
 
@@ -156,42 +153,6 @@ def is_path(argument: str) -> bool:
         return Path(argument).exists()
     except OSError:  # too long to be one
         return False
-
-
-def command_named(name: str) -> "TyperCommand":
-    """Import the module of a command and return the command with its arguments and options."""
-    import typer
-
-    from retrain.cli.parameters import module_of
-
-    module = module_of(name)
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name, **getattr(module, "SETTINGS", {}))(module.command)
-    command: TyperCommand = typer.main.get_command(app)  # type: ignore[assignment]  # typed as click.Command
-    return command
-
-
-def _run_command(name: str, arguments: list[str]) -> int:
-    import typer
-
-    from retrain.cli.parameters import help_page, wrong_use
-
-    if {"--help", "-h"} & set(arguments):
-        sys.stdout.write(help_page(name, min(shutil.get_terminal_size().columns, MAX_WIDTH)))
-        return 0
-    # Typer gives this class no name of its own.
-    usage_error: type[Any] = typer.BadParameter.__bases__[0]
-    command = command_named(name)
-    try:
-        # Not typer's `app()`: that would put typer's own hook in place of the one that masks
-        # secrets.
-        with command.make_context(f"retrain {name}", list(arguments)) as context:
-            command.invoke(context)
-    except typer.Exit as stop:
-        return stop.exit_code
-    except usage_error as error:
-        raise ConfigurationError(wrong_use(name, arguments, error)) from None
-    return 0
 
 
 def _ended_by(error: RetrainError | StoppedAtOnce, arguments: Sequence[str]) -> int:

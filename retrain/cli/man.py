@@ -2,15 +2,15 @@
 
 import json
 import os
-import shutil
 import sys
+import textwrap
 from typing import Annotated, Any
 
 import typer
 
-from retrain.cli.manual import Topic, read_source, source_path, synced, topics_of
-from retrain.cli.shared import AsJson, Form, refuse_several
-from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.cli.help import about
+from retrain.cli.manual import WIDTH, Topic, read_source, source_path, synced, topics_of
+from retrain.cli.shared import Form, refuse_several
 
 
 def command(
@@ -36,7 +36,6 @@ def command(
         bool, typer.Option("--check", help="Exit 1 if `--sync` would change the source.")
     ] = False,
     form: Form = "text",
-    as_json: AsJson = False,
 ) -> None:
     """Read the manual: in a pager in a terminal, as it is in a pipe, or as JSON."""
     given = {
@@ -48,64 +47,26 @@ def command(
         "--check": check,
     }
     refuse_several(given, "read the manual")
+    name = name or topic
     if path:
         print(source_path())
-    elif sync or check:
+        return
+    if sync or check:
         _sync(write=sync)
-    else:
-        _print(name or topic, as_json=as_json or form == "json", names_only=list_topics)
-
-
-def _print(name: str, *, as_json: bool, names_only: bool) -> None:
-    """One topic or, without a name, all of them."""
+        return
     topics = topics_of(read_source())
+    found = list(topics.values())
     if name:
-        found = [_topic(topics, name)]
-    else:
-        found = list(topics.values())
-    if as_json:
-        rows = [_as_json(each, contents=not names_only) for each in found]
+        found = [topics.get(name.strip("[]").lower()) or Topic(name, about(name))]
+    if form == "json":
+        rows = [_as_json(each, contents=not list_topics) for each in found]
         print(json.dumps(rows[0] if name else rows, indent=2, ensure_ascii=False))
-    elif names_only:
-        print("\n".join(_overview(found)))
+    elif list_topics:
+        for each in found:
+            summary = each.summary.removeprefix(f"[{each.name}]").strip()
+            print(textwrap.fill(f"  {each.name:<16}{summary}", WIDTH, subsequent_indent=" " * 18))
     else:
         _show("\n".join(f"== {each.name} ==\n\n{each.text}" for each in found))
-
-
-def _topic(topics: dict[str, Topic], name: str) -> Topic:
-    """Find a topic by its name, [name] too. Raises ConfigurationError with the nearest name, or
-    with the section of a key.
-    """
-    found = topics.get(name.strip("[]").lower())
-    if found:
-        return found
-    from retrain.config.keys import keys_by_path
-    from retrain.config.names import nearest
-
-    key = name.removeprefix("--").replace("-", "_")
-    homes = [
-        each.section
-        for path, each in keys_by_path().items()
-        if key in (path, each.name, each.flag[2:].replace("-", "_"))
-    ]
-    if homes:
-        section = f"`retrain man {homes[0]}` has that section, `retrain help {key}` the key."
-        raise ConfigurationError(f"{name} is a key of [{homes[0]}]: {section}")
-    near = nearest(name, topics)
-    hint = "`retrain man --list-topics` lists them."
-    if near:
-        hint = f"did you mean {near}?"
-    raise ConfigurationError(f"{name!r} is not a topic of the manual; {hint}")
-
-
-def _overview(topics: list[Topic]) -> list[str]:
-    from retrain.cli.parameters import columns
-    from retrain.cli.usage import MAX_WIDTH
-
-    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
-    return columns(
-        [(each.name, each.summary.removeprefix(f"[{each.name}]").strip()) for each in topics], width
-    )
 
 
 def _as_json(topic: Topic, *, contents: bool) -> dict[str, Any]:
@@ -132,18 +93,13 @@ def _sync(*, write: bool) -> None:
 
     path, old = source_path(), read_source()
     new = synced(old)
-    before, after = topics_of(old), topics_of(new)
-    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if old == new:
         print(f"{path} is up to date.")
     elif write:
-        try:
-            replace_file(path, new)
-        except OSError as error:
-            raise EnvironmentFailure(f"{path} cannot be written: {error.strerror}.") from error
-        print(f"Refreshed {', '.join(changed)} in {path}.")
+        replace_file(path, new)
+        print(f"Refreshed {path}.")
     else:
-        print(f"{path} is out of date ({', '.join(changed)}); `retrain man --sync` refreshes it.")
+        print(f"{path} is out of date; `retrain man --sync` refreshes it.")
         raise typer.Exit(1)
 
 

@@ -5,7 +5,6 @@ Reading it imports neither the schema nor a command; making its generated parts 
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -58,37 +57,28 @@ def topics_of(source: str) -> dict[str, Topic]:
 
 
 def synced(source: str) -> str:
-    """The source with its generated parts made anew: what is written by hand stays, and what names
-    nothing any more goes.
+    """The source with its generated parts made anew, each at the end of its topic: what is written
+    by hand stays, and what names nothing any more goes.
     """
-    parts = dict(_generated_parts())
-    written = {name: topic.source for name, topic in topics_of(source).items()}
+    parts = _generated_parts()
+    texts = {name: _GENERATED.sub("", topic.source) for name, topic in topics_of(source).items()}
     pieces = [_HEADING.split(source)[0]]
-    for name in [*written, *(name for name in parts if name not in written)]:
-        block = ""
+    for name in dict.fromkeys([*texts, *parts]):
+        text = texts.get(name, "")
         if name in parts:
-            block = f"{BEGIN}\n{parts[name].strip(chr(10))}\n{END}\n"
-        text = written.get(name, f"\n{block}\n")
-        if block not in text or not block:
-            found = _GENERATED.search(text)
-            if found:
-                text = text.replace(found.group(), block)
-            elif block:
-                text = f"{text.rstrip(chr(10))}\n\n{block}\n"
-        # A topic that was generated alone and names nothing any more is empty now.
+            text = f"{text.rstrip()}\n\n{BEGIN}\n{parts[name].strip()}\n{END}\n\n"
         if text.strip():
             pieces.append(f"== {name} =={text}")
     return "".join(pieces)
 
 
-def _generated_parts() -> Iterator[tuple[str, str]]:
-    """The name of each topic with a generated part, and that part."""
+def _generated_parts() -> dict[str, str]:
+    """Map each topic with a generated part to that part."""
     from retrain.cli.help import FOOTER, reference
     from retrain.cli.parameters import help_page
     from retrain.config.keys import section_models
 
-    yield "overview", f"{usage()}\n{FOOTER}"
+    parts = {"overview": f"{usage()}\n{FOOTER}"}
     for name, summary in COMMANDS.items():
-        yield name, f"{summary[:1].upper()}{summary[1:]}.\n\n{help_page(name, WIDTH)}"
-    for name in section_models():
-        yield name, reference(name, WIDTH).removesuffix(FOOTER)
+        parts[name] = f"{summary[:1].upper()}{summary[1:]}.\n\n{help_page(name, WIDTH)}"
+    return parts | {name: reference(name) for name in section_models()}

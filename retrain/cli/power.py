@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retrain.cli.shared import Alpha, AsJson, Form, print_json
+from retrain.cli.shared import Alpha, Form, print_json
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ def command(
     alpha: Alpha = 0.05,
     power: Annotated[float, typer.Option(help="Probability of finding the difference.")] = 0.8,
     form: Form = "text",
-    as_json: AsJson = False,
 ) -> None:
     """Plan a campaign: the seeds needed to find a difference, given a pilot or a standard
     deviation.
@@ -68,7 +67,7 @@ def command(
     shown = found.comparisons if found else 1
     plan = SeedPlan(effect, spread, Rule(comparisons or shown, alpha, power))
     _check(plan, comparisons, found)
-    if as_json or form == "json":
+    if form == "json":
         print_json(_as_json(plan, found))
     else:
         print("\n".join(_lines(plan, found)))

@@ -48,7 +48,9 @@ def command(
     lower_is_better: LowerIsBetter = False,
     against: Annotated[
         list[str] | None,
-        typer.Option(help="Another transform beside the run's own in the token viewer."),
+        typer.Option(
+            metavar="NAME", help="Another transform beside the run's own in the token viewer."
+        ),
     ] = None,
     trust: Trust = False,
     steps: Annotated[

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from retrain.squeeze.job import SqueezeResult
 
 _SWITCHES = {"--overwrite": False, "--quiet": False, "--verbose": False, "--skip-parity": False}
-"""Flags that are no key of the schema; none takes a value."""
+"""Flags that are no key of the schema, in the order of RunArguments; none takes a value."""
 
 
 @dataclass(frozen=True)
 class RunArguments:
     path: Path | None
     """The configuration file; None means ./retrain.toml."""
+    overrides: "Overrides"
     overwrite: bool
     quiet: bool
     verbose: bool
     skip_parity: bool
-    overrides: "Overrides"
 
 
 def run_file(arguments: Sequence[str]) -> int:
@@ -252,11 +252,5 @@ def parse_arguments(arguments: Sequence[str]) -> RunArguments:
             f"retrain runs one file at a time, and got {' and '.join(files)}; a value needs its"
             " flag before it, and a switch takes true or false alone."
         )
-    return RunArguments(
-        path=Path(files[0]) if files else None,
-        overwrite="--overwrite" in switches,
-        quiet="--quiet" in switches,
-        verbose="--verbose" in switches,
-        skip_parity="--skip-parity" in switches,
-        overrides=overrides,
-    )
+    path = next(map(Path, files), None)
+    return RunArguments(path, overrides, *(name in switches for name in _SWITCHES))

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from retrain.inference_engine.commands import ServerCommand, ServerNeeds
 
 SETTINGS = FLAGS_FOLLOW
-FILE_ARGUMENT = "[FILE]"
 _GATE_TOKENS = 512
 """Context that the parity gate needs for its long prompt."""
 _MAX_SHARE, _UNPREDICTED = 0.9, 0.05
@@ -29,7 +28,9 @@ what is predicted."""
 
 def command(
     context: typer.Context,
-    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="vllm, sglang, mlx or max.")],
+    engine: Annotated[
+        str, typer.Argument(metavar="ENGINE", help="vllm, sglang, mlx or max; a file may follow.")
+    ],
     run: Annotated[
         bool, typer.Option("--run", help="Start it in this terminal instead of printing it.")
     ] = False,

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
     from retrain.config.overrides import Overrides
 
-FLAGS_FOLLOW = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+FLAGS_FOLLOW: dict[str, Any] = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+    "options_metavar": "[OPTIONS] [--KEY VALUE]...",
+}
 """SETTINGS of a command that leaves the configuration's flags to their own parser."""
 
 Alpha = Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")]
-AsJson = Annotated[bool, typer.Option("--json", help="The same as --format json.")]
 Checkpoint = Annotated[
     int | None, typer.Option(help="The checkpoint after this many steps; by default the newest.")
 ]
@@ -35,8 +37,8 @@ Control = Annotated[
     bool,
     typer.Option("--control", help="The campaign's random-reward condition is the baseline."),
 ]
-Form = Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")]
-JsonOnly = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+FORM_HELP = "How to print it; --json alone means json."
+Form = Annotated[Literal["text", "json"], typer.Option("--format", "--json", help=FORM_HELP)]
 LowerIsBetter = Annotated[
     bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")
 ]
@@ -94,6 +96,33 @@ def refuse_several(given: Mapping[str, object], otherwise: str) -> None:
         raise ConfigurationError(
             f"{' and '.join(flags)} exclude each other: give one of them, or none to {otherwise}."
         )
+
+
+def write_files(files: Mapping[Path, str], instead: str, force: bool = False) -> list[Path]:
+    """Write all of the files or none, and return those that were not there with this text already.
+
+    Raises ConfigurationError for one that would be overwritten, unless `force` is given; `instead`
+    says what to do.
+    """
+    new = {
+        path: text
+        for path, text in files.items()
+        if not (path.is_file() and path.read_bytes() == text.encode())
+    }
+    for path in new:
+        if path.is_dir():
+            raise ConfigurationError(
+                f"--output {path} is a folder; name a file, such as {path / 'retrain.toml'}."
+            )
+        if not path.parent.is_dir():
+            raise ConfigurationError(
+                f"--output {path}: the folder {path.parent} does not exist; create it first."
+            )
+        if path.exists() and not force:
+            raise ConfigurationError(f"{path} exists and is not overwritten; {instead}.")
+    for path, text in new.items():
+        path.write_bytes(text.encode())
+    return list(new)
 
 
 def pair_of(text: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.cli.shared import AsJson, Form
+from retrain.cli.shared import Form
 
 if TYPE_CHECKING:
     from retrain.analysis.status import CampaignStatus, Overview, RunStatus
@@ -40,7 +40,6 @@ def command(
         Path,
         typer.Argument(metavar="LOGS", help="A folder of runs, a campaign's or a single run's."),
     ] = Path("logs"),
-    as_json: AsJson = False,
     form: Form = "text",
     watch: Annotated[
         bool, typer.Option("--watch", help="Print again until nothing is running, or Ctrl-C.")
@@ -55,7 +54,6 @@ def command(
     from retrain.records.redact import Redactor
     from retrain.records.terminal import clean
 
-    as_json = as_json or form == "json"
     try:
         while True:
             with _uncollected():
@@ -64,11 +62,11 @@ def command(
                 seen = overview(logs)
             # A pipe has no width, and gets every column.
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-            if as_json:
+            if form == "json":
                 text = json.dumps(seen.to_json())
             else:
                 text = "\n".join(lines(seen, width))
-            if watch and not as_json and sys.stdout.isatty():
+            if watch and form == "text" and sys.stdout.isatty():
                 sys.stdout.write(_CLEAR)
             sys.stdout.write(clean(Redactor().text(text)) + "\n")
             sys.stdout.flush()

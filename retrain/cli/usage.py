@@ -48,7 +48,7 @@ EXAMPLES = {
     "power": "retrain power logs/campaign --effect 0.05",
     "xray": "retrain xray grpo grpo_std maxrl",
     "man": "retrain man --topic quickstart",
-    "help": "retrain help config training",
+    "help": "retrain help training",
     "serve": "retrain serve vllm examples/lab.toml",
     "doctor": "retrain doctor --json",
     "backends": "retrain backends vllm",

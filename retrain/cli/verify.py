@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from retrain.cli.diff import difference_lines, first_of, refuse_damaged
-from retrain.cli.shared import AsJson, Trust, load_dotenv, print_json, print_progress
+from retrain.cli.shared import Form, Trust, load_dotenv, print_json, print_progress
 from retrain.errors import ConfigurationError, RunFailed
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def command(
         ),
     ] = "",
     trust: Trust = False,
-    as_json: AsJson = False,
+    form: Form = "text",
 ) -> None:
     """Take steps of a run again, from the nearest sealed checkpoint, and compare records, answers,
     stored tokens and adapters byte for byte. Exits with 1 at the first difference.
@@ -46,7 +46,7 @@ def command(
         if found.parting and found.parting.is_end:
             refuse_damaged(stored, again, found)
         lines = [*difference_lines(stored, again, found)]
-    if as_json:
+    if form == "json":
         content = {"equal": found.parting is None, "steps": [begin, stop], **asdict(found)}
         print_json(content | {"damage": stored.damage or None})
     else:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from retrain.cli.shared import JsonOnly, Trust, load_dotenv, print_json
+from retrain.cli.shared import Form, Trust, load_dotenv, print_json
 from retrain.errors import ConfigurationError
 
 
@@ -14,7 +14,7 @@ def command(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="CONFIG|NAME...",
+            metavar="CONFIG|NAME",
             help="TOML files, advantages such as maxrl, algorithms such as dapo, or plugins such as"
             " my_module.my_advantage.",
         ),
@@ -23,7 +23,7 @@ def command(
         int | None, typer.Option(help="Completions per prompt; by default the file's, or 16.")
     ] = None,
     trust: Trust = False,
-    as_json: JsonOnly = False,
+    form: Form = "text",
 ) -> None:
     """Show what an algorithm climbs, before any run: how much a prompt counts by its pass rate, the
     objective, and the noise beside the signal. Exact for right-or-wrong rewards, on policy.
@@ -42,7 +42,7 @@ def command(
         found = []
         for name in names:
             found += read_xray(name, group, trust=trust)
-    if as_json:
+    if form == "json":
         rows = [
             {
                 "name": one.name,

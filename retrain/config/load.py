@@ -102,7 +102,7 @@ def config_from_mapping(
 
 def config_from_toml(text: str, path: Path | None = None) -> TrainConfig:
     """Build a configuration from a TOML text; `path` is named in errors. No variable is read."""
-    return _build(_parse_toml(text, str(path or "the configuration")), [], path)
+    return _build(parse_named(text, str(path or "the configuration")), [], path)
 
 
 def load_stored(path: str | Path, *, to_read: bool = False) -> TrainConfig:
@@ -186,11 +186,16 @@ def read_toml(file: Path, named: bool = True) -> Json:
     """Read the sections of a file. Raises ConfigurationError with one sentence if it cannot be
     read.
     """
+    return parse_named(read_text(file, named), str(file))
+
+
+def read_text(file: Path, named: bool = True) -> str:
+    """Read a configuration file with its line ends as they are. Raises ConfigurationError."""
     if not file.exists():
         advice = "check the path" if named else "make one with `retrain init`, or name a file"
         raise ConfigurationError(f"{file} does not exist; {advice}.")
     try:
-        return _parse_toml(file.read_text(encoding="utf-8-sig"), str(file))
+        return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigurationError(
             f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8."
@@ -203,7 +208,8 @@ def read_toml(file: Path, named: bool = True) -> Json:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}.") from error
 
 
-def _parse_toml(text: str, name: str) -> Json:
+def parse_named(text: str, name: str) -> Json:
+    """Parse a TOML text. Raises ConfigurationError with the name of its file."""
     try:
         return parse_toml(text)
     except ParseError as error:

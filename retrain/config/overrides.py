@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.config.names import NAME_CUTOFF, instead, nearest
 from retrain.errors import MAX_SENTENCES, ConfigurationError
-from retrain.system import Json, ParseError, parse_toml
+from retrain.system import Json, ParseError, parse_toml, toml_value
 
 if TYPE_CHECKING:
     from retrain.config.keys import Key
@@ -162,34 +162,20 @@ def table_entry(text: str, flag: str) -> Json:
         raise ConfigurationError(
             f"flag {flag} takes key=value, such as {flag} {example}, and got {text!r}."
         )
-    parsed = _toml(f"{name} = {value}")
-    if parsed is not None and not _holds_dates(parsed):
-        return parsed
-    if value.lstrip().startswith(_TOML_STRUCTURE) and parsed is None:
+    parsed = (_toml(f"value = {value}") or {"value": None})["value"]
+    if parsed is None and value.lstrip().startswith(_TOML_STRUCTURE):
         raise ConfigurationError(
             f"flag {flag} {text!r}: the value is not valid TOML; quote it if it is a string."
         )
-    # A bare word: the key alone is parsed, and the word is its value as it stands.
-    literal = _toml(f"{name} = ''")
-    if literal is None:
+    # A bare word is a string, and so is a date.
+    if not isinstance(parsed, (str, int, float, bool, list, dict)):
+        value = toml_value(value)
+    table = _toml(f"{name} = {value}")
+    if table is None:
         raise ConfigurationError(
             f"flag {flag} {text!r}: {name.strip()!r} is not a key; use letters, digits, _ and -."
         )
-    return _with_leaf(literal, value)
-
-
-def _with_leaf(table: Json, leaf: str) -> Json:
-    return {
-        name: _with_leaf(value, leaf) if isinstance(value, dict) else leaf
-        for name, value in table.items()
-    }
-
-
-def _holds_dates(value: Any) -> bool:
-    """A word like 2026-01-01 is TOML's date; as a parameter it is taken for a string."""
-    if isinstance(value, dict):
-        return any(map(_holds_dates, value.values()))
-    return not isinstance(value, (str, int, float, bool, list))
+    return table
 
 
 def _key_of(path: str) -> "Key":
@@ -298,7 +284,7 @@ class _Parser:
         self._values[path] = Override(path, value, f"flag {flag}", adds)
 
     def _refuse_unknown(self, flag: str) -> None:
-        from retrain.config.keys import key_meant, keys_by_path
+        from retrain.config.keys import key_meant
         from retrain.config.removed import farewell, removed_key
 
         if len(self._problems) >= MAX_SENTENCES:
@@ -310,11 +296,7 @@ class _Parser:
             self._problems.append(f"{gone}.")
             return
         section, _, leaf = word.rpartition(".")
-        known = [*self._flags, *self._own]
-        if section:
-            known += [f"--{path}" for path in keys_by_path()]
-        near = _nearest_flag(word, known)
-        meant = key_meant(leaf, section)
+        near, meant = _nearest_flag(word, [*self._flags, *self._own]), key_meant(leaf, section)
         # Behind a section a near flag is the better guess than a key that has the name elsewhere.
         if meant and not (section and near):
             near = meant.flag
@@ -332,15 +314,14 @@ def _nearest_flag(word: str, flags: Sequence[str]) -> str | None:
     """
     from retrain.config.keys import all_keys, homes_of
 
-    known = {flag.removeprefix("--"): flag for flag in flags}
-    # The word alone counts too where the section stands in front of the flag: --clip-hihg.
-    known = {
-        key.name.replace("_", "-"): key.flag for key in all_keys() if len(homes_of(key.name)) == 1
-    } | known
-    spelt = word.replace("_", "-")
     # Of a key whose flag has no section, the flag with it: --training-batch-size.
-    whole = {key.path.replace(".", "-").replace("_", "-"): key.flag for key in all_keys()}
-    if spelt in whole:
-        return whole[spelt]
-    near = nearest(spelt, known, NAME_CUTOFF) or nearest(word, known, NAME_CUTOFF)
-    return known.get(near or "")
+    known = {key.path: key.flag for key in all_keys()}
+    # The word alone counts too where the section stands in front of the flag: --clip-hihg.
+    known |= {key.name: key.flag for key in all_keys() if len(homes_of(key.name)) == 1}
+    known |= {flag.removeprefix("--"): flag for flag in flags}
+    spelt = {_dashed(name): flag for name, flag in known.items()}
+    return spelt.get(nearest(_dashed(word), spelt, NAME_CUTOFF) or "")
+
+
+def _dashed(name: str) -> str:
+    return name.replace(".", "-").replace("_", "-")
