@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.campaign.board import Board, read_progress
+from retrain.campaign.board import Board
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, plan_campaign
 from retrain.config import config_from_mapping
@@ -59,40 +59,26 @@ def campaign(tmp_path: Path) -> tuple[CampaignPlan, Manifest]:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE])
 def test_a_campaign_outlives_the_reader_of_what_it_prints(
-    campaign: tuple[CampaignPlan, Manifest],
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
+    campaign: tuple[CampaignPlan, Manifest], number: int
 ) -> None:
-    monkeypatch.setattr("retrain.campaign.board.LINES_EVERY_S", 0.01)
     out = Left()
-    with Board(*campaign, out=out) as board:
-        out.error = OSError(number, os.strerror(number))
-        board.say("Stopping: running runs save a checkpoint first.")
-        board.ended("grpo+none_s1")
-        board._closing.wait(0.1)
-        assert board._thread and board._thread.is_alive()
-    board.say("a line below it")
+    board = Board(*campaign, out=out)
+    out.error = OSError(number, os.strerror(number))
+    board.say("Stopping: running runs save a checkpoint first.")
+    board.ended("grpo+none_s1")
     assert "Stopping" not in out.getvalue()
 
 
 def test_a_full_disk_under_what_a_campaign_prints_is_named(
-    campaign: tuple[CampaignPlan, Manifest], monkeypatch: pytest.MonkeyPatch
+    campaign: tuple[CampaignPlan, Manifest],
 ) -> None:
-    monkeypatch.setattr("retrain.campaign.board.LINES_EVERY_S", 0.01)
-    plan, manifest = campaign
-    entry = manifest.runs[0]
-    entry.status = Status.RUNNING
-    write_steps(plan.folder / entry.dir, 1)
     out = Left()
     out.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with (
         pytest.raises(EnvironmentFailure, match=r"^Standard output cannot be written: No space"),
-        writing_to(plan.folder, "continue"),
-        Board(plan, manifest, out=out) as board,
+        writing_to(campaign[0].folder, "continue"),
     ):
-        board._closing.wait(0.1)
-        assert board._said and board._thread and board._thread.is_alive()
-        board.say("a line")
+        Board(*campaign, out=out).say("a line")
 
 
 def test_a_folder_that_was_deleted_while_it_was_written_to_is_named(tmp_path: Path) -> None:
@@ -108,10 +94,10 @@ def test_a_run_is_a_line_at_its_start_and_at_its_end(
 ) -> None:
     plan, manifest = campaign
     out = io.StringIO()
-    with Board(plan, manifest, out=out) as board:
-        board.started("maxrl+none_s1")
-        board.ended("grpo+none_s1")
-        board.ended("maxrl+gtpo_s1")
+    board = Board(plan, manifest, out=out)
+    board.started("maxrl+none_s1")
+    board.ended("grpo+none_s1")
+    board.ended("maxrl+gtpo_s1")
     started, done, failed = out.getvalue().splitlines()
     assert started == "[ 2/10] maxrl+none_s1 started"
     assert done == "[ 1/10] grpo+none_s1 done: step 50/50, correct so far 45.3%"
@@ -121,41 +107,26 @@ def test_a_run_is_a_line_at_its_start_and_at_its_end(
     assert failed.endswith("runs/maxrl+gtpo_s1/output.log")
 
 
-def test_running_runs_print_a_line_now_and_then(
-    campaign: tuple[CampaignPlan, Manifest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("retrain.campaign.board.LINES_EVERY_S", 0.01)
-    out = io.StringIO()
-    with Board(*campaign, out=out) as board:
-        for _ in range(500):
-            if out.getvalue():
-                break
-            board._closing.wait(0.01)
-        board._closing.wait(0.1)
-    # One line, however often it is looked: nothing changed.
-    assert out.getvalue() == (
-        "[ 2/10] maxrl+none_s1 step 12/50, correct so far 45.3%, 1 min 16 s left\n"
-    )
-
-
 def test_quiet_leaves_what_is_said_and_what_ended(
-    campaign: tuple[CampaignPlan, Manifest], monkeypatch: pytest.MonkeyPatch
+    campaign: tuple[CampaignPlan, Manifest],
 ) -> None:
-    monkeypatch.setattr("retrain.campaign.board.LINES_EVERY_S", 0.01)
     out = io.StringIO()
-    with Board(*campaign, out=out, quiet=True) as board:
-        board.say("x")
-        board.started("maxrl+none_s1")
-        board.ended("grpo+none_s1")
-        board._closing.wait(0.1)
+    board = Board(*campaign, out=out, quiet=True)
+    board.say("x")
+    board.started("maxrl+none_s1")
+    board.ended("grpo+none_s1")
     first, *rest = out.getvalue().splitlines()
     assert first == "x" and len(rest) == 1 and rest[0].startswith("[ 1/10] grpo+none_s1 done: ")
 
 
-def test_a_run_without_steps_has_no_rate(campaign: tuple[CampaignPlan, Manifest]) -> None:
+def test_a_run_with_a_damaged_record_still_has_its_line(
+    campaign: tuple[CampaignPlan, Manifest],
+) -> None:
     plan, manifest = campaign
-    progress = read_progress(plan, manifest["maxrl+gtpo_s1"])
-    assert (progress.steps, progress.correct, progress.remaining_s) == (0, None, None)
+    RunFolder(plan.runs[0].folder).metrics.write_text("[]\n")
+    out = io.StringIO()
+    Board(plan, manifest, out=out).ended(plan.runs[0].name)
+    assert out.getvalue() == "[ 1/10] grpo+none_s1 done: step 0/50\n"
 
 
 def test_a_campaign_whose_words_are_a_secrets_value_can_be_resumed(

@@ -28,7 +28,7 @@ from retrain.analysis.planned import CampaignRecord
 from retrain.analysis.runs import StoredRun, campaign_runs, find_runs
 from retrain.analysis.status import run_status
 from retrain.campaign import CampaignPlan, Manifest, Status, plan_campaign, run_campaign
-from retrain.campaign.launch import RunOutcome, share_devices, start_worker
+from retrain.campaign.launch import RunOutcome, share_devices, start_worker, visible
 from retrain.config import TrainConfig, config_from_mapping, load_config, replaced
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.run_folder import Liveness, RunFolder, Writer, mark, writer_lock
@@ -619,6 +619,24 @@ def test_parallel_runs_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch)
         ("cuda:1",),
     ]
     assert slots(monkeypatch, 2, max_workers=1) == [("cuda:0",)]
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "expected"),
+    [
+        (None, ("cuda:1",), "1"),
+        (None, ("cuda:2", "cuda:3"), "2,3"),
+        ("4,GPU-8932", ("cuda:1",), "GPU-8932"),
+        ("4,6", ("cuda:0", "cuda:1"), "4,6"),
+        ("4,6", (), "4,6"),
+        (None, (), None),
+    ],
+)
+def test_a_worker_sees_its_own_gpus_alone(
+    given: str | None, devices: tuple[str, ...], expected: str | None
+) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": given} if given else {}
+    assert (environ | visible(devices, environ)).get("CUDA_VISIBLE_DEVICES") == expected
 
 
 def test_more_workers_than_gpus_are_refused_unless_the_file_says_so(

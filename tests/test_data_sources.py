@@ -585,11 +585,11 @@ def test_without_a_network_a_hub_set_is_one_sentence_and_a_local_one_works(tmp_p
         assert "could not be reached within 5 s; offline, set [data] path to a local copy" in line
 
 
-def test_a_source_that_takes_long_is_named_once(tmp_path, monkeypatch, capsys):
+def test_a_pipe_is_told_which_source_takes_so_long(tmp_path, monkeypatch, capsys):
     """It may hang, and the run would say no more than that it loads."""
     import time
 
-    from retrain.run import parts
+    from retrain.tracking import console
     from tests.runs import small, small_run
 
     def slow():
@@ -598,11 +598,11 @@ def test_a_source_that_takes_long_is_named_once(tmp_path, monkeypatch, capsys):
 
     register_source("slow", slow)
     own = small(tmp_path / "run", data={"source": "slow"}, training={"max_steps": 1})
-    said = '[data] source = "slow" has not given its examples yet; Ctrl-C ends the run.'
-    for seconds, times in ((30.0, 0), (0.05, 1)):
-        monkeypatch.setattr(parts, "_SLOW_S", seconds)
+    said = 'Still at: Reading [data] source = "slow"'
+    for seconds, is_told in ((30.0, False), (0.05, True)):
+        monkeypatch.setattr(console, "REMINDER_S", seconds)
         small_run(own, overwrite=True)
-        assert capsys.readouterr().out.count(said) == times
+        assert (said in capsys.readouterr().err) == is_told
     held_out = {"evaluation.source": "slow", "evaluation.at_end": True, "data.source": "lab"}
     small_run(replaced(own, held_out), overwrite=True)
-    assert said.replace("[data]", "[evaluation]") in capsys.readouterr().out
+    assert said.replace("[data]", "[evaluation]") in capsys.readouterr().err

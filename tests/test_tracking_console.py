@@ -3,6 +3,7 @@
 import errno
 import io
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import encodable, one_line
-from retrain.tracking.base import GroupScore, GroupScores, Progress, StartEvent, Verbosity
+from retrain.tracking.base import GroupScore, GroupScores, StartEvent, Verbosity
 from retrain.tracking.console import Console
 from retrain.tracking.lines import evaluation_line, group_lines, step_line, summary_lines
-from retrain.tracking.screen import sparkline
-from retrain.types import LogLine
+from retrain.types import LogLine, counting
 
 STEP = StepRecord(
     step=0, condition="maxrl+gtpo_sepa", loss=-0.0012, mean_reward=0.1875, correct_rate=0.1875,
@@ -34,6 +34,12 @@ STEP = StepRecord(
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def without_codes(out: io.StringIO) -> str:
+    """What stays on a terminal: without colours, and without the bar."""
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    return re.sub(r" *\d+/50 [^\r\n]* ETA [^\r\n]*\n?|\r", "", shown)
 
 
 def evaluation(step: int, *problems: EvaluationRecord) -> Evaluation:
@@ -126,20 +132,21 @@ def story(sink: Console) -> None:
     sink.message(LogLine("Parity gate passed: all of it.", "gate: passed"))
     sink.emit(evaluation(0, problem(4, 1), problem(4, 2)))
     sink.emit(GroupScores(MANY))
-    sink.emit(Progress("Step 0: sampling", 1, 10))
+    counting("Step 0: sampling", 10, sink.message)(None)
     sink.emit(replace(STEP, informative_fraction=0.5, entropy_mean=0.042))
     sink.emit(evaluation(1, problem(4, 3), problem(4, 2)))
     sink.emit(RunSummary("done", "a+b", 0, 1, 1.0, 10, None, None, STEP, "checkpoints/final"))
     sink.close()
 
 
-def test_quiet_leaves_the_start_the_evaluations_and_the_end() -> None:
+def test_quiet_leaves_the_start_the_evaluations_and_the_end(monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     for out in (io.StringIO(), Terminal()):
         error = Terminal()
         story(console(out, error, verbosity=Verbosity.QUIET))
-        start, facts, gate, *rest = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).splitlines()
+        start, facts, gate, *rest = without_codes(out).splitlines()
         assert "grpo+none  lab  cpu" in start and "4,096 prompts" in facts and "gate" in gate
-        assert re.search("at (step )?0", rest[0]) and len(rest) == 4
+        assert "Evaluation at step 0" in rest[0] and len(rest) == 4
         assert error.getvalue() == "" and "note" not in out.getvalue()
 
 
@@ -153,7 +160,8 @@ def test_a_pipe_gets_every_line_and_so_does_verbose(monkeypatch: Any) -> None:
     piped, verbose = io.StringIO(), Terminal()
     story(console(piped))
     story(console(verbose, verbosity=Verbosity.VERBOSE))
-    assert piped.getvalue() == verbose.getvalue()
+    printed = without_codes(verbose).splitlines()
+    assert [line for line in piped.getvalue().splitlines() if line not in printed] == []
     lines = piped.getvalue().splitlines()
     assert lines[:2] == ["Loading dataset...", "Pre-encoded 4096 prompts"]
     assert "Step 0 [maxrl+gtpo_sepa] | loss=-0.0012" in piped.getvalue()
@@ -167,14 +175,15 @@ def test_a_row_fits_the_terminal(width: int, monkeypatch: Any) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     out = Terminal()
     story(console(out))
-    rows = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).splitlines()
+    rows = without_codes(out).splitlines()
     if width < 60:  # one word may be longer than the terminal is wide
         return
     assert max(map(len, rows)) < width
-    (step,) = [row for row in rows if row.startswith("step  0 ")]
-    assert "reward  .19" in step
-    assert ("H  .042" in step) == (width >= 80) and ("loss" in step) == (width >= 100)
-    assert any("held-out at 1  62.5% [" in row and "▁█" in row for row in rows)
+    names, values = rows[rows.index(next(row for row in rows if row.startswith("step"))) :][:2]
+    assert len(names) == len(values) and values.split()[:3] == ["0", "0.188", "18.8%"]
+    assert ("sepa_l" in names) == (width >= 80) and ("all wrong" in names) == (width >= 140)
+    assert dict(zip(names.split(), values.split(), strict=False))["trained"] == "2/4"
+    assert any(row.startswith("Evaluation at step 1  pass@1=62.5% [") for row in rows)
 
 
 def test_no_color_and_a_dumb_terminal_have_no_colours(monkeypatch: Any) -> None:
@@ -197,13 +206,7 @@ def test_a_terminal_without_the_characters_gets_others() -> None:
     story(console(stream, stream))  # type: ignore[arg-type]
     stream.seek(0)
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.read())
-    assert "held-out at 1  62.5%" in shown and "\\u25" not in shown and "1/50 #----" in shown
-
-
-def test_a_sparkline_rises_with_its_values() -> None:
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert sparkline([0.3, 0.3]) == "▁▁"
-    assert len(sparkline([*map(float, range(100))])) == 40
+    assert "Evaluation at step 1" in shown and "\\u25" not in shown and "1/50 -----" in shown
 
 
 def test_markup_of_a_model_is_printed_as_it_is() -> None:
@@ -265,36 +268,61 @@ def test_a_full_disk_under_standard_output_is_not_taken_for_the_runs() -> None:
         console(Full()).message("a line")
 
 
-def test_the_bar_stands_on_standard_error_of_a_terminal_only() -> None:
-    times = iter(range(100))
-    plain, terminal, out = io.StringIO(), Terminal(), io.StringIO()
-    for error in (plain, terminal):
-        sink = console(out, error, clock=lambda: float(next(times)))
-        for done in range(5):
-            sink.emit(Progress("sampling", done, 10))
+def shown_by(verbosity: Verbosity, clock: Any) -> tuple[str, str]:
+    """What a terminal and, beside it, a pipe show of a long phase, without colours."""
+    terminal, pipe = Terminal(), io.StringIO()
+    for out in (terminal, pipe):
+        sink = console(out, io.StringIO(), verbosity=verbosity, clock=clock)
+        told = counting("Evaluation at step 7:", 1200, sink.message)
+        for _ in range(1034):
+            told(None)
+        sink.emit(replace(STEP, step=7))
+        told(None)
         sink.close()
-    assert plain.getvalue() == "" and out.getvalue() == ""
-    assert "sampling" in terminal.getvalue() and "ETA" in terminal.getvalue()
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()), pipe.getvalue()
 
 
-def test_a_short_step_shows_no_bar() -> None:
-    error = Terminal()
-    sink = console(io.StringIO(), error, clock=lambda: 0.0)
-    for done in range(10):
-        sink.emit(Progress("sampling", done, 10))
+@pytest.mark.parametrize(
+    ("verbosity", "has_bar"),
+    [(Verbosity.QUIET, False), (Verbosity.NORMAL, True), (Verbosity.VERBOSE, True)],
+)
+def test_the_bar_says_what_a_terminal_waits_for(
+    verbosity: Verbosity, has_bar: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    times = iter(range(100_000))
+    terminal, pipe = shown_by(verbosity, lambda: float(next(times)))
+    assert ("Evaluation at step 7: 1,035/1,200" in terminal) == has_bar
+    assert (" 8/50 " in terminal) == ("ETA" in terminal) == has_bar
+    assert "Evaluation" not in pipe
+
+
+def test_a_pipe_is_reminded_of_a_long_phase_and_of_no_other(monkeypatch: Any) -> None:
+    monkeypatch.setattr("retrain.tracking.console.REMINDER_S", 0.05)
+    out, error = io.StringIO(), io.StringIO()
+    sink = console(out, error)
+    told = counting("Encoding prompts", 4096, sink.message)
+    told(None)
+    end = time.monotonic() + 10
+    while not error.getvalue() and time.monotonic() < end:
+        time.sleep(0.01)
+    sink.emit(evaluation(1, problem(4, 3)))
+    said = error.getvalue()
+    time.sleep(0.2)
     sink.close()
-    assert error.getvalue() == ""
+    assert error.getvalue() == said and set(said.splitlines()) == {
+        "Still at: Encoding prompts 1/4,096"
+    }
+    assert out.getvalue().startswith("Evaluation at step 1 | ")
 
 
 def test_no_color_leaves_the_bar_without_colour(monkeypatch: Any) -> None:
-    times = iter(range(100))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    error = Terminal()
-    sink = console(io.StringIO(), error, clock=lambda: float(next(times)))
-    for done in range(5):
-        sink.emit(Progress("sampling", done, 10))
+    out = Terminal()
+    sink = console(out)
+    sink.message(LogLine("Loading dataset..."))
     sink.close()
-    assert "sampling" in error.getvalue() and not re.search(
-        r"\x1b\[[0-9;]*3[0-9]m", error.getvalue()
-    )
+    assert "Loading dataset..." in out.getvalue()
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", out.getvalue())

@@ -18,14 +18,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import (
     ExitStack,
     contextmanager,
     redirect_stderr,
     redirect_stdout,
 )
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Protocol
@@ -212,12 +212,15 @@ class InProcess:
 # -- processes on this machine ---------------------------------------------------------------------
 
 
-MAX_ANSWER = 1 << 24
-"""Bytes of an outcome; what a child that a plugin left writes there without end is not read."""
-_CHUNK = 1 << 16
+MAX_REASON = 8000
+"""Characters of an outcome's reason: a pipe holds the outcome, which is read when its process has
+ended."""
+_PIPE_BYTES = 1 << 16
 Devices = tuple[str, ...]
 """Names as torch has them, for example ("cuda:0",); empty leaves the run's configuration
 unchanged."""
+_DEVICES = ("", "gpu:0", "gpu:0,gpu:1")
+"""`[backend] devices` by their number: a run sees its own GPUs alone."""
 
 
 def share_devices(plan: CampaignPlan) -> list[Devices]:
@@ -288,23 +291,27 @@ class Subprocesses(Launcher):
 
     def start(self, run: CampaignRun, slot: int) -> Job:
         """Start a worker on the devices of `slot`."""
-        devices, threads = self._slots[slot], max(1, (os.cpu_count() or 1) // self.workers)
-        if devices:
-            run = replace(
-                run,
-                config=replaced(run.config, {"backend.devices": ",".join(devices)}, origin="file"),
-            )
-        return start_worker(run, threads)
+        threads = max(1, (os.cpu_count() or 1) // self.workers)
+        return start_worker(run, threads, self._slots[slot])
 
 
-def start_worker(run: CampaignRun, threads: int | None) -> "Worker":
-    """Start the worker process of a run. `threads` is its OMP_NUM_THREADS unless that is set; None
-    does not set it.
+def start_worker(run: CampaignRun, threads: int, devices: Devices = ()) -> "Worker":
+    """Start the worker process of a run. `threads` is its OMP_NUM_THREADS unless that is set."""
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | visible(devices, os.environ)
+    return _worker_for(_request(run, len(devices)), run.folder, environment)
+
+
+def visible(devices: Devices, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the CUDA_VISIBLE_DEVICES that leaves a process these GPUs of those that `environ`
+    leaves this one.
     """
-    return _worker_for(_request(run), run.folder, threads)
+    names = list(filter(None, environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+    indices = [int(device.partition(":")[2] or 0) for device in devices]
+    chosen = ",".join(names[index] if names else str(index) for index in indices)
+    return {"CUDA_VISIBLE_DEVICES": chosen} if devices else {}
 
 
-def _worker_for(request: bytes, folder: Path, threads: int | None) -> "Worker":
+def _worker_for(request: bytes, folder: Path, environment: Mapping[str, str]) -> "Worker":
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / OUTPUT).open("ab") as log, _held(signal.SIGINT):
         process = subprocess.Popen(
@@ -313,7 +320,7 @@ def _worker_for(request: bytes, folder: Path, threads: int | None) -> "Worker":
             stdout=subprocess.PIPE,
             stderr=log,
             start_new_session=True,
-            env=_environment(threads),
+            env=environment,
         )
     assert process.stdin is not None
     # The process may have ended already, which `poll` reports.
@@ -333,15 +340,13 @@ def _held(number: signal.Signals) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _environment(threads: int | None) -> dict[str, str]:
-    """The variables of a worker: those that are set here, and the number of threads."""
-    return {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **os.environ}
-
-
-def _request(run: CampaignRun) -> bytes:
+def _request(run: CampaignRun, gpus: int, **given: str) -> bytes:
+    """The run as its worker reads it: on `gpus` GPUs, and with the keys `given`."""
+    if gpus:
+        given["backend.devices"] = _DEVICES[gpus]
     path = run.config.source_path
-    request = {"config": dump_toml(run.config), "path": str(path) if path else ""}
-    return json.dumps(request).encode()
+    text = dump_toml(replaced(run.config, given, origin="file"))
+    return json.dumps({"config": text, "path": str(path) if path else ""}).encode()
 
 
 class Worker:
@@ -351,23 +356,22 @@ class Worker:
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
-        assert self._process.stdout is not None
-        # A child that a plugin forked and left may hold the pipe for ever, so its end says nothing
-        # and a read must not wait for it.
-        os.set_blocking(self._process.stdout.fileno(), False)
-        self._answer = bytearray()
 
     def poll(self) -> RunOutcome | None:
         """The run's outcome; None while it is running."""
         code = self._process.poll()
-        # also before the end: an answer longer than the pipe would keep the process from
-        # ending
-        self._receive()
         if code is None:
             return None
+        assert self._process.stdout is not None
+        # A child that a plugin forked and left may hold the pipe for ever, so a read must not wait
+        # for its end.
+        os.set_blocking(self._process.stdout.fileno(), False)
+        answer = b""
+        with contextlib.suppress(BlockingIOError):
+            answer = os.read(self._process.stdout.fileno(), _PIPE_BYTES)
         self._close_pipes()
         try:
-            values = json.loads(self._answer)
+            values = json.loads(answer)
             return RunOutcome(Status(values["status"]), values["reason"])
         except ValueError:  # nothing, or not all of it
             pass
@@ -376,15 +380,6 @@ class Worker:
         else:
             how = f"ended with exit code {code}"
         return RunOutcome(Status.FAILED, f"its process {how}", lost=True)
-
-    def _receive(self) -> None:
-        """Take what has arrived of the answer."""
-        assert self._process.stdout is not None
-        with contextlib.suppress(BlockingIOError):
-            while len(self._answer) < MAX_ANSWER and (
-                chunk := os.read(self._process.stdout.fileno(), _CHUNK)
-            ):
-                self._answer += chunk
 
     def stop(self, signal_number: int) -> None:
         """Ask the run to save a checkpoint and end."""
@@ -411,8 +406,6 @@ _CONNECT_TIMEOUT_S = 10.0
 _OBJECT_STORE_BYTES = 2**27
 """Object store of a local cluster: only configurations and outcomes pass through it. By default Ray
 takes a third of the memory."""
-_DEVICES = {1: "gpu:0", 2: "gpu:0,gpu:1"}
-"""`[backend] devices` by devices_per_run: a task sees only the GPUs that Ray gave it."""
 
 
 class RayLauncher:
@@ -508,14 +501,11 @@ class RayLauncher:
 
     def start(self, run: CampaignRun, slot: int) -> "RayJob":
         """Submit the run as a task; Ray chooses where it runs."""
-        config = replaced(run.config, {"logging.log_dir": str(run.folder.resolve())}, origin="file")
-        if self._gpus:
-            config = replaced(
-                config, {"backend.devices": _DEVICES[self._settings.devices_per_run]}, origin="file"
-            )
-        run = replace(run, config=config)
+        folder = str(run.folder.resolve())
+        gpus = self._settings.devices_per_run if self._gpus else 0
+        request = _request(run, gpus, **{"logging.log_dir": folder})
         task = self._ray.remote(num_cpus=1, num_gpus=self._gpus, max_retries=0)(_perform)
-        return RayJob(self._ray, task.remote(_request(run), str(run.folder), str(Path.cwd())))
+        return RayJob(self._ray, task.remote(request, folder, str(Path.cwd())))
 
     def close(self) -> None:
         """Disconnect, which ends a local cluster, and delete the folder of a local cluster."""
@@ -550,12 +540,12 @@ class RayJob:
         if not done:
             return None
         try:
-            status, reason, lost = self._ray.get(self._task)
+            outcome: RunOutcome = self._ray.get(self._task)
         except self._ray.exceptions.RayError as error:
             return RunOutcome(
                 Status.FAILED, f"Ray lost the run ({type(error).__name__})", lost=True
             )
-        return RunOutcome(Status(status), reason, lost)
+        return outcome
 
     def stop(self, signal_number: int) -> None:
         """Ask the run to stop: Ray raises KeyboardInterrupt in the task, which sends SIGINT to the
@@ -568,19 +558,19 @@ class RayJob:
         self._ray.cancel(self._task, force=True)
 
 
-def _perform(request: bytes, folder: str, started_in: str) -> tuple[str, str, bool]:
+def _perform(request: bytes, folder: str, started_in: str) -> RunOutcome:
     """The Ray task: start the worker process and wait for it. The worker ends with this process,
     which holds its standard input.
     """
     # Paths in a configuration are relative to the folder where the campaign was started.
     os.chdir(started_in)
-    worker = _worker_for(request, Path(folder), threads=None)
+    worker = _worker_for(request, Path(folder), os.environ)
     try:
         while True:
             try:
                 outcome = worker.poll()
                 if outcome is not None:
-                    return str(outcome.status), outcome.reason, outcome.lost
+                    return outcome
                 time.sleep(_POLL_S)
             except KeyboardInterrupt:
                 worker.stop(signal.SIGINT)

@@ -72,10 +72,8 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
         if not config.resume.from_:
             manifest.plan = analysis_plan(plan).to_json()
         resume_hint = f"continue with `{campaign_command(config, plan.folder)}`"
-        with (
-            writing_to(plan.folder, resume_hint),
-            Board(plan, manifest, quiet=quiet) as board,
-        ):
+        board = Board(plan, manifest, quiet=quiet)
+        with writing_to(plan.folder, resume_hint):
             for line in (*checked.lines, _size(plan)):
                 board.say(line)
             squeeze = AutoSqueeze(plan, manifest, board.say)
@@ -108,7 +106,8 @@ def _size(plan: CampaignPlan) -> str:
     return (
         f"Campaign {plan.folder}: {counted(len(plan.conditions), 'condition')} x"
         f" {counted(len(plan.seeds), 'seed')} = {counted(len(plan.runs), 'run')} of"
-        f" {counted(plan.max_steps, 'step')}{resumed}."
+        f" {counted(plan.max_steps, 'step')}{resumed}. `retrain status {plan.folder} --watch` shows"
+        " their progress."
     )
 
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
 
@@ -51,12 +51,13 @@ def answer(request: Mapping[str, str], pipe: IO[str]) -> None:
     """Train the run of a request and write its outcome: `config` in TOML, which came from the file
     `path` ("" for none).
     """
-    from retrain.campaign.launch import perform
+    from retrain.campaign.launch import MAX_REASON, perform
     from retrain.config import config_from_toml
 
     path = request["path"]
     config = config_from_toml(request["config"], Path(path) if path else None)
-    json.dump(asdict(perform(config)), pipe)
+    outcome = perform(config)
+    json.dump(asdict(replace(outcome, reason=outcome.reason[:MAX_REASON])), pipe)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@ a configuration names.
 """
 
 import json
+import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +17,6 @@ from retrain.cli.shared import (
     Trust,
     flags_after,
     load_dotenv,
-    print_progress,
 )
 from retrain.errors import ConfigurationError
 
@@ -55,17 +56,21 @@ def command(
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
     from retrain.run.evaluate import evaluate_run
+    from retrain.tracking.base import Verbosity
+    from retrain.tracking.console import Console
     from retrain.tracking.lines import evaluation_line, task_lines
 
     folder = EvaluationFolder.new(output, target)
-    result = evaluate_run(
-        target,
-        checkpoint=checkpoint,
-        overrides=overrides,
-        log=print_progress,
-        trust=trust,
-        keep=folder.write,
-    )
+    # Standard output is for the result.
+    with closing(Console(Verbosity.VERBOSE, out=sys.stderr)) as console:
+        result = evaluate_run(
+            target,
+            checkpoint=checkpoint,
+            overrides=overrides,
+            log=console.message,
+            trust=trust,
+            keep=folder.write,
+        )
     if form == "json":
         print(json.dumps(finite(result.summary() | {"folder": str(folder.path)})))
     else:

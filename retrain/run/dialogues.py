@@ -64,7 +64,7 @@ class Watcher:
 
     check: Callable[[], None]
     """Raises when the run was asked to stop."""
-    completion: Callable[[Completion], None]
+    completion: Callable[[Completion], object]
 
 
 @dataclass(frozen=True)

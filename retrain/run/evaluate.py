@@ -20,7 +20,7 @@ from retrain.run.interrupts import Interrupts
 from retrain.run.notes import sharding_note, trust_note
 from retrain.run.parts import load_parts
 from retrain.run.start import other_heldout, with_prompt_date
-from retrain.types import Group
+from retrain.types import Group, counting
 
 Keep = Callable[[TrainConfig, Evaluation, list[Group]], object]
 """Called with the resolved configuration, the evaluation and its answers."""
@@ -107,7 +107,8 @@ def evaluate_weights(
         parts.backend.engine.sync(parts.backend.save_adapter, step)
         assert parts.evaluator is not None  # evaluation.at_end asked for it
         with Interrupts() as interrupts:
-            watcher = Watcher(interrupts.check, lambda _: None)
+            told = counting("Evaluation", parts.evaluator.completions, log)
+            watcher = Watcher(interrupts.check, told)
             evaluation, groups = parts.evaluator.run(step, watcher)
         keep(config, evaluation, groups)
         return evaluation

@@ -2,9 +2,8 @@
 that they must pass.
 """
 
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -59,12 +58,10 @@ from retrain.run.rollout import Sampler
 from retrain.run.sharing import shared
 from retrain.run.teacher import Teacher, check_answers, check_teacher
 from retrain.tracking.build import check_packages as check_tracker_packages
-from retrain.types import Example, Int32Array, LogLine, MachineChoices, Prompt
+from retrain.types import Doing, Example, Int32Array, LogLine, MachineChoices, Prompt
 
 Say = Callable[[str], None]
 
-_SLOW_S = 30.0
-"""Seconds until the run says what it waits for."""
 
 _EVALUATION_ORDER_SEED = 0
 """Seed that shuffles held-out problems, which sources sort by subject; it is the same for every
@@ -489,14 +486,14 @@ def _read_prompts(
         asked = f"[environment] {environment_name(config.environment)}"
 
     def read() -> tuple[int, PromptSet]:
-        with _said_if_slow(f"{asked} has not given its examples yet; Ctrl-C ends the run.", log):
-            if stage is None:
-                loaded = load_examples(config, split)
-            else:
-                loaded = load_problems(
-                    stage.host.environment, config, "train" if split == "train" else "evaluation"
-                )
-        return len(loaded), encode_prompts(config.training, text, loaded)
+        log(Doing(f"Reading {asked}"))
+        if stage is None:
+            loaded = load_examples(config, split)
+        else:
+            loaded = load_problems(
+                stage.host.environment, config, "train" if split == "train" else "evaluation"
+            )
+        return len(loaded), encode_prompts(config.training, text, loaded, log)
 
     key = None
     if stage is None and not config.model.trust_remote_code:
@@ -504,18 +501,6 @@ def _read_prompts(
     if key is not None:
         key = (*_text_key(config.model), config.training.max_tokens, key)
     return shared(key, read)
-
-
-@contextmanager
-def _said_if_slow(line: str, log: Say) -> Iterator[None]:
-    """Print `line` once if the block, which may be a user's code, is not soon over."""
-    timer = threading.Timer(_SLOW_S, log, (line,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def longest_prompt(training: PromptSet, held_out: Sequence[Prompt]) -> int:

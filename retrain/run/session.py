@@ -66,8 +66,9 @@ from retrain.run.start import (
 from retrain.run.step_record import Step
 from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
-from retrain.tracking.base import GroupScore, GroupScores, Progress, StartEvent, Verbosity
+from retrain.tracking.base import GroupScore, GroupScores, StartEvent, Verbosity
 from retrain.types import (
+    Doing,
     Float32Array,
     Float64Array,
     Group,
@@ -76,6 +77,7 @@ from retrain.types import (
     Row,
     RowKey,
     StepResult,
+    counting,
 )
 
 
@@ -225,6 +227,7 @@ class Session:
     def _pass_gate(self) -> None:
         result = None
         if not self._skip_parity:
+            self.tracker.message(Doing("Parity gate"))
             result = run_parity_gate(self.config, self.parts, self.state.step)
         # A resumed run keeps the first figure: its mismatch_limit is a multiple of it.
         if result and self.state.gate_mismatch is None:
@@ -295,6 +298,7 @@ class Session:
         """
         self.interrupts.adopt(self.world.gather(self.interrupts.stopped_by))
         self.interrupts.check()
+        self.tracker.message(Doing(f"Step {self.state.step}: learning"))
         self.parts.backend.engine.sleep()
         step = self.state.step + 1
         if (
@@ -489,15 +493,9 @@ class Session:
 
         Several processes would wait for each other, so none of them stops alone.
         """
-        done, share = 0, -(-completions // self.world.size)
-
-        def count(_: object) -> None:
-            nonlocal done
-            done += 1
-            self.tracker.emit(Progress(label, done, share))
-
+        share = -(-completions // self.world.size)
         check = self.interrupts.check if self.world.size == 1 else lambda: None
-        return Watcher(check, count)
+        return Watcher(check, counting(label, share, self.tracker.message))
 
     # -- between steps -----------------------------------------------------------------------------
 

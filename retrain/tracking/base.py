@@ -37,7 +37,9 @@ class StartEvent:
 
 @dataclass(frozen=True)
 class Message:
-    """A line for the person at the screen; of a `LogLine` a terminal shows the short form."""
+    """A line for the person at the screen: a terminal shows the short form of a `LogLine`, and the
+    bar a `Doing`.
+    """
 
     line: str
 
@@ -56,15 +58,6 @@ class GroupScores:
     """The groups of the current step have been scored."""
 
     groups: Sequence[GroupScore]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress within a long step; emitted as often as useful."""
-
-    label: str
-    done: int
-    total: int
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,6 @@ Event = (
     StartEvent
     | Message
     | GroupScores
-    | Progress
     | Generations
     | Tokens
     | StepRecord

@@ -1,29 +1,33 @@
-"""The screen: on a terminal a row per step under a bar over the whole run, elsewhere plain lines.
+"""The screen: on a terminal a row per step above a bar over the whole run, elsewhere plain lines.
 
 Nothing here interprets markup, so a model's text stays text.
 """
 
-import os
-import stat
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 from retrain.records.disk import is_reader_gone
+from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean, encodable
 from retrain.tracking.base import Event, Message, StartEvent, Tracker, Verbosity
 from retrain.tracking.lines import lines_of
-from retrain.tracking.screen import Bar, Row, Rows
+from retrain.tracking.screen import Row, Rows, Terminal
+from retrain.types import LogLine
+
+REMINDER_S = 60.0
+"""Seconds without a line after which a pipe is told what takes so long."""
 
 
 class Console(Tracker):
-    """Standard output gets the rows or lines, and standard error the bar."""
+    """Rows or lines go to standard output; a pipe's reminders go to standard error."""
 
     def __init__(
         self,
@@ -39,32 +43,45 @@ class Console(Tracker):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`title` names the run in its first line on a terminal."""
-        self._out = out or sys.stdout
+        self._out, self._error = out or sys.stdout, error or sys.stderr
         self._mask = (redactor or Redactor()).text
         self._folder = folder
         self._verbosity = verbosity
         self._all_groups = all_groups
-        self._has_rows = self._out.isatty() and verbosity < Verbosity.VERBOSE
-        self._rows = Rows(title, max_steps, self._out, folder, all_groups=all_groups)
-        self._bar: Bar | None = None
-        screen = error or sys.stderr
-        if verbosity >= Verbosity.NORMAL and screen.isatty() and not _is_pipe(self._out):
-            self._bar = Bar(screen, clock, max_steps, self._masked, at_once=self._has_rows)
+        self._rows = Rows(title, folder, all_groups=all_groups)
+        self._terminal: Terminal | None = None
+        self._doing, self._done = "Starting", 0
+        self._is_silent = True
+        """Nothing was printed since the last reminder."""
+        self._closed = threading.Event()
+        has_bar = verbosity >= Verbosity.NORMAL
+        if self._out.isatty():
+            self._terminal = Terminal(self._out, max_steps, clock, has_bar=has_bar)
+        elif has_bar:
+            threading.Thread(target=self._remind, name="console", daemon=True).start()
 
     def emit(self, event: Event) -> None:
+        match event:
+            case Message(line) if isinstance(line, LogLine) and not line.brief:
+                self._doing = line
+            case StepRecord():
+                self._doing, self._done = "", event.step + 1
+            case StartEvent() | Evaluation():
+                self._doing = ""
         with self._watched():
-            rows = self._shown(event)
-            if rows:
-                if self._bar is not None:
-                    self._bar.hide()  # so that the two streams never mix
-                self._print(rows)
-            if self._bar is not None:
-                self._bar.show(event)
+            if self._terminal and isinstance(event, RunSummary):
+                self._terminal.close()
+            for text, style in self._shown(event):
+                self._print(self._encodable(text), style)
+            self._out.flush()
+            if self._terminal:
+                self._terminal.show(self._encodable(self._doing), self._done)
 
     def close(self) -> None:
+        self._closed.set()
         with self._watched():
-            if self._bar is not None:
-                self._bar.hide()
+            if self._terminal:
+                self._terminal.close()
 
     def _shown(self, event: Event) -> list[Row]:
         if self._verbosity == Verbosity.SILENT:
@@ -74,23 +91,28 @@ class Console(Tracker):
                 return self._rows.opening(event)
             if not isinstance(event, Evaluation | RunSummary):
                 return []
-        if self._has_rows:
+        if self._terminal and self._verbosity < Verbosity.VERBOSE:
             return self._rows.of(event)
         lines = lines_of(event, self._folder, all_groups=self._all_groups)
-        return [[(line, "")] for line in lines]
+        return [(line, "") for line in lines]
 
-    def _print(self, rows: list[Row]) -> None:
-        encoding = self._out.encoding or "utf-8"
-        for row in rows:
-            spans = [(encodable(self._masked(text), encoding), style) for text, style in row]
-            if self._has_rows:
-                self._rows.print(spans)
-            else:
-                self._out.write("".join(text for text, _ in spans) + "\n")
-        self._out.flush()
+    def _print(self, text: str, style: str) -> None:
+        self._is_silent = False
+        if self._terminal:
+            self._terminal.print(text, style)
+        else:
+            self._out.write(text + "\n")
 
-    def _masked(self, text: str) -> str:
-        return clean(self._mask(text))
+    def _encodable(self, text: str) -> str:
+        return encodable(clean(self._mask(text)), self._out.encoding or "utf-8")
+
+    def _remind(self) -> None:
+        """Tell a pipe once a minute what takes so long."""
+        with suppress(OSError):
+            while not self._closed.wait(REMINDER_S):
+                is_silent, self._is_silent = self._is_silent, True
+                if is_silent and self._doing:
+                    print(f"Still at: {self._encodable(self._doing)}", file=self._error, flush=True)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -105,12 +127,4 @@ class Console(Tracker):
                     "Standard output or error"
                 )
                 raise
-            self._verbosity, self._bar = Verbosity.SILENT, None
-
-
-def _is_pipe(stream: TextIO) -> bool:
-    """True where another program prints what is written, perhaps to the bar's terminal."""
-    try:
-        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
-    except (OSError, ValueError):  # a stream without a descriptor
-        return False
+            self._verbosity, self._terminal = Verbosity.SILENT, None

@@ -9,7 +9,10 @@ from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import counted, number, one_line
 from retrain.tracking.base import Event, GroupScore, GroupScores, Message
+from retrain.types import Doing
 
+_LINE = ("loss", "reward", "correct", "datums", "bs", "gs", "sepa_l", "time")
+"""The fields of a step's line."""
 MAX_GROUP_LINES = 8
 """Groups of a step that are printed one by one; of more groups their outcomes are counted."""
 
@@ -17,7 +20,7 @@ MAX_GROUP_LINES = 8
 def lines_of(event: Event, folder: Path, *, all_groups: bool = False) -> list[str]:
     """Return what is printed of an event; `folder` is the run's."""
     match event:
-        case Message(line):
+        case Message(line) if not isinstance(line, Doing):
             return [line]
         case GroupScores(groups):
             return group_lines(groups, all_groups=all_groups)
@@ -52,28 +55,41 @@ def outcomes(groups: Sequence[GroupScore]) -> tuple[int, int, int, int]:
     return right, len(judged) - right - wrong, wrong, len(groups) - len(judged)
 
 
+def step_fields(record: StepRecord) -> dict[str, str]:
+    """Return a step's numbers as text, under the names that lines and columns have."""
+    groups = record.batch_size or 0
+    return {
+        "step": str(record.step),
+        "loss": number(record.loss, ".4f"),
+        "reward": number(record.mean_reward, ".3f"),
+        "correct": number(record.correct_rate, ".1%"),
+        "datums": number(record.num_datums, "d"),
+        "bs": number(record.batch_size, "d"),
+        "gs": number(record.group_size, "d"),
+        "sepa_l": number(record.sepa_lambda, ".4f"),
+        "time": f"{number(record.step_time_s, '.1f')}s",
+        "trained": f"{round(groups * (record.informative_fraction or 0.0))}/{groups}",
+        "tokens": number(record.completion_tokens_mean, ".0f"),
+        "entropy": number(record.entropy_mean, ".3f"),
+        "grad": number(record.grad_norm, ".3f"),
+        "all right": number(record.groups_skipped_all_correct, "d"),
+        "all wrong": number(record.groups_skipped_all_wrong, "d"),
+    }
+
+
 def step_line(record: StepRecord) -> str:
-    loss = number(record.loss, ".4f")
+    fields = step_fields(record)
     if record.loss_is_placeholder:
-        loss = f"{number(record.reported_loss, '.4f')} (asynchronous backend: placeholder)"
-    fields = [
-        f"Step {record.step} [{record.condition}]",
-        f"loss={loss}",
-        f"reward={number(record.mean_reward, '.3f')}",
-        f"correct={number(record.correct_rate, '.1%')}",
-        f"datums={number(record.num_datums, 'd')}",
-        f"bs={number(record.batch_size, 'd')}",
-        f"gs={number(record.group_size, 'd')}",
-        f"sepa_l={number(record.sepa_lambda, '.4f')}",
-        f"time={number(record.step_time_s, '.1f')}s",
-    ]
-    return " | ".join(fields)
+        reported = number(record.reported_loss, ".4f")
+        fields["loss"] = f"{reported} (asynchronous backend: placeholder)"
+    values = [f"{name}={fields[name]}" for name in _LINE]
+    return " | ".join([f"Step {record.step} [{record.condition}]", *values])
 
 
-def evaluation_line(result: Evaluation) -> str:
+def evaluation_fields(result: Evaluation) -> list[str]:
     samples = sum(problem.samples for problem in result.problems)
     skipped = sum(problem.could_not_judge for problem in result.problems)
-    fields = [f"Evaluation at step {result.step} | {pass_at_1(result)}"]
+    fields = [f"Evaluation at step {result.step}", pass_at_1(result)]
     fields += [
         f"pass@{k}={value:.1%} {_ends(result.interval_at(k))}"
         for k, value in sorted(result.pass_at.items())
@@ -81,7 +97,11 @@ def evaluation_line(result: Evaluation) -> str:
     ]
     fields += [f"problems={len(result.problems)}", f"samples={samples}"]
     fields += [f"could_not_judge={skipped}"] if skipped else []
-    return " | ".join([*fields, f"time={result.seconds:.1f}s"])
+    return [*fields, f"time={result.seconds:.1f}s"]
+
+
+def evaluation_line(result: Evaluation) -> str:
+    return " | ".join(evaluation_fields(result))
 
 
 def pass_at_1(result: Evaluation) -> str:
