@@ -19,7 +19,7 @@ from runs import small
 from retrain.analysis.runs import StoredRun
 from retrain.cli.main import main
 from retrain.inspect import Quantity
-from retrain.inspect.credit import StepCredit, agreement, read_step
+from retrain.inspect.credit import StepCredit, agreement, read_step, stored_steps
 from retrain.inspect.shading import LEVELS, levels
 from retrain.inspect.terminal import show, token_lines
 from retrain.records.run_folder import RunFolder
@@ -266,6 +266,15 @@ def test_what_is_not_there_is_said_with_what_is(
     assert main(["inspect", str(run.path), *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_the_first_and_the_last_step_of_every_run_can_be_inspected(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    run = small_run(small(tmp_path / "run", training={"max_steps": 3}), quiet=True).folder
+    assert main(["inspect", str(run)]) == 0 and "Step 2, prompt" in capsys.readouterr().out
+    assert stored_steps(RunFolder(run)) == [0, 2]
+    assert {read_tokens(RunFolder(run).step_tokens(step)).log_ratios for step in (0, 2)} == {None}
 
 
 def test_a_run_without_tokens_names_the_key(tmp_path: Path, capsys: Captured) -> None:

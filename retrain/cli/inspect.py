@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 def command(
     run: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN", help="A run's folder with tokens in it ([logging] tokens_every)."
-        ),
+        typer.Argument(metavar="RUN", help="A run's folder."),
     ],
     step: Annotated[
         int | None, typer.Option(help="The step; by default the last one stored.")

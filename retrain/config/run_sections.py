@@ -433,7 +433,12 @@ class Logging(Section):
         ge=0,
         applies_when="generations_every not in (0)",
     )
-    tokens_every: int = key(0, "Steps between per-token files for inspect; 0 is off.", ge=0)
+    tokens_every: int = key(
+        0,
+        "Steps between per-token files for inspect with log-ratios; 0 keeps the first and the last"
+        " step, without log-ratios.",
+        ge=0,
+    )
     groups: bool = key(
         False,
         "Print a line per group in every step, even for more than 8 groups.",

@@ -313,8 +313,9 @@ def _chosen_step(run: StoredRun, step: int | None) -> int:
     steps = stored_steps(run.folder)
     if not steps:
         raise ConfigurationError(
-            f"{run.path} holds no tokens to inspect; train with [logging] tokens_every = 1"
-            " (--tokens-every 1) to store every step's."
+            f"{run.path} holds no tokens to inspect, since no step has ended or an earlier version"
+            " wrote it; train with [logging] tokens_every = 1 (--tokens-every 1) to store every"
+            " step's."
         )
     if step is None:
         return steps[-1]

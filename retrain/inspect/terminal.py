@@ -46,10 +46,10 @@ def show(
         completion = credit.completion(number)
         if completion.slot != shown_prompt:
             shown_prompt = completion.slot
-            prompt = credit.prompt(shown_prompt)
+            prompt = one_line(credit.prompt(shown_prompt) or "(not stored)", 400)
             console.print()
             console.print(
-                f"Prompt {shown_prompt}: {one_line(prompt or '(not stored)', 400)}",
+                f"Step {credit.step}, prompt {shown_prompt}: {prompt}",
                 markup=False,
                 highlight=False,
             )

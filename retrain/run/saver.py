@@ -11,6 +11,7 @@ from retrain.records.run_folder import RunFolder
 from retrain.records.state import TrainerState
 from retrain.records.terminal import counted
 from retrain.tracking import Tracker
+from retrain.tracking.base import is_due
 
 _ATTEMPTS = 3
 _BYTES_PER_PARAMETER = 12  # fp32 weight and two AdamW moments
@@ -36,13 +37,12 @@ class Schedule:
         evaluation = self.evaluation
         return (
             (evaluation.at_start and step == 0)
-            or (evaluation.every > 0 and step > 0 and step % evaluation.every == 0)
+            or (step > 0 and is_due(evaluation.every, step))
             or (evaluation.at_end and step == self.training.max_steps)
         )
 
     def saves_at(self, step: int, state: TrainerState) -> bool:
-        every = self.training.save_every
-        due = every > 0 and step % every == 0
+        due = is_due(self.training.save_every, step)
         return step > 0 and (due or step >= self.training.max_steps or self.is_out_of_time(state))
 
 

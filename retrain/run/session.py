@@ -66,7 +66,7 @@ from retrain.run.start import (
 from retrain.run.step_record import Step
 from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
-from retrain.tracking.base import GroupScore, GroupScores, StartEvent, Verbosity
+from retrain.tracking.base import GroupScore, GroupScores, StartEvent, Verbosity, is_due
 from retrain.types import (
     Doing,
     Float32Array,
@@ -347,8 +347,8 @@ class Session:
         """Train on the rows of `rollout`. Return, for each trained row, [T] learner - sampler
         log-prob before the step, and the learner's report.
 
-        The log-ratios are None in a step whose tokens nobody stores, since they cost a forward
-        pass, and where the backend cannot score rows.
+        The log-ratios are None in a step that does not want them, since they cost a forward pass,
+        and where the backend cannot score rows.
         """
         with self._moved():
             return self._learned(rows, rollout)
@@ -358,11 +358,8 @@ class Session:
     ) -> tuple[dict[RowKey, Float32Array] | None, StepResult]:
         backend, before = self.parts.backend, self.state
         log_ratios = None
-        # In a parallel run all processes score, or none.
-        wanted = backend.capabilities.scores_rows and self.world.broadcast(
-            self.tracker.wants_tokens(before.step)
-        )
-        if wanted:
+        wanted = is_due(self.config.logging.tokens_every, before.step)
+        if wanted and backend.capabilities.scores_rows:
             trained = [row for row in rows if row.trained]
             scored = zip(trained, backend.logprobs(trained), strict=True)
             log_ratios = {row.key: own - row.logprobs for row, own in scored}

@@ -91,6 +91,11 @@ Event = (
 failed."""
 
 
+def is_due(every: int, step: int) -> bool:
+    """Return True at every `every`-th step, step 0 included; 0 means never."""
+    return every > 0 and step % every == 0
+
+
 class Tracker:
     """A sink for events. This one ignores every event; a subclass matches on those that it
     wants.

@@ -19,7 +19,7 @@ from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
 from retrain.records.token_table import write_tokens
 from retrain.system import Json, read_object
-from retrain.tracking.base import Event, Generations, StartEvent, Tokens, Tracker
+from retrain.tracking.base import Event, Generations, StartEvent, Tokens, Tracker, is_due
 from retrain.tracking.lines import lines_of
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ class RunFiles(Tracker):
         ]
 
     def wants_tokens(self, step: int) -> bool:
-        every = self._config.logging.tokens_every
-        return every > 0 and step % every == 0
+        ends = (0, self._config.training.max_steps - 1)
+        return step in ends or is_due(self._config.logging.tokens_every, step)
 
     def close(self) -> None:
         self._output.close()
@@ -178,8 +178,7 @@ def kept_generations(
     logging: "Logging", step: int, records: Sequence[GenerationRecord]
 ) -> list[GenerationRecord]:
     """Return the completions of a step that `[logging]` keeps; none for a step that is not due."""
-    due = logging.generations_every > 0 and step % logging.generations_every == 0
-    if due:
+    if is_due(logging.generations_every, step):
         return spread(records, logging.generations_per_step)
     return []
 
