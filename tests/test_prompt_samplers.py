@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from retrain import train
 from retrain.cli.main import main
 from retrain.config import replaced
-from retrain.config.overrides import Overrides
+from retrain.config.overrides import parse_overrides
 from retrain.data.samplers import SAMPLERS, PromptSampler, build_sampler, checked_indices
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.model.text import resolve_model
@@ -343,11 +343,13 @@ def test_a_run_is_not_resumed_on_other_examples(name: str, tmp_path: Path) -> No
         train(again, quiet=True, skip_parity=True)
     data.write_text("\n".join(rows))
     held_out.write_text(rows[1])
-    notes: list[str] = []
-    evaluate_run(tmp_path / "run", overrides=Overrides(), log=notes.append)
-    assert any("The held-out examples are others than" in note for note in notes)
-    with pytest.raises(ConfigurationError, match=r"\[evaluation\] source holds other examples"):
-        train(again, quiet=True, skip_parity=True)
+    for flags in ([], ["--evaluation-samples", "2", "--evaluation-temperature", "1"]):
+        notes: list[str] = []
+        evaluate_run(tmp_path / "run", overrides=parse_overrides(flags), log=notes.append)
+        assert any("The held-out examples are others than" in note for note in notes)
+    for other in (again, replaced(again, {"evaluation.every": 3})):
+        with pytest.raises(ConfigurationError, match=r"\[evaluation\] source holds other examples"):
+            train(other, quiet=True, skip_parity=True)
     assert [file.read_text() for file in files] == before
     held_out.write_text(rows[0])
     train(again, quiet=True, skip_parity=True)

@@ -129,6 +129,8 @@ def test_a_box_in_the_scratchpad_counts_when_the_configuration_says_so() -> None
         ("4?", r"\boxed{4}", "<end>", False),
         ("4?", r"\boxed{3}<end>\boxed{4}", "<end>", True),
         ("4?<think>", r"<end>\boxed{4}", "<end>", False),
+        ("4?<think>\n\n</think>\n\n", r"\boxed{4}", "</think>", True),
+        ("4?<think>\n\n</think>\n\n", r"<think>\boxed{4}", "</think>", False),
     ],
 )
 def test_a_thought_that_the_prompt_opens_must_end_before_an_answer(

@@ -101,7 +101,10 @@ def test_chat_template_args_reach_the_template():
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}\n"
+DATED = (
+    "{% set form = '%b %Y' %}{% if strftime_now is defined %}{{ strftime_now('%d ' ~ form) }}"
+    "{% endif %}\n"
+)
 
 
 def test_a_template_that_asks_for_the_date_gets_that_of_the_first_start():

@@ -105,6 +105,11 @@ CASES = [
         "[algorithm] reference_prompt has no {answer}",
     ),
     at_load(
+        "a date that is none",
+        '[data]\nchat_template_args = { strftime_now = "yesterday" }',
+        '[data] chat_template_args: strftime_now = "yesterday" is no day; write one such as',
+    ),
+    at_load(
         "a schedule of a key that is read once",
         '[schedule]\n"model.lora_rank" = [[0, 4], [10, 8]]',
         '"model.lora_rank" is not read anew in each step; these are: ',

@@ -4,6 +4,7 @@ A key's documentation says what it does; its type and range say what is allowed,
 does not.
 """
 
+import re
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -27,8 +28,9 @@ from retrain.config.values import (
     check_variable,
     table_from_json,
 )
-from retrain.system import Json
+from retrain.system import Json, toml_value
 
+_DAY = re.compile(r"\d{4}-(0[1-9]|1[0-2])-([0-2]\d|30|31)")
 DATE_ARGUMENT = "strftime_now"
 """The entry of `[data] chat_template_args` with the day, as 2026-11-28, that a chat template's
 calls of `strftime_now` are about. A run sets it to the day of its first start."""
@@ -65,6 +67,13 @@ class Data(Section):
     sampler_params: Table = key({}, "Parameters of the sampler, such as threshold = 0.9.")
 
     def problems(self, config: Any) -> Violations:
+        day = self.chat_template_args.get(DATE_ARGUMENT, "2026-01-01")
+        if not (isinstance(day, str) and _DAY.fullmatch(day)):
+            yield Violation(
+                ("data.chat_template_args",),
+                f"[data] chat_template_args: {DATE_ARGUMENT} = {toml_value(day)} is no day; write"
+                ' one such as "2026-11-28"',
+            )
         if self.source in ("jsonl", "parquet") and not (self.path or config.environment.provider):
             yield Violation(
                 ("data.path", "data.source"),
@@ -233,6 +242,7 @@ class Reward(Section):
         "Tag that ends every thought of the model: an answer counts only after it. Tags such as"
         " </think>, [/THINK] and <|channel|>final<|message|> are known without it.",
         parameter_of=("match", "math", "majority", "judge"),
+        applies_when="after_think not in (0)",
     )
     normalize: Literal["none", "hendrycks"] = key(
         "none",

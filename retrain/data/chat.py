@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import chain
+from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,8 +34,6 @@ _PLAIN_JOIN = "\n\n"
 """Between the messages of a tokenizer without a chat template."""
 _MARK = "retrain-marks-this-reply"
 """Stands for a reply, to find what a chat template writes behind it."""
-
-_DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 _CHUNK = 2_048  # prompts that the tokenizer encodes in one call, in parallel threads
 _OURS = (
@@ -202,7 +201,7 @@ def _apply_chat_template(
             given["tools"] = list(tools)
         if DATE_ARGUMENT in arguments:
             template = tokenizer.get_chat_template(None, given.get("tools"))
-            given["chat_template"] = _dated(template, str(arguments[DATE_ARGUMENT]))
+            given["chat_template"] = _dated(template, arguments[DATE_ARGUMENT])
         return str(
             tokenizer.apply_chat_template(
                 list(messages),
@@ -222,9 +221,12 @@ def _apply_chat_template(
 
 
 def _dated(template: str, day: str) -> str:
-    """Write `day` in place of each call of `strftime_now`. Raises ValueError for no day."""
+    """Put a macro in place of transformers' `strftime_now`, which asks the clock."""
     at = date.fromisoformat(day)
-    return _DATE_CALL.sub(lambda call: repr(at.strftime(call[2])), template)
+    codes = {f"%{letter}": at.strftime(f"%{letter}") for letter in ascii_letters}
+    filled = "".join(f"|replace({code!r}, {text!r})" for code, text in codes.items())
+    macro = f"{{% macro {DATE_ARGUMENT}(form) %}}{{{{ form{filled} }}}}{{% endmacro %}}"
+    return f"{macro}{{{{ '' }}}}{template}"  # which keeps a line break at its beginning
 
 
 # ---- conversations that go on --------------------------------------------------------------------

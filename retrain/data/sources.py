@@ -393,7 +393,8 @@ def _reference(answer: object) -> str | Reason:
     if isinstance(answer, int | float | Decimal | np.integer | np.floating) and not isinstance(
         answer, bool
     ):
-        if isinstance(answer, float) and len(repr(answer)) > _FLOAT32_DIGITS:
+        digits = Decimal(repr(answer)).as_tuple().digits if isinstance(answer, float) else ()
+        if len(digits) > _FLOAT32_DIGITS and not float(answer).is_integer():
             with np.errstate(over="ignore"):
                 single = np.float32(answer)
             answer = single if float(single) == answer else answer

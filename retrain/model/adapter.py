@@ -14,7 +14,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from pathlib import Path
@@ -292,35 +292,9 @@ class Adapter:
         """Read the weights of a folder. The adapter there must be of this rank, scale and set of
         layers; a ConfigurationError begins with `where`.
         """
-        try:
-            settings = read_object(folder / CONFIG_FILE)
-            ours = self._settings()
-            for key in ("r", "lora_alpha", "use_rslora"):
-                if settings.get(key, False) != ours[key]:
-                    raise ConfigurationError(
-                        f"{where} has {key} = {settings.get(key)}, but [model] lora_rank and [lora]"
-                        f" give {ours[key]}; make them the same."
-                    )
-            if settings.get("alpha_pattern"):
-                raise ConfigurationError(
-                    f"{where} has alpha_pattern = {settings['alpha_pattern']}, and an adapter has"
-                    " one scale for all layers here; name an adapter without it."
-                )
+        with _refused(where):
+            _check_settings(folder, where, self._settings())
             return self._read(folder)
-        # It is a ValueError too, but already says which key to change.
-        except ConfigurationError:
-            raise
-        except FileNotFoundError as error:
-            raise ConfigurationError(
-                f"{where}: no {Path(str(error.filename)).name} there; name a PEFT adapter folder."
-            ) from error
-        except RunFailed as error:
-            raise ConfigurationError(f"{where}: {error}") from error
-        except ValueError as error:
-            raise ConfigurationError(
-                f"{where} does not fit this run ({error}); make [model] lora_rank and [lora] the"
-                " same."
-            ) from error
 
     def _settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = self.peft_model.peft_config[_ADAPTER].to_dict()
@@ -345,6 +319,51 @@ class Adapter:
             f" AutoModelForCausalLM.from_pretrained({json.dumps(self.name)})\nmodel ="
             ' PeftModel.from_pretrained(base, ".")  # this folder\n```\n'
         )
+
+
+def check_initial(model: "Model", lora: "Lora") -> None:
+    """Raise ConfigurationError, before a model is loaded, for an adapter of [lora] init_from that
+    this run cannot begin with.
+    """
+    where, rank = f'[lora] init_from = "{lora.init_from}"', model.lora_rank
+    ours = {"r": rank, "lora_alpha": _alpha(lora, rank), "use_rslora": lora.use_rslora}
+    with _refused(where):
+        _check_settings(Path(lora.init_from), where, ours)
+
+
+def _check_settings(folder: Path, where: str, ours: Mapping[str, Any]) -> None:
+    settings = read_object(folder / CONFIG_FILE)
+    for key in ("r", "lora_alpha", "use_rslora"):
+        if settings.get(key, False) != ours[key]:
+            raise ConfigurationError(
+                f"{where} has {key} = {settings.get(key)}, but [model] lora_rank and [lora] give"
+                f" {ours[key]}; make them the same."
+            )
+    if settings.get("alpha_pattern"):
+        raise ConfigurationError(
+            f"{where} has alpha_pattern = {settings['alpha_pattern']}, and an adapter has one scale"
+            " for all layers here; name an adapter without it."
+        )
+
+
+@contextmanager
+def _refused(where: str) -> Iterator[None]:
+    """Raise ConfigurationError, which begins with `where`, for a folder that cannot be read."""
+    try:
+        yield
+    # It is a ValueError too, but already says which key to change.
+    except ConfigurationError:
+        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigurationError(
+            f"{where}: no {Path(str(error.filename)).name} there; name a PEFT adapter folder."
+        ) from error
+    except RunFailed as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{where} does not fit this run ({error}); make [model] lora_rank and [lora] the same."
+        ) from error
 
 
 def _plain(value: Any) -> Any:
@@ -381,7 +400,7 @@ def lora_config(base: "BaseModel", lora: "Lora", rank: int) -> Any:
     return LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=rank,
-        lora_alpha=lora.alpha or 2 * rank,
+        lora_alpha=_alpha(lora, rank),
         lora_dropout=lora.dropout,
         target_modules=target_modules(base, lora.target_modules),
         use_rslora=lora.use_rslora,
@@ -390,6 +409,10 @@ def lora_config(base: "BaseModel", lora: "Lora", rank: int) -> Any:
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in base.model.modules()),
         exclude_modules=_inside(towers(base)),
     )
+
+
+def _alpha(lora: "Lora", rank: int) -> int:
+    return lora.alpha or 2 * rank
 
 
 def towers(base: "BaseModel") -> list[str]:

@@ -289,6 +289,10 @@ class Claim:
             advice, outer = "name a run's folder", self.outer_run()
             if outer:
                 advice = f"it is a part of the run {outer.path}: name that"
+            if not path.exists():
+                raise ConfigurationError(
+                    f"[resume] from = {str(path)!r} does not exist; name a run's folder."
+                )
             raise ConfigurationError(
                 f"[resume] from = {str(path)!r} holds no run of retrain (no {MARKER}); {advice}."
             )

@@ -77,7 +77,8 @@ def after_thought(text: str, prompt: str = "", think_end_token: str = "") -> str
     """Return what follows the last thought: "" if a thought never ends, the whole text if there is
     none.
 
-    The end of `prompt` may open the thought. A `think_end_token` must stand in the text.
+    The end of `prompt` may open the thought, or end it. A `think_end_token` must stand in one of
+    them.
     """
     prompt, start = prompt.rstrip(), 0
     tags = THOUGHT_TAGS
@@ -85,6 +86,8 @@ def after_thought(text: str, prompt: str = "", think_end_token: str = "") -> str
         tags = (*tags, ("", think_end_token))
     for opening, closing in tags:
         end = text.rfind(closing)
+        if end < 0 and prompt.endswith(closing) and not (opening and opening in text):
+            continue  # it ended before the text
         if text.rfind(opening or closing) > end or (end < 0 and prompt.endswith(opening)):
             return ""
         if end >= 0:

@@ -81,7 +81,7 @@ def evaluate_run(
     if stored:
         config = with_prompt_date(config, folder)
     result = evaluate_weights(config, found, log, keep)
-    if stored and other_heldout(folder, given.evaluation, result.heldout_sha256):
+    if stored and other_heldout(folder, given, result.heldout_sha256):
         log(
             f"The held-out examples are others than those that {folder.path} was evaluated on: this"
             " result is not comparable with the run's own."

@@ -270,6 +270,10 @@ def check_inputs(config: TrainConfig) -> str:
     Raises ConfigurationError or EnvironmentFailure, as the run would.
     """
     check_plugins(config)
+    if config.lora.init_from:
+        from retrain.model.adapter import check_initial
+
+        check_initial(config.model, config.lora)
     if config.resume.from_:
         RunFolder(Path(config.resume.from_)).claim().refuse_run(resuming=True)
     if config.environment.provider:
@@ -314,7 +318,7 @@ def _asks_nobody(query: Query) -> bool:
     return bool(
         query.data.path
         or source.endswith(DATA_FILE_SUFFIXES)
-        or source in ("jsonl", "parquet")
+        or source in ("jsonl", "parquet", "lab")
         or (on_hub and is_offline())
         or (query.split == "train" and isinstance(reader, Benchmark))
     )

@@ -49,11 +49,12 @@ def replayed(
         "training.max_steps": max(config.training.max_steps, stop),
         "resume.from": str(scratch) if start else "",
     }
-    config = replaced(with_prompt_date(config, folder), changes)
+    config = replaced(config, changes)
+    dated = with_prompt_date(config, folder)
     if start:
-        _copy(folder, RunFolder(scratch), config, start)
+        _copy(folder, RunFolder(scratch), dated, start)
     with Session.open(
-        config, overwrite=False, verbosity=Verbosity.SILENT, skip_parity=True
+        dated, overwrite=False, verbosity=Verbosity.SILENT, skip_parity=True
     ) as session:
         if session.state.gate_mismatch is None:
             session.state = replace(session.state, gate_mismatch=_gate_mismatch(folder))
@@ -76,6 +77,8 @@ def replayed(
                 break
             take_step(session)
         yield session
+    # The date is the run's own, and no key that somebody set.
+    RunFolder(scratch).config.write_text(dump_toml(config), encoding="utf-8")
 
 
 @dataclass(frozen=True)

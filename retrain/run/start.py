@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from retrain.backends.rows import learning_rate
 from retrain.config import (
@@ -19,7 +20,6 @@ from retrain.config import (
     with_drawn_seed,
 )
 from retrain.config.data_sections import DATE_ARGUMENT
-from retrain.config.schema import Evaluation as EvaluationSettings
 from retrain.config.stored import WITH_OTHER_STEPS
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
@@ -281,7 +281,7 @@ def refuse_other_data(
     data, key = opened.config.data, ""
     if read_object(opened.folder.environment).get("data_sha256") not in (None, fingerprint):
         key = f'[data] path = "{data.path}"' if data.path else f'[data] source = "{data.source}"'
-    elif other_heldout(opened.folder, opened.config.evaluation, heldout):
+    elif other_heldout(opened.folder, opened.config, heldout):
         key = "[evaluation] source"
     if key:
         raise ConfigurationError(
@@ -291,15 +291,24 @@ def refuse_other_data(
 
 
 def other_heldout(
-    folder: RunFolder, evaluation: EvaluationSettings, heldout: Mapping[str, str] | None
+    folder: RunFolder, config: TrainConfig, heldout: Mapping[str, str] | None
 ) -> bool:
-    """True if the run's last session had the same [evaluation] section and other held-out
-    examples.
-    """
-    if load_stored(folder.config).evaluation != evaluation or not folder.environment.exists():
+    """True if the run's last session named the same held-out examples, and they were others."""
+    if not folder.environment.exists() or _named(load_stored(folder.config)) != _named(config):
         return False
     newest = part_of_session(read_object(folder.environment), goes_on=True)
     return newest.get("heldout_sha256") not in (None, heldout)
+
+
+def _named(config: TrainConfig) -> list[Any]:
+    """Return what says which held-out examples are read."""
+    data, evaluation = config.data, config.evaluation
+    tasks = {
+        task: {name: own[name] for name in ("path", "max_examples") if name in own}
+        for task, own in evaluation.tasks.items()
+    }
+    source = (data.source, data.path, data.difficulty)
+    return [*source, evaluation.source, evaluation.max_examples, tasks]
 
 
 def part_of_session(environment: Json, *, goes_on: bool) -> Json:
