@@ -61,47 +61,56 @@ def command(
     if backup and not write:
         raise ConfigurationError("--backup keeps the old file of --write; give both.")
     name, old = str(path or "standard input"), read_text(path) if path else sys.stdin.read()
-    new = migrate_text(old, name)
-    deleted = [
-        f"Deleted: {farewell(path, bracketed(path))}."
-        for path in _keys_that_left(parse_named(old, name))
-    ]
-    result: Json = {
-        "file": name,
-        "needs_migration": old != new,
-        "difference": unified_diff(old, new, name),
-        "migrated": new,
-        "deleted": deleted,
-        "wrote": None,
-        "backup": None,
-    }
+    result = _migrated(old, name)
+    new, needed = result["migrated"], result["needs_migration"]
     if output is not None:
         write_files({output: new}, "name another file with --output")
         result["wrote"] = str(output)
-    elif write and path and old != new:
+    elif write and path and needed:
         result |= {"wrote": name, "backup": _rewrite(path, new, backup)}
     if form == "json":
         print(json.dumps(result, indent=2, ensure_ascii=False))
     else:
-        print("".join(f"{line}\n" for line in deleted), end="", file=sys.stderr)
-        print(new if stdout else _told(result, check), end="")
-    if check and old != new:
+        _print(result, stdout, check)
+    if check and needed:
         raise typer.Exit(1)
 
 
-def _told(result: Json, check: bool) -> str:
-    """The text to print: what was written, what `check` finds, or the difference."""
+def _migrated(old: str, name: str) -> Json:
+    new = migrate_text(old, name)
+    return {
+        "file": name,
+        "needs_migration": old != new,
+        "difference": unified_diff(old, new, name),
+        "migrated": new,
+        "deleted": [
+            f"Deleted: {farewell(path, bracketed(path))}."
+            for path in _keys_that_left(parse_named(old, name))
+        ],
+        "wrote": None,
+        "backup": None,
+    }
+
+
+def _print(result: Json, whole: bool, check: bool) -> None:
+    """Print what was deleted, and the whole result, what was written, what `check` finds, or the
+    difference.
+    """
+    for sentence in result["deleted"]:
+        print(sentence, file=sys.stderr)
     name = result["file"]
-    if result["wrote"]:
-        kept = f"Kept the old file as {result['backup']}.\n" if result["backup"] else ""
-        return f"{kept}Wrote {result['wrote']}.\n"
-    if not result["needs_migration"]:
-        return f"{name} needs no migration.\n"
-    if check:
-        return (
-            f"{name} needs migration; `retrain migrate-config` with --write or --output does it.\n"
-        )
-    return str(result["difference"])
+    if whole:
+        print(result["migrated"], end="")
+    elif result["wrote"]:
+        if result["backup"]:
+            print(f"Kept the old file as {result['backup']}.")
+        print(f"Wrote {result['wrote']}.")
+    elif not result["needs_migration"]:
+        print(f"{name} needs no migration.")
+    elif check:
+        print(f"{name} needs migration; `retrain migrate-config` with --write or --output does it.")
+    else:
+        print(result["difference"], end="")
 
 
 def _rewrite(path: Path, new: str, backup: bool) -> str | None:
