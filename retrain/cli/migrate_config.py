@@ -54,7 +54,7 @@ def command(
         )
     given = {"--check": check, "--write": write, "--output": output, "--stdout": stdout}
     refuse_several(given, "see the difference")
-    if write and path is None:
+    if write and stdin:
         raise ConfigurationError(
             "--write rewrites a file and --stdin has none; use --stdout or --output."
         )
@@ -62,17 +62,16 @@ def command(
         raise ConfigurationError("--backup keeps the old file of --write; give both.")
     name, old = str(path or "standard input"), read_text(path) if path else sys.stdin.read()
     result = _migrated(old, name)
-    new, needed = result["migrated"], result["needs_migration"]
     if output is not None:
-        write_files({output: new}, "name another file with --output")
+        write_files({output: result["migrated"]}, "name another file with --output")
         result["wrote"] = str(output)
-    elif write and path and needed:
-        result |= {"wrote": name, "backup": _rewrite(path, new, backup)}
+    elif write and path and result["needs_migration"]:
+        result |= {"wrote": name, "backup": _rewrite(path, result["migrated"], backup)}
     if form == "json":
         print(json.dumps(result, indent=2, ensure_ascii=False))
     else:
         _print(result, stdout, check)
-    if check and needed:
+    if check and result["needs_migration"]:
         raise typer.Exit(1)
 
 
