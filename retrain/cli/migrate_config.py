@@ -114,9 +114,8 @@ def _print(result: Json, whole: bool, check: bool) -> None:
 
 def _rewrite(path: Path, new: str, backup: bool) -> str | None:
     """Replace a file, and return the path of its copy if one was made."""
-    copy, number = None, 1
+    copy, number = path.with_name(f"{path.name}.bak"), 1
     if backup:
-        copy = path.with_name(f"{path.name}.bak")
         # An older backup is never lost.
         while copy.exists():
             number += 1
@@ -127,13 +126,14 @@ def _rewrite(path: Path, new: str, backup: bool) -> str | None:
     mode = target.stat().st_mode
     replace_file(target, new)
     target.chmod(mode)
-    return copy and str(copy)
+    return str(copy) if backup else None
 
 
 def unified_diff(old: str, new: str, name: str) -> str:
     """Return the difference as `diff -u` shows it; empty if there is none."""
-    texts = (text.splitlines() for text in (old, new))
-    lines = difflib.unified_diff(*texts, name, f"{name} (migrated)", lineterm="")
+    lines = difflib.unified_diff(
+        old.splitlines(), new.splitlines(), name, f"{name} (migrated)", lineterm=""
+    )
     return "".join(f"{line}\n" for line in lines)
 
 
