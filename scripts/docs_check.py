@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.cli.main import is_path
-from retrain.cli.manual import read_source, source_path, synced
+from retrain.cli.man import synced
+from retrain.cli.manual import read_source, source_path
 from retrain.cli.parameters import command_named
 from retrain.cli.run import parse_arguments
 from retrain.cli.usage import COMMANDS

@@ -37,7 +37,7 @@ def test_what_a_run_needs_and_is_lacking_exits_with_3(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "_TRAINER", ("torch", "no_such_package"))
-    assert main(["doctor", "--json"]) == 3
+    assert main(["doctor", "--format", "json"]) == 3
     found = findings(capsys)
     assert found["torch"]["state"] == found["self-test"]["state"] == "lacks"
     assert "pip install" in found["torch"]["advice"]

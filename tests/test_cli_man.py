@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from retrain.cli.main import main
-from retrain.cli.manual import BEGIN, END, read_source, source_path, synced, topics_of
+from retrain.cli.man import synced
+from retrain.cli.manual import BEGIN, END, read_source, source_path, topics_of
 from retrain.cli.usage import COMMANDS
 from retrain.config import load_config
 from retrain.config.keys import all_keys, section_models

@@ -31,12 +31,7 @@ def install(folder: Path, name: str, value: str, code: str) -> None:
     [
         ("fine", "f", "print(1)\ndef f(rewards): return rewards", ""),
         ("absent", "g", "def f(rewards): return rewards", "has no attribute 'g'"),
-        (
-            "needy",
-            "f",
-            "import not_there_at_all\ndef f(rewards): ...",
-            "No module named 'not_there_at_all'",
-        ),
+        ("needy", "f", "import not_there_at_all\ndef f(rewards): ...", "not_there_at_all"),
         ("broken", "f", "def f(rewards:", "SyntaxError"),
         ("grpo", "f", "def f(rewards): return rewards", "found twice"),
         ("pools", "f", "def f(rewards): return rewards", "for [data] sampler its name is found"),
@@ -133,11 +128,7 @@ def test_a_written_test_is_green_and_fails_with_the_plugin(
         ("advantage", "class", "not a word of Python"),
         ("advantage", "my-part", "must be a Python name"),
         ("advantage", "there", "there.py exists and is not overwritten"),
-        (
-            "reward",
-            "both",
-            "both.py exists and is not overwritten; choose another --name or --output",
-        ),
+        ("reward", "both", "both.py exists and is not overwritten; choose another --name"),
     ],
 )
 def test_a_plugin_that_cannot_be_written_says_why(

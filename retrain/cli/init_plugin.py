@@ -40,7 +40,6 @@ def command(
             f"--name {name!r} cannot be a plugin's: it must be a Python name, such as my_{kind},"
             " and not a word of Python or the name of a module that can be imported already."
         )
-    output.mkdir(parents=True, exist_ok=True)
     file = output / f"{name}.toml"
     texts = plugin_texts(kind, file)
     if with_test:

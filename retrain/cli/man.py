@@ -8,9 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from retrain.cli.help import about
-from retrain.cli.manual import WIDTH, Topic, read_source, source_path, synced, topics_of
+from retrain.cli.help import FOOTER, about, reference
+from retrain.cli.manual import (
+    BEGIN,
+    END,
+    GENERATED,
+    HEADING,
+    WIDTH,
+    Topic,
+    read_source,
+    source_path,
+    topics_of,
+)
 from retrain.cli.shared import Form, refuse_several
+from retrain.cli.usage import COMMANDS, usage
 
 
 def command(
@@ -47,21 +58,24 @@ def command(
         "--check": check,
     }
     refuse_several(given, "read the manual")
-    name = name or topic
     if path:
         print(source_path())
-        return
-    if sync or check:
+    elif sync or check:
         _sync(write=sync)
-        return
+    else:
+        _print(name or topic, form, list_topics)
+
+
+def _print(name: str, form: str, names_only: bool) -> None:
+    """Print one topic or, without a name, all of them."""
     topics = topics_of(read_source())
     found = list(topics.values())
     if name:
         found = [topics.get(name.strip("[]").lower()) or Topic(name, about(name))]
     if form == "json":
-        rows = [_as_json(each, contents=not list_topics) for each in found]
+        rows = [_as_json(each, contents=not names_only) for each in found]
         print(json.dumps(rows[0] if name else rows, indent=2, ensure_ascii=False))
-    elif list_topics:
+    elif names_only:
         for each in found:
             summary = each.summary.removeprefix(f"[{each.name}]").strip()
             print(textwrap.fill(f"  {each.name:<16}{summary}", WIDTH, subsequent_indent=" " * 18))
@@ -101,6 +115,33 @@ def _sync(*, write: bool) -> None:
     else:
         print(f"{path} is out of date; `retrain man --sync` refreshes it.")
         raise typer.Exit(1)
+
+
+def synced(source: str) -> str:
+    """The source with its generated parts made anew, each at the end of its topic: what is written
+    by hand stays, and what names nothing any more goes.
+    """
+    parts = _generated_parts()
+    texts = {name: GENERATED.sub("", topic.source) for name, topic in topics_of(source).items()}
+    pieces = [HEADING.split(source)[0]]
+    for name in dict.fromkeys([*texts, *parts]):
+        text = texts.get(name, "")
+        if name in parts:
+            text = f"{text.rstrip()}\n\n{BEGIN}\n{parts[name].strip()}\n{END}\n\n"
+        if text.strip():
+            pieces.append(f"== {name} =={text}")
+    return "".join(pieces)
+
+
+def _generated_parts() -> dict[str, str]:
+    """Map each topic with a generated part to that part."""
+    from retrain.cli.parameters import help_page
+    from retrain.config.keys import section_models
+
+    parts = {"overview": f"{usage()}\n{FOOTER}"}
+    for name, summary in COMMANDS.items():
+        parts[name] = f"{summary[:1].upper()}{summary[1:]}.\n\n{help_page(name, WIDTH)}"
+    return parts | {name: reference(name) for name in section_models()}
 
 
 def _show(text: str) -> None:

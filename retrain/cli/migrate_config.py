@@ -54,61 +54,68 @@ def command(
         )
     given = {"--check": check, "--write": write, "--output": output, "--stdout": stdout}
     refuse_several(given, "see the difference")
-    if write and path is None:
+    if write and stdin:
         raise ConfigurationError(
             "--write rewrites a file and --stdin has none; use --stdout or --output."
         )
     if backup and not write:
         raise ConfigurationError("--backup keeps the old file of --write; give both.")
     name, old = str(path or "standard input"), read_text(path) if path else sys.stdin.read()
+    result = _migrated(old, name)
+    if output is not None:
+        write_files({output: result["migrated"]}, "name another file with --output")
+        result["wrote"] = str(output)
+    elif write and path and result["needs_migration"]:
+        result |= {"wrote": name, "backup": _rewrite(path, result["migrated"], backup)}
+    if form == "json":
+        print(json.dumps(result, indent=2, ensure_ascii=False))
+    else:
+        _print(result, stdout, check)
+    if check and result["needs_migration"]:
+        raise typer.Exit(1)
+
+
+def _migrated(old: str, name: str) -> Json:
     new = migrate_text(old, name)
-    deleted = [
-        f"Deleted: {farewell(path, bracketed(path))}."
-        for path in _keys_that_left(parse_named(old, name))
-    ]
-    result: Json = {
+    return {
         "file": name,
         "needs_migration": old != new,
         "difference": unified_diff(old, new, name),
         "migrated": new,
-        "deleted": deleted,
+        "deleted": [
+            f"Deleted: {farewell(path, bracketed(path))}."
+            for path in _keys_that_left(parse_named(old, name))
+        ],
         "wrote": None,
         "backup": None,
     }
-    if output is not None:
-        write_files({output: new}, "name another file with --output")
-        result["wrote"] = str(output)
-    elif write and path and old != new:
-        result |= {"wrote": name, "backup": _rewrite(path, new, backup)}
-    if form == "json":
-        print(json.dumps(result, indent=2, ensure_ascii=False))
-    else:
-        print("".join(f"{line}\n" for line in deleted), end="", file=sys.stderr)
-        print(new if stdout else _told(result, check), end="")
-    if check and old != new:
-        raise typer.Exit(1)
 
 
-def _told(result: Json, check: bool) -> str:
-    """The text to print: what was written, what `check` finds, or the difference."""
+def _print(result: Json, whole: bool, check: bool) -> None:
+    """Print what was deleted, and the whole result, what was written, what `check` finds, or the
+    difference.
+    """
+    for sentence in result["deleted"]:
+        print(sentence, file=sys.stderr)
     name = result["file"]
-    if result["wrote"]:
-        kept = f"Kept the old file as {result['backup']}.\n" if result["backup"] else ""
-        return f"{kept}Wrote {result['wrote']}.\n"
-    if not result["needs_migration"]:
-        return f"{name} needs no migration.\n"
-    if check:
-        return (
-            f"{name} needs migration; `retrain migrate-config` with --write or --output does it.\n"
-        )
-    return str(result["difference"])
+    if whole:
+        print(result["migrated"], end="")
+    elif result["wrote"]:
+        if result["backup"]:
+            print(f"Kept the old file as {result['backup']}.")
+        print(f"Wrote {result['wrote']}.")
+    elif not result["needs_migration"]:
+        print(f"{name} needs no migration.")
+    elif check:
+        print(f"{name} needs migration; `retrain migrate-config` with --write or --output does it.")
+    else:
+        print(result["difference"], end="")
 
 
 def _rewrite(path: Path, new: str, backup: bool) -> str | None:
     """Replace a file, and return the path of its copy if one was made."""
-    copy, number = None, 1
+    copy, number = path.with_name(f"{path.name}.bak"), 1
     if backup:
-        copy = path.with_name(f"{path.name}.bak")
         # An older backup is never lost.
         while copy.exists():
             number += 1
@@ -119,13 +126,14 @@ def _rewrite(path: Path, new: str, backup: bool) -> str | None:
     mode = target.stat().st_mode
     replace_file(target, new)
     target.chmod(mode)
-    return copy and str(copy)
+    return str(copy) if backup else None
 
 
 def unified_diff(old: str, new: str, name: str) -> str:
     """Return the difference as `diff -u` shows it; empty if there is none."""
-    texts = (text.splitlines() for text in (old, new))
-    lines = difflib.unified_diff(*texts, name, f"{name} (migrated)", lineterm="")
+    lines = difflib.unified_diff(
+        old.splitlines(), new.splitlines(), name, f"{name} (migrated)", lineterm=""
+    )
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, EnvironmentFailure
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -99,7 +99,8 @@ def refuse_several(given: Mapping[str, object], otherwise: str) -> None:
 
 
 def write_files(files: Mapping[Path, str], instead: str, force: bool = False) -> list[Path]:
-    """Write all of the files or none, and return those that were not there with this text already.
+    """Write all of the files or none, with their folders, and return those that were not there with
+    this text already.
 
     Raises ConfigurationError for one that would be overwritten, unless `force` is given; `instead`
     says what to do.
@@ -114,14 +115,14 @@ def write_files(files: Mapping[Path, str], instead: str, force: bool = False) ->
             raise ConfigurationError(
                 f"--output {path} is a folder; name a file, such as {path / 'retrain.toml'}."
             )
-        if not path.parent.is_dir():
-            raise ConfigurationError(
-                f"--output {path}: the folder {path.parent} does not exist; create it first."
-            )
         if path.exists() and not force:
             raise ConfigurationError(f"{path} exists and is not overwritten; {instead}.")
     for path, text in new.items():
-        path.write_bytes(text.encode())
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode())
+        except FileNotFoundError as error:  # such as below /proc
+            raise EnvironmentFailure(f"{path} cannot be written; name another place.") from error
     return list(new)
 
 
