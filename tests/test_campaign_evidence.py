@@ -140,7 +140,7 @@ def execute(plan: CampaignPlan, launcher: Any, interrupts: Any = NotInterrupted)
     else:
         folder.mkdir(parents=True)
         manifest = Manifest.of_plan(plan, datetime.now())
-    _Execution(plan, manifest, launcher, said, interrupts, on_done=lambda run: None).run()  # type: ignore[arg-type]
+    _Execution(plan, manifest, launcher, said, interrupts, on_done=lambda: None).run()  # type: ignore[arg-type]
     return said.lines
 
 

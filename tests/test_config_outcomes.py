@@ -128,9 +128,11 @@ def test_auto_squeeze_takes_the_next_run_where_the_first_is_untrained(
     monkeypatch.setattr(squeeze, "squeeze_adapter", analysed)
     said: list[str] = []
     auto = AutoSqueeze(plan, manifest, said.append)
-    for run in plan.runs[:3]:
-        manifest.ended(run.name, Status.DONE)
-        auto.after(run)
+    auto.look()
+    first, second, *later = [run.name for run in plan.runs]
+    for name in (second, first, *later):  # the plan's order counts
+        manifest.ended(name, Status.DONE)
+        auto.look()
     assert tried == [run.name for run in plan.runs[:2]]
     assert manifest.squeeze == {"recommended_rank": 1}
     assert any("uses the next run" in line for line in said)
@@ -147,5 +149,7 @@ def test_auto_squeeze_stops_no_run_where_the_disk_is_full(
     monkeypatch.setattr(squeeze, "squeeze_adapter", analysed)
     plan = plan_campaign(config_from_mapping(CAMPAIGN | {"squeeze": {"rule": "min"}}), tmp_path)
     said: list[str] = []
-    AutoSqueeze(plan, Manifest.of_plan(plan, datetime.now()), said.append).after(plan.runs[0])
+    manifest = Manifest.of_plan(plan, datetime.now())
+    manifest.ended(plan.runs[0].name, Status.DONE)
+    AutoSqueeze(plan, manifest, said.append).look()
     assert said[-1].endswith("the campaign continues: [Errno 28] No space left on device")

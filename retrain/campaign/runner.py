@@ -78,10 +78,10 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
                 board.say(line)
             squeeze = AutoSqueeze(plan, manifest, board.say)
             execution = _Execution(
-                plan, manifest, launcher, board, interrupts, on_done=squeeze.after
+                plan, manifest, launcher, board, interrupts, on_done=squeeze.look
             )
             execution.run()
-        squeeze.at_end()
+        squeeze.look()
         for line in comparison_lines(plan):
             board.say(line)
         with writing_to(plan.folder, resume_hint):
@@ -158,7 +158,7 @@ class _Execution:
         board: Board,
         interrupts: Interrupts,
         *,
-        on_done: Callable[[CampaignRun], None],
+        on_done: Callable[[], None],
     ) -> None:
         self._plan = plan
         self._manifest = manifest
@@ -192,12 +192,13 @@ class _Execution:
                 has_room = len(self._jobs) < self._launcher.workers
                 if has_room and time.monotonic() >= next_start and self._start_next():
                     next_start = time.monotonic() + stagger
-                polled = [(slot, job.poll()) for slot, (_, job) in self._jobs.items()]
-                ended = [(slot, outcome) for slot, outcome in polled if outcome is not None]
-                for slot, outcome in ended:
-                    run, _ = self._jobs.pop(slot)
-                    self._record(run, outcome)
-                if not ended:
+                running = len(self._jobs)
+                for slot, (run, job) in list(self._jobs.items()):
+                    outcome = job.poll()
+                    if outcome is not None:
+                        del self._jobs[slot]
+                        self._record(run, outcome)
+                if len(self._jobs) == running:
                     time.sleep(_POLL_S)
         finally:
             for _, job in self._jobs.values():
@@ -297,29 +298,27 @@ class _Execution:
         except OSError as error:
             self._record(run, not_started(run, error))
 
-    def _compare_with_baseline(self, run: CampaignRun) -> None:
+    def _tell_same_runs(self) -> None:
         """Say so, once for a condition, where the two runs of its first pair are one: what the
         condition sets changes nothing.
         """
-        baseline, *others = self._plan.conditions
-        by_condition = {
-            other.condition: other for other in self._plan.runs if other.seed == run.seed
+        done = {
+            (run.condition, run.seed): run
+            for run in self._plan.runs
+            if self._manifest[run.name].status is Status.DONE
         }
-        for condition in [run.condition] if run.condition != baseline else others:
-            pair = (by_condition[condition], by_condition[baseline])
-            done = all(self._manifest[one.name].status is Status.DONE for one in pair)
-            if not done or condition in self._told:
+        for (condition, seed), run in done.items():
+            baseline = done.get((self._plan.conditions[0], seed), run)
+            if baseline is run or condition in self._told:
                 continue
             self._told.add(condition)
-            same = 0
             # The comparison at the end names a damaged file; other runs go on meanwhile.
             with suppress(RetrainError):
-                same = are_the_same([(StoredRun(pair[0].folder), StoredRun(pair[1].folder))])
-            if same:
-                self._board.say(
-                    f"{pair[0].name} is the same run as {pair[1].name}, byte for byte: what"
-                    f" {condition} sets changed nothing here, or both trained on nothing."
-                )
+                if are_the_same([(StoredRun(run.folder), StoredRun(baseline.folder))]):
+                    self._board.say(
+                        f"{run.name} is the same run as {baseline.name}, byte for byte: what"
+                        f" {condition} sets changed nothing here, or both trained on nothing."
+                    )
 
     def _record(self, run: CampaignRun, outcome: RunOutcome) -> None:
         """A lost run is queued again up to max_retries times; any other outcome is final for this
@@ -345,8 +344,8 @@ class _Execution:
         if outcome.stopped_by is not None:
             self._interrupts.adopt([outcome.stopped_by])
         if outcome.status is Status.DONE:
-            self._compare_with_baseline(run)
-            self._on_done(run)
+            self._tell_same_runs()
+            self._on_done()
         # In this process a signal ends the run before `_stop` is called.
         if self._interrupts.stopped_by is None:
             self._look()
@@ -371,28 +370,18 @@ class AutoSqueeze:
         self._untrained: set[str] = set()
         """Names of runs whose adapter is still zero."""
 
-    def after(self, run: CampaignRun) -> None:
-        """Call when `run` is done. The plan's order decides which adapter is analysed, not the
+    def look(self) -> None:
+        """Call when a run has ended. The plan's order decides which adapter is analysed, not the
         order in which runs finish.
         """
-        for candidate in self._plan.runs:
-            if not self._due or (
-                candidate != run and self._manifest[candidate.name].status is not Status.DONE
-            ):
-                return
-            self._squeeze(candidate)
-
-    def at_end(self) -> None:
-        """Analyse the first done run, if the plan's first one failed, or finished before an earlier
-        session was interrupted.
-        """
         for run in self._plan.runs:
-            if self._due and self._manifest[run.name].status is Status.DONE:
+            status = self._manifest[run.name].status
+            if not self._due or status in (Status.PENDING, Status.RUNNING):
+                return
+            if status is Status.DONE and run.name not in self._untrained:
                 self._squeeze(run)
 
     def _squeeze(self, run: CampaignRun) -> None:
-        if run.name in self._untrained:
-            return
         self._due = False
         self._say(f"LoRA-Squeeze of {run.name}:")
         given = self._plan.config.squeeze.model_dump(exclude_unset=True, exclude={"adapter_path"})

@@ -20,7 +20,7 @@ from retrain.records.terminal import clean, encodable
 from retrain.tracking.base import Event, Message, StartEvent, Tracker, Verbosity
 from retrain.tracking.lines import lines_of
 from retrain.tracking.screen import Row, Rows, Terminal
-from retrain.types import LogLine
+from retrain.types import Doing
 
 REMINDER_S = 60.0
 """Seconds without a line after which a pipe is told what takes so long."""
@@ -62,7 +62,7 @@ class Console(Tracker):
 
     def emit(self, event: Event) -> None:
         match event:
-            case Message(line) if isinstance(line, LogLine) and not line.brief:
+            case Message(line) if isinstance(line, Doing) or line.endswith("..."):
                 self._doing = line
             case StepRecord():
                 self._doing, self._done = "", event.step + 1
