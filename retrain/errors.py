@@ -88,7 +88,7 @@ class StoppedAtOnce(KeyboardInterrupt):
     """
 
     def __init__(self, signal_number: int) -> None:
-        super().__init__("Stopped at once; the last checkpoint stays.")
+        super().__init__("Stopped at once; nothing more was saved.")
         self.exit_code = 128 + signal_number
 
 

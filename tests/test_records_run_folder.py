@@ -285,7 +285,7 @@ def test_one_signal_saves_and_exits_with_its_code(
     process.send_signal(number)
     _, error = process.communicate(timeout=120)
     assert process.returncode == code, error
-    assert "Traceback" not in error
+    assert "Traceback" not in error and "Stopping at the next safe point" in error
     steps = len(lines(folder / "metrics.jsonl"))
     assert (folder / "checkpoints" / f"step_{steps:06d}" / "manifest.json").is_file()
 
@@ -461,8 +461,26 @@ def test_interrupting_twice_ends_at_once(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(Interrupted, match="SIGINT"):
             session.interrupts.check()
-        with pytest.raises(StoppedAtOnce, match="at once"):
+        with pytest.raises(StoppedAtOnce, match="nothing more was saved"):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_stop_while_loading_stays_one_where_a_library_makes_another_error_of_it() -> None:
+    with pytest.raises(Interrupted), Interrupts() as interrupts, interrupts.at_once():
+        with pytest.raises(Interrupted):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise ImportError
+
+
+def test_a_signal_is_acknowledged_while_the_process_is_in_a_long_call() -> None:
+    call = "print(flush=True)\n hashlib.pbkdf2_hmac('sha256', b'', b'', 10**7)"
+    text = f"import hashlib\nfrom retrain.run.interrupts import *\nwith Interrupts():\n {call}"
+    with started([sys.executable, "-c", text], dict(os.environ)) as process:
+        assert process.stdout and process.stderr and process.stdout.readline() == "\n"
+        process.send_signal(signal.SIGINT)
+        assert "Stopping at the next safe point" in process.stderr.readline()
+        assert process.poll() is None
+        process.kill()
 
 
 def test_rewards_that_cannot_be_judged_stop_the_run(

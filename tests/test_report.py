@@ -230,6 +230,7 @@ def test_a_runs_page_has_its_tokens_under_both_transforms(run_page: str) -> None
     )
     assert "log-ratio" in (tokens[0]["title"] or "") or "log-ratio" in page.text
     assert "[training]" in page.text  # config.toml
+    assert "Model lab, data lab, 2 prompts x 4 completions a step." in page.text
 
 
 def test_ids_of_figures_do_not_collide(campaign_page: str) -> None:

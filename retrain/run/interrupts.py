@@ -5,7 +5,9 @@ A second Ctrl-C or SIGTERM stops at once and saves nothing. A second SIGHUP has 
 closing terminal may send several.
 """
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,9 +37,16 @@ class Interrupts:
                     continue  # nohup: the run outlives its terminal
                 self._previous[number] = signal.signal(number, self._handle)
             self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._handle)
+            heard, self._told = os.pipe()
+            os.set_blocking(self._told, False)
+            signal.set_wakeup_fd(self._told)
+            threading.Thread(target=_acknowledge, args=(heard,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._previous:
+            signal.set_wakeup_fd(-1)
+            os.close(self._told)
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned
         self._previous.clear()
@@ -61,7 +70,7 @@ class Interrupts:
             yield
         finally:
             self._at_once = False
-        self.check()
+            self.check()  # Also where a library made another error of Interrupted.
 
     @property
     def stopped_by(self) -> int | None:
@@ -81,3 +90,19 @@ class Interrupts:
         """Return True once after each SIGUSR1."""
         asked, self._save = self._save, False
         return asked
+
+
+def _acknowledge(heard: int) -> None:
+    """Print a line at the first signal that stops, until the other end of the pipe `heard` closes.
+
+    Python writes the number of each signal into the pipe as it arrives. Its handler waits for the
+    main thread, which may be in a long call.
+    """
+    with open(heard, "rb", buffering=0) as numbers:
+        while number := numbers.read(1):
+            if number[0] in _STOPPING:
+                print(
+                    "retrain: Stopping at the next safe point; a second signal stops at once.",
+                    file=sys.stderr,
+                )
+                numbers.readall()  # Later signals need no line.

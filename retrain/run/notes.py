@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from retrain.advantages.sepa import maximal_lambda_note
-from retrain.advantages.transforms import sure_sentence, top_share
+from retrain.advantages.transforms import sure_sentence
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, unused_keys
 from retrain.config.moving import extremes, with_values
@@ -16,9 +16,7 @@ from retrain.config.schema import DEFAULT_CLIPS, Lora, Loss, Model, Reward, Trai
 from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.data.lab import MAX_DIFFICULTY
 from retrain.model.text import LAB_MODELS, base_name, resolve_model
-from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
-from retrain.records.token_table import damage_of, read_tokens
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader, unpaid_answer
 from retrain.run.teacher import teacher_note
@@ -211,8 +209,8 @@ CERTAINTY = "certainty.json"
 
 
 def _certainty_note(config: TrainConfig, chosen: bool) -> str:
-    """Warn of a mask or a `chosen` transform on a model that is sure of nearly all its tokens, as
-    the newest that the run has stored tell, or else the model's own folder.
+    """Warn of a mask or a `chosen` transform on a model that is sure of nearly all its tokens, if
+    its folder says so.
     """
     algorithm = config.algorithm
     transform = algorithm.modes[1]
@@ -222,11 +220,6 @@ def _certainty_note(config: TrainConfig, chosen: bool) -> str:
     weighs = chosen and transform != "none"
     if not (weighs or masks or algorithm.surprisal_mask_rho):
         return ""
-    folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
-    files = folder.tokens.glob("step_*.safetensors")
-    stored = sorted(files, key=lambda path: (len(path.name), path.name))
-    if stored and not damage_of(stored[-1]):
-        return sure_sentence(top_share(read_tokens(stored[-1]).logprobs))
     known = Path(resolve_model(config.model.model)) / CERTAINTY
     if not known.is_file():
         return ""
