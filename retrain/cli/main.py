@@ -150,7 +150,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def is_path(argument: str) -> bool:
     """Return True if a first argument that is no command looks like a file or is one."""
-    if "/" in argument or os.sep in argument or argument.endswith(".toml"):
+    if argument.startswith(("~", "$")) or "/" in argument or argument.endswith(".toml"):
         return True
     try:
         return Path(argument).exists()
@@ -174,7 +174,7 @@ def command_named(name: str) -> "TyperCommand":
 def _run_command(name: str, arguments: list[str]) -> int:
     import typer
 
-    from retrain.cli.parameters import help_page, wrong_use
+    from retrain.cli.parameters import expand_paths, help_page, wrong_use
 
     if {"--help", "-h"} & set(arguments):
         sys.stdout.write(help_page(name, min(shutil.get_terminal_size().columns, MAX_WIDTH)))
@@ -186,6 +186,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
         # Not typer's `app()`: that would put typer's own hook in place of the one that masks
         # secrets.
         with command.make_context(f"retrain {name}", list(arguments)) as context:
+            expand_paths(name, context.params)
             command.invoke(context)
     except typer.Exit as stop:
         return stop.exit_code

@@ -20,7 +20,8 @@ from retrain.cli.init import template_names
 from retrain.cli.usage import EXAMPLES
 from retrain.config.names import NAME_CUTOFF, nearest
 from retrain.config.removed import farewell
-from retrain.system import listed
+from retrain.errors import ConfigurationError
+from retrain.system import ParseError, expanded, listed
 
 _ANY_FLAG = "[--KEY VALUE]..."
 """In the usage of a command that also takes the configuration's flags."""
@@ -136,6 +137,31 @@ def _values(kind: Any, info: ArgumentInfo | OptionInfo) -> tuple[str, str]:
         if limit is not None
     ]
     return value, words + (f" of {' and '.join(limits)}" if limits else "")
+
+
+# -- paths -----------------------------------------------------------------------------------------
+
+
+def expand_paths(name: str, given: dict[str, Any]) -> None:
+    """Expand ~ and variables in every text that a command was given; all of them may be paths."""
+    for parameter in parameters_of(name):
+        where = f"{parameter.name} of `retrain {name}`"
+        given[parameter.word] = given_path(given[parameter.word], where)
+
+
+def given_path(value: Any, where: str) -> Any:
+    """Expand ~ and variables in a text, a path or a list of them; return any other value as it is.
+
+    Raises ConfigurationError, which begins with `where`, for an unknown user or variable.
+    """
+    if isinstance(value, list | tuple):
+        return [given_path(one, where) for one in value]
+    if not isinstance(value, str | Path):
+        return value
+    try:
+        return type(value)(expanded(str(value)))
+    except ParseError as error:
+        raise ConfigurationError(f"{where} = {str(value)!r} {error}.") from None
 
 
 # -- the help page ---------------------------------------------------------------------------------

@@ -17,12 +17,20 @@ from retrain.config.values import (
     OpenName,
     check_devices,
     check_grams,
+    check_path,
     named_layers,
     parse_devices,
     parse_grams,
 )
 from retrain.errors import ConfigurationError
 from retrain.system import Json
+
+
+def _expanded_options(options: Json) -> Json:
+    """Return the options with the one path among them expanded."""
+    if isinstance(folder := options.get("output_dir"), str):
+        return {**options, "output_dir": check_path(folder)}
+    return options
 
 
 class Backend(Section):
@@ -60,7 +68,7 @@ class Backend(Section):
         meaningful_unset=True,
         may_change_at_resume=True,
     )
-    options: Table = key(
+    options: Annotated[Table, AfterValidator(_expanded_options)] = key(
         {},
         "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_*, wire,"
         " output_dir and trainer_ranks; tinker knows base_model, loss_reduction and timeout_s.",
@@ -708,7 +716,7 @@ class Planning(Section):
     """The detector of planning tokens."""
 
     detector: Literal["regex", "semantic"] = key("regex", "How planning tokens are found.")
-    model: str = key(
+    model: PathText = key(
         "all-MiniLM-L6-v2",
         "Sentence-transformers model of the semantic detector: its name or folder.",
         min_length=1,
