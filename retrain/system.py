@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retrain.errors import ConfigurationError, RunFailed
+from retrain.errors import RunFailed
 
 Json = dict[str, Any]
 """An object of JSON or a table of TOML, by its names."""
@@ -96,18 +96,19 @@ def is_path_text(value: Any) -> bool:
     )
 
 
-def expanded(path: str, key: str) -> Path:
-    """Expand ~ and ~user in the path given by `key`. Raises ConfigurationError for a user that this
-    machine does not have.
+def expanded(path: str) -> str:
+    """Expand ~, ~user, $NAME and ${NAME} in a path. A path that is returned expands to itself, so a
+    stored one stays the same everywhere.
+
+    Raises ParseError for a user that this machine does not have and a variable that is not set.
     """
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        user = path.partition("/")[0]
-        raise ConfigurationError(
-            f"{key} = {path!r}: this machine has no user {user.removeprefix('~')!r}; write the"
-            " whole path."
-        ) from error
+    # A Path would turn tinker:// into tinker:/ and an empty text into a dot.
+    whole = os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111
+    lost = re.search(r"^~[^/]*|\$(\w+|\{[^}]*\})", whole, re.ASCII)
+    if lost:
+        kind = "variable" if lost[1] else "user"
+        raise ParseError(f"names {lost[0]}, and no {kind} has that name; write the whole path")
+    return whole
 
 
 def search_path() -> tuple[tuple[str, int], ...]:

@@ -412,3 +412,14 @@ def test_a_grid_that_varies_nothing_is_refused(given: str, said: str) -> None:
 def test_a_key_of_the_grid_and_of_a_condition_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"which .* number 1 sets too"):
         plan(f"{GRID}\n{LABELLED}lr = 1e-3")
+
+
+def test_a_stored_run_holds_the_paths_that_its_campaign_expanded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = f'[lora]\ninit_from = "$SCRATCH/a"\n[campaign]\nseeds = [1]\n{LABELLED}'
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    run = plan(f'{text}"data.path" = "$SCRATCH/b.jsonl"\n').runs[0].config
+    monkeypatch.delenv("SCRATCH")
+    assert config_from_toml(dump_toml(run)) == run
+    assert (run.lora.init_from, run.data.path) == ("/scratch/a", "/scratch/b.jsonl")

@@ -1,6 +1,7 @@
 """The command line: what the first argument means, exit codes, one sentence for each mistake."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from retrain.cli.main import is_path, main
+from retrain.cli.parameters import Parameter, expand_paths, parameters_of
 from retrain.cli.run import parse_arguments
 from retrain.cli.usage import COMMANDS, FLAGS, usage
 from retrain.config.keys import all_keys, flags
@@ -385,3 +387,72 @@ def test_flags_of_the_earlier_project_are_answered_with_ours(
 def test_quiet_and_verbose_together_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="contradict each other"):
         parse_arguments(["run.toml", "--quiet", "--verbose"])
+
+
+PATH_LINES = [
+    (name, parameter)
+    for name in COMMANDS
+    for parameter in parameters_of(name)
+    if "path" in parameter.allowed
+    or re.search("CONFIG|RUN|encoder", parameter.in_usage + parameter.head + parameter.text)
+    if parameter.value or not parameter.is_option
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"), PATH_LINES, ids=lambda each: getattr(each, "name", each)
+)
+def test_every_path_argument_expands_home_and_variables(
+    name: str,
+    parameter: Parameter,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    for kind in (str, Path):
+        given = dict.fromkeys([each.word for each in parameters_of(name)], None)
+        given[parameter.word] = [kind("~/a/$SCRATCH"), kind("${SCRATCH}/b")]
+        expand_paths(name, given)
+        assert given[parameter.word] == [kind("/home/me/a//scratch"), kind("/scratch/b")]
+    monkeypatch.delenv("SCRATCH")
+    needed = [each for each in parameters_of(name) if each.is_required and each != parameter]
+    line = [name, "$SCRATCH/a"]
+    if parameter.is_option:
+        line = [name, parameter.name, "$SCRATCH/a"]
+    for each in needed:
+        line[1:1] = [each.name, "x"] if each.is_option else ["x"]
+    if needed and not parameter.is_option and parameters_of(name)[0] == parameter:
+        line[1:] = ["$SCRATCH/a", "x"]
+    assert main(line) == 2
+    assert (
+        f"retrain: {parameter.name} of `retrain {name}` = '$SCRATCH/a' names $SCRATCH, and no"
+        " variable has that name" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("$PLACE.toml --lr x", "retrain: flag --lr: [training] lr"),
+        ("explain $PLACE.toml --lr x", "retrain: flag --lr: [training] lr"),
+        ("serve vllm ${PLACE}.toml --lr x", "retrain: flag --lr: [training] lr"),
+        ("--resume $PLACE.toml", "a.toml' holds no run of retrain"),
+        ("$ABSENT", "FILE = '$ABSENT' names $ABSENT, and no variable has that name"),
+        ("explain $ABSENT/a", "FILE = '$ABSENT/a' names $ABSENT, and no variable has that name"),
+        ("--resume $ABSENT", "--resume = '$ABSENT' names $ABSENT, and no variable has that name"),
+        ("--resume ~nobody.here", "names ~nobody.here, and no user has that name"),
+    ],
+)
+def test_files_among_the_flags_are_expanded(
+    line: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "a.toml").touch()
+    monkeypatch.setenv("PLACE", str(tmp_path / "a"))
+    monkeypatch.chdir(tmp_path)
+    assert main(line.split()) == 2
+    assert said in capsys.readouterr().err

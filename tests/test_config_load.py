@@ -2,8 +2,10 @@
 effect; migration.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,10 +27,11 @@ from retrain.config import (
     unused_keys,
     with_drawn_seed,
 )
-from retrain.config.keys import Key, all_keys, flags
+from retrain.config.keys import Key, all_keys, flags, keys_by_path, section_models
 from retrain.config.names import registered_sources
 from retrain.config.needs import refusals
 from retrain.config.overrides import parse_overrides
+from retrain.config.values import check_path
 from retrain.errors import ConfigurationError
 
 
@@ -648,3 +651,52 @@ def test_contradicting_legacy_keys_are_not_decided_for_the_user() -> None:
 def test_migrating_what_is_no_toml_says_where(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"a\.toml is not valid TOML: .*line 1"):
         migrate_text("[backend\n", "a.toml")
+
+
+NAMES_A_PATH = re.compile(r"\b([Ff]older|[Ff]ile|path)\b")
+NO_PATHS = {"environment.provider", "inference.api_key_env"}
+TABLES_OF_PATHS = {
+    "evaluation.tasks": {"gsm8k": {"path": ...}},
+    "backend.options": {"output_dir": ...},
+}
+PATH_KEYS = [
+    key
+    for key in all_keys()
+    if key.path in TABLES_OF_PATHS
+    or (str in key.kinds and NAMES_A_PATH.search(key.doc) and key.path not in NO_PATHS)
+    or check_path in key.field.metadata
+]
+
+
+def filled(holder: Any, path: str) -> Any:
+    if isinstance(holder, dict):
+        return {name: filled(item, path) for name, item in holder.items()}
+    return path
+
+
+def test_every_path_key_expands_home_and_variables_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(PATH_KEYS) >= 15
+    for key in [*PATH_KEYS, keys_by_path()["evaluation.source"]]:
+        holder = TABLES_OF_PATHS.get(key.path, ...)
+
+        def read(path: str, key: Key = key, holder: Any = holder) -> Any:
+            section = section_models()[key.section].model_validate({key.name: filled(holder, path)})
+            return section.model_dump(by_alias=True)[key.name]
+
+        monkeypatch.setenv("HOME", "/home/me")
+        monkeypatch.setenv("SCRATCH", "/scratch")
+        for text, meant in (
+            ("~/a/${SCRATCH}b.jsonl", "/home/me/a//scratchb.jsonl"),
+            ("$SCRATCH/b.jsonl", "/scratch/b.jsonl"),
+            ("a~/5$.jsonl", "a~/5$.jsonl"),
+        ):
+            assert read(text) == filled(holder, meant), key.path
+            monkeypatch.setenv("HOME", "/another")
+            assert read(meant) == filled(holder, meant), key.path
+            monkeypatch.setenv("HOME", "/home/me")
+        monkeypatch.delenv("SCRATCH")
+        with pytest.raises(ConfigurationError) as caught:
+            config_from_mapping({key.section: {key.name: filled(holder, "$SCRATCH/b.jsonl")}})
+        (sentence,) = caught.value.problems
+        assert sentence.startswith(f"configuration: [{key.section}] {key.name} = ")
+        assert "names $SCRATCH, and no variable has that name" in sentence

@@ -210,6 +210,16 @@ CASES = [
         "was moved to [backend.options] transport; run `retrain migrate-config",
         printed=True,
     ),
+    at_load(
+        "a recipe as an advantage",
+        '[algorithm]\nadvantage_mode = "dapo"',
+        'my_advantage; "dapo" is a value of [algorithm] algorithm_mode.',
+    ),
+    at_load(
+        "an advantage as a loss",
+        '[loss]\nmode = "grpo"',
+        '"grpo" is a value of [algorithm] algorithm_mode and [algorithm] advantage_mode.',
+    ),
     Case("a flag that does not exist", 2, "--batch-size", "", ("run.toml", "--batchsize", "4")),
     Case("a flag of another trainer", 2, "--lr", "", ("run.toml", "--learning-rate", "1e-4")),
     Case("an integer of 5,000 digits", 2, "4,300 digits", f"[training]\nmax_steps = {'9' * 5000}"),

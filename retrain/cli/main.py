@@ -147,7 +147,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def is_path(argument: str) -> bool:
     """Return True if a first argument that is no command looks like a file or is one."""
-    if "/" in argument or os.sep in argument or argument.endswith(".toml"):
+    if argument.startswith(("~", "$")) or "/" in argument or argument.endswith(".toml"):
         return True
     try:
         return Path(argument).exists()

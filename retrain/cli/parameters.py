@@ -4,11 +4,14 @@ for each wrong use.
 
 import importlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from retrain.cli.usage import EXAMPLES, MAX_WIDTH
+from retrain.errors import ConfigurationError
+from retrain.system import ParseError, expanded
 
 if TYPE_CHECKING:
     from typer.core import TyperCommand
@@ -38,12 +41,14 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
         # Not typer's `app()`: that would put typer's own hook in place of the one that masks
         # secrets.
         with command.make_context(f"retrain {name}", list(arguments), **_CONTEXT) as context:
+            for parameter in command.params:
+                where = f"{parameter.opts[0]} of `retrain {name}`"
+                given = context.params.get(parameter.name or "")
+                context.params[parameter.name or ""] = given_path(given, where)
             command.invoke(context)
     except typer.Exit as stop:
         return stop.exit_code
     except _USAGE_ERROR as error:
-        from retrain.errors import ConfigurationError
-
         raise ConfigurationError(_wrong_use(name, error)) from None
     return 0
 
@@ -54,6 +59,21 @@ def help_records(name: str) -> list[tuple[str, str]]:
     context = typer.Context(command)
     records = [parameter.get_help_record(context) for parameter in command.params]
     return [record for record in records if record]
+
+
+def given_path(value: Any, where: str) -> Any:
+    """Expand ~ and variables in a text, a path or a list of them; return any other value as it is.
+
+    Raises ConfigurationError, which begins with `where`, for an unknown user or variable.
+    """
+    if isinstance(value, list | tuple):
+        return [given_path(one, where) for one in value]
+    if not isinstance(value, str | Path):
+        return value
+    try:
+        return type(value)(expanded(str(value)))
+    except ParseError as error:
+        raise ConfigurationError(f"{where} = {str(value)!r} {error}.") from None
 
 
 def help_page(name: str, width: int) -> str:

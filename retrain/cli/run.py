@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from retrain.cli.parameters import given_path
 from retrain.cli.shared import load_dotenv
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.install import install_hint
-from retrain.system import expanded
 
 if TYPE_CHECKING:
     from retrain.config.overrides import Overrides
@@ -115,7 +115,7 @@ def _continued(parsed: RunArguments) -> "tuple[TrainConfig, str] | None":
     from retrain.records.run_folder import RunFolder, kind_of
 
     named = [
-        RunFolder(Path(given.value))
+        RunFolder(Path(given_path(str(given.value), given.origin)))
         for given in parsed.overrides.given
         if given.path == "resume.from"
     ]
@@ -216,9 +216,9 @@ def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "SqueezeResult") ->
     from retrain.tracking.build import SQUEEZE_RUN
 
     if settings.output_path:
-        picture = expanded(settings.output_path, "[squeeze] output_path") / "squeeze.png"
+        picture = Path(settings.output_path) / "squeeze.png"
     else:
-        adapter = expanded(settings.adapter_path, "[squeeze] adapter_path").resolve()
+        adapter = Path(settings.adapter_path).resolve()
         # Three parts of the path, since most adapters are some run's checkpoints/final.
         picture = runs / SQUEEZE_RUN / f"{'-'.join(adapter.parts[1:][-3:])}.png"
     try:
@@ -252,5 +252,5 @@ def parse_arguments(arguments: Sequence[str]) -> RunArguments:
             f"retrain runs one file at a time, and got {' and '.join(files)}; a value needs its"
             " flag before it, and a switch takes true or false alone."
         )
-    path = next(map(Path, files), None)
+    path = Path(given_path(files[0], "FILE")) if files else None
     return RunArguments(path, overrides, *(name in switches for name in _SWITCHES))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from retrain.cli.parameters import given_path
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def load_named(overrides: "Overrides") -> "TrainConfig":
     """Load the file that stands among the flags, or else ./retrain.toml."""
     from retrain.config import load_config
 
-    return load_config(next(map(Path, overrides.rest), None), overrides)
+    return load_config(next((given_path(word, "FILE") for word in overrides.rest), None), overrides)
 
 
 def refuse_several(given: Mapping[str, object], otherwise: str) -> None:

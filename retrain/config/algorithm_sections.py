@@ -260,7 +260,7 @@ class Planning(Section):
     """The detector of planning tokens."""
 
     detector: Literal["regex", "semantic"] = key("regex", "How planning tokens are found.")
-    model: str = key(
+    model: PathText = key(
         "all-MiniLM-L6-v2",
         "Sentence-transformers model of the semantic detector: its name or folder.",
         min_length=1,

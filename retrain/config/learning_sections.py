@@ -27,11 +27,19 @@ from retrain.config.values import (
     MAX_SEED,
     OpenName,
     check_devices,
+    check_path,
     named_layers,
     parse_devices,
 )
 from retrain.errors import MAX_SENTENCES, ConfigurationError
 from retrain.system import Json, toml_value
+
+
+def _expanded_options(options: Json) -> Json:
+    """Return the options with the one path among them expanded."""
+    if isinstance(folder := options.get("output_dir"), str):
+        return {**options, "output_dir": check_path(folder)}
+    return options
 
 
 class Backend(Section):
@@ -69,7 +77,7 @@ class Backend(Section):
         meaningful_unset=True,
         may_change_at_resume=True,
     )
-    options: Table = key(
+    options: Annotated[Table, AfterValidator(_expanded_options)] = key(
         {},
         "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_*, wire,"
         " output_dir and trainer_ranks; tinker knows base_model, loss_reduction and timeout_s.",

@@ -44,22 +44,24 @@ class TaskSettings(BaseModel):
     samples: int | None = Field(None, ge=1, le=MAX_COMPLETIONS)
     temperature: float | None = Field(None, ge=0)
     max_examples: int | None = Field(None, ge=0)
-    path: str = ""
+    path: PathText = ""
     """A local copy of the source's data."""
 
 
 def check_tasks(tasks: Json) -> Json:
-    """Refuse a table of tasks that holds something else than settings."""
+    """Expand the paths of tasks. Refuse a table that holds something else than settings."""
+    checked = {}
     for name, settings in check_table(tasks).items():
         try:
-            TaskSettings.model_validate(settings)
+            task = TaskSettings.model_validate(settings)
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
             key = ".".join([name, *map(str, problem["loc"])])
             known = ", ".join(TaskSettings.model_fields)
-            cause = problem["msg"].lower()
+            cause = problem["msg"][:1].lower() + problem["msg"][1:]
             raise refuse(f"is wrong at {key} ({cause}); a task takes {known}") from error
-    return tasks
+        checked[name] = task.model_dump(exclude_unset=True)
+    return checked
 
 
 class Evaluation(Section):

@@ -37,7 +37,7 @@ from retrain.config.removed import farewell
 from retrain.config.schema import Condition, Provenance
 from retrain.config.section import RuleViolations, Violation
 from retrain.errors import MAX_SENTENCES
-from retrain.system import is_path_text, toml_value
+from retrain.system import is_path_text, listed, toml_value
 
 MAX_VALUE_CHARACTERS = 80
 """Characters of a value that a sentence shows."""
@@ -297,6 +297,14 @@ def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     suffix = ""
     if near and near != value:
         suffix = f'; did you mean "{near}"?'
+    takers = [
+        f"[{other.section}] {other.name}"
+        for other in all_keys()
+        if key.section in ("algorithm", "loss") and word in other.choices
+        if other.section in ("algorithm", "loss")
+    ]
+    if takers:
+        suffix = f'; "{word}" is a value of {listed(takers)}'
     is_source = key.path in ("data.source", "evaluation.source")
     place = _place_named(value) if is_source and isinstance(value, str) else ""
     if place:

@@ -16,7 +16,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from retrain.config.names import builtin_names, canonical_uncertainty, is_known
-from retrain.system import Json, ParseError, is_path_text, parse_json, unholdable
+from retrain.system import Json, ParseError, expanded, is_path_text, parse_json, unholdable
 
 MAX_SEED = 2**32 - 1
 MAX_COMPLETIONS = 1_000_000
@@ -55,6 +55,8 @@ class OpenName:
             return value
         if self.kind == "uncertainty":
             value = canonical_uncertainty(value)
+        if self.kind == "data":
+            value = check_path(value)
         if not is_known(self.kind, value):
             raise refuse("is not known")
         return value
@@ -101,7 +103,7 @@ def check_devices(text: str) -> str:
 
 
 def check_path(text: str) -> str:
-    """Refuse a path that no file system can hold."""
+    """Expand ~ and variables in a path. Refuse a path that no file system can hold."""
     if not is_path_text(text):
         raise refuse("is not a path: it holds a NUL character or a name of more than 255 bytes")
     if _CONTROL.search(text):
@@ -114,7 +116,10 @@ def check_path(text: str) -> str:
             " set PYTHONUTF8=1",
             whole=True,
         ) from None
-    return text
+    try:
+        return expanded(text)
+    except ParseError as error:
+        raise refuse(str(error), whole=True) from None
 
 
 def check_server_url(text: str) -> str:

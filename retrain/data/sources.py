@@ -29,7 +29,6 @@ from retrain.config.names import DATA_FILE_SUFFIXES, builtin_names, registered_s
 from retrain.data import lab
 from retrain.data.readers import HubData, NoSplit, RawRow, Split, find_files, read_files, read_hub
 from retrain.errors import ConfigurationError
-from retrain.system import expanded
 from retrain.types import ChatMessage, Example
 
 if TYPE_CHECKING:
@@ -109,21 +108,18 @@ class Query:
     @property
     def key(self) -> str:
         """The key that names the data, for messages."""
-        return f'{self._key} = "{self.data.path or self.data.source}"'
-
-    @property
-    def _key(self) -> str:
-        if self.named_for_evaluation and self.data.path:
-            return f"[evaluation.tasks.{source_task(self.data.source)}] path"
         section = "evaluation" if self.named_for_evaluation else "data"
-        return f"[{section}] {'path' if self.data.path else 'source'}"
+        key = f"[{section}] {'path' if self.data.path else 'source'}"
+        if self.named_for_evaluation and self.data.path:
+            key = f"[evaluation.tasks.{source_task(self.data.source)}] path"
+        return f'{key} = "{self.data.path or self.data.source}"'
 
     @property
     def path(self) -> Path:
         """The path that `key` names, relative to the current folder, else to the configuration
         file's.
         """
-        path = expanded(self.data.path or self.data.source, self._key)
+        path = Path(self.data.path or self.data.source)
         beside = self.config.source_path
         if not path.exists() and beside is not None and (beside.parent / path).exists():
             return beside.parent / path

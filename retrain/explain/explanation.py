@@ -43,7 +43,7 @@ from retrain.inference_engine.base import EngineCapabilities
 from retrain.records.redact import Redactor, note_secrets
 from retrain.run.notes import notes
 from retrain.run.parts import Say, check_device, check_inputs, check_model, check_packages
-from retrain.system import Json, expanded
+from retrain.system import Json
 from retrain.xray.resolve import headline_of
 
 if TYPE_CHECKING:
@@ -501,7 +501,7 @@ def _adapter_of(settings: Squeeze) -> "tuple[LoraAdapter | None, list[str]]":
     from retrain.squeeze.job import check_settings
 
     try:
-        adapter = read_adapter(expanded(settings.adapter_path, "[squeeze] adapter_path"))
+        adapter = read_adapter(Path(settings.adapter_path))
         svd_device(settings.device)
         check_settings(settings, adapter)
         if settings.target_ranks:

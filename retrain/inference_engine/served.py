@@ -48,7 +48,6 @@ from retrain.inference_engine.http import (
     TransientFailure,
 )
 from retrain.model.budget import context_length
-from retrain.system import expanded
 from retrain.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -613,7 +612,7 @@ def _place_of_adapters(config: "TrainConfig") -> Path:
         if os.access(run, os.W_OK):
             return run
         return Path(gettempdir())
-    place = expanded(config.inference.adapter_dir, "[inference] adapter_dir")
+    place = Path(config.inference.adapter_dir)
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -70,7 +70,7 @@ def _load(name: str, device: str) -> "SentenceTransformer":
         from sentence_transformers import SentenceTransformer
     except ModuleNotFoundError as error:
         raise _missing(error.name) from error
-    folder = Path(name).expanduser()
+    folder = Path(name)
     here = folder.is_dir()
     # Weights in a pickle could run code.
     settings: dict[str, Any] = {"device": device, "model_kwargs": {"use_safetensors": True}}

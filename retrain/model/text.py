@@ -15,7 +15,6 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
 from retrain.model.budget import context_length
 from retrain.model.vocabulary import ANSWER, VocabularyTable, decode, rendered_turns
-from retrain.system import expanded
 from retrain.types import Int32Array
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def resolve_model(name: str) -> str:
     """
     if name in LAB_MODELS:
         return str(LAB_MODELS[name])
-    folder = expanded(name, "[model] model")
+    folder = Path(name)
     if folder.exists():
         return str(folder)
     return name

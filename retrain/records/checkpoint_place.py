@@ -12,7 +12,7 @@ from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.checkpoint import CheckpointStore
 from retrain.records.disk import replace_file
 from retrain.records.run_folder import MARKER, RunFolder, mark, read_marker
-from retrain.system import expanded, is_path_text, read_object
+from retrain.system import is_path_text, read_object
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
 
@@ -42,7 +42,7 @@ def checkpoint_folder(backend: Backend, folder: RunFolder, overwrite: bool) -> P
             f"[logging] log_dir ends in {name!r}, which cannot name a folder under [backend]"
             " adapter_path; use letters, digits and ._+=- in its last part."
         )
-    target = (expanded(backend.adapter_path, "[backend] adapter_path") / name).resolve()
+    target = (Path(backend.adapter_path) / name).resolve()
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return target
     marker = read_marker(target)

@@ -227,7 +227,7 @@ class StepRecord(_Record):
 
     entropy_mean: float | None = better(None)
     """Mean Shannon entropy of the policy at all action tokens of the first draw of every prompt;
-    null where the engine records none."""
+    null with servers and services, which return log-probs alone."""
     surprisal_mean: float | None = better(None)
     """Mean surprisal, minus the log-prob of the sampled token, of the same tokens: an estimate of
     the entropy from one sample each."""

@@ -31,7 +31,7 @@ from retrain.records.run_folder import MARKER, RunFolder, kind_of, writer_lock
 from retrain.records.state import TrainerState
 from retrain.records.terminal import counted
 from retrain.run.pressure import decided_by
-from retrain.system import Json, expanded, read_object
+from retrain.system import Json, read_object
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
     folder.claim().refuse_run(resuming=resuming)
     places = [folder.path]
     if config.backend.adapter_path:
-        places.append(
-            expanded(config.backend.adapter_path, "[backend] adapter_path") / folder.path.name
-        )
+        places.append(Path(config.backend.adapter_path) / folder.path.name)
     missing = [list(missing_folders(place.resolve())) for place in places]
     folder.create()
     with writer_lock(folder), no_trace_of_a_refusal(folder, *missing):

@@ -34,7 +34,6 @@ from retrain.squeeze.adapter import (
 )
 from retrain.squeeze.analysis import Analysis, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress, ranks_of
-from retrain.system import expanded
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 from retrain.tracking.lines import pass_at_1
 
@@ -229,7 +228,7 @@ def local_adapter(config: "TrainConfig") -> Iterator[Path]:
     """
     path = config.squeeze.adapter_path
     if not config.squeeze.is_remote:
-        yield expanded(path, "[squeeze] adapter_path")
+        yield Path(path)
         return
     with TemporaryDirectory(prefix="retrain-squeeze-") as folder:
         try:
@@ -263,9 +262,7 @@ def squeeze_adapter(
     settings = config.squeeze
     adapter = read_adapter(adapter_path)
     device = svd_device(settings.device)
-    output = (
-        expanded(settings.output_path, "[squeeze] output_path") if settings.output_path else None
-    )
+    output = Path(settings.output_path) if settings.output_path else None
     check_settings(settings, adapter)
     if output:
         # Before the work.

@@ -405,5 +405,5 @@ def output_dir(backend: "schema.Backend", logging: "schema.Logging") -> Path:
     """Return the folder that retrain and the trainer share."""
     named = backend.prime_rl.output_dir or backend.adapter_path
     if named:
-        return Path(named).expanduser()
+        return Path(named)
     return Path(logging.log_dir) / "prime_rl"
