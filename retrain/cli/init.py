@@ -33,7 +33,7 @@ def command(
         return
     if template not in template_names():
         raise _unknown(template)
-    files = {output: template_text(template)}
+    files = {output: template_text(template).replace("retrain retrain.toml", f"retrain {output}")}
     plugin = _asset(template, ".py")
     # A paper's template may name a plugin, which comes with it.
     if plugin.is_file():
