@@ -96,7 +96,7 @@ def test_init_never_overwrites(capsys: pytest.CaptureFixture[str]) -> None:
         Path("retrain.toml").read_text() == "mine" and "not overwritten" in capsys.readouterr().err
     )
     assert main(["init", "--output", "other.toml"]) == 0
-    assert Path("other.toml").exists()
+    assert "retrain other.toml\n" in Path("other.toml").read_text()
 
 
 def test_the_checkout_has_what_init_writes_and_init_beside_it_says_so(

@@ -35,7 +35,7 @@ def command(
         return
     if template not in paths:
         raise _unknown(template)
-    files = {output: template_text(template)}
+    files = {output: template_text(template).replace("retrain retrain.toml", f"retrain {output}")}
     plugin = paths[template].with_suffix(".py")
     # A paper's template may name a plugin, which comes with it.
     if plugin.is_file():

@@ -202,7 +202,7 @@ def _columns(
 ) -> list[str]:
     """The token's text and mark on the left, numbers on the right."""
     pieces = without_escapes(completion.pieces)
-    kept = ("kept",) if completion.kept is not None else ()
+    optional = {"log-ratio": completion.log_ratios, "kept": completion.kept}
     marks = tuple(completion.detectors) or ("plan",)
     rows = [
         (
@@ -211,8 +211,7 @@ def _columns(
             *marks,
             "surprisal",
             "entropy",
-            "log-ratio",
-            *kept,
+            *(name for name, values in optional.items() if values is not None),
             *map(one_line, advantages),
         )
     ]
@@ -239,7 +238,8 @@ def _numbers(completion: CompletionCredit, position: int) -> Iterator[str]:
         yield "plan" if completion.planning is not None and completion.planning[position] else ""
     yield f"{completion.surprisals[position]:.3f}"
     yield "" if completion.entropies is None else f"{completion.entropies[position]:.3f}"
-    yield "" if completion.log_ratios is None else f"{completion.log_ratios[position]:+.1e}"
+    if completion.log_ratios is not None:
+        yield f"{completion.log_ratios[position]:+.1e}"
     if completion.kept is not None:
         yield str(completion.kept[position])
 
