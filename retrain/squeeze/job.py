@@ -37,6 +37,7 @@ from retrain.squeeze.compression import Compression, check_output, compress, ran
 from retrain.system import expanded
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 from retrain.tracking.lines import pass_at_1
+from retrain.types import Doing
 
 if TYPE_CHECKING:
     from retrain.config.schema import Squeeze
@@ -248,7 +249,8 @@ def _silence(line: str) -> None:
 
 
 def _print(line: str, file: TextIO | None = None) -> None:
-    print(clean(line), file=file, flush=True)
+    if not isinstance(line, Doing):
+        print(clean(line), file=file, flush=True)
 
 
 def squeeze_adapter(
