@@ -4,11 +4,11 @@ Shape letters: P prompt tokens, T action tokens (sampled, the sampled EOS includ
 of a group. Token ids are the record and text is a view: nothing here is ever re-encoded.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import chain, count, pairwise
+from itertools import chain, pairwise
 from typing import Any, NotRequired, Self, TypedDict, TypeVar
 
 import numpy as np
@@ -46,15 +46,7 @@ class LogLine(str):
 
 
 class Doing(LogLine):
-    """How far a long phase is: a terminal's bar shows it, a pipe once a minute, and no file keeps
-    it.
-    """
-
-
-def counting(label: str, total: int, log: Callable[[str], object]) -> Callable[[object], object]:
-    """Return a function that logs one more of `total` at each call."""
-    done = count(1)
-    return lambda _: log(Doing(f"{label} {next(done):,}/{total:,}"))
+    """What a long phase is at, for the bar alone."""
 
 
 class ChatMessage(TypedDict):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from retrain.cli.main import is_path, main
-from retrain.cli.parameters import Parameter, expand_paths, parameters_of
+from retrain.cli.parameters import command_named, given_path, help_records
 from retrain.cli.run import parse_arguments
 from retrain.cli.usage import COMMANDS, FLAGS, usage
 from retrain.config.keys import all_keys, flags
@@ -389,46 +389,42 @@ def test_quiet_and_verbose_together_are_refused() -> None:
         parse_arguments(["run.toml", "--quiet", "--verbose"])
 
 
-PATH_LINES = [
-    (name, parameter)
+PATHS = [
+    (name, re.split(r"[ ,]", shown)[0])
     for name in COMMANDS
-    for parameter in parameters_of(name)
-    if "path" in parameter.allowed
-    or re.search("CONFIG|RUN|encoder", parameter.in_usage + parameter.head + parameter.text)
-    if parameter.value or not parameter.is_option
+    for shown, _ in help_records(name)
+    if re.search("path|RUN|CONFIG", shown)
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "parameter"), PATH_LINES, ids=lambda each: getattr(each, "name", each)
-)
+@pytest.mark.parametrize(("name", "given"), PATHS)
 def test_every_path_argument_expands_home_and_variables(
     name: str,
-    parameter: Parameter,
+    given: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("SCRATCH", raising=False)
+    line = [name]
+    for parameter in command_named(name).params:
+        is_option = parameter.opts[0].startswith("-")
+        named = parameter.opts[0] if is_option else parameter.metavar
+        if named == given or parameter.required:
+            value = "$SCRATCH/a" if named == given else "1"
+            line += [parameter.opts[0], value] if is_option else [value]
+    assert main(line) == 2
+    assert (
+        f"retrain: {given} of `retrain {name}` = '$SCRATCH/a' names $SCRATCH, and no variable has"
+        " that name" in capsys.readouterr().err
+    )
+
+
+def test_a_path_among_several_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("SCRATCH", "/scratch")
     for kind in (str, Path):
-        given = dict.fromkeys([each.word for each in parameters_of(name)], None)
-        given[parameter.word] = [kind("~/a/$SCRATCH"), kind("${SCRATCH}/b")]
-        expand_paths(name, given)
-        assert given[parameter.word] == [kind("/home/me/a//scratch"), kind("/scratch/b")]
-    monkeypatch.delenv("SCRATCH")
-    needed = [each for each in parameters_of(name) if each.is_required and each != parameter]
-    line = [name, "$SCRATCH/a"]
-    if parameter.is_option:
-        line = [name, parameter.name, "$SCRATCH/a"]
-    for each in needed:
-        line[1:1] = [each.name, "x"] if each.is_option else ["x"]
-    if needed and not parameter.is_option and parameters_of(name)[0] == parameter:
-        line[1:] = ["$SCRATCH/a", "x"]
-    assert main(line) == 2
-    assert (
-        f"retrain: {parameter.name} of `retrain {name}` = '$SCRATCH/a' names $SCRATCH, and no"
-        " variable has that name" in capsys.readouterr().err
-    )
+        found = given_path([kind("~/a/$SCRATCH"), kind("${SCRATCH}/b")], "RUN")
+        assert found == [kind("/home/me/a//scratch"), kind("/scratch/b")]
 
 
 @pytest.mark.parametrize(

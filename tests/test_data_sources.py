@@ -600,7 +600,7 @@ def test_a_pipe_is_told_which_source_takes_so_long(tmp_path, monkeypatch, capsys
 
     register_source("slow", slow)
     own = small(tmp_path / "run", data={"source": "slow"}, training={"max_steps": 1})
-    said = 'Still at: Reading [data] source = "slow"'
+    said = 'Still at: Reading and encoding [data] source = "slow"'
     for seconds, is_told in ((30.0, False), (0.05, True)):
         monkeypatch.setattr(console, "REMINDER_S", seconds)
         small_run(own, overwrite=True)

@@ -19,10 +19,11 @@ from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import encodable, one_line
+from retrain.run.dialogues import counting
 from retrain.tracking.base import GroupScore, GroupScores, StartEvent, Verbosity
 from retrain.tracking.console import Console
 from retrain.tracking.lines import evaluation_line, group_lines, step_line, summary_lines
-from retrain.types import LogLine, counting
+from retrain.types import LogLine
 
 STEP = StepRecord(
     step=0, condition="maxrl+gtpo_sepa", loss=-0.0012, mean_reward=0.1875, correct_rate=0.1875,
@@ -37,7 +38,6 @@ class Terminal(io.StringIO):
 
 
 def without_codes(out: io.StringIO) -> str:
-    """What stays on a terminal: without colours, and without the bar."""
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
     return re.sub(r" *\d+/50 [^\r\n]* ETA [^\r\n]*\n?|\r", "", shown)
 
@@ -268,34 +268,26 @@ def test_a_full_disk_under_standard_output_is_not_taken_for_the_runs() -> None:
         console(Full()).message("a line")
 
 
-def shown_by(verbosity: Verbosity, clock: Any) -> tuple[str, str]:
-    """What a terminal and, beside it, a pipe show of a long phase, without colours."""
-    terminal, pipe = Terminal(), io.StringIO()
-    for out in (terminal, pipe):
-        sink = console(out, io.StringIO(), verbosity=verbosity, clock=clock)
+@pytest.mark.parametrize(("verbosity", "has_bar"), [(1, False), (2, True), (3, True)])
+def test_the_bar_says_what_a_terminal_waits_for(
+    verbosity: int, has_bar: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    times = iter(range(100_000))
+    out, pipe = Terminal(), io.StringIO()
+    for stream in (out, pipe):
+        sink = console(stream, verbosity=Verbosity(verbosity), clock=lambda: float(next(times)))
         told = counting("Evaluation at step 7:", 1200, sink.message)
         for _ in range(1034):
             told(None)
         sink.emit(replace(STEP, step=7))
         told(None)
         sink.close()
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()), pipe.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("verbosity", "has_bar"),
-    [(Verbosity.QUIET, False), (Verbosity.NORMAL, True), (Verbosity.VERBOSE, True)],
-)
-def test_the_bar_says_what_a_terminal_waits_for(
-    verbosity: Verbosity, has_bar: bool, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    times = iter(range(100_000))
-    terminal, pipe = shown_by(verbosity, lambda: float(next(times)))
-    assert ("Evaluation at step 7: 1,035/1,200" in terminal) == has_bar
-    assert (" 8/50 " in terminal) == ("ETA" in terminal) == has_bar
-    assert "Evaluation" not in pipe
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert ("Evaluation at step 7: 1,035/1,200" in shown) == has_bar
+    assert (" 8/50 " in shown) == ("ETA" in shown) == has_bar
+    assert "Evaluation" not in pipe.getvalue()
 
 
 def test_a_pipe_is_reminded_of_a_long_phase_and_of_no_other(monkeypatch: Any) -> None:
@@ -311,9 +303,8 @@ def test_a_pipe_is_reminded_of_a_long_phase_and_of_no_other(monkeypatch: Any) ->
     said = error.getvalue()
     time.sleep(0.2)
     sink.close()
-    assert error.getvalue() == said and set(said.splitlines()) == {
-        "Still at: Encoding prompts 1/4,096"
-    }
+    assert error.getvalue() == said
+    assert set(said.splitlines()) == {"Still at: Encoding prompts 1/4,096"}
     assert out.getvalue().startswith("Evaluation at step 1 | ")
 
 

@@ -56,13 +56,12 @@ def command(
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
     from retrain.run.evaluate import evaluate_run
-    from retrain.tracking.base import Verbosity
     from retrain.tracking.console import Console
-    from retrain.tracking.lines import evaluation_line, task_lines
+    from retrain.tracking.lines import lines_of
 
     folder = EvaluationFolder.new(output, target)
     # Standard output is for the result.
-    with closing(Console(Verbosity.VERBOSE, out=sys.stderr)) as console:
+    with closing(Console(out=sys.stderr)) as console:
         result = evaluate_run(
             target,
             checkpoint=checkpoint,
@@ -74,5 +73,4 @@ def command(
     if form == "json":
         print(json.dumps(finite(result.summary() | {"folder": str(folder.path)})))
     else:
-        lines = [evaluation_line(result), *task_lines(result), f"Answers: {folder.path}"]
-        print(clean("\n".join(lines)))
+        print(clean("\n".join([*lines_of(result, folder.path), f"Answers: {folder.path}"])))

@@ -42,9 +42,11 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
         # secrets.
         with command.make_context(f"retrain {name}", list(arguments), **_CONTEXT) as context:
             for parameter in command.params:
-                where = f"{parameter.opts[0]} of `retrain {name}`"
-                given = context.params.get(parameter.name or "")
-                context.params[parameter.name or ""] = given_path(given, where)
+                word, shown = str(parameter.name), parameter.opts[0]
+                if not shown.startswith("-"):
+                    shown = str(parameter.metavar)
+                given = context.params.get(word)
+                context.params[word] = given_path(given, f"{shown} of `retrain {name}`")
             command.invoke(context)
     except typer.Exit as stop:
         return stop.exit_code

@@ -167,7 +167,5 @@ def print_masked(text: str) -> None:
 def print_progress(line: str) -> None:
     """Print a line on standard error, since standard output is for the result."""
     from retrain.records.terminal import clean
-    from retrain.types import Doing
 
-    if not isinstance(line, Doing):
-        print(clean(line), file=sys.stderr, flush=True)
+    print(clean(line), file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ are first needed, in an order that is a pure function of (seed, cursor).
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from retrain.data.readers import Split
 from retrain.data.sources import Query, ReadResult, dropped_words, read_source, source_key
 from retrain.errors import ConfigurationError
 from retrain.model.text import TextModel
-from retrain.types import Example, Prompt, counting
+from retrain.types import Example, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -226,12 +226,7 @@ def epoch_order(seed: int, epoch: int, size: int) -> npt.NDArray[np.intp]:
     return order
 
 
-def encode_prompts(
-    training: "Training",
-    text: TextModel,
-    loaded: ReadResult,
-    log: Callable[[str], object] = lambda _: None,
-) -> PromptSet:
+def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) -> PromptSet:
     """Render every example. Those that may reach the end of the context are encoded, the others
     only when they are used.
 
@@ -240,10 +235,7 @@ def encode_prompts(
     if no prompt fits.
     """
     tokenizer, context, examples = text.tokenizer, text.context, loaded.examples
-    told, texts = counting("Encoding prompts", len(examples), log), []
-    for example in examples:
-        texts.append(render_text(tokenizer, example, loaded.data))
-        told(example)
+    texts = [render_text(tokenizer, example, loaded.data) for example in examples]
     bounds = token_bounds(tokenizer, texts)
     lengths = _too_long(text, texts, bounds)
     kept = [index for index in range(len(texts)) if index not in lengths]

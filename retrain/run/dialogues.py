@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, count
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from retrain.rewards import ScoreGroup, ScoreRequest
 from retrain.types import (
     ChatMessage,
     Completion,
+    Doing,
     FinishReason,
     Int32Array,
     Prompt,
@@ -65,6 +66,12 @@ class Watcher:
     check: Callable[[], None]
     """Raises when the run was asked to stop."""
     completion: Callable[[Completion], object]
+
+
+def counting(label: str, total: int, log: Callable[[str], object]) -> Callable[[object], object]:
+    """Return a function that logs one more of `total` at each call."""
+    done = count(1)
+    return lambda _: log(Doing(f"{label} {next(done):,}/{total:,}"))
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.evaluation import Evaluation
 from retrain.records.redact import note_secrets
 from retrain.records.run_folder import RunFolder
-from retrain.run.dialogues import Watcher
+from retrain.run.dialogues import Watcher, counting
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import sharding_note, trust_note
 from retrain.run.parts import load_parts
 from retrain.run.start import other_heldout, with_prompt_date
-from retrain.types import Group, counting
+from retrain.types import Group
 
 Keep = Callable[[TrainConfig, Evaluation, list[Group]], object]
 """Called with the resolved configuration, the evaluation and its answers."""
@@ -108,7 +108,6 @@ def evaluate_weights(
         assert parts.evaluator is not None  # evaluation.at_end asked for it
         with Interrupts() as interrupts:
             told = counting("Evaluation", parts.evaluator.completions, log)
-            watcher = Watcher(interrupts.check, told)
-            evaluation, groups = parts.evaluator.run(step, watcher)
+            evaluation, groups = parts.evaluator.run(step, Watcher(interrupts.check, told))
         keep(config, evaluation, groups)
         return evaluation

@@ -490,14 +490,14 @@ def _read_prompts(
         asked = f"[environment] {environment_name(config.environment)}"
 
     def read() -> tuple[int, PromptSet]:
-        log(Doing(f"Reading {asked}"))
+        log(Doing(f"Reading and encoding {asked}"))
         if stage is None:
             loaded = load_examples(config, split)
         else:
             loaded = load_problems(
                 stage.host.environment, config, "train" if split == "train" else "evaluation"
             )
-        return len(loaded), encode_prompts(config.training, text, loaded, log)
+        return len(loaded), encode_prompts(config.training, text, loaded)
 
     key = None
     if stage is None and not config.model.trust_remote_code:

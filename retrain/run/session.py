@@ -30,7 +30,7 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean, counted
-from retrain.run.dialogues import SamplingPlan, Watcher
+from retrain.run.dialogues import SamplingPlan, Watcher, counting
 from retrain.run.gate import GateResult
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, skipped_gate_line
@@ -77,7 +77,6 @@ from retrain.types import (
     Row,
     RowKey,
     StepResult,
-    counting,
 )
 
 
@@ -227,7 +226,6 @@ class Session:
     def _pass_gate(self) -> None:
         result = None
         if not self._skip_parity:
-            self.tracker.message(Doing("Parity gate"))
             result = run_parity_gate(self.config, self.parts, self.state.step)
         # A resumed run keeps the first figure: its mismatch_limit is a multiple of it.
         if result and self.state.gate_mismatch is None:
@@ -490,8 +488,8 @@ class Session:
 
         Several processes would wait for each other, so none of them stops alone.
         """
-        share = -(-completions // self.world.size)
         check = self.interrupts.check if self.world.size == 1 else lambda: None
+        share = -(-completions // self.world.size)
         return Watcher(check, counting(label, share, self.tracker.message))
 
     # -- between steps -----------------------------------------------------------------------------

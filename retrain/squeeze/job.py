@@ -36,6 +36,7 @@ from retrain.squeeze.analysis import Analysis, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress, ranks_of
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 from retrain.tracking.lines import pass_at_1
+from retrain.types import Doing
 
 if TYPE_CHECKING:
     from retrain.config.schema import Squeeze
@@ -247,7 +248,8 @@ def _silence(line: str) -> None:
 
 
 def _print(line: str, file: TextIO | None = None) -> None:
-    print(clean(line), file=file, flush=True)
+    if not isinstance(line, Doing):
+        print(clean(line), file=file, flush=True)
 
 
 def squeeze_adapter(
