@@ -393,7 +393,7 @@ PATHS = [
     (name, re.split(r"[ ,]", shown)[0])
     for name in COMMANDS
     for shown, _ in help_records(name)
-    if re.search("path|RUN|CONFIG", shown)
+    if re.search("path>|RUN|CONFIG", shown)
 ]
 
 
@@ -410,7 +410,7 @@ def test_every_path_argument_expands_home_and_variables(
         is_option = parameter.opts[0].startswith("-")
         named = parameter.opts[0] if is_option else parameter.metavar
         if named == given or parameter.required:
-            value = "$SCRATCH/a" if named == given else "1"
+            value = "$SCRATCH/a" if named == given else "advantage"
             line += [parameter.opts[0], value] if is_option else [value]
     assert main(line) == 2
     assert (

@@ -27,6 +27,7 @@ from retrain.config.names import (
     DATA_FILE_SUFFIXES,
     LEGACY_PREFIX,
     NAME_CUTOFF,
+    bracketed,
     instead,
     names_of,
     nearest,
@@ -285,10 +286,7 @@ def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     word = value
     if isinstance(value, list):
         word = (refusal or details[0])["input"]
-    if isinstance(word, str):
-        near = nearest(word, choices_of(key.field, names_of))
-    else:
-        near = None
+    near = nearest(word, choices_of(key.field, names_of)) if isinstance(word, str) else None
     if refusal:
         wrong = str(refusal["ctx"]["problem"])
     else:
@@ -297,12 +295,7 @@ def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     suffix = ""
     if near and near != value:
         suffix = f'; did you mean "{near}"?'
-    takers = [
-        f"[{other.section}] {other.name}"
-        for other in all_keys()
-        if key.section in ("algorithm", "loss") and word in other.choices
-        if other.section in ("algorithm", "loss")
-    ]
+    takers = _takers(key, word)
     if takers:
         suffix = f'; "{word}" is a value of {listed(takers)}'
     is_source = key.path in ("data.source", "evaluation.source")
@@ -310,6 +303,13 @@ def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     if place:
         suffix = f'; did you mean "{place}"?'
     return f"[{key.section}] {key.name} = {_shown(value)} {wrong}{allowed}{suffix}"
+
+
+def _takers(key: Key, word: Any) -> list[str]:
+    """Name the keys of [algorithm] and [loss] that take a value written at another one there."""
+    methods = [other for other in all_keys() if other.section in ("algorithm", "loss")]
+    found = (bracketed(other.path) for other in methods if word in other.choices)
+    return list(found) if key.section in ("algorithm", "loss") else []
 
 
 def _place_named(word: str) -> str:
