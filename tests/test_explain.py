@@ -10,7 +10,14 @@ from runs import lines, small
 
 from retrain.campaign import CampaignPlan, plan_campaign
 from retrain.cli.main import main
-from retrain.config import TrainConfig, config_from_mapping, dump_toml, load_config
+from retrain.config import (
+    TrainConfig,
+    config_from_mapping,
+    config_from_toml,
+    dump_toml,
+    load_config,
+    replaced,
+)
 from retrain.config.overrides import deep_merge
 from retrain.errors import ConfigurationError
 from retrain.explain import explain
@@ -183,7 +190,10 @@ def test_what_may_surprise_in_a_run_is_a_warning(
 
 
 def test_a_default_that_nobody_chose_is_no_warning() -> None:
-    assert not notes(config_from_mapping({"model": {"model": "lab"}, "data": {"source": "lab"}}))
+    config = config_from_mapping({"model": {"model": "lab"}, "data": {"source": "lab"}})
+    stored = config_from_toml(dump_toml(config))
+    assert not notes(config) and notes(stored)
+    assert not notes(replaced(stored, {"resume.from": "logs/lab"}))
 
 
 @pytest.mark.parametrize(

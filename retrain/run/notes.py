@@ -77,9 +77,9 @@ def _spent_rate_note(training: Training) -> str:
 
 def notes(config: TrainConfig) -> list[str]:
     """Return the effects of a single run that users may not expect, one sentence each."""
-    chosen = any(
-        map(config.is_set, ("algorithm.transform_mode", "algorithm.algorithm_mode", "sepa"))
-    )
+    keys = ("algorithm.transform_mode", "algorithm.algorithm_mode", "sepa")
+    # A resume may read the run's own file, where every key is set; its first start has said it.
+    chosen = not config.resume.from_ and any(map(config.is_set, keys))
     found = [
         trust_note(config.model),
         _spent_rate_note(config.training),
