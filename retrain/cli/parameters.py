@@ -4,6 +4,7 @@ for each wrong use.
 
 import importlib
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except _USAGE_ERROR as error:
-        raise ConfigurationError(_wrong_use(name, error)) from None
+        raise ConfigurationError(_wrong_use(name, error, arguments)) from None
     return 0
 
 
@@ -85,7 +86,7 @@ def help_page(name: str, width: int) -> str:
     return command.get_help(context) + "\n"
 
 
-def _wrong_use(name: str, error: Any) -> str:
+def _wrong_use(name: str, error: Any, arguments: Sequence[str]) -> str:
     """Say in one sentence what typer found in the arguments of a command."""
     option = getattr(error, "option_name", "")
     if option:
@@ -98,6 +99,11 @@ def _wrong_use(name: str, error: Any) -> str:
     # Typer says no more of what is missing than its name.
     if not error.message:
         found += f" ({error.param.help.rstrip('.')})"
+    for one, following in pairwise([*arguments, ""]):
+        flag, equals, value = one.partition("=")
+        value = value if equals else following
+        if flag in getattr(getattr(error, "param", None), "opts", ()) and repr(value) not in found:
+            found += f", and got {value!r}"
     return (
         f"`retrain {name}`: {found[:1].lower()}{found[1:]}; an example is `{EXAMPLES[name]}`, and"
         f" `retrain {name} --help` says more."
