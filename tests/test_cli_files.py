@@ -156,6 +156,18 @@ def test_check_exits_with_1_until_the_file_is_migrated(legacy: Path) -> None:
     assert config.backend.options["transport"] == "filesystem"
 
 
+def test_what_a_person_has_to_change_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("old.toml").write_text(
+        '[model]\ndtype = "fp8"\n[[campaign.conditions]]\nadvantage_mode = "grpo"\n'
+        'transform_mode = "none"\nevaluation = { covariate = "x" }\n'
+    )
+    assert main(["migrate-config", "old.toml", "--check"]) == 1
+    seen = capsys.readouterr()
+    assert "change what is named above" in seen.out
+    assert seen.err.startswith("Yours to change: model.dtype = fp8 left in 0.10; use ")
+    assert "Yours to change: evaluation.covariate left in 0.10; " in seen.err
+
+
 def test_as_json_it_says_what_would_change_and_what_was_written(
     legacy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,26 +76,27 @@ def command(
 
 
 def _migrated(old: str, name: str) -> Json:
-    new = migrate_text(old, name)
+    new, sections = migrate_text(old, name), parse_named(old, name)
+    left = _left_to_decide(sections)
     return {
         "file": name,
-        "needs_migration": old != new,
+        "needs_migration": old != new or bool(left),
         "difference": unified_diff(old, new, name),
         "migrated": new,
         "deleted": [
-            f"Deleted: {farewell(path, bracketed(path))}."
-            for path in _keys_that_left(parse_named(old, name))
+            f"Deleted: {farewell(path, bracketed(path))}." for path in _keys_that_left(sections)
         ],
+        "left_to_decide": [f"Yours to change: {farewell(one)}." for one in left],
         "wrote": None,
         "backup": None,
     }
 
 
 def _print(result: Json, whole: bool, check: bool) -> None:
-    """Print what was deleted, and the whole result, what was written, what `check` finds, or the
-    difference.
+    """Print what was deleted and what a person has to change; then the whole result, what was
+    written, what `check` finds, or the difference.
     """
-    for sentence in result["deleted"]:
+    for sentence in (*result["deleted"], *result["left_to_decide"]):
         print(sentence, file=sys.stderr)
     name = result["file"]
     if whole:
@@ -107,7 +108,9 @@ def _print(result: Json, whole: bool, check: bool) -> None:
     elif not result["needs_migration"]:
         print(f"{name} needs no migration.")
     elif check:
-        print(f"{name} needs migration; `retrain migrate-config` with --write or --output does it.")
+        how = "`retrain migrate-config` with --write or --output does it"
+        how = how if result["difference"] else "change what is named above"
+        print(f"{name} needs migration; {how}.")
     else:
         print(result["difference"], end="")
 
@@ -163,11 +166,20 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
 
 
 def _keys_that_left(sections: Json) -> list[str]:
-    """Each "section.key" that left the configuration; of one that lost a value only, a person has
-    to choose another.
-    """
+    """Each "section.key" that left the configuration."""
     given = by_path(sections)
     return [path for path in removed() if path in given]
+
+
+def _left_to_decide(sections: Json) -> list[str]:
+    """Each value that left, and each key that left in a condition or the grid of a campaign."""
+    named = [f"{path} = {value}" for path, value in by_path(sections).items()]
+    campaign = sections.get("campaign")
+    if isinstance(campaign, dict):
+        tables = [campaign.get("grid"), *(campaign.get("conditions") or [])]
+        for table in (one for one in tables if isinstance(one, dict)):
+            named += [*table, *by_path(table)]
+    return [name for name in dict.fromkeys(named) if farewell(name)]
 
 
 def _move(document: Any, legacy: list[str], has_header: bool, name: str) -> None:
