@@ -53,7 +53,7 @@ BUDGETS: dict[str, int] = {
     "examples/": 1_549,
     "core/": 152,
     "bytes of the package's other files": 6_893_000,
-    "lines of tests": 53_262,
+    "lines of tests": 53_280,
     "lines of benchmarks": 5_036,
     "words of the pages": 85_954,
 }

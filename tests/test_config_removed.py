@@ -94,7 +94,8 @@ def test_migration_deletes_what_left_and_says_each(
     assert main(["migrate-config", str(file), "--write"]) == 0
     kept = "".join(f"[{section}] # kept\n" for section in sections)
     assert file.read_text() == kept + '[model]\ndtype = "fp8"\n'
-    said = capsys.readouterr().err.splitlines()
+    *said, last = capsys.readouterr().err.splitlines()
+    assert last == f"Yours to change: model.dtype = fp8 {answer('model.dtype = fp8')}"
     named = [path.partition(".") for path in KEYS]
     assert sorted(said) == sorted(
         f"Deleted: [{section}] {name} {answer(f'{section}.{name}')}" for section, _, name in named
