@@ -82,8 +82,8 @@ def about(name: str) -> str:
 
     path, meant = ALIASES.get(name, name), key_meant(name.removeprefix("--"))
     title, keys = "", [key for key in all_keys() if path in (key.name, key.path, key.flag)]
-    if not keys and meant:
-        keys = [meant]
+    if meant and meant not in keys:
+        keys = [meant, *keys]
     if not keys:
         title = f"{_paper_titles().get(name, name)} is a value of:\n\n"
         keys = [key for key in all_keys() if name in key.choices]
