@@ -132,6 +132,8 @@ def test_overwrite_starts_anew_and_leaves_foreign_files_alone(tmp_path: Path) ->
         {"data": {"source": "no_such_module.source"}},
         {"backend": {"devices": "gpu:7"}},
         {"model": {"model": "./no-such-model"}},
+        {"lora": {"init_from": "nowhere"}},
+        {"inference": {"engine": "vllm", "url": "http://127.0.0.1:9"}},
     ],
     ids=lambda mistake: next(iter(mistake)),
 )
@@ -146,6 +148,28 @@ def test_what_is_refused_does_not_empty_the_folder_that_it_would_overwrite(
     assert {
         path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     } == before
+
+
+@pytest.mark.parametrize("killed", ["moving", "moved", "forgetting"])
+def test_what_is_overwritten_is_whole_or_gone_whenever_a_start_is_killed(
+    killed: str, done: Path, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(done, folder.path)
+    before = {path.relative_to(folder.path) for path in folder.path.rglob("*")}
+    if killed == "moving":
+        (folder.path / ".tmp-replacing").mkdir()
+        folder.metrics.rename(folder.path / ".tmp-replacing" / folder.metrics.name)
+    else:
+        folder.set_aside()
+        folder.config.touch()  # of the run that was to come
+    if killed == "forgetting":
+        (folder.path / ".tmp-replaced").rename(folder.path / ".tmp-forgotten")
+    folder.put_back()
+    after = {path.relative_to(folder.path) for path in folder.path.rglob("*")}
+    assert (after == before) == (killed != "forgetting")
+    folder.forget()
+    assert not [*folder.path.glob(".tmp-*")]
 
 
 def test_a_folder_in_a_newer_format_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from retrain.config.stored import run_command
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
 from retrain.plugins import named_code
 from retrain.records.checkpoint import step_folder
-from retrain.records.disk import delete, replace_file
+from retrain.records.disk import TEMPORARY, delete, remove_empty, replace_file
 from retrain.records.jsonl import Extent, aside_of, truncate_to_size, truncate_to_step
 from retrain.records.state import TrainerState
 from retrain.system import object_of, read_object
@@ -30,6 +30,7 @@ OUTPUT = "output.log"
 MARKER = ".retrain.json"
 """Name of the file that says that retrain made a folder; it holds the kind of folder and the
 format."""
+_REPLACED = f"{TEMPORARY}replaced"
 _FORMAT = 1
 """Format of a run folder. It is increased when an older retrain could no longer read the new
 folders."""
@@ -154,6 +155,33 @@ class RunFolder:
         """Delete what a run wrote; other files in the folder stay."""
         for path in self.written():
             delete(path)
+
+    def set_aside(self) -> None:
+        """Move what a run wrote out of the way, until `forget` or `put_back`."""
+        present, begun = self.claim().present, self.path / f"{TEMPORARY}replacing"
+        if present:
+            begun.mkdir()
+            for path in present:
+                path.rename(begun / path.name)
+            begun.rename(self.path / _REPLACED)
+
+    def put_back(self) -> None:
+        """Undo `set_aside`, also that of a process that was killed."""
+        replaced = self.path / _REPLACED
+        if replaced.is_dir():
+            self.empty()
+        for aside in (self.path / f"{TEMPORARY}replacing", replaced):
+            for path in aside.iterdir() if aside.is_dir() else ():
+                path.rename(self.path / path.name)
+            remove_empty([aside])
+
+    def forget(self) -> None:
+        """Delete what `set_aside` moved."""
+        replaced, forgotten = self.path / _REPLACED, self.path / f"{TEMPORARY}forgotten"
+        delete(forgotten)
+        if replaced.is_dir():
+            replaced.rename(forgotten)  # at once, since a part of it must not be put back
+            delete(forgotten)
 
     # -- beside a checkpoint -----------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from retrain.backends.declared import incapable, is_raw, loss_notes
+from retrain.backends.declared import is_raw, loss_notes
 from retrain.backends.rows import mismatch_fields
 from retrain.config import TrainConfig
 from retrain.config.data_sections import DATE_ARGUMENT
@@ -16,7 +16,6 @@ from retrain.config.plan import Plan
 from retrain.data.samplers import PromptChoice
 from retrain.distributed import World, joined
 from retrain.errors import (
-    ConfigurationError,
     EnvironmentFailure,
     Interrupted,
     NotReached,
@@ -45,9 +44,6 @@ from retrain.run.observer import (
 from retrain.run.parts import (
     Parts,
     check_again,
-    check_device,
-    check_inputs,
-    check_model,
     is_rounded,
     load_parts,
     run_parity_gate,
@@ -237,6 +233,7 @@ class Session:
             line = LogLine(result.line(), result.brief)
         self.tracker.message(line)
         self._describe(result)
+        self.folder.forget()  # what is replaced was kept until nothing refuses the run
         self.saver.rehearse()
 
     def _describe(self, gate: GateResult | None) -> None:
@@ -606,12 +603,6 @@ def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[RunS
         return
     with ExitStack() as stack:
         try:
-            if overwrite:  # what can be refused is, while the old run is still there
-                problems = incapable(config)
-                if problems:
-                    raise ConfigurationError(problems)
-                for check in (check_inputs, check_model, check_device):
-                    check(config)
             opened = stack.enter_context(open_run(config, overwrite=overwrite))
         except RetrainError as error:
             world.broadcast(error)

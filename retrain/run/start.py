@@ -72,6 +72,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
     missing = [list(missing_folders(place.resolve())) for place in places]
     folder.create()
     with writer_lock(folder), no_trace_of_a_refusal(folder, *missing):
+        folder.put_back()
         # Asked again, since another process may have made its run here before we had the lock.
         holds_run = folder.claim().holds_run
         if resuming and holds_run:
@@ -82,7 +83,12 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
                 " start it anew with --overwrite, or choose another [logging] log_dir."
             )
         else:
-            yield _open_new(config, folder, resuming, overwrite)
+            try:
+                yield _open_new(config, folder, resuming, overwrite)
+            except BaseException:
+                folder.put_back()  # what --overwrite would replace, if nothing has begun
+                raise
+            folder.forget()
 
 
 @contextmanager
@@ -124,7 +130,7 @@ def missing_folders(path: Path) -> Iterator[Path]:
 def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite: bool) -> RunStart:
     config = with_drawn_seed(config)
     checkpoints = checkpoint_folder(config.backend, folder, overwrite)
-    folder.empty()
+    folder.set_aside()
     if checkpoints != folder.checkpoints:
         take(checkpoints, folder)
     notes = []
