@@ -539,3 +539,12 @@ def test_a_run_whose_folder_was_deleted_says_so_and_asks_for_no_space(
     with pytest.raises(RunFailed) as caught:
         small_run(small(tmp_path / "run"), quiet=True)
     assert str(caught.value) == f"{tmp_path / 'run'} was deleted or moved while it was written to."
+
+
+def test_a_run_leaves_the_acknowledgment_of_the_campaign_around_it() -> None:
+    with Interrupts():
+        own = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(own)
+        with Interrupts():
+            pass
+        assert own == signal.set_wakeup_fd(own) != -1

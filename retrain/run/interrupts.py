@@ -39,13 +39,13 @@ class Interrupts:
             self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._handle)
             heard, self._told = os.pipe()
             os.set_blocking(self._told, False)
-            signal.set_wakeup_fd(self._told)
+            self._woken = signal.set_wakeup_fd(self._told)
             threading.Thread(target=_acknowledge, args=(heard,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._previous:
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._woken)  # another loop's, as a notebook has
             os.close(self._told)
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned
