@@ -100,12 +100,13 @@ def expanded(path: str) -> str:
     """Expand ~, ~user, $NAME and ${NAME} in a path. A path that is returned expands to itself, so a
     stored one stays the same everywhere.
 
-    Raises ParseError for a user that this machine does not have and a variable that is not set.
+    Raises ParseError for a user that this machine does not have and a variable that is not set,
+    unless a file or folder has that name.
     """
     # A Path would turn tinker:// into tinker:/ and an empty text into a dot.
     whole = os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111
     lost = re.search(r"^~[^/]*|\$(\w+|\{[^}]*\})", whole, re.ASCII)
-    if lost:
+    if lost and not os.path.lexists(whole):  # a folder may have such a name
         kind = "variable" if lost[1] else "user"
         raise ParseError(f"names {lost[0]}, and no {kind} has that name; write the whole path")
     return whole

@@ -674,6 +674,17 @@ def filled(holder: Any, path: str) -> Any:
     return path
 
 
+def test_a_folder_whose_name_looks_like_a_variable_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SCRATCH", raising=False)
+    Path("$SCRATCH").mkdir()
+    assert config_from_mapping({"logging": {"log_dir": "$SCRATCH"}}).logging.log_dir == "$SCRATCH"
+    monkeypatch.setenv("SCRATCH", "/a")
+    assert config_from_mapping({"logging": {"log_dir": "$SCRATCH"}}).logging.log_dir == "/a"
+
+
 def test_every_path_key_expands_home_and_variables_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(PATH_KEYS) >= 15
     for key in [*PATH_KEYS, keys_by_path()["evaluation.source"]]:
