@@ -258,7 +258,7 @@ def _leaves(node: Any) -> Iterator[Tensor]:
 
 
 def _gradient(values: Tensor, batch: Batch, weights: Tensor | None = None) -> Tensor:
-    """Return the [N] gradient of the weighted sum by the log-probs; zeros where there is no way."""
+    """Return the [N] gradient of the weighted sum by the log-probs; zeros without a path."""
     if values.grad_fn is None:
         return torch.zeros_like(batch.new)
     weighted = (values * (batch.tokens.weights if weights is None else weights)).sum()

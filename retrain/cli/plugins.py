@@ -62,7 +62,7 @@ def _lines(builtin: Sequence[Row], installed: Sequence[Row]) -> Iterator[str]:
 
 
 def _installed(point: EntryPoint, builtin: Sequence[Row], points: Sequence[EntryPoint]) -> Row:
-    """Load an installed plugin, and say what stands against it."""
+    """Describe an installed plugin: its signature, or why a run could not use it."""
     signature = error = ""
     try:
         # What a module prints is not part of the list.

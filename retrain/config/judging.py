@@ -25,8 +25,8 @@ def training_rewards(config: TrainConfig) -> Rewards:
 
 
 def judging_rewards(config: TrainConfig) -> Rewards:
-    """Return the rewards that judge held-out answers: `[evaluation] reward`, or those of the run's
-    own that verify.
+    """Return the rewards that judge held-out answers: `[evaluation] reward`, or each reward of
+    training that verifies.
 
     Where none is left, it is the reward that verifies the held-out source's answers: a random one
     would measure chance, and a majority its own agreement, whatever the model has learned.

@@ -1,4 +1,4 @@
-"""The plan of a run: which advantage, transform and judges, and which settings at which step."""
+"""The plan of a run: its advantage, transform and judges, and its settings at each step."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,20 +12,22 @@ from retrain.config.schema import TrainConfig
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration of one condition, with what follows from several of its keys."""
+    """The answers to what several keys of a run's configuration decide together."""
 
     config: TrainConfig
     advantage: str
-    """"" where an algorithm plugin computes the advantages of tokens itself."""
+    """An algorithm plugin has none: ""."""
     transform: str
     rewards: Rewards
+    """The rewards of training."""
     judges: Rewards
-    """They judge held-out answers."""
+    """The rewards that judge held-out answers."""
     evaluations: tuple[TrainConfig, ...]
-    """One for each held-out source, with the settings of its table in [evaluation]."""
+    """A configuration for each held-out source, with that source's own [evaluation] settings."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> Self:
+        """Resolve the configuration of one condition."""
         advantage, transform = config.algorithm.modes
         own = (config.model_copy(update={"evaluation": part}) for part in config.evaluation.parts)
         rewards, judges = training_rewards(config), judging_rewards(config)
@@ -33,7 +35,9 @@ class Plan:
 
     @cached_property
     def judging(self) -> TrainConfig:
-        """`config` with the judges as its [reward]; `config` itself where training's judges."""
+        """The configuration whose [reward] is the judges; `config` itself if training has the same
+        rewards.
+        """
         if self.judges == self.rewards and self.config.reward.combine == "sum":
             return self.config
         types, weights = map(list, zip(*self.judges, strict=True))

@@ -281,7 +281,7 @@ def check_inputs(config: TrainConfig) -> str:
     config = replaced(config, {"reward.workers": 1})
     with build_scorer(config) as scorer:
         asks = not scorer.judges_groups and "judge" not in config.reward.types
-        asks &= config.reward.max_failure_rate < 1  # as a run then goes on
+        asks &= config.reward.max_failure_rate < 1  # 1 allows a run every failure
     for own in Plan.of(config).evaluations:
         if own.evaluation.asked_for and _asks_nobody(query_of(own, "heldout")):
             load_examples(own, "heldout")
