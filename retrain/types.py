@@ -489,6 +489,8 @@ class StepResult:
     log_ratio_p90: float | None = None
     log_ratio_p99: float | None = None
     log_ratio_tokens: int | None = None
+    log_ratio_by_depth: list[float | None] | None = None
+    """The mean by quarter of the positions up to [training] max_tokens."""
     loss_is_placeholder: bool = False
     """True where an asynchronous backend reports a number that is not this step's loss."""
     ratio_min: float | None = None
