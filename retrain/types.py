@@ -445,7 +445,7 @@ def _sequence(
     their actions.
     """
     pieces: list[Int32Array] = [] if turns[0].restarts else [prompt.token_ids]
-    spans: list[tuple[int, int]] = []
+    spans = []
     for turn in turns:
         pieces += [turn.context, turn.completion.token_ids]
         stop = sum(map(len, pieces))

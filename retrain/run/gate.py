@@ -8,7 +8,7 @@ end. What noise could explain is looked at again with other noise; what fails tw
 in one sentence. Besides, gold answers have to score.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf, isclose
@@ -204,7 +204,7 @@ def _compare(
     """Look until each server of the newest look was sound in it or in an earlier one, and return
     what the newest saw. Raises RunFailed if the looks end before.
     """
-    looks = list[Mapping[str, str]]()
+    looks = []
     for look in range(_LOOKS):
         parts = sampled(inputs, asked, look)
         found = {server: judge(part) for server, part in parts.items()}

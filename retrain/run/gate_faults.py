@@ -118,7 +118,7 @@ def _direction(part: GateSample, bare: Bare | None) -> str:
     rounding does not have: by least squares, the differences contain a share of an effect. A token
     may have an error of its own.
     """
-    inputs, off, effects = part.inputs, part.off, list[tuple[str, float, Float32Array]]()
+    inputs, off, effects = part.inputs, part.off, []
     # A sampled token is one that the engine's rounding made probable, as a hotter engine would: the
     # two look alike where rounding is as large.
     if np.abs(off).mean() > _HIDES * np.abs(part.rounding).mean():
