@@ -449,7 +449,7 @@ def _sequence(
     their actions.
     """
     pieces: list[Int32Array] = [] if turns[0].restarts else [prompt.token_ids]
-    spans: list[tuple[int, int]] = []
+    spans = []
     for turn in turns:
         pieces += [turn.context, turn.completion.token_ids]
         stop = sum(map(len, pieces))
@@ -493,6 +493,8 @@ class StepResult:
     log_ratio_p90: float | None = None
     log_ratio_p99: float | None = None
     log_ratio_tokens: int | None = None
+    log_ratio_by_depth: list[float | None] | None = None
+    """The mean by quarter of the positions up to [training] max_tokens."""
     loss_is_placeholder: bool = False
     """True where an asynchronous backend reports a number that is not this step's loss."""
     ratio_min: float | None = None

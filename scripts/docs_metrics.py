@@ -61,7 +61,11 @@ def _table(file: str, record: type) -> str:
     heads = ["field", "type", *(["better"] if has_directions else []), "what it is"]
     rows = [heads, ["---"] * len(heads)]
     for field in fields(record):
-        kind = str(getattr(field.type, "__name__", field.type)).removesuffix(" | None")
+        kind = (
+            str(getattr(field.type, "__name__", field.type))
+            .removesuffix(" | None")
+            .replace("|", "\\|")
+        )
         direction = [field.metadata.get("better") or "-"] if has_directions else []
         rows.append([f"`{field.name}`", kind, *direction, docs[field.name].replace("|", "\\|")])
     return f"## {file}\n\n{about}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -123,17 +123,6 @@ class SecondHasOtherWeights(TwoServers):
     second_class = OtherWeights
 
 
-class SecondNeverEnds(TwoServers):
-    """Its completions of one token, which would be EOS, are another one."""
-
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for one in super().sample(requests):
-            other = np.full(len(one.token_ids), 48, np.int32)
-            ends = one.server == "http://two" and one.finish_reason is FinishReason.STOP
-            never = replace(one, token_ids=other, finish_reason=FinishReason.LENGTH)
-            yield never if ends else one
-
-
 class HalvesTheScale(Served):
     def changed(self, weights: Weights) -> Weights:
         return {name: 0.5 * value if "lora_B" in name else value for name, value in weights.items()}
@@ -151,10 +140,18 @@ class Hotter(Served):
 class Noisy(Served):
     """Every second of its log-probs is 0.02 nats too low."""
 
+    nats = 0.02
+
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         for completion in super().sample(requests):
-            noise = np.float32(-0.02) * (np.arange(len(completion.logprobs)) % 2)
+            noise = np.float32(-self.nats) * (np.arange(len(completion.logprobs)) % 2)
             yield replace(completion, logprobs=(completion.logprobs + noise).astype(np.float32))
+
+
+class RoundsItsHead(Noisy):
+    """The size of what a head alone in bf16 does: below the limit for a single token."""
+
+    nats = 8e-4
 
 
 class RaisesTheScale(Served):
@@ -251,8 +248,8 @@ class KeepsOldKeysAndValues(InProcess):
 
 
 class RoundsItsLogits(InProcess):
-    """Sound: its logits differ by 6e-5 from the learner's, and its log-probs by so much divided by
-    the temperature.
+    """Sound: every second of its logits differs by 6e-5 from the learner's, and its log-probs by
+    so much divided by the temperature.
     """
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
@@ -260,7 +257,7 @@ class RoundsItsLogits(InProcess):
             rounding = (
                 6e-5
                 / requests[completion.request].temperature
-                * (-1.0) ** np.arange(len(completion.logprobs))
+                * (np.arange(len(completion.logprobs)) % 2)
             )
             yield replace(completion, logprobs=(completion.logprobs + rounding).astype(np.float32))
 
@@ -354,25 +351,6 @@ class CertainEOS(InProcess):
         for completion in super().sample(requests):
             if completion.finish_reason is FinishReason.STOP:
                 completion.logprobs[-1] = 0.0
-            yield completion
-
-
-class RoundsOneEnding(InProcess):
-    """Is sound, but that its rounding moves EOS after the first prompt that only one token follows:
-    there, a thousand draws would differ as one does.
-    """
-
-    place: bytes = b""
-
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for request in requests:
-            if request.max_tokens == 1 and not self.place:
-                self.place = request.prompt_ids.tobytes()
-        for completion in super().sample(requests):
-            request = requests[completion.request]
-            ended = completion.finish_reason is FinishReason.STOP
-            if ended and request.prompt_ids.tobytes() == self.place:
-                completion.logprobs[-1] -= 0.05
             yield completion
 
 

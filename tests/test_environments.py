@@ -29,7 +29,7 @@ from retrain.model.text import TextModel, load_text_model
 from retrain.records.token_table import read_tokens
 from retrain.run.dialogues import Dialogue, environment_seed
 from retrain.run.gate import environment_gold
-from retrain.run.gate_fits import GateInputs
+from retrain.run.gate_samples import GateInputs
 from retrain.run.parts import load_prompts, load_stage
 from retrain.run.session import Session
 from retrain.types import (

@@ -17,14 +17,17 @@ from runs import lines, small, small_run
 
 from retrain import train
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.run import gate, gate_fits
-from retrain.run.gate_looks import first_sound
+from retrain.run import gate, gate_faults, gate_samples
+from retrain.run.gate_samples import Asked, GateSample
 from retrain.run.identical import chance_of_identical
 from retrain.run.observer import default_mismatch_limit
 from retrain.run.parts import Parts, gate_inputs, load_parts, run_parity_gate
 from tests.marks import first_of
 
 CONFIG = small(Path("nowhere"), training={"temperature": 0.8, "max_examples": 0})
+TRIAL = (
+    r"with a trial adapter that changes log-probs by 0\.\d+ nats, engine and learner disagree by"
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,25 +63,15 @@ def adapter_bytes(parts: Parts) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        pytest.param("IgnoresTheAdapter", "ignore the adapter", marks=pytest.mark.slow),
-        ("HalvesTheScale", "with a trial adapter, .* its scale"),
-        pytest.param("RaisesTheScale", "its scale", marks=pytest.mark.slow),
-        ("DropsAProjection", "lack (9.|100)% of the adapter's effect on v_proj"),
-        pytest.param(
-            "SwapsQAndK",
-            "% of the adapter.s effect|with a trial adapter, engine and learner disagree",
-            marks=pytest.mark.slow,
-        ),
-        (
-            "DropsTheLastLayer",
-            "lack (9.|100)% of the adapter's effect on part 4 of 4 of the layers",
-        ),
-        ("KeepsTheFirstAdapter", "ignore the adapter"),
-        (
-            "KeepsTheTrialAdapter",
-            "after the trial adapter was taken back, engine and learner disagree",
-        ),
-        ("KeepsOldKeysAndValues", "cached prefixes"),
+        pytest.param("IgnoresTheAdapter", TRIAL, marks=pytest.mark.slow),
+        ("HalvesTheScale", TRIAL),
+        pytest.param("RaisesTheScale", TRIAL, marks=pytest.mark.slow),
+        ("DropsAProjection", TRIAL),
+        pytest.param("SwapsQAndK", TRIAL, marks=pytest.mark.slow),
+        ("DropsTheLastLayer", TRIAL),
+        ("KeepsTheFirstAdapter", TRIAL),
+        ("KeepsTheTrialAdapter", "at temperature 2, engine and learner disagree by"),
+        ("KeepsOldKeysAndValues", TRIAL),
     ],
 )
 def test_the_gate_stops_an_engine_that_serves_another_adapter(
@@ -110,15 +103,15 @@ def test_the_gate_passes_a_sound_engine_and_restores_every_byte(parts: Parts, en
             f"the adapter changes the log-probs by {result.adapter_effect:.2g} nats on average"
             in result.line()
         )
-        assert result.groups == 7 + 4 and result.longest_prompt > 256, (
-            "seven projections, four parts; a page of 256 is filled"
-        )
+        assert result.longest_prompt > 256 and result.endings > 0, "a page of 256 is filled"
+        depths = [depth or 0 for depth in result.log_ratio_by_depth or ()]
+        assert len(depths) == 4 and 0 < max(depths) <= result.max_difference
 
 
 def test_a_server_that_came_back_is_compared(parts: Parts, engine: Any) -> None:
     engine("Noisy")
     inputs, prompts = gate_inputs(CONFIG, parts, 1, True), parts.prompts.batch(0, 2, 3)
-    told = "came back, engine and learner disagree .* and its own sampling settings"
+    told = "came back, engine and learner disagree .*, so the run stops; check the engine's model"
     with pytest.raises(RunFailed, match=told):
         gate.adapter_check(inputs, prompts)
 
@@ -127,8 +120,8 @@ def test_a_server_that_came_back_is_compared(parts: Parts, engine: Any) -> None:
     ("fault", "told"),
     first_of(
         [
-            ("SecondHasOtherWeights", "engine and learner disagree by .* the same model"),
-            ("SecondIgnoresTheAdapter", "the engine seems to ignore the adapter and sample from"),
+            ("SecondHasOtherWeights", "engine and learner disagree by .* check the engine's model"),
+            ("SecondIgnoresTheAdapter", TRIAL),
         ]
     ),
 )
@@ -143,36 +136,44 @@ def test_of_two_servers_the_wrong_one_is_named(
         run_parity_gate(CONFIG, parts, 0)
 
 
-def test_completions_that_end_at_one_server_do_not_hide_another(parts: Parts, engine: Any) -> None:
-    engine("SecondNeverEnds")
-    inputs, prompts = gate_inputs(CONFIG, parts, 0, False), parts.prompts.batch(0, 2, 3)
-    gate._sync(inputs)
-    sampled = gate._sampled(inputs, prompts, 24, 0)
-    told = "^Parity gate, at http://two alone of 2 servers: none of 64 completions ended"
-    with pytest.raises(RunFailed, match=told):
-        gate._check_endings(sampled, prompts)
+LOOKS = [
+    ([{"one", "two"}, {"one", "two"}], [{"one"}, {"two"}], ""),
+    ([{"one", "two"}, {"one", "two"}], [{"one"}, {"one", "two"}], "at one alone of 2 servers: "),
+    ([{"one"}, {"one", "two"}], [{"one"}, {"one"}], "at one alone of 2 servers: "),
+    ([{"one", "two"}, {"one"}], [{"one"}, {"one"}], " wrong"),
+    ([{"two"}, {"one"}], [{"two"}, {"one"}], " wrong"),
+]
 
 
-def test_a_fault_has_to_be_found_twice_at_the_same_server() -> None:
+@pytest.mark.parametrize(("answered", "faulty", "told"), LOOKS)
+def test_a_server_is_at_fault_that_fails_every_look_that_it_answered(
+    answered: list[set[str]],
+    faulty: list[set[str]],
+    told: str,
+    parts: Parts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of many sound servers, noise may accuse another one in each look."""
-    fault = "Parity gate: wrong."
-    assert first_sound([("a", {"one": fault, "two": ""}), ("b", {"one": "", "two": fault})])
-    looks = [("a", {"one": fault, "two": ""}), ("b", {"one": fault, "two": fault})]
-    with pytest.raises(RunFailed, match="at one alone of 2 servers"):
-        first_sound(looks)
+    inputs = gate_inputs(CONFIG, parts, 0, False)
 
+    def sampled(_: Any, __: Any, look: int) -> Any:
+        parts = {one: GateSample(inputs, [], np.zeros(0)) for one in sorted(answered[look])}
+        bad.extend(id(part) for one, part in parts.items() if one in faulty[look])
+        seen.append(parts)
+        return parts
 
-def test_a_server_that_did_not_answer_one_look_is_judged_by_the_other() -> None:
-    fault, nothing = "Parity gate: wrong.", cast("Any", None)
-    alone, both = {"one": fault}, {"one": fault, "two": ""}
-    with pytest.raises(RunFailed, match="at one alone of 2 servers"):
-        first_sound([("a", alone), ("b", both)])
-    with pytest.raises(RunFailed, match=r"^Parity gate: wrong"):
-        first_sound([("a", both), ("b", alone)])
-    with pytest.raises(RunFailed, match=r"^Parity gate: wrong"):
-        first_sound([("a", {"two": fault}), ("b", alone)])
-    sampled = gate_fits.GateSample(nothing, [], [], servers=["one", "one"])
-    assert [*sampled.by_server()] == ["one"]
+    bad, seen = list[int](), list[Any]()
+    monkeypatch.setattr(gate, "sampled", sampled)
+
+    def judge(part: GateSample) -> str:
+        return "wrong" if id(part) in bad else ""
+
+    if not told:
+        monkeypatch.setattr(gate, "joined", lambda parts: parts)
+        assert gate._compare(inputs, [], "", judge) is cast("Any", seen[1])
+        return
+    with pytest.raises(RunFailed, match=f"^Parity gate.*{told}"):
+        gate._compare(inputs, [], "", judge)
 
 
 def test_a_prompt_near_the_end_of_the_context_is_asked_for_what_is_left(
@@ -183,11 +184,10 @@ def test_a_prompt_near_the_end_of_the_context_is_asked_for_what_is_left(
     answer = np.full(9, 48, np.int32)
     inputs = replace(inputs, answers=lambda _: [answer, answer[:7]])
     monkeypatch.setattr(type(parts.backend), "reach", (len(prompt.token_ids) + 8, 0))
-    (request,) = gate._requests(inputs, [prompt], 32, 0)
-    assert request.max_tokens == 8
-    sampled = gate_fits.GateSample(inputs, [], [])
-    _, place, _ = gate._likely_end(sampled, prompt)
-    assert len(place.token_ids) == len(prompt.token_ids) + 7
+    (completion, _) = gate_samples.completed(inputs, [Asked(prompt, 0, 2, 32)], 0)
+    assert len(completion.token_ids) <= 8
+    _, end = gate_samples.endings(inputs, [prompt])
+    assert len(end.prompt.token_ids) == len(prompt.token_ids) + 7
 
 
 @pytest.mark.parametrize(("context", "tokens"), [(4096, 550), (560, 250)])
@@ -201,26 +201,30 @@ def test_whole_prompts_fill_a_page_and_leave_room_for_the_completion(
     inputs = replace(gate_inputs(CONFIG, parts, 0, False), longest_row=364)
     (prompt,) = parts.prompts.batch(0, 1, 3)
     prompts = [replace(prompt, token_ids=np.full(size, 48, np.int32)) for size in (250, 300)]
-    long = gate._long_prompt(inputs, prompts)
-    (request,) = gate._requests(inputs, [long], gate._FEW_TOKENS, 0)
-    assert len(long.token_ids) == tokens and request.max_tokens == gate._FEW_TOKENS
+    length = len(gate_samples.long_prompt(inputs, prompts).token_ids)
+    assert length == tokens <= context - gate_samples.FEW_TOKENS
 
 
 def test_at_a_temperature_near_0_kept_counts_are_compared_without_overflow(parts: Parts) -> None:
     training = {"temperature": 1e-8, "top_p": 0.9, "max_tokens": 2}
     inputs = gate_inputs(small(Path("nowhere"), training=training), parts, 0, False)
     prompts = parts.prompts.batch(0, 2, 3)
-    assert "kept" not in gate._miscounted(gate._sampled(inputs, prompts, 2, 0))
+    assert "kept" not in gate_faults.fault(sample(inputs, prompts, 2))
+
+
+def sample(inputs: Any, prompts: Any, max_tokens: int) -> GateSample:
+    asked = [Asked(prompt, slot, 2, max_tokens) for slot, prompt in enumerate(prompts)]
+    return gate_samples.joined(gate_samples.sampled(inputs, asked, 0))
 
 
 @pytest.mark.filterwarnings("error")
 def test_log_probs_that_are_the_learners_own_fit_no_temperature(parts: Parts) -> None:
     inputs = replace(gate_inputs(CONFIG, parts, 0, False), half_precision=True)
-    sampled = gate._sampled(inputs, parts.prompts.batch(0, 2, 3), 24, 0)
-    rows = [
-        replace(row, logprobs=own) for row, own in zip(sampled.rows, sampled.learner, strict=True)
-    ]
-    assert gate_fits.temperature_suspects(replace(sampled, rows=rows)) == []
+    sampled = sample(inputs, parts.prompts.batch(0, 2, 3), 24)
+    rows = [replace(row, logprobs=inputs.learner_logprobs([row])) for row in sampled.rows]
+    assert (
+        gate_faults.fault(replace(sampled, rows=rows, learner=inputs.learner_logprobs(rows))) == ""
+    )
 
 
 class Overflows:
@@ -228,7 +232,7 @@ class Overflows:
     float16 would be above 65,504.
     """
 
-    def __init__(self, sampled: gate_fits.GateSample) -> None:
+    def __init__(self, sampled: GateSample) -> None:
         self.own, self.engine = sampled.learner, sampled.inputs.backend.engine
 
     def set(self, strength: float) -> None:
@@ -236,15 +240,16 @@ class Overflows:
 
     def logprobs(self, rows: Any, temperature: float) -> list[Any]:
         change = np.float32(4 * self.strength if self.strength <= 0.05 else np.nan)
-        return [own + change for own in self.own]
+        return [self.own + change]
 
 
 def test_a_trial_adapter_whose_effect_is_not_finite_is_too_strong(parts: Parts) -> None:
     inputs = gate_inputs(CONFIG, parts, 0, False)
-    sampled = gate._sampled(inputs, parts.prompts.batch(0, 2, 3), 4, 0)
+    sampled = sample(inputs, parts.prompts.batch(0, 2, 3), 4)
     trial: Any = Overflows(sampled)
     found = replace(sampled, inputs=replace(inputs, backend=trial))
-    assert gate_fits.visible_strength(trial, found) == 0.05
+    effect, _ = gate._visible(trial, found)
+    assert trial.strength == 0.05 and effect == pytest.approx(0.2, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -260,22 +265,8 @@ def test_in_half_precision_a_missing_projection_is_told_from_rounding(
         engine("ServedInBf16")
         assert run_parity_gate(rounded, parts, 0).adapter_effect is not None
         engine("DropsAProjectionInBf16")
-        with pytest.raises(RunFailed, match="adapter's effect on v_proj"):
+        with pytest.raises(RunFailed, match="with a trial adapter"):
             run_parity_gate(rounded, parts, 0)
-
-
-def test_in_half_precision_a_projection_is_a_group_after_short_completions_too(
-    parts: Parts, engine: Any
-) -> None:
-    """Two completions of four tokens are too few for a fit; more are measured then."""
-    engine("DropsAProjection")
-    inputs = replace(gate_inputs(CONFIG, parts, 0, False), half_precision=True)
-    with inputs.backend.trial_adapter(0) as trial:
-        trial.set(1.0)
-        gate._sync(inputs)
-        sampled = gate._sampled(inputs, parts.prompts.batch(0, 4, 3), 4, 0)
-        _, suspects = gate_fits.adapter_suspects(trial, 1.0, sampled)
-    assert "of the adapter's effect on v_proj, which explains" in max(suspects)[1]
 
 
 @pytest.mark.slow
@@ -283,19 +274,13 @@ def test_in_half_precision_a_projection_is_a_group_after_short_completions_too(
 def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(
     seed: int, parts: Parts, engine: Any
 ) -> None:
-    """It is named, or shows where completions end, or looks like a part of the adapter."""
     rounded = small(
         Path("nowhere"),
         inference={"dtype": "bf16"},
         training={"temperature": 0.8, "seed": seed},
     )
     engine("HotterInBf16")
-    with pytest.raises(
-        RunFailed,
-        match=r"have a temperature of 0\.(8[6-9]|9[0-2]?) instead of 0\.8, .* nothing was trained"
-        r"|where completions end, .* so nothing was trained; check .* no temperature, top_p or"
-        r"|of the adapter's effect",
-    ):
+    with pytest.raises(RunFailed, match=r"effect of a temperature a tenth higher|disagree by"):
         run_parity_gate(rounded, parts, 0)
 
 
@@ -308,9 +293,9 @@ def test_the_long_prompt_passes_the_window_where_its_completion_fits_a_server_to
     """A server is started for the run's longest row."""
     monkeypatch.setattr(type(parts.backend), "reach", (4096, 1000))
     inputs = replace(gate_inputs(CONFIG, parts, 0, False), longest_row=longest_row)
-    prompt = gate._long_prompt(inputs, parts.prompts.prompts[:4])
+    prompt = gate_samples.long_prompt(inputs, parts.prompts.prompts[:4])
     assert len(prompt.token_ids) == tokens
-    assert tokens == 257 or tokens + gate._FEW_TOKENS <= longest_row
+    assert tokens == 257 or tokens + gate_samples.FEW_TOKENS <= longest_row
 
 
 @pytest.mark.slow
@@ -356,7 +341,7 @@ def test_a_run_of_one_token_is_checked_on_as_many_as_any_other(
     engine("ServedInBf16")
     assert run_parity_gate(short, parts, 0).tokens > 100
     engine("DropsAProjectionInBf16")
-    with pytest.raises(RunFailed, match="adapter's effect on v_proj"):
+    with pytest.raises(RunFailed, match="with a trial adapter"):
         run_parity_gate(short, parts, 0)
 
 
@@ -401,7 +386,7 @@ def test_an_engine_plugin_runs_and_passes_the_gate_again_at_its_first_new_adapte
 @pytest.mark.parametrize(
     ("name", "told", "steps"),
     [
-        ("IgnoresTheAdapter", "ignore the adapter", 0),
+        ("IgnoresTheAdapter", TRIAL, 0),
         (
             "StopsReloading",
             "after the first step's adapter was synced, engine and learner disagree",
@@ -529,52 +514,17 @@ def test_dropout_moves_the_ratio_by_itself_and_stops_nothing(tmp_path: Path) -> 
     assert max(record.log_ratio_mean or 0 for record in run.records()) > 1e-3
 
 
-def test_rounding_of_a_few_tokens_is_no_missing_group() -> None:
-    """One token's rounding, next to a group whose effect on it is as small, fits perfectly and
-    means nothing.
-    """
-    rounding = np.array([8e-7], np.float32)
-    (fit,) = gate_fits._fits_of(
-        -rounding, {"part 3 of 4 of the layers": rounding * np.float32(1.2)}, half_precision=False
-    )
-    assert fit.share > gate_fits._MISSING and fit.share > gate_fits._SIGNIFICANT * fit.error
-    assert fit.nats < gate_fits._ROUNDING
-
-
-def test_rounding_of_the_few_sensitive_tokens_of_a_sharp_policy_is_no_missing_group() -> None:
-    """Rounding as large as a token is sensitive: unweighted, the most sensitive token alone finds
-    one of twelve groups missing.
-    """
-    accused = 0
-    for seed in range(200):
-        draw = np.random.default_rng(seed)
-        sensitivity = 10.0 ** draw.uniform(-6, 0, 48)
-        effects = {
-            f"group {number}": (sensitivity * draw.normal(size=48)).astype(np.float32)
-            for number in range(12)
-        }
-        rounding = (0.1 * sensitivity * draw.normal(size=48)).astype(np.float32)
-        fits = gate_fits._fits_of(rounding, effects, half_precision=True)
-        accused += any(
-            fit.share > gate_fits._MISSING and fit.share > gate_fits._SIGNIFICANT * fit.error
-            for fit in fits
-        )
-        found = gate_fits._fits_of(rounding - effects["group 7"], effects, half_precision=True)
-        assert max(found, key=lambda fit: fit.explained).group == "group 7"
-    assert accused == 0
-
-
 # -- endings, kept counts, noise, rounding ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("StripsEOS", "0 tokens with 0 log-probs|without an end-of-sequence token"),
+        ("StripsEOS", "0 tokens with 0 log-probs|without one of the end-of-sequence tokens"),
         ("StripsEOSSilently", "0 tokens with 0 log-probs|that did not stop"),
-        ("NeverEnds", "none of 64 completions ended"),
-        ("CertainEOS", "where completions end, engine and learner disagree"),
-        ("OneSeed", "completions of one prompt at temperature 2 are identical"),
+        ("NeverEnds", "engine and learner disagree"),
+        ("CertainEOS", "at temperature 2, engine and learner disagree"),
+        ("OneSeed", "at temperature 2, completions of one prompt are identical"),
         ("TopPOfItsOwn", "engine and learner disagree"),
         ("PenaltyOfItsOwn", "engine and learner disagree"),
     ],
@@ -615,32 +565,14 @@ def test_a_sound_bf16_sampler_whose_rounding_looks_like_another_temperature_pass
 
 
 def test_log_probs_that_are_not_finite_stop_a_run_whose_learner_has_none(
-    parts: Parts, engine: Any
+    parts: Parts, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is compared where a service trains, and the loss would read them."""
     engine("NoNumbers")
-    inputs, prompts = gate_inputs(CONFIG, parts, 0, False), parts.prompts.batch(0, 2, 3)
-    with pytest.raises(RunFailed, match="a log-prob is not finite before any training"):
-        gate._gate_without_learner(inputs, prompts)
-
-
-def test_rounding_at_one_ending_stops_no_run(parts: Parts, engine: Any) -> None:
-    """All draws at one place have the same rounding, so the second look is at another."""
-    engine("RoundsOneEnding")
-    assert run_parity_gate(CONFIG, parts, 0).max_difference is not None
-
-
-def test_the_second_ending_is_another_place_of_the_only_prompt(parts: Parts, engine: Any) -> None:
-    engine("RoundsOneEnding")
-    inputs = gate_inputs(CONFIG, parts, 0, False)
-    prompts = parts.prompts.batch(0, 1, 0)
-    boxed = inputs.answers(prompts[0])[0]
-    with pytest.raises(RunFailed, match="where completions end, engine and learner disagree"):
-        gate.parity_gate(inputs, prompts)
-    engine("RoundsOneEnding")
-    other = np.append(boxed[:-1], boxed[-2:])  # one digit more
-    inputs = replace(inputs, answers=lambda _: [boxed, other])
-    assert gate.parity_gate(inputs, prompts).max_difference is not None
+    able = replace(parts.backend.capabilities, scores_rows=False)
+    monkeypatch.setattr(parts.backend, "capabilities", able)
+    with pytest.raises(RunFailed, match="a log-prob of nan, which no sampled token has"):
+        run_parity_gate(CONFIG, parts, 0)
 
 
 @pytest.mark.parametrize("fault", first_of(["IgnoresTopP", "AnotherTopP"]))
@@ -654,7 +586,7 @@ def test_kept_counts_are_held_against_the_learners_logits(
     engine(fault)
     with pytest.raises(
         RunFailed,
-        match=r"the engine kept [\d,]+ tokens where \[training\] top_k = 0, top_p = 0\.95",
+        match=r"the engine kept [\d,]+ tokens where \[training\] top_k, top_p and min_p keep",
     ):
         run_parity_gate(truncated, parts, 0)
 
@@ -662,7 +594,7 @@ def test_kept_counts_are_held_against_the_learners_logits(
 def test_an_engine_that_truncates_unasked_is_stopped(parts: Parts, engine: Any) -> None:
     """It says what it kept, so the learner's log-probs are of the same cut, and agree."""
     engine("AnotherTopP")
-    with pytest.raises(RunFailed, match=r"top_p = 1 and min_p = 0 keep 259 of"):
+    with pytest.raises(RunFailed, match=r"min_p keep 259 to 259 of"):
         run_parity_gate(CONFIG, parts, 0)
 
 
@@ -673,6 +605,17 @@ def test_a_sound_bf16_sampler_passes_though_one_token_is_off_by_half_a_nat(tmp_p
     found = json.loads((run.folder / "environment.json").read_text())["parity_gate"]
     assert found["half_precision"] and found["mean_difference"] < found["tolerance"]
     assert found["rounding"] / 4 < found["mean_difference"] < 4 * found["rounding"]
+
+
+def test_a_head_in_half_precision_is_no_float32(parts: Parts, engine: Any) -> None:
+    """No token is off by the limit of 1e-3 nats, and their mean is."""
+    engine("RoundsItsHead")
+    assert run_parity_gate(CONFIG, parts, 0).half_precision
+    engine("RoundsItsHead")
+    told = r"engine and learner disagree by 0\.0004 nats on average \(allowed: 6\.[23]e-05\)"
+    inputs = replace(gate_inputs(CONFIG, parts, 0, False), dtype_set=True)
+    with pytest.raises(RunFailed, match=told):
+        gate.parity_gate(inputs, parts.prompts.batch(0, 2, 3))
 
 
 @pytest.mark.slow
@@ -700,5 +643,5 @@ def test_one_seed_is_found_in_short_completions_too(parts: Parts, engine: Any) -
     """With this seed those at temperature 2 end after seven tokens."""
     engine("OneSeed")
     training = {"seed": 23, "temperature": 0.8, "max_examples": 0}
-    with pytest.raises(RunFailed, match="completions of one prompt at temperature 2 are identical"):
+    with pytest.raises(RunFailed, match="completions of one prompt are identical"):
         run_parity_gate(small(Path("nowhere"), training=training), parts, 0)

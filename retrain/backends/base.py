@@ -93,12 +93,9 @@ class FrozenWeights:
 
 
 class TrialAdapter(ABC):
-    """Seeded changes of the adapter that the parity gate tries, in groups; entering saves its
-    bytes, leaving restores them exactly.
+    """A seeded change of the adapter that the parity gate tries; entering saves its bytes, leaving
+    restores them exactly.
     """
-
-    groups: tuple[str, ...]
-    """Names of the groups: each projection over all layers, and runs of consecutive layers."""
 
     @abstractmethod
     def __enter__(self) -> "TrialAdapter": ...
@@ -107,11 +104,9 @@ class TrialAdapter(ABC):
     def __exit__(self, *_: object) -> None: ...
 
     @abstractmethod
-    def set(self, strength: float, without: str = "") -> None:
-        """Change every adapted layer, except the layers of the group `without`.
-
-        With `strength` 1 a layer's change is about as large as its input; 0 gives the adapter as it
-        was.
+    def set(self, strength: float) -> None:
+        """Change every adapted layer. With `strength` 1 a layer's change is about as large as its
+        input; 0 gives the adapter as it was.
         """
 
 

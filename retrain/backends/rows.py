@@ -258,13 +258,15 @@ def step_result(
     updates: Sequence[Update],
     log_ratios: Sequence[Float32Array],
     before: Sequence[Float32Array],
+    max_tokens: int,
     kl_mean: float | None = None,
 ) -> StepResult:
     """Loss and gradient norm are means over the updates that were done: NaN if all were skipped,
     None if there were none.
 
     `log_ratios`: learner - sampler log-prob of the action tokens, each token once; `before`: those
-    of the first minibatch of the first pass, which alone no update of the step has moved.
+    of the first minibatch of the first pass, which alone no update of the step has moved;
+    `max_tokens`: the most that one completion may have.
     """
     done = [update for update in updates if not update.nonfinite]
     skipped = [update for update in updates if update.nonfinite]
@@ -287,7 +289,7 @@ def step_result(
         }
         or None,
         **_ratio_statistics(log_ratios),
-        **mismatch_fields(before),
+        **mismatch_fields(before, max_tokens),
     )
 
 
@@ -310,7 +312,7 @@ def _ratio_statistics(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
         }
 
 
-def mismatch_fields(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
+def mismatch_fields(log_ratios: Sequence[Float32Array], max_tokens: int) -> dict[str, Any]:
     """Return the log_ratio_* fields of a result; none of them where there is no token."""
     sizes = np.abs(np.concatenate([np.empty(0, np.float32), *log_ratios]).astype(np.float64))
     if not len(sizes):
@@ -323,7 +325,18 @@ def mismatch_fields(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
         "log_ratio_p90": p90,
         "log_ratio_p99": p99,
         "log_ratio_tokens": len(sizes),
+        "log_ratio_by_depth": by_depth(log_ratios, max_tokens),
     }
+
+
+def by_depth(log_ratios: Sequence[Float32Array], max_tokens: int) -> list[float | None]:
+    """Return the mean absolute log-ratio in each quarter of the positions up to `max_tokens`; None
+    where no token is. Later tokens, of a dialogue's next replies, count in the last quarter.
+    """
+    sizes = np.abs(np.concatenate(log_ratios).astype(np.float64))
+    quarters = 4 * np.concatenate([np.arange(len(one)) for one in log_ratios]) // max_tokens
+    parts = [sizes[quarters.clip(max=3) == quarter] for quarter in range(4)]
+    return [float(part.mean()) if len(part) else None for part in parts]
 
 
 def _mean(values: Sequence[float]) -> float:

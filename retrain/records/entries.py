@@ -214,6 +214,9 @@ class StepRecord(_Record):
     """99th percentile of the same."""
     log_ratio_tokens: int | None = better(None)
     """Action tokens that the same is over."""
+    log_ratio_by_depth: list[float | None] | None = None
+    """The mean of the same in each quarter of the positions up to `[training] max_tokens`, since a
+    difference may grow with the context; null in a quarter without tokens."""
     identical_chance: float | None = better(None)
     """Bound on the chance that as many completions of a group, of 16 tokens or more, are identical
     as there are, by their own log-probs; 1 where none are, near 0 where the engine does not draw

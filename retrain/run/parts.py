@@ -52,7 +52,7 @@ from retrain.rewards.pairs import judge_answers
 from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
 from retrain.run.gate import GateResult, adapter_check, environment_gold, parity_gate, scored_gold
-from retrain.run.gate_fits import GateInputs
+from retrain.run.gate_samples import GateInputs
 from retrain.run.notes import answer_notes
 from retrain.run.rollout import Sampler
 from retrain.run.sharing import shared
@@ -627,7 +627,6 @@ def gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> 
     return GateInputs(
         backend=parts.backend,
         check_gold=check_gold,
-        decode=parts.text.decode,
         eos_ids=parts.text.eos_ids,
         answers=partial(_answers, parts),
         temperature=training.temperature,

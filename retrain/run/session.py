@@ -378,8 +378,8 @@ class Session:
         if any(row.trained for row in rows) or not compares:
             return {}
         few = rollout.few_rows(self.state.seed, self.state.step)
-        scored = zip(few, backend.logprobs(few), strict=True)
-        return mismatch_fields([own - row.logprobs for row, own in scored])
+        ratios = [own - row.logprobs for row, own in zip(few, backend.logprobs(few), strict=True)]
+        return mismatch_fields(ratios, self.config.training.max_tokens)
 
     @property
     def _mismatch_limit(self) -> float | None:

@@ -186,7 +186,7 @@ class ImpatientVLLM(VLLMEngine):
             "servers.test_vllm.StaleVLLM",
             "Parity gate: .* cached prefixes",
         ),
-        ("servers.test_vllm.BaseVLLM", "ignore the adapter and sample from the base model"),
+        ("servers.test_vllm.BaseVLLM", "with a trial adapter that changes"),
     ],
     ids=["stale cache", "base model"],
 )

@@ -14,9 +14,6 @@ from retrain.backends.base import TrialAdapter
 from retrain.model.adapter import Adapter, symmetric_uniforms
 from retrain.noise import Stream
 
-_DEPTHS = 4
-"""Runs of consecutive layers that are groups."""
-
 
 class LocalTrialAdapter(TrialAdapter):
     """Adds to each lora_B uniform values so large that the change of a layer's output is about
@@ -24,22 +21,11 @@ class LocalTrialAdapter(TrialAdapter):
     """
 
     def __init__(self, adapter: Adapter, seed: int) -> None:
-        adapted = [
-            (name.rpartition(".")[2], module)
-            for name, module in adapter.peft_model.named_modules()
-            if hasattr(module, "lora_B")
-        ]
+        adapted = [one for one in adapter.peft_model.modules() if hasattr(one, "lora_B")]
         self._changes = [
-            _trial_change(module, seed, number) for number, (_, module) in enumerate(adapted)
+            _trial_change(module, seed, number) for number, module in enumerate(adapted)
         ]
         self._saved: list[Tensor] = []
-        self._members: dict[str, set[int]] = {"": set()}
-        """The numbers of each group's changes."""
-        for number, (projection, _) in enumerate(adapted):
-            part = _DEPTHS * number // len(adapted)
-            for group in (projection, f"part {part + 1} of {_DEPTHS} of the layers"):
-                self._members.setdefault(group, set()).add(number)
-        self.groups = tuple(filter(None, self._members))
 
     def __enter__(self) -> Self:
         self._saved = [parameter.detach().clone() for parameter, _ in self._changes]
@@ -49,12 +35,10 @@ class LocalTrialAdapter(TrialAdapter):
         self.set(0.0)
 
     @torch.no_grad()
-    def set(self, strength: float, without: str = "") -> None:
-        left_out = self._members[without]
-        kept = zip(self._changes, self._saved, strict=True)
-        for number, ((parameter, change), saved) in enumerate(kept):
+    def set(self, strength: float) -> None:
+        for (parameter, change), saved in zip(self._changes, self._saved, strict=True):
             parameter.copy_(saved)
-            if strength and number not in left_out:
+            if strength:
                 parameter.add_(change, alpha=strength)
 
 

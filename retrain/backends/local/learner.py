@@ -232,7 +232,8 @@ class Learner:
         first = batch and minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]
         numbers = {row.number for row in first}
         before = [ratios for number, ratios in measured.items() if number in numbers]
-        return step_result(updates, list(measured.values()), before, self._divergence(batch))
+        divergence = self._divergence(batch)
+        return step_result(updates, list(measured.values()), before, self.max_tokens, divergence)
 
     def _divergence(self, batch: Sequence[LearnerRow]) -> float | None:
         """Return the mean KL divergence from the base; None where the loss does not read it."""

@@ -183,7 +183,7 @@ class TinkerBackend(TinkerFacts):
             if row.trained and row.num_actions
         ]
         if not batch:
-            return step_result([], [], [])
+            return step_result([], [], [], training.max_tokens)
         name = first_nonfinite(
             {
                 "advantages": [row.row.advantages for row in batch],
@@ -191,7 +191,7 @@ class TinkerBackend(TinkerFacts):
             }
         )
         if name:
-            return step_result([Update(nonfinite=name)], [], [])
+            return step_result([Update(nonfinite=name)], [], [], training.max_tokens)
         completions = num_completions(rows) / training.minibatches
         # Every pass is requested before one is waited for, so that the service has no gap.
         with self._service.slot():
@@ -211,7 +211,7 @@ class TinkerBackend(TinkerFacts):
         unmoved = 0
         if isinstance(first, _UpdateRequest):
             unmoved = len(first.rows)
-        result = step_result(updates, log_ratios, log_ratios[:unmoved])
+        result = step_result(updates, log_ratios, log_ratios[:unmoved], training.max_tokens)
         if result.grad_norm is None or np.isfinite(result.grad_norm):
             return result
         return replace(result, grad_norm=None)
