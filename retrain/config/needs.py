@@ -91,6 +91,11 @@ def _backend_lacks(part: Part) -> dict[str, str]:
                 part.facts.in_process,
                 "it holds the model in its own way; leave it false",
             ),
+            "supervision": (
+                declared.supervises,
+                "it takes no supervised steps; leave [sft] out, or train on the traces with another"
+                " tool and name its result as [model] model",
+            ),
             "teacher": (
                 declared.scores_reference,
                 'its learner cannot score tokens as a teacher; leave it empty, or use "local"',

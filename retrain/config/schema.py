@@ -45,6 +45,7 @@ from retrain.config.run_sections import (
     Squeeze,
 )
 from retrain.config.section import RuleViolations, Violation, Violations
+from retrain.config.sft_section import Sft
 from retrain.config.sections import DEFAULT_CONDITIONS, AllSections, Campaign, Condition
 from retrain.system import toml_value
 
@@ -53,7 +54,7 @@ __all__ = [
     "Backpressure", "Campaign", "Condition", "Data",
     "Environment", "Evaluation", "Gtpo", "Hicra", "Inference", "Logging", "Lora", "Loss", "Model",
     "Optimizer", "Planning", "Plugins",
-    "PrimeRLOptions", "Provenance", "Resume", "Reward", "Schedule", "Sepa", "Squeeze",
+    "PrimeRLOptions", "Provenance", "Resume", "Reward", "Schedule", "Sepa", "Sft", "Squeeze",
     "TinkerOptions", "TrainConfig", "Training",
 ]  # fmt: skip
 

@@ -108,7 +108,10 @@ def train(
                 session.save_if_due()
                 if session.is_finished:
                     return Run(session.folder.path, session.finish())
-                take_step(session)
+                if session.state.stage == "sft":
+                    session.take_supervised_step()
+                else:
+                    take_step(session)
         except ResumableFailure as error:
             session.save_now()
             raise RunFailed(f"{str(error).rstrip('.')}, then {again}.") from error

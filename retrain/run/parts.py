@@ -30,6 +30,7 @@ from retrain.data.prompts import examples_key, of_task, query_of
 from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
 from retrain.data.sources import HUB_SOURCES, SOURCES, Benchmark, Query
+from retrain.data.traces import load_traces
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
 from retrain.environments.loading import (
@@ -56,6 +57,7 @@ from retrain.run.gate_fits import GateInputs
 from retrain.run.notes import answer_notes
 from retrain.run.rollout import Sampler
 from retrain.run.sharing import shared
+from retrain.run.supervised import SupervisedStage
 from retrain.run.teacher import Teacher, check_answers, check_teacher
 from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Doing, Example, Int32Array, LogLine, MachineChoices, Prompt
@@ -88,6 +90,7 @@ class Parts:
     """Scores sampled tokens for stages of credit; None without [algorithm] reference."""
     sepa: SEPAController
     evaluator: Evaluator | None
+    supervised: SupervisedStage | None = None
 
     @property
     def heldout_sha256(self) -> dict[str, str] | None:
@@ -157,6 +160,7 @@ def _load_rest(
         undo.callback(stage.host.close)
     prompts = load_prompts(config, text, stage, log)
     check_answers(config, prompts.examples)
+    supervised = load_supervised(config, text, log)
     if not stage:
         for note in answer_notes(config, prompts.texts, prompts.examples):
             log(note)
@@ -191,6 +195,7 @@ def _load_rest(
         Teacher.of(config, text, backend),
         SEPAController(config.sepa),
         evaluator,
+        supervised,
     )
     # From here on `Parts.close` ends what was opened.
     undo.pop_all()
@@ -479,6 +484,22 @@ def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, log:
     for note in prompts.notes:
         log(note)
     return prompts
+
+
+def load_supervised(config: TrainConfig, text: TextModel, log: Say) -> SupervisedStage | None:
+    """Load the traces of [sft]; None without a supervised stage."""
+    if not config.sft.is_on:
+        return None
+    log(LogLine("Loading traces..."))
+    traces = load_traces(config, text)
+    assert traces is not None  # the source has training rows
+    held_out = load_traces(config, text, "heldout") if config.sft.evaluate_every else None
+    stage = SupervisedStage(config, traces, held_out)
+    learned = f"{len(traces):,} traces, {traces.tokens:,} tokens"
+    log(LogLine(f"Loaded {learned} for {counted(stage.steps, 'supervised step')}", learned))
+    for note in traces.notes:
+        log(note)
+    return stage
 
 
 def _read_prompts(
