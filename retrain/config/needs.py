@@ -93,8 +93,7 @@ def _backend_lacks(part: Part) -> dict[str, str]:
             ),
             "supervision": (
                 declared.supervises,
-                "it takes no supervised steps; leave [sft] out, or train on the traces with another"
-                " tool and name its result as [model] model",
+                "it takes no supervised steps; leave [sft] out",
             ),
             "teacher": (
                 declared.scores_reference,

@@ -45,8 +45,8 @@ from retrain.config.run_sections import (
     Squeeze,
 )
 from retrain.config.section import RuleViolations, Violation, Violations
-from retrain.config.sft_section import Sft
 from retrain.config.sections import DEFAULT_CONDITIONS, AllSections, Campaign, Condition
+from retrain.config.sft_section import Sft
 from retrain.system import toml_value
 
 __all__ = [

@@ -398,7 +398,9 @@ def _trace_row(
         return Example(talk, "", "default", info, example_id)
     try:
         completion = _column(row, completion_column)
-        prompt = _prompt(_column(row, data.prompt_column if data.prompt_column in row else "prompt"))
+        prompt = _prompt(
+            _column(row, data.prompt_column if data.prompt_column in row else "prompt")
+        )
     except KeyError:
         return Reason.MALFORMED
     match completion:
@@ -406,8 +408,10 @@ def _trace_row(
             completion = content
     if not isinstance(completion, str) or not completion.strip():
         return Reason.NO_COMPLETION
-    return Reason.MALFORMED if prompt is None else Example(
-        prompt, completion, "default", info, example_id
+    return (
+        Reason.MALFORMED
+        if prompt is None
+        else Example(prompt, completion, "default", info, example_id)
     )
 
 

@@ -8,7 +8,7 @@ model could have sampled there.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,9 +36,22 @@ class Trace:
     spans: tuple[tuple[int, int], ...]
     """Half-open ranges of the learned tokens, one for each completion, its end included."""
 
+    @property
+    def learned(self) -> int:
+        """The number of learned tokens."""
+        return sum(stop - start for start, stop in self.spans)
+
+    def texts(self, decode: Callable[[Int32Array], str]) -> Iterator[tuple[str, bool]]:
+        """Yield the trace as text in parts, each with whether it is learned."""
+        end = 0
+        for start, stop in self.spans:
+            yield decode(self.token_ids[end:start]), False
+            yield decode(self.token_ids[start:stop]), True
+            end = stop
+
     def row(self, number: int) -> Row:
         """Return the trace as row `number` of a step: every learned token has advantage 1."""
-        learned = sum(stop - start for start, stop in self.spans)
+        learned = self.learned
         return Row(
             token_ids=self.token_ids,
             spans=self.spans,
@@ -67,6 +80,11 @@ class TraceSet:
         return sum(len(trace.token_ids) for trace in self.traces)
 
     @property
+    def learned(self) -> int:
+        """Learned tokens of all traces."""
+        return sum(trace.learned for trace in self.traces)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest trace."""
         return max(len(trace.token_ids) for trace in self.traces)
@@ -91,9 +109,7 @@ class TraceSet:
         return [trace.row(number) for number, trace in enumerate(self.traces)]
 
 
-def load_traces(
-    config: "TrainConfig", text: TextModel, split: Split = "train"
-) -> TraceSet | None:
+def load_traces(config: "TrainConfig", text: TextModel, split: Split = "train") -> TraceSet | None:
     """Load the traces of [sft]; None where the source has no held-out ones and they are asked for.
 
     Raises ConfigurationError if no trace can be used, EnvironmentFailure if the hub is needed and
@@ -179,8 +195,10 @@ class _Writer:
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if any(messages[index].get("tool_calls") for index in replies):
             return Reason.TOOL_CALLS
-        if not replies or not replies[0] or any(
-            later - earlier == 1 for earlier, later in zip(replies, replies[1:], strict=False)
+        if (
+            not replies
+            or not replies[0]
+            or any(later - earlier == 1 for earlier, later in pairwise(replies))
         ):
             return Reason.MALFORMED
         before = self._renderer.opening(messages[: replies[0]], tools)
@@ -209,13 +227,3 @@ def _joined(example_id: str, turns: Sequence[tuple[Int32Array, Int32Array]]) -> 
         end = start + len(completion)
         spans.append((start, end))
     return Trace(example_id, np.concatenate(list(chain.from_iterable(turns))), tuple(spans))
-
-
-def learned_text(trace: Trace, decode: Callable[[Int32Array], str]) -> list[tuple[str, bool]]:
-    """Return a trace as text in parts, each with whether it is learned."""
-    parts, end = [], 0
-    for start, stop in trace.spans:
-        parts += [(decode(trace.token_ids[end:start]), False)]
-        parts += [(decode(trace.token_ids[start:stop]), True)]
-        end = stop
-    return parts

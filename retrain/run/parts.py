@@ -30,7 +30,7 @@ from retrain.data.prompts import examples_key, of_task, query_of
 from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
 from retrain.data.sources import HUB_SOURCES, SOURCES, Benchmark, Query
-from retrain.data.traces import load_traces
+from retrain.data.traces import trace_query
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
 from retrain.environments.loading import (
@@ -43,7 +43,13 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
 from retrain.model.budget import longest_row
 from retrain.model.hub import is_offline
-from retrain.model.text import TextModel, load_model_config, load_text_model, model_files
+from retrain.model.text import (
+    TextModel,
+    load_model_config,
+    load_text_model,
+    model_files,
+    resolve_model,
+)
 from retrain.noise import Stream
 from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
@@ -172,7 +178,10 @@ def _load_rest(
         undo.callback(judge.close)
     _log_probes([asked for asked in (scorer, judge) if asked], log)
     if learns:
-        say_memory(config, choices, prompts, prompts_of(held_out), log, world)
+        longest = longest_prompt(prompts, prompts_of(held_out))
+        if supervised:  # a row of traces takes no more than the longest one of reinforcement
+            longest = max(longest, supervised.traces.longest - config.training.max_tokens)
+        say_memory(config, choices, longest, log, world)
     backend = build_backend(config, text.eos_ids, choices, log, world)
     undo.callback(backend.close)
     backend.engine.log = log
@@ -325,9 +334,22 @@ def _asks_nobody(query: Query) -> bool:
         query.data.path
         or source.endswith(DATA_FILE_SUFFIXES)
         or source in ("jsonl", "parquet", "lab")
+        or (source not in SOURCES and query.path.exists())
         or (on_hub and is_offline())
         or (query.split == "train" and isinstance(reader, Benchmark))
     )
+
+
+def explained_traces(config: TrainConfig) -> SupervisedStage | None:
+    """Return the supervised stage for `explain`, where it can be read without the hub and without a
+    model's own code; else None. Raises ConfigurationError as a run would.
+    """
+    if not config.sft.is_on or config.model.trust_remote_code:
+        return None
+    local = is_offline() or Path(resolve_model(config.model.model)).is_dir()
+    if not (local and _asks_nobody(trace_query(config, "train"))):
+        return None
+    return SupervisedStage.load(config, load_text_model(config.model))
 
 
 def check_model(config: TrainConfig) -> None:
@@ -433,13 +455,12 @@ def load_text(model: Model, log: Say) -> TextModel:
 def say_memory(
     config: TrainConfig,
     choices: MachineChoices | None,
-    prompts: PromptSet,
-    held_out: list[Prompt],
+    prompt_tokens: int,
     log: Say,
     world: World = ALONE,
 ) -> None:
-    """Predict the run's memory before the weights are loaded. Raises EnvironmentFailure if not even
-    one completion would fit.
+    """Predict the run's memory, with prompts of up to `prompt_tokens`, before the weights are
+    loaded. Raises EnvironmentFailure if not even one completion would fit.
     """
     if not backend_kind(config.backend.backend).in_process:
         return
@@ -450,7 +471,7 @@ def say_memory(
     try:
         memory = predict_memory(
             config,
-            prompt_tokens=longest_prompt(prompts, held_out),
+            prompt_tokens=prompt_tokens,
             choices=choices,
             shards=shards_of(config.backend, world),
         )
@@ -491,13 +512,9 @@ def load_supervised(config: TrainConfig, text: TextModel, log: Say) -> Supervise
     if not config.sft.is_on:
         return None
     log(LogLine("Loading traces..."))
-    traces = load_traces(config, text)
-    assert traces is not None  # the source has training rows
-    held_out = load_traces(config, text, "heldout") if config.sft.evaluate_every else None
-    stage = SupervisedStage(config, traces, held_out)
-    learned = f"{len(traces):,} traces, {traces.tokens:,} tokens"
-    log(LogLine(f"Loaded {learned} for {counted(stage.steps, 'supervised step')}", learned))
-    for note in traces.notes:
+    stage = SupervisedStage.load(config, text)
+    log(LogLine(f"Loaded {stage.words}", f"{len(stage.traces):,} traces"))
+    for note in stage.traces.notes:
         log(note)
     return stage
 

@@ -1,6 +1,6 @@
 """The evaluations and checkpoints that are due between two steps, and the saving of checkpoints."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from retrain.backends.base import Backend
 from retrain.config import schema
@@ -25,7 +25,7 @@ class Schedule:
 
     training: schema.Training
     evaluation: schema.Evaluation
-    sft: schema.Sft = field(default_factory=schema.Sft)
+    sft: schema.Sft
 
     def is_finished(self, state: TrainerState) -> bool:
         ended = state.stage == "rl" and state.step >= self.training.max_steps

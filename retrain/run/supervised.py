@@ -1,6 +1,6 @@
 """The supervised stage of a run: its traces, its learner's settings, and one step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Self
@@ -10,9 +10,17 @@ import numpy as np
 from retrain.backends.base import Backend
 from retrain.backends.rows import learning_rate
 from retrain.config import TrainConfig
-from retrain.data.traces import TraceSet
+from retrain.data.traces import TraceSet, load_traces
+from retrain.model.text import TextModel
 from retrain.records.entries import SftRecord
+from retrain.records.terminal import counted, one_line
 from retrain.types import Row, StepResult
+
+_SHOWN = 3
+"""Traces that `explain` shows."""
+_WIDTH = 1000
+"""Characters of a trace that it shows."""
+_OPENS, _CLOSES = "[learned: ", "]"
 
 
 @dataclass(frozen=True)
@@ -27,10 +35,40 @@ class SupervisedStage:
     """The run's."""
     traces: TraceSet
     held_out: TraceSet | None
+    text: TextModel
+
+    @classmethod
+    def load(cls, config: TrainConfig, text: TextModel) -> Self:
+        """Load the traces of [sft]. Raises ConfigurationError if none can be used."""
+        traces, held_out = load_traces(config, text), None
+        assert traces is not None  # a source without training rows is refused
+        if config.sft.evaluate_every:
+            held_out = load_traces(config, text, "heldout")
+        return cls(config, traces, held_out, text)
 
     @property
     def steps(self) -> int:
         return self.traces.steps(self.config)
+
+    @property
+    def words(self) -> str:
+        """The size of the stage."""
+        traces = self.traces
+        return (
+            f"{len(traces):,} traces, {traces.tokens:,} tokens of which {traces.learned:,} are"
+            f" learned, for {counted(self.steps, 'supervised step')} of"
+            f" {self.config.sft.batch_size:,}"
+        )
+
+    def lines(self) -> Iterator[str]:
+        """Describe the stage: its size, what acts in it, and a few traces."""
+        training = self.learner_config.training
+        yield f"{self.words}, at lr {training.lr:g} and temperature 1"
+        yield "[loss] but for max_grad_norm, kept sets and teachers do not act in it"
+        for trace in self.traces.traces[:_SHOWN]:
+            parts = trace.texts(self.text.decode)
+            shown = (f"{_OPENS}{part}{_CLOSES}" if learned else part for part, learned in parts)
+            yield one_line(f"{trace.example_id}: {''.join(shown)}", _WIDTH)
 
     @property
     def learner_config(self) -> TrainConfig:

@@ -164,9 +164,7 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
             gain = (
                 f": {100 * mean:+.1f} pp [{100 * low:+.1f}, {100 * high:+.1f}], paired by problem"
             )
-        lines.append(
-            f"Held-out {pass_at_1(before)} at {_at(before)} -> {pass_at_1(after)}{gain}."
-        )
+        lines.append(f"Held-out {pass_at_1(before)} at {_at(before)} -> {pass_at_1(after)}{gain}.")
     elif summary.after is not None:
         lines.append(f"Held-out {pass_at_1(summary.after)}.")
     return [*lines, f"Run folder: {folder} | adapter: {folder / summary.adapter}"]
