@@ -274,7 +274,7 @@ def test_a_kill_costs_the_steps_since_the_last_checkpoint_of_the_stage(
     folder = tmp_path / "run"
     shutil.copytree(straight, folder)
     for path in (folder / "checkpoints").iterdir():
-        if path.name not in ("sft_000002",):
+        if path.name != "sft_000002":
             shutil.rmtree(path)
     small_run(run(folder, data, resume={"from": str(folder)}), quiet=True)
     assert_same_run(straight, folder, 4)
@@ -302,7 +302,7 @@ def test_its_order_is_the_seed_s_alone(data: Path, text: TextModel) -> None:
         for step in (0, 1)
     ]
     assert batches[:2] == batches[2:4] != batches[4:]
-    passed = sum(batches[:2], [])[: len(traces)]
+    passed = [*batches[0], *batches[1]][: len(traces)]
     assert len(set(passed)) == len(traces)  # each once a pass
 
 
