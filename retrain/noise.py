@@ -43,6 +43,8 @@ class Stream(IntEnum):
     """Counter (step, 0, 0, index): what a sampler of prompts draws with."""
     COMPLETION_CHOICE = 10
     """Counter (step, prompt slot, sample, 0): which completions are scored."""
+    TRACE_ORDER = 11
+    """Counter (epoch, 0, 0, index): the order of the supervised stage."""
 
 
 Counter = int | npt.NDArray[np.integer]

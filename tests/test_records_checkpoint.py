@@ -136,7 +136,7 @@ def test_a_crash_at_any_write_leaves_the_last_good_checkpoint(
         assert newest is not None
         assert newest.step in ({2} if finished else {1, 2})
         assert verify(newest.folder) == ""
-        store.make_room_after(newest.step, print)
+        store.make_room_after(newest.state(), print)
         assert not list(store.folder.glob(".tmp-*"))
 
 

@@ -39,6 +39,7 @@ from retrain.cli.main import main
 from retrain.config import config_from_mapping, config_from_toml, dump_toml, unused_keys
 from retrain.config.overrides import deep_merge
 from retrain.config.schema import Loss
+from retrain.data.traces import TraceSet
 from retrain.errors import (
     ConfigurationError,
     EnvironmentFailure,
@@ -47,7 +48,9 @@ from retrain.errors import (
     ServerFailure,
 )
 from retrain.inference_engine.base import NoiseKey, SampleRequest
+from retrain.model.text import load_text_model
 from retrain.run.notes import notes
+from retrain.run.supervised import SupervisedStage
 from retrain.types import FinishReason, Row, StepResult
 from tests.marks import first_of
 from tests.runs import small_run
@@ -174,6 +177,41 @@ def test_the_gradient_is_normalised_once_however_the_service_adds_up(
     np.testing.assert_allclose(gradient, logits.grad, rtol=1e-4, atol=1e-8)
     assert result.loss == pytest.approx(expected.item(), rel=1e-5)
     assert result.grad_norm == pytest.approx(float(np.linalg.norm(gradient)), rel=1e-6)
+
+
+@pytest.mark.parametrize("loads_into_adapters", [False, True])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_supervised_step_is_the_services_cross_entropy(
+    double: Double, tmp_path: Path, reduction: str, loads_into_adapters: bool
+) -> None:
+    """Its mean over the learned tokens; reinforcement then begins with a new optimizer."""
+    double.reduction, double.loads_into_adapters = reduction, loads_into_adapters
+    backend = backend_for(
+        tmp_path, backend={"options": {"loss_reduction": reduction}}, loss={"mode": "ppo"}
+    )
+    config = backend.config.with_(sft_steps=2, sft_lr=1e-3)
+    stage = SupervisedStage(config, TraceSet((), ""), None, load_text_model(config.model))
+    backend.supervise(stage.learner_config)
+    rows = [replace(row, advantages=np.ones_like(row.advantages)) for row in make_rows()]
+    before = backend.trainer.weights.logits.copy()
+    result = backend.train(rows, 0)
+    gradient = (before - backend.trainer.weights.logits) / 100 / 1e-3
+    logits = torch.tensor(before, requires_grad=True)
+    scored = []
+    for row in rows:
+        (start, stop), ids = row.spans[0], torch.tensor(row.token_ids.astype(np.int64))
+        new = torch.log_softmax(logits[ids[start - 1 : stop - 1]], -1)
+        scored.append(new.gather(1, ids[start:stop, None]))
+    expected = -torch.cat(scored).mean()
+    expected.backward()  # type: ignore[no-untyped-call]
+    np.testing.assert_allclose(gradient, logits.grad, rtol=1e-4, atol=1e-8)
+    assert result.loss == pytest.approx(expected.item(), rel=1e-5)
+    learned = backend.trainer.weights
+    backend.supervise(None)
+    np.testing.assert_array_equal(backend.trainer.weights.logits, learned.logits)
+    assert (learned.steps, backend.trainer.weights.steps) == (1, 0)
+    backend.train(make_rows(), 0)
+    assert [loss for loss, _ in double.losses] == ["cross_entropy", "ppo"]
 
 
 def one_update(

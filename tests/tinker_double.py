@@ -155,6 +155,11 @@ class TrainingClient:
 
     def forward_backward(self, data: list[Datum], loss_fn: str, loss_fn_config: Any) -> Answer:
         double.losses.append((loss_fn, loss_fn_config))
+        if loss_fn == "cross_entropy":
+            weights = [datum["weights"] for datum in data]
+            if double.reduction == "mean":
+                weights = [one / (len(one) * len(data)) for one in weights]
+            return Answer("forward_backward", lambda: self._cross_entropy(data, weights))
         return Answer("forward_backward", lambda: self._backward(data))
 
     def forward_backward_custom(self, data: list[Datum], loss_fn: Callable[..., Any]) -> Answer:
@@ -208,11 +213,11 @@ class TrainingClient:
         return Output(metrics={"double/grad_norm": norm})
 
     def load_state_with_optimizer(self, path: str) -> Answer:
-        self.weights = Weights(
-            double.kept[path].logits.copy(),
-            double.kept[path].gradient.copy(),
-            double.kept[path].steps,
-        )
+        self.weights = double.restored(path)
+        return Answer("load_state", lambda: None)
+
+    def load_state(self, path: str) -> Answer:
+        self.weights = double.restored(path, steps=0)
         return Answer("load_state", lambda: None)
 
     def save_state(self, name: str) -> Answer:
@@ -284,14 +289,16 @@ class ServiceClient:
         return Answer("create", lambda: TrainingClient(Weights(logits, np.zeros_like(logits))))
 
     def create_training_client_from_state_with_optimizer(self, path: str) -> Answer:
-        kept = double.kept[path]
+        return self._restore(path)
+
+    def create_training_client_from_state(self, path: str) -> Answer:
+        return self._restore(path, steps=0)
+
+    def _restore(self, path: str, steps: int | None = None) -> Answer:
         if double.loads_into_adapters:
             double.problems["restore"] = APIStatusError(422)
             return Answer("restore", lambda: None)
-        return Answer(
-            "create",
-            lambda: TrainingClient(Weights(kept.logits.copy(), kept.gradient.copy(), kept.steps)),
-        )
+        return Answer("create", lambda: TrainingClient(double.restored(path, steps)))
 
     def close(self, status: str) -> Answer:
         return Answer("close", lambda: None)
@@ -316,6 +323,12 @@ class Double:
     """As SkyRL 0.4.0: a state is loaded into an adapter that exists."""
     drops_eos: bool = False
     drops_logprobs: bool = False
+
+    def restored(self, path: str, steps: int | None = None) -> Weights:
+        """The weights of a state, with the optimizer's count of steps unless another is given."""
+        kept = self.kept[path]
+        count = kept.steps if steps is None else steps
+        return Weights(kept.logits.copy(), kept.gradient.copy(), count)
 
 
 double = Double()

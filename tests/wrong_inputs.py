@@ -848,6 +848,21 @@ CASES = [
         '[[campaign.conditions]]\nadvantage_mode = "grpo"',
         "number 1 lacks transform_mode",
     ),
+    at_load(
+        "both lengths of the supervised stage",
+        "[sft]\nsteps = 5\nepochs = 1.0",
+        "[sft] steps = 5 and epochs = 1 both say how long the stage is; keep one",
+    ),
+    at_load(
+        "a supervised stage without a length",
+        '[sft]\nsource = "traces.jsonl"',
+        '[sft] source = "traces.jsonl" is set, and neither steps nor epochs says how long',
+    ),
+    at_load(
+        "a run without a step",
+        "[training]\nmax_steps = 0",
+        "[training] max_steps = 0 is for a run that ends after its supervised stage",
+    ),
     at_load("seed twice", "[campaign]\nseeds = [1, 1]", "[campaign] seeds names 1 twice"),
     at_load(
         "campaign seed", "[campaign]\nseeds = [-1]", "seeds = [-1] holds a number out of range"

@@ -93,8 +93,8 @@ class RunAtBudget(StoredRun):
 
     @cached_property
     def costs(self) -> Floats:
-        """Return [steps + 1] tokens used after 0, 1, ... steps. Raises ConfigurationError if the
-        records lack the numbers.
+        """Return [steps + 1] tokens used after 0, 1, ... steps, those of a supervised stage
+        included. Raises ConfigurationError if the records lack the numbers.
         """
         records = list[StepRecord]()
         if self.folder.metrics.is_file():
@@ -106,7 +106,7 @@ class RunAtBudget(StoredRun):
                     f"{self.folder.metrics}, step {record.step}, does not tell its tokens, so --at"
                     " tokens cannot be used; leave it out."
                 )
-        return np.cumsum([0, *spent])
+        return np.cumsum([self.sft_tokens, *spent])
 
     @cached_property
     def steps(self) -> int:

@@ -27,7 +27,7 @@ from retrain.config.moving import with_values, wrong_key
 from retrain.config.schema import Training
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES, engine_kind
-from retrain.records.entries import MEASURED, EvaluationRecord, StepRecord
+from retrain.records.entries import MEASURED, EvaluationRecord, SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation, is_evaluation
 from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
 from retrain.records.run_folder import RunFolder, Writer
@@ -331,7 +331,7 @@ class StoredRun:
         """The last evaluation of trained weights; None if there was none."""
         lines = self._backwards(self.held_out_file)
         last = next(lines, None)
-        if last is None or last["step"] == 0:
+        if last is None or (last["step"] == 0 and not self.config.sft.is_on):
             return None
         problems = [last, *takewhile(lambda line: line["step"] == last["step"], lines)]
         problems.reverse()
@@ -352,7 +352,14 @@ class StoredRun:
         """The hashes of the examples of `final_evaluation`; None in folders of 0.9."""
         if self.final_evaluation is None:
             return None
-        return self.environment_at(self.final_evaluation.step - 1).get("heldout_sha256")
+        return self.environment_at(max(0, self.final_evaluation.step - 1)).get("heldout_sha256")
+
+    @cached_property
+    def sft_tokens(self) -> int:
+        """Tokens of the supervised stage; 0 without one."""
+        if not self.folder.sft.is_file():
+            return 0
+        return sum(record.tokens for record in SftRecord.read(self.folder.sft))
 
     def curve(self, name: str) -> Floats:
         """[2, steps] step numbers and values of a numeric field, without the steps that have no

@@ -56,6 +56,8 @@ class BackendCapabilities:
     log-ratios are recorded."""
     moves_settings: bool = False
     """`use` works: the learner reads scheduled keys anew in each step."""
+    supervises: bool = False
+    """`supervise` works: the learner takes steps of cross-entropy."""
     scores_reference: bool = False
     """`reference_logprobs` works: the learner can score tokens as a teacher."""
     sampler: EngineCapabilities | None = None
@@ -204,6 +206,14 @@ class Backend(Offers, ABC):
     def use(self, config: "TrainConfig") -> None:
         """Take the scheduled values of [loss] and [training] that the next call of `train` or
         `logprobs` reads.
+        """
+        raise NotImplementedError
+
+    def supervise(self, config: "TrainConfig | None") -> None:
+        """Take supervised steps with the settings of `config` from now on: `train` minimises the
+        mean cross-entropy of the rows' actions. None: turn to reinforcement, with a new optimizer.
+
+        Called before `load` where the stored state lies within the supervised stage.
         """
         raise NotImplementedError
 

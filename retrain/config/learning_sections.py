@@ -266,8 +266,8 @@ class Training(Section):
     )
     max_steps: int = key(
         500,
-        "Total number of training steps.",
-        ge=1,
+        "Total number of training steps; 0 ends the run after its [sft] stage.",
+        ge=0,
         may_change_at_resume=True,
         not_for_a_condition=(
             "conditions are compared after the same steps, so [campaign] max_steps gives it"

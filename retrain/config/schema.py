@@ -46,6 +46,7 @@ from retrain.config.run_sections import (
 )
 from retrain.config.section import RuleViolations, Violation, Violations
 from retrain.config.sections import DEFAULT_CONDITIONS, AllSections, Campaign, Condition
+from retrain.config.sft_section import Sft
 from retrain.system import toml_value
 
 __all__ = [
@@ -53,7 +54,7 @@ __all__ = [
     "Backpressure", "Campaign", "Condition", "Data",
     "Environment", "Evaluation", "Gtpo", "Hicra", "Inference", "Logging", "Lora", "Loss", "Model",
     "Optimizer", "Planning", "Plugins",
-    "PrimeRLOptions", "Provenance", "Resume", "Reward", "Schedule", "Sepa", "Squeeze",
+    "PrimeRLOptions", "Provenance", "Resume", "Reward", "Schedule", "Sepa", "Sft", "Squeeze",
     "TinkerOptions", "TrainConfig", "Training",
 ]  # fmt: skip
 

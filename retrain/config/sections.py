@@ -40,6 +40,7 @@ from retrain.config.run_sections import (
     Squeeze,
 )
 from retrain.config.section import Section, Seed, Traits, Violation, Violations, key, repeated
+from retrain.config.sft_section import Sft
 from retrain.config.values import LABEL, MAX_SEED, OpenName, check_grid, check_label
 from retrain.system import Json, toml_value
 
@@ -340,6 +341,7 @@ class AllSections(Section):
     training: Training = Field(default_factory=Training)
     optimizer: Optimizer = Field(default_factory=Optimizer)
     lora: Lora = Field(default_factory=Lora)
+    sft: Sft = Field(default_factory=Sft)
     loss: Loss = Field(default_factory=Loss)
     schedule: Schedule = Field(default_factory=Schedule)
     evaluation: Evaluation = Field(default_factory=Evaluation)

@@ -218,9 +218,11 @@ class PromptSet:
 
 
 @lru_cache(maxsize=4)
-def epoch_order(seed: int, epoch: int, size: int) -> npt.NDArray[np.intp]:
+def epoch_order(
+    seed: int, epoch: int, size: int, stream: noise.Stream = noise.Stream.DATA_ORDER
+) -> npt.NDArray[np.intp]:
     """Return the permutation of one epoch, [size], from the ranks of counter-based uniforms."""
-    draws = noise.uniform(seed, noise.Stream.DATA_ORDER, epoch, 0, 0, np.arange(size))
+    draws = noise.uniform(seed, stream, epoch, 0, 0, np.arange(size))
     order = np.argsort(draws, kind="stable")
     order.flags.writeable = False  # it is cached
     return order

@@ -16,9 +16,10 @@ from collections.abc import (
     Sequence,
     Sized,
 )
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,10 @@ class Reason(StrEnum):
     NOT_JSON = "not a JSON object"
     SURROGATE = "with an unpaired surrogate"
     NO_ANSWER = "without an answer"
+    NO_COMPLETION = "without a completion"
+    TOO_LONG = "longer than the limit of tokens"
+    TOOL_CALLS = "with tool calls in a reply"
+    REWRITTEN = "whose earlier turns the chat template writes otherwise later"
 
 
 def dropped_words(count: int, reason: str, first: str) -> str:
@@ -104,11 +109,16 @@ class Query:
     named_for_evaluation: bool
     """[evaluation] source names the source, so all of its examples may be used if it has no
     splits."""
+    traces: bool = False
+    """[sft] reads it: an example's reference is the completion to learn, and "" of a conversation
+    whose replies are learned."""
 
     @property
     def key(self) -> str:
         """The key that names the data, for messages."""
         section = "evaluation" if self.named_for_evaluation else "data"
+        if self.traces and self.config.sft.source:
+            section = "sft"
         key = f"[{section}] {'path' if self.data.path else 'source'}"
         if self.named_for_evaluation and self.data.path:
             key = f"[evaluation.tasks.{source_task(self.data.source)}] path"
@@ -139,9 +149,12 @@ def read_source(query: Query) -> ReadResult:
     """
     source = query.data.source
     if source in SOURCES:
-        return SOURCES[source](query)
+        read = SOURCES[source](query)
+        if query.traces and source not in ("jsonl", "parquet"):
+            _take_solutions(read)
+        return read
     if source.startswith("hub:"):
-        data, reader = HubData.parse(source), _column_reader(query.data)
+        data, reader = HubData.parse(source), _column_reader(query)
         if query.split == "train" or (data.split and query.named_for_evaluation):
             return _read(query, read_hub(data, [data.split or "train"]), reader)
         try:
@@ -345,10 +358,14 @@ def _local(query: Query, suffixes: Sequence[str]) -> ReadResult:
     if query.split == "heldout" and not heldout and not query.named_for_evaluation:
         raise query.no_heldout()
     files = heldout if heldout and query.split == "heldout" else train
-    return _read(query, read_files(files), _column_reader(query.data))
+    return _read(query, read_files(files), _column_reader(query))
 
 
-def _column_reader(data: "Data") -> RowReader:
+def _column_reader(query: Query) -> RowReader:
+    data = query.data
+    if query.traces:
+        return partial(_trace_row, data, query.config.sft.completion_column or "completion")
+
     def read(row: dict[str, Any], example_id: str) -> Example | Reason | None:
         try:
             prompt = _prompt(_column(row, data.prompt_column))
@@ -365,6 +382,48 @@ def _column_reader(data: "Data") -> RowReader:
         return Example(prompt, reference, task, info or None, example_id)
 
     return read
+
+
+def _trace_row(
+    data: "Data", completion_column: str, row: dict[str, Any], example_id: str
+) -> Example | Reason:
+    """Read a prompt and its completion, each a text or messages, or a conversation in `messages`
+    whose replies are learned.
+    """
+    info = {name: row[name] for name in ("tools",) if row.get(name)} or None
+    if completion_column not in row and "messages" in row:
+        talk = _prompt(row["messages"])
+        if not isinstance(talk, list):
+            return Reason.MALFORMED
+        return Example(talk, "", "default", info, example_id)
+    try:
+        completion = _column(row, completion_column)
+        prompt = _prompt(
+            _column(row, data.prompt_column if data.prompt_column in row else "prompt")
+        )
+    except KeyError:
+        return Reason.MALFORMED
+    match completion:
+        case [{"role": "assistant", "content": str(content)}]:
+            completion = content
+    if not isinstance(completion, str) or not completion.strip():
+        return Reason.NO_COMPLETION
+    return (
+        Reason.MALFORMED
+        if prompt is None
+        else Example(prompt, completion, "default", info, example_id)
+    )
+
+
+def _take_solutions(read: ReadResult) -> None:
+    """Take the solution of each example for its completion, and drop those without one."""
+    examples, read.examples = read.examples, []
+    for example in examples:
+        solution = (example.info or {}).get("solution")
+        if isinstance(solution, str) and solution.strip():
+            read.examples.append(replace(example, reference=solution))
+        else:
+            read.drop(Reason.NO_COMPLETION, example.example_id or read.data.source)
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
@@ -446,7 +505,7 @@ def _read(query: Query, rows: Iterable[RawRow], read_row: RowReader) -> ReadResu
             result.drop(example, row.where)
     if not result.examples and columns:
         result.notes.append(
-            f"its columns are {', '.join(columns)}{_columns_to_set(query.data, columns)}"
+            f"its columns are {', '.join(columns)}{_columns_to_set(query, columns)}"
         )
     if not result.examples and Reason.NOT_JSON in result.dropped:
         result.notes.append(
@@ -484,8 +543,14 @@ _USUAL = {
 """Names that data sets give to the two columns; of several, the first that is there is meant."""
 
 
-def _columns_to_set(data: "Data", columns: Collection[str]) -> str:
+def _columns_to_set(query: Query, columns: Collection[str]) -> str:
     """Say, as the end of a sentence, which keys name the columns of rows that could not be read."""
+    data = query.data
+    if query.traces:
+        return (
+            "; a trace has a prompt and a completion, in the columns that [data] prompt_column and"
+            " [sft] completion_column name, or messages"
+        )
     given = {"prompt_column": data.prompt_column, "answer_column": data.answer_column}
     absent = {key: name for key, name in given.items() if name not in columns}
     if data.source in ("math", "gsm8k"):

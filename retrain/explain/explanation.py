@@ -42,7 +42,14 @@ from retrain.explain.timing import (
 from retrain.inference_engine.base import EngineCapabilities
 from retrain.records.redact import Redactor, note_secrets
 from retrain.run.notes import notes
-from retrain.run.parts import Say, check_device, check_inputs, check_model, check_packages
+from retrain.run.parts import (
+    Say,
+    check_device,
+    check_inputs,
+    check_model,
+    check_packages,
+    explained_traces,
+)
 from retrain.system import Json
 from retrain.xray.resolve import headline_of
 
@@ -207,6 +214,8 @@ class Explanation:
     """The declared capabilities of the engine; None if the backend samples by itself or the
     declaration cannot be read."""
     backend: BackendCapabilities | None = None
+    traces: tuple[str, ...] = ()
+    """The size of the supervised stage, then a few traces with the learned part marked."""
     losses: tuple[str, ...] = ()
     """One sentence on each plugin of [loss]: what was proved of it, and what it declares."""
 
@@ -244,6 +253,7 @@ class Explanation:
             "engine": asdict(self.engine) if self.engine else None,
             "backend": asdict(self.backend) if self.backend else None,
             "loss": list(self.losses),
+            "sft": list(self.traces),
             "squeeze": (
                 {
                     "adapter": str(adapter.folder),
@@ -305,6 +315,7 @@ def explain(
         warnings=tuple(warnings),
         engine=engine,
         backend=backend,
+        traces=tuple(inputs.traces),
         losses=losses,
     )
 
@@ -352,6 +363,8 @@ class InputProblems:
     lacking: list[str] = field(default_factory=list)
     """Missing on this machine, exit 3."""
     warnings: list[str] = field(default_factory=list)
+    traces: list[str] = field(default_factory=list)
+    """Lines about the supervised stage of the first run that has one."""
 
     @classmethod
     def of(cls, configs: Sequence[TrainConfig], *, here: bool) -> Self:
@@ -366,7 +379,13 @@ class InputProblems:
 
         `here` is False where the prediction is for another machine, whose devices are not known.
         """
-        for check in (check_inputs, check_packages, check_model, *([check_device] if here else [])):
+        for check in (
+            check_inputs,
+            self._traces,
+            check_packages,
+            check_model,
+            *([check_device] if here else []),
+        ):
             try:
                 note = check(config)
             except ConfigurationError as error:
@@ -375,6 +394,14 @@ class InputProblems:
                 self.lacking.append(str(error))
             else:
                 self.warnings += [note] if note else []
+
+    def _traces(self, config: TrainConfig) -> str:
+        """Describe the supervised stage; return the warning about its rows."""
+        stage = explained_traces(config)
+        if stage is None:
+            return ""
+        self.traces = self.traces or list(stage.lines())
+        return " ".join(f"{note}." for note in stage.traces.notes)
 
 
 def _settings(config: TrainConfig) -> list[Setting]:

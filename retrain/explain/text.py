@@ -29,6 +29,7 @@ def to_text(seen: "Explanation") -> str:
         ("", _headline(seen)),
         ("Conditions", _conditions(seen)),
         ("Settings that differ from the defaults", table_lines(settings, indent=GAP)),
+        ("Supervised stage", (f"{GAP}{line}" for line in seen.traces)),
         ("Memory", _memory(seen)),
         ("Time", table_lines([*_time_rows(seen.schedule)], indent=GAP) if seen.schedule else ()),
         ("Would be refused", _sentences((*seen.refused, *seen.unavailable))),

@@ -30,6 +30,8 @@ _NO_TRACE: dict[str, object] = {
     "logging.wandb_project": "",
     "backend.adapter_path": "",
     "resume.from": "",
+    "sft.steps": 0,
+    "sft.epochs": 0.0,
 }
 """Settings with which a measured step evaluates nothing and writes only into its own folder."""
 

@@ -232,7 +232,7 @@ def eos_token_ids(
 
     Raises ConfigurationError if there is none: completions would never end.
     """
-    found = {tokenizer.eos_token_id, _end_of_turn(tokenizer)}
+    found = {tokenizer.eos_token_id, end_of_turn(tokenizer)}
     for value in (_of_text(config, "eos_token_id"), getattr(generation, "eos_token_id", None)):
         found |= set(value) if isinstance(value, list) else {value}
     ids = tuple(sorted(int(token) for token in found if token is not None))
@@ -245,7 +245,10 @@ def eos_token_ids(
     return ids
 
 
-def _end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Return the special token that the chat template writes after an assistant's turn; None if it
+    writes none.
+    """
     _, found, rest = rendered_turns(tokenizer).rpartition(ANSWER)
     special = set(tokenizer.all_special_ids) | {
         index for index, token in tokenizer.added_tokens_decoder.items() if token.special

@@ -23,7 +23,7 @@ from retrain.system import parse_json
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 FINAL = "final"
-_STEP_FOLDER = re.compile(r"step_(\d{6,})")
+_FOLDER = re.compile(r"(sft|step)_(\d{6,})")
 _DAMAGED = "damaged-"
 
 
@@ -46,9 +46,21 @@ def step_folder(step: Any) -> str:
     return "no step"
 
 
+def place_folder(state: TrainerState) -> str:
+    """The name of the checkpoint's folder of a state: `sft_000006` within the supervised stage."""
+    stage, step = state.place
+    return f"sft_{step:06d}" if stage == "sft" else step_folder(step)
+
+
+def _order(folder: str) -> tuple[bool, int]:
+    """The place of a checkpoint's folder among those of its run: the supervised stage is first."""
+    stage, _, number = folder.partition("_")
+    return stage == "step", int(number)
+
+
 class CheckpointStore:
-    """The checkpoints of one run, `step_000020/` for 20 completed steps and `final/` for the last
-    adapter.
+    """The checkpoints of one run, `step_000020/` for 20 completed steps, `sft_000006/` for 6 of the
+    supervised stage, and `final/` for the last adapter.
     """
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
@@ -64,15 +76,15 @@ class CheckpointStore:
             raise ValueError(
                 f"Step {state.step} is unfinished; a checkpoint holds the state between two steps."
             )
-        target = self.folder / step_folder(state.step)
+        target = self.folder / place_folder(state)
 
         def fill(folder: Path) -> None:
             write(folder)
             (folder / STATE).write_text(state.to_json(), encoding="utf-8")
 
         commit_folder(target, fill, step=state.step, config_hash=state.config_hash)
-        for step in self.steps()[: -self.keep] if self.keep else ():
-            delete(self.folder / step_folder(step))
+        for name in self._folders()[: -self.keep] if self.keep else ():
+            delete(self.folder / name)
         return target
 
     def save_final(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
@@ -81,12 +93,18 @@ class CheckpointStore:
         commit_folder(target, write, step=state.step, config_hash=state.config_hash)
         return target
 
-    def steps(self) -> list[int]:
-        """The step counts of the committed folders, oldest first, verified or not."""
+    def _folders(self) -> list[str]:
+        """The names of the committed folders, oldest first, verified or not."""
         if not self.folder.is_dir():
             return []
-        matches = (_STEP_FOLDER.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted(int(match.group(1)) for match in matches if match)
+        names = [path.name for path in self.folder.iterdir()]
+        return sorted(filter(_FOLDER.fullmatch, names), key=_order)
+
+    def steps(self) -> list[int]:
+        """The step counts of the committed folders, oldest first, but for those of the supervised
+        stage.
+        """
+        return [step for is_step, step in map(_order, self._folders()) if is_step]
 
     def at(self, step: int) -> Checkpoint:
         """The checkpoint of `step` completed steps. Raises, naming the steps there are,
@@ -118,13 +136,14 @@ class CheckpointStore:
 
         `beside` returns a problem outside of a checkpoint's folder that makes it unusable, or "".
         """
-        steps = [step for step in self.steps() if step <= until]
-        for step in reversed(steps):
-            found = Checkpoint(self.folder / step_folder(step), step)
+        names = [name for name in self._folders() if _order(name) <= (True, until)]
+        for name in reversed(names):
+            is_step, step = _order(name)
+            found = Checkpoint(self.folder / name, step if is_step else 0)
             problem = _unusable(found.folder) or beside(found)
             if not problem:
                 return found
-            further = "; trying the previous one" if step > steps[0] else ""
+            further = "; trying the previous one" if name != names[0] else ""
             log(f"Checkpoint {found.folder.name} is not used: {problem}{further}.")
         return None
 
@@ -133,20 +152,21 @@ class CheckpointStore:
         those made verifies: the untrained model would answer in their place.
         """
         found = self.newest(log)
-        if found is None and self.steps():
+        if found is None and self._folders():
             raise RunFailed(
                 f"No checkpoint in {self.folder} can be used; put back what is missing, or name"
                 " another run."
             )
         return found
 
-    def make_room_after(self, step: int, log: Callable[[str], None]) -> None:
-        """Set the checkpoints after `step` aside, and delete what a killed save left.
+    def make_room_after(self, state: TrainerState, log: Callable[[str], None]) -> None:
+        """Set the checkpoints after that of `state` aside, and delete what a killed save left.
 
         A checkpoint after the one that is resumed was not usable. It is renamed instead of deleted,
         since a person may still recover something from it.
         """
-        for folder in [self.folder / step_folder(later) for later in self.steps() if later > step]:
+        here = _order(place_folder(state))
+        for folder in [self.folder / name for name in self._folders() if _order(name) > here]:
             aside, number = folder.with_name(f"{_DAMAGED}{folder.name}"), 2
             while os.path.lexists(aside):
                 aside, number = folder.with_name(f"{_DAMAGED}{folder.name}-{number}"), number + 1
@@ -159,7 +179,7 @@ class CheckpointStore:
         """Delete every checkpoint and nothing else in the folder."""
         for path in [*self.folder.iterdir()]:
             if (
-                _STEP_FOLDER.fullmatch(path.name)
+                _FOLDER.fullmatch(path.name)
                 or path.name == FINAL
                 or path.name.startswith((_DAMAGED, TEMPORARY))
             ):

@@ -349,6 +349,30 @@ them."""
 
 
 @dataclass(frozen=True)
+class SftRecord(_Record):
+    """One step of the supervised stage."""
+
+    step: int
+    """The step's number within the stage, counted from 0."""
+    loss: float | None
+    """Mean cross-entropy of the learned tokens before the update, in nats; null if it was not
+    finite."""
+    grad_norm: float | None
+    """L2 norm of the gradient before it is clipped; null if it was not finite."""
+    lr: float
+    """Learning rate of the update."""
+    tokens: int
+    """Tokens of the batch, prompts included."""
+    learned_tokens: int
+    """Tokens of the batch that the loss is over."""
+    step_time_s: float
+    """Seconds of the step."""
+    heldout_logprob: float | None = None
+    """Mean log-prob of the held-out traces' tokens before the step, in nats; null where it was not
+    measured."""
+
+
+@dataclass(frozen=True)
 class EvaluationRecord(_Record):
     """One held-out problem of one evaluation."""
 

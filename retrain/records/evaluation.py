@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import count, groupby
 from math import comb, sqrt
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 from uuid import uuid4
 
 import numpy as np
@@ -118,13 +118,14 @@ class Evaluation:
     """
 
     step: int
-    """Steps completed when the evaluation was made."""
+    """Steps of its stage completed when the evaluation was made."""
     problems: Sequence[EvaluationRecord]
     ks: Sequence[int] = (1,)
     seconds: float = 0.0
     tokens: int = 0
     heldout_sha256: Mapping[str, str] = field(default_factory=dict)
     """Task -> sha256 of its examples."""
+    stage: Literal["sft", "rl"] = "rl"
 
     def _with_samples(self, k: int) -> list[EvaluationRecord]:
         """The problems with at least k judged samples."""
@@ -201,6 +202,8 @@ class Evaluation:
                 task: part._scores() | {"problems": len(part.problems)}
                 for task, part in tasks.items()
             }
+        if self.stage == "sft":
+            values["stage"] = self.stage
         return values | {
             "interval": list(self.interval),
             "step": self.step,
@@ -210,12 +213,16 @@ class Evaluation:
         }
 
 
-def read_evaluations(path: Path, ks: Iterable[int]) -> list[Evaluation]:
-    """Return the evaluations in evaluation.jsonl, oldest first. Raises RunFailed for a damaged
-    file.
+def read_evaluations(
+    path: Path, ks: Iterable[int], stage: Literal["sft", "rl"] = "rl"
+) -> list[Evaluation]:
+    """Return the evaluations in evaluation.jsonl, or in that of a `stage`, oldest first. Raises
+    RunFailed for a damaged file.
     """
     by_step = groupby(EvaluationRecord.read(path), key=lambda record: record.step)
-    return [Evaluation(step, [*problems], sorted({1, *ks})) for step, problems in by_step]
+    return [
+        Evaluation(step, [*problems], sorted({1, *ks}), stage=stage) for step, problems in by_step
+    ]
 
 
 def _pass_rates(problems: Sequence[EvaluationRecord], k: int) -> list[float]:

@@ -57,6 +57,10 @@ class RunFolder:
     the lock's file."""
     metrics = Place("metrics.jsonl")
     evaluation = Place("evaluation.jsonl")
+    sft = Place("sft.jsonl")
+    """The steps of the supervised stage."""
+    sft_evaluation = Place("sft_evaluation.jsonl")
+    """The evaluations before and within the supervised stage."""
     emergence_steps = Place("emergence/steps.jsonl")
     generations = Place("emergence/generations.jsonl")
     tokens = Place("tokens")
@@ -109,6 +113,8 @@ class RunFolder:
             self.wandb,
             self.metrics,
             self.evaluation,
+            self.sft,
+            self.sft_evaluation,
             self.config,
             self.environment,
             self.trainer_state,
@@ -129,7 +135,14 @@ class RunFolder:
 
     def lines(self) -> tuple[Path, ...]:
         """The files of JSON lines."""
-        return (self.metrics, self.evaluation, self.emergence_steps, self.generations)
+        return (
+            self.metrics,
+            self.evaluation,
+            self.emergence_steps,
+            self.generations,
+            self.sft,
+            self.sft_evaluation,
+        )
 
     def claim(self) -> "Claim":
         """Look whose the folder is. Raises RunFailed for a marker that is no JSON object."""

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from retrain.errors import RunFailed
 from retrain.system import parse_json
@@ -23,6 +23,10 @@ class TrainerState:
     config_hash: str
     step: int = 0
     """Steps completed."""
+    stage: Literal["sft", "rl"] = "rl"
+    """The stage that the next step belongs to."""
+    sft_step: int = 0
+    """Steps of the supervised stage completed."""
     learning: bool = False
     """True from the first change of the weights until the step is recorded. Such a state is never
     saved."""
@@ -92,9 +96,29 @@ class TrainerState:
             mismatch_streak=mismatch_streak,
         )
 
+    @property
+    def place(self) -> tuple[Literal["sft", "rl"], int]:
+        """The stage, and how many of its steps are completed."""
+        return self.stage, self.sft_step if self.stage == "sft" else self.step
+
+    def after_sft_step(self, *, tokens: int, seconds: float, finite: bool, ends: bool) -> Self:
+        """Return the state after a step of the supervised stage. `ends`: it was the last one, after
+        which the new weights have no evaluation in their stage.
+        """
+        return replace(
+            self,
+            stage="rl" if ends else "sft",
+            sft_step=self.sft_step + 1,
+            learning=False,
+            last_evaluation=-1 if ends else self.last_evaluation,
+            tokens=self.tokens + tokens,
+            seconds=self.seconds + seconds,
+            nonfinite_streak=0 if finite else self.nonfinite_streak + 1,
+        )
+
     def after_evaluation(self, seconds: float) -> Self:
         """Return the state after an evaluation of the current weights that took `seconds`."""
-        return replace(self, last_evaluation=self.step, seconds=self.seconds + seconds)
+        return replace(self, last_evaluation=self.place[1], seconds=self.seconds + seconds)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"

@@ -6,6 +6,7 @@ Every evaluation of a run draws the same noise, so before and after differ by th
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 
@@ -53,7 +54,9 @@ class Evaluator:
         """Completions of one evaluation."""
         return sum(len(prompts) * plan.group_size for prompts, plan in self.sets)
 
-    def run(self, step: int, watcher: Watcher) -> tuple[Evaluation, list[Group]]:
+    def run(
+        self, step: int, watcher: Watcher, stage: Literal["sft", "rl"] = "rl"
+    ) -> tuple[Evaluation, list[Group]]:
         """Evaluate the current weights; return the answers too, one group per problem. Raises
         RunFailed if too many answers could not be judged.
         """
@@ -71,6 +74,7 @@ class Evaluator:
             seconds=sum(rollout.sample_seconds + rollout.reward_seconds for rollout in rollouts),
             tokens=sum(rollout.tokens for rollout in rollouts),
             heldout_sha256=self.heldout_sha256,
+            stage=stage,
         )
         return evaluation, groups
 

@@ -108,7 +108,7 @@ def train(
                 session.save_if_due()
                 if session.is_finished:
                     return Run(session.folder.path, session.finish())
-                take_step(session)
+                next_step(session)
         except ResumableFailure as error:
             session.save_now()
             raise RunFailed(f"{str(error).rstrip('.')}, then {again}.") from error
@@ -120,6 +120,14 @@ def train(
             flag = backend_kind(config.backend.backend).address_flag
             how = f"{again}, at another address with {flag}"
             raise ServerFailure(f"{error} {saved}: {how}.") from error
+
+
+def next_step(session: Session) -> None:
+    """Take a step of the run's stage."""
+    if session.state.stage == "sft":
+        session.take_supervised_step()
+    else:
+        take_step(session)
 
 
 def take_step(session: Session) -> None:

@@ -30,6 +30,7 @@ from retrain.data.prompts import examples_key, of_task, query_of
 from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
 from retrain.data.sources import HUB_SOURCES, SOURCES, Benchmark, Query
+from retrain.data.traces import trace_query
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
 from retrain.environments.loading import (
@@ -42,7 +43,13 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
 from retrain.model.budget import longest_row
 from retrain.model.hub import is_offline
-from retrain.model.text import TextModel, load_model_config, load_text_model, model_files
+from retrain.model.text import (
+    TextModel,
+    load_model_config,
+    load_text_model,
+    model_files,
+    resolve_model,
+)
 from retrain.noise import Stream
 from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
@@ -56,6 +63,7 @@ from retrain.run.gate_samples import GateInputs
 from retrain.run.notes import answer_notes
 from retrain.run.rollout import Sampler
 from retrain.run.sharing import shared
+from retrain.run.supervised import SupervisedStage
 from retrain.run.teacher import Teacher, check_answers, check_teacher
 from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Doing, Example, Int32Array, LogLine, MachineChoices, Prompt
@@ -88,6 +96,7 @@ class Parts:
     """Scores sampled tokens for stages of credit; None without [algorithm] reference."""
     sepa: SEPAController
     evaluator: Evaluator | None
+    supervised: SupervisedStage | None = None
 
     @property
     def heldout_sha256(self) -> dict[str, str] | None:
@@ -157,6 +166,7 @@ def _load_rest(
         undo.callback(stage.host.close)
     prompts = load_prompts(config, text, stage, log)
     check_answers(config, prompts.examples)
+    supervised = load_supervised(config, text, log)
     if not stage:
         for note in answer_notes(config, prompts.texts, prompts.examples):
             log(note)
@@ -168,7 +178,10 @@ def _load_rest(
         undo.callback(judge.close)
     _log_probes([asked for asked in (scorer, judge) if asked], log)
     if learns:
-        say_memory(config, choices, prompts, prompts_of(held_out), log, world)
+        longest = longest_prompt(prompts, prompts_of(held_out))
+        if supervised:  # a row of traces takes no more than the longest one of reinforcement
+            longest = max(longest, supervised.traces.longest - config.training.max_tokens)
+        say_memory(config, choices, longest, log, world)
     backend = build_backend(config, text.eos_ids, choices, log, world)
     undo.callback(backend.close)
     backend.engine.log = log
@@ -191,6 +204,7 @@ def _load_rest(
         Teacher.of(config, text, backend),
         SEPAController(config.sepa),
         evaluator,
+        supervised,
     )
     # From here on `Parts.close` ends what was opened.
     undo.pop_all()
@@ -320,9 +334,22 @@ def _asks_nobody(query: Query) -> bool:
         query.data.path
         or source.endswith(DATA_FILE_SUFFIXES)
         or source in ("jsonl", "parquet", "lab")
+        or (source not in SOURCES and query.path.exists())
         or (on_hub and is_offline())
         or (query.split == "train" and isinstance(reader, Benchmark))
     )
+
+
+def explained_traces(config: TrainConfig) -> SupervisedStage | None:
+    """Return the supervised stage for `explain`, where it can be read without the hub and without a
+    model's own code; else None. Raises ConfigurationError as a run would.
+    """
+    if not config.sft.is_on or config.model.trust_remote_code:
+        return None
+    local = is_offline() or Path(resolve_model(config.model.model)).is_dir()
+    if not (local and _asks_nobody(trace_query(config, "train"))):
+        return None
+    return SupervisedStage.load(config, load_text_model(config.model))
 
 
 def check_model(config: TrainConfig) -> None:
@@ -428,13 +455,12 @@ def load_text(model: Model, log: Say) -> TextModel:
 def say_memory(
     config: TrainConfig,
     choices: MachineChoices | None,
-    prompts: PromptSet,
-    held_out: list[Prompt],
+    prompt_tokens: int,
     log: Say,
     world: World = ALONE,
 ) -> None:
-    """Predict the run's memory before the weights are loaded. Raises EnvironmentFailure if not even
-    one completion would fit.
+    """Predict the run's memory, with prompts of up to `prompt_tokens`, before the weights are
+    loaded. Raises EnvironmentFailure if not even one completion would fit.
     """
     if not backend_kind(config.backend.backend).in_process:
         return
@@ -445,7 +471,7 @@ def say_memory(
     try:
         memory = predict_memory(
             config,
-            prompt_tokens=longest_prompt(prompts, held_out),
+            prompt_tokens=prompt_tokens,
             choices=choices,
             shards=shards_of(config.backend, world),
         )
@@ -479,6 +505,18 @@ def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, log:
     for note in prompts.notes:
         log(note)
     return prompts
+
+
+def load_supervised(config: TrainConfig, text: TextModel, log: Say) -> SupervisedStage | None:
+    """Load the traces of [sft]; None without a supervised stage."""
+    if not config.sft.is_on:
+        return None
+    log(LogLine("Loading traces..."))
+    stage = SupervisedStage.load(config, text)
+    log(LogLine(f"Loaded {stage.words}", f"{len(stage.traces):,} traces"))
+    for note in stage.traces.notes:
+        log(note)
+    return stage
 
 
 def _read_prompts(

@@ -12,7 +12,7 @@ from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.jsonl import read_jsonl, truncate_to_step
 from retrain.records.run_folder import RunFolder
 from retrain.records.state import TrainerState
-from retrain.run.loop import take_step
+from retrain.run.loop import next_step
 from retrain.run.pressure import decided_by
 from retrain.run.saver import Schedule
 from retrain.run.session import Session
@@ -67,6 +67,7 @@ def replayed(
         session.schedule = _Recorded(
             session.schedule.training,
             session.schedule.evaluation,
+            session.schedule.sft,
             _evaluated(folder),
             _saved(folder),
         )
@@ -75,7 +76,7 @@ def replayed(
             session.save_if_due()
             if session.state.step >= stop or session.is_finished:
                 break
-            take_step(session)
+            next_step(session)
         yield session
     # The date is the run's own, and no key that somebody set.
     RunFolder(scratch).config.write_text(dump_toml(config), encoding="utf-8")

@@ -25,9 +25,11 @@ class Schedule:
 
     training: schema.Training
     evaluation: schema.Evaluation
+    sft: schema.Sft
 
     def is_finished(self, state: TrainerState) -> bool:
-        return state.step >= self.training.max_steps or self.is_out_of_time(state)
+        ended = state.stage == "rl" and state.step >= self.training.max_steps
+        return ended or self.is_out_of_time(state)
 
     def is_out_of_time(self, state: TrainerState) -> bool:
         """Return True if the run has used up `[training] max_hours`; 0 sets no limit."""
@@ -41,9 +43,34 @@ class Schedule:
             or (evaluation.at_end and step == self.training.max_steps)
         )
 
+    def evaluates(self, state: TrainerState) -> bool:
+        """Return True if the weights of `state` are evaluated. Those at the end of the supervised
+        stage are reinforcement's first.
+        """
+        stage, step = state.place
+        if stage == "rl":
+            return self.evaluates_at(step)
+        due = step > 0 and is_due(self.sft.evaluate_every, step)
+        return due or (step == 0 and (self.evaluation.at_start or self.sft.evaluate_every > 0))
+
+    def saves(self, state: TrainerState) -> bool:
+        """Return True if a checkpoint of `state` is due; the end of the supervised stage has
+        one.
+        """
+        stage, step = state.place
+        if stage == "rl":
+            return self.saves_at(step, state) or (step == 0 < state.sft_step)
+        return step > 0 and (is_due(self.training.save_every, step) or self.is_out_of_time(state))
+
     def saves_at(self, step: int, state: TrainerState) -> bool:
         due = is_due(self.training.save_every, step)
         return step > 0 and (due or step >= self.training.max_steps or self.is_out_of_time(state))
+
+
+def _steps_at(place: tuple[str, int]) -> str:
+    """Say how many steps are completed: `3 supervised steps`."""
+    stage, step = place
+    return counted(step, "supervised step" if stage == "sft" else "step")
 
 
 class Saver:
@@ -55,15 +82,15 @@ class Saver:
         store: CheckpointStore,
         backend: Backend,
         tracker: Tracker,
-        saved_at: int,
+        saved: tuple[str, int] | None,
         saved_evaluation: int,
     ) -> None:
         self.folder = folder
         self.store = store
         self.backend = backend
         self.tracker = tracker
-        self.saved_at = saved_at
-        """The step of the newest checkpoint; -1 before the first."""
+        self.saved = saved
+        """The place of the newest checkpoint (`TrainerState.place`); None before the first."""
         self.saved_evaluation = saved_evaluation
         """The step of the newest evaluation that it knows; -1 before the first."""
         self._failures = 0
@@ -71,24 +98,22 @@ class Saver:
 
     def holds(self, state: TrainerState) -> bool:
         """Return True if the newest checkpoint is of `state`, with the evaluation at its step."""
-        return (self.saved_at, self.saved_evaluation) == (state.step, state.last_evaluation)
+        return (self.saved, self.saved_evaluation) == (state.place, state.last_evaluation)
 
     def what_is_saved(self, state: TrainerState) -> str:
         """Say what a resume would find, without a full stop."""
-        step, learning = state.step, state.learning
-        if self.saved_at == step and not learning:
-            return f"The run is saved after {counted(step, 'step')}"
-        lost = f"The state after {counted(step, 'step')}"
-        if learning:
-            lost = f"Step {step} was under way and"
-        if self.saved_at < 0:
+        now = _steps_at(state.place)
+        if self.saved == state.place and not state.learning:
+            return f"The run is saved after {now}"
+        lost = f"The state after {now}"
+        if state.learning:
+            stage, step = state.place
+            lost = f"{'Supervised step' if stage == 'sft' else 'Step'} {step} was under way and"
+        if self.saved is None:
             return (
                 f"{lost} is not saved, and there is no checkpoint yet, so a resume begins at step 0"
             )
-        return (
-            f"{lost} is not saved; the newest checkpoint is that after"
-            f" {counted(self.saved_at, 'step')}"
-        )
+        return f"{lost} is not saved; the newest checkpoint is that after {_steps_at(self.saved)}"
 
     @property
     def is_behind(self) -> bool:
@@ -125,5 +150,5 @@ class Saver:
                 ) from error
             self.tracker.message(f"{sentence}; trying again after the next step.")
             return
-        self.saved_at, self.saved_evaluation = state.step, state.last_evaluation
+        self.saved, self.saved_evaluation = state.place, state.last_evaluation
         self._failures = 0

@@ -99,17 +99,17 @@ class Session:
         self.interrupts = interrupts
         self.parts = parts
         self.world = world
-        self.schedule = Schedule(self.config.training, self.config.evaluation)
+        self.schedule = Schedule(self.config.training, self.config.evaluation, self.config.sft)
         settings = self.config.backpressure
         self.pressure = None
         if settings.enabled:
             self.pressure = Pressure(
                 settings, self.config.training, parts.backend, opened.decided_by
             )
-        saved_at = opened.checkpoint.step if opened.checkpoint else -1
         self.choice = PromptChoice(self.config, parts.prompts)
         evaluated = self.state.last_evaluation if opened.checkpoint else -1
-        self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved_at, evaluated)
+        saved = self.state.place if opened.checkpoint else None
+        self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved, evaluated)
         self.observer = StepObserver(self.plan, parts, tracker)
         self.evaluations: list[Evaluation] = []
         self.prefetched = None
@@ -119,8 +119,8 @@ class Session:
         if world.size == 1:
             parts.backend.engine.check = interrupts.check
         self._adapter = opened.store.folder / "final"
-        self._synced = -1
-        """The step whose weights the engine samples from."""
+        self._synced: tuple[str, int] | None = None
+        """The stage and step whose weights the engine samples from."""
         self._skip_parity = skip_parity
         self._gate_repeated = skip_parity
 
@@ -190,6 +190,11 @@ class Session:
         line.
         """
         backend = self.parts.backend
+        stage = self.parts.supervised
+        if stage and not opened.checkpoint:
+            self.state = replace(self.state, stage="sft")
+        if stage and self.state.stage == "sft":
+            backend.supervise(stage.learner_config)
         if opened.checkpoint:
             backend.load(opened.checkpoint.folder)
             for note in self.parts.sepa.load_state_dict(self.state.sepa):
@@ -213,11 +218,14 @@ class Session:
     def _restore_records(self) -> None:
         """Take up what an earlier session wrote of steps and evaluations."""
         metrics, evaluation = self.folder.metrics, self.folder.evaluation
+        ks = self.config.evaluation.k
+        if self.folder.sft_evaluation.exists():
+            self.evaluations = read_evaluations(self.folder.sft_evaluation, ks, "sft")
         if metrics.exists():
             newest_first = reversed(list(read_jsonl(metrics)))
             self.observer.restore(StepRecord.from_json(line, metrics) for line in newest_first)
         if evaluation.exists():
-            self.evaluations = read_evaluations(evaluation, self.config.evaluation.k)
+            self.evaluations += read_evaluations(evaluation, ks)
 
     def _pass_gate(self) -> None:
         result = None
@@ -246,7 +254,7 @@ class Session:
             "backend": asdict(self.parts.backend.capabilities),
             "loss": loss_notes(self.config),
         }
-        own = part_of_session(environment, goes_on=self.saver.saved_at >= 0)
+        own = part_of_session(environment, goes_on=self.saver.saved is not None)
         own["parity_gate"], own["model_sha256"] = gate and gate.to_json(), model_fingerprint(model)
         own["heldout_sha256"] = self.parts.heldout_sha256
         written = prompts.sha256
@@ -261,6 +269,37 @@ class Session:
                 " weights changed, restore them: the adapter was trained on the first ones."
             )
         replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
+
+    # -- the supervised stage ----------------------------------------------------------------------
+
+    def take_supervised_step(self) -> None:
+        """Take a step of the supervised stage and write it down. After the last one the learner
+        turns to reinforcement. Raises RunFailed if the run should not go on.
+        """
+        stage, backend, before = self.parts.supervised, self.parts.backend, self.state
+        assert stage is not None
+        self.interrupts.adopt(self.world.gather(self.interrupts.stopped_by))
+        self.interrupts.check()
+        self.tracker.message(Doing(f"Supervised step {before.sft_step} of {stage.steps}"))
+        if self._synced == before.place:
+            backend.engine.sleep()
+        self.state = replace(before, learning=True)
+        try:
+            record, result = stage.take(backend, before.sft_step)
+        except NotReached:
+            self.state = before
+            raise
+        ends = before.sft_step + 1 >= stage.steps
+        if ends:
+            backend.supervise(None)
+        self.state = before.after_sft_step(
+            tokens=record.tokens,
+            seconds=self.world.broadcast(record.step_time_s),
+            finite=result.updates > 0 or not result.nonfinite_updates,
+            ends=ends,
+        )
+        self.tracker.emit(record)
+        check_updates(self.state, result)
 
     # -- one step: sample, turn to learning, learn, record -----------------------------------------
 
@@ -453,16 +492,16 @@ class Session:
         back.
         """
         step, engine = self.state.step, self.parts.backend.engine
-        if self._synced == step:
+        if self._synced == self.state.place:
             return
         engine.sync(self.parts.backend.save_adapter, step)
-        if self._synced >= 0 and not self._gate_repeated and self._compares:
+        if self._synced and not self._gate_repeated and self._compares:
             self.tracker.message(
                 run_parity_gate(self.config, self.parts, step, trained=True).line()
             )
             self._gate_repeated, engine.unchecked = True, False
         self._check_again()
-        self._synced = step
+        self._synced = self.state.place
 
     @property
     def _compares(self) -> bool:
@@ -499,23 +538,24 @@ class Session:
         """Evaluate the current weights on held-out problems, if that is due: once per step count,
         also over a resume.
         """
-        evaluator, step = self.parts.evaluator, self.state.step
+        evaluator, (stage, step) = self.parts.evaluator, self.state.place
         if (
             evaluator is None
-            or not self.schedule.evaluates_at(step)
+            or not self.schedule.evaluates(self.state)
             or self.state.last_evaluation == step
         ):
             return
         self._sync()
-        watcher = self._watch(f"Evaluation at step {step}", evaluator.completions)
-        result, _ = evaluator.run(step, watcher)
+        name = "supervised step" if stage == "sft" else "step"
+        watcher = self._watch(f"Evaluation at {name} {step}", evaluator.completions)
+        result, _ = evaluator.run(step, watcher, stage)
         self.tracker.emit(result)
         self.evaluations.append(result)
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
 
     def save_if_due(self) -> None:
         if (
-            self.schedule.saves_at(self.state.step, self.state)
+            self.schedule.saves(self.state)
             or self.interrupts.take_save_request()
             or self.saver.is_behind
         ):
@@ -571,6 +611,14 @@ class Session:
         with suppress(OSError, EnvironmentFailure):
             self.tracker.emit(replace(summary, reason=clean(reason)))
 
+    @property
+    def _last_evaluation(self) -> Evaluation | None:
+        """The newest evaluation of trained weights; None if there was none."""
+        newest = self.evaluations[-1] if self.evaluations else None
+        if newest and (newest.step or (newest.stage == "rl" and self.parts.supervised)):
+            return newest
+        return None
+
     def _summary(self, status: str) -> RunSummary:
         adapter = self._adapter
         if adapter.is_relative_to(self.folder.path):
@@ -583,7 +631,7 @@ class Session:
             seconds=self.state.seconds,
             tokens=self.state.tokens,
             before=next((item for item in self.evaluations if item.step == 0), None),
-            after=next((item for item in reversed(self.evaluations) if item.step > 0), None),
+            after=self._last_evaluation,
             last=self.observer.last,
             untrained=self.observer.unlearned(self.state.step),
             adapter=str(adapter) if status == "done" else "",

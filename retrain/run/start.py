@@ -188,7 +188,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
             f"{aside} holds the rows of the steps that are made again, until the first of them is"
             " written."
         )
-    store.make_room_after(state.step, notes.append)
+    store.make_room_after(state, notes.append)
     return RunStart(config, folder, store, state, checkpoint, tuple(notes), replayed)
 
 

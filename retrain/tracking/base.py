@@ -9,7 +9,7 @@ from enum import IntEnum
 from itertools import chain
 from typing import Any
 
-from retrain.records.entries import GenerationRecord, StepRecord
+from retrain.records.entries import GenerationRecord, SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.summary import RunSummary, SqueezeSummary
 from retrain.records.token_table import TokenTable
@@ -82,6 +82,7 @@ Event = (
     | GroupScores
     | Generations
     | Tokens
+    | SftRecord
     | StepRecord
     | Evaluation
     | SqueezeSummary

@@ -7,7 +7,7 @@ import importlib
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.errors import EnvironmentFailure
 from retrain.install import install_hint
-from retrain.records.entries import GenerationRecord, StepRecord
+from retrain.records.entries import GenerationRecord, SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 STEP_METRIC = "trainer/step"
 """The x axis of training metrics. The trackers' own step counters drop values for steps that a
 resumed run makes again."""
+SFT_METRIC = "sft/step"
+"""The x axis of the supervised stage."""
 RANK_METRIC = "squeeze/rank"
 """The x axis of a squeeze analysis."""
 
@@ -125,7 +127,18 @@ def metric_name(field: str) -> str:
     return f"train/{field}"
 
 
+def sft_metrics(record: SftRecord) -> dict[str, float]:
+    """Return the numbers of a supervised step, with its axis."""
+    values = record.to_json().items()
+    return {f"sft/{name}": float(value) for name, value in values if value is not None}
+
+
 def evaluation_metrics(result: Evaluation) -> dict[str, float]:
+    """Return pass@k with its interval, and the axis of the evaluation's stage."""
+    if result.stage == "sft":
+        rates = evaluation_metrics(replace(result, stage="rl"))
+        named = {f"sft/{name}": value for name, value in rates.items() if name != STEP_METRIC}
+        return named | {SFT_METRIC: result.step}
     low, high = result.interval
     values = {f"eval/pass@{k}": value for k, value in sorted(result.pass_at.items())}
     tasks = result.by_task
@@ -135,7 +148,7 @@ def evaluation_metrics(result: Evaluation) -> dict[str, float]:
             for task, part in tasks.items()
             for k, value in sorted(part.pass_at.items())
         }
-    return values | {"eval/pass@1_low": low, "eval/pass@1_high": high}
+    return values | {"eval/pass@1_low": low, "eval/pass@1_high": high, STEP_METRIC: result.step}
 
 
 def squeeze_summary(result: SqueezeSummary) -> dict[str, float]:

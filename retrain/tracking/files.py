@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.records.disk import replace_file, sync_folder
-from retrain.records.entries import EMERGENCE_FIELDS, GenerationRecord, StepRecord
+from retrain.records.entries import EMERGENCE_FIELDS, GenerationRecord, SftRecord, StepRecord
 from retrain.records.environment import code_of, describe_environment
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import JsonlWriter, finite
@@ -59,9 +59,14 @@ class RunFiles(Tracker):
                     self._folder.emergence_steps, {name: values[name] for name in EMERGENCE_FIELDS}
                 )
                 self._append(self._folder.metrics, values)
+            case SftRecord():
+                self._append(self._folder.sft, event.to_json())
             case Evaluation():
+                path = self._folder.evaluation
+                if event.stage == "sft":
+                    path = self._folder.sft_evaluation
                 for problem in event.problems:
-                    self._append(self._folder.evaluation, problem.to_json())
+                    self._append(path, problem.to_json())
             case RunSummary():
                 replace_file(self._folder.summary, _pretty(self._redactor.json(event.to_json())))
 

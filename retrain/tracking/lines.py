@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from retrain.records.entries import StepRecord
+from retrain.records.entries import SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
@@ -26,6 +26,8 @@ def lines_of(event: Event, folder: Path, *, all_groups: bool = False) -> list[st
             return group_lines(groups, all_groups=all_groups)
         case StepRecord():
             return [step_line(event)]
+        case SftRecord():
+            return [sft_line(event)]
         case Evaluation():
             return [evaluation_line(event), *task_lines(event)]
         case RunSummary():
@@ -86,10 +88,18 @@ def step_line(record: StepRecord) -> str:
     return " | ".join([f"Step {record.step} [{record.condition}]", *values])
 
 
+def sft_line(record: SftRecord) -> str:
+    fields = [f"Supervised step {record.step}", f"loss={number(record.loss, '.4f')}"]
+    if record.heldout_logprob is not None:
+        fields.append(f"heldout_logprob={record.heldout_logprob:.4f}")
+    fields += [f"lr={record.lr:.3g}", f"tokens={record.learned_tokens}/{record.tokens}"]
+    return " | ".join([*fields, f"time={record.step_time_s:.1f}s"])
+
+
 def evaluation_fields(result: Evaluation) -> list[str]:
     samples = sum(problem.samples for problem in result.problems)
     skipped = sum(problem.could_not_judge for problem in result.problems)
-    fields = [f"Evaluation at step {result.step}", pass_at_1(result)]
+    fields = [f"Evaluation at {_at(result)}", pass_at_1(result)]
     fields += [
         f"pass@{k}={value:.1%} {_ends(result.interval_at(k))}"
         for k, value in sorted(result.pass_at.items())
@@ -119,6 +129,10 @@ def task_lines(result: Evaluation) -> list[str]:
     ]
 
 
+def _at(result: Evaluation) -> str:
+    return f"{'supervised ' if result.stage == 'sft' else ''}step {result.step}"
+
+
 def _ends(interval: tuple[float, float]) -> str:
     return f"[{interval[0]:.1%}, {interval[1]:.1%}]"
 
@@ -140,7 +154,7 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
     if (
         summary.before is not None
         and summary.after is not None
-        and summary.before.step != summary.after.step
+        and _at(summary.before) != _at(summary.after)
     ):
         before, after = summary.before, summary.after
         gain = ""
@@ -150,9 +164,7 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
             gain = (
                 f": {100 * mean:+.1f} pp [{100 * low:+.1f}, {100 * high:+.1f}], paired by problem"
             )
-        lines.append(
-            f"Held-out {pass_at_1(before)} at step {before.step} -> {pass_at_1(after)}{gain}."
-        )
+        lines.append(f"Held-out {pass_at_1(before)} at {_at(before)} -> {pass_at_1(after)}{gain}.")
     elif summary.after is not None:
         lines.append(f"Held-out {pass_at_1(summary.after)}.")
     return [*lines, f"Run folder: {folder} | adapter: {folder / summary.adapter}"]

@@ -2,16 +2,19 @@
 
 from typing import Any
 
-from retrain.records.entries import StepRecord
+from retrain.records.entries import SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.summary import SqueezeSummary
 from retrain.tracking.base import Event, Generations
 from retrain.tracking.external import (
+    SFT_METRIC,
+    STEP_METRIC,
     ExternalSettings,
     ExternalTracker,
     evaluation_metrics,
     import_extra,
     metrics,
+    sft_metrics,
     squeeze_metrics,
     squeeze_summary,
 )
@@ -27,8 +30,11 @@ class TensorboardTracker(ExternalTracker):
         match event:
             case StepRecord():
                 self._scalars(self._writer(), metrics(event), event.step)
+            case SftRecord():
+                self._scalars(self._writer("sft"), sft_metrics(event), event.step)
             case Evaluation():
-                self._scalars(self._writer("eval"), evaluation_metrics(event), event.step)
+                name = "sft" if event.stage == "sft" else "eval"
+                self._scalars(self._writer(name), evaluation_metrics(event), event.step)
             case Generations(step, records):
                 lines = (
                     f"{record.outcome} {record.prompt_id} ({record.num_tokens}"
@@ -63,8 +69,8 @@ class TensorboardTracker(ExternalTracker):
 
     @staticmethod
     def _scalars(writer: Any, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
+        for name in values.keys() - {STEP_METRIC, SFT_METRIC}:
+            writer.add_scalar(name, values[name], step)
 
     def close(self) -> None:
         for writer in self._writers.values():

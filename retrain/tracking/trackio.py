@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from retrain.records.entries import StepRecord
+from retrain.records.entries import SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.summary import SqueezeSummary
 from retrain.tracking.base import Event, Generations, StartEvent
@@ -15,6 +15,7 @@ from retrain.tracking.external import (
     evaluation_metrics,
     import_extra,
     metrics,
+    sft_metrics,
     squeeze_metrics,
     squeeze_summary,
     squeeze_table,
@@ -38,10 +39,10 @@ class TrackioTracker(ExternalTracker):
                 self._start()
             case StepRecord():
                 self._run.log(metrics(event) | {STEP_METRIC: event.step}, step=event.step)
+            case SftRecord():
+                self._run.log(sft_metrics(event), step=event.step)
             case Evaluation():
-                self._run.log(
-                    evaluation_metrics(event) | {STEP_METRIC: event.step}, step=event.step
-                )
+                self._run.log(evaluation_metrics(event), step=event.step)
             case Generations(step, records):
                 table = self._trackio.Table(
                     columns=list(GENERATION_COLUMNS), data=self.settings.masked_rows(records)

@@ -11,19 +11,21 @@ from typing import Any
 
 import psutil
 
-from retrain.records.entries import GenerationRecord, StepRecord
+from retrain.records.entries import GenerationRecord, SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.summary import RunSummary, SqueezeSummary
 from retrain.tracking.base import Event, Generations, StartEvent
 from retrain.tracking.external import (
     GENERATION_COLUMNS,
     RANK_METRIC,
+    SFT_METRIC,
     STEP_METRIC,
     ExternalSettings,
     ExternalTracker,
     evaluation_metrics,
     import_extra,
     metrics,
+    sft_metrics,
     squeeze_metrics,
     squeeze_summary,
     squeeze_table,
@@ -69,8 +71,10 @@ class WandbTracker(ExternalTracker):
                 self._start()
             case StepRecord():
                 self._run.log(metrics(event) | {STEP_METRIC: event.step})
+            case SftRecord():
+                self._run.log(sft_metrics(event))
             case Evaluation():
-                self._run.log(evaluation_metrics(event) | {STEP_METRIC: event.step})
+                self._run.log(evaluation_metrics(event))
             case Generations():
                 self._add_completions(event.records)
             case SqueezeSummary():
@@ -99,10 +103,12 @@ class WandbTracker(ExternalTracker):
         sys.excepthook = excepthook
         self._run.define_metric(STEP_METRIC)
         self._run.define_metric(RANK_METRIC)
+        self._run.define_metric(SFT_METRIC)
         for prefix, axis in (
             ("train", STEP_METRIC),
             ("eval", STEP_METRIC),
             ("squeeze", RANK_METRIC),
+            ("sft", SFT_METRIC),
         ):
             self._run.define_metric(f"{prefix}/*", step_metric=axis)
 

@@ -237,6 +237,20 @@ def test_a_run_prints_the_lines_of_the_guide_and_its_reward_rises(
     assert np.mean(rewards[-2:]) > np.mean(rewards[:4]) + 0.1, rewards
 
 
+def test_a_supervised_stage_runs_at_the_service(service: RealServer, client: Client) -> None:
+    """The optimizer of reinforcement is a new one, in an adapter that the stage's weights are in."""
+    rows = [{"prompt": f"{n}+1", "completion": f"{n}+1={n + 1}."} for n in range(8)]
+    traces = client.folder / "traces.jsonl"
+    traces.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = f'\n[sft]\nsource = "{traces}"\nsteps = 3\nbatch_size = 8\n'
+    code, output = client.run(client.write(service.url, steps=1, more=more), UNCHECKED)
+    assert code == 0, output
+    sft = [json.loads(line) for line in (client.folder / "logs/train/sft.jsonl").open()]
+    assert sft[2]["loss"] < sft[0]["loss"] - 0.1
+    assert output.count("Creating training client from tinker://") == 1
+    assert len(client.metrics()) == 1
+
+
 def test_sampler_and_learner_of_the_service_agree_at_every_step(
     learned: tuple[Client, str],
 ) -> None:

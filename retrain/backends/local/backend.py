@@ -241,6 +241,9 @@ class LocalBackend(LocalFacts):
         self.config = config
         self._learner.use(config)
 
+    def supervise(self, config: "TrainConfig | None") -> None:
+        self._learner.begin(config or self.config, supervised=config is not None)
+
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
         raw = is_raw(self.engine.capabilities, self.config.training.temperature)
         self._make_room()

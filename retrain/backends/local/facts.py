@@ -17,6 +17,7 @@ class LocalFacts(Backend):
         exact_resume=True,
         own_loss=True,
         moves_settings=True,
+        supervises=True,
         scores_reference=True,
     )
     about = Description(

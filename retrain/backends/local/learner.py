@@ -66,6 +66,10 @@ class _Weights(NamedTuple):
     regulariser: float
 
 
+_SUPERVISED_STEPS = 1 << 31
+"""Added to the steps of the supervised stage, so that its dropout has noise of its own."""
+
+
 @dataclass(frozen=True)
 class _Settings:
     """The settings that may move from step to step; a piece carries them, since a worker process
@@ -76,6 +80,8 @@ class _Settings:
     temperature: float
     entropy: bool
     """The loss reads entropies."""
+    supervised: bool
+    """The loss is cross-entropy."""
 
 
 @dataclass(frozen=True)
@@ -154,19 +160,11 @@ class Learner:
         self.base, self.adapter, self.choices = base, adapter, choices
         self._fused = fused
         self.world = world
-        self.optimizer = AdapterOptimizer(
-            adapter.parameters, config.optimizer, config.training, config.loss.max_grad_norm
-        )
         self.max_tokens = config.training.max_tokens
-        # Before `use`, which asks the loss what it reads.
-        self._read_loss(config)
-        self.use(config)
         self.seed = config.training.seed
-        self._passes = config.training.updates_per_batch
-        self._minibatches = config.training.minibatches
-        self._recompute = recomputes_old_logprobs(
-            config.loss, rounded=rounds(config.inference, base.dtype)
-        )
+        # Before `begin`, which asks the loss what it reads.
+        self._read_loss(config)
+        self.begin(config)
         self._kernel_of = partial(attention_of, config.inference.attention_kernel, base.device.type)
         self._kernel: FusedAttention = self._kernel_of(base.dtype)
         self._packs = not missing(base.model)
@@ -175,17 +173,34 @@ class Learner:
         self._learn_pieces = self._pool.shared(self._learn)
         self._score_pieces = self._pool.shared(self._score)
 
+    def begin(self, config: "TrainConfig", *, supervised: bool = False) -> None:
+        """Begin a stage with these settings and a new optimizer; a `supervised` one minimises the
+        mean cross-entropy of the action tokens.
+        """
+        self._supervised = supervised
+        self.optimizer = AdapterOptimizer(
+            self.adapter.parameters, config.optimizer, config.training, config.loss.max_grad_norm
+        )
+        self.use(config)
+        self._passes = config.training.updates_per_batch
+        self._minibatches = config.training.minibatches
+        self._recompute = not supervised and recomputes_old_logprobs(
+            config.loss, rounded=rounds(config.inference, self.base.dtype)
+        )
+
     def use(self, config: "TrainConfig") -> None:
         """Use the values of [loss] and [training] that a schedule may move."""
         loss = config.loss
         own = [function for function in (self._own_loss, self._own_correction) if function]
+        if self._supervised:
+            own = []
         self._reference = loss.kl_coef != 0 or any(
             function.declares("needs_reference") for function in own
         )
         entropy = loss.entropy_coef != 0 or any(
             function.declares("needs_entropy") for function in own
         )
-        self._settings = _Settings(loss, config.training.temperature, entropy)
+        self._settings = _Settings(loss, config.training.temperature, entropy, self._supervised)
         self.optimizer.training, self.optimizer.max_grad_norm = config.training, loss.max_grad_norm
 
     @property
@@ -376,7 +391,8 @@ class Learner:
         and entropy are averaged over all rows, so that switching them on changes nothing in the
         policy term.
         """
-        own, common = [row.row for row in rows], (self._aggregation, self.max_tokens, completions)
+        aggregation = "token_mean" if self._supervised else self._aggregation
+        own, common = [row.row for row in rows], (aggregation, self.max_tokens, completions)
         policy = row_weights(own, [row.num_counted for row in own], *common)
         regulariser = row_weights(own, [row.num_actions for row in own], *common)
         return {
@@ -417,13 +433,7 @@ class Learner:
             if piece.dummy:
                 weights = [_Weights(0.0, 0.0)] * len(piece.rows)
             tokens = _action_tokens(micro, scores, weights)
-            own: Terms | None = None
-            if self._own_loss:
-                own = replace(self._own_loss, params=settings.loss.params)(tokens)
-            correction = None
-            if self._own_correction:
-                correction = self._own_correction(tokens)
-            loss = policy_loss(tokens, settings.loss, own.values if own else None, correction)
+            loss, own = self._loss(tokens, settings)
             loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         new = scores.logprobs.detach()
         yield _Contribution(
@@ -438,6 +448,18 @@ class Learner:
                 else []
             ),
         )
+
+    def _loss(self, tokens: ActionTokens, settings: _Settings) -> tuple[Tensor, Terms | None]:
+        """Return the loss of a micro-batch, and the answer of a loss of one's own."""
+        if settings.supervised:
+            return -(tokens.new * tokens.weights).sum(), None
+        own = correction = None
+        if self._own_loss:
+            own = replace(self._own_loss, params=settings.loss.params)(tokens)
+        if self._own_correction:
+            correction = self._own_correction(tokens)
+        values = own.values if own else None
+        return policy_loss(tokens, settings.loss, values, correction), own
 
     def _clip_counts(self, tokens: ActionTokens, own: Terms | None) -> Tensor:
         """[2] `clip_counts`; zeros for a loss of one's own that gives no mask."""
@@ -558,6 +580,8 @@ class Learner:
         """The masks of `step` act inside, where the adapter has dropout."""
         if not self.adapter.drops:
             return nullcontext()
+        if self._settings.supervised:
+            step += _SUPERVISED_STEPS
         numbers, lengths = [row.number for row in micro.rows], None
         if micro.attention:
             lengths = [row.tokens for row in micro.rows]

@@ -39,6 +39,10 @@ class PrimeRLFacts(RemoteBackend):
 
     lacks: ClassVar = {
         "shards": "PRIME-RL's trainer holds the model; leave it false",
+        "supervision": (
+            "PRIME-RL's trainer has a supervised entry point of its own, `sft`; run that first, and"
+            " name its result as [model] model"
+        ),
         "updates": "PRIME-RL's trainer makes one update per batch; leave it at 1",
         "loss": (
             "PRIME-RL's trainer has its own loss; leave it out here and set that in the trainer's"

@@ -108,6 +108,9 @@ class TinkerBackend(TinkerFacts):
         and `log` reports it.
         """
         self.config = config
+        self._settings = config
+        """The settings of the stage under way."""
+        self._supervised = False
         self._log = log
         log(LogLine("Connecting to Tinker..."))
         self._service = Service(config)
@@ -176,7 +179,7 @@ class TinkerBackend(TinkerFacts):
 
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
         check_rows(rows)
-        training = self.config.training
+        training = self._settings.training
         batch = [
             _TrainedRow(number, row, ShiftedRow.of(row))
             for number, row in enumerate(rows)
@@ -224,10 +227,11 @@ class TinkerBackend(TinkerFacts):
         """
         from tinker import types
 
-        config, training = self.config, self.config.training
+        config, training = self._settings, self._settings.training
         own = [row.row for row in rows]
         counted = [row.num_counted for row in own]
-        weights = row_weights(own, counted, self._aggregation, training.max_tokens, completions)
+        aggregation = "token_mean" if self._supervised else self._aggregation
+        weights = row_weights(own, counted, aggregation, training.max_tokens, completions)
         rate = learning_rate(training, step)
         adam = types.AdamParams(
             learning_rate=rate,
@@ -237,26 +241,29 @@ class TinkerBackend(TinkerFacts):
             weight_decay=training.weight_decay,
             grad_clip_norm=config.loss.max_grad_norm,
         )
-        if self.config.loss.mode not in TINKER_LOSSES:
+        if config.loss.mode not in TINKER_LOSSES:
             return self._request_computed(rows, weights, adam)
         # A service that takes means divides each row's term, which is undone: the weights already
         # normalise the gradient.
         means = config.backend.tinker.loss_reduction != "sum"
         undone = [float(len(row.shifted) * len(rows)) if means else 1.0 for row in rows]
-        datums = [
-            policy_datum(
-                row.shifted, row.row.logprobs, row.row.advantages * np.float32(weight * factor)
-            )
+        scaled = [
+            (row, row.row.advantages * np.float32(weight * factor))
             for row, weight, factor in zip(rows, weights, undone, strict=True)
         ]
-        bounds, clip = ratio_bounds(config.loss), None
+        mode, bounds, clip = str(config.loss.mode), ratio_bounds(config.loss), None
+        if self._supervised:
+            mode = "cross_entropy"
+            datums = [scoring_datum(row.shifted, values) for row, values in scaled]
+        else:
+            datums = [policy_datum(row.shifted, row.row.logprobs, own) for row, own in scaled]
         if bounds:
             clip = {"clip_low_threshold": bounds[0], "clip_high_threshold": bounds[1]}
         with self._service.answering("an update"):
             return _UpdateRequest(
                 rows,
                 weights,
-                self.trainer.forward_backward(datums, config.loss.mode, clip),
+                self.trainer.forward_backward(datums, mode, clip),
                 self.trainer.optim_step(adam),
             )
 
@@ -301,12 +308,14 @@ class TinkerBackend(TinkerFacts):
             clipped, clippable = update.computed.clip
             return Update(update.computed.loss, norm, clipped, clippable, update.computed.metrics)
         # The loss of a built-in mode, from the log-probs that the service returned.
-        loss, rows = self.config.loss, [row.row for row in update.rows]
+        loss, rows = self._settings.loss, [row.row for row in update.rows]
         flat_new, old, advantages = (
             _flat(values)
             for values in (new, [r.logprobs for r in rows], [r.advantages for r in rows])
         )
         weights = np.repeat(update.weights, [row.num_actions for row in rows])
+        if self._supervised:
+            return Update(loss=-float((flat_new * weights).sum()), grad_norm=norm)
         counted = (advantages != 0) & (weights != 0)
         return Update(
             loss=float((policy_terms(flat_new, old, advantages, loss) * weights).sum()),
@@ -384,15 +393,31 @@ class TinkerBackend(TinkerFacts):
         (folder / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def load(self, folder: Path) -> None:
+        self._load(stored_path(folder), "_with_optimizer")
+
+    def supervise(self, config: "TrainConfig | None") -> None:
+        if config is None and self._trainer is not None:
+            # The service keeps one optimizer for an adapter, so its weights move to another.
+            with self._service.slot():
+                path = self._service.result(
+                    "a checkpoint", lambda: self.trainer.save_state(self._name("border"))
+                ).path
+            self._load(path, "")
+        self._supervised, self._settings = config is not None, config or self.config
+
+    def _load(self, path: str, optimizer: str) -> None:
+        """Go on from a state at the service, by the requests of these names: "_with_optimizer", or
+        "" for its weights alone.
+        """
         import tinker
 
-        path, seconds = stored_path(folder), self._service.timeout
+        seconds = self._service.timeout
         self._log(f"Creating training client from {path}...")
+        client = self._service.client
         with self._service.answering(f"the state {path}"):
             try:
-                trainer = self._service.client.create_training_client_from_state_with_optimizer(
-                    path
-                ).result(timeout=seconds)
+                create = getattr(client, f"create_training_client_from_state{optimizer}")
+                trainer = create(path).result(timeout=seconds)
             except tinker.APIStatusError as error:
                 if error.status_code != 422:
                     raise
@@ -400,7 +425,7 @@ class TinkerBackend(TinkerFacts):
                 # exists, as that one's first request.
                 trainer = self._create().result(timeout=seconds)
                 with without_deprecations():
-                    trainer.load_state_with_optimizer(path).result(timeout=seconds)
+                    getattr(trainer, f"load_state{optimizer}")(path).result(timeout=seconds)
             self._trainer = trainer
         self._log(LogLine("Training client ready."))
 

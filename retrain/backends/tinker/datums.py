@@ -55,9 +55,12 @@ def policy_datum(
     return _datum(row, logprobs=row.at_actions(logprobs), advantages=row.at_actions(advantages))
 
 
-def scoring_datum(row: ShiftedRow) -> "types.Datum":
-    """Make a datum for a forward pass alone: cross-entropy in which no position counts."""
-    return _datum(row, weights=np.zeros(len(row), np.float32))
+def scoring_datum(row: ShiftedRow, weights: Float32Array | None = None) -> "types.Datum":
+    """Make a datum for cross-entropy with `weights` [T] of the actions; without, no position
+    counts, as in a forward pass alone.
+    """
+    placed = np.zeros(len(row), np.float32) if weights is None else row.at_actions(weights)
+    return _datum(row, weights=placed)
 
 
 def _datum(row: ShiftedRow, **inputs: Float32Array) -> "types.Datum":

@@ -25,6 +25,7 @@ class TinkerFacts(RemoteBackend):
         loss_reduction="sum",
         losses=("importance_sampling", "ppo", "cispo", "sapo", "gmpo", "dppo"),
         own_loss=True,
+        supervises=True,
         sampler=SAMPLER,
     )
     about = Description(

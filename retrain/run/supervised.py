@@ -1,0 +1,129 @@
+"""The supervised stage of a run: its traces, its learner's settings, and one step."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Self
+
+import numpy as np
+
+from retrain.backends.base import Backend
+from retrain.backends.rows import learning_rate
+from retrain.config import TrainConfig
+from retrain.data.traces import TraceSet, load_traces
+from retrain.model.text import TextModel
+from retrain.records.entries import SftRecord
+from retrain.records.terminal import counted, one_line
+from retrain.types import Row, StepResult
+
+_SHOWN = 3
+"""Traces that `explain` shows."""
+_WIDTH = 1000
+"""Characters of a trace that it shows."""
+_OPENS, _CLOSES = "[learned: ", "]"
+
+
+@dataclass(frozen=True)
+class SupervisedStage:
+    """Supervised fine-tuning before the first step of reinforcement learning.
+
+    At ratio 1 and advantage 1 the policy gradient over the mean of a batch's tokens is the gradient
+    of cross-entropy, so the learner of reinforcement takes these steps too.
+    """
+
+    config: TrainConfig
+    """The run's."""
+    traces: TraceSet
+    held_out: TraceSet | None
+    text: TextModel
+
+    @classmethod
+    def load(cls, config: TrainConfig, text: TextModel) -> Self:
+        """Load the traces of [sft]. Raises ConfigurationError if none can be used."""
+        traces, held_out = load_traces(config, text), None
+        assert traces is not None  # a source without training rows is refused
+        if config.sft.evaluate_every:
+            held_out = load_traces(config, text, "heldout")
+        return cls(config, traces, held_out, text)
+
+    @property
+    def steps(self) -> int:
+        return self.traces.steps(self.config)
+
+    @property
+    def words(self) -> str:
+        """The size of the stage."""
+        traces = self.traces
+        return (
+            f"{len(traces):,} traces, {traces.tokens:,} tokens of which {traces.learned:,} are"
+            f" learned, for {counted(self.steps, 'supervised step')} of"
+            f" {self.config.sft.batch_size:,}"
+        )
+
+    def lines(self) -> Iterator[str]:
+        """Describe the stage: its size, what acts in it, and a few traces."""
+        training = self.learner_config.training
+        yield f"{self.words}, at lr {training.lr:g} and temperature 1"
+        yield "[loss] but for max_grad_norm, kept sets and teachers do not act in it"
+        for trace in self.traces.traces[:_SHOWN]:
+            parts = trace.texts(self.text.decode)
+            shown = (f"{_OPENS}{part}{_CLOSES}" if learned else part for part, learned in parts)
+            yield one_line(f"{trace.example_id}: {''.join(shown)}", _WIDTH)
+
+    @property
+    def learner_config(self) -> TrainConfig:
+        """The settings that the learner has in this stage: temperature 1, one update a step, and
+        nothing of [loss] but max_grad_norm.
+        """
+        sft, training, loss = self.config.sft, self.config.training, self.config.loss
+        training = training.model_copy(
+            update={
+                "lr": training.lr if sft.lr is None else sft.lr,
+                "lr_schedule": sft.lr_schedule,
+                "lr_warmup_steps": sft.lr_warmup_steps,
+                "lr_horizon": self.steps,
+                "temperature": 1.0,
+                "updates_per_batch": 1,
+                "minibatches": 1,
+            }
+        )
+        loss = type(loss)(max_grad_norm=loss.max_grad_norm)
+        return self.config.model_copy(update={"training": training, "loss": loss})
+
+    def batch(self, step: int) -> list[Row]:
+        """Return the rows of a step, the same ones for every run of the seed."""
+        return self.traces.batch(step, self.config.sft.batch_size, self.config.training.seed)
+
+    def measures_at(self, step: int) -> bool:
+        """True if the held-out traces are scored before a step."""
+        every = self.config.sft.evaluate_every
+        return self.held_out is not None and every > 0 and step % every == 0
+
+    def take(self, backend: Backend, step: int) -> tuple[SftRecord, StepResult]:
+        """Take one step, in the stage that `Backend.supervise` began."""
+        begun, rows = monotonic(), self.batch(step)
+        logprob = None
+        if self.held_out is not None and self.measures_at(step):
+            logprob = mean_logprob(backend, self.held_out.rows())
+        result = backend.train(rows, step)
+        record = SftRecord(
+            step=step,
+            loss=_finite(result.loss),
+            grad_norm=_finite(result.grad_norm),
+            lr=learning_rate(self.learner_config.training, step),
+            tokens=sum(len(row.token_ids) for row in rows),
+            learned_tokens=sum(row.num_actions for row in rows),
+            step_time_s=monotonic() - begun,
+            heldout_logprob=logprob,
+        )
+        return record, result
+
+
+def mean_logprob(backend: Backend, rows: Sequence[Row]) -> float:
+    """Return the mean log-prob of the rows' actions at temperature 1, in nats."""
+    found = np.concatenate(backend.logprobs(rows, 1.0)).astype(np.float64)
+    return float(found.mean())
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and np.isfinite(value) else None

@@ -1,0 +1,335 @@
+"""The supervised stage: what it learns from, its gradient, its resume, its records."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from retrain.cli.main import main
+from retrain.config import TrainConfig, config_from_mapping
+from retrain.data.sources import Reason
+from retrain.data.traces import Trace, TraceSet, load_traces
+from retrain.errors import ConfigurationError, Interrupted
+from retrain.model.text import TextModel, load_text_model
+from retrain.records.checkpoint import CheckpointStore
+from retrain.run.session import Session
+from retrain.run.supervised import SupervisedStage
+from tests.learner_models import config_for, distance, gradients, make_learner, make_rows
+from tests.learner_reference import row_scores
+from tests.runs import assert_same_run, lines, small, small_run, timeless
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DROPS_THOUGHTS = CHATML.replace(
+    "{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+)
+SUM = {"prompt": "1 + 2 = ?", "completion": "It is 3."}
+
+
+@pytest.fixture(scope="module")
+def text() -> TextModel:
+    return load_text_model(config_for().model.model_copy(update={"model": "lab"}))
+
+
+def traces_of(rows: list[dict[str, Any]], folder: Path, text: TextModel, **sft: Any) -> Any:
+    path = folder / "traces.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    sections = {"model": {"model": "lab"}, "data": sft.pop("data", {"source": "lab"})}
+    config = config_from_mapping({**sections, "sft": {"source": str(path), "steps": 1, **sft}})
+    return load_traces(config, text)
+
+
+def parts(trace: Trace, text: TextModel) -> list[tuple[str, bool]]:
+    return list(trace.texts(text.decode))
+
+
+def test_a_trace_is_the_prompt_of_rl_and_a_completion_that_ends_its_turn(
+    tmp_path: Path, text: TextModel
+) -> None:
+    rows = [
+        SUM,
+        {"prompt": "1 + 2 = ?", "completion": [{"role": "assistant", "content": "It is 3."}]},
+        {"prompt": "1 + 2 = ?", "completion": "It is 3.<|im_end|>"},
+    ]
+    data = {"source": "lab", "system_prompt": "Add.", "prompt_template": "Q: {prompt}"}
+    head = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nQ: 1 + 2 = ?<|im_end|>\n"
+    expected = [(f"{head}<|im_start|>assistant\n", False), ("It is 3.<|im_end|>", True)]
+    for trace in traces_of(rows, tmp_path, text, data=data).traces:
+        assert parts(trace, text) == expected
+        row = trace.row(4)
+        assert row.group == 4
+        assert row.num_actions == len(row.advantages) == trace.spans[0][1] - trace.spans[0][0]
+        assert set(row.advantages) == {1.0}
+
+
+def test_each_reply_of_a_conversation_is_learned_at_its_place(
+    tmp_path: Path, text: TextModel
+) -> None:
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+    (trace,) = traces_of([{"messages": talk}], tmp_path, text).traces
+    found = parts(trace, text)
+    whole = text.tokenizer.apply_chat_template(talk, tokenize=False)
+    assert "".join(part for part, _ in found) == whole.rstrip("\n")
+    assert [part for part, learned in found if learned] == ["b<|im_end|>", "d<|im_end|>"]
+
+
+def test_rows_that_cannot_be_traces_are_counted_and_named(tmp_path: Path, text: TextModel) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    user = {"role": "user", "content": "a"}
+    rows: list[dict[str, Any]] = [
+        SUM,
+        {"prompt": "1 + 2 = ?", "completion": " "},
+        {"prompt": "1 + 2 = ?", "completion": None},
+        {"prompt": "1 + 2 = ?"},
+        {"messages": [user]},
+        {"messages": [user, call]},
+        {"prompt": "1 + 2 = ?", "completion": "3" * 100},
+    ]
+    found = traces_of(rows, tmp_path, text, max_tokens=80)
+    assert len(found) == 1
+    (note,) = (note for note in found.notes if "Dropped traces" in note)
+    assert f"2 {Reason.NO_COMPLETION} (first: traces.jsonl line 2)" in note
+    assert f"2 {Reason.MALFORMED} (first: traces.jsonl line 4)" in note
+    assert f"1 {Reason.TOOL_CALLS} (traces-5)" in note
+    assert f"1 {Reason.TOO_LONG} (traces-6)" in note
+
+
+def test_a_template_that_rewrites_earlier_turns_leaves_the_row_out(
+    tmp_path: Path, text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text.tokenizer, "chat_template", DROPS_THOUGHTS)
+    reply = {"role": "assistant", "content": "<think>x</think>y"}
+    user = {"role": "user", "content": "a"}
+    found = traces_of([{"messages": [user, reply, user, reply]}, SUM], tmp_path, text)
+    assert len(found) == 1
+    assert f"1 {Reason.REWRITTEN} (traces-0)" in found.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([{"prompt": "a", "answer": "b"}], "a trace has a prompt and a completion"),
+        ([{"prompt": "a", "completion": ""}], "1 without a completion"),
+        ([], "it is empty"),
+    ],
+)
+def test_no_usable_trace_is_refused(
+    rows: list[dict[str, Any]], says: str, tmp_path: Path, text: TextModel
+) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"\[sft\] source = .* has no usable trace"
+    ) as told:
+        traces_of(rows, tmp_path, text)
+    assert says in str(told.value)
+
+
+def test_solutions_of_math_are_its_traces(tmp_path: Path, text: TextModel) -> None:
+    row = {"problem": "1 + 2?", "solution": r"It is \boxed{3}.", "type": "Geometry"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    config = config_from_mapping(
+        {
+            "model": {"model": "lab"},
+            "data": {"source": "math", "path": str(tmp_path / "train.jsonl")},
+            "sft": {"epochs": 2, "batch_size": 3},
+        }
+    )
+    found = load_traces(config, text)
+    assert found is not None
+    assert found.steps(config) == 1
+    assert parts(found.traces[0], text)[1] == (r"It is \boxed{3}.<|im_end|>", True)
+
+
+# -- learning --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_its_gradient_is_the_one_of_cross_entropy_in_float64(family: str, text: TextModel) -> None:
+    """Whatever [loss] and [training] say about reinforcement, and however the rows are cut."""
+    loss = {"mode": "ppo", "kl_coef": 0.5, "entropy_coef": 0.1, "aggregation": "sequence_mean"}
+    config = config_for(family, loss=loss, sft={"steps": 4, "lr": 0.0})
+    learner = make_learner(config, 40)
+    rows = make_rows()
+    stage = SupervisedStage(config, TraceSet((), ""), None, text)
+    learner.begin(stage.learner_config, supervised=True)
+    result = learner.train(rows, 0)
+    ours = gradients(learner)
+    model = learner.adapter.peft_model.double()
+    model.zero_grad()
+    scored = [torch.stack(row_scores(model, row, 1.0)[0]) for row in rows]
+    loss64 = -torch.cat(scored).mean()
+    loss64.backward()
+    assert result.loss == pytest.approx(loss64.item(), rel=1e-5)
+    assert distance(ours, gradients(learner)) < 1e-5
+
+
+SFT: dict[str, Any] = {
+    "lora": {"dropout": 0.2},
+    "sft": {"steps": 5, "batch_size": 4, "lr": 3e-3, "lr_schedule": "cosine", "evaluate_every": 2},
+    "evaluation": {"at_start": True, "at_end": True, "max_examples": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("traces")
+    for name, first in (("train", 0), ("test", 30)):
+        rows = [
+            {"prompt": f"{n} + 1 = ?", "completion": f"It is {n + 1}."}
+            for n in range(first, first + 30)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def run(folder: Path, data: Path, **sections: dict[str, Any]) -> TrainConfig:
+    merged = {name: SFT.get(name, {}) | sections.get(name, {}) for name in {*SFT, *sections}}
+    merged["sft"] = {"source": str(data)} | merged["sft"]
+    return small(folder, **merged)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    small_run(run(folder, data), quiet=True)
+    return folder
+
+
+def test_a_run_learns_its_traces_before_its_first_step(straight: Path) -> None:
+    steps = lines(straight / "sft.jsonl")
+    assert [step["step"] for step in steps] == list(range(5))
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    assert steps[4]["heldout_logprob"] > steps[0]["heldout_logprob"] + 0.3
+    assert [step["heldout_logprob"] is None for step in steps] == [False, True] * 2 + [False]
+    assert steps[0]["lr"] == 3e-3
+    assert steps[4]["lr"] < 1e-3
+    assert [step["step"] for step in lines(straight / "metrics.jsonl")] == [0, 1, 2, 3]
+    evaluated = dict.fromkeys(line["step"] for line in lines(straight / "sft_evaluation.jsonl"))
+    assert [*evaluated] == [0, 2, 4]
+    evaluated = dict.fromkeys(line["step"] for line in lines(straight / "evaluation.jsonl"))
+    assert [*evaluated] == [0, 4]
+    summary = json.loads((straight / "summary.json").read_text(encoding="utf-8"))
+    assert summary["evaluation"]["before"]["stage"] == "sft"
+    assert summary["evaluation"]["after"]["step"] == 4
+    counted = sum(step["tokens"] for step in steps)
+    assert summary["tokens"] > counted > 0
+    assert "Supervised step 4 | loss=" in (straight / "output.log").read_text(encoding="utf-8")
+
+
+def stopped(cut: tuple[str, int], config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Session.evaluate_if_due
+
+    def stop(session: Session) -> None:
+        if session.state.place == cut:
+            raise Interrupted("cut", signal.SIGINT)
+        real(session)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Session, "evaluate_if_due", stop)
+        small_run(config, quiet=True)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [("sft", 3), ("rl", 0), pytest.param(("rl", 1), marks=pytest.mark.slow)],
+    ids=lambda cut: f"{cut[0]} {cut[1]}",
+)
+def test_a_resume_in_either_stage_equals_the_straight_run(
+    cut: tuple[str, int],
+    straight: Path,
+    tmp_path: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "run"
+    stopped(cut, run(folder, data), monkeypatch)
+    small_run(run(folder, data, resume={"from": str(folder)}), quiet=True)
+    assert_same_run(straight, folder, 4)
+    name = "sft_evaluation.jsonl"
+    assert (folder / name).read_bytes() == (straight / name).read_bytes()
+    clocks = [
+        [{**step, "step_time_s": 0} for step in lines(one / "sft.jsonl")]
+        for one in (folder, straight)
+    ]
+    assert clocks[0] == clocks[1]
+
+
+def test_a_kill_costs_the_steps_since_the_last_checkpoint_of_the_stage(
+    straight: Path, tmp_path: Path, data: Path
+) -> None:
+    """As after a kill at supervised step 3: the newest checkpoint is that of step 2, and rows of a
+    later step stand in the file.
+    """
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    for path in (folder / "checkpoints").iterdir():
+        if path.name != "sft_000002":
+            shutil.rmtree(path)
+    small_run(run(folder, data, resume={"from": str(folder)}), quiet=True)
+    assert_same_run(straight, folder, 4)
+
+
+def test_reinforcement_draws_what_it_would_draw_without_the_stage(
+    tmp_path: Path, data: Path
+) -> None:
+    """At a learning rate of 0 the two runs are one."""
+    for name, steps in (("with", 3), ("without", 0)):
+        sft = {"steps": steps, "lr": 0.0, "evaluate_every": 0}
+        quick = {"at_start": False, "at_end": False}
+        config = run(tmp_path / name, data, sft=SFT["sft"] | sft, evaluation=quick)
+        small_run(config, quiet=True)
+    assert timeless(tmp_path / "with/metrics.jsonl") == timeless(tmp_path / "without/metrics.jsonl")
+
+
+def test_its_order_is_the_seed_s_alone(data: Path, text: TextModel) -> None:
+    config = run(data / "run", data)
+    traces = load_traces(config, text)
+    assert traces is not None
+    batches = [
+        [tuple(row.token_ids.tolist()) for row in traces.batch(step, 16, seed)]
+        for seed in (3, 3, 4)
+        for step in (0, 1)
+    ]
+    assert batches[:2] == batches[2:4] != batches[4:]
+    passed = [*batches[0], *batches[1]][: len(traces)]
+    assert len(set(passed)) == len(traces)  # each once a pass
+
+
+def test_a_plain_supervised_run_ends_after_its_stage(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    small_run(run(folder, data, training={"max_steps": 0}))
+    assert not (folder / "metrics.jsonl").exists()
+    assert CheckpointStore(folder / "checkpoints").steps() == [0]
+    assert (folder / "checkpoints/final/adapter_model.safetensors").is_file()
+    printed = capsys.readouterr().out
+    assert "at supervised step 0 -> pass@1=" in printed
+    assert main(["status", str(folder)]) == 0
+    assert "done" in capsys.readouterr().out
+
+
+def test_explain_shows_what_is_learned(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[model]\nmodel = "lab"\n[data]\nsource = "lab"\n[training]\nmax_tokens = 24\n'
+        f'[backend]\ndevices = "cpu"\n[sft]\nsource = "{data}"\nepochs = 2\nlr = 1e-3\n',
+        encoding="utf-8",
+    )
+    assert main(["explain", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "for 4 supervised steps of 16, at lr 0.001 and temperature 1" in printed
+    assert "[learned: It is 1.<|im_end|>]" in printed
