@@ -280,6 +280,34 @@ def test_a_kill_costs_the_steps_since_the_last_checkpoint_of_the_stage(
     assert_same_run(straight, folder, 4)
 
 
+def test_a_resume_with_other_traces_is_refused(straight: Path, tmp_path: Path, data: Path) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(straight, folder)
+    shutil.copytree(data, other)
+    row = json.dumps({"prompt": "another", "completion": "trace"})
+    (data / "train.jsonl").write_text(f"{row}\n", encoding="utf-8")
+    try:
+        with pytest.raises(ConfigurationError, match=r"\[sft\] source = .* holds other examples"):
+            small_run(run(folder, data, resume={"from": str(folder)}), quiet=True)
+    finally:
+        shutil.copytree(other, data, dirs_exist_ok=True)
+
+
+def test_the_report_and_the_status_tell_the_stage(
+    straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "supervised stage, 5 steps" in page
+    for name in ("metrics.jsonl", "summary.json"):
+        (folder / name).unlink()
+    capsys.readouterr()
+    main(["status", str(folder)])
+    assert "5 supervised steps taken." in capsys.readouterr().out
+
+
 def test_reinforcement_draws_what_it_would_draw_without_the_stage(
     tmp_path: Path, data: Path
 ) -> None:

@@ -26,7 +26,7 @@ from retrain.analysis.runs import (
 )
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.disk import path_error
-from retrain.records.entries import StepRecord
+from retrain.records.entries import SftRecord, StepRecord
 from retrain.records.run_folder import MARKER, Liveness, RunFolder, Writer
 from retrain.records.terminal import counted, duration
 from retrain.records.untrained import untrained_line, untrained_streak
@@ -317,7 +317,12 @@ def _read(run: StoredRun, now: float) -> RunStatus:
             else None
         ),
         idle_s=idle,
-        note=" ".join(filter(None, (run.damage, _attempts(run), _note(run, state, writer, idle)))),
+        note=" ".join(
+            filter(
+                None,
+                (run.damage, _supervised(run), _attempts(run), _note(run, state, writer, idle)),
+            )
+        ),
         loss_note=untrained_line(untrained_streak(recent)) or (loss_note(last) if last else ""),
     )
 
@@ -329,6 +334,7 @@ def _last_written(folder: RunFolder, now: float) -> float:
     files = (
         folder.metrics,
         folder.evaluation,
+        folder.sft,
         folder.trainer_state,
         folder.environment,
         folder.lock_owner,
@@ -356,6 +362,14 @@ def _without_config(run: StoredRun, writer: Writer | None) -> RunStatus:
         note = f"{run.unfinished}; it left no configuration."
         return RunStatus(run.path, run.condition, None, State.FAILED, note=note)
     return RunStatus(run.path, _planned_condition(run), None, State.PENDING)
+
+
+def _supervised(run: StoredRun) -> str:
+    """Say how far the supervised stage came, in a run that has taken no other step."""
+    if run.steps or not run.folder.sft.is_file():
+        return ""
+    taken = sum(1 for _ in SftRecord.read(run.folder.sft))
+    return f"{counted(taken, 'supervised step')} taken."
 
 
 def _attempts(run: StoredRun) -> str:

@@ -202,9 +202,8 @@ class RunFolder:
         """Name the steps and evaluations before `state` that are missing; "" if none are."""
         if state.step and self.metrics.name not in state.files:
             return f"it does not say how far {self.metrics.name} reached"
-        problems = (
-            self._extent(path, state).problem(path) for path in (self.metrics, self.evaluation)
-        )
+        paths = (self.metrics, self.evaluation, self.sft, self.sft_evaluation)
+        problems = (self._extent(path, state).problem(path) for path in paths)
         return next(filter(None, problems), "")
 
     def broken_seal(self, path: Path, *, ended: bool) -> str:

@@ -99,6 +99,14 @@ class Parts:
     supervised: SupervisedStage | None = None
 
     @property
+    def fingerprints(self) -> dict[str, str]:
+        """The hashes of what the run learns from, as environment.json has them."""
+        found = {"data_sha256": self.prompts.fingerprint}
+        if self.supervised:
+            found["traces_sha256"] = self.supervised.traces.fingerprint
+        return found
+
+    @property
     def heldout_sha256(self) -> dict[str, str] | None:
         """Task -> sha256 of its held-out examples; None where nothing is evaluated."""
         return self.evaluator.heldout_sha256 if self.evaluator else None

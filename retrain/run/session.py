@@ -169,7 +169,7 @@ class Session:
                     loaded = load_parts(dated, opened.state.choices, tracker.message, world)
                 with closing(loaded) as parts:
                     if world.is_rank_zero:
-                        refuse_other_data(opened, parts.prompts.fingerprint, parts.heldout_sha256)
+                        refuse_other_data(opened, parts.fingerprints, parts.heldout_sha256)
                     session = cls(
                         opened, tracker, interrupts, parts, world, skip_parity=skip_parity
                     )
@@ -248,7 +248,7 @@ class Session:
         """Complete environment.json, also by what is this session's alone."""
         model, prompts = self.config.model, self.parts.prompts
         environment = read_object(self.folder.environment) | {
-            "data_sha256": prompts.fingerprint,
+            **self.parts.fingerprints,
             "prompt_date": prompts.data.chat_template_args[DATE_ARGUMENT],
             "engine": asdict(self.parts.backend.engine.capabilities),
             "backend": asdict(self.parts.backend.capabilities),

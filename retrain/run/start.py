@@ -275,15 +275,19 @@ def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
 
 
 def refuse_other_data(
-    opened: RunStart, fingerprint: str, heldout: Mapping[str, str] | None
+    opened: RunStart, fingerprints: Mapping[str, str], heldout: Mapping[str, str] | None
 ) -> None:
     """Raise ConfigurationError if the run was trained or evaluated on other examples so far: its
     place among them, what a sampler saw of them, and its earlier results would mean others.
     """
     if opened.checkpoint is None or not opened.folder.environment.exists():
         return
-    data, key = opened.config.data, ""
-    if read_object(opened.folder.environment).get("data_sha256") not in (None, fingerprint):
+    data, sft, key = opened.config.data, opened.config.sft, ""
+    before = read_object(opened.folder.environment)
+    differs = [name for name, own in fingerprints.items() if before.get(name) not in (None, own)]
+    if differs == ["traces_sha256"] and sft.source:
+        key = f'[sft] source = "{sft.source}"'
+    elif differs:
         key = f'[data] path = "{data.path}"' if data.path else f'[data] source = "{data.source}"'
     elif other_heldout(opened.folder, opened.config, heldout):
         key = "[evaluation] source"
