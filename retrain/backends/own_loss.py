@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from retrain.backends.losses import AGGREGATIONS, ATTRIBUTES, CORRECTIONS, LOSSES, ActionTokens
 from retrain.backends.rows import Aggregation, TokenWeights
-from retrain.errors import RunFailed
-from retrain.plugins import KINDS, inspect_call, load_plugin, params_of, user_code
+from retrain.plugins import Fault, Plugin, load_plugin, params_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,34 +37,12 @@ class Terms:
     """[N] or [sequences] each, detached; their means are recorded."""
 
 
-@dataclass(frozen=True)
-class OwnFunction:
-    """A plugin with its parameters. A call raises RunFailed, one sentence, for whatever it raises
-    and for an answer of another form.
-    """
+class OwnFunction(Plugin):
+    """A plugin whose answer is checked."""
 
-    kind: str
-    name: str
-    function: Callable[..., Any]
-    params: Mapping[str, Any]
-
-    def __call__(self, *inputs: Any) -> Any:
-        with user_code(self.where, RunFailed):
-            return self.call(*inputs)
-
-    @property
-    def where(self) -> str:
-        return f'{KINDS[self.kind].key} = "{self.name}"'
-
-    def call(self, *inputs: Any) -> Any:
-        """Call it plainly: its own exceptions come through, and ValueError for an answer of another
-        form.
-        """
-        takes_params = "params" in inspect_call(self.kind, self.function).keywords
-        given = {}
-        if takes_params:
-            given = {"params": dict(self.params)}
-        return _CHECKS[self.kind](self.function(*inputs, **given), *inputs)
+    def call(self, *inputs: Any, **more: Any) -> Any:
+        """Raise Fault for an answer of another form."""
+        return _CHECKS[self.kind](super().call(*inputs, **more), *inputs)
 
     def declares(self, attribute: str) -> bool:
         """True if the function has this attribute of `ATTRIBUTES`, such as `sapo.own_term =
@@ -126,12 +103,12 @@ def _shape(value: Any) -> list[int] | None:
 def _one_per_token(values: Any, tokens: ActionTokens, what: str) -> None:
     shape, wanted = _shape(values), [len(tokens.new)]
     if shape is None:
-        raise ValueError(
-            f"it gave {type(values).__name__}, and must give {what}, a tensor of shape {wanted}"
+        raise Fault(
+            f"gave {type(values).__name__}, and must give {what}, a tensor of shape {wanted}"
         )
     if shape != wanted:
-        raise ValueError(
-            f"it gave a tensor of shape {shape}, and must give {what}, of shape {wanted}: [loss]"
+        raise Fault(
+            f"gave a tensor of shape {shape}, and must give {what}, of shape {wanted}: [loss]"
             " aggregation takes the mean"
         )
 
@@ -140,8 +117,9 @@ def _checked_terms(answer: Any, tokens: ActionTokens) -> Terms:
     values, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
     _one_per_token(values, tokens, "one term for each action token")
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise ValueError(
-            f"its metrics are {type(metrics).__name__}, and must be a table of names and tensors"
+        raise Fault(
+            f"reports metrics of type {type(metrics).__name__}, which must be a table of names and"
+            " tensors"
         )
     shapes = ([len(tokens.new)], [len(tokens.lengths)])
     for name, value in metrics.items():
@@ -149,13 +127,14 @@ def _checked_terms(answer: Any, tokens: ActionTokens) -> Terms:
             wanted = f"[{shapes[0][0]}] (tokens)" + (
                 f" or [{shapes[1][0]}] (sequences)" if name != CLIPPED else ""
             )
-            raise ValueError(
-                f"its metric {name} must be a tensor of shape {wanted}, whose mean retrain takes"
+            raise Fault(
+                f"reports a metric {name} that must be a tensor of shape {wanted}, whose mean"
+                " retrain takes"
             )
     clipped = metrics.get(CLIPPED)
     if clipped is not None and str(clipped.dtype) != "torch.bool":
-        raise ValueError(
-            f"its metric {CLIPPED} is {clipped.dtype}, and must be a mask of torch.bool"
+        raise Fault(
+            f"reports a metric {CLIPPED} of {clipped.dtype}, which must be a mask of torch.bool"
         )
     # In one order, since every micro-batch must report the same metrics.
     return Terms(
@@ -168,7 +147,7 @@ def _checked_terms(answer: Any, tokens: ActionTokens) -> Terms:
 def _checked_correction(answer: Any, tokens: ActionTokens) -> "Tensor":
     _one_per_token(answer, tokens, "one weight for each action token")
     if answer.requires_grad:
-        raise ValueError("its weights carry gradient; detach them")
+        raise Fault("gave weights that carry gradient; detach them")
     weights: Tensor = answer
     return weights
 
@@ -180,13 +159,13 @@ def _checked_aggregation(
 ) -> list[float]:
     weights = np.asarray(answer, np.float64)
     if weights.shape != counts.shape:
-        raise ValueError(
-            f"it gave an array of shape {list(weights.shape)}, and must give one weight for each of"
+        raise Fault(
+            f"gave an array of shape {list(weights.shape)}, and must give one weight for each of"
             f" {len(counts)} completions"
         )
     if not np.isfinite(weights).all() or (weights < 0).any():
-        raise ValueError(
-            f"it gave the weight {weights[~(weights >= 0) | np.isinf(weights)][0]}; a weight is"
+        raise Fault(
+            f"gave the weight {weights[~(weights >= 0) | np.isinf(weights)][0]}; a weight is"
             " finite and at least 0"
         )
     return [float(weight) for weight in weights]

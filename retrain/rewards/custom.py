@@ -10,7 +10,7 @@ None for "could not judge"; for a group a list of these. Only worker processes i
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -21,30 +21,33 @@ import numpy as np
 from retrain.config import TrainConfig
 from retrain.config.schema import Provenance
 from retrain.errors import RetrainError, RunFailed
-from retrain.plugins import inspect_call, load_plugin, user_code
+from retrain.plugins import Plugin, load_function, user_code
 from retrain.records.redact import reason_of
 from retrain.types import Example
 
 
 @dataclass(frozen=True)
 class UserReward:
-    """A loaded function and the optional keywords that its signature takes."""
+    """A loaded function."""
 
-    name: str
-    function: Callable[..., Any]
-    keywords: frozenset[str]
-    params: dict[str, Any]
+    plugin: Plugin
     runner: asyncio.Runner
     """Kept for the life of the worker, so that HTTP clients of async rewards outlive a call."""
-    whole_group: bool
+
+    @property
+    def name(self) -> str:
+        return self.plugin.name
+
+    @property
+    def whole_group(self) -> bool:
+        return self.plugin.form.whole_group
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
-        optional = job | {"example": Example(**job["example"]), "params": dict(self.params)}
-        keywords = {name: optional[name] for name in self.keywords}
         given = job["responses" if self.whole_group else "response"]
+        optional = job | {"example": Example(**job["example"])}
         try:
             with user_code(self.name, RunFailed):
-                value = self.function(given, job["reference"], **keywords)
+                value = self.plugin.call(given, job["reference"], optional=optional)
                 if inspect.isawaitable(value):
                     value = self.runner.get_loop().run_until_complete(value)
                 if isinstance(value, np.ndarray | tuple):
@@ -97,9 +100,4 @@ def load_rewards(
     # Plugins are also looked for beside the file.
     config._provenance = Provenance(path=Path(source) if source else None)
     runner = asyncio.Runner()
-    rewards = {}
-    for name in names:
-        function = load_plugin("reward", name, config)
-        call = inspect_call("reward", function)
-        rewards[name] = UserReward(name, function, call.keywords, params, runner, call.whole_group)
-    return rewards
+    return {name: UserReward(load_function("reward", name, config), runner) for name in names}

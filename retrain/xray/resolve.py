@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from retrain.advantages.algorithms import NotInStep
-from retrain.advantages.resolve import ADVANTAGE, resolve
+from retrain.advantages.resolve import episode_stage
 from retrain.advantages.step import Segments, StepTokens
 from retrain.config.names import builtin_names
 from retrain.config.plan import Plan
@@ -100,7 +100,7 @@ def _read(label: str, config: "TrainConfig", group: int) -> Xray:
             " advantages from more than rewards, which an X-ray does not see; name an"
             " advantage_mode instead."
         )
-    stage = resolve(ADVANTAGE, plan.advantage, plan.at(0), [])
+    stage = episode_stage(plan.advantage, plan.at(0), [])
 
     def advantages(groups: list[list[float]]) -> list[list[float]]:
         try:
