@@ -69,6 +69,11 @@ class Kind:
     """The form for a whole group, chosen by the name of its first input; None if there is none."""
 
     @property
+    def path(self) -> str:
+        """The key as "section.key"."""
+        return _path(self.key)
+
+    @property
     def forms(self) -> str:
         """The allowed signatures, for a message."""
         if self.base:
@@ -78,6 +83,10 @@ class Kind:
         plain = ", ".join([*self.inputs, *(f"{keyword}=..." for keyword in self.keywords)])
         whole = f" or {self.group.forms}" if self.group else ""
         return f"f({plain})" + (" or f(ctx)" if self.context else "") + whole
+
+
+def _path(key: str) -> str:
+    return key.replace("] ", ".").strip("[]")
 
 
 KINDS: dict[str, Kind] = {
@@ -400,8 +409,7 @@ def params_of(kind: str, config: "TrainConfig") -> dict[str, Any]:
     by retrain, so it is left out.
     """
     key = KINDS[kind].params_key
-    path = key.replace("] ", ".").strip("[]")
-    table = Params(config.value(path) if path else {}, key)
+    table = Params(config.value(_path(key)) if key else {}, key)
     if kind == "transform":
         table.pop("uncertainty_kind", None)
     return table

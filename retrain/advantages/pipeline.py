@@ -7,6 +7,7 @@ Batch normalisation is part of the episode advantage (`reinforce_pp`).
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -119,27 +120,13 @@ class CreditPipeline:
         self._uncertainty: UncertaintyStage | None = None
         self._detector: RegexDetector | SemanticDetector | None = None
         algorithm = config.algorithm
-        advantage, transform = algorithm.modes
-        plugin: Plugin | None = None
-        if not advantage:
-            given = self._given("algorithm", config)
-            plugin = load_function("algorithm", algorithm.algorithm_mode, config, RECIPES, given)
-            self._algorithm = plugin
-            self.spec = TransformSpec("algorithm", needs_planning=True, uses_sepa_controller=True)
-        else:
-            if replaces_modes(algorithm.algorithm_mode):
-                refuse_unknown_params("algorithm", algorithm.algorithm_mode, frozenset(), config)
-                # A recipe replaces advantage_mode and transform_mode, and with them the tables of
-                # their parameters.
-                bare = algorithm.model_copy(update={"advantage_params": {}, "transform_params": {}})
-                config = config.model_copy(update={"algorithm": bare})
-            given = self._given("advantage", config)
-            self._episode = episode_stage(advantage, config, self.notes, given)
-            self.spec, plugin = transform_of(transform, config, self._given("transform", config))
-            if plugin and plugin.form.takes_context:
-                self._transform = plugin
-        if plugin:
-            self._try(plugin)
+        if algorithm.modes[0] and replaces_modes(algorithm.algorithm_mode):
+            refuse_unknown_params("algorithm", algorithm.algorithm_mode, (), config)
+            # A recipe replaces advantage_mode and transform_mode, and with them the tables of their
+            # parameters.
+            bare = algorithm.model_copy(update={"advantage_params": {}, "transform_params": {}})
+            config = config.model_copy(update={"algorithm": bare})
+        self._read_modes(config)
         self.uncertainty_kind = kind = canonical_kind(config.algorithm.uncertainty)
         if self._may_need_uncertainty:
             given = self._given("uncertainty", config)
@@ -147,6 +134,24 @@ class CreditPipeline:
         if self.needs_planning:
             self._detector = _detector(config.planning, load_encoder)
         self._check_values(config)
+
+    def _read_modes(self, config: "TrainConfig") -> None:
+        """Load the advantage and the transform, or the algorithm in their place."""
+        name = config.algorithm.algorithm_mode
+        advantage, transform = config.algorithm.modes
+        plugin: Plugin | None
+        if advantage:
+            given = self._given("advantage", config)
+            self._episode = episode_stage(advantage, config, self.notes, given)
+            self.spec, plugin = transform_of(transform, config, self._given("transform", config))
+            if plugin and plugin.form.takes_context:
+                self._transform = plugin
+        else:
+            given = self._given("algorithm", config)
+            plugin = self._algorithm = load_function("algorithm", name, config, RECIPES, given)
+            self.spec = TransformSpec("algorithm", needs_planning=True, uses_sepa_controller=True)
+        if plugin:
+            self._try(plugin)
 
     def _given(self, kind: str, config: "TrainConfig") -> dict[str, Any]:
         """Return the parameters of a stage, which `use` changes."""
@@ -343,14 +348,9 @@ class CreditPipeline:
     def _transform_stages(self, at: _Step, episode: Float64Array) -> Stages:
         """Return the stages of the transform of episode advantages [N]."""
         stages: Stages = {"episode": at.tokens.segments.spread(episode)}
-        plugin = self._transform
-        if plugin is not None:
-
-            def transform(context: TransformContext) -> Any:
-                place = f" on group {context.group}"
-                return output_of(plugin, context, TransformOutput, place)
-
-            stages["transform"] = self._by_context(at, episode, transform)
+        if self._transform:
+            whole = partial(output_of, self._transform, TransformOutput)
+            stages["transform"] = self._by_context(at, episode, whole)
             return stages
         if self.spec.use_gtpo and at.uncertainty is not None:
             changed = self._entropy_transform(at, at.uncertainty)
@@ -363,13 +363,9 @@ class CreditPipeline:
         own = self.spec.post_process
         if own is not None:
             so_far = at.tokens.nested(_last(stages))  # [P][G][T]
-
-            def post_process(context: TransformContext) -> Sequence[Sequence[float]]:
-                where = f'post_process of transform "{self.spec.name}" on group {context.group}'
-                with user_code(where, RunFailed):
-                    return own(so_far[context.group], context)
-
-            stages["post_process"] = self._by_context(at, episode, post_process)
+            stages["post_process"] = self._by_context(
+                at, episode, lambda context: own(so_far[context.group], context)
+            )
         return stages
 
     def _algorithm_stages(self, at: _Step) -> tuple[Float64Array, Stages]:
@@ -377,7 +373,7 @@ class CreditPipeline:
         completion's tokens.
         """
         assert self._algorithm is not None and at.uncertainty is not None
-        tokens, params = at.tokens, dict(self.config.algorithm.params)
+        tokens, params = at.tokens, self._params["algorithm"]
         context = AlgorithmContext(
             rewards=[list(rewards) for rewards in tokens.rewards],
             logprobs=tokens.nested(tokens.logprobs),
@@ -387,11 +383,12 @@ class CreditPipeline:
             step=at.number,
             gtpo_beta=self.config.gtpo.beta,
             hicra_alpha=self.config.hicra.alpha,
-            params=params,
-            groups=tokens.contexts(at.number, dict(params), self.config.training.max_tokens),
+            params=copy(params),
+            groups=tokens.contexts(at.number, copy(params), self.config.training.max_tokens),
             reference=lambda: tokens.nested_reference,
         )
-        given = output_of(self._algorithm, context, AlgorithmOutput)
+        with user_code(self._algorithm.where, RunFailed):
+            given = output_of(self._algorithm, AlgorithmOutput, context)
         advantages = step_tokens(given, tokens, f'algorithm "{self._algorithm.name}"')
         return tokens.segments.means(advantages), {"algorithm": advantages}
 
@@ -437,7 +434,7 @@ class CreditPipeline:
         self,
         at: _Step,
         episode: Float64Array,
-        function: Callable[[TransformContext], Sequence[Sequence[float]]],
+        function: Callable[[TransformContext], Any],
     ) -> Float64Array:
         """Return the token advantages [n] that a plugin computes group by group."""
         assert at.uncertainty is not None
@@ -457,11 +454,13 @@ class CreditPipeline:
                 group=group,
                 gtpo_beta=self.config.gtpo.beta,
                 hicra_alpha=self.config.hicra.alpha,
-                params=dict(self._params["transform"]),
+                params=copy(self._params["transform"]),
                 reference=partial(tokens.reference_of, group),
             )
-            place = f'group {group}: transform "{self.spec.name}"'
-            rows += token_lists(function(context), tokens.token_counts[group], place)
+            what = f'transform "{self.spec.name}"'
+            with user_code(f"{what} on group {group}", RunFailed):
+                given = function(context)
+            rows += token_lists(given, tokens.token_counts[group], f"group {group}: {what}")
         return flatten(rows)
 
     def _mask(

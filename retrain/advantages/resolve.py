@@ -33,7 +33,6 @@ from retrain.plugins import (
     describe,
     load_function,
     made_up_group,
-    params_of,
     probe,
     restore,
     same_again,
@@ -69,14 +68,12 @@ _CENTRED = 1e-6
 
 
 def episode_stage(
-    name: str, config: "TrainConfig", notes: list[str], params: dict[str, Any] | None = None
+    name: str, config: "TrainConfig", notes: list[str], params: dict[str, Any]
 ) -> EpisodeStage:
     """Return the advantage that `name` means. Notes for the start of the run are added to `notes`.
     `params` stand in for the configured ones; the stage reads them at every call.
     Raises ConfigurationError for a name, a parameter or a plugin that cannot be used.
     """
-    if params is None:
-        params = params_of("advantage", config)
     found = load_function("advantage", name, config, ADVANTAGES, params)
     if isinstance(found, Plugin):
         notes += tried(found, config, partial(_try_advantage, found, config))
@@ -245,15 +242,14 @@ def transform_of(
     return spec, plugin
 
 
-def output_of(plugin: Plugin, context: Any, form: type, place: str = "") -> Any:
+def output_of(plugin: Plugin, form: type, context: Any) -> Any:
     """Return the token advantages that a transform or an algorithm gives for a context. Raises
-    ValueError if it gives another form.
+    Fault if it gives another form.
     """
-    output = plugin(context, context=context, place=place)
+    output = plugin.call(context, context=context)
     if not isinstance(output, form):
-        raise ValueError(
-            f'{plugin.kind} "{plugin.name}" returned {type(output).__name__}, it must return a'
-            f" retrain.advantages.{form.__name__}"
+        raise Fault(
+            f"returned {type(output).__name__}, it must return a retrain.advantages.{form.__name__}"
         )
     return output.token_advs  # type: ignore[attr-defined]  # both forms have it
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from retrain.backends.losses import AGGREGATIONS, ATTRIBUTES, CORRECTIONS, LOSSES, ActionTokens
+from retrain.backends.losses import ATTRIBUTES, ActionTokens
 from retrain.backends.rows import Aggregation, TokenWeights
-from retrain.plugins import Fault, Plugin, load_plugin, params_of
+from retrain.config.names import table
+from retrain.plugins import KINDS, Fault, Plugin, load_plugin, params_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,42 +53,27 @@ class OwnFunction(Plugin):
         return bool(getattr(self.function, attribute, False))
 
 
-def own_loss(config: "TrainConfig") -> OwnFunction | None:
-    """Load the plugin of [loss] mode, of `ActionTokens` to `Terms`; None where the mode is built
-    in. Raises ConfigurationError.
+def own_function(kind: str, config: "TrainConfig") -> OwnFunction | None:
+    """Load the plugin of [loss] mode, correction or aggregation; None where that is built in.
+
+    A loss takes `ActionTokens` and gives `Terms`, a correction gives detached weights [N]. Raises
+    ConfigurationError.
     """
-    return _own("loss", config.loss.mode, LOSSES, config)
-
-
-def own_correction(config: "TrainConfig") -> OwnFunction | None:
-    """Load the plugin of [loss] correction, of `ActionTokens` to detached weights [N]; None where
-    it is built in.
-    """
-    return _own("correction", config.loss.correction, CORRECTIONS, config)
-
-
-def aggregation_of(config: "TrainConfig") -> Aggregation | TokenWeights:
-    """Return the built-in name of [loss] aggregation, or its plugin."""
-    return (
-        _own("aggregation", config.loss.aggregation, dict.fromkeys(AGGREGATIONS), config)
-        or config.loss.aggregation
-    )
-
-
-def own_functions(config: "TrainConfig") -> list[OwnFunction]:
-    """Load all plugins of [loss]."""
-    aggregation = aggregation_of(config)
-    found = (own_loss(config), own_correction(config), aggregation)
-    return [function for function in found if isinstance(function, OwnFunction)]
-
-
-def _own(
-    kind: str, name: str, builtins: Mapping[str, Any], config: "TrainConfig"
-) -> OwnFunction | None:
+    name, builtins = config.value(KINDS[kind].path), dict.fromkeys(table(kind))
     found = load_plugin(kind, name, config, builtins)
     if name in builtins:
         return None
     return OwnFunction(kind, name, found, params_of(kind, config))
+
+
+def aggregation_of(config: "TrainConfig") -> Aggregation | TokenWeights:
+    """Return the built-in name of [loss] aggregation, or its plugin."""
+    return own_function("aggregation", config) or config.loss.aggregation
+
+
+def own_functions(config: "TrainConfig") -> list[OwnFunction]:
+    """Load all plugins of [loss]."""
+    return list(filter(None, (own_function(kind, config) for kind in _CHECKS)))
 
 
 # -- the form of an answer -------------------------------------------------------------------------
@@ -102,14 +88,11 @@ def _shape(value: Any) -> list[int] | None:
 
 def _one_per_token(values: Any, tokens: ActionTokens, what: str) -> None:
     shape, wanted = _shape(values), [len(tokens.new)]
-    if shape is None:
-        raise Fault(
-            f"gave {type(values).__name__}, and must give {what}, a tensor of shape {wanted}"
-        )
     if shape != wanted:
+        given = type(values).__name__ if shape is None else f"a tensor of shape {shape}"
         raise Fault(
-            f"gave a tensor of shape {shape}, and must give {what}, of shape {wanted}: [loss]"
-            " aggregation takes the mean"
+            f"gave {given}, and must give {what}, a tensor of shape {wanted}: [loss] aggregation"
+            " takes the mean"
         )
 
 
@@ -121,21 +104,20 @@ def _checked_terms(answer: Any, tokens: ActionTokens) -> Terms:
             f"reports metrics of type {type(metrics).__name__}, which must be a table of names and"
             " tensors"
         )
-    shapes = ([len(tokens.new)], [len(tokens.lengths)])
+    shapes = [len(tokens.new)], [len(tokens.lengths)]
     for name, value in metrics.items():
-        if _shape(value) not in shapes[: 1 if name == CLIPPED else 2]:
-            wanted = f"[{shapes[0][0]}] (tokens)" + (
-                f" or [{shapes[1][0]}] (sequences)" if name != CLIPPED else ""
-            )
+        if _shape(value) not in shapes:
             raise Fault(
-                f"reports a metric {name} that must be a tensor of shape {wanted}, whose mean"
-                " retrain takes"
+                f"reports a metric {name} that must be a tensor of shape {shapes[0]} (tokens) or"
+                f" {shapes[1]} (sequences), whose mean retrain takes"
             )
     clipped = metrics.get(CLIPPED)
-    if clipped is not None and str(clipped.dtype) != "torch.bool":
-        raise Fault(
-            f"reports a metric {CLIPPED} of {clipped.dtype}, which must be a mask of torch.bool"
-        )
+    if clipped is not None:
+        _one_per_token(clipped, tokens, f"in the metric {CLIPPED} a mask of tokens")
+        if str(clipped.dtype) != "torch.bool":
+            raise Fault(
+                f"reports a metric {CLIPPED} of {clipped.dtype}, which must be a mask of torch.bool"
+            )
     # In one order, since every micro-batch must report the same metrics.
     return Terms(
         values,

@@ -60,27 +60,26 @@ class UserReward:
 
     def _of_group(self, value: object, size: int) -> dict[str, Any]:
         """A member that got None, or no number, leaves the others their rewards."""
-        if value is None:
-            return _no_reward(f"{self.name} returned None")
-        if not isinstance(value, list) or len(value) != size:
-            what = f"a value of type {type(value).__name__}"
-            if isinstance(value, list):
-                what = f"{len(value)} rewards"
-            return _no_reward(f"{self.name} returned {what}, not a list of {size} rewards")
-        return {"members": [self._of_one(reward) for reward in value]}
+        if isinstance(value, list) and len(value) == size:
+            return {"members": [self._of_one(reward) for reward in value]}
+        what = f"{len(value)} rewards" if isinstance(value, list) else _kind_of(value)
+        return _no_reward(f"{self.name} returned {what}, not a list of {size} rewards")
 
     def _of_one(self, value: object) -> dict[str, Any]:
         if value is None:
             return _no_reward(f"{self.name} returned None")
-        if not isinstance(value, (bool, Real, np.bool_)):
+        if not isinstance(value, Real | np.bool_):
             return _no_reward(
-                f"{self.name} returned a value of type {type(value).__name__}, not a float, a bool"
-                " or None"
+                f"{self.name} returned {_kind_of(value)}, not a float, a bool or None"
             )
         number = float(value)
         if not math.isfinite(number):
             return _no_reward(f"{self.name} returned {number}, which is not finite")
         return {"value": number}
+
+
+def _kind_of(value: object) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def _no_reward(reason: str) -> dict[str, Any]:
