@@ -10,18 +10,22 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
+from functools import cached_property
 from importlib.metadata import EntryPoint
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from retrain.config.names import (
     OWN_PLUGINS,
+    bracketed,
     installed_plugins,
     is_data_location,
     is_dotted,
@@ -29,11 +33,20 @@ from retrain.config.names import (
 )
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.system import toml_value
+from retrain.types import (
+    Completion,
+    Example,
+    FinishReason,
+    Float32Array,
+    Group,
+    Prompt,
+    Score,
+    Scored,
+    Trajectory,
+)
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,11 @@ class Kind:
     """The form for a whole group, chosen by the name of its first input; None if there is none."""
 
     @property
+    def path(self) -> str:
+        """The key as "section.key"."""
+        return _path(self.key)
+
+    @property
     def forms(self) -> str:
         """The allowed signatures, for a message."""
         if self.base:
@@ -63,10 +81,12 @@ class Kind:
         if not self.inputs:
             return "f(**params)" if not self.context else "f(), f(params) or f(ctx)"
         plain = ", ".join([*self.inputs, *(f"{keyword}=..." for keyword in self.keywords)])
-        whole = ""
-        if self.group:
-            whole = f" or {self.group.forms}"
+        whole = f" or {self.group.forms}" if self.group else ""
         return f"f({plain})" + (" or f(ctx)" if self.context else "") + whole
+
+
+def _path(key: str) -> str:
+    return key.replace("] ", ".").strip("[]")
 
 
 KINDS: dict[str, Kind] = {
@@ -116,7 +136,6 @@ KINDS: dict[str, Kind] = {
     "correction": Kind("[loss] correction", ("tokens",)),
     "aggregation": Kind("[loss] aggregation", ("counts", "group")),
 }
-_CONTEXT_NAMES = ("ctx", "context")
 
 
 @dataclass(frozen=True)
@@ -130,8 +149,49 @@ class Call:
     """It takes the completions of a whole group."""
 
 
+@dataclass(frozen=True)
+class Plugin:
+    """A function of one kind with its table of parameters, called in the form that its signature
+    asks for.
+    """
+
+    kind: str
+    name: str
+    function: Callable[..., Any]
+    params: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        """The key that names it, for messages."""
+        return f'{KINDS[self.kind].key} = "{self.name}"'
+
+    @cached_property
+    def form(self) -> Call:
+        return inspect_call(self.kind, self.function)
+
+    def call(
+        self, *plain: Any, context: Any = None, optional: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call it with the plain inputs, or with the context if it takes that; of `optional` and
+        `params` it gets what it takes. Its own exceptions come through.
+        """
+        if self.form.takes_context:
+            plain = (context,)
+        given = {"params": copy(self.params), **(optional or {})}
+        return self.function(*plain, **{name: given[name] for name in self.form.keywords})
+
+    def __call__(self, *plain: Any, context: Any = None, place: str = "") -> Any:
+        """Call it in a run. Raises RunFailed naming the `place` for whatever it raises."""
+        with user_code(f"{self.where}{place}", RunFailed):
+            return self.call(*plain, context=context)
+
+
 class ForeignCode(ConfigurationError):
     """A run's folder names the code, and nobody said that it may be run."""
+
+
+class Fault(Exception):
+    """A plugin lacks a property; the message is the predicate of a sentence about the plugin."""
 
 
 def load_plugin(
@@ -143,10 +203,10 @@ def load_plugin(
     tried, for a name that is not found or found twice, code that cannot be loaded, a signature that
     is not of the kind, or params that it cannot take.
     """
-    where = _where(kind, name, config)
+    where = f'{_file(config)}{KINDS[kind].key} = "{name}"'
     installed = installed_plugins()
     own, points = dict(builtins or {}), [point for point in installed if point.name == name]
-    places = ["built in"] * (name in own) + [_place(point) for point in points]
+    places = ["built in"] * (name in own) + [f"entry point {place_of(point)}" for point in points]
     if len(places) > 1:
         raise ConfigurationError(
             f"{where} is found twice ({' and '.join(places)}); rename or uninstall one."
@@ -166,9 +226,7 @@ def load_plugin(
     else:
         names = [*own, *(point.name for point in installed)]
         close = nearest(name, names)
-        hint = "."
-        if close:
-            hint = f'; did you mean "{close}"?'
+        hint = f'; did you mean "{close}"?' if close else "."
         raise ConfigurationError(
             f"{where} is not known; it can be {', '.join(sorted(names))}, or a dotted path such as"
             f" my_module.my_function{hint}"
@@ -180,9 +238,27 @@ def load_plugin(
     return plugin
 
 
-def _place(point: EntryPoint) -> str:
-    package = point.dist.name if point.dist else "an installed package"
-    return f"entry point {point.value} of {package}"
+def load_function(
+    kind: str,
+    name: str,
+    config: "TrainConfig",
+    builtins: Mapping[str, Any] | None = None,
+    params: dict[str, Any] | None = None,
+) -> Any:
+    """Return the built-in object that `name` means, or a Plugin. `params` stand in for the
+    configured ones; the plugin reads them at every call. Raises ConfigurationError as `load_plugin`
+    does, and for parameters that the built-in one does not know.
+    """
+    found = load_plugin(kind, name, config, builtins)
+    if name in (builtins or {}):
+        refuse_unknown_params(kind, name, getattr(found, "parameters", ()), config)
+        return found
+    return Plugin(kind, name, found, params_of(kind, config) if params is None else params)
+
+
+def place_of(point: EntryPoint) -> str:
+    """Say what an entry point names, and of which package."""
+    return f"{point.value} of {point.dist.name if point.dist else 'an installed package'}"
 
 
 def _dotted_names(config: "TrainConfig") -> list[tuple[str, str]]:
@@ -214,31 +290,23 @@ def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
     No code is run: a reward is loaded in its workers alone. A name whose file is not found has no
     entry.
     """
-    files = {name: _file_of(name, config) for _, name in _dotted_names(config)}
-    return {
-        name: hashlib.sha256(file.read_bytes()).hexdigest()
-        for name, file in files.items()
-        if file is not None
-    }
+    places = [*map(str, _plugin_folders(config)), *sys.path]
+    hashes = {}
+    for _, name in _dotted_names(config):
+        files = chain.from_iterable(_files_of(one, places) for one in _modules_of(name, config))
+        for file in islice(files, 1):
+            hashes[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return hashes
 
 
-def _file_of(name: str, config: "TrainConfig") -> Path | None:
-    folders = list(map(str, _plugin_folders(config)))
-    for candidate in _modules_of(name, config):
-        where: Sequence[str] | None = [*folders, *sys.path]
-        spec = None
-        parts = candidate.split(".")
-        for depth in range(len(parts)):
-            # The part before is a module and no package.
-            if where is None:
-                spec = None
-                break
-            # importlib.util.find_spec would import the parents, which is to run them.
-            spec = PathFinder.find_spec(".".join(parts[: depth + 1]), where)
-            where = spec.submodule_search_locations if spec is not None else None
-        if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
-            return Path(spec.origin)
-    return None
+def _files_of(module: str, places: Sequence[str]) -> list[Path]:
+    """Find the files of a module. importlib.util.find_spec would import its parents, which is to
+    run them.
+    """
+    relative = Path(*module.split("."))
+    tails = (relative / "__init__.py", relative.with_suffix(".py"))
+    files = [Path(place, tail) for place in places for tail in tails]
+    return [file for file in files if file.is_file()]
 
 
 def _modules_of(name: str, config: "TrainConfig") -> list[str]:
@@ -254,9 +322,7 @@ def _plugin_folders(config: "TrainConfig") -> list[Path]:
     """The folders where plugins are looked for before sys.path: the current one, and the folder of
     the configuration's file.
     """
-    beside = []
-    if config.source_path is not None:
-        beside = [config.source_path.resolve().parent]
+    beside = [config.source_path.resolve().parent] if config.source_path else []
     return list(dict.fromkeys([Path.cwd(), *beside]))
 
 
@@ -279,7 +345,7 @@ def _code_of(config: "TrainConfig") -> list[str]:
     # The id of a verifiers environment is a module's name, or what auto_install fetches from a hub.
     if environment.provider == "verifiers":
         named.append(("environment.id", environment.id))
-    sentences = ["[{}] {} = {}".format(*path.split("."), toml_value(name)) for path, name in named]
+    sentences = [f"{bracketed(path)} = {toml_value(name)}" for path, name in named]
     remote = [f"[model] trust_remote_code = true (of {model.model})"] * model.trust_remote_code
     return remote + sentences
 
@@ -288,39 +354,33 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
     """Determine the call of a plugin function of this kind. Raises ValueError saying which
     signatures are allowed.
     """
-    expected = KINDS[kind]
-    parameters = _parameters(function)
-    if parameters is None:  # a function written in C tells nothing
-        return Call(takes_context=False, keywords=frozenset())
-    kinds = {p.kind for p in parameters}
-    names = [p.name for p in parameters]
+    expected, signature = KINDS[kind], _signature(function)
+    parameters = list(signature.parameters.values())
+    names = [parameter.name for parameter in parameters]
     # What the first parameter is called decides between one completion and a group of them.
     group = expected.group
     if group is not None and names[:1] != [group.inputs[0]]:
         group = None
     expected = group or expected
-    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     keywords = frozenset(key for key in expected.keywords if takes_any or key in names)
-    own = [p for p in parameters if p.name not in expected.keywords]
-    inputs = [p for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes_context = expected.context and bool(inputs) and _is_context(inputs[0])
-    wanted = 1 if takes_context else len(expected.inputs)
-    required = sum(p.default is p.empty for p in inputs)
-    demands_keyword = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in own)
-    too_few = len(inputs) < wanted and inspect.Parameter.VAR_POSITIONAL not in kinds
-    if demands_keyword or required > wanted or too_few:
+    takes_context = expected.context and bool(names) and _is_context(parameters[0])
+    inputs = ("ctx",) if takes_context else expected.inputs
+    try:
+        signature.bind(*inputs, **dict.fromkeys(keywords))
+    except TypeError:
         raise ValueError(
             f"its signature is ({', '.join(names)}), and a plugin of this kind must be"
             f" {KINDS[kind].forms}"
-        )
+        ) from None
     return Call(takes_context, keywords, group is not None)
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
-        return list(inspect.signature(function).parameters.values())
-    except ValueError:
-        return None
+        return inspect.signature(function)
+    except ValueError:  # a function written in C tells nothing
+        return inspect.signature(lambda *_: None)
 
 
 def _is_context(parameter: inspect.Parameter) -> bool:
@@ -328,7 +388,7 @@ def _is_context(parameter: inspect.Parameter) -> bool:
     annotation = parameter.annotation
     if not isinstance(annotation, str):
         annotation = getattr(annotation, "__name__", "")
-    return parameter.name in _CONTEXT_NAMES or annotation.endswith("Context")
+    return parameter.name in ("ctx", "context") or annotation.endswith("Context")
 
 
 class Params(dict[str, Any]):
@@ -348,69 +408,91 @@ def params_of(kind: str, config: "TrainConfig") -> dict[str, Any]:
     """Return the table of parameters of a kind. `uncertainty_kind` in a transform's table is read
     by retrain, so it is left out.
     """
-    tables: dict[str, Mapping[str, Any]] = {
-        "advantage": config.algorithm.advantage_params,
-        "transform": config.algorithm.transform_params,
-        "uncertainty": config.algorithm.uncertainty_params,
-        "algorithm": config.algorithm.params,
-        "reward": config.reward.params,
-        "data": config.data.params,
-        "sampler": config.data.sampler_params,
-        "loss": config.loss.params,
-    }
-    table = Params(tables.get(kind, {}), KINDS[kind].params_key)
+    key = KINDS[kind].params_key
+    table = Params(config.value(_path(key)) if key else {}, key)
     if kind == "transform":
         table.pop("uncertainty_kind", None)
     return table
 
 
 def refuse_unknown_params(
-    kind: str, name: str, known: frozenset[str], config: "TrainConfig"
+    kind: str, name: str, known: Collection[str], config: "TrainConfig"
 ) -> None:
     """Raise ConfigurationError for a params table with a name that the built-in `name` does not
     know.
     """
-    unknown = [param for param in params_of(kind, config) if param not in known]
-    if unknown:
-        allowed = "it has no parameters"
-        if known:
-            allowed = f"it knows {', '.join(sorted(known))}"
+    allowed = f"it knows {', '.join(sorted(known))}" if known else "it has no parameters"
+    for param in params_of(kind, config).keys() - known:
         raise ConfigurationError(
-            f"{_file(config.source_path)}{KINDS[kind].params_key} {unknown[0]} is not a parameter"
-            f' of the built-in "{name}"; {allowed}.'
+            f"{_file(config)}{KINDS[kind].params_key} {param} is not a parameter of the built-in"
+            f' "{name}"; {allowed}.'
         )
 
 
-def report_probe(kind: str, name: str, problem: str, config: "TrainConfig") -> str:
-    """Report that a plugin gave something of the wrong shape on a small example: raise
-    ConfigurationError, or return a warning if `[plugins] strict = false`.
-    """
-    sentence = f"{_where(kind, name, config)} {problem}"
-    if config.plugins.strict:
-        raise ConfigurationError(
-            f"{sentence}; fix it, or set [plugins] strict = false to be warned only."
-        )
-    return f"{sentence}; the run continues because [plugins] strict = false."
+# -- trials ----------------------------------------------------------------------------------------
 
 
-def built(kind: str, where: str, make: Callable[[], T]) -> T:
-    """Make an object of a plugin's class. Raises ConfigurationError: of its table of parameters for
-    a ValueError, of a fault of its own for any other exception.
+def probe(plugin: Plugin, config: "TrainConfig", trial: Callable[[], str | None]) -> list[str]:
+    """Try a plugin on a small example before the first step; return the trial's note.
+
+    Raises ConfigurationError for a Fault, whatever its code raises, and an output of another form;
+    with `[plugins] strict = false` that is a note.
     """
     try:
-        with user_code(where, ConfigurationError):
-            return make()
-    except ConfigurationError as error:
-        if isinstance(error.__cause__, ValueError):
-            raise ConfigurationError(f"{KINDS[kind].params_key}: {error.__cause__}.") from error
+        note = trial()
+    except ConfigurationError:
         raise
+    except Exception as error:
+        cause: BaseException = error
+        if isinstance(error, RunFailed):  # the plugin's own exception, as a run would name it
+            cause = error.__cause__ or error
+        problem = f"fails on a small example ({describe(cause)})"
+        if isinstance(cause, Fault):
+            problem = str(cause)
+        note = f"{plugin.where} {problem}"
+        if config.plugins.strict:
+            raise ConfigurationError(
+                f"{_file(config)}{note}; fix it, or set [plugins] strict = false to be warned only."
+            ) from error
+        note = f"{note}; the run continues because [plugins] strict = false."
+    return [note] if note else []
 
 
-def state_of(where: str, give: Callable[[], Any]) -> dict[str, Any]:
-    """Return, through JSON, what the `state` of a plugin gives. Raises RunFailed."""
+def same_again(give: Callable[[], list[Any]]) -> None:
+    """Raise Fault for a plugin that gives other numbers when it is asked again."""
+    if give() != give():
+        raise Fault(
+            "gives other numbers when it is asked again; a run repeats and resumes byte for byte,"
+            " so draw none at random and keep nothing between the calls of a function"
+        )
+
+
+def made_up_group(
+    example: Example, slot: int, scores: Sequence[Score], logprobs: Sequence[Float32Array]
+) -> Group:
+    """A judged group with these log-probs and no texts, for trials."""
+    members = []
+    for sample, (score, row) in enumerate(zip(scores, logprobs, strict=False)):
+        ids = np.arange(len(row), dtype=np.int32)
+        completion = Completion(slot, sample, ids, row, -row, FinishReason.STOP)
+        members.append(Scored(Trajectory.of(completion), "", score))
+    return Group(Prompt(example, "", np.zeros(1, np.int32)), slot, members)
+
+
+def state_of(where: str, plugin: Any) -> dict[str, Any]:
+    """Return, through JSON, what a plugin keeps between steps; {} if it has no `state`. Raises
+    RunFailed.
+    """
     with user_code(f"{where}: state()", RunFailed):
-        kept: dict[str, Any] = json.loads(json.dumps(give()))
+        kept: dict[str, Any] = json.loads(json.dumps(getattr(plugin, "state", dict)()))
     return kept
+
+
+def restore(where: str, plugin: Any, state: dict[str, Any]) -> None:
+    """Give a plugin what `state_of` returned. Raises RunFailed."""
+    if state and hasattr(plugin, "load"):
+        with user_code(f"{where}: load()", RunFailed):
+            plugin.load(state)
 
 
 @contextmanager
@@ -422,6 +504,8 @@ def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
         yield
     except (RetrainError, KeyboardInterrupt, GeneratorExit):
         raise
+    except Fault as fault:
+        raise failure(f"{what} {fault}.") from fault
     except BaseException as error:  # anything may come, SystemExit too: the code is not ours
         if type(error).__module__.startswith("retrain."):  # an alarm of our own
             raise
@@ -440,43 +524,30 @@ def describe(error: BaseException) -> str:
 
 def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
     attribute = name.rpartition(".")[2]
-    folders = _plugin_folders(config)
+    folders = list(map(str, _plugin_folders(config)))
     tried = []
     for candidate in _modules_of(name, config):
-        if not all(part.isidentifier() for part in candidate.split(".")):
-            tried.append(
-                f"{candidate} (not a module's name; search_paths holds prefixes such as plugins)"
-            )
-            continue
         module = _import(candidate, folders, where)
-        if module is None:
-            tried.append(f"{candidate} (no such module)")
-            continue
         if hasattr(module, attribute):
             return getattr(module, attribute)
-        public = [item for item in vars(module) if not item.startswith("_")]
-        close = nearest(attribute, public)
-        hint = ""
-        if close:
-            hint = f", but {close}"
-        tried.append(f"{candidate} (has no {attribute}{hint})")
+        reason = "no such module"
+        if module is not None:
+            close = nearest(attribute, [item for item in vars(module) if item[0] != "_"])
+            reason = f"has no {attribute}" + (f", but {close}" if close else "")
+        tried.append(f"{candidate} ({reason})")
     raise ConfigurationError(
-        f"{where} cannot be loaded: tried {', '.join(tried)} in {', '.join(map(str, folders))} and"
-        " sys.path."
+        f"{where} cannot be loaded: tried {', '.join(tried)} in {', '.join(folders)} and sys.path."
     )
 
 
-def _import(name: str, folders: Sequence[Path], where: str) -> ModuleType | None:
+def _import(name: str, folders: Sequence[str], where: str) -> ModuleType | None:
     """Import a module; None if there is none of that name."""
-    relative = Path(*name.split("."))
-    tails = (relative.with_suffix(".py"), relative / "__init__.py")
-    files = [folder / tail for folder in folders for tail in tails]
-    existing = [file for file in files if file.is_file()]
-    if len(existing) > 1:
-        raise ConfigurationError(
-            f"{where} is found twice, in {existing[0]} and {existing[1]}; rename one."
-        )
     with _importable(folders), user_code(f"{where}: importing {name}", ConfigurationError):
+        existing = _files_of(name, folders)
+        if len(existing) > 1:
+            raise ConfigurationError(
+                f"{where} is found twice, in {existing[0]} and {existing[1]}; rename one."
+            )
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -494,7 +565,7 @@ def _import(name: str, folders: Sequence[Path], where: str) -> ModuleType | None
 
 
 @contextmanager
-def _importable(folders: Sequence[Path]) -> Iterator[None]:
+def _importable(names: Sequence[str]) -> Iterator[None]:
     """Put the folders first on sys.path while a plugin is imported; afterwards they stay at its
     end, for what the plugin imports later.
 
@@ -502,7 +573,6 @@ def _importable(folders: Sequence[Path]) -> Iterator[None]:
     that retrain imports lazily.
     """
     importlib.invalidate_caches()  # the file may be newer than the last look at its folder
-    names = [str(folder) for folder in folders]
     sys.path[:0] = names
     try:
         yield
@@ -516,70 +586,56 @@ def _importable(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
-    if KINDS[kind].base:
-        _check_class(plugin, KINDS[kind].base, where)
-        return
-    if not callable(plugin):
-        raise ConfigurationError(
-            f"{where} is {_a(plugin)}, and must be a function: {KINDS[kind].forms}."
-        )
-    params = params_of(kind, config)
-    if kind == "data":
-        _check_source(plugin, params, where)
-        return
-    try:
-        call = inspect_call(kind, plugin)
-    except ValueError as error:
-        raise ConfigurationError(f"{where}: {error}.") from error
-    if params and not call.takes_context and "params" not in call.keywords:
-        raise ConfigurationError(
-            f"{where} takes no params, but {KINDS[kind].params_key} gives {', '.join(params)}; give"
-            " the function a `params` argument or empty the table."
-        )
+    expected, params = KINDS[kind], params_of(kind, config)
+    what = f"of type {type(plugin).__name__}"
+    if isinstance(plugin, type):
+        what = f"the class {plugin.__name__}"
+    if expected.base:
+        _check_class(plugin, expected.base, where, what)
+    elif not callable(plugin):
+        raise ConfigurationError(f"{where} is {what}, and must be a function: {expected.forms}.")
+    elif kind == "data":
+        source_arguments(plugin, params, "train", where)
+    else:
+        try:
+            call = inspect_call(kind, plugin)
+        except ValueError as error:
+            raise ConfigurationError(f"{where}: {error}.") from error
+        if params and not call.takes_context and "params" not in call.keywords:
+            raise ConfigurationError(
+                f"{where} takes no params, but {expected.params_key} gives {', '.join(params)};"
+                " give the function a `params` argument or empty the table."
+            )
 
 
-def _check_class(plugin: Any, base_path: str, where: str) -> None:
+def _check_class(plugin: Any, base_path: str, where: str, what: str) -> None:
     module, _, name = base_path.rpartition(".")
     base: type = getattr(importlib.import_module(module), name)
-    qualified = f"{base.__module__}.{base.__qualname__}"
     derives = inspect.isclass(plugin) and issubclass(plugin, base)
     if not derives:
-        raise ConfigurationError(f"{where} is {_a(plugin)}, and must be a subclass of {qualified}.")
+        raise ConfigurationError(f"{where} is {what}, and must be a subclass of {base_path}.")
     if inspect.isabstract(plugin):
         missing = ", ".join(sorted(plugin.__abstractmethods__))
-        raise ConfigurationError(f"{where} does not define {missing} of {qualified}.")
+        raise ConfigurationError(f"{where} does not define {missing} of {base_path}.")
 
 
-def _check_source(plugin: Callable[..., Any], params: Mapping[str, Any], where: str) -> None:
-    """Check that a data source can be called with its params, and with `split` if it takes one."""
-    parameters = _parameters(plugin)
-    if parameters is None:  # a function written in C tells nothing
-        return
-    given = dict(params)
-    if any(parameter.name == "split" for parameter in parameters):
-        given["split"] = "train"
+def source_arguments(
+    source: Callable[..., Any], params: Mapping[str, Any], split: str, where: str
+) -> dict[str, Any]:
+    """Return the arguments of a data source: its params, and `split` if it takes one. Raises
+    ConfigurationError for params that do not fit.
+    """
+    signature = _signature(source)
+    given = dict(params) | ({"split": split} if "split" in signature.parameters else {})
     try:
-        inspect.signature(plugin).bind(**given)
+        signature.bind(**given)
     except TypeError as error:
         raise ConfigurationError(
             f"{where} cannot be called with [data] params {sorted(params)}: {error}."
         ) from error
+    return given
 
 
-# -- words -----------------------------------------------------------------------------------------
-
-
-def _file(source: Path | None) -> str:
-    if source is not None:
-        return f"{source}: "
-    return ""
-
-
-def _where(kind: str, name: str, config: "TrainConfig") -> str:
-    return f'{_file(config.source_path)}{KINDS[kind].key} = "{name}"'
-
-
-def _a(thing: object) -> str:
-    if isinstance(thing, type):
-        return f"the class {thing.__name__}"
-    return f"of type {type(thing).__name__}"
+def _file(config: "TrainConfig") -> str:
+    """Begin a sentence with the configuration's file, if there is one."""
+    return f"{config.source_path}: " if config.source_path else ""

@@ -442,7 +442,7 @@ def test_a_registered_source_is_called_with_its_params(tmp_path):
     register_source("tens", lambda count: [Example(f"{i}*10=?", str(10 * i)) for i in range(count)])
     loaded = load_examples(config(source="tens", params={"count": 3}))
     assert loaded.examples[2] == Example("2*10=?", "20", example_id="tens-2")
-    with pytest.raises(ConfigurationError, match="params do not fit"):
+    with pytest.raises(ConfigurationError, match="cannot be called with"):
         load_examples(config(source="tens", params={"size": 3}))
     with pytest.raises(NoHeldOutSplit):
         load_examples(config(source="tens", params={"count": 3}), "heldout")

@@ -25,7 +25,7 @@ from retrain import load_config, train
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.backends import ActionTokens
 from retrain.backends.local.loss import policy_loss
-from retrain.backends.own_loss import aggregation_of, own_loss
+from retrain.backends.own_loss import aggregation_of, own_function
 from retrain.backends.rows import num_completions, row_weights
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.load import replaced
@@ -723,7 +723,7 @@ def descend(config: TrainConfig, batch: Answers) -> None:
         weights=torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(lengths)),
         lengths=lengths,
     )
-    own = own_loss(config)
+    own = own_function("loss", config)
     policy_loss(tokens, config.loss, own(tokens).values if own else None).backward()
 
 

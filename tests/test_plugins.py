@@ -271,7 +271,8 @@ def test_a_plugin_that_breaks_later_stops_the_run_naming_the_group(
     with pytest.raises(
         RunFailed,
         match=(
-            r"advantage \"plugin_under_test_\d+\.f\" on group 0 failed with ValueError: step two\."
+            r"advantage_mode = \"plugin_under_test_\d+\.f\" on group 0 failed with ValueError: step"
+            r" two\."
         ),
     ):
         run(config(advantage_mode=f"{name}.f"))

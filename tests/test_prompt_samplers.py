@@ -77,7 +77,7 @@ def test_a_choice_holds_the_asked_number_of_examples_and_follows_from_the_state(
 ) -> None:
     sampler, again = made(name, size), made(name, size)
     for chosen in steps(sampler, done, count):
-        assert checked_indices(name, chosen, count, size) == chosen
+        assert checked_indices(chosen, count, size) == chosen
         # Repeats come only where fewer are left: a fifth of the examples is solved when seen.
         assert count > size - size // 5 or len(set(chosen)) == count
     again.load(json.loads(json.dumps(sampler.state())))
@@ -139,10 +139,10 @@ def test_a_resumed_run_chooses_as_the_straight_one(name: str, tmp_path: Path) ->
 
 
 WRONG = {
-    "load": ("def choose(self, s, n, u): return [self.k] * n", "`load` does not restore"),
+    "load": ("def choose(self, s, n, u): return [self.k] * n", "does not restore in `load`"),
     "pure": (
         "def choose(self, s, n, u):\n        self.k += 1\n        return [0] * n",
-        "`choose` changes its state",
+        "changes its state in `choose`",
     ),
     "range": ("def choose(self, s, n, u): return [99] * n", "chose the example 99, there are 8"),
     "short": ("def choose(self, s, n, u): return [0]", "must choose 4 whole numbers"),
@@ -210,7 +210,7 @@ LATE = {
         r"state\(\) failed with TypeError: Object of type set",
     ),
     "late_state": (
-        "def state(self): return {'seen': self.seen / (self.size < 64)}",
+        "def state(self): return {'seen': self.seen // (self.size < 64)}",
         r"state\(\) failed with ZeroDivisionError",
     ),
     "late_rows": (
@@ -253,7 +253,7 @@ def test_a_state_that_is_not_restored_is_found_before_a_choice_needs_it(
         "def load(self, s): pass",
     )
     name = own_sampler(tmp_path, monkeypatch, "warm_up", *body)
-    with pytest.raises(ConfigurationError, match="`load` does not restore"):
+    with pytest.raises(ConfigurationError, match="does not restore in `load`"):
         train(small(tmp_path / "run", data={"sampler": name}), quiet=True, skip_parity=True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from retrain.advantages.pipeline import CreditPipeline
-from retrain.backends.own_loss import own_loss
+from retrain.backends.own_loss import own_function
 from retrain.campaign.plan import plan_campaign
 from retrain.cli.help import papers_page
 from retrain.config import TrainConfig, config_from_mapping, load_config, replaced
@@ -71,7 +71,7 @@ def test_the_plugins_of_a_recipe_are_found_and_are_no_foreign_code(
     (tmp_path / "config.toml").write_text(dump_toml(with_mode(name)))
     stored = load_stored(tmp_path / "config.toml")
     CreditPipeline(stored, lambda ids: [""] * len(ids))
-    own_loss(stored)
+    own_function("loss", stored)
     assert named_code(stored) == [] and unused_keys(with_mode(name)) == []
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.advantages.pipeline import CreditPipeline
+from retrain.advantages.resolve import small_step
 from retrain.cli.main import main
 from retrain.config import (
     config_from_mapping,
@@ -185,13 +186,12 @@ def test_credit_reads_the_parameters_of_the_step() -> None:
     pipeline = CreditPipeline(config, lambda ids: [""] * len(ids))
     episode = pipeline._episode
     assert episode is not None
-    from retrain.advantages.resolve import _SMALL
-
-    before = episode(_SMALL, 0)
+    small = small_step(config)
+    before = episode(small, 0)
     pipeline.use(with_values(config, {"algorithm.advantage_params.eps": 1e-6}))
-    assert episode(_SMALL, 0) != before
+    assert episode(small, 0) != before
     pipeline.use(config)
-    assert episode(_SMALL, 0) == before
+    assert episode(small, 0) == before
 
 
 def test_a_mask_may_begin_after_the_first_step() -> None:

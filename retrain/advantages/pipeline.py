@@ -7,6 +7,7 @@ Batch normalisation is part of the episode advantage (`reinforce_pp`).
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -14,26 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retrain.advantages.algorithms import AlgorithmContext, no_reference
+from retrain.advantages.algorithms import AlgorithmContext, AlgorithmOutput, no_reference
 from retrain.advantages.credit import Credit, CreditStages
 from retrain.advantages.planning import Encoder, RegexDetector, SemanticDetector
 from retrain.advantages.resolve import (
-    ADVANTAGE,
-    ALGORITHM,
-    TRANSFORM,
-    UNCERTAINTY,
-    AlgorithmStage,
     EpisodeStage,
-    GroupTransform,
     PluginAdvantage,
-    Stage,
-    StageKind,
-    TransformStage,
     UncertaintyStage,
+    episode_stage,
     numbers,
-    resolve,
+    output_of,
+    small_step,
     step_tokens,
     token_lists,
+    transform_of,
+    tried,
+    uncertainty_stage,
 )
 from retrain.advantages.sepa import check_ramp
 from retrain.advantages.step import (
@@ -45,6 +42,7 @@ from retrain.advantages.step import (
 )
 from retrain.advantages.transforms import (
     TransformContext,
+    TransformOutput,
     TransformSpec,
     canonical_kind,
     capped,
@@ -55,8 +53,16 @@ from retrain.advantages.transforms import (
     top_rho,
 )
 from retrain.config.names import replaces_modes
+from retrain.config.recipes import RECIPES
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.plugins import params_of, refuse_unknown_params, user_code
+from retrain.plugins import (
+    Plugin,
+    load_function,
+    params_of,
+    refuse_unknown_params,
+    same_again,
+    user_code,
+)
 from retrain.types import Float64Array, Group, Int32Array
 
 if TYPE_CHECKING:
@@ -105,38 +111,65 @@ class CreditPipeline:
         self._pieces = pieces
         self._params: dict[str, dict[str, Any]] = {}
         """Kind -> the parameters that its stage reads at every call."""
-        self._algorithm: AlgorithmStage | None = None
+        self._algorithm: Plugin | None = None
+        self._transform: Plugin | None = None
+        """A transform of the form f(ctx), which does all the work."""
         self._episode: EpisodeStage | None = None
         self._before: tuple[int, dict[str, Any]] = (-1, {})
         """The newest step, and what the advantage kept before it."""
         self._uncertainty: UncertaintyStage | None = None
         self._detector: RegexDetector | SemanticDetector | None = None
         algorithm = config.algorithm
-        advantage, transform = algorithm.modes
-        if not advantage:
-            self._algorithm = self._resolve(ALGORITHM, algorithm.algorithm_mode, config)
-            spec = TransformSpec("algorithm", needs_planning=True, uses_sepa_controller=True)
-            self._transform = TransformStage(spec, None, {})
-        else:
-            if replaces_modes(algorithm.algorithm_mode):
-                refuse_unknown_params("algorithm", algorithm.algorithm_mode, frozenset(), config)
-                # A recipe replaces advantage_mode and transform_mode, and with them the tables of
-                # their parameters.
-                bare = algorithm.model_copy(update={"advantage_params": {}, "transform_params": {}})
-                config = config.model_copy(update={"algorithm": bare})
-            self._episode = self._resolve(ADVANTAGE, advantage, config)
-            self._transform = self._resolve(TRANSFORM, transform, config)
-        self.spec = self._transform.spec
-        self.uncertainty_kind = canonical_kind(config.algorithm.uncertainty)
+        if algorithm.modes[0] and replaces_modes(algorithm.algorithm_mode):
+            refuse_unknown_params("algorithm", algorithm.algorithm_mode, (), config)
+            # A recipe replaces advantage_mode and transform_mode, and with them the tables of their
+            # parameters.
+            bare = algorithm.model_copy(update={"advantage_params": {}, "transform_params": {}})
+            config = config.model_copy(update={"algorithm": bare})
+        self._read_modes(config)
+        self.uncertainty_kind = kind = canonical_kind(config.algorithm.uncertainty)
         if self._may_need_uncertainty:
-            self._uncertainty = self._resolve(UNCERTAINTY, self.uncertainty_kind, config)
+            given = self._given("uncertainty", config)
+            self._uncertainty = uncertainty_stage(kind, config, self.notes, given)
         if self.needs_planning:
             self._detector = _detector(config.planning, load_encoder)
         self._check_values(config)
 
-    def _resolve(self, kind: StageKind[Stage], name: str, config: "TrainConfig") -> Stage:
-        params = self._params[kind.name] = params_of(kind.name, config)
-        return resolve(kind, name, config, self.notes, params)
+    def _read_modes(self, config: "TrainConfig") -> None:
+        """Load the advantage and the transform, or the algorithm in their place."""
+        name = config.algorithm.algorithm_mode
+        advantage, transform = config.algorithm.modes
+        plugin: Plugin | None
+        if advantage:
+            given = self._given("advantage", config)
+            self._episode = episode_stage(advantage, config, self.notes, given)
+            self.spec, plugin = transform_of(transform, config, self._given("transform", config))
+            if plugin and plugin.form.takes_context:
+                self._transform = plugin
+        else:
+            given = self._given("algorithm", config)
+            plugin = self._algorithm = load_function("algorithm", name, config, RECIPES, given)
+            self.spec = TransformSpec("algorithm", needs_planning=True, uses_sepa_controller=True)
+        if plugin:
+            self._try(plugin)
+
+    def _given(self, kind: str, config: "TrainConfig") -> dict[str, Any]:
+        """Return the parameters of a stage, which `use` changes."""
+        self._params[kind] = params_of(kind, config)
+        return self._params[kind]
+
+    def _try(self, plugin: Plugin) -> None:
+        """Try a transform or an algorithm as a step uses it."""
+        small = small_step(self.config)
+        at = _Step(small, 0, 0.5, capped(-small.logprobs))
+        episode = flatten(small.rewards) - 0.5
+
+        def final() -> list[Any]:
+            if self._algorithm:
+                return list(_last(self._algorithm_stages(at)[1]))
+            return list(_last(self._transform_stages(at, episode)))
+
+        self.notes += tried(plugin, self.config, partial(same_again, final))
 
     def use(self, config: "TrainConfig") -> None:
         """Use the scheduled values of a step: each stage takes its parameters from `config`."""
@@ -149,8 +182,7 @@ class CreditPipeline:
         """Raise ConfigurationError for values with which the transform in use does nothing; note
         those that may surprise.
         """
-        composed = self._algorithm is None and self._transform.function is None
-        if composed and self.spec.uses_sepa_controller:
+        if not (self._algorithm or self._transform) and self.spec.uses_sepa_controller:
             check_ramp(config.sepa)
         masks = config.may_be_positive("algorithm.surprisal_mask_rho")
         if self.spec.needs_rho and not masks:
@@ -179,9 +211,8 @@ class CreditPipeline:
 
     @property
     def needs_uncertainty(self) -> bool:
-        plugged_in = self._algorithm is not None or self._transform.function is not None
         return (
-            plugged_in
+            bool(self._algorithm or self._transform)
             or self.spec.needs_uncertainty
             or self.config.algorithm.surprisal_mask_rho > 0
         )
@@ -312,10 +343,15 @@ class CreditPipeline:
         """Return the episode advantages [N] and the stages of an advantage and a transform."""
         assert self._episode is not None
         episode = flatten(self._episode(at.tokens, at.number))
+        return episode, self._transform_stages(at, episode)
+
+    def _transform_stages(self, at: _Step, episode: Float64Array) -> Stages:
+        """Return the stages of the transform of episode advantages [N]."""
         stages: Stages = {"episode": at.tokens.segments.spread(episode)}
-        if self._transform.function is not None:
-            stages["transform"] = self._by_context(at, episode, self._transform.function)
-            return episode, stages
+        if self._transform:
+            whole = partial(output_of, self._transform, TransformOutput)
+            stages["transform"] = self._by_context(at, episode, whole)
+            return stages
         if self.spec.use_gtpo and at.uncertainty is not None:
             changed = self._entropy_transform(at, at.uncertainty)
             stages["gtpo"] = stages["episode"] * self._weights(at.tokens, changed, episode)
@@ -327,21 +363,17 @@ class CreditPipeline:
         own = self.spec.post_process
         if own is not None:
             so_far = at.tokens.nested(_last(stages))  # [P][G][T]
-
-            def post_process(context: TransformContext) -> Sequence[Sequence[float]]:
-                where = f'post_process of transform "{self.spec.name}" on group {context.group}'
-                with user_code(where, RunFailed):
-                    return own(so_far[context.group], context)
-
-            stages["post_process"] = self._by_context(at, episode, post_process)
-        return episode, stages
+            stages["post_process"] = self._by_context(
+                at, episode, lambda context: own(so_far[context.group], context)
+            )
+        return stages
 
     def _algorithm_stages(self, at: _Step) -> tuple[Float64Array, Stages]:
         """Return the same for an algorithm plugin; its episode advantage is the mean over a
         completion's tokens.
         """
         assert self._algorithm is not None and at.uncertainty is not None
-        tokens, params = at.tokens, dict(self.config.algorithm.params)
+        tokens, params = at.tokens, self._params["algorithm"]
         context = AlgorithmContext(
             rewards=[list(rewards) for rewards in tokens.rewards],
             logprobs=tokens.nested(tokens.logprobs),
@@ -351,13 +383,13 @@ class CreditPipeline:
             step=at.number,
             gtpo_beta=self.config.gtpo.beta,
             hicra_alpha=self.config.hicra.alpha,
-            params=params,
-            groups=tokens.contexts(at.number, dict(params), self.config.training.max_tokens),
+            params=copy(params),
+            groups=tokens.contexts(at.number, copy(params), self.config.training.max_tokens),
             reference=lambda: tokens.nested_reference,
         )
-        advantages = step_tokens(
-            self._algorithm(context), tokens, f'algorithm "{self.config.algorithm.algorithm_mode}"'
-        )
+        with user_code(self._algorithm.where, RunFailed):
+            given = output_of(self._algorithm, AlgorithmOutput, context)
+        advantages = step_tokens(given, tokens, f'algorithm "{self._algorithm.name}"')
         return tokens.segments.means(advantages), {"algorithm": advantages}
 
     def _entropy_transform(self, at: _Step, uncertainty: Float64Array) -> Float64Array:
@@ -371,17 +403,7 @@ class CreditPipeline:
                 changed = spec.flat_entropy_transform(
                     uncertainty, at.tokens.planning, segments, at.sepa_lambda
                 )
-            if np.shape(changed) != (segments.total,):
-                raise ValueError(
-                    f'transform "{spec.name}" gave shape {np.shape(changed)} for {segments.total}'
-                    " tokens"
-                )
-            for token in np.flatnonzero(~np.isfinite(changed)):
-                raise ValueError(
-                    f'{at.tokens.token_place(int(token))}: transform "{spec.name}" gave'
-                    f" {changed[token]}"
-                )
-            return changed
+            return numbers(changed, segments.total, f'transform "{spec.name}"')
         if spec.entropy_transform is None:
             return uncertainty
         rows = []
@@ -409,7 +431,10 @@ class CreditPipeline:
         return gtpo_weights(uncertainty, tokens.segments, gtpo.beta)
 
     def _by_context(
-        self, at: _Step, episode: Float64Array, function: GroupTransform
+        self,
+        at: _Step,
+        episode: Float64Array,
+        function: Callable[[TransformContext], Any],
     ) -> Float64Array:
         """Return the token advantages [n] that a plugin computes group by group."""
         assert at.uncertainty is not None
@@ -429,11 +454,13 @@ class CreditPipeline:
                 group=group,
                 gtpo_beta=self.config.gtpo.beta,
                 hicra_alpha=self.config.hicra.alpha,
-                params=dict(self._transform.params),
+                params=copy(self._params["transform"]),
                 reference=partial(tokens.reference_of, group),
             )
-            place = f'group {group}: transform "{self.spec.name}"'
-            rows += token_lists(function(context), tokens.token_counts[group], place)
+            what = f'transform "{self.spec.name}"'
+            with user_code(f"{what} on group {group}", RunFailed):
+                given = function(context)
+            rows += token_lists(given, tokens.token_counts[group], f"group {group}: {what}")
         return flatten(rows)
 
     def _mask(

@@ -7,15 +7,16 @@ installed packages' metadata.
 """
 
 import importlib.util
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal
 
 from retrain.backends.base import BACKENDS, Backend, BackendCapabilities, backend_kind
-from retrain.backends.losses import AGGREGATIONS, CORRECTIONS, LOSSES
+from retrain.backends.losses import LOSSES
 from retrain.backends.own_loss import OwnFunction, own_functions
 from retrain.config.keys import all_keys
+from retrain.config.names import table
 from retrain.config.needs import Outcome, built_in, refusals
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import (
@@ -25,7 +26,7 @@ from retrain.inference_engine.base import (
     engine_kind,
 )
 from retrain.install import install_hint
-from retrain.plugins import KINDS, load_plugin, params_of, refuse_unknown_params
+from retrain.plugins import KINDS, load_plugin, refuse_unknown_params
 from retrain.system import toml_value
 
 if TYPE_CHECKING:
@@ -116,18 +117,12 @@ def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Itera
     Raises ConfigurationError for a plugin that cannot be loaded or lacks a property.
     """
     loss, where = config.loss, f'backend "{config.backend.backend}"'
-    names: dict[str, tuple[str, Collection[str]]] = {
-        "loss": (loss.mode, LOSSES),
-        "correction": (loss.correction, CORRECTIONS),
-        "aggregation": (loss.aggregation, AGGREGATIONS),
-    }
-    own = {kind: name for kind, (name, builtins) in names.items() if name not in builtins}
+    names = {kind: config.value(KINDS[kind].path) for kind in ("loss", "correction", "aggregation")}
+    own = {kind: name for kind, name in names.items() if name not in table(kind)}
     if own and not backend.own_loss:
         return  # refused by name
-    if backend.losses:
-        yield from _parameter_problems(
-            [(kind, name) for kind, (name, _) in names.items() if kind not in own], config
-        )
+    if backend.losses and "loss" not in own:
+        yield from _parameter_problems(config)
     learner = backend_kind(config.backend.backend)
     served = learner.served_losses
     here = served is not None and backend.losses and loss.mode not in served
@@ -144,29 +139,21 @@ def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Itera
 
     has = {"entropy": backend.entropy, "reference": learner.has_reference}
     for one in own_functions(config):
-        for name in (
-            name for name, there in has.items() if one.declares(f"needs_{name}") and not there
-        ):
-            yield (
-                f"{one.where} reads tokens.{name}, which {where} does not have; use backend ="
-                ' "local".'
-            )
+        for name, there in has.items():
+            if one.declares(f"needs_{name}") and not there:
+                yield (
+                    f"{one.where} reads tokens.{name}, which {where} does not have; use backend ="
+                    ' "local".'
+                )
     proof_warnings(config)
 
 
-def _parameter_problems(
-    builtins: Sequence[tuple[str, str]], config: "TrainConfig"
-) -> Iterator[str]:
-    for kind, name in builtins:
-        refuse_unknown_params(
-            kind, name, frozenset(LOSSES[name].parameters if kind == "loss" else ()), config
-        )
-        for param, value in params_of(kind, config).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                yield (
-                    f"{KINDS[kind].params_key} {param} = {toml_value(value)} must be a number"
-                    " above 0."
-                )
+def _parameter_problems(config: "TrainConfig") -> Iterator[str]:
+    loss = config.loss
+    refuse_unknown_params("loss", loss.mode, LOSSES[loss.mode].parameters, config)
+    for param, value in loss.params.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            yield f"[loss] params {param} = {toml_value(value)} must be a number above 0."
 
 
 def loss_notes(config: "TrainConfig") -> list[str]:
@@ -180,16 +167,12 @@ def loss_notes(config: "TrainConfig") -> list[str]:
 
     warnings = proof_warnings(config)
     notes = [warnings.get(one.kind) or f"{one.where} {_loss_words(one)}." for one in functions]
-    turned = [
-        one
+    notes += [
+        f"{one.where} makes tokens with a positive advantage less probable: is its sign meant? What"
+        " it returns is minimised."
         for one in functions
         if one.kind == "loss" and one.kind not in warnings and has_wrong_sign(one)
     ]
-    what = (
-        "makes tokens with a positive advantage less probable: is its sign meant? What it returns"
-        " is minimised"
-    )
-    notes += [f"{one.where} {what}." for one in turned]
     return notes
 
 

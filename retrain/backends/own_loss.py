@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from retrain.backends.losses import AGGREGATIONS, ATTRIBUTES, CORRECTIONS, LOSSES, ActionTokens
+from retrain.backends.losses import ATTRIBUTES, ActionTokens
 from retrain.backends.rows import Aggregation, TokenWeights
-from retrain.errors import RunFailed
-from retrain.plugins import KINDS, inspect_call, load_plugin, params_of, user_code
+from retrain.config.names import table
+from retrain.plugins import KINDS, Fault, Plugin, load_plugin, params_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,34 +38,12 @@ class Terms:
     """[N] or [sequences] each, detached; their means are recorded."""
 
 
-@dataclass(frozen=True)
-class OwnFunction:
-    """A plugin with its parameters. A call raises RunFailed, one sentence, for whatever it raises
-    and for an answer of another form.
-    """
+class OwnFunction(Plugin):
+    """A plugin whose answer is checked."""
 
-    kind: str
-    name: str
-    function: Callable[..., Any]
-    params: Mapping[str, Any]
-
-    def __call__(self, *inputs: Any) -> Any:
-        with user_code(self.where, RunFailed):
-            return self.call(*inputs)
-
-    @property
-    def where(self) -> str:
-        return f'{KINDS[self.kind].key} = "{self.name}"'
-
-    def call(self, *inputs: Any) -> Any:
-        """Call it plainly: its own exceptions come through, and ValueError for an answer of another
-        form.
-        """
-        takes_params = "params" in inspect_call(self.kind, self.function).keywords
-        given = {}
-        if takes_params:
-            given = {"params": dict(self.params)}
-        return _CHECKS[self.kind](self.function(*inputs, **given), *inputs)
+    def call(self, *inputs: Any, **more: Any) -> Any:
+        """Raise Fault for an answer of another form."""
+        return _CHECKS[self.kind](super().call(*inputs, **more), *inputs)
 
     def declares(self, attribute: str) -> bool:
         """True if the function has this attribute of `ATTRIBUTES`, such as `sapo.own_term =
@@ -75,42 +53,27 @@ class OwnFunction:
         return bool(getattr(self.function, attribute, False))
 
 
-def own_loss(config: "TrainConfig") -> OwnFunction | None:
-    """Load the plugin of [loss] mode, of `ActionTokens` to `Terms`; None where the mode is built
-    in. Raises ConfigurationError.
+def own_function(kind: str, config: "TrainConfig") -> OwnFunction | None:
+    """Load the plugin of [loss] mode, correction or aggregation; None where that is built in.
+
+    A loss takes `ActionTokens` and gives `Terms`, a correction gives detached weights [N]. Raises
+    ConfigurationError.
     """
-    return _own("loss", config.loss.mode, LOSSES, config)
-
-
-def own_correction(config: "TrainConfig") -> OwnFunction | None:
-    """Load the plugin of [loss] correction, of `ActionTokens` to detached weights [N]; None where
-    it is built in.
-    """
-    return _own("correction", config.loss.correction, CORRECTIONS, config)
-
-
-def aggregation_of(config: "TrainConfig") -> Aggregation | TokenWeights:
-    """Return the built-in name of [loss] aggregation, or its plugin."""
-    return (
-        _own("aggregation", config.loss.aggregation, dict.fromkeys(AGGREGATIONS), config)
-        or config.loss.aggregation
-    )
-
-
-def own_functions(config: "TrainConfig") -> list[OwnFunction]:
-    """Load all plugins of [loss]."""
-    aggregation = aggregation_of(config)
-    found = (own_loss(config), own_correction(config), aggregation)
-    return [function for function in found if isinstance(function, OwnFunction)]
-
-
-def _own(
-    kind: str, name: str, builtins: Mapping[str, Any], config: "TrainConfig"
-) -> OwnFunction | None:
+    name, builtins = config.value(KINDS[kind].path), dict.fromkeys(table(kind))
     found = load_plugin(kind, name, config, builtins)
     if name in builtins:
         return None
     return OwnFunction(kind, name, found, params_of(kind, config))
+
+
+def aggregation_of(config: "TrainConfig") -> Aggregation | TokenWeights:
+    """Return the built-in name of [loss] aggregation, or its plugin."""
+    return own_function("aggregation", config) or config.loss.aggregation
+
+
+def own_functions(config: "TrainConfig") -> list[OwnFunction]:
+    """Load all plugins of [loss]."""
+    return list(filter(None, (own_function(kind, config) for kind in _CHECKS)))
 
 
 # -- the form of an answer -------------------------------------------------------------------------
@@ -125,14 +88,11 @@ def _shape(value: Any) -> list[int] | None:
 
 def _one_per_token(values: Any, tokens: ActionTokens, what: str) -> None:
     shape, wanted = _shape(values), [len(tokens.new)]
-    if shape is None:
-        raise ValueError(
-            f"it gave {type(values).__name__}, and must give {what}, a tensor of shape {wanted}"
-        )
     if shape != wanted:
-        raise ValueError(
-            f"it gave a tensor of shape {shape}, and must give {what}, of shape {wanted}: [loss]"
-            " aggregation takes the mean"
+        given = type(values).__name__ if shape is None else f"a tensor of shape {shape}"
+        raise Fault(
+            f"gave {given}, and must give {what}, a tensor of shape {wanted}: [loss] aggregation"
+            " takes the mean"
         )
 
 
@@ -140,23 +100,24 @@ def _checked_terms(answer: Any, tokens: ActionTokens) -> Terms:
     values, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
     _one_per_token(values, tokens, "one term for each action token")
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise ValueError(
-            f"its metrics are {type(metrics).__name__}, and must be a table of names and tensors"
+        raise Fault(
+            f"reports metrics of type {type(metrics).__name__}, which must be a table of names and"
+            " tensors"
         )
-    shapes = ([len(tokens.new)], [len(tokens.lengths)])
+    shapes = [len(tokens.new)], [len(tokens.lengths)]
     for name, value in metrics.items():
-        if _shape(value) not in shapes[: 1 if name == CLIPPED else 2]:
-            wanted = f"[{shapes[0][0]}] (tokens)" + (
-                f" or [{shapes[1][0]}] (sequences)" if name != CLIPPED else ""
-            )
-            raise ValueError(
-                f"its metric {name} must be a tensor of shape {wanted}, whose mean retrain takes"
+        if _shape(value) not in shapes:
+            raise Fault(
+                f"reports a metric {name} that must be a tensor of shape {shapes[0]} (tokens) or"
+                f" {shapes[1]} (sequences), whose mean retrain takes"
             )
     clipped = metrics.get(CLIPPED)
-    if clipped is not None and str(clipped.dtype) != "torch.bool":
-        raise ValueError(
-            f"its metric {CLIPPED} is {clipped.dtype}, and must be a mask of torch.bool"
-        )
+    if clipped is not None:
+        _one_per_token(clipped, tokens, f"in the metric {CLIPPED} a mask of tokens")
+        if str(clipped.dtype) != "torch.bool":
+            raise Fault(
+                f"reports a metric {CLIPPED} of {clipped.dtype}, which must be a mask of torch.bool"
+            )
     # In one order, since every micro-batch must report the same metrics.
     return Terms(
         values,
@@ -168,7 +129,7 @@ def _checked_terms(answer: Any, tokens: ActionTokens) -> Terms:
 def _checked_correction(answer: Any, tokens: ActionTokens) -> "Tensor":
     _one_per_token(answer, tokens, "one weight for each action token")
     if answer.requires_grad:
-        raise ValueError("its weights carry gradient; detach them")
+        raise Fault("gave weights that carry gradient; detach them")
     weights: Tensor = answer
     return weights
 
@@ -180,13 +141,13 @@ def _checked_aggregation(
 ) -> list[float]:
     weights = np.asarray(answer, np.float64)
     if weights.shape != counts.shape:
-        raise ValueError(
-            f"it gave an array of shape {list(weights.shape)}, and must give one weight for each of"
+        raise Fault(
+            f"gave an array of shape {list(weights.shape)}, and must give one weight for each of"
             f" {len(counts)} completions"
         )
     if not np.isfinite(weights).all() or (weights < 0).any():
-        raise ValueError(
-            f"it gave the weight {weights[~(weights >= 0) | np.isinf(weights)][0]}; a weight is"
+        raise Fault(
+            f"gave the weight {weights[~(weights >= 0) | np.isinf(weights)][0]}; a weight is"
             " finite and at least 0"
         )
     return [float(weight) for weight in weights]

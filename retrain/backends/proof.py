@@ -7,6 +7,7 @@ One sentence reports the first that does not hold.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +17,12 @@ from torch import Tensor
 
 from retrain.backends.losses import ActionTokens
 from retrain.backends.own_loss import OwnFunction, own_functions
-from retrain.plugins import KINDS, describe, report_probe
+from retrain.plugins import Fault, probe
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 LENGTHS = (3, 1, 4, 2, 4)
-
-
-class ProofError(Exception):
-    """A plugin lacks a property; the message is the predicate of a sentence about the plugin."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +83,12 @@ def small_batch(
 
 
 def prove(function: OwnFunction) -> None:
-    """Raise ProofError for the first property of a plugin that does not hold. torch's random state
-    stays as it was.
+    """Raise Fault for the first property of a plugin that does not hold. torch's random state stays
+    as it was.
     """
     provers = {"loss": prove_loss, "correction": prove_correction, "aggregation": prove_aggregation}
     with torch.random.fork_rng(devices=[]):
-        try:
-            provers[function.kind](function)
-        except ProofError:
-            raise
-        except Exception as error:  # the code is not ours
-            raise ProofError(f"fails on a part of a small example ({describe(error)})") from error
+        provers[function.kind](function)
 
 
 def proof_warnings(config: "TrainConfig") -> dict[str, str]:
@@ -106,22 +98,18 @@ def proof_warnings(config: "TrainConfig") -> dict[str, str]:
     Raises ConfigurationError for the first of them where strict is true, or for a plugin that
     cannot be loaded.
     """
-    warnings = {}
-    for function in own_functions(config):
-        try:
-            prove(function)
-        except ProofError as problem:
-            warnings[function.kind] = report_probe(
-                function.kind, function.name, str(problem), config
-            )
-    return warnings
+    return {
+        function.kind: warning
+        for function in own_functions(config)
+        for warning in probe(function, config, partial(prove, function))
+    }
 
 
 # -- [loss] mode -----------------------------------------------------------------------------------
 
 
 def prove_loss(function: OwnFunction) -> None:
-    """Raise ProofError for the first of four properties that does not hold: terms and gradient are
+    """Raise Fault for the first of four properties that does not hold: terms and gradient are
     finite, the gradient goes through tokens.new alone, it is zero where the advantage is, and
     neither depends on how the batch is cut.
     """
@@ -136,13 +124,13 @@ def prove_loss(function: OwnFunction) -> None:
         silent = small_batch(function)
         none = replace(silent.tokens, advantages=torch.zeros_like(silent.tokens.advantages))
         if (_gradient(function.call(none).values, silent) != 0).any():
-            raise ProofError(
+            raise Fault(
                 "has a gradient where every advantage is 0; multiply its terms by"
                 f" tokens.advantages, or declare {_attribute(function, 'own_term')} = True"
             )
     start = on_policy(function)  # as in the first update of every step
     if not torch.isfinite(_gradient(_finite_terms(function, start), start)).all():
-        raise ProofError("has a gradient that is not finite where tokens.new equals tokens.old")
+        raise Fault("has a gradient that is not finite where tokens.new equals tokens.old")
 
 
 def on_policy(function: OwnFunction) -> Batch:
@@ -166,18 +154,18 @@ def has_wrong_sign(function: OwnFunction) -> bool:
 
 
 def _finite_terms(function: OwnFunction, batch: Batch) -> Tensor:
-    """Return its terms. Raises ProofError also for a change of its inputs in place."""
+    """Return its terms. Raises Fault also for a change of its inputs in place."""
     versions = {name: tensor._version for name, tensor in _tensors(batch.tokens)}
     values: Tensor = function.call(batch.tokens).values
     for name, tensor in _tensors(batch.tokens):
         if tensor._version != versions[name]:
-            raise ProofError(f"changes tokens.{name} in place; make a new tensor")
+            raise Fault(f"changes tokens.{name} in place; make a new tensor")
     for place in torch.nonzero(~torch.isfinite(values)).flatten().tolist():
         given = ", ".join(
             f"{name} = {getattr(batch.tokens, name)[place].item():.3g}"
             for name in ("new", "old", "advantages")
         )
-        raise ProofError(
+        raise Fault(
             f"gives {values[place].item()} for a token with {given}; its terms must be finite"
         )
     return values
@@ -191,36 +179,22 @@ def _tensors(tokens: ActionTokens) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tried(function: OwnFunction, *inputs: Any) -> Any:
-    """Call it for the first time. Raises ProofError with whatever it raises."""
+    """Call it for the first time. Raises Fault for an input that it reads and does not declare."""
     try:
         return function.call(*inputs)
-    except Exception as error:
-        raise ProofError(_why(function, error)) from error
-
-
-def _why(function: OwnFunction, error: Exception) -> str:
-    """Say why the first call failed: a parameter that is not given, an input that is not declared,
-    or the plugin's own words.
-    """
-    if isinstance(error, KeyError) and error.args and error.args[0] not in function.params:
-        return (
-            f'reads params["{error.args[0]}"], which {KINDS[function.kind].params_key} does not'
-            " give"
-        )
-    if isinstance(error, ValueError) and str(error).startswith("it"):
-        return f"fails on a small example: {error}"
-    for name in ("entropy", "reference"):
-        everything = small_batch(None).tokens
-        if not function.declares(f"needs_{name}"):
+    except Exception:
+        for name in ("entropy", "reference"):
+            if function.declares(f"needs_{name}"):
+                continue
             try:
-                function.call(everything)
+                function.call(small_batch().tokens)
             except Exception:  # noqa: BLE001 - then it fails for another reason
                 continue
-            return (
+            raise Fault(
                 f"reads tokens.{name}, which is None unless it declares"
                 f" {_attribute(function, f'needs_{name}')} = True"
-            )
-    return f"fails on a small example ({describe(error)})"
+            ) from None
+        raise
 
 
 def _attribute(function: OwnFunction, name: str) -> str:
@@ -230,15 +204,15 @@ def _attribute(function: OwnFunction, name: str) -> str:
 def _proved_gradient(values: Tensor, batch: Batch) -> None:
     for leaf in _leaves(values.grad_fn):
         if leaf is not batch.new and leaf is not batch.entropy:
-            raise ProofError(
+            raise Fault(
                 "carries gradient into a tensor other than tokens.new and tokens.entropy; detach"
                 " that"
             )
     gradient = _gradient(values, batch)
     if not torch.isfinite(gradient).all():
-        raise ProofError("has a gradient that is not finite")
+        raise Fault("has a gradient that is not finite")
     if not gradient.any():
-        raise ProofError(
+        raise Fault(
             "has no gradient through tokens.new at any token of a small batch, so nothing would be"
             " learned"
         )
@@ -272,7 +246,7 @@ def _does_not_depend_on_the_cut(function: OwnFunction) -> None:
     """
     sequences = _sequences()
     if not _equal_parts(function, [(index, [len(index)]) for index in reversed(sequences)]):
-        raise ProofError(
+        raise Fault(
             "gives a sequence other terms when it stands alone, so the result would depend on how"
             " the batch is cut into micro-batches, or on chance; a term may read its own sequence"
             " and nothing else, not tokens.weights either ([loss] aggregation takes the mean)"
@@ -281,7 +255,7 @@ def _does_not_depend_on_the_cut(function: OwnFunction) -> None:
     if not function.declares("sequence_level") and not _equal_parts(
         function, [(whole, [1] * len(whole))]
     ):
-        raise ProofError(
+        raise Fault(
             "gives a token other terms when it is a sequence of its own, so it reads its sequence;"
             f" declare {_attribute(function, 'sequence_level')} = True"
         )
@@ -317,11 +291,11 @@ def prove_correction(function: OwnFunction) -> None:
     batch = small_batch(function)
     weights = _tried(function, batch.tokens)
     if not torch.isfinite(weights).all():
-        raise ProofError("gives weights that are not finite")
+        raise Fault("gives weights that are not finite")
     for index in _sequences():
         alone = function.call(batch.part(index, [len(index)]))
         if not torch.allclose(alone, weights[index], rtol=1e-9, atol=1e-12):
-            raise ProofError(
+            raise Fault(
                 "gives a sequence other weights when it stands alone, so the result would depend on"
                 " how the batch is cut into micro-batches"
             )
@@ -332,12 +306,12 @@ def prove_aggregation(function: OwnFunction) -> None:
     weights, other = _tried(function, counts.copy(), group.copy()), np.array([2, 4, 0, 1, 3])
     moved = _tried(function, counts[other], (group + 7)[other])
     if not np.allclose(moved, np.array(weights)[other], rtol=1e-9):
-        raise ProofError(
+        raise Fault(
             "gives other weights when the completions come in another order or the groups have"
             " other numbers"
         )
     if not any(weights):
-        raise ProofError("gives every token the weight 0, so nothing would be learned")
+        raise Fault("gives every token the weight 0, so nothing would be learned")
 
 
 def metric_names(function: OwnFunction, device: torch.device) -> tuple[str, ...]:

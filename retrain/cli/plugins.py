@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint
 from retrain.cli.shared import Form, print_json
 from retrain.config.names import installed_plugins, table
 from retrain.errors import ConfigurationError
-from retrain.plugins import KINDS, user_code
+from retrain.plugins import KINDS, place_of, user_code
 
 
 @dataclass(frozen=True)
@@ -75,5 +75,4 @@ def _installed(point: EntryPoint, builtin: Sequence[Row], points: Sequence[Entry
         error = f"for {own} its name is found twice, being built in; rename it"
     if sum(other.name == point.name for other in points) > 1:
         error = "its name is found twice; rename or uninstall one"
-    package = point.dist.name if point.dist else "an installed package"
-    return Row("", point.name, signature, f"{point.value} of {package}", error)
+    return Row("", point.name, signature, place_of(point), error)

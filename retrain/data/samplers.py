@@ -7,7 +7,7 @@ run chooses as the undisturbed one.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -16,18 +16,16 @@ import numpy.typing as npt
 from retrain import noise
 from retrain.data.prompts import PromptSet
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.plugins import built, load_plugin, params_of, state_of, user_code
-from retrain.types import (
-    Completion,
-    Example,
-    FinishReason,
-    Group,
-    Outcome,
-    Prompt,
-    Score,
-    Scored,
-    Trajectory,
+from retrain.plugins import (
+    Fault,
+    load_plugin,
+    made_up_group,
+    params_of,
+    restore,
+    state_of,
+    user_code,
 )
+from retrain.types import Example, Group, Prompt, Score
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -188,7 +186,7 @@ class PromptChoice:
     def __init__(self, config: "TrainConfig", prompts: PromptSet) -> None:
         """Raises ConfigurationError for a sampler that cannot be loaded or fails a trial."""
         self.prompts = prompts
-        self.name = config.data.sampler
+        self.where = f'[data] sampler = "{config.data.sampler}"'
         self._sampler = build_sampler(config, prompts.examples)
         self._chosen: dict[int, list[int]] = {}
         """Step -> indices, until the step is observed."""
@@ -199,13 +197,8 @@ class PromptChoice:
         """
         if self._sampler is None:
             return None
-        size = len(self.prompts)
-        uniforms = noise.uniform(
-            seed, noise.Stream.PROMPT_CHOICE, step, 0, 0, np.arange(size)
-        ).astype(np.float64)
-        with user_code(f'[data] sampler "{self.name}" at step {step}', RunFailed):
-            chosen = np.asarray(self._sampler.choose(step, count, uniforms))
-        return checked_indices(self.name, chosen, count, size)
+        with user_code(f"{self.where} at step {step}", RunFailed):
+            return _choice(self._sampler, step, count, len(self.prompts), seed)
 
     def take(
         self, step: int, cursor: int, count: int, seed: int, indices: list[int] | None
@@ -221,19 +214,15 @@ class PromptChoice:
         if self._sampler is None:
             return
         judged = [group.judged() for group in groups]
-        with user_code(f'[data] sampler "{self.name}" after step {step}', RunFailed):
+        with user_code(f"{self.where} after step {step}", RunFailed):
             self._sampler.observe(self._chosen.pop(step), judged)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the sampler keeps, through JSON; {} for the shuffle."""
-        if self._sampler is None:
-            return {}
-        return state_of(f'[data] sampler "{self.name}"', self._sampler.state)
+        return state_of(self.where, self._sampler)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._sampler and state:
-            with user_code(f'[data] sampler "{self.name}": load()', RunFailed):
-                self._sampler.load(state)
+        restore(self.where, self._sampler, state)
 
 
 def build_sampler(config: "TrainConfig", examples: Sequence[Example]) -> PromptSampler | None:
@@ -247,84 +236,74 @@ def build_sampler(config: "TrainConfig", examples: Sequence[Example]) -> PromptS
     where = f'[data] sampler = "{data.sampler}"'
 
     def make(some: Sequence[Example]) -> PromptSampler:
-        made: PromptSampler = built(
-            "sampler", where, lambda: plugin(some, params_of("sampler", config))
-        )
+        try:
+            made: PromptSampler = plugin(some, params_of("sampler", config))
+        except ValueError as error:
+            raise ConfigurationError(f"[data] sampler_params: {error}.") from error
         return made
 
     # As many as a step takes: few examples may have to be repeated in the run as well.
     some = list(examples[:_TRIAL])
     count = min(4, max(len(some), config.training.batch_size))
-    try:
-        with user_code(f"{where}: its trial", ConfigurationError):
-            problem = _trial_problem(data.sampler, make, some, count)
-    except RunFailed as error:  # of `checked_indices`, whose sentence names the sampler
-        raise ConfigurationError(str(error)) from error
-    if problem:
-        raise ConfigurationError(f"{where}: {problem}.")
-    return make(examples)
+    with user_code(where, ConfigurationError):
+        _try(make, some, count)
+        return make(examples)
 
 
 _TRIAL = 8
 """Examples of the trial."""
-_TOKEN = np.zeros(1, np.int32)
+_TOKEN = np.zeros(1, np.float32)
 
 
-def _trial_problem(name: str, make: Any, examples: list[Example], count: int) -> str:
-    """Return the fault of a sampler, tried for three steps; "" if none was found."""
-    size = len(examples)
-    tried = make(examples)
-
-    def kept(sampler: PromptSampler) -> str:
-        return json.dumps(state_of(f'[data] sampler "{name}"', sampler.state), sort_keys=True)
-
+def _try(
+    make: Callable[[Sequence[Example]], PromptSampler], examples: list[Example], count: int
+) -> None:
+    """Try a sampler for three steps. Raises Fault."""
+    size, tried = len(examples), make(examples)
     for step in range(3):
-        uniforms = _trial_uniforms(step, size)
-        before = kept(tried)
-        chosen = checked_indices(name, tried.choose(step, count, uniforms), count, size)
-        if kept(tried) != before:
-            return "`choose` changes its state, which `observe` alone may do"
-        if checked_indices(name, tried.choose(step, count, uniforms), count, size) != chosen:
-            return "`choose` gives other indices when it is asked again"
-        tried.observe(chosen, [_trial_group(examples[index], index) for index in chosen])
+        before = _kept(tried)
+        chosen = _choice(tried, step, count, size)
+        if _kept(tried) != before:
+            raise Fault("changes its state in `choose`, which `observe` alone may do")
+        if _choice(tried, step, count, size) != chosen:
+            raise Fault("gives other indices when `choose` is asked again")
+        groups = []
+        for index in chosen:  # two completions each, of which index % 3 are right
+            scores = [Score.of(float(sample < index % 3), 0.5) for sample in range(2)]
+            groups.append(made_up_group(examples[index], index, scores, [_TOKEN] * 2))
+        tried.observe(chosen, groups)
         # As in a resumed run: another sampler with the stored state goes on in the same way.
-        again = make(examples)
-        after = kept(tried)
+        again, after = make(examples), _kept(tried)
         again.load(json.loads(after))
-        uniforms = _trial_uniforms(step + 1, size)
-        choices = [list(one.choose(step + 1, count, uniforms)) for one in (again, tried)]
-        if choices[0] != choices[1] or kept(again) != after:
-            return "`load` does not restore what `state` returned, so a resumed run would differ"
-    return ""
+        choices = [_choice(one, step + 1, count, size) for one in (again, tried)]
+        if choices[0] != choices[1] or _kept(again) != after:
+            raise Fault(
+                "does not restore in `load` what `state` returned, so a resumed run would differ"
+            )
 
 
-def _trial_uniforms(step: int, size: int) -> Uniforms:
-    return noise.uniform(0, noise.Stream.PROMPT_CHOICE, step, 0, 0, np.arange(size))
+def _kept(sampler: PromptSampler) -> str:
+    state = sampler.state()
+    try:
+        return json.dumps(state, sort_keys=True)
+    except TypeError as error:
+        raise Fault(f"returns in `state` what JSON cannot hold: {error}") from error
 
 
-def _trial_group(example: Example, index: int) -> Group:
-    """Two judged completions; index % 3 of them are right."""
-    members = []
-    for sample in range(2):
-        right = sample < index % 3
-        completion = Completion(
-            index, sample, _TOKEN, np.zeros(1, np.float32), None, FinishReason.STOP
-        )
-        score = Score(Outcome.RIGHT if right else Outcome.WRONG, float(right))
-        members.append(Scored(Trajectory.of(completion), "", score))
-    return Group(Prompt(example, "", _TOKEN), index, members)
+def _choice(sampler: PromptSampler, step: int, count: int, size: int, seed: int = 0) -> list[int]:
+    uniforms = noise.uniform(seed, noise.Stream.PROMPT_CHOICE, step, 0, 0, np.arange(size))
+    return checked_indices(sampler.choose(step, count, uniforms.astype(np.float64)), count, size)
 
 
-def checked_indices(name: str, chosen: Any, count: int, size: int) -> list[int]:
-    """Return indices as a list. Raises RunFailed saying what is wrong with them."""
+def checked_indices(chosen: Any, count: int, size: int) -> list[int]:
+    """Return indices as a list. Raises Fault saying what is wrong with them."""
     array = np.asarray(chosen)
     if array.shape != (count,) or not np.issubdtype(array.dtype, np.integer):
-        raise RunFailed(
-            f'[data] sampler "{name}" chose an array of shape {array.shape} and type {array.dtype},'
-            f" it must choose {count} whole numbers."
+        raise Fault(
+            f"chose an array of shape {array.shape} and type {array.dtype}, it must choose {count}"
+            " whole numbers"
         )
     for index in array[(array < 0) | (array >= size)]:
-        raise RunFailed(
-            f'[data] sampler "{name}" chose the example {index}, there are {size}: 0 to {size - 1}.'
-        )
-    return [int(index) for index in array]
+        raise Fault(f"chose the example {index}, there are {size}: 0 to {size - 1}")
+    indices: list[int] = array.tolist()
+    return indices

@@ -3,7 +3,6 @@ rows that it cannot use.
 """
 
 import hashlib
-import inspect
 import json
 import re
 from collections.abc import (
@@ -594,23 +593,14 @@ def register_source(name: str, loader: DataLoader) -> None:
 
 
 def _call(query: Query, loader: DataLoader) -> ReadResult:
-    from retrain.plugins import user_code
+    from retrain.plugins import source_arguments, user_code
 
-    source, params = query.data.source, dict(query.data.params)
-    signature = inspect.signature(loader)
-    if "split" in signature.parameters:
-        params["split"] = query.split
-    elif query.split == "heldout" and not query.named_for_evaluation:
+    where = f'[data] source = "{query.data.source}"'
+    given = source_arguments(loader, query.data.params, query.split, where)
+    if query.split == "heldout" and "split" not in given and not query.named_for_evaluation:
         raise query.no_heldout()
-    try:
-        signature.bind(**params)
-    except TypeError as error:
-        raise ConfigurationError(
-            f'[data] params do not fit source = "{source}", whose signature is {signature}:'
-            f" {error}."
-        ) from error
-    with user_code(f'[data] source = "{source}"', ConfigurationError):
-        return _checked(query, _bounded(query, loader(**params)))
+    with user_code(where, ConfigurationError):
+        return _checked(query, _bounded(query, loader(**given)))
 
 
 MAX_STREAMED = 1_000_000

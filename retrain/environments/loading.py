@@ -15,9 +15,9 @@ from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.data.prompts import subset
 from retrain.data.sources import NoHeldOutSplit, ReadResult
 from retrain.environments.base import Environment, Split, is_conversation
-from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
+from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.install import install_hint
-from retrain.plugins import describe, load_plugin
+from retrain.plugins import load_plugin, user_code
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -89,18 +89,13 @@ def environment_code(what: str, timeout_s: float) -> Iterator[None]:
     """
     limit = max(MIN_LIMIT_S, timeout_s)
     try:
-        with _limited(limit):
+        with _limited(limit), user_code(what, ConfigurationError):
             yield
-    except (RetrainError, KeyboardInterrupt):
-        raise
     except _TookTooLong:
         raise ConfigurationError(
             f"{what} took longer than {limit:g} s; look at what it waits for, or allow it more with"
             " [environment] timeout_s."
         ) from None
-    # The code is not ours, and its SystemExit would end the run without a word.
-    except BaseException as error:
-        raise ConfigurationError(f"{what} failed with {describe(error)}.") from error
 
 
 @contextmanager

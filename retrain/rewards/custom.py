@@ -10,7 +10,7 @@ None for "could not judge"; for a group a list of these. Only worker processes i
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -21,30 +21,33 @@ import numpy as np
 from retrain.config import TrainConfig
 from retrain.config.schema import Provenance
 from retrain.errors import RetrainError, RunFailed
-from retrain.plugins import inspect_call, load_plugin, user_code
+from retrain.plugins import Plugin, load_function, user_code
 from retrain.records.redact import reason_of
 from retrain.types import Example
 
 
 @dataclass(frozen=True)
 class UserReward:
-    """A loaded function and the optional keywords that its signature takes."""
+    """A loaded function."""
 
-    name: str
-    function: Callable[..., Any]
-    keywords: frozenset[str]
-    params: dict[str, Any]
+    plugin: Plugin
     runner: asyncio.Runner
     """Kept for the life of the worker, so that HTTP clients of async rewards outlive a call."""
-    whole_group: bool
+
+    @property
+    def name(self) -> str:
+        return self.plugin.name
+
+    @property
+    def whole_group(self) -> bool:
+        return self.plugin.form.whole_group
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
-        optional = job | {"example": Example(**job["example"]), "params": dict(self.params)}
-        keywords = {name: optional[name] for name in self.keywords}
         given = job["responses" if self.whole_group else "response"]
+        optional = job | {"example": Example(**job["example"])}
         try:
             with user_code(self.name, RunFailed):
-                value = self.function(given, job["reference"], **keywords)
+                value = self.plugin.call(given, job["reference"], optional=optional)
                 if inspect.isawaitable(value):
                     value = self.runner.get_loop().run_until_complete(value)
                 if isinstance(value, np.ndarray | tuple):
@@ -57,27 +60,26 @@ class UserReward:
 
     def _of_group(self, value: object, size: int) -> dict[str, Any]:
         """A member that got None, or no number, leaves the others their rewards."""
-        if value is None:
-            return _no_reward(f"{self.name} returned None")
-        if not isinstance(value, list) or len(value) != size:
-            what = f"a value of type {type(value).__name__}"
-            if isinstance(value, list):
-                what = f"{len(value)} rewards"
-            return _no_reward(f"{self.name} returned {what}, not a list of {size} rewards")
-        return {"members": [self._of_one(reward) for reward in value]}
+        if isinstance(value, list) and len(value) == size:
+            return {"members": [self._of_one(reward) for reward in value]}
+        what = f"{len(value)} rewards" if isinstance(value, list) else _kind_of(value)
+        return _no_reward(f"{self.name} returned {what}, not a list of {size} rewards")
 
     def _of_one(self, value: object) -> dict[str, Any]:
         if value is None:
             return _no_reward(f"{self.name} returned None")
-        if not isinstance(value, (bool, Real, np.bool_)):
+        if not isinstance(value, Real | np.bool_):
             return _no_reward(
-                f"{self.name} returned a value of type {type(value).__name__}, not a float, a bool"
-                " or None"
+                f"{self.name} returned {_kind_of(value)}, not a float, a bool or None"
             )
         number = float(value)
         if not math.isfinite(number):
             return _no_reward(f"{self.name} returned {number}, which is not finite")
         return {"value": number}
+
+
+def _kind_of(value: object) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def _no_reward(reason: str) -> dict[str, Any]:
@@ -97,9 +99,4 @@ def load_rewards(
     # Plugins are also looked for beside the file.
     config._provenance = Provenance(path=Path(source) if source else None)
     runner = asyncio.Runner()
-    rewards = {}
-    for name in names:
-        function = load_plugin("reward", name, config)
-        call = inspect_call("reward", function)
-        rewards[name] = UserReward(name, function, call.keywords, params, runner, call.whole_group)
-    return rewards
+    return {name: UserReward(load_function("reward", name, config), runner) for name in names}

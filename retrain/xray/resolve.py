@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from retrain.advantages.algorithms import NotInStep
-from retrain.advantages.resolve import ADVANTAGE, resolve
+from retrain.advantages.resolve import episode_stage
 from retrain.advantages.step import Segments, StepTokens
 from retrain.config.names import builtin_names
 from retrain.config.plan import Plan
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.plugins import describe
+from retrain.plugins import describe, params_of
 from retrain.records.run_folder import refuse_foreign_code
 from retrain.xray.binary import MAX_GROUP, Xray, xray
 from retrain.xray.text import headline
@@ -100,7 +100,8 @@ def _read(label: str, config: "TrainConfig", group: int) -> Xray:
             " advantages from more than rewards, which an X-ray does not see; name an"
             " advantage_mode instead."
         )
-    stage = resolve(ADVANTAGE, plan.advantage, plan.at(0), [])
+    first = plan.at(0)
+    stage = episode_stage(plan.advantage, first, [], params_of("advantage", first))
 
     def advantages(groups: list[list[float]]) -> list[list[float]]:
         try:

@@ -26,7 +26,7 @@ from retrain.backends.local.micro_batches import (
 )
 from retrain.backends.local.optimizer import AdapterOptimizer
 from retrain.backends.losses import ActionTokens
-from retrain.backends.own_loss import Terms, aggregation_of, own_correction, own_loss
+from retrain.backends.own_loss import Terms, aggregation_of, own_function
 from retrain.backends.proof import metric_names
 from retrain.backends.rows import (
     Update,
@@ -209,7 +209,8 @@ class Learner:
 
     def _read_loss(self, config: "TrainConfig") -> None:
         """Set what the loss is: the built-in one or the user's own."""
-        self._own_loss, self._own_correction = own_loss(config), own_correction(config)
+        self._own_loss = own_function("loss", config)
+        self._own_correction = own_function("correction", config)
         self._aggregation = aggregation_of(config)
         self._metrics: tuple[str, ...] = ()
         if self._own_loss:

@@ -18,7 +18,7 @@ import numpy as np
 
 from retrain.backends.base import Backend
 from retrain.backends.losses import TINKER_LOSSES
-from retrain.backends.own_loss import aggregation_of, own_loss
+from retrain.backends.own_loss import aggregation_of, own_function
 from retrain.backends.rows import (
     Update,
     check_rows,
@@ -114,7 +114,7 @@ class TinkerBackend(TinkerFacts):
         self._log = log
         log(LogLine("Connecting to Tinker..."))
         self._service = Service(config)
-        self._own_loss, self._aggregation = own_loss(config), aggregation_of(config)
+        self._own_loss, self._aggregation = own_function("loss", config), aggregation_of(config)
         self._trainer: Any = None
         self._saves = 0
         self._said_reduction = False
