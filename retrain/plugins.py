@@ -214,7 +214,11 @@ def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
     No code is run: a reward is loaded in its workers alone. A name whose file is not found has no
     entry.
     """
-    files = {name: _file_of(name, config) for _, name in _dotted_names(config)}
+    from retrain.config.plan import sources_of
+
+    every = (config, *(source.config for source in sources_of(config)))
+    names = chain.from_iterable(map(_dotted_names, every))
+    files = {name: _file_of(name, config) for _, name in names}
     return {
         name: hashlib.sha256(file.read_bytes()).hexdigest()
         for name, file in files.items()
@@ -265,10 +269,11 @@ def named_code(config: "TrainConfig") -> list[str]:
     Python code outside of retrain and installed plugins.
     """
     from retrain.config.load import arms
+    from retrain.config.plan import sources_of
 
-    return list(
-        dict.fromkeys(chain.from_iterable(_code_of(one) for one in (config, *arms(config))))
-    )
+    every = [config, *arms(config)]
+    every += [source.config for one in every for source in sources_of(one)]
+    return list(dict.fromkeys(chain.from_iterable(map(_code_of, every))))
 
 
 def _code_of(config: "TrainConfig") -> list[str]:

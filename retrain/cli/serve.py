@@ -1,6 +1,7 @@
 """`retrain serve ENGINE FILE`: the command that starts a server as a configuration needs it."""
 
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -174,21 +175,18 @@ def _longest_prompt(config: "TrainConfig") -> int:
     """
     from retrain.run.parts import (
         load_held_out,
-        load_prompts,
-        load_stage,
+        load_mixed_prompts,
+        load_sources,
         load_text,
         longest_prompt,
         prompts_of,
     )
 
     text = load_text(config.model, print_progress)
-    stage = load_stage(config, text, print_progress)
-    try:
-        prompts = load_prompts(config, text, stage, print_progress)
+    with ExitStack() as undo:
+        sources = load_sources(config, text, None, print_progress, undo)
+        prompts = load_mixed_prompts(text, sources, print_progress)
         held_out = None
         if config.evaluation.asked_for:
-            held_out = load_held_out(config, text, stage, prompts, print_progress)
-    finally:
-        if stage:
-            stage.host.close()
+            held_out = load_held_out(config, text, sources, prompts, print_progress)
     return longest_prompt(prompts, prompts_of(held_out))
