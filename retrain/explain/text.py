@@ -129,12 +129,12 @@ def _resumed(seen: "Explanation") -> str:
 def _problems(seen: "Explanation") -> Iterator[tuple[str, str]]:
     config = seen.runs[0].config
     for quota, source in zip(seen.mix, Plan.of(config).sources, strict=False):
-        yield (
-            "problems" if quota is seen.mix[0] else "",
-            f"{quota.task}: {quota.first_step:,} of {config.training.batch_size:,} prompts in the"
-            f" first step, {quota.last_step:,} in the last, {quota.all_steps:,} in all;"
-            f" {_source_words(source.config)}",
+        counts = (
+            f"{quota.first_step:,} of {config.training.batch_size:,} prompts in the first step,"
+            f" {quota.last_step:,} in the last, {quota.all_steps:,} in all"
         )
+        name = "problems" if quota is seen.mix[0] else ""
+        yield name, f"{quota.task}: {counts}; {_source_words(source.config)}"
     if not seen.mix:
         yield "problems", _source_words(config)
 
