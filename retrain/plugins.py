@@ -271,8 +271,9 @@ def named_code(config: "TrainConfig") -> list[str]:
     from retrain.config.load import arms
     from retrain.config.plan import sources_of
 
-    every = [config, *arms(config)]
-    every += [source.config for one in every for source in sources_of(one)]
+    conditions = arms(config)
+    alone = (source.config for one in conditions for source in sources_of(one))
+    every = (config, *conditions, *alone)
     return list(dict.fromkeys(chain.from_iterable(map(_code_of, every))))
 
 

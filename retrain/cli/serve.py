@@ -103,6 +103,7 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
     """Return what the model and the data ask of a server; with `prompt_tokens` the data is not
     read.
     """
+    from retrain.config.mixture import longest_environment
     from retrain.inference_engine.commands import ServerNeeds
     from retrain.model.budget import (
         context_length,
@@ -122,12 +123,13 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
     dtype = learner if config.inference.dtype == "auto" else "bfloat16"
     positions = context_length(model)
     prompt_tokens = prompt_tokens or _longest_prompt(config)
+    environment = longest_environment(config)
     longest = longest_sampled(
-        config.training, config.evaluation, config.environment, positions, prompt_tokens
+        config.training, config.evaluation, environment, positions, prompt_tokens
     )
     context = min(max(longest, _GATE_TOKENS), positions)
     new_tokens = most_new_tokens(config.training, config.evaluation)
-    answers = " and what the environment says between them" if config.environment.provider else ""
+    answers = " and what the environment says between them" if environment.provider else ""
     print_progress(
         f"The longest prompt and {new_tokens} new tokens{answers} fit into a context of {context}"
         " tokens."

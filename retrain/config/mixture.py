@@ -14,7 +14,7 @@ from retrain.config.values import LABEL
 from retrain.system import Json, listed, toml_value
 
 if TYPE_CHECKING:
-    from retrain.config.schema import TrainConfig
+    from retrain.config.schema import Environment, TrainConfig
 
 _OWN = ("name", "weight", "reward", "environment")
 _OF_THE_RUN = ("mix", "sampler", "sampler_params", "chat_template_args")
@@ -50,6 +50,15 @@ def changes(table: Mapping[str, Any]) -> Json:
     sections["data"] = {name: value for name, value in table.items() if name not in _OWN}
     own = {f"{section}.{name}": v for section in sections for name, v in sections[section].items()}
     return {"data.mix": [], **own}
+
+
+def longest_environment(config: "TrainConfig") -> "Environment":
+    """Return [environment], or that of a mixture's source of several turns."""
+    own = [table["environment"] for table in config.data.mix if table.get("environment")]
+    several = (
+        one for one in own if one["provider"] != "reasoning_gym" and one.get("max_turns") != 1
+    )
+    return config.environment.model_copy(update=next(several, {}))
 
 
 def problems(config: "TrainConfig") -> Violations:
@@ -118,11 +127,11 @@ def _wrong_weight(weight: Any) -> Iterator[str]:
         points = [[0, weight]]
     problem = wrong_points(points)
     if problem and points is not weight:
-        problem = f"= {toml_value(weight)}, and a weight is a number or points [step, weight]"
+        problem = f"is {toml_value(weight)}, and must be a number or points [step, weight]"
     elif not problem and min(value for _, value in points) < 0:
-        problem = f"= {toml_value(weight)}, and a weight is 0 or more"
+        problem = f"is {toml_value(weight)}, and must be 0 or more"
     if problem:
-        yield f"has weight {problem}"
+        yield f"has a weight that {problem}"
 
 
 def _wrong_together(tables: list[Json]) -> Violations:
