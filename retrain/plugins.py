@@ -290,9 +290,12 @@ def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
     No code is run: a reward is loaded in its workers alone. A name whose file is not found has no
     entry.
     """
+    from retrain.config.plan import sources_of
+
     places = [*map(str, _plugin_folders(config)), *sys.path]
+    every = (config, *(source.config for source in sources_of(config)))
     hashes = {}
-    for _, name in _dotted_names(config):
+    for _, name in chain.from_iterable(map(_dotted_names, every)):
         files = chain.from_iterable(_files_of(one, places) for one in _modules_of(name, config))
         for file in islice(files, 1):
             hashes[name] = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -331,10 +334,12 @@ def named_code(config: "TrainConfig") -> list[str]:
     Python code outside of retrain and installed plugins.
     """
     from retrain.config.load import arms
+    from retrain.config.plan import sources_of
 
-    return list(
-        dict.fromkeys(chain.from_iterable(_code_of(one) for one in (config, *arms(config))))
-    )
+    conditions = arms(config)
+    alone = (source.config for one in conditions for source in sources_of(one))
+    every = (config, *conditions, *alone)
+    return list(dict.fromkeys(chain.from_iterable(map(_code_of, every))))
 
 
 def _code_of(config: "TrainConfig") -> list[str]:

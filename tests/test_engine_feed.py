@@ -193,9 +193,9 @@ class Answering:
 
 def opened(repeatable: bool, count: int = 12) -> tuple[Dialogues, dict[tuple[int, int], Answering]]:
     prompt = Prompt(Example("?", ""), "?", np.arange(3, 8, dtype=np.int32))
-    dialogues = [Dialogue(prompt, 0, sample) for sample in range(count)]
-    sides = {dialogue.key: Answering() for dialogue in dialogues}
     stage: Any = Stage(cast(Any, None), cast(Any, None), str, 1000)
+    dialogues = [Dialogue(prompt, 0, sample, stage) for sample in range(count)]
+    sides = {dialogue.key: Answering() for dialogue in dialogues}
     plan, watcher = (
         SamplingPlan(count, 50, 1.0, seed=0, stream=0),
         Watcher(lambda: None, lambda _: None),
@@ -206,7 +206,6 @@ def opened(repeatable: bool, count: int = 12) -> tuple[Dialogues, dict[tuple[int
         0,
         plan,
         text=str,
-        stage=stage,
         repeatable=repeatable,
         watcher=watcher,
     )

@@ -58,7 +58,7 @@ def test_a_frame_holds_what_the_runs_recorded(trained: Path) -> None:
 
 def test_a_run_with_tables_of_values_is_read_too(tmp_path: Path) -> None:
     """[schedule], an environment and a loss of one's own write tables into a step."""
-    tables = ("scheduled", "environment_metrics", "loss_metrics")
+    tables = ("scheduled", "by_task", "environment_metrics", "loss_metrics")
     measured = {name: {"loss.kl_coef": 0.1} for name in tables}
     write_run(tmp_path / "run", 3, rates=[0.5, 0.25], measured=measured)
     frame = retrain.load_runs(tmp_path)

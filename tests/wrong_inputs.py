@@ -762,6 +762,83 @@ CASES = [
     at_load(
         "template", '[data]\nprompt_template = "Solve it."', "prompt_template has no {prompt} in it"
     ),
+    *(
+        at_load(f"mixture {title}", f"[[data.mix]]\n{table}", says)
+        for title, table, says in (
+            (
+                "and a source",
+                'source = "lab"\n[data]\nsource = "lab"',
+                'source = "lab" stands beside',
+            ),
+            (
+                "of an unknown key",
+                'source = "lab"\nweigt = 1',
+                "which is no key of a source; did you",
+            ),
+            (
+                "with a sampler of a source",
+                'source = "lab"\nsampler = "pools"',
+                "[data] sampler holds for all sources",
+            ),
+            ("of no source", "weight = 1", "[[data.mix]] number 1 names no source of problems"),
+            (
+                "of two sources in a table",
+                'source = "lab"\nenvironment = { provider = "verifiers", id = "a/b" }',
+                '[[data.mix]] number 1 has source = "lab" and an environment',
+            ),
+            (
+                "with a reward beside a rubric",
+                'environment = { provider = "verifiers", id = "a/b" }\nreward = { type = "math" }',
+                "has reward beside its environment, which writes its prompts and has a rubric",
+            ),
+            (
+                "with a reward that is no table",
+                'source = "lab"\nreward = "math"',
+                'has reward = "math", and must have a table, such as { type = "math" }',
+            ),
+            (
+                "with a wrong value",
+                'source = "lab"\ndifficulty = 0',
+                "[[data.mix]] number 1: [data] difficulty = 0 is out of range",
+            ),
+            (
+                "with a wrong reward",
+                'source = "lab"\nreward = { type = "judge" }',
+                '[[data.mix]] number 1: [reward] type = "judge" needs judge_model',
+            ),
+            (
+                "with a failure rate of a source",
+                'source = "lab"\nreward = { max_failure_rate = 1.0 }',
+                "sets max_failure_rate, which [reward] sets for the whole run",
+            ),
+            (
+                "below nothing",
+                'source = "lab"\nweight = -1',
+                "has a weight that is -1, and must be 0 or more",
+            ),
+            ("by a word", 'source = "lab"\nweight = "a"', "and must be a number or points [step,"),
+            (
+                "of points that fall",
+                'source = "lab"\nweight = [[4, 1.0], [2, 1.0]]',
+                "has a weight that needs points [step, value] with rising steps",
+            ),
+            (
+                "without a share",
+                'source = "lab"\nweight = [[0, 1.0], [9, 0.0]]',
+                "[[data.mix]] has no weight above 0 at step 9",
+            ),
+            (
+                "with a path for a name",
+                'source = "lab"\nname = "a/b"',
+                'has name = "a/b", and a name is at most 80 letters',
+            ),
+            (
+                "of two of a name",
+                'source = "lab"\n[[data.mix]]\nsource = "lab"',
+                '[[data.mix]] has two sources called "lab"',
+            ),
+        )
+    ),
     at_load(
         "environment without id",
         '[environment]\nprovider = "verifiers"',

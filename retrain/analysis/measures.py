@@ -15,6 +15,7 @@ from retrain.analysis.runs import StoredRun
 from retrain.analysis.statistics import Floats, Interval
 from retrain.config.judging import judge_words
 from retrain.config.plan import Plan
+from retrain.config.schema import TrainConfig
 from retrain.errors import ConfigurationError
 from retrain.records.entries import Direction, StepRecord
 
@@ -61,7 +62,15 @@ class Metric:
         """The reward that decides the metric in a run, in words that are equal for equal rewards;
         "" if no reward does.
         """
-        config, plan = run.config, Plan.of(run.config)
+        config = run.config
+        if config.data.mix and not (self.k and config.evaluation.source):
+            words = ((one.task, self._words(one.config)) for one in Plan.of(config).sources)
+            return "; ".join(f"{task}: {text}" for task, text in words if text)
+        return self._words(config)
+
+    def _words(self, config: TrainConfig) -> str:
+        """Return the reward of the one source of a run, as `judge`."""
+        plan = Plan.of(config)
         if self.k is not None:
             return judge_words(plan.judges, config.reward)
         if self.name not in _BY_REWARD:

@@ -128,6 +128,11 @@ def audit_reward(config: TrainConfig, examples: int, log: Callable[[str], None])
             " them, so [reward] and [data], which an audit is about, are unused here; audit a file"
             " without it."
         )
+    if config.data.mix:
+        raise ConfigurationError(
+            "[[data.mix]] gives the problems, and an audit is about the reward of one source: name"
+            " it in [data] source of a file without a mixture, with its [reward]."
+        )
     loaded = load_examples(replaced(config, {"training.max_examples": examples}), "train")
     cases = [*_own_cases(loaded.examples), *_families()]
     log(f"{counted(len(cases), 'completion')}")

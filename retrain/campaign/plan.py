@@ -6,7 +6,7 @@ Planning starts and writes nothing, so `retrain explain` shows the plan that a c
 """
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -324,12 +324,7 @@ def _has_held_out(config: TrainConfig, campaign: TrainConfig) -> bool:
     evaluation; the campaign's own default is no reason to refuse.
     """
     try:
-        if config.environment.provider:
-            with closing(load_environment(config)) as environment:
-                load_problems(environment, config, "evaluation")
-        else:
-            for own in Plan.of(config).evaluations:
-                load_examples(own, "heldout")
+        _load_held_out(config)
     except NoHeldOutSplit:
         if (
             campaign.is_set("evaluation.at_end")
@@ -339,3 +334,21 @@ def _has_held_out(config: TrainConfig, campaign: TrainConfig) -> bool:
             raise
         return False
     return True
+
+
+def _load_held_out(config: TrainConfig) -> None:
+    """Load the held-out problems; raise NoHeldOutSplit where there are none. A source of a mixture
+    may lack them, but not all.
+    """
+    if config.data.mix and not config.evaluation.source:
+        sources = Plan.of(config).sources
+        for number, source in enumerate(sources, start=1):
+            with suppress(NoHeldOutSplit) if number < len(sources) else nullcontext():
+                _load_held_out(source.config)
+                return
+    elif config.environment.provider:
+        with closing(load_environment(config)) as environment:
+            load_problems(environment, config, "evaluation")
+    else:
+        for own in Plan.of(config).evaluations:
+            load_examples(own, "heldout")

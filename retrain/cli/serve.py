@@ -1,6 +1,7 @@
 """`retrain serve ENGINE FILE`: the command that starts a server as a configuration needs it."""
 
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -102,6 +103,7 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
     """Return what the model and the data ask of a server; with `prompt_tokens` the data is not
     read.
     """
+    from retrain.config.mixture import longest_environment
     from retrain.inference_engine.commands import ServerNeeds
     from retrain.model.budget import (
         context_length,
@@ -121,12 +123,13 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
     dtype = learner if config.inference.dtype == "auto" else "bfloat16"
     positions = context_length(model)
     prompt_tokens = prompt_tokens or _longest_prompt(config)
+    environment = longest_environment(config)
     longest = longest_sampled(
-        config.training, config.evaluation, config.environment, positions, prompt_tokens
+        config.training, config.evaluation, environment, positions, prompt_tokens
     )
     context = min(max(longest, _GATE_TOKENS), positions)
     new_tokens = most_new_tokens(config.training, config.evaluation)
-    answers = " and what the environment says between them" if config.environment.provider else ""
+    answers = " and what the environment says between them" if environment.provider else ""
     print_progress(
         f"The longest prompt and {new_tokens} new tokens{answers} fit into a context of {context}"
         " tokens."
@@ -174,21 +177,18 @@ def _longest_prompt(config: "TrainConfig") -> int:
     """
     from retrain.run.parts import (
         load_held_out,
-        load_prompts,
-        load_stage,
+        load_mixed_prompts,
+        load_sources,
         load_text,
         longest_prompt,
         prompts_of,
     )
 
     text = load_text(config.model, print_progress)
-    stage = load_stage(config, text, print_progress)
-    try:
-        prompts = load_prompts(config, text, stage, print_progress)
+    with ExitStack() as undo:
+        sources = load_sources(config, text, None, print_progress, undo)
+        prompts = load_mixed_prompts(text, sources, print_progress)
         held_out = None
         if config.evaluation.asked_for:
-            held_out = load_held_out(config, text, stage, prompts, print_progress)
-    finally:
-        if stage:
-            stage.host.close()
+            held_out = load_held_out(config, text, sources, prompts, print_progress)
     return longest_prompt(prompts, prompts_of(held_out))

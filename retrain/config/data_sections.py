@@ -65,6 +65,11 @@ class Data(Section):
         "Which prompts a step takes: each once an epoch, by their difficulty so far, or a plugin.",
     )
     sampler_params: Table = key({}, "Parameters of the sampler, such as threshold = 0.9.")
+    mix: list[Table] = key(
+        [],
+        "Sources to train on together, each a table [[data.mix]] of source or environment, weight,"
+        " name, reward, and the keys of this section in which it differs.",
+    )
 
     def problems(self, config: Any) -> Violations:
         day = self.chat_template_args.get(DATE_ARGUMENT, "2026-01-01")

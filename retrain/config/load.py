@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from retrain.config import moving
+from retrain.config import mixture, moving
 from retrain.config.algorithm_sections import gathered_schedule
 from retrain.config.keys import (
     CONDITION_KEYS,
@@ -295,6 +295,8 @@ def _validate(data: Json, provenance: Provenance, *, rules: bool = True) -> Trai
     config._provenance = provenance
     problems = _arm_problems(config) or _schedule_problems(config, provenance)
     if rules and not problems and not any(condition.sets_keys for condition in config.conditions):
+        problems = _mix_problems(config, provenance)
+    if rules and not problems and not any(condition.sets_keys for condition in config.conditions):
         place = Place(provenance)
         problems = [place.sentence(Violation((key,), text)) for key, text in refusals(config)]
     if problems:
@@ -325,6 +327,21 @@ def _schedule_problems(config: TrainConfig, provenance: Provenance) -> list[str]
                 for problem in error.problems
             ]
     return []
+
+
+def _mix_problems(config: TrainConfig, provenance: Provenance) -> list[str]:
+    """Return one sentence for each problem of `[[data.mix]]`: of its tables, then of the values by
+    which a run on a source alone would be refused.
+    """
+    found = list(map(Place(provenance).sentence, mixture.problems(config)))
+    for number, table in enumerate([] if found else config.data.mix, start=1):
+        given = [Override(path, value, "") for path, value in mixture.changes(table).items()]
+        try:
+            _validate(_merge(given_values(config), given), provenance)
+        except ConfigurationError as error:
+            parts = (problem.partition(": ") for problem in error.problems)
+            found += [f"{where}: [[data.mix]] number {number}: {text}" for where, _, text in parts]
+    return found
 
 
 def _all_problems(error: ValidationError, data: Json, place: Place) -> tuple[list[str], int]:

@@ -21,12 +21,16 @@ TABLES = ("algorithm.params", "algorithm.advantage_params", "algorithm.transform
 """Tables whose numbers can be scheduled, as "section.table.name"."""
 
 
+Points = Sequence[Sequence[float]]
+"""[[step, value], ...] with rising steps."""
+
+
 def movable() -> list[str]:
     """The keys that are read anew in each step."""
     return [key.path for key in all_keys() if key.traits.movable]
 
 
-def value_at(points: Sequence[Sequence[float]], step: int) -> float:
+def value_at(points: Points, step: int) -> float:
     """Interpolate between the points [[step, value], ...]."""
     first, last = points[0], points[-1]
     if step <= first[0]:
@@ -68,7 +72,7 @@ def with_values(config: "TrainConfig", values: Mapping[str, float]) -> "TrainCon
 def problems(config: "TrainConfig") -> Iterator[str]:
     """One sentence for each schedule that cannot be followed."""
     for path, points in config.schedule.points.items():
-        problem = wrong_key(config, path) or _wrong_points(points)
+        problem = wrong_key(config, path) or wrong_points(points)
         if problem:
             yield f'[schedule] "{path}" {problem}.'
 
@@ -104,7 +108,8 @@ def wrong_key(config: "TrainConfig", path: str) -> str:
     return ""
 
 
-def _wrong_points(points: Any) -> str:
+def wrong_points(points: Any) -> str:
+    """Say what is wrong with a schedule, as the end of a sentence; "" for a right one."""
     if not isinstance(points, list):
         return (
             f"is {toml_value(points)}, and must be a list of points [step, value], such as"

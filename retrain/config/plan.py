@@ -6,8 +6,30 @@ from typing import Self
 
 from retrain.config.judging import Rewards, judging_rewards, training_rewards
 from retrain.config.load import replaced
-from retrain.config.moving import scheduled, with_values
+from retrain.config.mixture import changes, points_of, task_of
+from retrain.config.moving import Points, scheduled, with_values
 from retrain.config.schema import TrainConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of a run's problems."""
+
+    task: str
+    """The name of its table in `[[data.mix]]`; "" where the run has one source."""
+    weight: Points
+    config: TrainConfig
+    """The configuration of a run on it alone."""
+
+
+def sources_of(config: TrainConfig) -> tuple[Source, ...]:
+    """Return the sources of `[[data.mix]]`, or the only one of a run without it."""
+    if not config.data.mix:
+        return (Source("", [[0, 1.0]], config),)
+    return tuple(
+        Source(task_of(table), points_of(table), replaced(config, changes(table), "[[data.mix]]"))
+        for table in config.data.mix
+    )
 
 
 @dataclass(frozen=True)
@@ -32,6 +54,10 @@ class Plan:
         own = (config.model_copy(update={"evaluation": part}) for part in config.evaluation.parts)
         rewards, judges = training_rewards(config), judging_rewards(config)
         return cls(config, advantage, transform, rewards, judges, tuple(own))
+
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        return sources_of(self.config)
 
     @cached_property
     def judging(self) -> TrainConfig:

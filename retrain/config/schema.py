@@ -146,6 +146,8 @@ class TrainConfig(AllSections):
         length = f"{training.max_steps} step{'s' * (training.max_steps != 1)}"
         size = f"{length} of {training.batch_size} x {training.group_size}"
         source = self.environment.provider or self.data.path or self.data.source
+        if self.data.mix:
+            source = f"{len(self.data.mix)} sources"
         names = self.condition_label
         if self.campaign is not None:
             names = f"{len(self.conditions)} conditions x {len(self.campaign.seeds)} seeds"

@@ -21,6 +21,7 @@ from retrain.config.names import (
     transforms_with,
 )
 from retrain.config.needs import parts_of
+from retrain.config.plan import sources_of
 from retrain.config.schema import BACKEND_OPTIONS, TrainConfig
 from retrain.config.section import Applicability
 from retrain.system import listed, toml_value
@@ -327,7 +328,11 @@ def reason_unused(config: TrainConfig, key: Key) -> str:
     downloads = key.path == "model.base_url" and config.squeeze.is_remote
     if not config.is_set(key.path) or (downloads and config.kind == "squeeze"):
         return ""
-    return next(_reasons(config, key), "")
+    reason = next(_reasons(config, key), "")
+    if reason and config.data.mix and key.section in ("data", "environment", "reward"):
+        own = [next(_reasons(source.config, key), "") for source in sources_of(config)]
+        return reason if all(own) else ""
+    return reason
 
 
 def _reasons(config: TrainConfig, key: Key) -> Iterator[str]:

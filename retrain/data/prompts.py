@@ -4,9 +4,11 @@ are first needed, in an order that is a pure function of (seed, cursor).
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,11 +69,12 @@ def of_task(prompts: Iterable[Prompt], source: str) -> list[Prompt]:
     examples carry too.
     """
     task = source_task(source)
-    named = []
-    for prompt in prompts:
-        own = replace(prompt.example, task=task, example_id=f"{task}/{prompt.example.example_id}")
-        named.append(replace(prompt, example=own))
-    return named
+    return [replace(prompt, example=as_task(prompt.example, task)) for prompt in prompts]
+
+
+def as_task(example: Example, task: str) -> Example:
+    """Return an example of the task `task`, whose id carries the name too."""
+    return replace(example, task=task, example_id=f"{task}/{example.example_id}")
 
 
 def query_of(config: "TrainConfig", split: Split) -> Query:
@@ -197,9 +200,13 @@ class PromptSet:
         """Return prompts cursor .. cursor + count - 1, counted from the start of the run over all
         epochs.
         """
+        return self.at(self.order(cursor, count, seed))
+
+    def order(self, cursor: int, count: int, seed: int) -> list[int]:
+        """Return the indices of the prompts that `batch` takes."""
         size = len(self)
         places = range(cursor, cursor + count)
-        return self.at([int(epoch_order(seed, i // size, size)[i % size]) for i in places])
+        return [int(epoch_order(seed, i // size, size)[i % size]) for i in places]
 
     def at(self, indices: Sequence[int]) -> list[Prompt]:
         """Return the prompts of these examples."""
@@ -217,7 +224,35 @@ class PromptSet:
         return fingerprint(self.examples)
 
 
-@lru_cache(maxsize=4)
+@dataclass(frozen=True)
+class MixedPrompts(PromptSet):
+    """The prompts of several sources, one source after the other."""
+
+    sets: tuple[PromptSet, ...] = ()
+
+    @classmethod
+    def of(cls, sets: Sequence[PromptSet]) -> "MixedPrompts":
+        return cls(
+            sets[0].tokenizer,
+            sets[0].data,
+            tuple(chain.from_iterable(each.examples for each in sets)),
+            tuple(chain.from_iterable(each.texts for each in sets)),
+            tuple(chain.from_iterable(each.bounds for each in sets)),
+            notes=[],
+            sets=tuple(sets),
+        )
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The index of each source's first prompt."""
+        return [0, *accumulate(map(len, self.sets[:-1]))]
+
+    def at(self, indices: Sequence[int]) -> list[Prompt]:
+        places = [(bisect_right(self.starts, index) - 1, index) for index in indices]
+        return [self.sets[own].at([index - self.starts[own]])[0] for own, index in places]
+
+
+@lru_cache(maxsize=16)
 def epoch_order(
     seed: int, epoch: int, size: int, stream: noise.Stream = noise.Stream.DATA_ORDER
 ) -> npt.NDArray[np.intp]:

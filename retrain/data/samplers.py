@@ -211,11 +211,16 @@ class PromptChoice:
 
     def observe(self, step: int, groups: Sequence[Group]) -> None:
         """Show the sampler a step's first groups."""
+        if self._sampler is not None:
+            self.learn(step, self._chosen.pop(step), groups)
+
+    def learn(self, step: int, indices: Sequence[int], groups: Sequence[Group]) -> None:
+        """Show the sampler the first groups of examples."""
         if self._sampler is None:
             return
         judged = [group.judged() for group in groups]
         with user_code(f"{self.where} after step {step}", RunFailed):
-            self._sampler.observe(self._chosen.pop(step), judged)
+            self._sampler.observe(indices, judged)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the sampler keeps, through JSON; {} for the shuffle."""

@@ -5,6 +5,7 @@ conclude anything, more workers than recommended, shared device memory.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -30,6 +31,7 @@ from retrain.campaign.plan import (
 from retrain.config import TrainConfig, replaced, unused_keys
 from retrain.config.keys import all_keys
 from retrain.config.schema import Condition, Squeeze
+from retrain.data.mixing import Quota, planned_quotas
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.timing import (
     Schedule,
@@ -223,6 +225,11 @@ class Explanation:
     def kind(self) -> Literal["run", "campaign", "squeeze"]:
         return self.config.kind
 
+    @cached_property
+    def mix(self) -> list[Quota]:
+        """The quotas of the sources of `[[data.mix]]`, in the first run; [] without a mixture."""
+        return planned_quotas(self.runs[0].config) if self.runs else []
+
     def to_json(self) -> Json:
         training, adapter = (self.runs[0].config.training if self.runs else None), self.adapter
         shape = ("max_steps", "batch_size", "group_size", "max_tokens")
@@ -241,6 +248,7 @@ class Explanation:
                 for run in self.runs
             ],
             "training": {name: getattr(training, name) for name in shape} if training else None,
+            "mix": [asdict(quota) for quota in self.mix],
             "settings": [asdict(setting) for setting in self.settings],
             "unused": list(self.unused),
             "refused": list(self.refused),

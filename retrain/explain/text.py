@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from retrain.backends.declared import backend_words, engine_words
 from retrain.config import moving
+from retrain.config.plan import Plan
 from retrain.explain.explanation import POWER
 from retrain.records.terminal import GAP, counted, duration, table_lines
 from retrain.rewards.scoring import REWARDS
@@ -13,6 +14,7 @@ from retrain.system import toml_value
 from retrain.xray.text import WEIGHTS
 
 if TYPE_CHECKING:
+    from retrain.config import TrainConfig
     from retrain.explain.explanation import Explanation
     from retrain.explain.timing import Schedule
 
@@ -102,7 +104,7 @@ def _facts(seen: "Explanation") -> Iterator[tuple[str, str]]:
     if maximal_lambda is not None:
         yield "SEPA", f"lambda reaches {maximal_lambda:.3g}"
     yield "model", config.model.model
-    yield "problems", _problems(seen)
+    yield from _problems(seen)
     yield "folder", folder
     if seen.engine:
         sampler = config.inference.engine
@@ -125,8 +127,20 @@ def _resumed(seen: "Explanation") -> str:
     return ""
 
 
-def _problems(seen: "Explanation") -> str:
+def _problems(seen: "Explanation") -> Iterator[tuple[str, str]]:
     config = seen.runs[0].config
+    for quota, source in zip(seen.mix, Plan.of(config).sources, strict=False):
+        counts = (
+            f"{quota.first_step:,} of {config.training.batch_size:,} prompts in the first step,"
+            f" {quota.last_step:,} in the last, {quota.all_steps:,} in all"
+        )
+        name = "problems" if quota is seen.mix[0] else ""
+        yield name, f"{quota.task}: {counts}; {_source_words(source.config)}"
+    if not seen.mix:
+        yield "problems", _source_words(config)
+
+
+def _source_words(config: "TrainConfig") -> str:
     if config.environment.provider:
         return f"{config.environment.provider} {config.environment.id}"
     own = any(kind not in REWARDS or kind == "custom" for kind in config.reward.types)

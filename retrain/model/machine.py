@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from retrain.config.mixture import longest_environment
 from retrain.config.names import part_class
 from retrain.distributed import ALONE, World
 from retrain.errors import EnvironmentFailure
@@ -113,13 +114,19 @@ class Budget:
     def longest(self) -> int:
         """Tokens of the longest row that is trained."""
         config, context = self.config, context_length(self.model_config)
-        return longest_row(config.training, config.environment, context, self.prompt_tokens)
+        return longest_row(
+            config.training, longest_environment(config), context, self.prompt_tokens
+        )
 
     @cached_property
     def longest_sampled(self) -> int:
         config, context = self.config, context_length(self.model_config)
         return longest_sampled(
-            config.training, config.evaluation, config.environment, context, self.prompt_tokens
+            config.training,
+            config.evaluation,
+            longest_environment(config),
+            context,
+            self.prompt_tokens,
         )
 
     @property

@@ -116,8 +116,9 @@ class StepRecord(_Record):
 
     def to_json(self) -> dict[str, Any]:
         line = super().to_json()
-        if self.scheduled is None:
-            del line["scheduled"]
+        for name in ("scheduled", "by_task"):
+            if line[name] is None:
+                del line[name]
         return line
 
     step: int
@@ -298,6 +299,10 @@ class StepRecord(_Record):
     all updates; null without one."""
     scheduled: dict[str, float] | None = None
     """The values of the keys that `[schedule]` moved in this step; absent without one."""
+    by_task: dict[str, float] | None = None
+    """Of each source of `[[data.mix]]`: prompts/NAME it gave to this step, and over the first draws
+    of these reward/NAME, the mean reward, and correct/NAME, the fraction that is right; absent
+    without a mixture."""
     environment_metrics: dict[str, float] | None = None
     """Mean of each quantity that the environment reports, over the trajectories that have it;
     turn_reward_N is the reward of reply N."""

@@ -79,7 +79,9 @@ def note_secrets(config: "TrainConfig") -> None:
     """
     from retrain.config.load import given_values
 
-    variables = (config.reward.judge_api_key_env, config.inference.api_key_env)
+    rewards = (table.get("reward", {}) for table in config.data.mix)
+    variables = [config.reward.judge_api_key_env, config.inference.api_key_env]
+    variables += [reward.get("judge_api_key_env", "") for reward in rewards]
     note_values(_secrets_in(given_values(config)))
     note_values(os.environ.get(name, "").strip() for name in variables)
 

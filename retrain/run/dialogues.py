@@ -92,8 +92,9 @@ class Stage:
 class Dialogue:
     """A prompt, and the replies to it under one sample index."""
 
-    def __init__(self, prompt: Prompt, slot: int, sample: int) -> None:
-        self.prompt, self.slot, self.sample = prompt, slot, sample
+    def __init__(self, prompt: Prompt, slot: int, sample: int, stage: Stage | None = None) -> None:
+        """`stage` is the environment that answers; None for a problem of the data."""
+        self.prompt, self.slot, self.sample, self.stage = prompt, slot, sample, stage
         self.context_ids: Int32Array = prompt.token_ids
         """[P] what the next reply follows."""
         self.extends = 0
@@ -267,7 +268,6 @@ class Dialogues:
         plan: SamplingPlan,
         *,
         text: Callable[[Int32Array], str],
-        stage: Stage | None,
         repeatable: bool,
         watcher: Watcher,
     ) -> None:
@@ -275,7 +275,7 @@ class Dialogues:
         `repeatable`: the engine's noise is counted.
         """
         self._exchanges, self._step, self._plan = exchanges, step, plan
-        self._text, self._stage, self._repeatable = text, stage, repeatable
+        self._text, self._repeatable = text, repeatable
         self._watcher = watcher
         self._open = deque(dialogues)
         """Dialogues that wait for an answer, in the order in which they were opened or had their
@@ -319,10 +319,10 @@ class Dialogues:
         if idle and (self._repeatable or not self._requests):
             # Workers end in an order that does not repeat.
             due = sorted(self._open, key=lambda dialogue: dialogue.key)
-        elif self._stage is None and not idle:
-            due = []  # a score asks for nothing more, and is waited for at the end
-        elif self._repeatable:
-            due = [*self._open][: max(0, len(self._open) - _LEFT_OPEN)]
+        elif self._repeatable or not (idle or any(one.stage for one in self._open)):
+            # A score asks for nothing more, and is waited for at the end.
+            answered = [dialogue for dialogue in self._open if dialogue.stage]
+            due = answered[: max(0, len(answered) - _LEFT_OPEN)]
         else:
             while True:
                 self._watcher.check()
@@ -339,7 +339,7 @@ class Dialogues:
         """Wait for the answer to a dialogue. Return False if it has ended; its score is then in
         `scored`.
         """
-        stage, exchange = self._stage, self._exchanges[dialogue.key]
+        stage, exchange = dialogue.stage, self._exchanges[dialogue.key]
         answer = exchange.answer(self._watcher.check)
         if isinstance(answer, Observation):
             if stage is None:
@@ -382,8 +382,8 @@ class Dialogues:
             first_position=dialogue.used,
             truncation=plan.truncation,
             extends=dialogue.extends,
-            extendable=self._stage is not None,
-            messages=dialogue.prompt.messages if self._stage is None else (),
+            extendable=dialogue.stage is not None,
+            messages=dialogue.prompt.messages if dialogue.stage is None else (),
         )
 
 

@@ -29,6 +29,7 @@ from retrain.run.step_record import (
     result_fields,
     reward_fields,
     reward_statistics,
+    task_fields,
     token_table,
 )
 from retrain.tracking import Tracker
@@ -53,12 +54,14 @@ class StepObserver:
 
     def __init__(self, plan: Plan, parts: Parts, tracker: Tracker) -> None:
         self.plan = plan
-        self.config = config = plan.config
+        self.config = plan.config
         self.parts = parts
         self.tracker = tracker
         self._boxes = None
-        if not parts.stage:
-            self._boxes = box_reader(config.reward)
+        reward = parts.sources[0].config.reward
+        # Rewards of a mixture may read boxes differently, or not.
+        if not parts.has_turns and all(one.config.reward == reward for one in parts.sources):
+            self._boxes = box_reader(reward)
         self._said_rewritten = False
         self._said_identical = False
         self.last: StepRecord | None = None
@@ -83,8 +86,9 @@ class StepObserver:
 
     def _untrained_line(self) -> str:
         known = ""
-        if not self.parts.stage:
-            known = reference_note(self.config.reward, self.parts.prompts.examples, share=0.5)
+        if self._boxes:
+            reward = self.parts.sources[0].config.reward
+            known = reference_note(reward, self.parts.prompts.examples, share=0.5)
         return untrained_line(self.untrained, known)
 
     def rewards(self, step: Step) -> RewardStatistics:
@@ -108,7 +112,7 @@ class StepObserver:
             step.number,
             step.rollout.groups,
             step.credit,
-            in_turns=self.parts.stage is not None,
+            in_turns=self.parts.has_turns,
         )
         self.tracker.emit(Generations(step.number, records))
         self._tell_rewritten(step)
@@ -152,8 +156,9 @@ class StepObserver:
             **credit_fields(step.credit, len(groups) - len(step.credit.groups)),
             **reward_fields(rewards),
             **judge_fields(step.rollout.drawn),
-            **(environment_fields(step.rollout) if self.parts.stage else {}),
+            **(environment_fields(step.rollout) if self.parts.has_turns else {}),
             **decision,
+            by_task=task_fields(step.rollout) if self.config.data.mix else None,
             running_correct_rate=state.correct / state.judged if state.judged else None,
             sepa_lambda=step.sepa_lambda if uses_sepa else None,
             sepa_gate_open=sepa.gate_open if uses_sepa else None,

@@ -2,8 +2,8 @@
 that they must pass.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -20,13 +20,19 @@ from retrain.config import TrainConfig, replaced
 from retrain.config.judging import judging_note
 from retrain.config.keys import keys_by_path
 from retrain.config.names import DATA_FILE_SUFFIXES, is_data_location, is_dotted, part_class
-from retrain.config.plan import Plan
+from retrain.config.plan import Plan, sources_of
 from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
 from retrain.config.unused import reason_unused
-from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
+from retrain.data import (
+    NoHeldOutSplit,
+    PromptSet,
+    contamination_note,
+    encode_prompts,
+    load_examples,
+)
 from retrain.data.chat import ChatRenderer, messages_of
-from retrain.data.prompts import examples_key, of_task, query_of
+from retrain.data.prompts import MixedPrompts, as_task, examples_key, of_task, query_of
 from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
 from retrain.data.sources import HUB_SOURCES, SOURCES, Benchmark, Query
@@ -40,7 +46,7 @@ from retrain.environments.loading import (
     load_problems,
 )
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.inference_engine.base import Truncation
+from retrain.inference_engine.base import InferenceEngine, Truncation
 from retrain.model.budget import longest_row
 from retrain.model.hub import is_offline
 from retrain.model.text import (
@@ -71,6 +77,8 @@ from retrain.types import Doing, Example, Int32Array, LogLine, MachineChoices, P
 Say = Callable[[str], None]
 
 
+Judges = Mapping[str, tuple[Scorer | None, Stage | None]]
+"""Task of a source -> the scorer or the environment that judges its answers; "" is any other."""
 _EVALUATION_ORDER_SEED = 0
 """Seed that shuffles held-out problems, which sources sort by subject; it is the same for every
 run."""
@@ -82,13 +90,11 @@ class Parts:
 
     text: TextModel
     prompts: PromptSet
+    """The training prompts of all sources."""
+    sources: Sequence["SourceParts"]
+    """The source of the problems; several with `[[data.mix]]`."""
     backend: Backend
-    scorer: Scorer | None
-    """Scores training completions; None if an environment judges."""
-    judge: Scorer | None
-    """Scores held-out answers; it is the scorer itself unless that has a random part."""
-    stage: Stage | None
-    """The environment; None if the problems come from [data]."""
+    scorers: "Scorers"
     guard: FailureGuard
     sampler: Sampler
     credit: CreditPipeline
@@ -111,12 +117,57 @@ class Parts:
         """Task -> sha256 of its held-out examples; None where nothing is evaluated."""
         return self.evaluator.heldout_sha256 if self.evaluator else None
 
+    @property
+    def has_turns(self) -> bool:
+        """True if an environment judges some of the problems."""
+        return any(source.stage for source in self.sources)
+
     def close(self) -> None:
-        for scorer in filter(None, (self.scorer, self.judge)):
-            scorer.close()
+        self.scorers.close()
+        for source in self.sources:
+            source.close()
+        self.backend.close()
+
+
+@dataclass(frozen=True)
+class SourceParts:
+    """A source of problems, and what judges the answers to them."""
+
+    task: str
+    """Its name in `[[data.mix]]`; "" where it is the only one."""
+    config: TrainConfig
+    """The configuration of a run on it alone."""
+    scorer: Scorer | None
+    """Scores training completions; None if an environment judges."""
+    stage: Stage | None
+    """The environment; None if the problems come from [data]."""
+
+    def close(self) -> None:
         if self.stage:
             self.stage.host.close()
-        self.backend.close()
+
+
+class Scorers:
+    """The scorers of a run, one for each distinct reward."""
+
+    def __init__(self, verdicts: Path | None) -> None:
+        self._verdicts = verdicts
+        self.made: dict[str, Scorer] = {}
+
+    def of(self, config: TrainConfig) -> Scorer | None:
+        """Return the scorer of `[reward]`, started at its first call; None if an environment
+        judges.
+        """
+        if config.environment.provider:
+            return None
+        key = config.reward.model_dump_json()
+        if key not in self.made:
+            self.made[key] = build_scorer(config, self._verdicts)
+        return self.made[key]
+
+    def close(self) -> None:
+        for scorer in self.made.values():
+            scorer.close()
 
 
 def load_parts(
@@ -144,12 +195,12 @@ def load_parts(
     verdicts = None
     if learns:
         verdicts = RunFolder(Path(config.logging.log_dir)).verdicts
+    scorers = Scorers(verdicts)
     with ExitStack() as undo:
-        scorer = None
-        if not config.environment.provider:  # its workers start while the model loads
-            scorer = build_scorer(config, verdicts)
-            undo.callback(scorer.close)
-        return _load_rest(config, choices, log, world, scorer, verdicts, learns=learns, undo=undo)
+        undo.callback(scorers.close)
+        for source in sources_of(config):
+            scorers.of(source.config)  # its workers start while the model loads
+        return _load_rest(config, choices, log, world, scorers, learns=learns, undo=undo)
 
 
 def _load_rest(
@@ -157,8 +208,7 @@ def _load_rest(
     choices: MachineChoices | None,
     log: Say,
     world: World,
-    scorer: Scorer | None,
-    verdicts: Path | None,
+    scorers: Scorers,
     *,
     learns: bool,
     undo: ExitStack,
@@ -169,22 +219,16 @@ def _load_rest(
     text = load_text(config.model, log)
     _log_context(config.training, text.context, log)
     credit = _load_credit(config, text, log, world)
-    stage = load_stage(config, text, log)
-    if stage:
-        undo.callback(stage.host.close)
-    prompts = load_prompts(config, text, stage, log)
+    sources = load_sources(config, text, scorers, log, undo)
+    prompts = load_mixed_prompts(text, sources, log)
     check_answers(config, prompts.examples)
     supervised = load_supervised(config, text, log)
-    if not stage:
-        for note in answer_notes(config, prompts.texts, prompts.examples):
-            log(note)
     held_out = None
+    judges: Judges = {}
     if config.evaluation.asked_for:
-        held_out = load_held_out(config, text, stage, prompts, log)
-    judge = load_judge(config, scorer, verdicts, log) if held_out and scorer else scorer
-    if judge:
-        undo.callback(judge.close)
-    _log_probes([asked for asked in (scorer, judge) if asked], log)
+        held_out = load_held_out(config, text, sources, prompts, log)
+        judges = load_judges(config, sources, scorers, log)
+    _log_probes([*scorers.made.values()], log)
     if learns:
         longest = longest_prompt(prompts, prompts_of(held_out))
         if supervised:  # a row of traces takes no more than the longest one of reinforcement
@@ -193,21 +237,18 @@ def _load_rest(
     backend = build_backend(config, text.eos_ids, choices, log, world)
     undo.callback(backend.close)
     backend.engine.log = log
-    sampler_of = partial(
-        Sampler, backend.engine, text=text.vocabulary.text, world=world, stage=stage
-    )
+    sampler_of = partial(_sampler, backend.engine, text, world)
     evaluator = None
     if held_out:
-        evaluator = build_evaluator(config, sampler_of(judge), held_out)
+        evaluator = build_evaluator(config, sampler_of(judges), held_out)
     parts = Parts(
         text,
         prompts,
+        sources,
         backend,
-        scorer,
-        judge,
-        stage,
+        scorers,
         FailureGuard(config.reward.max_failure_rate),
-        sampler_of(scorer),
+        sampler_of({source.task: (source.scorer, source.stage) for source in sources}),
         credit,
         Teacher.of(config, text, backend),
         SEPAController(config.sepa),
@@ -217,6 +258,41 @@ def _load_rest(
     # From here on `Parts.close` ends what was opened.
     undo.pop_all()
     return parts
+
+
+def _sampler(engine: InferenceEngine, text: TextModel, world: World, judges: Judges) -> Sampler:
+    scorer, stage = judges.get("", (None, None))
+    decode = text.vocabulary.text
+    return Sampler(engine, scorer, decode, world=world, stage=stage, by_task=judges)
+
+
+def load_sources(
+    config: TrainConfig, text: TextModel, scorers: Scorers | None, log: Say, undo: ExitStack
+) -> list[SourceParts]:
+    """Load what judges each source's answers: the environments, and the scorers where they are
+    given.
+    """
+    loaded = []
+    for source in sources_of(config):
+        scorer = scorers.of(source.config) if scorers else None
+        stage = load_stage(source.config, text, log)
+        loaded.append(SourceParts(source.task, source.config, scorer, stage))
+        undo.callback(loaded[-1].close)
+    return loaded
+
+
+def load_mixed_prompts(text: TextModel, sources: Sequence[SourceParts], log: Say) -> PromptSet:
+    """Load the training prompts of all sources."""
+    sets = []
+    for source in sources:
+        own = load_prompts(source.config, text, source.stage, log, source.task)
+        if not source.stage:
+            for note in answer_notes(source.config, own.texts, own.examples):
+                log(note)
+        sets.append(own)
+    if sources[0].task:
+        return MixedPrompts.of(sets)
+    return sets[0]
 
 
 def _log_context(training: Training, positions: int, log: Say) -> None:
@@ -272,12 +348,13 @@ def _load_sources(config: TrainConfig) -> None:
     """Load the plugins of [data] and [environment]; none is called. A file here is no plugin,
     whatever its name ends in.
     """
-    source, provider = config.data.source, config.environment.provider
-    if provider:
-        if is_dotted(provider):
-            load_plugin("environment", provider, config)
-    elif is_dotted(source) and not is_data_location(source) and not Path(source).exists():
-        load_plugin("data", source, config)
+    for own in sources_of(config):
+        source, provider = own.config.data.source, own.config.environment.provider
+        if provider:
+            if is_dotted(provider):
+                load_plugin("environment", provider, config)
+        elif is_dotted(source) and not is_data_location(source) and not Path(source).exists():
+            load_plugin("data", source, config)
     known = load_plugin("sampler", config.data.sampler, config, SAMPLERS)
     # A plugin may read its examples, so it is tried on the run's own, when they are loaded.
     if known is not None and config.data.sampler in SAMPLERS:
@@ -298,6 +375,11 @@ def check_inputs(config: TrainConfig) -> str:
         check_initial(config.model, config.lora)
     if config.resume.from_:
         RunFolder(Path(config.resume.from_)).claim().refuse_run(resuming=True)
+    found = (_check_source(source.config, source.task) for source in sources_of(config))
+    return " ".join(filter(None, found))
+
+
+def _check_source(config: TrainConfig, task: str) -> str:
     if config.environment.provider:
         return ""
     config = replaced(config, {"reward.workers": 1})
@@ -306,7 +388,9 @@ def check_inputs(config: TrainConfig) -> str:
         asks &= config.reward.max_failure_rate < 1  # 1 allows a run every failure
     for own in Plan.of(config).evaluations:
         if own.evaluation.asked_for and _asks_nobody(query_of(own, "heldout")):
-            load_examples(own, "heldout")
+            # A source of a mixture may have no held-out rows.
+            with suppress(NoHeldOutSplit) if task else nullcontext():
+                load_examples(own, "heldout")
     if _asks_nobody(query_of(config, "train")):
         loaded = load_examples(config, "train")
         if asks:
@@ -370,7 +454,8 @@ def check_packages(config: TrainConfig) -> None:
     """Raise as the run would for a package of its environment, its trackers or its planning
     detector that is not here.
     """
-    check_package(config.environment.provider)
+    for source in sources_of(config):
+        check_package(source.config.environment.provider)
     detector = keys_by_path()["planning.detector"]
     if config.planning.detector == "semantic" and not reason_unused(config, detector):
         from retrain.model.sentences import check_encoder_package
@@ -505,11 +590,15 @@ def load_stage(config: TrainConfig, text: TextModel, log: Say) -> Stage | None:
     return Stage(host, renderer, text.decode, text.context)
 
 
-def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, log: Say) -> PromptSet:
+def load_prompts(
+    config: TrainConfig, text: TextModel, stage: Stage | None, log: Say, task: str = ""
+) -> PromptSet:
+    """Load the training prompts of a source; `task` is its name in a mixture."""
+    of = f" of {task}" if task else ""
     log(LogLine("Loading dataset..."))
-    count, prompts = _read_prompts(config, text, stage, "train", log)
-    log(LogLine(f"Loaded {count} examples"))
-    log(LogLine(f"Pre-encoded {len(prompts)} prompts", counted(len(prompts), "prompt")))
+    count, prompts = _read_prompts(config, text, stage, "train", log, task)
+    log(LogLine(f"Loaded {count} examples{of}"))
+    log(LogLine(f"Pre-encoded {len(prompts)} prompts", counted(len(prompts), "prompt") + of))
     for note in prompts.notes:
         log(note)
     return prompts
@@ -528,9 +617,16 @@ def load_supervised(config: TrainConfig, text: TextModel, log: Say) -> Supervise
 
 
 def _read_prompts(
-    config: TrainConfig, text: TextModel, stage: Stage | None, split: Split, log: Say
+    config: TrainConfig,
+    text: TextModel,
+    stage: Stage | None,
+    split: Split,
+    log: Say,
+    task: str = "",
 ) -> tuple[int, PromptSet]:
-    """Return the number of examples, and the prompts of those that fit the context."""
+    """Return the number of examples, and the prompts of those that fit the context. With a `task`,
+    the name of a source of a mixture, they are examples of it.
+    """
     if stage is None:
         asked = query_of(config, split).key
     else:
@@ -544,13 +640,15 @@ def _read_prompts(
             loaded = load_problems(
                 stage.host.environment, config, "train" if split == "train" else "evaluation"
             )
+        if task:
+            loaded.examples = [as_task(example, task) for example in loaded.examples]
         return len(loaded), encode_prompts(config.training, text, loaded)
 
     key = None
     if stage is None and not config.model.trust_remote_code:
         key = examples_key(config, split)
     if key is not None:
-        key = (*_text_key(config.model), config.training.max_tokens, key)
+        key = (*_text_key(config.model), config.training.max_tokens, task, key)
     return shared(key, read)
 
 
@@ -563,21 +661,41 @@ HeldOut = list[tuple[Evaluation, list[Prompt]]]
 """The held-out prompts of each source of `[evaluation]`, with its settings."""
 
 
+def _judged_by_source(config: TrainConfig) -> bool:
+    """Return True if the held-out problems are those of the sources of a mixture."""
+    return bool(config.data.mix) and not config.evaluation.source
+
+
 def load_held_out(
-    config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, log: Say
+    config: TrainConfig,
+    text: TextModel,
+    sources: Sequence[SourceParts],
+    training: PromptSet,
+    log: Say,
 ) -> HeldOut:
     """Load `[evaluation] max_examples` of the held-out problems of each source, the same ones in
-    the same order for every run of a data set.
+    the same order for every run of a data set. Sources of a mixture may have none, but not all.
     """
-    configs = (config,) if stage else Plan.of(config).evaluations
-    chosen = []
-    for own in configs:
-        (source, *_), name = own.evaluation.sources, ""
-        _, prompts = _read_prompts(own, text, stage, "heldout", log)
+    if _judged_by_source(config):
+        asked = [(source.config, source.stage, source.task) for source in sources]
+    elif sources[0].stage and not config.data.mix:
+        asked = [(config, sources[0].stage, "")]
+    else:
+        asked = [(own, None, "") for own in Plan.of(config).evaluations]
+    chosen: HeldOut = []
+    for own, stage, task in asked:
+        (source, *_), name = own.evaluation.sources, f" of {task}" if task else ""
+        try:
+            _, prompts = _read_prompts(own, text, stage, "heldout", log, task)
+        except NoHeldOutSplit:
+            if not task or (task == asked[-1][-1] and not chosen):
+                raise
+            log(f"The source {task} has no held-out rows, so it is trained on and not evaluated.")
+            continue
         seen = contamination_note(training.examples, prompts.examples)
         count = min(own.evaluation.max_examples or len(prompts), len(prompts))
         drawn = prompts.batch(0, count, _EVALUATION_ORDER_SEED)
-        if len(configs) > 1:
+        if len(asked) > 1 and not task:
             drawn, name = of_task(drawn, source), f" of {source}"
         line = f"Held-out evaluation on {count} of {len(prompts)} problems{name}"
         log(LogLine(line, f"{count:,} held-out{name}"))
@@ -592,13 +710,20 @@ def prompts_of(held_out: HeldOut | None) -> list[Prompt]:
     return list(chain.from_iterable(prompts for _, prompts in held_out or ()))
 
 
-def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, log: Say) -> Scorer:
-    """Return the scorer of held-out answers: the run's own, unless that has a random part."""
-    plan = Plan.of(config)
-    if plan.judging is config:
-        return scorer
-    log(judging_note(config, plan.judging))
-    return build_scorer(plan.judging, verdicts)
+def load_judges(
+    config: TrainConfig, sources: Sequence[SourceParts], scorers: Scorers, log: Say
+) -> Judges:
+    """Return the judges of held-out answers: training's own, unless those have a random part."""
+    asked = [(source.config, source.stage, source.task) for source in sources]
+    if config.data.mix and not _judged_by_source(config):
+        asked = [(config, None, "")]
+    judges = {}
+    for own, stage, task in asked:
+        judging = Plan.of(own).judging
+        if judging is not own and not stage:
+            log(judging_note(own, judging))
+        judges[task] = (scorers.of(judging), stage)
+    return judges
 
 
 def training_plan(training: Training) -> SamplingPlan:
@@ -665,20 +790,18 @@ def _gate_prompts(training: Training, parts: Parts) -> list[Prompt]:
 
 def gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
     training = config.training
-    if parts.stage:
-        check_gold = partial(environment_gold, parts.stage.host)
-    else:
-        assert parts.scorer is not None  # one of the two judges
-        check_gold = partial(scored_gold, parts.scorer, config.reward.think_end_token)
     return GateInputs(
         backend=parts.backend,
-        check_gold=check_gold,
+        check_gold=partial(_check_gold, parts),
         eos_ids=parts.text.eos_ids,
         answers=partial(_answers, parts),
         temperature=training.temperature,
         truncation=truncation(training),
-        longest_row=longest_row(
-            training, config.environment, parts.text.context, parts.prompts.longest
+        longest_row=max(
+            longest_row(
+                training, source.config.environment, parts.text.context, parts.prompts.longest
+            )
+            for source in parts.sources
         ),
         seed=training.seed,
         half_precision=is_rounded(config.inference, parts.backend),
@@ -687,6 +810,20 @@ def gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> 
         step=step,
         trained=trained,
     )
+
+
+def _check_gold(parts: Parts, prompts: Sequence[Prompt]) -> str:
+    """Score the right answers to these prompts as their source does."""
+    found = []
+    for source in parts.sources:
+        own = [each for each in prompts if source.task in ("", each.example.task)]
+        if source.stage:
+            words = environment_gold(source.stage.host, own)
+        else:
+            assert source.scorer is not None  # one of the two judges
+            words = scored_gold(source.scorer, source.config.reward.think_end_token, own)
+        found.append(f"{source.task} {words}".strip())
+    return ", ".join(found)
 
 
 def _answers(parts: Parts, prompt: Prompt) -> list[Int32Array]:

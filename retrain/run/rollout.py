@@ -101,15 +101,17 @@ class Sampler:
         *,
         world: World = ALONE,
         stage: Stage | None = None,
+        by_task: Mapping[str, tuple[Scorer | None, Stage | None]] | None = None,
     ) -> None:
         """`text` decodes the token ids of a reply. With a `stage` its environment answers and
-        judges, else the scorer.
+        judges, else the scorer; `by_task` has both of each source of a mixture.
         """
         self.engine = engine
         self.scorer = scorer
         self.text = text
         self.world = world
         self.stage = stage
+        self.by_task = by_task or {}
 
     def draw(
         self, prompts: Sequence[Prompt], step: int, plan: SamplingPlan, watcher: Watcher
@@ -149,27 +151,25 @@ class Sampler:
         """Draw one group for each slot of `prompts`; adds the seconds to `rollout`."""
         started = monotonic()
         samples = range(first_sample, first_sample + plan.group_size)
-        opened = [
-            Dialogue(prompt, slot, sample) for slot, prompt in prompts.items() for sample in samples
-        ]
-        exchanges: Mapping[DialogueKey, Exchange]
-        if self.stage is not None:
-            begin = self.stage.host.begin
-            exchanges = {
-                one.key: begin(one.prompt.example, environment_seed(plan, step, one.slot))
-                for one in opened
-            }
-        else:
-            assert self.scorer is not None  # one of the two judges
-            groups = {slot: self.scorer.group(plan.group_size) for slot in prompts}
-            exchanges = {one.key: ScoredReply(groups[one.slot], one, step) for one in opened}
+        opened: list[Dialogue] = []
+        exchanges: dict[DialogueKey, Exchange] = {}
+        for slot, prompt in prompts.items():
+            scorer, stage = self.by_task.get(prompt.example.task, (self.scorer, self.stage))
+            own = [Dialogue(prompt, slot, sample, stage) for sample in samples]
+            opened += own
+            if stage is not None:
+                seed = environment_seed(plan, step, slot)
+                exchanges |= {one.key: stage.host.begin(prompt.example, seed) for one in own}
+            else:
+                assert scorer is not None  # one of the two judges
+                group = scorer.group(plan.group_size)
+                exchanges |= {one.key: ScoredReply(group, one, step) for one in own}
         dialogues = Dialogues(
             exchanges,
             opened,
             step,
             plan,
             text=self.text,
-            stage=self.stage,
             repeatable=self.engine.capabilities.noise == "counter",
             watcher=watcher,
         )

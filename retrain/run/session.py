@@ -13,7 +13,7 @@ from retrain.backends.rows import mismatch_fields
 from retrain.config import TrainConfig
 from retrain.config.data_sections import DATE_ARGUMENT
 from retrain.config.plan import Plan
-from retrain.data.samplers import PromptChoice
+from retrain.data.mixing import prompt_choice
 from retrain.distributed import World, joined
 from retrain.errors import (
     EnvironmentFailure,
@@ -106,7 +106,7 @@ class Session:
             self.pressure = Pressure(
                 settings, self.config.training, parts.backend, opened.decided_by
             )
-        self.choice = PromptChoice(self.config, parts.prompts)
+        self.choice = prompt_choice(self.config, parts.prompts)
         evaluated = self.state.last_evaluation if opened.checkpoint else -1
         saved = self.state.place if opened.checkpoint else None
         self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved, evaluated)

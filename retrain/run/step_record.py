@@ -193,6 +193,21 @@ def reward_fields(statistics: RewardStatistics) -> dict[str, Any]:
     return fields
 
 
+def task_fields(rollout: Rollout) -> dict[str, float]:
+    """Return the numbers of each source of a mixture, over the first draw of every prompt."""
+    groups: dict[str, list[Group]] = {}
+    for group in rollout.first_draws:
+        groups.setdefault(group.prompt.example.task, []).append(group)
+    found: dict[str, float] = {}
+    for task, own in sorted(groups.items()):
+        rewards = list(chain.from_iterable(group.rewards for group in own))
+        found[f"prompts/{task}"] = len(own)
+        if rewards:
+            found[f"reward/{task}"] = float(np.mean(rewards))
+            found[f"correct/{task}"] = sum(group.correct for group in own) / len(rewards)
+    return found
+
+
 def judge_fields(groups: Iterable[Group]) -> dict[str, Any]:
     """Return the judge's usage for these groups, as the judge_ fields of their record; nothing
     without a judge.

@@ -105,6 +105,7 @@ def metrics(record: StepRecord) -> dict[str, float]:
         for part, values in tables.items()
         for name, value in (values or {}).items()
     }
+    measured |= {f"train/{name}": value for name, value in (record.by_task or {}).items()}
     return measured | {
         metric_name(name): float(value)
         for name, value in record.to_json().items()

@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, TextIO
 
+from retrain.config.mixture import task_of
 from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.terminal import GAP, counted, one_line
@@ -49,7 +50,9 @@ _ETA_PERIOD_S = 86400.0
 def title_of(config: "TrainConfig", condition: str) -> str:
     """Return a run's first line on a terminal, up to its device."""
     source = config.environment.provider or config.data.path or config.data.source
-    if config.environment.provider:
+    if config.data.mix:
+        source = "+".join(map(task_of, config.data.mix))
+    if config.environment.provider or config.data.mix:
         reward = ""
     else:
         reward = f"/{config.reward.type}"
