@@ -164,7 +164,7 @@ def gradients(learner: Learner) -> dict[str, torch.Tensor]:
     """Of the last update."""
     return {
         name: parameter.grad.clone()
-        for name, parameter in learner.adapter.parameters.items()
+        for name, parameter in learner.weights.parameters.items()
         if parameter.grad is not None
     }
 

@@ -46,7 +46,7 @@ TRAIN: dict[str, Any] = {
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
     return {
-        name: parameter.detach().clone() for name, parameter in learner.adapter.parameters.items()
+        name: parameter.detach().clone() for name, parameter in learner.weights.parameters.items()
     }
 
 
@@ -141,7 +141,7 @@ def test_a_nonfinite_forward_or_backward_never_changes_the_weights(
 ) -> None:
     learner = make_learner(config_for(training=TRAIN))
     rows = near(learner)
-    parameter = next(iter(learner.adapter.parameters.values()))
+    parameter = next(iter(learner.weights.parameters.values()))
     if gradient is not None:
         parameter.register_hook(lambda own: torch.full_like(own, gradient))
     else:
@@ -367,7 +367,7 @@ def test_the_saved_adapter_loads_in_peft_as_it_is(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     learner = make_learner(config_for())
-    learner.adapter.save(tmp_path)
+    learner.weights.save(tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())[
         "base_model_name_or_path"
     ] == model_folder("qwen3")
@@ -377,7 +377,7 @@ def test_the_saved_adapter_loads_in_peft_as_it_is(tmp_path: Path) -> None:
     ids = torch.arange(4, 20).unsqueeze(0)
     with torch.no_grad():
         torch.testing.assert_close(
-            loaded(input_ids=ids).logits, learner.adapter.peft_model(input_ids=ids).logits
+            loaded(input_ids=ids).logits, learner.weights.peft_model(input_ids=ids).logits
         )
 
 

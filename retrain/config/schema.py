@@ -58,6 +58,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+_FULL_LR, _FULL_CHECKPOINTS = 1e-6, 2
+"""The learning rate and the number of checkpoints where all weights are trained and neither is set."""
+
+
 @dataclass(frozen=True)
 class Provenance:
     """The origin of a configuration: its file, and the source of each value."""
@@ -171,6 +175,9 @@ class TrainConfig(AllSections):
         temperature = part_class("backend", self.backend.backend).only_temperature
         if temperature is not None:
             implied["training.temperature"] = (temperature, "backend.backend")
+        if self.model.train == "full":
+            implied["training.lr"] = (_FULL_LR, "model.train")
+            implied["training.keep_checkpoints"] = (_FULL_CHECKPOINTS, "model.train")
         return {path: row for path, row in implied.items() if not self.is_set(path)}
 
     @property

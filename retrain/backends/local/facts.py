@@ -30,6 +30,8 @@ class LocalFacts(Backend):
 
     @classmethod
     def problems(cls, config: "TrainConfig") -> Iterator[tuple[str, str]]:
+        if config.model.train == "full":
+            yield from _full_problems(config)
         whole = {
             "each run of a [campaign] is one process with the whole model; leave it false, or start"
             " single runs by torchrun": config.campaign is not None,
@@ -41,3 +43,39 @@ class LocalFacts(Backend):
         for because, holds in whole.items():
             if config.backend.shard_base and holds:
                 yield "backend.shard_base", because
+
+
+def _full_problems(config: "TrainConfig") -> Iterator[tuple[str, str]]:
+    """What training all weights does not know."""
+    full, reference = '[model] train = "full"', config.algorithm.reference
+    problems = {
+        "model.load_in_4bit": (
+            config.model.load_in_4bit,
+            f"{full} steps weights in float32; set load_in_4bit = false",
+        ),
+        "lora.init_from": (
+            config.lora.init_from,
+            f"{full} has no adapter; leave it out, and name the model to start from as [model]"
+            " model",
+        ),
+        "backend.devices": (
+            len(config.backend.device_list) > 1,
+            f"split mode hands over an adapter, and {full} has none; use one device",
+        ),
+        "backend.shard_base": (
+            config.backend.shard_base,
+            f"weights that {full} trains are not sharded; leave it false, and start one process"
+            " for each GPU by torchrun",
+        ),
+        "algorithm.reference": (
+            reference not in ("", "base", "gold"),
+            f'the teacher is an adapter, and {full} has none; use "base" or "gold"',
+        ),
+        "model.train": (
+            config.is_set("squeeze"),
+            'there is no adapter to squeeze; leave [squeeze] out, or set train = "lora"',
+        ),
+    }
+    for path, (holds, because) in problems.items():
+        if holds:
+            yield path, because
