@@ -103,7 +103,7 @@ def test_an_optimizer_step_reaches_the_fused_forward() -> None:
     after = scores(learner)
     own = make_learner(config_for(), fused=False)
     with torch.no_grad():
-        for name, parameter in own.adapter.parameters.items():
+        for name, parameter in own.weights.parameters.items():
             parameter.copy_(learner.weights.parameters[name])
     assert (after - before).abs().max() > 1e-2
     torch.testing.assert_close(after, scores(own), atol=5e-5, rtol=0)

@@ -339,5 +339,5 @@ def test_bf16_base_gives_nearly_the_fp32_gradient_and_fp32_adapters() -> None:
     rows = rows_near(exact, noise=0.0)
     exact.train(rows, 0)
     rounded.train(rows, 0)
-    assert {parameter.dtype for parameter in rounded.adapter.parameters.values()} == {torch.float32}
+    assert {parameter.dtype for parameter in rounded.weights.parameters.values()} == {torch.float32}
     assert distance(gradients(rounded), gradients(exact)) < 0.1

@@ -95,9 +95,9 @@ def test_saving_and_loading_between_steps_changes_no_byte(tmp_path: Path) -> Non
 def test_a_checkpoint_before_the_first_step_is_a_checkpoint(tmp_path: Path) -> None:
     config = config_for(training=TRAIN)
     first, second = make_learner(config, untouched=True), make_learner(config)
-    first.adapter.save(tmp_path)
+    first.weights.save(tmp_path)
     first.optimizer.save(tmp_path)
-    second.adapter.load(tmp_path)
+    second.weights.load(tmp_path)
     second.optimizer.load(tmp_path)
     rows = make_rows()
     assert first.train(rows, 0) == second.train(rows, 0)
@@ -429,7 +429,7 @@ def test_peft_s_name_of_all_linear_layers_is_known(written: str | list[str]) -> 
 
 def test_starting_from_an_adapter_takes_its_weights(tmp_path: Path) -> None:
     source = make_learner(config_for())
-    source.adapter.save(tmp_path)
+    source.weights.save(tmp_path)
     assert same(
         weights(make_learner(config_for(lora={"init_from": str(tmp_path)}), untouched=True)),
         weights(source),

@@ -373,8 +373,8 @@ class Training(Section):
     )
     keep_checkpoints: int = key(
         0,
-        "Number of newest checkpoints to keep, at least 2 to survive a crash; 0 keeps all. Unset with"
-        ' [model] train = "full" it is 2.',
+        "Number of newest checkpoints to keep, at least 2 to survive a crash; 0 keeps all. Unset"
+        ' with [model] train = "full" it is 2.',
         ge=0,
         may_change_at_resume=True,
         own_to_a_run=True,

@@ -59,7 +59,7 @@ __all__ = [
 
 
 _FULL_LR, _FULL_CHECKPOINTS = 1e-6, 2
-"""The learning rate and the number of checkpoints where all weights are trained and neither is set."""
+"""Where all weights are trained: the learning rate, and the number of checkpoints."""
 
 
 @dataclass(frozen=True)

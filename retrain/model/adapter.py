@@ -226,7 +226,7 @@ class Adapter(TrainedWeights):
 
     @property
     def model(self) -> nn.Module:  # type: ignore[override]  # an attribute elsewhere
-        return self.peft_model
+        return self.peft_model  # type: ignore[no-any-return]  # peft has no types
 
     @property
     def beside(self) -> Sequence[nn.Parameter]:

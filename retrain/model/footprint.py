@@ -261,11 +261,10 @@ def _forward(base: BaseModel, fused: FusedDecoder | None, kernel: FusedAttention
             # Without autocast, which that device lacks, the adapter is in half precision too.
             for parameter in base.model.parameters():
                 parameter.data = parameter.data.to(base.dtype)
-        elif base.dtype != torch.float32:
+        elif base.dtype != torch.float32 and hasattr(base.model, "peft_config"):
             # Products in half precision over a float32 adapter.
-            if hasattr(base.model, "peft_config"):
-                stack.enter_context(torch.autocast(base.device.type, base.dtype))
-                stack.enter_context(disable_input_dtype_casting(base.model))
+            stack.enter_context(torch.autocast(base.device.type, base.dtype))
+            stack.enter_context(disable_input_dtype_casting(base.model))
         if not packs:
             return base.hidden_states(ids)
         stack.enter_context(plugged_in(base.model))

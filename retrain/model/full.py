@@ -21,12 +21,12 @@ from retrain.model.load import BaseModel, layers
 from retrain.model.text import base_name
 from retrain.model.weights import Change, TrainedWeights, difference
 from retrain.noise import Stream
+from retrain.types import WHOLE_MODEL
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
     from retrain.config.schema import Model
 
-MODEL_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
 
@@ -143,9 +143,9 @@ class AllWeights(TrainedWeights):
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / MODEL_FILE).exists():
+        if not (folder / WHOLE_MODEL).exists():
             weights = {name: own.detach().cpu().contiguous() for name, own in self._masters.items()}
-            save_file(weights, folder / MODEL_FILE, metadata={"format": "pt"})
+            save_file(weights, folder / WHOLE_MODEL, metadata={"format": "pt"})
         config: Any = self.model.config
         settings = json.loads(config.to_json_string()) | {
             "architectures": [type(self.model).__name__],
@@ -159,10 +159,10 @@ class AllWeights(TrainedWeights):
     def load(self, folder: Path) -> None:
         from safetensors.torch import load_file
 
-        weights = load_file(folder / MODEL_FILE)
+        weights = load_file(folder / WHOLE_MODEL)
         problem = difference(weights, self._masters)
         if problem:
-            raise ValueError(f"{folder / MODEL_FILE}: {problem}")
+            raise ValueError(f"{folder / WHOLE_MODEL}: {problem}")
         for name, own in self._masters.items():
             own.copy_(weights[name])
         self.written()

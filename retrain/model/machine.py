@@ -287,8 +287,8 @@ def _check_trained(config: "TrainConfig", size: Footprint, machine: Machine) -> 
     learned, there = (number / 2**30 for number in (held, machine.memory))
     if size.full_bytes and held > machine.usable:
         raise EnvironmentFailure(
-            f'[model] train = "full" takes {learned:,.1f} GiB for {size.num_trainable:,} weights with'
-            f" their gradients, two moments and copies, and a run may take"
+            f'[model] train = "full" takes {learned:,.1f} GiB for {size.num_trainable:,} weights'
+            " with their gradients, two moments and copies, and a run may take"
             f" {machine.usable / 2**30:,.1f} GiB of {machine.device_type}; use a smaller [model]"
             ' model, or set train = "lora".'
         )

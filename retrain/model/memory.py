@@ -22,6 +22,7 @@ from retrain.model.budget import (
 )
 from retrain.model.devices import choose_device, choose_dtype
 from retrain.model.footprint import Footprint, PredictionError, footprint, weightless_model
+from retrain.model.full import reads_base
 from retrain.model.head import chunk_bytes_on
 from retrain.model.machine import Budget, Machine, plan
 from retrain.model.packed import computes_bf16
@@ -369,6 +370,7 @@ def _size_without_weights(
         config.model.model_dump_json(),
         config.lora.model_dump_json(),
         config.inference.attention_kernel,
+        reads_base(config),
         device.type,
         dtype,
         shards.size,

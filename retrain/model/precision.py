@@ -34,9 +34,9 @@ def computed_in(
 ) -> Iterator[BaseModel]:
     """Yield `base` with its hidden states and its head in `dtype`.
 
-    Parameters `beside` the model's own stay as they are, and so do weights in 8 or 4 bits, whose scales are
-    converted. Embeddings are looked up first and then converted, which is the same and needs no
-    second table.
+    Parameters `beside` the model's own stay as they are, and so do weights in 8 or 4 bits, whose
+    scales are converted. Embeddings are looked up first and then converted, which is the same and
+    needs no second table.
     """
     apart = set(map(id, beside))
     embedding, blocks = base.model.get_input_embeddings(), layers(base.decoder)

@@ -114,8 +114,8 @@ class Projection:
         """
         if self.downs:
             self._write_factors()
-        elif self.bias is not None:
-            self.bias.copy_(_joined_bias(self._bases))
+        elif (bias := _joined_bias(self._bases)) is not None and self.bias is not None:
+            self.bias.copy_(bias)
         if not copy or self._merges or not self.downs:
             self.copy = None  # freed before another is made
         if copy and self._merges:

@@ -64,7 +64,7 @@ class TrainedWeights(ABC):
         """The model computes in its own dtype inside."""
         return nullcontext()
 
-    def written(self) -> None:
+    def written(self) -> None:  # noqa: B027 - most have nothing to follow
         """Follow `parameters`, which were written."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class TrainedWeights(ABC):
 
 
 def difference(weights: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> str:
-    """Say how the tensors of a file differ from the parameters that they are for; "" if they fit."""
+    """Say how the tensors of a file differ from the parameters here; "" if they fit."""
     for name in sorted(weights.keys() | parameters.keys()):
         if name not in parameters:
             return f"{name} is in the file, but nothing of that name is trained here"

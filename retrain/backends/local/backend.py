@@ -15,8 +15,9 @@ from retrain.backends.declared import engine_class, is_raw
 from retrain.backends.local.changes import LocalTrialAdapter
 from retrain.backends.local.facts import LocalFacts
 from retrain.backends.local.learner import Learner, old_logprobs_note, rounds
+from retrain.backends.local.optimizer import STATE_FILE
 from retrain.distributed import ALONE, World
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import InferenceEngine, Truncation
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.model.adapter import Adapter
@@ -46,6 +47,8 @@ class LocalBackend(LocalFacts):
     `trainable_parameters_line`.
     """
 
+    _weights_alone: Path | None = None
+    """The checkpoint that was loaded, if it has no optimizer."""
     _sampler_adapter: Adapter | None = None
     """The sampler's own copy in split mode."""
 
@@ -247,6 +250,12 @@ class LocalBackend(LocalFacts):
         self._learner.use(config)
 
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
+        if self._weights_alone:
+            raise RunFailed(
+                f"{self._weights_alone} holds the weights alone, which a finished run of a campaign"
+                " keeps, and no optimizer to go on with; start a new run from them: [model] model ="
+                " that folder's export."
+            )
         raw = is_raw(self.engine.capabilities, self.config.training.temperature)
         self._make_room()
         with _current(self._base.device), _deterministic(self._base.device):
@@ -289,6 +298,9 @@ class LocalBackend(LocalFacts):
 
     # -- files -------------------------------------------------------------------------------------
 
+    def digest(self) -> str:
+        return self._weights.digest()
+
     def save_adapter(self, folder: Path) -> None:
         self._weights.save(folder)
 
@@ -298,7 +310,10 @@ class LocalBackend(LocalFacts):
 
     def load(self, folder: Path) -> None:
         self._weights.load(folder)
-        self._learner.optimizer.load(folder)
+        if (folder / STATE_FILE).is_file():
+            self._learner.optimizer.load(folder)
+        else:
+            self._weights_alone = folder
 
     def close(self) -> None:
         self.engine.close()

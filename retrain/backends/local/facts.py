@@ -47,35 +47,31 @@ class LocalFacts(Backend):
 
 def _full_problems(config: "TrainConfig") -> Iterator[tuple[str, str]]:
     """What training all weights does not know."""
-    full, reference = '[model] train = "full"', config.algorithm.reference
-    problems = {
-        "model.load_in_4bit": (
-            config.model.load_in_4bit,
-            f"{full} steps weights in float32; set load_in_4bit = false",
-        ),
-        "lora.init_from": (
-            config.lora.init_from,
-            f"{full} has no adapter; leave it out, and name the model to start from as [model]"
-            " model",
-        ),
-        "backend.devices": (
-            len(config.backend.device_list) > 1,
+    full = '[model] train = "full"'
+    if config.model.load_in_4bit:
+        yield "model.load_in_4bit", f"{full} steps weights in float32; set it false"
+    if config.lora.init_from:
+        yield (
+            "lora.init_from",
+            f"{full} has no adapter; leave it out, and name where to start as [model] model",
+        )
+    if len(config.backend.device_list) > 1:
+        yield (
+            "backend.devices",
             f"split mode hands over an adapter, and {full} has none; use one device",
-        ),
-        "backend.shard_base": (
-            config.backend.shard_base,
-            f"weights that {full} trains are not sharded; leave it false, and start one process"
-            " for each GPU by torchrun",
-        ),
-        "algorithm.reference": (
-            reference not in ("", "base", "gold"),
+        )
+    if config.backend.shard_base:
+        yield (
+            "backend.shard_base",
+            f"{full} does not shard what it trains; leave it false, and start torchrun without it",
+        )
+    if config.algorithm.reference not in ("", "base", "gold"):
+        yield (
+            "algorithm.reference",
             f'the teacher is an adapter, and {full} has none; use "base" or "gold"',
-        ),
-        "model.train": (
-            config.is_set("squeeze"),
+        )
+    if config.is_set("squeeze"):
+        yield (
+            "model.train",
             'there is no adapter to squeeze; leave [squeeze] out, or set train = "lora"',
-        ),
-    }
-    for path, (holds, because) in problems.items():
-        if holds:
-            yield path, because
+        )

@@ -1,5 +1,5 @@
-"""AdamW over the trained weights: learning rate as a pure function of the step, gradient norm, and state in
-safetensors and JSON.
+"""AdamW over the trained weights: learning rate as a pure function of the step, gradient norm, and
+state in safetensors and JSON.
 """
 
 import json

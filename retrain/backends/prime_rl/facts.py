@@ -38,8 +38,10 @@ class PrimeRLFacts(RemoteBackend):
     )
 
     lacks: ClassVar = {
-        "all_weights": 'PRIME-RL trains full weights itself; leave it "lora" here, and leave the adapter'
-        " out of the trainer's configuration",
+        "all_weights": (
+            'PRIME-RL trains full weights itself; leave it "lora" here, and leave the adapter out'
+            " of the trainer's configuration"
+        ),
         "shards": "PRIME-RL's trainer holds the model; leave it false",
         "updates": "PRIME-RL's trainer makes one update per batch; leave it at 1",
         "loss": (
