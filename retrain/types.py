@@ -18,6 +18,9 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
+WHOLE_MODEL = "model.safetensors"
+"""The file of a model that was trained as a whole; never written in place: it may be a link."""
+
 
 THOUGHT_TAGS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),

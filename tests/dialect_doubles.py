@@ -119,7 +119,7 @@ class RawDouble(VLLMDouble):
         self.raw = True
 
     def with_raw_logprobs(self, one: Completion, request: SampleRequest) -> Completion:
-        with lab()._adapter.disabled() if request.adapter_slot == BASE_MODEL else nullcontext():
+        with lab()._weights.disabled() if request.adapter_slot == BASE_MODEL else nullcontext():
             return super().with_raw_logprobs(one, request)
 
 
@@ -244,7 +244,7 @@ class MLXDouble(RawDouble):
             return Path(self.read[folder].name)
         settings = json.loads((Path(folder) / "adapter_config.json").read_text())
         assert settings["fine_tune_type"] == "lora" and settings["num_layers"] == 4
-        own = {name: value for name, value in lab()._adapter.parameters.items() if "lora_A" in name}
+        own = {name: value for name, value in lab()._weights.parameters.items() if "lora_A" in name}
         scale = settings["lora_parameters"]["scale"] / lab_scale()
         weights: dict[str, torch.Tensor] = {}
         for name, value in load_file(Path(folder) / "adapters.safetensors").items():

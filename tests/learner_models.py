@@ -15,7 +15,7 @@ import torch
 from retrain.backends.local.learner import Learner
 from retrain.config import TrainConfig
 from retrain.distributed import World
-from retrain.model.adapter import Adapter
+from retrain.model.full import trained_weights
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import load_base_model
 from retrain.types import Float32Array, MachineChoices, Row
@@ -45,6 +45,7 @@ def model_folder(family: str) -> str:
     configs: dict[str, Any] = {
         "qwen3": lambda: transformers.Qwen3Config(**shape, tie_word_embeddings=True),
         "llama": lambda: transformers.LlamaConfig(**shape, tie_word_embeddings=False),
+        "biased": lambda: transformers.LlamaConfig(**shape, attention_bias=True, mlp_bias=True),
         "gemma2": lambda: transformers.Gemma2Config(
             **shape, final_logit_softcapping=2.0, sliding_window=6
         ),
@@ -103,10 +104,10 @@ def make_learner(
     both have gradients.
     """
     base = load_base_model(config, config.model.model, torch.device("cpu"))
-    adapter = Adapter(base, config.model, config.lora, config.training.seed)
-    if not untouched:
+    trained = trained_weights(base, config)
+    if trained.frozen_layers and not untouched:
         rng = np.random.default_rng(5)
-        for parameter in adapter.parameters.values():
+        for parameter in trained.parameters.values():
             parameter.data = torch.from_numpy(
                 rng.normal(0, 0.1, parameter.shape).astype(np.float32)
             )
@@ -118,7 +119,7 @@ def make_learner(
         gradient_checkpointing=checkpointing,
     )
     return Learner(
-        base, adapter, config, choices, FusedDecoder.of(base.model, merge=merge) if fused else None
+        base, trained, config, choices, FusedDecoder.of(base.model, merge=merge) if fused else None
     )
 
 
@@ -164,7 +165,7 @@ def gradients(learner: Learner) -> dict[str, torch.Tensor]:
     """Of the last update."""
     return {
         name: parameter.grad.clone()
-        for name, parameter in learner.adapter.parameters.items()
+        for name, parameter in learner.weights.parameters.items()
         if parameter.grad is not None
     }
 

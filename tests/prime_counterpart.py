@@ -235,7 +235,7 @@ class InferenceServer:
         self, config: TrainConfig, learner: LocalBackend, eos_ids: tuple[int, ...]
     ) -> None:
         self.engine = Served(
-            config, model=learner._adapter.peft_model, eos_ids=eos_ids, device="cpu"
+            config, model=learner._weights.peft_model, eos_ids=eos_ids, device="cpu"
         )
         self.calls: list[tuple[str, Any]] = []
         self.fail: dict[str, int] = {}

@@ -58,6 +58,7 @@ def timeless(path: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what the clock and the machine say."""
     measured = {
         "time_sample_s",
+        "time_layout_s",
         "time_reward_s",
         "time_credit_s",
         "time_learn_s",

@@ -53,7 +53,7 @@ def observe(case: str, world: World) -> dict[str, Any]:
     seen["results"] = [(result.loss, result.grad_norm, result.ratio_mean) for result in results]
     seen["logprobs"] = backend.logprobs(batches[0])
     seen["adapter"] = {
-        name: parameter.detach().clone() for name, parameter in backend._adapter.parameters.items()
+        name: parameter.detach().clone() for name, parameter in backend._weights.parameters.items()
     }
     return seen
 

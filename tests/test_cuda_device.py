@@ -230,7 +230,7 @@ def test_sampler_and_learner_are_one_policy_and_an_update_is_the_same_bytes_twic
         assert backend.train(rows, 0).updates == 1
         weights = (
             parameter.detach().cpu().numpy().tobytes()
-            for parameter in backend._adapter.parameters.values()
+            for parameter in backend._weights.parameters.values()
         )
         digests.append(hashlib.sha256(b"".join(weights)).hexdigest())
     assert digests[0] == digests[1]

@@ -346,7 +346,7 @@ def test_with_raw_log_probs_a_step_is_the_same_as_with_those_of_the_policy(tmp_p
         [replace(row, logprobs=own) for row, own in zip(rows, other.logprobs(rows), strict=True)], 0
     )
     for ours, theirs in zip(
-        one._adapter.parameters.values(), other._adapter.parameters.values(), strict=True
+        one._weights.parameters.values(), other._weights.parameters.values(), strict=True
     ):
         assert ours.equal(theirs)
     assert result.log_ratio_mean == pytest.approx(0, abs=1e-6), (

@@ -57,7 +57,7 @@ def test_adapter_and_merged_model_are_the_policy_that_the_run_evaluated(run: Pat
     parts = load_parts(load_config(run / "config.toml", [], {}), None, lambda _: None, learns=False)
     backend: Any = parts.backend
     backend.load(run / "checkpoints/step_000004")
-    own = backend._adapter.peft_model
+    own = backend._weights.peft_model
     (adapter, tokenizer), (merged, other) = exported(run), exported(run, "--merged")
     chat = [{"role": "user", "content": "12 + 30 + 5 = ?"}]
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)

@@ -84,7 +84,7 @@ def test_the_adapter_is_never_merged_into_the_weights() -> None:
     before = scores(learner)
     learner.train(make_rows(), 0)
     with torch.no_grad():
-        for parameter in learner.adapter.parameters.values():
+        for parameter in learner.weights.parameters.values():
             parameter.mul_(3.0)
     assert (scores(learner) - before).abs().max() > 1e-2  # the change is followed
     assert learner._fused is not None
@@ -103,8 +103,8 @@ def test_an_optimizer_step_reaches_the_fused_forward() -> None:
     after = scores(learner)
     own = make_learner(config_for(), fused=False)
     with torch.no_grad():
-        for name, parameter in own.adapter.parameters.items():
-            parameter.copy_(learner.adapter.parameters[name])
+        for name, parameter in own.weights.parameters.items():
+            parameter.copy_(learner.weights.parameters[name])
     assert (after - before).abs().max() > 1e-2
     torch.testing.assert_close(after, scores(own), atol=5e-5, rtol=0)
 

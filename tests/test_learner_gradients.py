@@ -36,7 +36,7 @@ NOISE = 0.5  # of the recorded log-probs, so that every clip acts on some tokens
 def reference_gradients(
     learner: Learner, rows: list[Row], **settings: Any
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    model, temperature = learner.adapter.peft_model, learner.temperature
+    model, temperature = learner.weights.peft_model, learner.temperature
     recorded = [row.logprobs.tolist() for row in rows]
     with torch.no_grad():
         with model.disable_adapter():
@@ -163,7 +163,7 @@ def test_ratio_is_one_on_policy_at_temperature_0_7() -> None:
     with torch.no_grad():
         recorded = [
             np.array(
-                [float(lp) for lp in row_scores(learner.adapter.peft_model, row, 0.7)[0]],
+                [float(lp) for lp in row_scores(learner.weights.peft_model, row, 0.7)[0]],
                 np.float32,
             )
             for row in rows
@@ -339,5 +339,5 @@ def test_bf16_base_gives_nearly_the_fp32_gradient_and_fp32_adapters() -> None:
     rows = rows_near(exact, noise=0.0)
     exact.train(rows, 0)
     rounded.train(rows, 0)
-    assert {parameter.dtype for parameter in rounded.adapter.parameters.values()} == {torch.float32}
+    assert {parameter.dtype for parameter in rounded.weights.parameters.values()} == {torch.float32}
     assert distance(gradients(rounded), gradients(exact)) < 0.1

@@ -115,7 +115,7 @@ def _by_hand(
     """The policy term over the rows with an advantage and the other terms over all rows, each
     divided as the keys say.
     """
-    model, every = learner.adapter.peft_model, [*loud, *quiet]
+    model, every = learner.weights.peft_model, [*loud, *quiet]
     old = {id(row.token_ids): row.logprobs.tolist() for row in every}
     with torch.no_grad(), model.disable_adapter():
         frozen = {

@@ -46,7 +46,7 @@ TRAIN: dict[str, Any] = {
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
     return {
-        name: parameter.detach().clone() for name, parameter in learner.adapter.parameters.items()
+        name: parameter.detach().clone() for name, parameter in learner.weights.parameters.items()
     }
 
 
@@ -95,9 +95,9 @@ def test_saving_and_loading_between_steps_changes_no_byte(tmp_path: Path) -> Non
 def test_a_checkpoint_before_the_first_step_is_a_checkpoint(tmp_path: Path) -> None:
     config = config_for(training=TRAIN)
     first, second = make_learner(config, untouched=True), make_learner(config)
-    first.adapter.save(tmp_path)
+    first.weights.save(tmp_path)
     first.optimizer.save(tmp_path)
-    second.adapter.load(tmp_path)
+    second.weights.load(tmp_path)
     second.optimizer.load(tmp_path)
     rows = make_rows()
     assert first.train(rows, 0) == second.train(rows, 0)
@@ -141,7 +141,7 @@ def test_a_nonfinite_forward_or_backward_never_changes_the_weights(
 ) -> None:
     learner = make_learner(config_for(training=TRAIN))
     rows = near(learner)
-    parameter = next(iter(learner.adapter.parameters.values()))
+    parameter = next(iter(learner.weights.parameters.values()))
     if gradient is not None:
         parameter.register_hook(lambda own: torch.full_like(own, gradient))
     else:
@@ -367,7 +367,7 @@ def test_the_saved_adapter_loads_in_peft_as_it_is(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     learner = make_learner(config_for())
-    learner.adapter.save(tmp_path)
+    learner.weights.save(tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())[
         "base_model_name_or_path"
     ] == model_folder("qwen3")
@@ -377,7 +377,7 @@ def test_the_saved_adapter_loads_in_peft_as_it_is(tmp_path: Path) -> None:
     ids = torch.arange(4, 20).unsqueeze(0)
     with torch.no_grad():
         torch.testing.assert_close(
-            loaded(input_ids=ids).logits, learner.adapter.peft_model(input_ids=ids).logits
+            loaded(input_ids=ids).logits, learner.weights.peft_model(input_ids=ids).logits
         )
 
 
@@ -429,7 +429,7 @@ def test_peft_s_name_of_all_linear_layers_is_known(written: str | list[str]) -> 
 
 def test_starting_from_an_adapter_takes_its_weights(tmp_path: Path) -> None:
     source = make_learner(config_for())
-    source.adapter.save(tmp_path)
+    source.weights.save(tmp_path)
     assert same(
         weights(make_learner(config_for(lora={"init_from": str(tmp_path)}), untouched=True)),
         weights(source),

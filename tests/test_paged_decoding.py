@@ -218,7 +218,7 @@ def test_pages_are_given_back_before_a_learning_pass_that_does_not_fit_beside_th
 
     backend = local.LocalBackend(config_for(), eos_ids=[3])
     backend.engine = TorchEngine(
-        backend._adapter.peft_model, [3], "cpu", options=PAGES, fused=backend._fused
+        backend._weights.peft_model, [3], "cpu", options=PAGES, fused=backend._fused
     )
     asked = [SampleRequest(np.arange(4, 15, dtype=np.int32), 4, 12, 0.7, NoiseKey(1, 0, 0, 0))]
     before = run(backend.engine, asked)

@@ -45,7 +45,7 @@ def engine(parts: Parts) -> Iterator[Any]:
     def built(name: str) -> None:
         make = getattr(faulty_engines, name)
         backend.engine = make(
-            CONFIG, model=backend._adapter.peft_model, eos_ids=parts.text.eos_ids, device="cpu"
+            CONFIG, model=backend._weights.peft_model, eos_ids=parts.text.eos_ids, device="cpu"
         )
 
     yield built
@@ -56,7 +56,7 @@ def adapter_bytes(parts: Parts) -> dict[str, bytes]:
     backend: Any = parts.backend
     return {
         name: parameter.detach().numpy().tobytes()
-        for name, parameter in backend._adapter.parameters.items()
+        for name, parameter in backend._weights.parameters.items()
     }
 
 
@@ -315,7 +315,7 @@ def test_a_temperature_below_1_multiplies_the_rounding_that_is_allowed(temperatu
                 make = getattr(faulty_engines, engine)
                 backend.engine = make(
                     config,
-                    model=backend._adapter.peft_model,
+                    model=backend._weights.peft_model,
                     eos_ids=own.text.eos_ids,
                     device="cpu",
                 )

@@ -68,7 +68,7 @@ def drawn(parts: Parts, config: TrainConfig) -> Rollout:
 
 def in_float64(backend: LocalBackend, rows: Sequence[Row], temperature: float) -> list[float]:
     """Log-probs of the rows' actions by the adapted model as it stands, one row at a time."""
-    model: Any = backend._adapter.peft_model.double()
+    model: Any = backend._weights.peft_model.double()
     found: list[float] = []
     for row in rows:
         ids = torch.from_numpy(row.token_ids.astype(np.int64))[None]
@@ -114,7 +114,7 @@ def test_log_probs_are_those_of_an_independent_forward(
     if reference != "gold":
         rows = [row for group in groups for row in rows_of(group)]
         if reference == "adapter":
-            backend._adapter.load(trained)
+            backend._weights.load(trained)
         theirs = in_float64(backend, rows, config.training.temperature)
     parts.close()
     assert len(ours) == sum(one.num_actions for group in groups for one in group.trajectories) > 50
@@ -247,12 +247,12 @@ def test_the_trained_gradient_is_that_of_the_reverse_kl_estimate(
     rows = parts.credit.assign(groups, 0, 0.0, parts.teacher.logprobs).rows()
     backend.train(rows, 0)
     ours = torch.cat([gradient.flatten() for gradient in backend._learner.optimizer.gradients()])
-    own = {name: value.detach().clone() for name, value in backend._adapter.parameters.items()}
-    backend._adapter.load(trained)
+    own = {name: value.detach().clone() for name, value in backend._weights.parameters.items()}
+    backend._weights.load(trained)
     teacher = torch.tensor(in_float64(backend, rows, 1.0), dtype=torch.float64)
-    backend._adapter._set(own)
+    backend._weights._set(own)
     backend._learner.optimizer.zero_gradients()
-    model: Any = backend._adapter.peft_model
+    model: Any = backend._weights.peft_model
     logprobs = []
     for row in rows:
         ids = torch.from_numpy(row.token_ids.astype(np.int64))[None]
@@ -265,7 +265,7 @@ def test_the_trained_gradient_is_that_of_the_reverse_kl_estimate(
     theirs = torch.cat(
         [
             part.flatten()
-            for part in torch.autograd.grad(loss, list(backend._adapter.parameters.values()))
+            for part in torch.autograd.grad(loss, list(backend._weights.parameters.values()))
         ]
     )
     parts.close()

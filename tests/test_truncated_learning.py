@@ -250,7 +250,7 @@ def test_the_gradient_over_kept_tokens_equals_the_written_out_loss(
     result = learner.train(rows, 0)
     ours = gradients(learner)
 
-    model = learner.adapter.peft_model
+    model = learner.weights.peft_model
     with torch.no_grad():
         with model.disable_adapter():  # the base is not truncated
             frozen = [

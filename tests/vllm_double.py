@@ -278,7 +278,7 @@ class VLLMDouble:
     def sample(self, model: str, prompt: list[int], settings: Any) -> Iterator[Completion]:
         name = "base" if self.base_only or self.forgotten else model
         if name != "base" and lab().shown != (self.url, name):
-            lab()._adapter.load(self.adapters[name])
+            lab()._weights.load(self.adapters[name])
             lab().shown = (self.url, name)
         cut = Truncation(
             max(settings.get("top_k", -1), 0),

@@ -15,6 +15,7 @@ from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.entries import MEASURED, EvaluationRecord
 from retrain.records.jsonl import read_jsonl
 from retrain.system import read_object, toml_value
+from retrain.types import WHOLE_MODEL
 
 METRICS = "metrics.jsonl"
 ORDER = ("evaluation.jsonl", "the adapter", METRICS, "generations.jsonl", "the stored tokens")
@@ -108,9 +109,8 @@ def _adapters(run: StoredRun) -> Iterator[tuple[int, Path]]:
         end = read_object(last / MANIFEST).get("step")
         kept += [(end, last)] if isinstance(end, int) else []
     for step, folder in kept:
-        path = folder / "adapter_model.safetensors"
-        if path.is_file():
-            yield step, path
+        paths = (folder / name for name in ("adapter_model.safetensors", WHOLE_MODEL))
+        yield from ((step, path) for path in paths if path.is_file())
 
 
 def _hash(path: Path) -> bytes:

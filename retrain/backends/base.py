@@ -259,10 +259,14 @@ class Backend(Offers, ABC):
         """
         return None
 
+    def digest(self) -> str:
+        """Return a hash of the trained weights, which all processes of a run share."""
+        return ""
+
     @abstractmethod
     def save_adapter(self, folder: Path) -> None:
-        """Write the PEFT adapter alone: adapter_model.safetensors, adapter_config.json,
-        README.md.
+        """Write the trained weights alone: adapter_model.safetensors, adapter_config.json and
+        README.md of a PEFT adapter, or a whole model.
         """
 
     @abstractmethod

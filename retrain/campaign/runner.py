@@ -37,7 +37,7 @@ from retrain.errors import (
     RunFailed,
     UntrainedAdapter,
 )
-from retrain.records.checkpoint import FINAL
+from retrain.records.checkpoint import FINAL, CheckpointStore
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.disk import writing_to
 from retrain.records.redact import note_secrets
@@ -344,6 +344,8 @@ class _Execution:
         if outcome.stopped_by is not None:
             self._interrupts.adopt([outcome.stopped_by])
         if outcome.status is Status.DONE:
+            if run.config.model.train == "full":
+                CheckpointStore(stored_checkpoints(RunFolder(run.folder))).keep_weights()
             self._tell_same_runs()
             self._on_done()
         # In this process a signal ends the run before `_stop` is called.

@@ -1,4 +1,4 @@
-"""`retrain export RUN`: the adapter or the merged model as other programs load it."""
+"""`retrain export RUN`: the adapter or the model as other programs load it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,15 +18,17 @@ def command(
     ] = "",
     output: Annotated[
         Path | None,
-        typer.Option(help="New folder; by default RUN-adapter or RUN-merged beside the run."),
+        typer.Option(
+            help="New folder; by default RUN-adapter, RUN-merged or RUN-model beside the run."
+        ),
     ] = None,
     checkpoint: Checkpoint = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="Run the Python code of a model that has its own.")
     ] = False,
 ) -> None:
-    """Write the trained adapter as peft and vLLM load it, or a merged model, with its tokenizer and
-    a model card.
+    """Write the trained adapter as peft and vLLM load it, or a merged or wholly trained model, with
+    its tokenizer and a model card.
 
     The card has the settings, the held-out figures with their intervals, and the command that
     trains it again. A repository that --hub makes is private.
@@ -37,20 +39,17 @@ def command(
 
     if hub:
         check_hub(hub)
-    # A run named as `.` has its name only once it is resolved.
-    place = run.resolve()
-    target = output or place.parent / f"{place.name}-{'merged' if merged else 'adapter'}"
     exported = export_run(
         run,
-        target,
+        output,
         checkpoint=checkpoint,
         merged=merged,
         uploads=bool(hub),
         trust=trust,
         log=print_progress,
     )
-    print(clean(f"{'Merged model' if merged else 'Adapter'}: {exported.folder}"))
-    if exported.is_local and not merged:
+    print(clean(f"{exported.what}: {exported.folder}"))
+    if exported.is_local and exported.what == "Adapter":
         print(
             clean(
                 f"Its base is a folder of this machine, {exported.base}; with --merged it loads on"

@@ -222,6 +222,12 @@ class Model(Section):
     base_url: str = key(
         "", "Tinker service URL (tinker backend only).", may_change_at_resume=True, needs="service"
     )
+    train: Literal["lora", "full"] = key(
+        "lora",
+        "The weights that are trained: a LoRA adapter, or full, all weights of the language model.",
+        sets_step_time=True,
+        needs="all_weights",
+    )
     lora_rank: int = key(
         32,
         "LoRA rank; alpha is twice the rank unless [lora] alpha is set.",
@@ -312,7 +318,7 @@ class Training(Section):
     )
     lr: float = key(
         4e-5,
-        "Learning rate.",
+        'Learning rate. Unset with [model] train = "full" it is 1e-6.',
         ge=0,
         movable=True,
         needs="optimizer",
@@ -367,7 +373,8 @@ class Training(Section):
     )
     keep_checkpoints: int = key(
         0,
-        "Number of newest checkpoints to keep, at least 2 to survive a crash; 0 keeps all.",
+        "Number of newest checkpoints to keep, at least 2 to survive a crash; 0 keeps all. Unset"
+        ' with [model] train = "full" it is 2.',
         ge=0,
         may_change_at_resume=True,
         own_to_a_run=True,

@@ -110,6 +110,10 @@ def _backend_lacks(part: Part) -> dict[str, str]:
 def _engine_lacks(part: Part) -> dict[str, str]:
     return _missing(
         {
+            "all_weights": (
+                part.declared.in_process,
+                'its servers load adapters; leave it "lora", or use engine = "pytorch"',
+            ),
             "kept_sets": (part.declared.kept_set, _NO_KEPT_SETS),
             "shards": (
                 part.facts.supports_split,

@@ -59,6 +59,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+_FULL_LR, _FULL_CHECKPOINTS = 1e-6, 2
+"""Where all weights are trained: the learning rate, and the number of checkpoints."""
+
+
 @dataclass(frozen=True)
 class Provenance:
     """The origin of a configuration: its file, and the source of each value."""
@@ -174,6 +178,9 @@ class TrainConfig(AllSections):
         temperature = part_class("backend", self.backend.backend).only_temperature
         if temperature is not None:
             implied["training.temperature"] = (temperature, "backend.backend")
+        if self.model.train == "full":
+            implied["training.lr"] = (_FULL_LR, "model.train")
+            implied["training.keep_checkpoints"] = (_FULL_CHECKPOINTS, "model.train")
         return {path: row for path, row in implied.items() if not self.is_set(path)}
 
     @property

@@ -206,6 +206,12 @@ ROWS = (
         lambda c: replaces_modes(c.algorithm.algorithm_mode),
     ),
     Row(
+        "model.lora_rank lora.*",
+        '[model] train = "full" trains no adapter',
+        lambda c: c.model.train == "full",
+        but="lora.init_from",
+    ),
+    Row(
         "algorithm.params",
         "no algorithm_mode is set",
         lambda c: not any(replaces_modes(x.algorithm_mode) for x in c.conditions),

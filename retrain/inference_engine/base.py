@@ -236,6 +236,9 @@ class InferenceEngine(Offers, ABC):
     """A server woke up or came back since the parity gate last looked; the run checks it before it
     learns, and clears this."""
 
+    layout_seconds = 0.0
+    """Seconds that it has spent on laying out changed weights for its products."""
+
     rounds = False
     """The parity gate found that it computes in half precision, which no key says."""
 

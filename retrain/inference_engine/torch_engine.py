@@ -9,6 +9,7 @@ from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import torch
@@ -68,6 +69,7 @@ class TorchEngine(PyTorchEngine):
         """
         self._model = model
         self._copy = None
+        self._copy_seconds = 0.0
         if options.weights is None:
             self._decoder = Decoder(model, options.flash, fused, shards)
         else:
@@ -202,6 +204,11 @@ class TorchEngine(PyTorchEngine):
             self._paged.pager.forget()
 
     @property
+    def layout_seconds(self) -> float:  # type: ignore[override]  # a number elsewhere
+        fused = self._decoder.fused
+        return self._copy_seconds + (fused.layout_seconds if fused else 0.0)
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of the pages that are held between calls."""
         return 0 if self._paged is None else self._paged.pool.nbytes
@@ -248,7 +255,9 @@ class TorchEngine(PyTorchEngine):
         if version != self._weights_version:
             self.release()
             if self._copy is not None:
+                start = monotonic()
                 self._copy.follow()
+                self._copy_seconds += monotonic() - start
             self._weights_version = version
 
 

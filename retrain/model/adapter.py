@@ -15,7 +15,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from retrain.errors import ConfigurationError, RunFailed, first_line
 from retrain.model.packed import in_block
 from retrain.model.text import base_name
+from retrain.model.weights import Change, TrainedWeights, difference
 from retrain.noise import Stream
 from retrain.system import read_object
 
@@ -176,7 +177,7 @@ _ROUTER = "router"
 """The linear layer that chooses experts in Llama 4; servers do not adapt it."""
 
 
-class Adapter:
+class Adapter(TrainedWeights):
     """The trainable part of a model: its PEFT module, its parameters by name, its files."""
 
     def __init__(self, base: "BaseModel", model: "Model", lora: "Lora", seed: int) -> None:
@@ -223,22 +224,55 @@ class Adapter:
             if parameter.requires_grad
         }
 
-    def trainable_line(self) -> str:
-        trainable, total = self.peft_model.get_nb_trainable_parameters()
-        return (
-            f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%:"
-            f" {100 * trainable / total:.4f}"
-        )
+    @property
+    def model(self) -> nn.Module:  # type: ignore[override]  # an attribute elsewhere
+        return self.peft_model  # type: ignore[no-any-return]  # peft has no types
+
+    @property
+    def beside(self) -> Sequence[nn.Parameter]:
+        return list(self.parameters.values())
+
+    @property
+    def is_dropping(self) -> bool:
+        return self.dropout.is_active
+
+    def dropping(
+        self,
+        step: int,
+        rows: Sequence[int],
+        device: torch.device,
+        lengths: Sequence[int] | None,
+    ) -> AbstractContextManager[None]:
+        return self.dropout.active(step, rows, device, lengths) if self.drops else nullcontext()
 
     def disabled(self) -> AbstractContextManager[None]:
-        """Switch the adapter off: inside, the model is the frozen base."""
+        """Switch the adapter off."""
         return self.peft_model.disable_adapter()  # type: ignore[no-any-return]  # peft has no types
 
-    def uncast_inputs(self) -> AbstractContextManager[None]:
-        """Keep peft from casting: inside, a layer reads its input in the input's own dtype."""
+    @contextmanager
+    def computing(self, base: "BaseModel") -> Iterator[None]:
+        """The adapter's fp32 weights take part in bf16 products: no activation is kept in fp32."""
         from peft.helpers import disable_input_dtype_casting
 
-        return disable_input_dtype_casting(self.peft_model)  # type: ignore[no-any-return]
+        if base.dtype == torch.float32:
+            yield
+            return
+        with (
+            torch.autocast(base.device.type, base.dtype),
+            disable_input_dtype_casting(self.peft_model),
+        ):
+            yield
+
+    def trial_changes(self, seed: int) -> list[Change]:
+        adapted = [
+            (name.rpartition(".")[2], module)
+            for name, module in self.peft_model.named_modules()
+            if hasattr(module, "lora_B")
+        ]
+        return [
+            Change(name, *_trial_change(module, seed, number))
+            for number, (name, module) in enumerate(adapted)
+        ]
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -268,7 +302,7 @@ class Adapter:
         from safetensors.torch import load_file
 
         weights = load_file(folder / WEIGHTS_FILE)
-        problem = _difference(weights, self.parameters)
+        problem = difference(weights, self.parameters)
         if problem:
             raise ValueError(f"{folder / WEIGHTS_FILE}: {problem}")
         return weights
@@ -375,20 +409,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _difference(weights: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> str:
-    for name in sorted(weights.keys() | parameters.keys()):
-        if name not in parameters:
-            return f"{name} is in the file, but no such layer is adapted here"
-        if name not in weights:
-            return f"{name} is adapted here, but is not in the file"
-        if weights[name].shape != parameters[name].shape:
-            return (
-                f"{name} has shape {list(weights[name].shape)} in the file and"
-                f" {list(parameters[name].shape)} here"
-            )
-    return ""
-
-
 # --- construction ---------------------------------------------------------------------------------
 
 
@@ -480,3 +500,21 @@ def _initialise(model: nn.Module, seed: int) -> None:
                 layer += 1
             elif ".lora_B." in name:
                 parameter.zero_()
+
+
+def _trial_change(module: Any, seed: int, number: int) -> tuple[nn.Parameter, Tensor]:
+    """Return a layer's lora_B [O, r], and what strength 1 adds to it: uniform values between -w and
+    w, where w = sqrt(3) / (s |A|).
+
+    s is the adapter's scale and |A| the Frobenius norm of lora_A [r, I]. Such values have the
+    standard deviation 1 / (s |A|), and a B of that deviation gives s B A x the root mean square of
+    x in each component.
+    """
+    (adapter,) = module.lora_A
+    up: nn.Parameter = module.lora_B[adapter].weight
+    size = module.scaling[adapter] * float(module.lora_A[adapter].weight.detach().norm())
+    width = 0.0
+    if size:
+        width = 3**0.5 / size
+    unit = symmetric_uniforms(seed, Stream.PARITY, 1, number, up)
+    return up, (width * unit).to(up)

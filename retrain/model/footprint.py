@@ -19,6 +19,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.adapter import lora_config
 from retrain.model.attention import FusedAttention, missing, plugged_in
 from retrain.model.devices import attention_of
+from retrain.model.full import full_bytes, reads_base
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head
 from retrain.model.load import BaseModel, decoder_of, held_bytes
@@ -60,6 +61,8 @@ class Footprint:
     checkpointed_per_token: int
     """The same with gradient checkpointing: the input of every layer, and one layer's activations
     while it runs again."""
+    full_bytes: int
+    """Bytes that stay where all weights are trained, of `full.full_bytes`; 0 with an adapter."""
     gradients_per_token: int
     """Bytes beside these in the backward pass, and all of a forward pass that keeps nothing: about
     what one layer keeps (measured on the lab model: 1.05 to 1.13 times as much)."""
@@ -91,7 +94,10 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
         fused = FusedDecoder.of(base.model, merge=False)
     if fused is not None:
         fused.refresh()
-    kept = _kept_per_token(base, fused, kernel, config.model.model, drops=drops)
+    full = config.model.train == "full"
+    # Dropout, and weights that are all trained, have the model's own forward pass.
+    learning = None if drops or full else fused
+    kept = _kept_per_token(base, learning, kernel, config.model.model, drops=drops)
     frozen = [parameter for parameter in base.model.parameters() if not parameter.requires_grad]
     saved = 0
     if four_bits:
@@ -109,10 +115,18 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
         ),
         adapter_copies=fused.adapter_copy_bytes if fused else 0,
         kept_per_token=kept,
+        full_bytes=_full_bytes(base, config, device_type or base.device.type),
         gradients_per_token=layer,
         # The division above rounds down, hence + 1.
         checkpointed_per_token=text.num_hidden_layers * stream + layer + 1,
     )
+
+
+def _full_bytes(base: BaseModel, config: "TrainConfig", device_type: str) -> int:
+    if config.model.train != "full":
+        return 0
+    count = sum(weight.numel() for weight in base.model.parameters() if weight.requires_grad)
+    return sum(full_bytes(count, device_type, keeps_base=reads_base(config)).values())
 
 
 def _four_bits_save(base: BaseModel) -> int:
@@ -152,9 +166,11 @@ def weightless_model(
                 dtype,
                 shards,
             )
-            get_peft_model(
-                base.model, lora_config(base, lora, model.lora_rank), low_cpu_mem_usage=True
-            )
+            if model.train == "full":
+                built.requires_grad_()
+            else:
+                settings = lora_config(base, lora, model.lora_rank)
+                get_peft_model(base.model, settings, low_cpu_mem_usage=True)
     except ConfigurationError:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
@@ -172,9 +188,8 @@ def _kept_per_token(
     Raises PredictionError where a model without weights cannot run.
     """
     try:
-        # Under dropout the model's own forward learns, not the fused one.
         with _dropping(base.model) if drops else nullcontext():
-            return max(1, _kept_bytes(base, None if drops else fused, kernel) // _PROBE_TOKENS)
+            return max(1, _kept_bytes(base, fused, kernel) // _PROBE_TOKENS)
     except RuntimeError as error:
         if base.device != _META:
             raise
@@ -246,7 +261,7 @@ def _forward(base: BaseModel, fused: FusedDecoder | None, kernel: FusedAttention
             # Without autocast, which that device lacks, the adapter is in half precision too.
             for parameter in base.model.parameters():
                 parameter.data = parameter.data.to(base.dtype)
-        elif base.dtype != torch.float32:
+        elif base.dtype != torch.float32 and hasattr(base.model, "peft_config"):
             # Products in half precision over a float32 adapter.
             stack.enter_context(torch.autocast(base.device.type, base.dtype))
             stack.enter_context(disable_input_dtype_casting(base.model))

@@ -10,6 +10,7 @@ rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import chain
+from time import monotonic
 from typing import Any, Protocol
 
 import torch
@@ -83,13 +84,23 @@ class _Layer:
         self.head_norm: Norm | None = None
         """The norms of query and key heads as one: row i of its weight [Hq + Hk, D] is for head i.
         None where the family has none."""
-        norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        if None not in norms:
-            own = [
-                norm.weight.detach().expand(count, -1)
-                for norm, count in zip(norms, self.heads[:2], strict=True)
-            ]
-            self.head_norm = Norm(torch.cat(own), norms[0].variance_epsilon)
+        self._norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        if None not in self._norms:
+            self.head_norm = Norm(self._joined_norms(), self._norms[0].variance_epsilon)
+
+    def _joined_norms(self) -> Tensor:
+        own = [
+            norm.weight.detach().expand(count, -1)
+            for norm, count in zip(self._norms, self.heads[:2], strict=True)
+        ]
+        return torch.cat(own)
+
+    def refresh(self, *, copy: bool) -> None:
+        """Follow the weights and the adapter; `copy` as in `Projection.refresh`."""
+        if self.head_norm is not None:
+            self.head_norm.weight.copy_(self._joined_norms())
+        for projection in self.projections:
+            projection.refresh(copy=copy)
 
     def step(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor], batch: PagedBatch, number: int
@@ -150,10 +161,12 @@ class FusedDecoder:
         self._norm = Norm.of(decoder.norm)
         self._layers = [_Layer(layer) for layer in decoder.layers]
         self._projections = list(chain.from_iterable(layer.projections for layer in self._layers))
-        self._head: nn.Module = model.get_output_embeddings()
-        self._parameters = list(
-            chain.from_iterable(projection.parameters for projection in self._projections)
-        )
+        self._head: Any = model.get_output_embeddings()
+        adapters = chain.from_iterable(projection.parameters for projection in self._projections)
+        self._adapters = list(adapters)
+        self._parameters = self._adapters or list(model.parameters())
+        self.layout_seconds = 0.0
+        """Seconds that `refresh` has taken where something had changed."""
         self.merge = merge
         self._packed_head: PackedWeight | None = None
         """The prepacked head, while a sampler reads it."""
@@ -213,8 +226,8 @@ class FusedDecoder:
         return sum(projection.weight.nbytes for projection in self._projections)
 
     def refresh(self, *, sampling: bool = False) -> None:
-        """Follow the adapter, for the learner or for products without gradient; costs nothing while
-        neither has changed.
+        """Follow the adapter, or without one the weights, for the learner or for products without
+        gradient; costs nothing while neither has changed.
         """
         copy = sampling and self.merge
         version = (
@@ -223,13 +236,15 @@ class FusedDecoder:
         )
         if version == self._version:
             return
-        for projection in self._projections:
-            projection.refresh(copy=copy)
-        if not copy:
+        start = monotonic()
+        for layer in self._layers:
+            layer.refresh(copy=copy)
+        if not copy or not self._adapters:
             self._packed_head = None
-        elif self._packed_head is None and type(self._head) is nn.Linear:
+        if copy and self._packed_head is None and type(self._head) is nn.Linear:
             self._packed_head = PackedWeight(self._head.weight, self._head.bias)
         self._version = version
+        self.layout_seconds += monotonic() - start
 
     @property
     def kv_heads(self) -> list[tuple[int, int]]:

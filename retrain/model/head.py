@@ -1,10 +1,11 @@
 """Log-probs and entropies of action tokens from hidden states, without ever holding [tokens,
 vocabulary].
 
-The head runs over rows of hidden states in chunks that are sized in bytes. Its weight is frozen, so
-the only gradient is the one with respect to the hidden state, and for a scalar per row that
+The head runs over rows of hidden states in chunks that are sized in bytes. Where its weight is
+frozen, the only gradient is the one with respect to the hidden state, and for a scalar per row that
 gradient is one vector of size H: it is computed while the row's logits are there, and backward is a
-multiplication. No logits are kept and none are computed twice.
+multiplication. No logits are kept and none are computed twice. A trained head keeps no logits
+either: its backward computes each chunk again, and adds up the gradient of the weight.
 
 Where a token was drawn from a truncated distribution, its row's softmax runs over the kept tokens
 alone: the sampled one and the most probable others, as many as the sampler kept (`truncation.py`).
@@ -37,7 +38,7 @@ def chunk_bytes_on(device_type: str) -> int:
 
 @dataclass(frozen=True)
 class Head:
-    """The frozen language-model head and what the model does to its logits."""
+    """The language-model head and what the model does to its logits."""
 
     weight: Tensor
     """[V, H]; the embedding matrix where the two are tied."""
@@ -88,13 +89,16 @@ def score_tokens(
     the entropies if wanted.
 
     `kept` [N] int64, on the device: tokens of the vocabulary that each softmax runs over; None: all
-    of them. Softmax runs in float32. Gradient flows to `hidden` only.
+    of them. Softmax runs in float32. Gradient flows to `hidden`, and to a head that is trained.
     """
     if temperature <= 0:
         raise ValueError(f"the learner's temperature must be above 0, not {temperature}")
     rows = chunk_rows(head.weight.shape[0], chunk_bytes or chunk_bytes_on(hidden.device.type))
-    apply: Any = _ChunkedHead.apply  # which torch does not annotate
-    logprobs, entropies = apply(hidden, targets, kept, head, temperature, entropy, rows)
+    settings = _Settings(head, targets, kept, temperature, rows, entropy)
+    trained = head.weight.requires_grad and torch.is_grad_enabled()
+    function: Any = _TrainedHead if trained else _ChunkedHead
+    given = (head.weight, head.bias) if trained else ()
+    logprobs, entropies = function.apply(hidden, settings, *given)
     return TokenScores(logprobs, entropies if entropy else None)
 
 
@@ -130,48 +134,66 @@ def kept_counts(z: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     return KeptSets.of_cuts(z, z.exp().sum(-1, dtype=torch.float64), cuts).counts
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """What scores the rows of a head, beside their hidden states."""
+
+    head: Head
+    targets: Tensor
+    kept: Tensor | None
+    temperature: float
+    rows: int
+    """Rows of a chunk."""
+    entropy: bool
+
+    def chunks(self, hidden: Tensor) -> "Iterator[tuple[slice, _Chunk]]":
+        """Yield each chunk of the rows of `hidden` [N, H], which holds until the next one."""
+        count = len(hidden)
+        # Memory for one chunk after the other: new memory costs page faults.
+        products = hidden.new_empty(min(self.rows, count), self.head.weight.shape[0])
+        for start in range(0, count, self.rows):
+            part = slice(start, min(start + self.rows, count))
+            yield (
+                part,
+                _Chunk(
+                    self.head,
+                    hidden[part],
+                    self.targets[part],
+                    None if self.kept is None else self.kept[part],
+                    self.temperature,
+                    products[: part.stop - start],
+                    entropy=self.entropy,
+                ),
+            )
+
+    def empty_scores(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory for log-probs and entropies."""
+        count = len(hidden)
+        return (
+            hidden.new_empty(count, dtype=torch.float32),
+            hidden.new_empty(count * self.entropy, dtype=torch.float32),
+        )
+
+
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        targets: Tensor,
-        kept: Tensor | None,
-        head: Head,
-        temperature: float,
-        entropy: bool,
-        rows: int,
-    ) -> tuple[Tensor, Tensor]:
-        count, wants_gradient = hidden.shape[0], ctx.needs_input_grad[0]
-        logprobs = hidden.new_empty(count, dtype=torch.float32)
-        entropies = hidden.new_empty(count if entropy else 0, dtype=torch.float32)
+    def forward(ctx: Any, hidden: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
+        wants_gradient, entropy = ctx.needs_input_grad[0], settings.entropy
+        logprobs, entropies = settings.empty_scores(hidden)
         logprob_gradient = None
         if wants_gradient:
             logprob_gradient = torch.empty_like(hidden)
         entropy_gradient = None
         if wants_gradient and entropy:
             entropy_gradient = torch.empty_like(hidden)
-        # Memory for one chunk after the other: new memory costs page faults.
-        products = hidden.new_empty(min(rows, count), head.weight.shape[0])
-        for start in range(0, count, rows):
-            part = slice(start, min(start + rows, count))
-            of_part = None if kept is None else kept[part]
-            chunk = _Chunk(
-                head,
-                hidden[part],
-                targets[part],
-                of_part,
-                temperature,
-                products[: part.stop - start],
-                entropy=entropy,
-            )
+        for part, chunk in settings.chunks(hidden):
             logprobs[part] = chunk.logprobs
             if entropy:
                 entropies[part] = chunk.entropies()
             if logprob_gradient is not None:
                 if entropy_gradient is not None:
-                    entropy_gradient[part] = chunk.entropy_gradient()
-                logprob_gradient[part] = chunk.logprob_gradient()
+                    entropy_gradient[part] = chunk.to_hidden(chunk.entropy_slope())
+                logprob_gradient[part] = chunk.to_hidden(chunk.logprob_slope())
         ctx.save_for_backward(logprob_gradient, entropy_gradient)
         return logprobs, entropies
 
@@ -179,12 +201,53 @@ class _ChunkedHead(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, logprob_factor: Tensor, entropy_factor: Tensor
-    ) -> tuple[Tensor | None, None, None, None, None, None, None]:
+    ) -> tuple[Tensor | None, None]:
         logprob_gradient, entropy_gradient = ctx.saved_tensors
         gradient = logprob_factor.unsqueeze(-1) * logprob_gradient
         if entropy_gradient is not None:
             gradient = gradient + entropy_factor.unsqueeze(-1) * entropy_gradient
-        return gradient.to(logprob_gradient.dtype), None, None, None, None, None, None
+        return gradient.to(logprob_gradient.dtype), None
+
+
+class _TrainedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, settings: _Settings, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = settings.empty_scores(hidden)
+        for part, chunk in settings.chunks(hidden):
+            logprobs[part] = chunk.logprobs
+            if settings.entropy:
+                entropies[part] = chunk.entropies()
+        # The weights too, so that torch refuses a backward pass after they were written.
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.settings = settings
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, logprob_factor: Tensor, entropy_factor: Tensor
+    ) -> tuple[Tensor, None, Tensor, Tensor | None]:
+        hidden, weight, bias = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        hidden_gradient = torch.empty_like(hidden)
+        gradients = [weight.new_zeros(weight.shape, dtype=torch.float32)]
+        if bias is not None:
+            gradients.append(bias.new_zeros(bias.shape, dtype=torch.float32))
+        for part, chunk in settings.chunks(hidden):
+            slope: Tensor | float = 0.0
+            if settings.entropy:
+                slope = chunk.entropy_slope() * entropy_factor[part].unsqueeze(-1)
+            slope = chunk.logprob_slope().mul_(logprob_factor[part].unsqueeze(-1)) + slope
+            hidden_gradient[part] = chunk.to_hidden(slope)
+            logits = chunk.to_logits(slope)
+            gradients[0] += logits.T @ hidden[part]
+            if bias is not None:
+                gradients[1] += logits.sum(0, dtype=torch.float32)
+        scale = settings.head.scale / settings.temperature
+        scaled = [found.mul_(scale).to(weight.dtype) for found in gradients]
+        return hidden_gradient, None, scaled[0], scaled[1] if bias is not None else None
 
 
 class _Chunk:
@@ -232,24 +295,28 @@ class _Chunk:
         terms = torch.where(self._weights > 0, self._weights * self._u, 0.0).sum(-1, keepdim=True)
         return (self._total.log() - terms / self._total).squeeze(-1)
 
-    def entropy_gradient(self) -> Tensor:
-        """[rows, H]."""
+    def entropy_slope(self) -> Tensor:
+        """[rows, V], the entropies' gradient with respect to logits / T."""
         assert self._u is not None
         shift = self.entropies().unsqueeze(-1) - self._total.log()
         gradient = -self._weights / self._total * (self._u + shift)
-        return self._to_hidden(torch.where(self._weights > 0, gradient, 0.0))
+        return torch.where(self._weights > 0, gradient, 0.0)
 
-    def logprob_gradient(self) -> Tensor:
-        """[rows, H]. The last use of the chunk: its weights are overwritten."""
+    def logprob_slope(self) -> Tensor:
+        """[rows, V], the log-probs' gradient. The chunk's weights are overwritten by it."""
         gradient = self._weights.div_(-self._total)
         gradient[torch.arange(len(gradient), device=gradient.device), self.targets] += 1.0
-        return self._to_hidden(gradient)
+        return gradient
 
-    def _to_hidden(self, gradient: Tensor) -> Tensor:
-        """[rows, H] from the gradient with respect to logits / T, [rows, V]."""
+    def to_logits(self, slope: Tensor) -> Tensor:
+        """[rows, V] the gradient with respect to the products, but for their scale / T."""
         if self.capped is not None and self.head.softcap is not None:
-            gradient = gradient * (1 - (self.capped / self.head.softcap).square())
-        hidden_gradient = dense_product(gradient.to(self.head.weight.dtype), self.head.weight.T)
+            slope = slope * (1 - (self.capped / self.head.softcap).square())
+        return slope.to(self.head.weight.dtype)
+
+    def to_hidden(self, slope: Tensor) -> Tensor:
+        """[rows, H] from the gradient with respect to logits / T, [rows, V]."""
+        hidden_gradient = dense_product(self.to_logits(slope), self.head.weight.T)
         return hidden_gradient.mul_(self.head.scale / self.temperature)
 
 

@@ -106,7 +106,8 @@ def load_base_model(
         # Refuses what cannot be served before gigabytes are loaded.
         engine_options(config.inference, device.type, dtype)
     shards = shards_of(config.backend, world)
-    if _model_cache is None or shards.size > 1:  # parts end with their ranks
+    full = config.model.train == "full"  # the next run needs the base
+    if _model_cache is None or full or shards.size > 1:  # parts end with their ranks
         return _load(config.model, folder_or_id, device, dtype, shards)
     model = config.model
     source = (
@@ -132,7 +133,9 @@ def load_base_model(
 def _load(
     settings: "Model", folder_or_id: str, device: torch.device, dtype: torch.dtype, shards: World
 ) -> BaseModel:
-    model = load_weights(settings, folder_or_id, device, dtype)
+    # The optimizer's weights are float32, as exact as the file has them.
+    stored = torch.float32 if settings.train == "full" else dtype
+    model = load_weights(settings, folder_or_id, device, stored)
     model.requires_grad_(False)
     model.eval()
     decoder = decoder_of(model, settings.model)

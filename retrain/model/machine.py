@@ -132,7 +132,7 @@ class Budget:
     @property
     def spare(self) -> int:
         """Bytes beside the weights."""
-        return max(0, self.machine.usable - self.size.weights)
+        return max(0, self.machine.usable - self.size.weights - self.size.full_bytes)
 
     @property
     def learning(self) -> int:
@@ -171,12 +171,17 @@ class Budget:
         return options.paged and options.kv_storage is None and self.size.layer_weights > 0
 
     @property
+    def copied(self) -> int:
+        """Bytes of the weights that the sampler may lay out anew."""
+        return self.size.weights or self.size.layer_weights + self.size.head_weights
+
+    @property
     def merges(self) -> bool:
         """True if the sampler may hold a prepacked copy of the weights, in float32 with the adapter
         in it.
         """
         multiplies = self.size.dtype == torch.float32 or computes_bf16()
-        fits = self.size.weights <= self.spare * _MERGED_SHARE
+        fits = self.copied <= self.spare * _MERGED_SHARE
         return self.machine.device_type == "cpu" and multiplies and fits
 
     def activations_per_token(self, choices: MachineChoices) -> int:
@@ -241,7 +246,7 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
     Raises EnvironmentFailure where not even one completion fits.
     """
     config, size, machine = budget.config, budget.size, budget.machine
-    _check_adapter(config.model.lora_rank, size, machine)
+    _check_trained(config, size, machine)
     tokens, checkpointing = _learning_choices(budget)
     decode = plan_decode(
         budget.model_config,
@@ -253,7 +258,7 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
         paged=budget.paged,
     )
     merges, rows = budget.merges, decode.rows
-    if size.weights > _LARGE:
+    if budget.copied > _LARGE:
         rows = min(rows, _LARGE_ROWS)
     kept = size.activations_per_token(checkpointing=checkpointing)
     fitting = [
@@ -261,11 +266,13 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
         budget.learning // (kept * max(tokens, budget.longest)),
     ]
     if merges:
-        fitting.append(int(budget.spare * _MERGED_SHARE) // size.weights)
+        fitting.append(int(budget.spare * _MERGED_SHARE) // budget.copied)
     workers, threads = min(machine.threads, *fitting), 1
     # torchrun's processes share the work already, and a sampler beside the learner computes at the
     # same time.
     alone = world.size == 1 and len(config.backend.device_list) == 1
+    # Of trained weights each piece's gradient would go through a pipe.
+    shares &= not size.full_bytes
     can_share = shares and alone and machine.device_type == "cpu" and can_fork()
     # Fewer workers than that would leave more than half of the processor idle.
     if not can_share or 2 * workers < machine.threads:
@@ -281,9 +288,17 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
     )
 
 
-def _check_adapter(rank: int, size: Footprint, machine: Machine) -> None:
-    """Raise EnvironmentFailure for an adapter whose training the whole machine could not hold."""
-    learned, there = (number / 2**30 for number in (size.trained_bytes, machine.memory))
+def _check_trained(config: "TrainConfig", size: Footprint, machine: Machine) -> None:
+    """Raise EnvironmentFailure for weights whose training the whole machine could not hold."""
+    rank, held = config.model.lora_rank, size.full_bytes or size.trained_bytes
+    learned, there = (number / 2**30 for number in (held, machine.memory))
+    if size.full_bytes and held > machine.usable:
+        raise EnvironmentFailure(
+            f'[model] train = "full" takes {learned:,.1f} GiB for {size.num_trainable:,} weights'
+            " with their gradients, two moments and copies, and a run may take"
+            f" {machine.usable / 2**30:,.1f} GiB of {machine.device_type}; use a smaller [model]"
+            ' model, or set train = "lora".'
+        )
     if learned > there:
         raise EnvironmentFailure(
             f"[model] lora_rank = {rank} gives an adapter of {size.num_trainable:,} parameters,"

@@ -22,6 +22,7 @@ from retrain.model.budget import (
 )
 from retrain.model.devices import choose_device, choose_dtype
 from retrain.model.footprint import Footprint, PredictionError, footprint, weightless_model
+from retrain.model.full import reads_base
 from retrain.model.head import chunk_bytes_on
 from retrain.model.machine import Budget, Machine, plan
 from retrain.model.packed import computes_bf16
@@ -80,16 +81,16 @@ class Memory:
     @property
     def parts(self) -> tuple[Part, ...]:
         all_parts = (
-            self.context, self.weights, self.adapter, self.optimizer, self.merged_copy,
-            self.prompt_pass, self.kv_cache, self.activations,
-            self.logits,
+            self.context, self.weights, self.adapter, self.optimizer, self.copies,
+            self.merged_copy, self.prompt_pass, self.kv_cache, self.activations, self.logits,
         )  # fmt: skip
         return tuple(part for part in all_parts if part.bytes)
 
     @property
     def fixed(self) -> int:
         """Bytes that the learner's device holds throughout."""
-        return self.context.bytes + self.weights.bytes + self.adapter.bytes + self.optimizer.bytes
+        held = (self.context, self.weights, self.adapter, self.optimizer, self.copies)
+        return sum(part.bytes for part in held)
 
     @property
     def sampling(self) -> int:
@@ -189,6 +190,8 @@ class Memory:
     @cached_property
     def adapter(self) -> Part:
         count, rank = self.size.num_trainable, self.config.model.lora_rank
+        if self.size.full_bytes:
+            return Part("trained weights", count * _FLOAT, f"{count:,} parameters in fp32")
         return Part(
             "adapter",
             count * _FLOAT + self.size.adapter_copies,
@@ -201,13 +204,21 @@ class Memory:
         return Part("optimizer", size, "gradient and two moments in fp32")
 
     @cached_property
+    def copies(self) -> Part:
+        """Size the copies of weights that are all trained."""
+        size = max(0, self.size.full_bytes - self.size.trained_bytes)
+        return Part(
+            "copies", size, "the sampler's, and the base's where a loss or a teacher reads it"
+        )
+
+    @cached_property
     def merged_copy(self) -> Part:
         """Size the sampler's copy of the weights on a CPU, made anew for every step."""
         size = self.size
         cast = self.config.inference.dtype == "bf16" and size.dtype == torch.float32
         makes = self.choices.merge_adapter and (not cast or computes_bf16())
         copy = 0
-        if makes and size.layer_weights:
+        if makes and size.layer_weights and not size.full_bytes:
             copy = size.layer_weights + size.head_weights
             # In half precision the adapter is beside the weights.
             if cast or size.dtype != torch.float32:
@@ -359,6 +370,7 @@ def _size_without_weights(
         config.model.model_dump_json(),
         config.lora.model_dump_json(),
         config.inference.attention_kernel,
+        reads_base(config),
         device.type,
         dtype,
         shards.size,

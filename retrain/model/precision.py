@@ -5,7 +5,7 @@ The base weights are converted for one layer at a time, so the other precision f
 model itself does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -29,13 +29,16 @@ def other_precision(base: BaseModel) -> torch.dtype | None:
 
 
 @contextmanager
-def computed_in(base: BaseModel, dtype: torch.dtype) -> Iterator[BaseModel]:
+def computed_in(
+    base: BaseModel, dtype: torch.dtype, beside: Sequence[nn.Parameter]
+) -> Iterator[BaseModel]:
     """Yield `base` with its hidden states and its head in `dtype`.
 
-    The adapter's weights stay as they are, and so do weights in 8 or 4 bits, whose scales are
-    converted. Embeddings are looked up first and then converted, which is the same and needs no
-    second table.
+    Parameters `beside` the model's own stay as they are, and so do weights in 8 or 4 bits, whose
+    scales are converted. Embeddings are looked up first and then converted, which is the same and
+    needs no second table.
     """
+    apart = set(map(id, beside))
     embedding, blocks = base.model.get_input_embeddings(), layers(base.decoder)
     inside = set(chain.from_iterable(block.modules() for block in blocks))
     inside.add(embedding)
@@ -46,7 +49,7 @@ def computed_in(base: BaseModel, dtype: torch.dtype) -> Iterator[BaseModel]:
         weights = [
             weight
             for weight in unit.parameters(recurse=unit in blocks)
-            if weight.dtype == base.dtype and not weight.requires_grad
+            if weight.dtype == base.dtype and id(weight) not in apart
         ]
         hooks += _converted(unit, weights, dtype) if weights else []
     head, bias = base.head, base.head.bias

@@ -66,11 +66,11 @@ class Projection:
     """Some `fusable` layers with one input."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        bases, self._loras = zip(*map(lora_parts, modules), strict=True)
-        self.outputs: list[int] = [base.out_features for base in bases]
-        self.weight = _share_storage([base.weight for base in bases])
+        self._bases, self._loras = zip(*map(lora_parts, modules), strict=True)
+        self.outputs: list[int] = [base.out_features for base in self._bases]
+        self.weight = _share_storage([base.weight for base in self._bases])
         """[O, I]"""
-        self.bias = _joined_bias(bases)
+        self.bias = _joined_bias(self._bases)
         """[O] or None"""
         self._read_adapters()
         self._merges = bool(self.downs) and (
@@ -109,12 +109,14 @@ class Projection:
 
     @torch.no_grad()
     def refresh(self, *, copy: bool) -> None:
-        """Update `factors` and `copy` after the adapter's parameters changed; `copy` says whether
-        to hold a copy of the weights.
+        """Update `factors` and `copy` after the adapter's parameters, or without one the weights,
+        changed; `copy` says whether to hold a copy of the weights.
         """
         if self.downs:
             self._write_factors()
-        if not copy or self._merges:
+        elif (bias := _joined_bias(self._bases)) is not None and self.bias is not None:
+            self.bias.copy_(bias)
+        if not copy or self._merges or not self.downs:
             self.copy = None  # freed before another is made
         if copy and self._merges:
             assert self.factors is not None

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,12 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
 from retrain.records.disk import TEMPORARY, delete, replacing_folder, write_synced
 from retrain.records.state import SCHEMA_VERSION, TrainerState
 from retrain.system import parse_json
+from retrain.types import WHOLE_MODEL
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 FINAL = "final"
+_OPTIMIZER = "optimizer."
 _FOLDER = re.compile(r"(sft|step)_(\d{6,})")
 _DAMAGED = "damaged-"
 
@@ -88,10 +91,37 @@ class CheckpointStore:
         return target
 
     def save_final(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
-        """Commit the last adapter, replacing an earlier one. Raises OSError."""
+        """Commit the last weights, replacing earlier ones. Those of a whole model are a hard link
+        to the checkpoint of this step, where the file system has links. Raises OSError.
+        """
         target = self.folder / FINAL
-        commit_folder(target, write, step=state.step, config_hash=state.config_hash)
+
+        def fill(folder: Path) -> None:
+            _link(self.folder / step_folder(state.step) / WHOLE_MODEL, folder / WHOLE_MODEL)
+            write(folder)
+
+        commit_folder(target, fill, step=state.step, config_hash=state.config_hash)
         return target
+
+    def keep_weights(self) -> None:
+        """Keep of whole models the newest alone, and of its checkpoint what an evaluation or an
+        export reads.
+        """
+        *others, newest = self._folders()
+        folder = self.folder / newest
+        if not (folder / WHOLE_MODEL).is_file():
+            return
+
+        def fill(aside: Path) -> None:
+            for path in folder.iterdir():
+                kept = path.name != MANIFEST and not path.name.startswith(_OPTIMIZER)
+                if kept and not _link(path, aside / path.name):
+                    shutil.copyfile(path, aside / path.name)
+
+        state = Checkpoint(folder, _order(newest)[1]).state()
+        commit_folder(folder, fill, step=state.step, config_hash=state.config_hash)
+        for name in others:
+            delete(self.folder / name)
 
     def _folders(self) -> list[str]:
         """The names of the committed folders, oldest first, verified or not."""
@@ -207,6 +237,15 @@ class CheckpointStore:
         finally:
             if path.exists():
                 path.unlink()
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Make `target` a hard link; False where there is no source, or the file system has none."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        return False
+    return True
 
 
 def commit_folder(

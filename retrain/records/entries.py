@@ -329,6 +329,9 @@ class StepRecord(_Record):
 
     time_sample_s: float | None = better("lower")
     """Time of sampling, during which rewards are computed too."""
+    time_layout_s: float | None = better("lower")
+    """Time of laying out changed weights for the sampler, a part of time_sample_s; None unless
+    `[model] train = "full"`."""
     time_reward_s: float | None = better("lower")
     """Time of waiting for rewards after the last completion."""
     time_credit_s: float | None = better("lower")

@@ -82,6 +82,7 @@ def notes(config: TrainConfig) -> list[str]:
     chosen = not config.resume.from_ and any(map(config.is_set, keys))
     found = [
         trust_note(config.model),
+        _full_note(config),
         _spent_rate_note(config.training),
         departure_note(config),
         maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps)
@@ -224,6 +225,25 @@ def _certainty_note(config: TrainConfig, chosen: bool) -> str:
     if not known.is_file():
         return ""
     return sure_sentence(read_object(known)["top_share"])
+
+
+def _full_note(config: TrainConfig) -> str:
+    """Say what `[model] train = "full"` decides where the user does not."""
+    training = config.training
+    decided = {
+        "lr": toml_value(training.lr),
+        "keep_checkpoints": str(training.keep_checkpoints),
+    }
+    unset = [
+        f"{name} = {value}"
+        for name, value in decided.items()
+        if not config.is_set(f"training.{name}")
+    ]
+    if config.model.train != "full" or not unset:
+        return ""
+    return (
+        f'[training] {" and ".join(unset)}, since [model] train = "full" and nothing else is set.'
+    )
 
 
 def _lab_note(config: TrainConfig) -> str:

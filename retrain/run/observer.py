@@ -64,6 +64,7 @@ class StepObserver:
             self._boxes = box_reader(reward)
         self._said_rewritten = False
         self._said_identical = False
+        self._laid_out = parts.backend.engine.layout_seconds
         self.last: StepRecord | None = None
         """The record of the newest step, an earlier session's too."""
         self.untrained: list[StepRecord] = []
@@ -177,6 +178,7 @@ class StepObserver:
             ),
             uncertainty_kind=pipeline.uncertainty_kind if pipeline.needs_uncertainty else None,
             time_sample_s=step.rollout.sample_seconds,
+            time_layout_s=self._layout_seconds(),
             time_reward_s=step.rollout.reward_seconds,
             time_credit_s=step.clock.seconds["credit"],
             time_learn_s=step.clock.seconds["learn"],
@@ -184,6 +186,13 @@ class StepObserver:
             tokens_per_s=step.rollout.tokens / step.clock.total,
             peak_memory_gib=peak_memory_gib(self.parts.backend.device_name),
         )
+
+    def _layout_seconds(self) -> float | None:
+        """Return the record's time_layout_s."""
+        if self.config.model.train != "full":
+            return None
+        before, self._laid_out = self._laid_out, self.parts.backend.engine.layout_seconds
+        return self._laid_out - before
 
     def _identical_chance(self, step: Step, fields: Mapping[str, Any]) -> float | None:
         """Return the record's identical_chance, and say once that completions cannot be identical

@@ -30,6 +30,7 @@ from retrain.run.parts import Say
 from retrain.squeeze.adapter import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from retrain.system import toml_value
 from retrain.tracking.lines import pass_at_1
+from retrain.types import WHOLE_MODEL
 
 SETTINGS_FILE = "retrain.toml"
 """The run's configuration beside the exported weights."""
@@ -48,11 +49,13 @@ class Export:
     """The value of `base_model_name_or_path`: a hub id, or a folder of this machine."""
     is_local: bool
     """True if `base` is a folder."""
+    what: str
+    """Adapter, Merged model, or Model."""
 
 
 def export_run(
     run: Path,
-    output: Path,
+    output: Path | None,
     *,
     checkpoint: int | None,
     merged: bool,
@@ -60,26 +63,34 @@ def export_run(
     trust: bool,
     log: Say,
 ) -> Export:
-    """Write the adapter of `checkpoint` (the newest by default), or the model merged with it, to
-    `output`, which must be absent or empty.
+    """Write the adapter of `checkpoint` (the newest by default), or the model merged with it, or
+    the model that was trained as a whole, to `output`, which must be absent or empty.
 
-    Raises ConfigurationError for a folder without a run or an adapter, for a folder that is in use,
-    and for an adapter that `uploads` would send without its base; RunFailed for a missing or
+    Raises ConfigurationError for a folder without a run or its weights, for one that is in use, and
+    for an adapter that `uploads` would send without its base; RunFailed for a missing or
     damaged checkpoint; EnvironmentFailure where the base model cannot be had. The run's own Python
     code is not executed, but with `trust` a model's `trust_remote_code` is.
     """
-    folder = RunFolder(run)
+    folder, config = RunFolder(run), TrainConfig()
+    if folder.config.is_file():
+        config = load_stored(folder.config, to_read=True)
+    full = config.model.train == "full"
+    what = "Merged model" if merged else "Adapter"
+    if full:
+        what = "Model"
+    # A run named as `.` has its name only once it is resolved.
+    place = run.resolve()
+    output = output or place.parent / f"{place.name}-{what.split()[0].lower()}"
     _check_places(folder, output)
-    config = load_stored(folder.config, to_read=True)
     if not trust:
         _refuse_code(config, folder.config)
     note_secrets(config)
     found = _checkpoint(folder, checkpoint)
-    # Refused before anything large is loaded.
-    read_adapter(found.folder)
+    if not full:
+        read_adapter(found.folder)  # refused before anything large is loaded
     base = base_name(resolve_model(config.model.model))
     is_local = Path(base).is_dir()
-    if is_local and uploads and not merged:
+    if is_local and uploads and not (merged or full):
         raise ConfigurationError(
             f"--hub: the adapter's base is a folder of this machine, {base}, which nobody who"
             " downloads the adapter has; add --merged, which uploads a whole model."
@@ -90,7 +101,9 @@ def export_run(
     model = config.model
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
     whole = None
-    if merged:
+    if full:
+        whole = _trained(config, base, found.folder)
+    elif merged:
         whole = _merged(config, base, found.folder)
     again = Redactor().config(replaced(config, _own_settings(config)))
     scores = _held_out(folder, config, found.step)
@@ -102,10 +115,13 @@ def export_run(
             _write_adapter(found.folder, aside, base)
         # as text too: a masked value that the schema refuses stays in the configuration
         _write(aside / SETTINGS_FILE, Redactor().text(dump_toml(again)))
-        card = _card(again, "" if is_local else base, found, scores, merged)
+        kind = "merged model" if merged else "LoRA adapter"
+        if full:
+            kind = "model, all weights trained"
+        card = _card(again, "" if is_local else base, found, scores, kind)
         _write(aside / CARD_FILE, Redactor().text(card))
         sync_files(aside)
-    return Export(output, base, is_local)
+    return Export(output, base, is_local, what)
 
 
 def _write_model(model: Any, folder: Path) -> None:
@@ -219,6 +235,22 @@ def _merged(config: TrainConfig, base: str, adapter: Path) -> Any:
     return wrapped.merge_and_unload(safe_merge=True)
 
 
+def _trained(config: TrainConfig, base: str, folder: Path) -> Any:
+    """Return the transformers model with the weights of a checkpoint, in the dtype of the base's
+    files.
+    """
+    from safetensors.torch import load_file
+
+    model = load_weights(config.model, base, torch.device("cpu"), "auto")
+    weights, own = load_file(folder / WHOLE_MODEL), dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in weights.items():
+            if name not in own or own[name].shape != weight.shape:
+                raise _does_not_fit(folder, base, f"no place for {name}")
+            own[name].copy_(weight)
+    return model
+
+
 def _does_not_fit(adapter: Path, base: str, problem: str) -> ConfigurationError:
     return ConfigurationError(
         f"{adapter} does not fit its base model {base} ({problem}); put back the model and the"
@@ -255,17 +287,19 @@ def _card(
     hub_base: str,
     checkpoint: Checkpoint,
     held_out: list[Evaluation],
-    merged: bool,
+    kind: str,
 ) -> str:
     """The README.md of the export. `hub_base` is "" for a base that is a folder, which no card may
     name.
     """
     name = hub_base or Path(config.model.model).name
-    front = ["---", f"library_name: {'transformers' if merged else 'peft'}"]
-    front += ["pipeline_tag: text-generation", "tags: [lora, reinforcement-learning, retrain]"]
+    front = ["---", f"library_name: {'transformers' if 'model' in kind else 'peft'}"]
+    tags = ["reinforcement-learning", "retrain"]
+    if "all weights" not in kind:
+        tags.insert(0, "lora")
+    front += ["pipeline_tag: text-generation", f"tags: [{', '.join(tags)}]"]
     if hub_base:
         front.insert(1, f"base_model: {json.dumps(hub_base)}")
-    what = "merged model" if merged else "LoRA adapter"
     scores = [
         f"| {each.step} | {pass_at_1(each).removeprefix('pass@1=')} | {len(each.problems)} |"
         for each in held_out
@@ -283,7 +317,7 @@ def _card(
     return "\n".join(
         [
             *front,
-            f"---\n\n# {name}: {what}\n",
+            f"---\n\n# {name}: {kind}\n",
             f"Trained with reinforcement learning by retrain, for {steps}.\n",
             "## Held-out problems\n",
             *(table if scores else ["The run did not evaluate these weights."]),

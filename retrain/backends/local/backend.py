@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,20 +15,23 @@ from retrain.backends.declared import engine_class, is_raw
 from retrain.backends.local.changes import LocalTrialAdapter
 from retrain.backends.local.facts import LocalFacts
 from retrain.backends.local.learner import Learner, old_logprobs_note, rounds
+from retrain.backends.local.optimizer import STATE_FILE
 from retrain.distributed import ALONE, World
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import InferenceEngine, Truncation
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.model.adapter import Adapter
 from retrain.model.attention import refuse_undecodable
 from retrain.model.budget import context_length
 from retrain.model.devices import choose_device, engine_options, half_precision_note
+from retrain.model.full import trained_weights
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import BaseModel, load_base_model
 from retrain.model.machine import budget_of, choose
 from retrain.model.pool import Pool
 from retrain.model.precision import other_precision
 from retrain.model.text import eos_token_ids, load_tokenizer, resolve_model
+from retrain.model.weights import TrainedWeights
 from retrain.plugins import user_code
 from retrain.types import Float32Array, LogLine, MachineChoices, Row, StepResult
 
@@ -43,6 +47,8 @@ class LocalBackend(LocalFacts):
     `trainable_parameters_line`.
     """
 
+    _weights_alone: Path | None = None
+    """The checkpoint that was loaded, if it has no optimizer."""
     _sampler_adapter: Adapter | None = None
     """The sampler's own copy in split mode."""
 
@@ -65,7 +71,7 @@ class LocalBackend(LocalFacts):
         if engine_class(config) is PyTorchEngine:
             # Before peft may refuse its layers: the first reason is the one that counts.
             refuse_undecodable(self._base.model)
-        self._adapter = Adapter(self._base, config.model, config.lora, config.training.seed)
+        self._weights = trained_weights(self._base, config)
         budget = budget_of(config, self._base)
         # One choice is measured, so ranks could choose differently.
         self._choices = world.broadcast(choose(budget, self._base, world, choices))
@@ -79,13 +85,13 @@ class LocalBackend(LocalFacts):
         notes.append(old_logprobs_note(config.loss, rounded=self.half_precision))
         self.notes: tuple[str, ...] = tuple(filter(None, notes))
         """Sentences about the loaded model that the user should see at the start."""
-        self._pool = Pool(self._choices.workers, list(self._adapter.parameters.values()))
+        self._pool = Pool(self._choices.workers, list(self._weights.parameters.values()))
         self._learner = Learner(
-            self._base, self._adapter, config, self._choices, self._fused, world, self._pool
+            self._base, self._weights, config, self._choices, self._fused, world, self._pool
         )
-        self._teacher = self._teaching_weights()
+        self._teaching = self._teacher()
         if sampler_device is None:
-            self.engine = self._build_engine(eos_ids, self._base, self._adapter, self._fused)
+            self.engine = self._build_engine(eos_ids, self._base, self._weights, self._fused)
         else:
             self.engine = self._engine_of_copy(eos_ids, sampler_device)
 
@@ -132,7 +138,7 @@ class LocalBackend(LocalFacts):
         self,
         eos_ids: Sequence[int] | None,
         base: BaseModel,
-        adapter: Adapter,
+        weights: TrainedWeights,
         fused: FusedDecoder | None,
     ) -> InferenceEngine:
         from retrain.inference_engine.torch_engine import TorchEngine
@@ -144,11 +150,11 @@ class LocalBackend(LocalFacts):
                 f'building [inference] engine = "{inference.engine}"', ConfigurationError
             ):
                 engine: InferenceEngine = make(
-                    self.config, model=adapter.peft_model, eos_ids=eos_ids, device=base.device
+                    self.config, model=weights.model, eos_ids=eos_ids, device=base.device
                 )
                 return engine
         return TorchEngine(
-            adapter.peft_model,
+            weights.model,
             eos_ids,
             base.device,
             decode_rows=self._choices.decode_rows,
@@ -156,7 +162,7 @@ class LocalBackend(LocalFacts):
             options=engine_options(inference, base.device.type, base.dtype),
             fused=fused,
             shards=base.shards,
-            follow=self._copy_to_sampler if adapter is not self._adapter else None,
+            follow=self._copy_to_sampler if weights is not self._weights else None,
             pool=self._pool,
         )
 
@@ -182,13 +188,12 @@ class LocalBackend(LocalFacts):
 
     @property
     def num_trainable(self) -> int:
-        return sum(parameter.numel() for parameter in self._adapter.parameters.values())
+        return sum(parameter.numel() for parameter in self._weights.parameters.values())
 
     @property
     def frozen_weights(self) -> FrozenWeights:
-        weights = list(self._base.model.parameters())
-        own = {id(parameter) for parameter in self._adapter.parameters.values()}
-        base = [weight for weight in weights if id(weight) not in own]
+        beside = set(map(id, self._weights.beside))
+        base = [one for one in self._base.model.parameters() if id(one) not in beside]
         return FrozenWeights(
             sum(weight.numel() for weight in base), sum(weight.nbytes for weight in base)
         )
@@ -197,25 +202,28 @@ class LocalBackend(LocalFacts):
     def recomputes(self) -> bool:
         return self._choices.gradient_checkpointing
 
-    def _teaching_weights(self) -> dict[str, torch.Tensor] | None:
-        """Read the teacher's adapter; None if the teacher is no adapter."""
+    def _teacher(self) -> Callable[[], AbstractContextManager[None]]:
+        """Read the teacher's adapter, where the teacher is one: it acts inside of what is
+        returned.
+        """
         reference = self.config.algorithm.reference
-        if reference in ("", "base", "gold"):
-            return None
-        return self._adapter.fitting(Path(reference), f'[algorithm] reference = "{reference}"')
+        if reference in ("", "base", "gold") or not isinstance(self._weights, Adapter):
+            return nullcontext
+        teacher = self._weights.fitting(Path(reference), f'[algorithm] reference = "{reference}"')
+        return partial(self._weights.holding, teacher)
 
     def trainable_parameters_line(self) -> str:
         """Return peft's line: "trainable params: 41,943,040 || all params: 3,951,079,424 ||
         trainable%: 1.0616".
         """
-        return self._adapter.trainable_line()
+        return self._weights.trainable_line()
 
     def _copy_to_sampler(self) -> None:
         assert self._sampler_adapter is not None
         with torch.no_grad():
             for own, learned in zip(
                 self._sampler_adapter.parameters.values(),
-                self._adapter.parameters.values(),
+                self._weights.parameters.values(),
                 strict=True,
             ):
                 own.copy_(learned)
@@ -223,7 +231,7 @@ class LocalBackend(LocalFacts):
     # -- what the parity gate asks for -------------------------------------------------------------
 
     def trial_adapter(self, seed: int) -> TrialAdapter:
-        return LocalTrialAdapter(self._adapter, seed)
+        return LocalTrialAdapter(self._weights, seed)
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -245,6 +253,12 @@ class LocalBackend(LocalFacts):
         self._learner.begin(config or self.config, supervised=config is not None)
 
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
+        if self._weights_alone:
+            raise RunFailed(
+                f"{self._weights_alone} holds the weights alone, which a finished run of a campaign"
+                " keeps, and no optimizer to go on with; start a new run from them: [model] model ="
+                " that folder's export."
+            )
         raw = is_raw(self.engine.capabilities, self.config.training.temperature)
         self._make_room()
         with _current(self._base.device), _deterministic(self._base.device):
@@ -269,10 +283,7 @@ class LocalBackend(LocalFacts):
     def reference_logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
         self._make_room()
         is_base = self.config.algorithm.reference == "base"
-        teaching: AbstractContextManager[None] = nullcontext()
-        if self._teacher is not None:
-            teaching = self._adapter.holding(self._teacher)
-        with _current(self._base.device), _deterministic(self._base.device), teaching:
+        with _current(self._base.device), _deterministic(self._base.device), self._teaching():
             return self._learner.look_up(rows, reference=is_base, whole=True)
 
     def rounded_logprobs(
@@ -290,16 +301,22 @@ class LocalBackend(LocalFacts):
 
     # -- files -------------------------------------------------------------------------------------
 
+    def digest(self) -> str:
+        return self._weights.digest()
+
     def save_adapter(self, folder: Path) -> None:
-        self._adapter.save(folder)
+        self._weights.save(folder)
 
     def save(self, folder: Path) -> None:
         self.save_adapter(folder)
         self._learner.optimizer.save(folder)
 
     def load(self, folder: Path) -> None:
-        self._adapter.load(folder)
-        self._learner.optimizer.load(folder)
+        self._weights.load(folder)
+        if (folder / STATE_FILE).is_file():
+            self._learner.optimizer.load(folder)
+        else:
+            self._weights_alone = folder
 
     def close(self) -> None:
         self.engine.close()

@@ -31,6 +31,8 @@ class LocalFacts(Backend):
 
     @classmethod
     def problems(cls, config: "TrainConfig") -> Iterator[tuple[str, str]]:
+        if config.model.train == "full":
+            yield from _full_problems(config)
         whole = {
             "each run of a [campaign] is one process with the whole model; leave it false, or start"
             " single runs by torchrun": config.campaign is not None,
@@ -42,3 +44,35 @@ class LocalFacts(Backend):
         for because, holds in whole.items():
             if config.backend.shard_base and holds:
                 yield "backend.shard_base", because
+
+
+def _full_problems(config: "TrainConfig") -> Iterator[tuple[str, str]]:
+    """What training all weights does not know."""
+    full = '[model] train = "full"'
+    if config.model.load_in_4bit:
+        yield "model.load_in_4bit", f"{full} steps weights in float32; set it false"
+    if config.lora.init_from:
+        yield (
+            "lora.init_from",
+            f"{full} has no adapter; leave it out, and name where to start as [model] model",
+        )
+    if len(config.backend.device_list) > 1:
+        yield (
+            "backend.devices",
+            f"split mode hands over an adapter, and {full} has none; use one device",
+        )
+    if config.backend.shard_base:
+        yield (
+            "backend.shard_base",
+            f"{full} does not shard what it trains; leave it false, and start torchrun without it",
+        )
+    if config.algorithm.reference not in ("", "base", "gold"):
+        yield (
+            "algorithm.reference",
+            f'the teacher is an adapter, and {full} has none; use "base" or "gold"',
+        )
+    if config.is_set("squeeze"):
+        yield (
+            "model.train",
+            'there is no adapter to squeeze; leave [squeeze] out, or set train = "lora"',
+        )

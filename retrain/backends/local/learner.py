@@ -41,7 +41,6 @@ from retrain.backends.rows import (
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import Truncation
-from retrain.model.adapter import Adapter
 from retrain.model.attention import FusedAttention, missing, plugged_in
 from retrain.model.devices import attention_of
 from retrain.model.functions import recomputed
@@ -50,6 +49,7 @@ from retrain.model.head import TokenScores, count_kept, score_tokens
 from retrain.model.load import BaseModel, layers
 from retrain.model.pool import Pool, in_order
 from retrain.model.precision import computed_in
+from retrain.model.weights import TrainedWeights
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Learner:
     def __init__(
         self,
         base: BaseModel,
-        adapter: Adapter,
+        weights: TrainedWeights,
         config: "TrainConfig",
         choices: MachineChoices,
         fused: FusedDecoder | None = None,
@@ -157,8 +157,8 @@ class Learner:
         In a parallel `world` every process is given all rows, computes its share, and ends with the
         whole result.
         """
-        self.base, self.adapter, self.choices = base, adapter, choices
-        self._fused = fused
+        self.base, self.weights, self.choices = base, weights, choices
+        self._fused = fused if weights.frozen_layers else None
         self.world = world
         self.max_tokens = config.training.max_tokens
         self.seed = config.training.seed
@@ -179,7 +179,11 @@ class Learner:
         """
         self._supervised = supervised
         self.optimizer = AdapterOptimizer(
-            self.adapter.parameters, config.optimizer, config.training, config.loss.max_grad_norm
+            self.weights.parameters,
+            config.optimizer,
+            config.training,
+            config.loss.max_grad_norm,
+            self.weights.undecayed,
         )
         self.use(config)
         self._passes = config.training.updates_per_batch
@@ -312,7 +316,7 @@ class Learner:
         divergence over that set by a constant, -ln of the base's mass of the set.
         """
         question = _Question(**asked)
-        masked = question.masks_of is not None and self.adapter.drops
+        masked = question.masks_of is not None and self.weights.drops
         found: dict[int, Float32Array] = {}
         pieces = self._pieces(rows, share=not masked)
         for _, logprobs in self._score_pieces(
@@ -362,6 +366,7 @@ class Learner:
         nonfinite = self._nonfinite_result(infinite, loss, norm)
         if not nonfinite:
             self.optimizer.step(step, norm)
+            self.weights.written()
         counted = dict(zip(self._metrics, map(tuple, metrics.tolist()), strict=True))
         return Update(loss.item(), norm.item(), clipped, clippable, counted, nonfinite)
 
@@ -369,7 +374,7 @@ class Learner:
         self, rows: Sequence[LearnerRow], step: int, weights: dict[int, _Weights], *, measured: bool
     ) -> Iterator[_Piece]:
         """The micro-batches of one update, each with its rows' weights."""
-        for piece in self._pieces(rows, share=not self.adapter.drops):
+        for piece in self._pieces(rows, share=not self.weights.drops):
             own = [weights[row.number] for row in piece.rows]
             yield replace(piece, step=step, weights=own, measured=measured)
 
@@ -494,7 +499,7 @@ class Learner:
         micro, question = self._micro_batch(piece), piece.question
         with torch.no_grad(), self._attention(), ExitStack() as stack:
             if question.reference:
-                stack.enter_context(self.adapter.disabled())
+                stack.enter_context(self.weights.disabled())
             if question.masks_of is not None:
                 stack.enter_context(self._dropout(micro, question.masks_of))
             values = self._values(micro, question)
@@ -506,7 +511,7 @@ class Learner:
         if question.dtype is None:
             hidden = self._hidden_states(micro)
         else:
-            with computed_in(self.base, question.dtype) as base:
+            with computed_in(self.base, question.dtype, self.weights.beside) as base:
                 hidden = base.hidden_states(micro.token_ids, micro.positions, micro.attention)
             head = base.head
         states = micro.states(hidden)
@@ -533,7 +538,7 @@ class Learner:
             self._fused is not None
             and micro.attention is not None
             and micro.positions is not None
-            and not self.adapter.dropout.is_active
+            and not self.weights.is_dropping
         ):
             self._fused.refresh()
             return self._fused.hidden_states(
@@ -542,11 +547,7 @@ class Learner:
                 micro.attention,
                 checkpointed=self.choices.gradient_checkpointing,
             )
-        with ExitStack() as stack:
-            # The adapter's fp32 weights take part in bf16 products: no activation is kept in fp32.
-            if self.base.dtype != torch.float32:
-                stack.enter_context(torch.autocast(self.base.device.type, self.base.dtype))
-                stack.enter_context(self.adapter.uncast_inputs())
+        with self.weights.computing(self.base):
             hidden = self.base.hidden_states(micro.token_ids, micro.positions, micro.attention)
         # On CUDA autocast leaves a last LayerNorm in float32, which the head's product refuses.
         return hidden.to(self.base.dtype)
@@ -578,15 +579,13 @@ class Learner:
                 del layer.forward
 
     def _dropout(self, micro: MicroBatch, step: int) -> AbstractContextManager[None]:
-        """The masks of `step` act inside, where the adapter has dropout."""
-        if not self.adapter.drops:
-            return nullcontext()
+        """The masks of `step` act inside, where there is dropout."""
         if self._settings.supervised:
             step += _SUPERVISED_STEPS
         numbers, lengths = [row.number for row in micro.rows], None
         if micro.attention:
             lengths = [row.tokens for row in micro.rows]
-        return self.adapter.dropout.active(step, numbers, self.base.device, lengths)
+        return self.weights.dropping(step, numbers, self.base.device, lengths)
 
 
 def recomputes_old_logprobs(loss: "Loss", *, rounded: bool) -> bool:

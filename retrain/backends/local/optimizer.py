@@ -1,9 +1,9 @@
-"""AdamW over the adapter: learning rate as a pure function of the step, gradient norm, and state in
-safetensors and JSON.
+"""AdamW over the trained weights: learning rate as a pure function of the step, gradient norm, and
+state in safetensors and JSON.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,19 +31,30 @@ class AdapterOptimizer:
         optimizer: "Optimizer",
         training: "Training",
         max_grad_norm: float,
+        undecayed: Collection[str] = (),
     ) -> None:
+        """`undecayed`: names of parameters without weight decay."""
         self.parameters = parameters
         self.steps = 0
         """Optimizer steps taken."""
         self.training = training
         """Its learning rate may differ from step to step."""
         self.max_grad_norm = max_grad_norm
+        kinds: tuple[list[str], list[str]] = ([], [])
+        for name in parameters:
+            kinds[name in undecayed].append(name)
+        self._order: list[str] = [*kinds[0], *kinds[1]]
+        """The order of torch's state: those with weight decay first."""
+        rates = zip(kinds, (training.weight_decay, 0.0), strict=True)
         self._adamw = torch.optim.AdamW(
-            parameters.values(),
+            [
+                {"params": [parameters[name] for name in names], "weight_decay": rate}
+                for names, rate in rates
+                if names
+            ],
             lr=training.lr,
             betas=(optimizer.beta1, optimizer.beta2),
             eps=optimizer.eps,
-            weight_decay=training.weight_decay,
             fused=next(iter(parameters.values())).device.type in ("cpu", "cuda"),
         )
         self.zero_gradients()
@@ -83,7 +94,8 @@ class AdapterOptimizer:
             torch.nn.utils.clip_grads_with_norm_(
                 list(self.parameters.values()), self.max_grad_norm, norm
             )
-        self._adamw.param_groups[0]["lr"] = learning_rate(self.training, training_step)
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate(self.training, training_step)
         self._adamw.step()
         # The fused kernel does not, and copies of the weights follow by it.
         torch.autograd.graph.increment_version(self.parameters.values())
@@ -121,7 +133,7 @@ class AdapterOptimizer:
                 "exp_avg": moments[f"m.{name}"],
                 "exp_avg_sq": moments[f"v.{name}"],
             }
-            for index, name in enumerate(self.parameters)
+            for index, name in enumerate(self._order)
             if self.steps
         }
         self._adamw.load_state_dict(self._adamw.state_dict() | {"state": state})

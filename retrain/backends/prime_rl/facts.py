@@ -38,6 +38,10 @@ class PrimeRLFacts(RemoteBackend):
     )
 
     lacks: ClassVar = {
+        "all_weights": (
+            'PRIME-RL trains full weights itself; leave it "lora" here, and leave the adapter out'
+            " of the trainer's configuration"
+        ),
         "shards": "PRIME-RL's trainer holds the model; leave it false",
         "supervision": (
             "PRIME-RL's trainer has a supervised entry point of its own, `sft`; run that first, and"

@@ -46,6 +46,7 @@ class TinkerFacts(RemoteBackend):
     )
 
     lacks: ClassVar = {
+        "all_weights": 'the service trains an adapter; leave it "lora", or use backend = "local"',
         "shards": "the service holds the model; leave it false",
         "adapter": (
             "Tinker adapts all linear layers of the blocks, at its own scale, without dropout and"

@@ -1,0 +1,115 @@
+"""The weights that a run trains, as learner, optimizer and engine see them: a LoRA adapter
+(`adapter.py`), or all weights of the language model (`full.py`).
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from retrain.model.load import BaseModel
+
+
+class Change(NamedTuple):
+    """A change of one matrix that the parity gate tries."""
+
+    name: str
+    """The projection that it changes."""
+    parameter: nn.Parameter
+    change: Tensor
+    """Strength 1 adds it; the change of the layer's output is then about as large as its input."""
+
+
+class TrainedWeights(ABC):
+    model: nn.Module
+    """The model that the engine samples from."""
+    frozen_layers = True
+    """The layers themselves are frozen, so that the fused forward gives every gradient."""
+    drops = False
+    """Dropout acts in training passes."""
+    undecayed: Collection[str] = ()
+    """Names of parameters without weight decay."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer steps, in float32, by their names in the file."""
+
+    @property
+    @abstractmethod
+    def beside(self) -> Sequence[nn.Parameter]:
+        """The model's parameters beside those that it was loaded with."""
+
+    @property
+    def is_dropping(self) -> bool:
+        return False
+
+    def dropping(
+        self,
+        step: int,  # noqa: ARG002 - part of the interface
+        rows: Sequence[int],  # noqa: ARG002
+        device: torch.device,  # noqa: ARG002
+        lengths: Sequence[int] | None,  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
+        """The dropout masks of a step act inside, for rows of these numbers and lengths."""
+        return nullcontext()
+
+    def computing(self, base: "BaseModel") -> AbstractContextManager[object]:  # noqa: ARG002
+        """The model computes in its own dtype inside."""
+        return nullcontext()
+
+    def written(self) -> None:  # noqa: B027 - most have nothing to follow
+        """Follow `parameters`, which were written."""
+
+    @abstractmethod
+    def disabled(self) -> AbstractContextManager[None]:
+        """Inside, the model is the base as it was loaded."""
+
+    @abstractmethod
+    def trial_changes(self, seed: int) -> list[Change]:
+        """Return a seeded change for every layer, with a visible effect."""
+
+    def trainable_line(self) -> str:
+        trainable = sum(parameter.numel() for parameter in self.parameters.values())
+        total = sum(parameter.numel() for parameter in self.model.parameters())
+        return (
+            f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%:"
+            f" {100 * trainable / total:.4f}"
+        )
+
+    def digest(self) -> str:
+        """Hash the bytes of all parameters with sha256."""
+        found = hashlib.sha256()
+        for parameter in self.parameters.values():
+            bits = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            found.update(bits.numpy().data)
+        return found.hexdigest()
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the parameters, their settings and a model card."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Load what `save` wrote; ValueError where it is of other weights."""
+
+
+def difference(weights: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> str:
+    """Say how the tensors of a file differ from the parameters here; "" if they fit."""
+    for name in sorted(weights.keys() | parameters.keys()):
+        if name not in parameters:
+            return f"{name} is in the file, but nothing of that name is trained here"
+        if name not in weights:
+            return f"{name} is trained here, but is not in the file"
+        if weights[name].shape != parameters[name].shape:
+            return (
+                f"{name} has shape {list(weights[name].shape)} in the file and"
+                f" {list(parameters[name].shape)} here"
+            )
+    return ""
