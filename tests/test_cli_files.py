@@ -38,7 +38,7 @@ def legacy() -> Path:
     return path
 
 
-TEMPLATES = ["campaign", "environment", "experiment", "lab", "quickstart", "squeeze"]
+TEMPLATES = ["campaign", "environment", "experiment", "lab", "quickstart", "sft", "squeeze"]
 
 
 @pytest.mark.parametrize("name", templates())

@@ -216,7 +216,7 @@ class Explanation:
     """The declared capabilities of the engine; None if the backend samples by itself or the
     declaration cannot be read."""
     backend: BackendCapabilities | None = None
-    traces: tuple[str, ...] = ()
+    traces: Sequence[str] = ()
     """The size of the supervised stage, then a few traces with the learned part marked."""
     losses: tuple[str, ...] = ()
     """One sentence on each plugin of [loss]: what was proved of it, and what it declares."""
@@ -305,9 +305,12 @@ def explain(
     engine, backend, incapacities, losses = _capabilities(configs)
     inputs = InputProblems.of(configs, here=memory_gib is None)
     power = campaign_power(config.campaign, len(config.conditions), pilot)
-    warnings = [*(notes(config) if plan is None else condition_notes(plan))]
-    warnings += _unique(inputs.warnings)
-    warnings += [*campaign_caveats(config, schedule, memory, power), *differences]
+    warnings = (
+        *(notes(config) if plan is None else condition_notes(plan)),
+        *_unique(inputs.warnings),
+        *campaign_caveats(config, schedule, memory, power),
+        *differences,
+    )
     return Explanation(
         config,
         settings,
@@ -320,10 +323,10 @@ def explain(
         memory=memory,
         memory_unknown=unknown,
         power=power,
-        warnings=tuple(warnings),
+        warnings=warnings,
         engine=engine,
         backend=backend,
-        traces=tuple(inputs.traces),
+        traces=inputs.traces,
         losses=losses,
     )
 

@@ -2,7 +2,7 @@
 that they must pass.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -676,13 +676,7 @@ def load_held_out(
     """Load `[evaluation] max_examples` of the held-out problems of each source, the same ones in
     the same order for every run of a data set. Sources of a mixture may have none, but not all.
     """
-    if _judged_by_source(config):
-        asked = [(source.config, source.stage, source.task) for source in sources]
-    elif sources[0].stage and not config.data.mix:
-        asked = [(config, sources[0].stage, "")]
-    else:
-        asked = [(own, None, "") for own in Plan.of(config).evaluations]
-    chosen: HeldOut = []
+    asked, chosen = list(_held_out_sources(config, sources)), HeldOut()
     for own, stage, task in asked:
         (source, *_), name = own.evaluation.sources, f" of {task}" if task else ""
         try:
@@ -703,6 +697,18 @@ def load_held_out(
             log(note)
         chosen.append((own.evaluation, drawn))
     return chosen
+
+
+def _held_out_sources(
+    config: TrainConfig, sources: Sequence[SourceParts]
+) -> Iterator[tuple[TrainConfig, Stage | None, str]]:
+    """Yield the settings, the environment and the task of each held-out source."""
+    if _judged_by_source(config):
+        yield from ((source.config, source.stage, source.task) for source in sources)
+    elif sources[0].stage and not config.data.mix:
+        yield config, sources[0].stage, ""
+    else:
+        yield from ((own, None, "") for own in Plan.of(config).evaluations)
 
 
 def prompts_of(held_out: HeldOut | None) -> list[Prompt]:

@@ -260,6 +260,7 @@ class LocalBackend(LocalFacts):
                 " that folder's export."
             )
         raw = is_raw(self.engine.capabilities, self.config.training.temperature)
+        raw &= not self._learner.supervised
         self._make_room()
         with _current(self._base.device), _deterministic(self._base.device):
             return self._learner.train(rows, step, sampler_is_raw=raw)

@@ -177,7 +177,7 @@ class Learner:
         """Begin a stage with these settings and a new optimizer; a `supervised` one minimises the
         mean cross-entropy of the action tokens.
         """
-        self._supervised = supervised
+        self.supervised = supervised
         self.optimizer = AdapterOptimizer(
             self.weights.parameters,
             config.optimizer,
@@ -196,7 +196,7 @@ class Learner:
         """Use the values of [loss] and [training] that a schedule may move."""
         loss = config.loss
         own = [function for function in (self._own_loss, self._own_correction) if function]
-        if self._supervised:
+        if self.supervised:
             own = []
         self._reference = loss.kl_coef != 0 or any(
             function.declares("needs_reference") for function in own
@@ -204,7 +204,7 @@ class Learner:
         entropy = loss.entropy_coef != 0 or any(
             function.declares("needs_entropy") for function in own
         )
-        self._settings = _Settings(loss, config.training.temperature, entropy, self._supervised)
+        self._settings = _Settings(loss, config.training.temperature, entropy, self.supervised)
         self.optimizer.training, self.optimizer.max_grad_norm = config.training, loss.max_grad_norm
 
     @property
@@ -252,8 +252,9 @@ class Learner:
         first = batch and minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]
         numbers = {row.number for row in first}
         before = [ratios for number, ratios in measured.items() if number in numbers]
-        divergence = self._divergence(batch)
-        return step_result(updates, list(measured.values()), before, self.max_tokens, divergence)
+        return step_result(
+            updates, list(measured.values()), before, self.max_tokens, self._divergence(batch)
+        )
 
     def _divergence(self, batch: Sequence[LearnerRow]) -> float | None:
         """Return the mean KL divergence from the base; None where the loss does not read it."""
@@ -397,7 +398,7 @@ class Learner:
         and entropy are averaged over all rows, so that switching them on changes nothing in the
         policy term.
         """
-        aggregation = "token_mean" if self._supervised else self._aggregation
+        aggregation = "token_mean" if self.supervised else self._aggregation
         own, common = [row.row for row in rows], (aggregation, self.max_tokens, completions)
         policy = row_weights(own, [row.num_counted for row in own], *common)
         regulariser = row_weights(own, [row.num_actions for row in own], *common)

@@ -44,8 +44,8 @@ class PrimeRLFacts(RemoteBackend):
         ),
         "shards": "PRIME-RL's trainer holds the model; leave it false",
         "supervision": (
-            "PRIME-RL's trainer has a supervised entry point of its own, `sft`; run that first, and"
-            " name its result as [model] model"
+            "PRIME-RL's trainer has a supervised entry point of its own, `sft`; leave it out here,"
+            " run that first, and name its result as [model] model"
         ),
         "updates": "PRIME-RL's trainer makes one update per batch; leave it at 1",
         "loss": (

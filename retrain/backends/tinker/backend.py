@@ -232,9 +232,8 @@ class TinkerBackend(TinkerFacts):
         counted = [row.num_counted for row in own]
         aggregation = "token_mean" if self._supervised else self._aggregation
         weights = row_weights(own, counted, aggregation, training.max_tokens, completions)
-        rate = learning_rate(training, step)
         adam = types.AdamParams(
-            learning_rate=rate,
+            learning_rate=learning_rate(training, step),
             beta1=config.optimizer.beta1,
             beta2=config.optimizer.beta2,
             eps=config.optimizer.eps,
