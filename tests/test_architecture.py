@@ -90,11 +90,11 @@ APART: dict[str, set[str]] = {
 NAMED_IN_A_CIRCLE: Counter[str] = Counter(
     {
         "backends": 24,
-        "config": 22,
+        "config": 25,
         "data": 5,
         "environments": 4,
         "inference_engine": 18,
-        "model": 8,
+        "model": 10,
         "plugins": 1,
         "records": 1,
         "rewards": 6,
