@@ -98,11 +98,13 @@ class _Counting(PromptSampler):
         self.right[index], self.judged[index] = right, judged
 
     def _in_turn(self, among: npt.NDArray[np.intp], count: int, uniforms: Uniforms) -> list[int]:
-        """Take `count` of the examples `among`, those that were taken least often first."""
+        """Take `count` of the examples `among`, or of all if they are none, those that were taken
+        least often first.
+        """
+        if not len(among):
+            among = np.arange(self.size)
         order = among[np.lexsort((uniforms[among], self.taken[among]))]
-        if len(order):
-            return np.resize(order, count).tolist()
-        return []
+        return np.resize(order, count).tolist()
 
     def state(self) -> dict[str, Any]:
         seen = np.flatnonzero(self.taken)
@@ -128,7 +130,7 @@ class DropSolved(_Counting):
             self.right, self.judged, out=np.full(self.size, -1.0), where=self.judged > 0
         )
         left = np.flatnonzero(rates < self.params["threshold"])
-        return self._in_turn(left if len(left) else np.arange(self.size), count, uniforms)
+        return self._in_turn(left, count, uniforms)
 
 
 class Pools(_Counting):
@@ -150,9 +152,7 @@ class Pools(_Counting):
         # Large fractions, or their rounding, can ask for more than a step has.
         chosen = chosen[:count]
         rest = np.setdiff1d(np.arange(self.size), chosen)
-        return chosen + self._in_turn(
-            rest if len(rest) else np.arange(self.size), count - len(chosen), uniforms
-        )
+        return chosen + self._in_turn(rest, count - len(chosen), uniforms)
 
 
 class Learnability(_Counting):
@@ -200,9 +200,7 @@ class PromptChoice:
         if self._sampler is None:
             return None
         size = len(self.prompts)
-        uniforms = noise.uniform(
-            seed, noise.Stream.PROMPT_CHOICE, step, 0, 0, np.arange(size)
-        ).astype(np.float64)
+        uniforms = _uniforms(seed, step, size)
         with user_code(f'[data] sampler "{self.name}" at step {step}', RunFailed):
             chosen = np.asarray(self._sampler.choose(step, count, uniforms))
         return checked_indices(self.name, chosen, count, size)
@@ -279,7 +277,7 @@ def _trial_problem(name: str, make: Any, examples: list[Example], count: int) ->
         return json.dumps(state_of(f'[data] sampler "{name}"', sampler.state), sort_keys=True)
 
     for step in range(3):
-        uniforms = _trial_uniforms(step, size)
+        uniforms = _uniforms(0, step, size)
         before = kept(tried)
         chosen = checked_indices(name, tried.choose(step, count, uniforms), count, size)
         if kept(tried) != before:
@@ -291,15 +289,15 @@ def _trial_problem(name: str, make: Any, examples: list[Example], count: int) ->
         again = make(examples)
         after = kept(tried)
         again.load(json.loads(after))
-        uniforms = _trial_uniforms(step + 1, size)
+        uniforms = _uniforms(0, step + 1, size)
         choices = [list(one.choose(step + 1, count, uniforms)) for one in (again, tried)]
         if choices[0] != choices[1] or kept(again) != after:
             return "`load` does not restore what `state` returned, so a resumed run would differ"
     return ""
 
 
-def _trial_uniforms(step: int, size: int) -> Uniforms:
-    return noise.uniform(0, noise.Stream.PROMPT_CHOICE, step, 0, 0, np.arange(size))
+def _uniforms(seed: int, step: int, size: int) -> Uniforms:
+    return noise.uniform(seed, noise.Stream.PROMPT_CHOICE, step, 0, 0, np.arange(size))
 
 
 def _trial_group(example: Example, index: int) -> Group:
@@ -327,4 +325,4 @@ def checked_indices(name: str, chosen: Any, count: int, size: int) -> list[int]:
         raise RunFailed(
             f'[data] sampler "{name}" chose the example {index}, there are {size}: 0 to {size - 1}.'
         )
-    return [int(index) for index in array]
+    return array.tolist()

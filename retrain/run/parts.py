@@ -498,7 +498,7 @@ def _read_prompts(
             loaded = load_problems(
                 stage.host.environment, config, "train" if split == "train" else "evaluation"
             )
-        return len(loaded), encode_prompts(config.training, text, loaded)
+        return len(loaded.examples), encode_prompts(config.training, text, loaded)
 
     key = None
     if stage is None and not config.model.trust_remote_code:
