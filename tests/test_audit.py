@@ -82,10 +82,7 @@ def test_a_reward_that_errs_shows(
 
 
 def test_a_reward_that_judges_nothing_ends_with_exit_code_1(
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reward = own_reward(tmp_path, monkeypatch, "raise ValueError('no such column')")
     file = tmp_path / "a.toml"

@@ -174,6 +174,7 @@ def test_an_algorithm_replaces_the_modes_of_the_base() -> None:
         ),  # what they share tells nothing apart
         ("lr = 1e-3\nlabel = 'mine'", "lr = 1e-4", ["mine", "grpo+none~lr=0.0001"]),
         ("", "advantage_mode = 'maxrl'\nlr = 3e-3", ["grpo+none", "maxrl+none~lr=0.003"]),
+        ("", "data.params = {n = -3, s = ['a b']}", ["grpo+none", "grpo+none~params=n=-3-s=a-b"]),
     ],
 )
 def test_conditions_that_differ_in_a_further_key_are_labelled_by_it(
@@ -392,6 +393,7 @@ def test_a_grid_is_stored_as_it_was_given_and_read_back() -> None:
     [
         ('"trainin.lr" = [1]', '"trainin.lr" = [1] names no key'),
         ('"training.lr" = []', '"training.lr" = [] gives no value'),
+        ('"evaluation.covariate" = ["auto"]', '"evaluation.covariate" left in 0.10; leave it out'),
         ('"training.seed" = [1, 2]', "names no key that a grid may vary"),
         ('advantage_mode = ["grpo"]', "names no key that a grid may vary"),
         ('"training.lr" = [1, 2, 1.0]', '"training.lr" the value 1.0 twice'),

@@ -399,10 +399,7 @@ PATHS = [
 
 @pytest.mark.parametrize(("name", "given"), PATHS)
 def test_every_path_argument_expands_home_and_variables(
-    name: str,
-    given: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, given: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SCRATCH", raising=False)
     line = [name]

@@ -8,6 +8,7 @@ from retrain.cli.main import main
 from tests.campaigns import write_run
 
 
+@pytest.mark.parametrize("command", [(), ("explain",)])
 @pytest.mark.parametrize(
     ("name", "what"),
     [
@@ -19,6 +20,7 @@ from tests.campaigns import write_run
 def test_resume_of_no_folder_says_what_stands_there(
     name: str,
     what: str,
+    command: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -26,5 +28,5 @@ def test_resume_of_no_folder_says_what_stands_there(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     (write_run(tmp_path / "run", 1) / "checkpoints" / "step_1").mkdir(parents=True)
-    assert main(["--resume", name]) == 2
+    assert main([*command, "--resume", name]) == 2
     assert what in capsys.readouterr().err

@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from retrain.data import lab
-from retrain.errors import ConfigurationError
 from retrain.model.text import LAB_MODELS
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -126,15 +125,6 @@ def test_the_problem_generator_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("difficulty", [0, lab.MAX_DIFFICULTY + 1])
-def test_a_difficulty_that_does_not_exist_is_refused_in_one_sentence(difficulty: int) -> None:
-    with pytest.raises(
-        ConfigurationError,
-        match=rf"\[data\] difficulty = {difficulty}: the lab has 1 to {lab.MAX_DIFFICULTY}",
-    ):
-        lab.examples("train", difficulty)
-
-
 # ---- the packaged model --------------------------------------------------------------------------
 
 
@@ -172,10 +162,9 @@ def test_the_model_folder_loads_as_a_neutral_qwen3(
         model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
     )
     generation = json.loads((LAB_MODELS[name] / "generation_config.json").read_text())
-    assert set(generation) == {
-        "eos_token_id",
-        "pad_token_id",
-    }, "a sampling setting would leak into other programs"
+    assert set(generation) == {"eos_token_id", "pad_token_id"}, (
+        "a sampling setting would leak into other programs"
+    )
 
 
 def test_the_model_folder_is_a_few_megabytes_and_names_no_machine(name: str) -> None:

@@ -62,8 +62,8 @@ def test_math_takes_its_five_subjects_and_says_the_true_count():
     )
     subjects = {example.info["type"] for example in (*train.examples, *held_out.examples)}
     assert subjects == set(MATH_SUBJECTS.values())
-    assert len(train) + len(held_out) == 14
-    assert f"{len(train)} of the copy's 20 problems" in train.notes[0]
+    assert len(train.examples) + len(held_out.examples) == 14
+    assert f"{len(train.examples)} of the copy's 20 problems" in train.notes[0]
 
 
 def test_a_copy_with_one_split_holds_out_a_part_that_is_never_trained_on_and_says_so():
@@ -105,7 +105,7 @@ def test_gsm8k_references_stand_behind_the_mark_without_thousands_separators():
         "2125",
         "114200",
     ]
-    assert len(train) == 14
+    assert len(train.examples) == 14
 
 
 @pytest.mark.parametrize(("source", "count"), [("math", 20), ("gsm8k", 6)])
@@ -251,6 +251,7 @@ def test_the_numbers_of_a_parquet_column_are_written_as_those_of_a_file(tmp_path
 
     for type_, answers in (
         (pyarrow.float64(), [137.0, None, float("nan"), 0.1]),
+        (pyarrow.float16(), [137.0, None, float("nan"), 0.1]),
         (pyarrow.float32(), [137.0, None, float("inf"), 0.1]),
         (pyarrow.decimal128(5, 2), [Decimal("137.00"), None, None, Decimal("0.10")]),
     ):
@@ -272,6 +273,12 @@ def test_an_answer_inside_a_column_is_named_with_a_dot(tmp_path):
     loaded = load_examples(nested)
     assert [example.reference for example in loaded.examples] == ["4"]
     assert loaded.dropped == {"without an answer": 1}
+    said = [{"role": "user", "content": "x"}]
+    table = {"prompt": json.dumps(said), "reward_model": json.dumps(row["reward_model"])}
+    write_jsonl(path, [table])  # as JSON text
+    assert (load_examples(nested).examples[0].prompt, loaded.examples[0].reference) == (said, "4")
+    with pytest.raises(ConfigurationError, match=r"answer_column = \"reward_model\.ground_truth"):
+        load_examples(config(source=str(path)))
     write_jsonl(path, [row | {"reward_model.ground_truth": "whole"}])
     assert load_examples(nested).examples[0].reference == "whole"
 
@@ -352,7 +359,7 @@ def test_a_path_stands_relative_to_the_configuration_file_too(tmp_path, monkeypa
     write_jsonl(tmp_path / "project" / "rows.jsonl", rows(2))
     (tmp_path / "project" / "retrain.toml").write_text('[data]\nsource = "rows.jsonl"\n')
     monkeypatch.chdir(tmp_path)
-    assert len(load_examples(load_config(tmp_path / "project" / "retrain.toml"))) == 2
+    assert len(load_examples(load_config(tmp_path / "project" / "retrain.toml")).examples) == 2
 
 
 @pytest.mark.parametrize(
@@ -390,7 +397,7 @@ def test_an_evaluation_source_replaces_the_held_out_split_and_is_used_whole(tmp_
     train = write_jsonl(tmp_path / "rows.jsonl", rows(3))
     other = write_jsonl(tmp_path / "other.jsonl", rows(4, 50))
     both = config(source="jsonl", path=str(train), evaluation={"source": str(other)})
-    assert len(load_examples(both)) == 3
+    assert len(load_examples(both).examples) == 3
     held_out = load_examples(both, "heldout")
     assert prompts_of(held_out) == [row["prompt"] for row in rows(4, 50)]
     assert held_out.data.source == str(other)
@@ -413,11 +420,6 @@ def test_the_labs_sides_share_no_problem():
         contamination_note(load_examples(lab).examples, load_examples(lab, "heldout").examples)
         is None
     )
-
-
-def test_a_difficulty_that_the_lab_does_not_have_is_refused():
-    with pytest.raises(ConfigurationError, match=r"\[data\] difficulty = 99"):
-        load_examples(config(source="lab", difficulty=99))
 
 
 # ---- max_examples

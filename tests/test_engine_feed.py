@@ -200,15 +200,7 @@ def opened(repeatable: bool, count: int = 12) -> tuple[Dialogues, dict[tuple[int
         SamplingPlan(count, 50, 1.0, seed=0, stream=0),
         Watcher(lambda: None, lambda _: None),
     )
-    feed = Dialogues(
-        sides,
-        dialogues,
-        0,
-        plan,
-        text=str,
-        repeatable=repeatable,
-        watcher=watcher,
-    )
+    feed = Dialogues(sides, dialogues, 0, plan, text=str, repeatable=repeatable, watcher=watcher)
     for dialogue in dialogues:
         dialogue.hear = lambda *_: None  # type: ignore[method-assign]
     return feed, sides
@@ -242,12 +234,9 @@ def test_other_engines_are_asked_as_soon_as_an_environment_has_answered() -> Non
         feed.hear(replied(0, sample))
     assert [request.first_sample for request in feed.more(idle=False)] == [2]
     assert feed.more(idle=False) == []
-    assert [sides[0, sample].waited_for for sample in range(4)] == [
-        1,
-        1,
-        2,
-        1,
-    ], "nobody waited for the slow ones"
+    assert [sides[0, sample].waited_for for sample in range(4)] == [1, 1, 2, 1], (
+        "nobody waited for the slow ones"
+    )
     threading.Timer(0.05, lambda: setattr(sides[0, 1], "ready", True)).start()
     assert [request.first_sample for request in feed.more(idle=True)] == [1], (
         "idle, it waits for the first of them"

@@ -106,7 +106,7 @@ def test_a_preset_reads_the_hubs_data_set(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("retrain.data.readers._load_split", split)
     for config in Plan.of(asked(["math500", "aime24"])).evaluations:
-        assert len(load_examples(config, "heldout")) == 1
+        assert len(load_examples(config, "heldout").examples) == 1
     assert read == [
         ("HuggingFaceH4/MATH-500", "", "test"),
         ("HuggingFaceH4/aime_2024", "", "train"),

@@ -121,6 +121,24 @@ def test_explain_repeats_the_warning_about_prompts_that_ask_for_no_box(
     assert "none of 1 prompt asks for one" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("command", ["explain", "audit", "eval"])
+def test_what_a_plugin_prints_stays_out_of_the_json(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "import retrain.data as d\nprint('!')\ndef load(split='train'):\n"
+    code += "    return [d.Example('1=', '1')] * 9\n"
+    (tmp_path / f"loud_{command}.py").write_text(code)
+    sections = {"data": {"source": f"loud_{command}.load"}}
+    (tmp_path / "a.toml").write_text(dump_toml(small(tmp_path / "run", **sections)))
+    assert main([command, "a.toml", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) and "!" in printed.err
+
+
 @pytest.mark.parametrize(("named", "sections"), WRONG[:3])
 def test_plugins_are_loaded_before_the_model_is_looked_for(
     tmp_path: Path, named: str, sections: dict[str, Any]
@@ -140,8 +158,7 @@ def test_the_code_of_a_run_is_recorded_and_not_run_by_explaining_its_folder(
     (tmp_path / "token_score.py").write_text(code)
     steps = {"max_steps": 1, "max_tokens": 4, "max_examples": 16}
     small_run(
-        small(tmp_path / "run", reward={"type": "token_score.score"}, training=steps),
-        quiet=True,
+        small(tmp_path / "run", reward={"type": "token_score.score"}, training=steps), quiet=True
     )
     recorded = json.loads((tmp_path / "run" / "environment.json").read_text())["code"]
     assert recorded["plugins"] == {"token_score.score": hashlib.sha256(code.encode()).hexdigest()}

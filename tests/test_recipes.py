@@ -93,6 +93,7 @@ def test_what_the_file_sets_otherwise_is_named_in_one_line(file: Path) -> None:
     assert departure_note(config) == "dapo without its clip_high (yours: 0.2)."
     assert departure_note(config) in preflight_lines(config)
     assert departure_note(with_mode("dapo")) == ""
+    assert any("called so is grpo_constant" in x for x in preflight_lines(with_mode("dr_grpo")))
     moved = replaced(with_mode("dapo"), {"schedule.points": {"loss.clip_high": [[0, 0.3]]}})
     assert departure_note(moved) == "dapo without its clip_high (yours: moved by [schedule])."
     assert not any("clip_high = " in line for line in preflight_lines(moved))

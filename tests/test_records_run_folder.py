@@ -141,13 +141,13 @@ def test_what_is_refused_does_not_empty_the_folder_that_it_would_overwrite(
     mistake: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    small_run(small(folder, training={"max_steps": 1}), quiet=True)
-    before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    backend = {"devices": "cpu", "adapter_path": str(tmp_path / "adapters")}
+    small_run(small(folder, training={"max_steps": 1}, backend=backend), quiet=True)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(RetrainError):
-        small_run(small(folder, **mistake), overwrite=True, quiet=True)
-    assert {
-        path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
-    } == before
+        wrong = mistake | {"backend": backend | mistake.get("backend", {})}
+        small_run(small(folder, **wrong), overwrite=True, quiet=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("killed", ["moving", "moved", "forgetting"])
@@ -204,10 +204,7 @@ def test_a_given_adapter_path_is_honoured_and_another_runs_checkpoints_are_safe(
     resumed = small(
         tmp_path / "one" / "run",
         **shared
-        | {
-            "training": {"max_steps": 3},
-            "resume": {"from": str(tmp_path / "one" / "run")},
-        },
+        | {"training": {"max_steps": 3}, "resume": {"from": str(tmp_path / "one" / "run")}},
     )
     assert small_run(resumed, quiet=True).summary.steps == 3
     small_run(small(tmp_path / "one" / "run", **shared), overwrite=True, quiet=True)

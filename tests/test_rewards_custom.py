@@ -64,6 +64,8 @@ def by_request(response, reference):
         os._exit(3)
     if response == "quit":
         raise SystemExit
+    if response == "interrupt":
+        raise KeyboardInterrupt
     if response == "crash":
         os.kill(os.getpid(), 11)
     return 1.0
@@ -200,6 +202,7 @@ def test_info_that_cannot_travel_is_named() -> None:
         pytest.param("sleep", "deadline_s", marks=pytest.mark.slow),
         ("exit", "exit code 3"),
         ("quit", "SystemExit"),
+        ("interrupt", "by_request raised KeyboardInterrupt"),
         ("crash", "signal 11"),
     ],
 )

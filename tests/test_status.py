@@ -104,9 +104,7 @@ def test_a_finished_run_shows_its_last_step_and_its_evaluation(run: Path) -> Non
     )
 
 
-def test_an_unfinished_run_without_a_process_has_stopped_and_says_how_to_go_on(
-    run: Path,
-) -> None:
+def test_an_unfinished_run_without_a_process_has_stopped_and_says_how_to_go_on(run: Path) -> None:
     (run / "summary.json").unlink()
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0] + '{"step": 1, "con')
@@ -226,6 +224,9 @@ def test_a_failed_run_says_why_and_a_resumed_one_no_longer(
         f"failed after 0 steps ({str(failure.value).rstrip('.')}); resume it with" in status.note
         and "it is broken" in status.note
     )
+    marker = (tmp_path / "run" / ".retrain.json").rename(tmp_path / "marker")
+    assert overview(tmp_path).runs[0].note.endswith("; put back its .retrain.json to resume it.")
+    marker.rename(tmp_path / "run" / ".retrain.json")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["reason"], summary["adapter"]) == (str(failure.value), "")
     broken.unlink()
@@ -246,10 +247,7 @@ def test_a_failed_run_says_why_and_a_resumed_one_no_longer(
 def test_whatever_ends_a_session_is_in_its_summary(
     error: Exception, state: State, words: str, tmp_path: Path
 ) -> None:
-    with (
-        pytest.raises(type(error)),
-        Session.open(small(tmp_path / "run"), overwrite=False),
-    ):
+    with pytest.raises(type(error)), Session.open(small(tmp_path / "run"), overwrite=False):
         raise error
     (status,) = overview(tmp_path).runs
     assert status.state is state and words in status.note

@@ -393,6 +393,8 @@ def _state(run: StoredRun, writer: Writer | None, idle: float, step_time: float 
 
 def _note(run: StoredRun, state: State, writer: Writer | None, idle: float) -> str:
     resume = f"resume it with `{run.folder.resume_command}`"
+    if not run.folder.marker.is_file():
+        resume = f"put back its {MARKER} to resume it"
     match state:
         case State.DEAD:
             steps = counted(run.steps, "step")

@@ -140,7 +140,7 @@ def audit_reward(config: TrainConfig, examples: int, log: Callable[[str], None])
     scores = judge_answers(config, [(end + case.response, case.example) for case in cases])
     verdicts = [Verdict(case, score) for case, score in zip(cases, scores, strict=True)]
     reward = judge_words(Plan.of(config).rewards, config.reward)
-    return Audit(reward, loaded.data.source, len(loaded), verdicts)
+    return Audit(reward, loaded.data.source, len(loaded.examples), verdicts)
 
 
 def _own_cases(examples: Iterable[Example]) -> Iterator[Case]:

@@ -1,5 +1,7 @@
 """`retrain audit CONFIG`: how often the configured reward errs, and how long it takes."""
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +57,8 @@ def command(
 
     if not trust:
         refuse_foreign_code(config, "its audit")
-    audit = audit_reward(config, examples, print_progress)
+    with redirect_stdout(sys.stderr):  # what plugins print is no part of the result
+        audit = audit_reward(config, examples, print_progress)
     if form == "json":
         print_json(audit.to_json())
     else:

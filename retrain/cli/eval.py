@@ -4,7 +4,7 @@ a configuration names.
 
 import json
 import sys
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -60,8 +60,8 @@ def command(
     from retrain.tracking.lines import lines_of
 
     folder = EvaluationFolder.new(output, target)
-    # Standard output is for the result.
-    with closing(Console(out=sys.stderr)) as console:
+    # Standard output is for the result, also where a plugin prints.
+    with redirect_stdout(sys.stderr), closing(Console()) as console:
         result = evaluate_run(
             target,
             checkpoint=checkpoint,

@@ -1,5 +1,7 @@
 """`retrain explain [FILE]`: what a configuration would do, and its memory, time and cost."""
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +54,7 @@ def command(
     overrides = flags_after(context, "explain takes one file", 1)
     # NaN is not below the limit either.
     for name, value in (("price-per-hour", price_per_hour), ("memory-gib", memory_gib)):
-        if value is not None and not value < _MAX:
+        if not (value or 0) < _MAX:
             raise ConfigurationError(
                 f"--{name} {value:g} is out of range; give a number from 0 to {_MAX:,}."
             )
@@ -61,21 +63,24 @@ def command(
             "--pilot and --probe both give the step time; leave one of them out."
         )
     load_dotenv()
-    config = load_named(overrides)
+    from retrain.cli.run import continued
+
+    config = (continued(overrides.rest, overrides) or [load_named(overrides)])[0]
     from retrain.explain import explain
     from retrain.explain.text import to_text
     from retrain.records.run_folder import refuse_foreign_code
 
     if not trust:
         refuse_foreign_code(config, "explaining it")
-    seen = explain(
-        config,
-        pilot=pilot,
-        probe=probe,
-        price_per_hour=price_per_hour,
-        memory_gib=memory_gib,
-        say=print_progress,
-    )
+    with redirect_stdout(sys.stderr):  # what plugins print is no part of the result
+        seen = explain(
+            config,
+            pilot=pilot,
+            probe=probe,
+            price_per_hour=price_per_hour,
+            memory_gib=memory_gib,
+            say=print_progress,
+        )
     if form == "json":
         print_json(seen.to_json())
     else:

@@ -108,8 +108,11 @@ def _print(result: Json, whole: bool, check: bool) -> None:
     elif not result["needs_migration"]:
         print(f"{name} needs no migration.")
     elif check:
-        how = "`retrain migrate-config` with --write or --output does it"
-        how = how if result["difference"] else "change what is named above"
+        how = (
+            "`retrain migrate-config` with --write or --output does it"
+            if result["difference"]
+            else "change what is named above"
+        )
         print(f"{name} needs migration; {how}.")
     else:
         print(result["difference"], end="")

@@ -42,7 +42,10 @@ def run_file(arguments: Sequence[str]) -> int:
     try:
         _refuse_run_as_file(parsed)
         # A typo is answered before seconds of imports.
-        config, note = _continued(parsed) or (load_config(parsed.path, parsed.overrides), "")
+        config, note = continued(parsed.path, parsed.overrides) or (
+            load_config(parsed.path, parsed.overrides),
+            "",
+        )
         _refuse_two_intents(parsed, config)
     except RetrainError:
         # A variable of .env may be the mistake.
@@ -92,20 +95,18 @@ def run_file(arguments: Sequence[str]) -> int:
 
 def _refuse_run_as_file(parsed: RunArguments) -> None:
     """Raise ConfigurationError for `retrain RUN_DIR`."""
-    if parsed.path is None or not parsed.path.is_dir():
-        return
     from retrain.records.run_folder import RunFolder, kind_of
 
-    if kind_of(parsed.path) == "run":
+    if parsed.path and kind_of(parsed.path) == "run":
         raise ConfigurationError(
             f"{parsed.path} is a run's folder, and no configuration file is given; continue it with"
             f" `{RunFolder(parsed.path).resume_command}`."
         )
 
 
-def _continued(parsed: RunArguments) -> "tuple[TrainConfig, str] | None":
+def continued(path: object, overrides: "Overrides") -> "tuple[TrainConfig, str] | None":
     """Return what `retrain --resume RUN_DIR` continues with, and a line that names its file; None
-    for any other command line.
+    for any other command line, such as one that names a file, `path`.
 
     That is the run's own config.toml. A ./retrain.toml that describes the same run goes before it,
     since what a resume may change is newer there.
@@ -116,10 +117,10 @@ def _continued(parsed: RunArguments) -> "tuple[TrainConfig, str] | None":
 
     named = [
         RunFolder(Path(given_path(str(given.value), given.origin)))
-        for given in parsed.overrides.given
+        for given in overrides.given
         if given.path == "resume.from"
     ]
-    if parsed.path is not None or not named:
+    if path or not named:
         return None
     folder, beside = named[0], Path(DEFAULT_FILE)
     kind = kind_of(folder.path)
@@ -127,19 +128,18 @@ def _continued(parsed: RunArguments) -> "tuple[TrainConfig, str] | None":
         if not beside.exists():
             _refuse_unreadable(folder, kind)
         return None
-    own = load_config(folder.config, parsed.overrides)
+    own = load_config(folder.config, overrides)
     if not beside.exists():
         return own, f"Read {folder.config}."
     try:
-        newer = load_config(beside, parsed.overrides)
+        newer = load_config(beside, overrides)
     except ConfigurationError as error:
         return own, f"Read {folder.config}, and not {beside}: {error.problems[0]}"
     fixed, changed = _differences(own, newer)
     if fixed:
         return own, f"Read {folder.config}, and not {beside}, which describes another run: {fixed}."
-    return newer, f"Read {beside}, which describes this run" + (
-        f", with changes: {changed}." if changed else "."
-    )
+    changes = changed and f", with changes: {changed}"
+    return newer, f"Read {beside}, which describes this run{changes}."
 
 
 def _refuse_unreadable(folder: "RunFolder", kind: str) -> None:
@@ -240,12 +240,12 @@ def parse_arguments(arguments: Sequence[str]) -> RunArguments:
 
     overrides = parse_overrides(arguments, _SWITCHES)
     switches = [argument for argument in overrides.rest if argument.startswith("--")]
-    files = [argument for argument in overrides.rest if not argument.startswith("--")]
+    files = [argument for argument in overrides.rest if argument not in switches]
     for switch in switches:
         if switch not in _SWITCHES:
             name, _, value = switch.partition("=")
             raise ConfigurationError(f"{name} takes no value; leave {value!r} out.")
-    if {"--quiet", "--verbose"} <= set(switches):
+    if {"--quiet", "--verbose"}.issubset(switches):
         raise ConfigurationError("--quiet and --verbose contradict each other; give one of them.")
     if len(files) > 1:
         raise ConfigurationError(

@@ -58,7 +58,7 @@ class Data(Section):
     chat_template_args: Table = key(
         {}, "Arguments of the tokenizer's chat template, such as enable_thinking = false."
     )
-    difficulty: int = key(1, "Difficulty of the lab's arithmetic.", ge=1)
+    difficulty: int = key(1, "Difficulty of the lab's arithmetic.", ge=1, le=6)
     params: Table = key({}, "Parameters of a data plugin.")
     sampler: Annotated[str, OpenName("sampler")] = key(
         "shuffle",

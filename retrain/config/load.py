@@ -94,10 +94,9 @@ def config_from_mapping(
 
     `provenance` says where they came from, for errors and plugins.
     """
-    given = _flags_only(overrides)
     if provenance:
         return _validate(dict(data), provenance)
-    return _build(dict(data), list(given), None)
+    return _build(dict(data), [*_flags_only(overrides)], None)
 
 
 def config_from_toml(text: str, path: Path | None = None) -> TrainConfig:
@@ -356,7 +355,7 @@ def _all_problems(error: ValidationError, data: Json, place: Place) -> tuple[lis
         try:
             TrainConfig.model_validate(_without(data, wrong))
         except ValidationError as second:
-            violations = [*violations, *violations_of(details_of(second))]
+            violations += violations_of(details_of(second))
     # A rule is not judged where one of its keys, or a whole section of them, is wrong by itself.
     for violation in violations:
         if wrong.isdisjoint({*violation.keys, *(key.partition(".")[0] for key in violation.keys)}):

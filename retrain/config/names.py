@@ -215,10 +215,9 @@ def condition_label(advantage_mode: str, transform_mode: str, algorithm_mode: st
     """Name a condition: `{advantage}+{transform}`, or the algorithm. Of a dotted path only the last
     part is used.
     """
-    modes = [advantage_mode, transform_mode]
     if algorithm_mode:
-        modes = [algorithm_mode]
-    return "+".join(map(_last_part, modes))
+        return _last_part(algorithm_mode)
+    return f"{_last_part(advantage_mode)}+{_last_part(transform_mode)}"
 
 
 def folder_name(label: str) -> str:

@@ -36,6 +36,7 @@ from retrain.config.names import (
     part_class,
 )
 from retrain.config.recipes import above_recipe, recipe
+from retrain.config.removed import farewell
 from retrain.config.run_sections import (
     Backpressure,
     Evaluation,
@@ -114,12 +115,10 @@ class TrainConfig(AllSections):
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> "TrainConfig":
-        judged = info.context is None or info.context["rules"]
-        violations = []
-        if judged:
+        if info.context is None or info.context["rules"]:
             violations = self.broken_rules()
-        if violations:
-            raise RuleViolations(violations)
+            if violations:
+                raise RuleViolations(violations)
         return self
 
     def broken_rules(self) -> list[Violation]:
@@ -127,7 +126,10 @@ class TrainConfig(AllSections):
 
     def _wrong_grid(self) -> Violations:
         for path, values in self.campaign.grid.items() if self.campaign else ():
-            if not is_settable(path) or not values:
+            gone = farewell(path, f'[campaign.grid] "{path}"')
+            if gone:
+                yield Violation(("campaign.grid",), gone)
+            elif not (is_settable(path) and values):
                 why = "gives no value" if is_settable(path) else "names no key that a grid may vary"
                 yield Violation(
                     ("campaign.grid",),

@@ -16,7 +16,6 @@ from typing import Literal
 
 import numpy as np
 
-from retrain.errors import ConfigurationError
 from retrain.noise import uniform
 from retrain.types import Example
 
@@ -156,12 +155,7 @@ _PATTERNS = {"sum3": "++", "chain4": "±±±", "product": "*±", "expression": "
 
 
 def families(difficulty: int) -> tuple[str, ...]:
-    """Return the families of a difficulty. Raises ConfigurationError outside 1..MAX_DIFFICULTY."""
-    if not 1 <= difficulty <= MAX_DIFFICULTY:
-        raise ConfigurationError(
-            f"[data] difficulty = {difficulty}: the lab has 1 to {MAX_DIFFICULTY}, which are "
-            f"{', '.join(FAMILIES)}, a mixture of them, and {LAB2_FAMILY}; choose one of these."
-        )
+    """Return the families of a difficulty."""
     if difficulty == MIXED:
         return FAMILIES
     if difficulty == MAX_DIFFICULTY:
@@ -211,7 +205,5 @@ def _examples(split: Split, difficulty: int) -> tuple[Example, ...]:
 def examples(split: Split = "train", difficulty: int = 1) -> list[Example]:
     """Return 4,096 examples for training or 512 held out, the same in every process and for every
     seed.
-
-    Raises ConfigurationError for a difficulty outside 1..MAX_DIFFICULTY.
     """
     return list(_examples(split, difficulty))

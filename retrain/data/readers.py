@@ -7,6 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from retrain.config.names import DATA_FILE_SUFFIXES
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
@@ -127,7 +129,7 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
     try:
         table = parquet.ParquetFile(file)
         rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())
-        for index, row in enumerate(rows):
+        for index, row in enumerate(_as_stored(rows, table.schema_arrow)):
             yield RawRow(f"{file.name} row {index}", f"{file.stem}-{index}", row)
     except (ArrowException, OSError) as error:
         reason = first_line(error).rstrip(".")
@@ -135,6 +137,16 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
             f"{file} is not a readable parquet file: {reason}; write it again, or give the rows as"
             " .jsonl."
         ) from error
+
+
+_NARROW = {"halffloat": np.float16, "float": np.float32}
+
+
+def _as_stored(rows: Iterable[dict[str, Any]], schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield rows with the digits of their type: 0.1 of a float16, and not 0.0999755859375."""
+    narrow = [(one.name, _NARROW[str(one.type)]) for one in schema if str(one.type) in _NARROW]
+    for row in rows:
+        yield row | {name: row[name] and float(str(kind(row[name]))) for name, kind in narrow}
 
 
 # ---- the hub -------------------------------------------------------------------------------------
@@ -200,7 +212,8 @@ def _load_split(data: HubData, split: str) -> Any:
             " to a local copy."
         ) from error
     try:
-        return datasets.load_dataset(data.name, data.config or None, split=split)
+        rows = datasets.load_dataset(data.name, data.config or None, split=split)
+        return _as_stored(rows, rows.features.arrow_schema)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = first_line(error)
         if "split" in reason.lower() and isinstance(error, ValueError):

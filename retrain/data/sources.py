@@ -15,6 +15,7 @@ from collections.abc import (
     Sequence,
     Sized,
 )
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
@@ -29,6 +30,7 @@ from retrain.config.names import DATA_FILE_SUFFIXES, builtin_names, registered_s
 from retrain.data import lab
 from retrain.data.readers import HubData, NoSplit, RawRow, Split, find_files, read_files, read_hub
 from retrain.errors import ConfigurationError
+from retrain.system import parse_json
 from retrain.types import ChatMessage, Example
 
 if TYPE_CHECKING:
@@ -88,9 +90,6 @@ class ReadResult:
             dropped_words(count, reason, self.first[reason])
             for reason, count in self.dropped.items()
         )
-
-    def __len__(self) -> int:
-        return len(self.examples)
 
 
 class NoHeldOutSplit(ConfigurationError):
@@ -303,14 +302,20 @@ def _solved_row(row: dict[str, Any], example_id: str) -> Example | Reason:
     return Reason.MALFORMED
 
 
-_OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+_GPQA = (
+    "Question",
+    "Correct Answer",
+    "Incorrect Answer 1",
+    "Incorrect Answer 2",
+    "Incorrect Answer 3",
+)
 
 
 def _gpqa_row(row: dict[str, Any], example_id: str) -> Example | Reason:
     """Four options in the order of the hashes of their texts with the question's, so that every
     copy of the set asks alike; the reference is the letter.
     """
-    texts = [row.get(name) for name in ("Question", *_OPTIONS)]
+    texts = [row.get(name) for name in _GPQA]
     if not all(isinstance(text, str) and text.strip() for text in texts):
         return Reason.MALFORMED
     question, *options = (str(text).strip() for text in texts)
@@ -318,7 +323,7 @@ def _gpqa_row(row: dict[str, Any], example_id: str) -> Example | Reason:
     order = sorted(range(4), key=hashes.__getitem__)
     shown = [f"{letter}) {options[index]}" for letter, index in zip("ABCD", order, strict=True)]
     asked = "\n".join([question, "", *shown, "", "Answer with the letter of the right option."])
-    info = {name: value for name, value in row.items() if name not in ("Question", *_OPTIONS)}
+    info = {name: value for name, value in row.items() if name not in _GPQA}
     return Example(asked, "ABCD"[order.index(0)], "default", info, example_id)
 
 
@@ -335,18 +340,19 @@ def _benchmark_copy(query: Query, read_row: RowReader) -> tuple[ReadResult, int]
     result = _read(query, rows, read_row)
     if heldout:
         return result, len(rows)
-    hashes = [hashlib.sha256(str(example.prompt).encode()).digest() for example in result.examples]
-    is_heldout = [int.from_bytes(digest[:4], "big") % HELDOUT_SHARE == 0 for digest in hashes]
     wanted = query.split == "heldout"
-    result.examples = [
-        example for example, held in zip(result.examples, is_heldout, strict=True) if held == wanted
-    ]
+    result.examples = [one for one in result.examples if _is_heldout(one) == wanted]
     result.notes.append(
         f"{query.data.source}: {', '.join(file.name for file in train)} is one split only, so one"
         f" problem in {HELDOUT_SHARE}, chosen by the hash of its text, is held out and never"
         " trained on"
     )
     return result, len(rows)
+
+
+def _is_heldout(example: Example) -> bool:
+    digest = hashlib.sha256(str(example.prompt).encode()).digest()
+    return int.from_bytes(digest[:4], "big") % HELDOUT_SHARE == 0
 
 
 # ---- files and hub data sets with columns of their own -------------------------------------------
@@ -367,7 +373,7 @@ def _column_reader(query: Query) -> RowReader:
 
     def read(row: dict[str, Any], example_id: str) -> Example | Reason | None:
         try:
-            prompt = _prompt(_column(row, data.prompt_column))
+            prompt = _prompt(_from_json(_column(row, data.prompt_column), '[{"role"'))
             reference = _reference(_column(row, data.answer_column))
         except KeyError:
             return Reason.MALFORMED
@@ -432,12 +438,18 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
     outer, _, inner = name.partition(".")
     if name in row or not inner:
         return row[name]
-    fields = row[outer]
+    fields = _from_json(row[outer], "{")
     return _column(fields, inner) if isinstance(fields, dict) else None
 
 
-_FLOAT32_DIGITS = 15
-"""A number that float32 holds and that needs more digits than this was stored as a float32."""
+def _from_json(value: object, start: str) -> Any:
+    """Return what a column holds as JSON text that begins with `start`, as data frames and CSV make
+    of tables; any other value as it is.
+    """
+    if isinstance(value, str) and value.startswith(start):
+        with suppress(ValueError):
+            return parse_json(value)
+    return value
 
 
 def _reference(answer: object) -> str | Reason:
@@ -447,11 +459,6 @@ def _reference(answer: object) -> str | Reason:
     if isinstance(answer, int | float | Decimal | np.integer | np.floating) and not isinstance(
         answer, bool
     ):
-        digits = Decimal(repr(answer)).as_tuple().digits if isinstance(answer, float) else ()
-        if len(digits) > _FLOAT32_DIGITS and not float(answer).is_integer():
-            with np.errstate(over="ignore"):
-                single = np.float32(answer)
-            answer = single if float(single) == answer else answer
         number = Decimal(str(answer))
         if not number.is_finite():
             return Reason.NO_ANSWER
@@ -494,7 +501,8 @@ def _read(query: Query, rows: Iterable[RawRow], read_row: RowReader) -> ReadResu
     result = ReadResult(query.data)
     columns: dict[str, None] = {}
     for row in rows:
-        for name, value in (row.columns or {}).items():
+        for name, text in (row.columns or {}).items():
+            value = _from_json(text, "{")
             fields = [f"{name}.{each}" for each in value] if isinstance(value, dict) else [name]
             columns |= dict.fromkeys(fields)
         example = Reason.NOT_JSON if row.columns is None else read_row(row.columns, row.example_id)

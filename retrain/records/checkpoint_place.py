@@ -19,8 +19,10 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
 
 def take(target: Path, folder: RunFolder) -> None:
     """Empty and sign a folder of checkpoints outside of the run's own, and leave a pointer to it in
-    the run's folder. `checkpoint_folder` has looked whose it is.
+    the run's folder, unless that is done. `checkpoint_folder` has looked whose it is.
     """
+    if target == folder.checkpoints or folder.checkpoint_pointer.is_file():
+        return
     run_id = secrets.token_hex(8)
     if target.exists():
         CheckpointStore(target).empty()

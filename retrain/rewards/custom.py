@@ -52,8 +52,8 @@ class UserReward:
                     value = self.runner.get_loop().run_until_complete(value)
                 if isinstance(value, np.ndarray | tuple):
                     value = list(value)
-        except RetrainError as error:
-            return _no_reward(str(error))
+        except (RetrainError, KeyboardInterrupt) as error:
+            return _no_reward(str(error) or f"{self.name} raised KeyboardInterrupt")
         if self.whole_group:
             return self._of_group(value, len(given))
         return self._of_one(value)

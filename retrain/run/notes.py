@@ -85,6 +85,8 @@ def notes(config: TrainConfig) -> list[str]:
         _full_note(config),
         _spent_rate_note(config.training),
         departure_note(config),
+        "dr_grpo is the paper's recipe; what 0.9 called so is grpo_constant today."
+        * (config.algorithm.algorithm_mode == "dr_grpo"),
         maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps)
         if chosen
         else "",
@@ -373,8 +375,11 @@ def _truncation_note(config: TrainConfig) -> str:
     """Name the consequences of a truncated policy."""
     if not config.training.truncated:
         return ""
-    cuts = [key for key in ("top_k", "top_p", "min_p") if config.is_set(f"training.{key}")]
-    values = ", ".join(f"{key} = {config.value(f'training.{key}'):g}" for key in cuts)
+    values = ", ".join(
+        f"{key} = {config.value(f'training.{key}'):g}"
+        for key in ("top_k", "top_p", "min_p")
+        if config.is_set(f"training.{key}")
+    )
     kl = ""
     if config.may_be_positive("loss.kl_coef"):
         kl = "; the KL term is against the base's whole distribution"

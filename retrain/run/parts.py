@@ -642,7 +642,7 @@ def _read_prompts(
             )
         if task:
             loaded.examples = [as_task(example, task) for example in loaded.examples]
-        return len(loaded), encode_prompts(config.training, text, loaded)
+        return len(loaded.examples), encode_prompts(config.training, text, loaded)
 
     key = None
     if stage is None and not config.model.trust_remote_code:

@@ -23,6 +23,7 @@ from retrain.errors import (
     RunFailed,
 )
 from retrain.model.text import model_fingerprint
+from retrain.records.checkpoint_place import take
 from retrain.records.disk import replace_file
 from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation, read_evaluations
@@ -243,6 +244,7 @@ class Session:
         self.tracker.message(line)
         self._describe(result)
         self.folder.forget()  # what is replaced was kept until nothing refuses the run
+        take(self.saver.store.folder, self.folder)
         self.saver.rehearse()
 
     def _describe(self, gate: GateResult | None) -> None:

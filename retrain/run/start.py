@@ -131,7 +131,8 @@ def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite:
     config = with_drawn_seed(config)
     checkpoints = checkpoint_folder(config.backend, folder, overwrite)
     folder.set_aside()
-    if checkpoints != folder.checkpoints:
+    store = CheckpointStore(checkpoints, config.training.keep_checkpoints)
+    if not store.steps():  # those of a run that is replaced are kept as long as its files are
         take(checkpoints, folder)
     notes = []
     if resuming:
@@ -139,7 +140,6 @@ def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite:
     outer = folder.claim().outer_run()
     if outer:
         notes.append(f"{folder.path} lies inside the folder of the run {outer.path}.")
-    store = CheckpointStore(checkpoints, config.training.keep_checkpoints)
     return RunStart(config, folder, store, _first_state(config), None, tuple(notes))
 
 
@@ -315,8 +315,14 @@ def _named(config: TrainConfig) -> list[Any]:
         task: {name: own[name] for name in ("path", "max_examples") if name in own}
         for task, own in evaluation.tasks.items()
     }
-    source = (data.source, data.path, data.difficulty)
-    return [*source, evaluation.source, evaluation.max_examples, tasks]
+    return [
+        data.source,
+        data.path,
+        data.difficulty,
+        evaluation.source,
+        evaluation.max_examples,
+        tasks,
+    ]
 
 
 def part_of_session(environment: Json, *, goes_on: bool) -> Json:
