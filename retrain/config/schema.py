@@ -181,6 +181,14 @@ class TrainConfig(AllSections):
         return {path: row for path, row in implied.items() if not self.is_set(path)}
 
     @property
+    def reads_base(self) -> bool:
+        """True if a KL term or a teacher may read the base; a loss of one's own may."""
+        loss = self.loss
+        own = loss.mode not in builtin_names("loss")
+        own |= loss.correction not in builtin_names("correction")
+        return own or self.may_be_positive("loss.kl_coef") or self.algorithm.reference == "base"
+
+    @property
     def source_path(self) -> Path | None:
         """The file it was loaded from; None when built in Python."""
         return self._provenance.path
