@@ -30,6 +30,7 @@ from retrain.config.learning_sections import (
 from retrain.config.names import (
     ALIASES,
     bracketed,
+    builtin_names,
     fixed_aggregation,
     is_recipe,
     moved_aliases,

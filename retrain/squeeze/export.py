@@ -226,7 +226,7 @@ def _merged(config: TrainConfig, base: str, adapter: Path) -> Any:
 
 
 def _beside(run: Path, what: str) -> Path:
-    """Name a folder beside a run. One that is given as `.` has its name only once it is resolved."""
+    """Name a folder beside a run. A run given as `.` has its name only once it is resolved."""
     place = run.resolve()
     return place.parent / f"{place.name}-{what.split()[0].lower()}"
 
