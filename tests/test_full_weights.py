@@ -268,7 +268,9 @@ def test_a_finished_run_of_a_campaign_keeps_its_weights_alone(
 ) -> None:
     from retrain.config import dump_toml
 
-    sections = {**RUN, "campaign": {"seeds": [1], "max_steps": 2}}
+    conditions = [{"advantage_mode": "grpo", "transform_mode": "none"}]
+    campaign = {"seeds": [1], "max_steps": 2, "conditions": conditions}
+    sections = {**RUN, "campaign": campaign}
     file = tmp_path / "campaign.toml"
     file.write_text(dump_toml(small(tmp_path / "c", **sections)), "utf-8")
     assert main([str(file), "--quiet"]) == 0

@@ -128,11 +128,18 @@ def test_nothing_as_wide_as_the_vocabulary_is_kept_for_backward() -> None:
     assert kept and all(101 not in shape for shape in kept)
 
 
-def test_the_frozen_head_gets_no_gradient() -> None:
-    weight = torch.randn(11, 4, requires_grad=True)
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_head_gets_a_gradient_where_it_is_trained(trained: bool) -> None:
+    weight = torch.randn(11, 4, requires_grad=trained)
     hidden = torch.randn(3, 4, requires_grad=True)
-    score_tokens(Head(weight), hidden, torch.tensor([1, 2, 3]), 1.0).logprobs.sum().backward()
-    assert weight.grad is None and hidden.grad is not None
+    targets = torch.tensor([1, 2, 3])
+    score_tokens(Head(weight), hidden, targets, 1.0, chunk_bytes=88).logprobs.sum().backward()
+    assert hidden.grad is not None and (weight.grad is not None) == trained
+    if weight.grad is not None:
+        own = weight.detach().double().requires_grad_()
+        logprobs = torch.log_softmax(hidden.detach().double() @ own.T, -1)
+        logprobs.gather(1, targets[:, None]).sum().backward()
+        torch.testing.assert_close(weight.grad.double(), own.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_entropy_of_a_certain_token_is_zero_and_its_gradient_finite() -> None:

@@ -30,6 +30,7 @@ from retrain.config.learning_sections import (
 from retrain.config.names import (
     ALIASES,
     bracketed,
+    builtin_names,
     fixed_aggregation,
     is_recipe,
     moved_aliases,
@@ -184,6 +185,14 @@ class TrainConfig(AllSections):
             implied["training.lr"] = (_FULL_LR, "model.train")
             implied["training.keep_checkpoints"] = (_FULL_CHECKPOINTS, "model.train")
         return {path: row for path, row in implied.items() if not self.is_set(path)}
+
+    @property
+    def reads_base(self) -> bool:
+        """True if a KL term or a teacher may read the base; a loss of one's own may."""
+        loss = self.loss
+        own = loss.mode not in builtin_names("loss")
+        own |= loss.correction not in builtin_names("correction")
+        return own or self.may_be_positive("loss.kl_coef") or self.algorithm.reference == "base"
 
     @property
     def source_path(self) -> Path | None:

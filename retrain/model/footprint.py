@@ -19,7 +19,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.adapter import lora_config
 from retrain.model.attention import FusedAttention, missing, plugged_in
 from retrain.model.devices import attention_of
-from retrain.model.full import full_bytes, reads_base
+from retrain.model.full import full_bytes
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head
 from retrain.model.load import BaseModel, decoder_of, held_bytes
@@ -126,7 +126,7 @@ def _full_bytes(base: BaseModel, config: "TrainConfig", device_type: str) -> int
     if config.model.train != "full":
         return 0
     count = sum(weight.numel() for weight in base.model.parameters() if weight.requires_grad)
-    return sum(full_bytes(count, device_type, keeps_base=reads_base(config)).values())
+    return sum(full_bytes(count, device_type, keeps_base=config.reads_base).values())
 
 
 def _four_bits_save(base: BaseModel) -> int:

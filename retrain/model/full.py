@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from retrain.config.names import builtin_names
 from retrain.model.adapter import Adapter, symmetric_uniforms, towers
-from retrain.model.load import BaseModel, layers
 from retrain.model.text import base_name
 from retrain.model.weights import Change, TrainedWeights, difference
 from retrain.noise import Stream
@@ -26,25 +24,17 @@ from retrain.types import WHOLE_MODEL
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
     from retrain.config.schema import Model
+    from retrain.model.load import BaseModel
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
 
 
-def trained_weights(base: BaseModel, config: "TrainConfig") -> TrainedWeights:
+def trained_weights(base: "BaseModel", config: "TrainConfig") -> TrainedWeights:
     """Make the weights that `[model] train` names trainable in `base`."""
     if config.model.train == "full":
-        return AllWeights(base, config.model, keeps_base=reads_base(config))
+        return AllWeights(base, config.model, keeps_base=config.reads_base)
     return Adapter(base, config.model, config.lora, config.training.seed)
-
-
-def reads_base(config: "TrainConfig") -> bool:
-    """Return True if a KL term or a teacher may read the base; a loss of one's own may."""
-    loss = config.loss
-    own = loss.mode not in builtin_names("loss") or loss.correction not in builtin_names(
-        "correction"
-    )
-    return own or config.may_be_positive("loss.kl_coef") or config.algorithm.reference == "base"
 
 
 def full_bytes(weights: int, device_type: str, *, keeps_base: bool) -> dict[str, int]:
@@ -64,7 +54,7 @@ class AllWeights(TrainedWeights):
 
     frozen_layers = False
 
-    def __init__(self, base: BaseModel, model: "Model", *, keeps_base: bool) -> None:
+    def __init__(self, base: "BaseModel", model: "Model", *, keeps_base: bool) -> None:
         """`keeps_base` holds a copy of the weights as they are now, for `disabled`."""
         self.model, self._decoder = base.model, base.decoder
         self.name = base_name(model.model)
@@ -125,8 +115,11 @@ class AllWeights(TrainedWeights):
         Uniform values between -w and w with w = sqrt(3 / I) have the standard deviation 1 / sqrt(I)
         for I inputs, so the change of the output is as large as the input.
         """
-        changes = []
-        for number, layer in enumerate(layers(self._decoder) or [self._decoder]):
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        kind, changes = GradientCheckpointingLayer, []
+        layers = [module for module in self._decoder.modules() if isinstance(module, kind)]
+        for number, layer in enumerate(layers or [self._decoder]):
             matrices = [found for found in layer.named_parameters() if found[1].ndim == 2]
             path, matrix = matrices[number % len(matrices)]
             unit = symmetric_uniforms(seed, Stream.PARITY, 1, number, matrix)

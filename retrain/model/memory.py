@@ -22,7 +22,6 @@ from retrain.model.budget import (
 )
 from retrain.model.devices import choose_device, choose_dtype
 from retrain.model.footprint import Footprint, PredictionError, footprint, weightless_model
-from retrain.model.full import reads_base
 from retrain.model.head import chunk_bytes_on
 from retrain.model.machine import Budget, Machine, plan
 from retrain.model.packed import computes_bf16
@@ -370,7 +369,7 @@ def _size_without_weights(
         config.model.model_dump_json(),
         config.lora.model_dump_json(),
         config.inference.attention_kernel,
-        reads_base(config),
+        config.reads_base,
         device.type,
         dtype,
         shards.size,

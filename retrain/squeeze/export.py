@@ -76,11 +76,8 @@ def export_run(
         config = load_stored(folder.config, to_read=True)
     full = config.model.train == "full"
     what = "Merged model" if merged else "Adapter"
-    if full:
-        what = "Model"
-    # A run named as `.` has its name only once it is resolved.
-    place = run.resolve()
-    output = output or place.parent / f"{place.name}-{what.split()[0].lower()}"
+    what = "Model" if full else what
+    output = output or _beside(run, what)
     _check_places(folder, output)
     if not trust:
         _refuse_code(config, folder.config)
@@ -100,11 +97,7 @@ def export_run(
         log(note)
     model = config.model
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
-    whole = None
-    if full:
-        whole = _trained(config, base, found.folder)
-    elif merged:
-        whole = _merged(config, base, found.folder)
+    whole = _whole(config, base, found.folder, merged)
     again = Redactor().config(replaced(config, _own_settings(config)))
     scores = _held_out(folder, config, found.step)
     with _writing(output), replacing_folder(output.resolve()) as aside, no_progress_bar():
@@ -115,10 +108,7 @@ def export_run(
             _write_adapter(found.folder, aside, base)
         # as text too: a masked value that the schema refuses stays in the configuration
         _write(aside / SETTINGS_FILE, Redactor().text(dump_toml(again)))
-        kind = "merged model" if merged else "LoRA adapter"
-        if full:
-            kind = "model, all weights trained"
-        card = _card(again, "" if is_local else base, found, scores, kind)
+        card = _card(again, "" if is_local else base, found, scores, what)
         _write(aside / CARD_FILE, Redactor().text(card))
         sync_files(aside)
     return Export(output, base, is_local, what)
@@ -235,6 +225,19 @@ def _merged(config: TrainConfig, base: str, adapter: Path) -> Any:
     return wrapped.merge_and_unload(safe_merge=True)
 
 
+def _beside(run: Path, what: str) -> Path:
+    """Name a folder beside a run. A run given as `.` has its name only once it is resolved."""
+    place = run.resolve()
+    return place.parent / f"{place.name}-{what.split()[0].lower()}"
+
+
+def _whole(config: TrainConfig, base: str, folder: Path, merged: bool) -> Any:
+    """Return the transformers model of a checkpoint; None where its adapter is exported."""
+    if config.model.train == "full":
+        return _trained(config, base, folder)
+    return _merged(config, base, folder) if merged else None
+
+
 def _trained(config: TrainConfig, base: str, folder: Path) -> Any:
     """Return the transformers model with the weights of a checkpoint, in the dtype of the base's
     files.
@@ -287,17 +290,17 @@ def _card(
     hub_base: str,
     checkpoint: Checkpoint,
     held_out: list[Evaluation],
-    kind: str,
+    what: str,
 ) -> str:
     """The README.md of the export. `hub_base` is "" for a base that is a folder, which no card may
     name.
     """
     name = hub_base or Path(config.model.model).name
-    front = ["---", f"library_name: {'transformers' if 'model' in kind else 'peft'}"]
-    tags = ["reinforcement-learning", "retrain"]
-    if "all weights" not in kind:
-        tags.insert(0, "lora")
-    front += ["pipeline_tag: text-generation", f"tags: [{', '.join(tags)}]"]
+    library = "peft" if what == "Adapter" else "transformers"
+    lora = "" if what == "Model" else "lora, "
+    front = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
+    front.append(f"tags: [{lora}reinforcement-learning, retrain]")
+    kinds = {"Adapter": "LoRA adapter", "Model": "all weights trained"}
     if hub_base:
         front.insert(1, f"base_model: {json.dumps(hub_base)}")
     scores = [
@@ -317,7 +320,7 @@ def _card(
     return "\n".join(
         [
             *front,
-            f"---\n\n# {name}: {kind}\n",
+            f"---\n\n# {name}: {kinds.get(what, 'merged model')}\n",
             f"Trained with reinforcement learning by retrain, for {steps}.\n",
             "## Held-out problems\n",
             *(table if scores else ["The run did not evaluate these weights."]),
