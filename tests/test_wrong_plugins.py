@@ -54,13 +54,7 @@ WRONG: dict[tuple[str, str], str] = {
         " for row in advs])"
     ),
     ("transform", "another form"): "def wrong(ctx):\n    return ctx.logprobs",
-    ("transform", "a parameter that is not given"): (
-        "def wrong(ctx):\n    return [[ctx.params['k'] for _ in t] for t in ctx.logprobs]"
-    ),
-    ("transform", "a spec's function of another shape"): (
-        "from retrain.advantages import TransformSpec\ndef wrong():\n    return"
-        " TransformSpec('wrong', use_gtpo=True, entropy_transform=lambda h, mask, lam: h[1:])"
-    ),
+    ("transform", "a parameter that is not given"): "def wrong(ctx):\n    return ctx.params['k']",
     ("algorithm", "random numbers"): (
         "import random\n" + ALGORITHM + "return AlgorithmOutput([[[random.random() for _ in t] for"
         " t in g] for g in ctx.logprobs])"
