@@ -21,8 +21,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from retrain.config.names import (
     OWN_PLUGINS,
     bracketed,
@@ -33,17 +31,6 @@ from retrain.config.names import (
 )
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.system import toml_value
-from retrain.types import (
-    Completion,
-    Example,
-    FinishReason,
-    Float32Array,
-    Group,
-    Prompt,
-    Score,
-    Scored,
-    Trajectory,
-)
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -463,27 +450,6 @@ def probe(plugin: Plugin, config: "TrainConfig", trial: Callable[[], str | None]
     return [note] if note else []
 
 
-def same_again(give: Callable[[], list[Any]]) -> None:
-    """Raise Fault for a plugin that gives other numbers when it is asked again."""
-    if give() != give():
-        raise Fault(
-            "gives other numbers when it is asked again; a run repeats and resumes byte for byte,"
-            " so draw none at random and keep nothing between the calls of a function"
-        )
-
-
-def made_up_group(
-    example: Example, slot: int, scores: Sequence[Score], logprobs: Sequence[Float32Array]
-) -> Group:
-    """A judged group with these log-probs and no texts, for trials."""
-    members = []
-    for sample, (score, row) in enumerate(zip(scores, logprobs, strict=False)):
-        ids = np.arange(len(row), dtype=np.int32)
-        completion = Completion(slot, sample, ids, row, -row, FinishReason.STOP)
-        members.append(Scored(Trajectory.of(completion), "", score))
-    return Group(Prompt(example, "", np.zeros(1, np.int32)), slot, members)
-
-
 def state_of(where: str, plugin: Any) -> dict[str, Any]:
     """Return, through JSON, what a plugin keeps between steps; {} if it has no `state`. Raises
     RunFailed.
@@ -537,7 +503,7 @@ def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
             return getattr(module, attribute)
         reason = "no such module"
         if module is not None:
-            close = nearest(attribute, [item for item in vars(module) if item[0] != "_"])
+            close = nearest(attribute, vars(module))
             reason = f"has no {attribute}" + (f", but {close}" if close else "")
         tried.append(f"{candidate} ({reason})")
     raise ConfigurationError(

@@ -268,13 +268,7 @@ def test_a_plugin_that_breaks_later_stops_the_run_naming_the_group(
         "def f(ctx):\n    if ctx.step == 2:\n        raise ValueError('step two')\n    return"
         " ctx.rewards"
     )
-    with pytest.raises(
-        RunFailed,
-        match=(
-            r"advantage_mode = \"plugin_under_test_\d+\.f\" on group 0 failed with ValueError: step"
-            r" two\."
-        ),
-    ):
+    with pytest.raises(RunFailed, match=r"_\d+\.f\" on group 0 failed with ValueError: step two\."):
         run(config(advantage_mode=f"{name}.f"))
 
 

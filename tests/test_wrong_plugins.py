@@ -53,6 +53,8 @@ WRONG: dict[tuple[str, str], str] = {
         " TransformSpec('wrong', post_process=lambda advs, ctx: [[random.random() for _ in row]"
         " for row in advs])"
     ),
+    ("transform", "another form"): "def wrong(ctx):\n    return ctx.logprobs",
+    ("transform", "a parameter that is not given"): "def wrong(ctx):\n    return ctx.params['k']",
     ("algorithm", "random numbers"): (
         "import random\n" + ALGORITHM + "return AlgorithmOutput([[[random.random() for _ in t] for"
         " t in g] for g in ctx.logprobs])"

@@ -25,6 +25,7 @@ from retrain.advantages.resolve import (
     episode_stage,
     numbers,
     output_of,
+    same_again,
     small_step,
     step_tokens,
     token_lists,
@@ -60,7 +61,6 @@ from retrain.plugins import (
     load_function,
     params_of,
     refuse_unknown_params,
-    same_again,
     user_code,
 )
 from retrain.types import Float64Array, Group, Int32Array

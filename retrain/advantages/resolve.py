@@ -24,7 +24,7 @@ from retrain.advantages.algorithms import (
     no_reference,
 )
 from retrain.advantages.episode import ADVANTAGES, BuiltinAdvantage, checked_groups
-from retrain.advantages.step import StepTokens, flatten
+from retrain.advantages.step import StepTokens, flatten, made_up_group
 from retrain.advantages.transforms import TRANSFORMS, TransformSpec
 from retrain.errors import ConfigurationError
 from retrain.plugins import (
@@ -32,10 +32,8 @@ from retrain.plugins import (
     Plugin,
     describe,
     load_function,
-    made_up_group,
     probe,
     restore,
-    same_again,
     state_of,
     user_code,
 )
@@ -59,6 +57,15 @@ def tried(plugin: Plugin, config: "TrainConfig", trial: Callable[[], str | None]
     except NotInStep as missing:
         note = f"{plugin.where} reads `{missing.name}`, so it could not be tried on a small example"
         return [f"{note} before the first step."]
+
+
+def same_again(give: Callable[[], list[Any]]) -> None:
+    """Raise Fault for a plugin that gives other numbers when it is asked again."""
+    if give() != give():
+        raise Fault(
+            "gives other numbers when it is asked again; a run repeats and resumes byte for byte,"
+            " so draw none at random and keep nothing between the calls of a function"
+        )
 
 
 # -- episode advantages ----------------------------------------------------------------------------

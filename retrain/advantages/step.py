@@ -14,7 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain.advantages.algorithms import AdvantageContext, no_reference
-from retrain.types import FinishReason, Float64Array, Group
+from retrain.types import (
+    Completion,
+    Example,
+    FinishReason,
+    Float32Array,
+    Float64Array,
+    Group,
+    Prompt,
+    Score,
+    Scored,
+    Trajectory,
+)
 
 # -- flat ragged arrays ----------------------------------------------------------------------------
 
@@ -266,3 +277,15 @@ class StepTokens:
                 f"{self.token_place(int(token))}: {name} is {values[token]}, it must be a finite"
                 " number"
             )
+
+
+def made_up_group(
+    example: Example, slot: int, scores: Sequence[Score], logprobs: Sequence[Float32Array]
+) -> Group:
+    """A judged group with these log-probs and no texts, for trials."""
+    members = []
+    for sample, (score, row) in enumerate(zip(scores, logprobs, strict=False)):
+        ids = np.arange(len(row), dtype=np.int32)
+        completion = Completion(slot, sample, ids, row, -row, FinishReason.STOP)
+        members.append(Scored(Trajectory.of(completion), "", score))
+    return Group(Prompt(example, "", np.zeros(1, np.int32)), slot, members)

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain import noise
+from retrain.advantages.step import made_up_group
 from retrain.data.prompts import PromptSet
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import (
     Fault,
     load_plugin,
-    made_up_group,
     params_of,
     restore,
     state_of,
