@@ -129,6 +129,9 @@ def test_a_choice_keeps_shares_and_orders_and_resumes_anywhere() -> None:
             resumed.load_state_dict(state)
         shares = after
     assert ahead is not resumed
+    looked_at = prompts.batch(0, 6, 7)
+    assert [prompt.example.task for prompt in looked_at] == [*seen] * 2
+    assert [prompt.prompt_id for prompt in looked_at[:3]] == [ids[0] for ids in seen.values()]
     for own, ids in zip(prompts.sets, seen.values(), strict=True):
         order = own.order(0, len(ids), 7)
         assert [own.examples[index].example_id for index in order] == ids

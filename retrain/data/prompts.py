@@ -247,6 +247,13 @@ class MixedPrompts(PromptSet):
         """The index of each source's first prompt."""
         return [0, *accumulate(map(len, self.sets[:-1]))]
 
+    def order(self, cursor: int, count: int, seed: int) -> list[int]:
+        """Return the indices of the first prompts of every source in turn, as the gate looks at
+        them; the steps are `data.mixing`'s.
+        """
+        rounds = [divmod(place, len(self.sets)) for place in range(cursor, cursor + count)]
+        return [self.starts[n] + self.sets[n].order(turn, 1, seed)[0] for turn, n in rounds]
+
     def at(self, indices: Sequence[int]) -> list[Prompt]:
         places = [(bisect_right(self.starts, index) - 1, index) for index in indices]
         return [self.sets[own].at([index - self.starts[own]])[0] for own, index in places]

@@ -791,7 +791,8 @@ def check_again(config: TrainConfig, parts: Parts, step: int) -> None:
 
 
 def _gate_prompts(training: Training, parts: Parts) -> list[Prompt]:
-    return parts.prompts.batch(0, min(training.batch_size, len(parts.prompts)), training.seed)
+    count = min(max(training.batch_size, len(parts.sources)), len(parts.prompts))
+    return parts.prompts.batch(0, count, training.seed)
 
 
 def gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
