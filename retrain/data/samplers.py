@@ -325,4 +325,4 @@ def checked_indices(name: str, chosen: Any, count: int, size: int) -> list[int]:
         raise RunFailed(
             f'[data] sampler "{name}" chose the example {index}, there are {size}: 0 to {size - 1}.'
         )
-    return array.tolist()
+    return list(map(int, array))
