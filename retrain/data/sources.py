@@ -340,8 +340,9 @@ def _benchmark_copy(query: Query, read_row: RowReader) -> tuple[ReadResult, int]
     result = _read(query, rows, read_row)
     if heldout:
         return result, len(rows)
-    wanted = query.split == "heldout"
-    result.examples = [one for one in result.examples if _is_heldout(one) == wanted]
+    result.examples = [
+        one for one in result.examples if _is_heldout(one) == (query.split == "heldout")
+    ]
     result.notes.append(
         f"{query.data.source}: {', '.join(file.name for file in train)} is one split only, so one"
         f" problem in {HELDOUT_SHARE}, chosen by the hash of its text, is held out and never"
