@@ -82,19 +82,23 @@ def score_tokens(
     *,
     kept: Tensor | None = None,
     entropy: bool = False,
+    entropy_gradient: bool = True,
     chunk_bytes: int | None = None,
 ) -> TokenScores:
     """Return log-probs of `targets` [N] under softmax(logits / temperature) of `hidden` [N, H], and
     the entropies if wanted.
 
     `kept` [N] int64, on the device: tokens of the vocabulary that each softmax runs over; None: all
-    of them. Softmax runs in float32. Gradient flows to `hidden` only.
+    of them. Softmax runs in float32. Gradient flows to `hidden` only, and from the entropies where
+    `entropy_gradient` is True.
     """
     if temperature <= 0:
         raise ValueError(f"the learner's temperature must be above 0, not {temperature}")
     rows = chunk_rows(head.weight.shape[0], chunk_bytes or chunk_bytes_on(hidden.device.type))
     apply: Any = _ChunkedHead.apply  # which torch does not annotate
-    logprobs, entropies = apply(hidden, targets, kept, head, temperature, entropy, rows)
+    logprobs, entropies = apply(
+        hidden, targets, kept, head, temperature, entropy, entropy_gradient, rows
+    )
     return TokenScores(logprobs, entropies if entropy else None)
 
 
@@ -140,6 +144,7 @@ class _ChunkedHead(torch.autograd.Function):
         head: Head,
         temperature: float,
         entropy: bool,
+        wants_entropy_gradient: bool,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
         count, wants_gradient = hidden.shape[0], ctx.needs_input_grad[0]
@@ -149,7 +154,7 @@ class _ChunkedHead(torch.autograd.Function):
         if wants_gradient:
             logprob_gradient = torch.empty_like(hidden)
         entropy_gradient = None
-        if wants_gradient and entropy:
+        if wants_gradient and entropy and wants_entropy_gradient:
             entropy_gradient = torch.empty_like(hidden)
         # Memory for one chunk after the other: new memory costs page faults.
         products = hidden.new_empty(min(rows, count), head.weight.shape[0])
@@ -173,18 +178,20 @@ class _ChunkedHead(torch.autograd.Function):
                     entropy_gradient[part] = chunk.entropy_gradient()
                 logprob_gradient[part] = chunk.logprob_gradient()
         ctx.save_for_backward(logprob_gradient, entropy_gradient)
+        if entropy_gradient is None:
+            ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, logprob_factor: Tensor, entropy_factor: Tensor
-    ) -> tuple[Tensor | None, None, None, None, None, None, None]:
+    ) -> tuple[Tensor | None, None, None, None, None, None, None, None]:
         logprob_gradient, entropy_gradient = ctx.saved_tensors
         gradient = logprob_factor.unsqueeze(-1) * logprob_gradient
         if entropy_gradient is not None:
             gradient = gradient + entropy_factor.unsqueeze(-1) * entropy_gradient
-        return gradient.to(logprob_gradient.dtype), None, None, None, None, None, None
+        return gradient.to(logprob_gradient.dtype), None, None, None, None, None, None, None
 
 
 class _Chunk:

@@ -242,10 +242,11 @@ class LocalBackend(LocalFacts):
         self._learner.use(config)
 
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
-        raw = is_raw(self.engine.capabilities, self.config.training.temperature)
+        engine = self.engine.capabilities
+        raw = is_raw(engine, self.config.training.temperature)
         self._make_room()
         with _current(self._base.device), _deterministic(self._base.device):
-            return self._learner.train(rows, step, sampler_is_raw=raw)
+            return self._learner.train(rows, step, sampler_is_raw=raw, entropy=not engine.entropy)
 
     def _make_room(self) -> None:
         from retrain.inference_engine.torch_engine import TorchEngine
