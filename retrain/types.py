@@ -507,6 +507,9 @@ class StepResult:
     kl_mean: float | None = None
     """Mean KL divergence of the policy from the frozen base, by the estimator of the loss, before
     the first update; None where the loss reads no base."""
+    entropy_mean: float | None = None
+    """Mean Shannon entropy of the policy at the action tokens of the first minibatch, before the
+    first update; None where the engine records entropies."""
     loss_metrics: dict[str, float] | None = None
     """Mean of each quantity that a loss of one's own reports, over the tokens (or sequences) of all
     updates of the step."""

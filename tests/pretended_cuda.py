@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from retrain.model import projection
-from retrain.model.varlen import PagedRows, Spans, plain, plain_paged
+from retrain.model.varlen import PagedRows, Spans, plain_paged
+from tests.plain_attention import plain
 
 _INSIDE = "fpga"
 """What torch's own code takes the device for: one whose gradients need no accelerator."""

@@ -15,8 +15,9 @@ from retrain.inference_engine.rows import SampleJob
 from retrain.inference_engine.scheduler import Rows
 from retrain.model.budget import kv_bytes_per_token, plan_decode
 from retrain.model.devices import EngineOptions, attention_of, engine_options
-from retrain.model.varlen import Spans, flash, has_flash, plain
+from retrain.model.varlen import Spans, flash, has_flash
 from retrain.noise import uniform
+from tests.plain_attention import plain
 
 
 def options_for(

@@ -148,6 +148,8 @@ def test_a_run_gives_every_version_a_name_and_a_folder_and_leaves_nothing_behind
         run.summary.steps == 3
         and max(record.log_ratio_mean or 0 for record in run.records()) < 1e-4
     )
+    entropies = {record.entropy_mean for record in run.records() if record.num_datums}
+    assert entropies and all(0 < (entropy or 0) < 5 for entropy in entropies), "the learner's"
     loads = [body for path, body in server.asked if path == LOAD]
     assert (
         len({body["lora_name"] for body in loads})

@@ -20,8 +20,9 @@ from retrain.inference_engine.paged_run import PagedEngine, PagedRun
 from retrain.inference_engine.rows import SampleJob
 from retrain.model import functions, truncation
 from retrain.model.budget import DecodeLimits
-from retrain.model.varlen import PagedRows, Spans, plain, plain_paged
+from retrain.model.varlen import PagedRows, Spans, plain_paged
 from tests.decoding import EOS, requests, tiny, with_adapter
+from tests.plain_attention import plain
 
 PLAIN = Variant(greedy=False, truncated=False, adapted=True)
 VARIANTS = {

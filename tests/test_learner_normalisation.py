@@ -12,6 +12,8 @@ import torch
 from learner_reference import reference_loss, row_scores
 
 from retrain.backends.local.learner import Learner
+from retrain.backends.local.micro_batches import LearnerRow
+from retrain.backends.rows import minibatch_split
 from retrain.run.parts import build_backend
 from retrain.types import Row, StepResult
 from tests.learner_models import (
@@ -167,6 +169,27 @@ def test_a_run_of_nothing_but_equal_rewards_still_follows_its_entropy_bonus(tmp_
     (record,) = lines(tmp_path / "run" / "metrics.jsonl")
     assert record["groups_skipped_all_wrong"] == 2 and record["informative_fraction"] == 0
     assert record["num_datums"] == 8 and record["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_the_entropy_of_the_first_minibatch_is_a_by_product(minibatches: int) -> None:
+    """It is over all tokens of several micro-batches, before the first update, and moves nothing."""
+    config = config_for(training={"minibatches": minibatches, "lr": 0.02})
+    rows, results, weights = make_rows(), [], []
+    for entropy in (True, False):
+        learner = make_learner(config, 40)
+        numbered = [
+            LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows)
+        ]
+        first = minibatch_split(numbered, minibatches, config.training.seed, step=0, turn=0)[0]
+        model = learner.adapter.peft_model
+        with torch.no_grad():
+            scores = [row_scores(model, one.row, learner.temperature) for one in first]
+        results.append(learner.train(rows, 0, entropy=entropy))
+        weights.append([parameter.tolist() for parameter in learner.adapter.parameters.values()])
+    expected = np.mean([float(entropy) for _, of_row in scores for entropy in of_row])
+    assert results[0].entropy_mean == pytest.approx(expected, rel=1e-5)
+    assert replace(results[0], entropy_mean=None) == results[1] and weights[0] == weights[1]
 
 
 # --- tokens and completions that are left out -----------------------------------------------------

@@ -21,10 +21,10 @@ from retrain.model.attention import FusedAttention
 from retrain.model.devices import attention_of
 from retrain.model.fused import FusedDecoder
 from retrain.model.packing import PackedAttention, Segment
-from retrain.model.varlen import plain
 from retrain.types import MachineChoices
 from tests.fake_device import DEVICE, on_device
 from tests.learner_models import config_for, make_rows
+from tests.plain_attention import plain
 from tests.segments import SEGMENTS, row_by_row
 
 CPU = torch.device("cpu")

@@ -250,6 +250,8 @@ class Update:
     """Both as in `clip_counts`."""
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Of a loss of one's own: (sum, number) of the values of each of its metrics."""
+    entropy: tuple[float, float] = (0.0, 0.0)
+    """(sum, number) of the entropies of its action tokens, where they were asked for."""
     nonfinite: str = ""
     """The tensor that was not finite, so that the update was skipped; "" if it was done."""
 
@@ -265,9 +267,10 @@ def step_result(
     None if there were none.
 
     `log_ratios`: learner - sampler log-prob of the action tokens, each token once; `before`: those
-    of the first minibatch of the first pass, which alone no update of the step has moved;
-    `max_tokens`: the most that one completion may have.
+    of the first minibatch of the first pass, which alone no update of the step has moved, as are
+    the entropies; `max_tokens`: the most that one completion may have.
     """
+    entropy, tokens = updates[0].entropy if updates else (0.0, 0.0)
     done = [update for update in updates if not update.nonfinite]
     skipped = [update for update in updates if update.nonfinite]
     clippable = sum(update.clippable for update in done)
@@ -283,6 +286,7 @@ def step_result(
         nonfinite_updates=len(skipped),
         nonfinite_tensor=skipped[0].nonfinite if skipped else "",
         kl_mean=kl_mean,
+        entropy_mean=entropy / tokens if tokens and math.isfinite(entropy) else None,
         clip_fraction=sum(update.clipped for update in done) / clippable if clippable else None,
         loss_metrics={
             name: float(total / number) for name, (total, number) in sums.items() if number

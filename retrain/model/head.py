@@ -83,18 +83,20 @@ def score_tokens(
     *,
     kept: Tensor | None = None,
     entropy: bool = False,
+    entropy_gradient: bool = True,
     chunk_bytes: int | None = None,
 ) -> TokenScores:
     """Return log-probs of `targets` [N] under softmax(logits / temperature) of `hidden` [N, H], and
     the entropies if wanted.
 
     `kept` [N] int64, on the device: tokens of the vocabulary that each softmax runs over; None: all
-    of them. Softmax runs in float32. Gradient flows to `hidden`, and to a head that is trained.
+    of them. Softmax runs in float32. Gradient flows to `hidden`, and to a head that is trained; from
+    the entropies where `entropy_gradient` is True.
     """
     if temperature <= 0:
         raise ValueError(f"the learner's temperature must be above 0, not {temperature}")
     rows = chunk_rows(head.weight.shape[0], chunk_bytes or chunk_bytes_on(hidden.device.type))
-    settings = _Settings(head, targets, kept, temperature, rows, entropy)
+    settings = _Settings(head, targets, kept, temperature, rows, entropy, entropy_gradient)
     trained = head.weight.requires_grad and torch.is_grad_enabled()
     function: Any = _TrainedHead if trained else _ChunkedHead
     given = (head.weight, head.bias) if trained else ()
@@ -145,6 +147,7 @@ class _Settings:
     rows: int
     """Rows of a chunk."""
     entropy: bool
+    entropy_gradient: bool
 
     def chunks(self, hidden: Tensor) -> "Iterator[tuple[slice, _Chunk]]":
         """Yield each chunk of the rows of `hidden` [N, H], which holds until the next one."""
@@ -184,7 +187,7 @@ class _ChunkedHead(torch.autograd.Function):
         if wants_gradient:
             logprob_gradient = torch.empty_like(hidden)
         entropy_gradient = None
-        if wants_gradient and entropy:
+        if wants_gradient and entropy and settings.entropy_gradient:
             entropy_gradient = torch.empty_like(hidden)
         for part, chunk in settings.chunks(hidden):
             logprobs[part] = chunk.logprobs
@@ -194,7 +197,10 @@ class _ChunkedHead(torch.autograd.Function):
                 if entropy_gradient is not None:
                     entropy_gradient[part] = chunk.to_hidden(chunk.entropy_slope())
                 logprob_gradient[part] = chunk.to_hidden(chunk.logprob_slope())
+            del chunk  # before the next one is made
         ctx.save_for_backward(logprob_gradient, entropy_gradient)
+        if entropy_gradient is None:
+            ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
@@ -219,6 +225,7 @@ class _TrainedHead(torch.autograd.Function):
             logprobs[part] = chunk.logprobs
             if settings.entropy:
                 entropies[part] = chunk.entropies()
+            del chunk
         # The weights too, so that torch refuses a backward pass after they were written.
         ctx.save_for_backward(hidden, weight, bias)
         ctx.settings = settings
@@ -237,7 +244,7 @@ class _TrainedHead(torch.autograd.Function):
             gradients.append(bias.new_zeros(bias.shape, dtype=torch.float32))
         for part, chunk in settings.chunks(hidden):
             slope: Tensor | float = 0.0
-            if settings.entropy:
+            if settings.entropy and settings.entropy_gradient:
                 slope = chunk.entropy_slope() * entropy_factor[part].unsqueeze(-1)
             slope = chunk.logprob_slope().mul_(logprob_factor[part].unsqueeze(-1)) + slope
             hidden_gradient[part] = chunk.to_hidden(slope)
@@ -245,6 +252,7 @@ class _TrainedHead(torch.autograd.Function):
             gradients[0] += logits.T @ hidden[part]
             if bias is not None:
                 gradients[1] += logits.sum(0, dtype=torch.float32)
+            del chunk, slope, logits
         scale = settings.head.scale / settings.temperature
         scaled = [found.mul_(scale).to(weight.dtype) for found in gradients]
         return hidden_gradient, None, scaled[0], scaled[1] if bias is not None else None

@@ -1,9 +1,8 @@
 """Causal attention of sequences of any lengths laid end to end: one call for all, no mask, no
 padding, no repeated key.
 
-On CUDA it is torch's flash kernel. `plain` and `plain_paged` are the same functions in matrix
-products, on any device and in any dtype: tests and benchmarks compare the kernels with them, and
-`plain_paged` decodes where there is no kernel over pages.
+On CUDA it is torch's flash kernel. `plain_paged` is its form over pages in matrix products, on any
+device and in any dtype, for decoding where there is no kernel over pages.
 Shape letters: S sequences, Nq and Nk tokens of all of them, Hq query heads, Hk key-value heads, D
 head size.
 """
@@ -12,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,31 +68,6 @@ def flash(
 def _window_size(window: int | None) -> tuple[int, int]:
     """Keys that a query sees before its own and after it, as the kernel counts them; -1: all."""
     return (-1 if window is None else window - 1), 0
-
-
-def plain(
-    query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float, window: int | None
-) -> Tensor:
-    """The same in matrix products, sequence by sequence."""
-    groups = query.shape[1] // key.shape[1]
-    outputs = []
-    for (first, last), (start, stop) in zip(
-        pairwise(spans.queries.tolist()), pairwise(spans.keys.tolist()), strict=True
-    ):
-        q = query[first:last].transpose(0, 1)
-        k, v = (
-            part[start:stop].transpose(0, 1).repeat_interleave(groups, dim=0)
-            for part in (key, value)
-        )
-        # The queries are the last positions of their keys.
-        seen = torch.arange(stop - start, device=query.device)
-        own = seen[stop - start - (last - first) :, None]
-        hidden = seen > own
-        if window is not None:
-            hidden |= seen <= own - window
-        scores = (q @ k.transpose(1, 2) * scaling).masked_fill(hidden, float("-inf"))
-        outputs.append((torch.softmax(scores, dim=-1) @ v).transpose(0, 1))
-    return torch.cat(outputs)
 
 
 class PagedRows(NamedTuple):

@@ -230,8 +230,9 @@ class StepRecord(_Record):
     """Largest absolute advantage of a token."""
 
     entropy_mean: float | None = better(None)
-    """Mean Shannon entropy of the policy at all action tokens of the first draw of every prompt;
-    null with servers and services, which return log-probs alone."""
+    """Mean Shannon entropy of the policy at all action tokens of the first draw of every prompt.
+    Servers return no entropies: there the local learner takes it in the step's first update, from
+    the rows of that update alone, under the dropout masks if there are any. Null with services."""
     surprisal_mean: float | None = better(None)
     """Mean surprisal, minus the log-prob of the sampled token, of the same tokens: an estimate of
     the entropy from one sample each."""

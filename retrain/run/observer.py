@@ -155,7 +155,7 @@ class StepObserver:
             condition=self.config.condition_label,
             **result_fields(step.result),
             **credit_fields(step.credit, len(groups) - len(step.credit.groups)),
-            **reward_fields(rewards),
+            **reward_fields(rewards, step.result),
             **judge_fields(step.rollout.drawn),
             **(environment_fields(step.rollout) if self.parts.has_turns else {}),
             **decision,

@@ -159,6 +159,7 @@ def result_fields(result: StepResult) -> dict[str, Any]:
     """Return the learner's report under the record's names, which are its own."""
     fields = asdict(result)
     del fields["updates"], fields["nonfinite_tensor"]  # for the screen alone
+    del fields["entropy_mean"]  # which `reward_fields` takes
     loss = None if result.loss_is_placeholder else result.loss
     return fields | {"loss": loss, "reported_loss": result.loss}
 
@@ -187,9 +188,14 @@ def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
     return fields
 
 
-def reward_fields(statistics: RewardStatistics) -> dict[str, Any]:
+def reward_fields(statistics: RewardStatistics, result: StepResult) -> dict[str, Any]:
+    """Return statistics of the samples. The learner's entropy stands in where the engine records
+    none.
+    """
     fields = asdict(statistics)
     del fields["judged"], fields["correct"]
+    if statistics.entropy_mean is None:
+        fields["entropy_mean"] = result.entropy_mean
     return fields
 
 

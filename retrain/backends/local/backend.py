@@ -259,11 +259,12 @@ class LocalBackend(LocalFacts):
                 " keeps, and no optimizer to go on with; start a new run from them: [model] model ="
                 " that folder's export."
             )
-        raw = is_raw(self.engine.capabilities, self.config.training.temperature)
+        engine = self.engine.capabilities
+        raw = is_raw(engine, self.config.training.temperature)
         raw &= not self._learner.supervised
         self._make_room()
         with _current(self._base.device), _deterministic(self._base.device):
-            return self._learner.train(rows, step, sampler_is_raw=raw)
+            return self._learner.train(rows, step, sampler_is_raw=raw, entropy=not engine.entropy)
 
     def _make_room(self) -> None:
         from retrain.inference_engine.torch_engine import TorchEngine

@@ -121,6 +121,8 @@ class _Piece:
     """One for each row."""
     measured: bool = False
     """The log-probs are wanted too."""
+    entropy: bool = False
+    """The entropies are wanted too."""
     question: _Question = _LOGPROBS
 
 
@@ -135,6 +137,8 @@ class _Contribution:
     """[2] `clip_counts`."""
     metrics: Tensor
     """[metrics, 2] (sum, number) of each metric of a loss of one's own."""
+    entropy: Tensor
+    """[2] (sum, number) of the entropies, where they are wanted."""
     logprobs: dict[int, Float32Array]
     """Log-probs by row number, where they are wanted."""
     gradients: list[Float32Array]
@@ -220,12 +224,19 @@ class Learner:
         if self._own_loss:
             self._metrics = metric_names(self._own_loss, self.base.device)
 
-    def train(self, rows: Sequence[Row], step: int, *, sampler_is_raw: bool = False) -> StepResult:
+    def train(
+        self,
+        rows: Sequence[Row],
+        step: int,
+        *,
+        sampler_is_raw: bool = False,
+        entropy: bool = False,
+    ) -> StepResult:
         """Take one step.
 
         `sampler_is_raw`: the recorded log-probs are at temperature 1 whatever the training
         temperature, so the learner's own replace them, and the ratios of sampler and learner are
-        reported at 1.
+        reported at 1. `entropy`: the policy's mean entropy is reported.
         """
         check_rows(rows)
         batch = _learner_rows(rows, [row.trained for row in rows])
@@ -241,7 +252,9 @@ class Learner:
         for turn in range(self._passes if batch else 0):
             log_ratios = measured if turn == 0 and not self._recompute and raw is None else None
             parts = minibatch_split(batch, self._minibatches, self.seed, step, turn)
-            updates.extend(self._update(part, step, completions, log_ratios) for part in parts)
+            for part in parts:
+                asked = entropy and not updates
+                updates.append(self._update(part, step, completions, log_ratios, entropy=asked))
         if raw is not None:
             measured = raw
         elif self._recompute:
@@ -335,6 +348,8 @@ class Learner:
         step: int,
         completions: float,
         log_ratios: dict[int, Float32Array] | None,
+        *,
+        entropy: bool,
     ) -> Update:
         """Compute the gradient of one optimizer batch and, if everything is finite, take one step.
         `completions` is the batch's share of all completions drawn, trained or not; `log_ratios`
@@ -347,21 +362,23 @@ class Learner:
         weights = self._weights(rows, completions)
         sampler_of = {row.number: row.sampler for row in rows}
         zeros = partial(torch.zeros, device=self.base.device)
-        loss, infinite, clip = zeros(()), zeros(()), zeros(2)
+        loss, infinite, clip, entropies = zeros(()), zeros(()), zeros(2), zeros(2)
         metrics = zeros(len(self._metrics), 2)
         pieces = self._training_pieces(rows, step, weights, measured=log_ratios is not None)
         # In the order of the pieces, whichever worker is done first: sums depend on the order.
-        for learned in in_order(self._learn_pieces(pieces)):
+        wanted = (replace(piece, entropy=entropy) for piece in pieces)
+        for learned in in_order(self._learn_pieces(wanted)):
             self.optimizer.add(learned.gradients)
             loss += learned.loss
             infinite += learned.infinite
             clip += learned.clip
             metrics += learned.metrics
+            entropies += learned.entropy
             if log_ratios is not None:
                 log_ratios |= {
                     number: new - sampler_of[number] for number, new in learned.logprobs.items()
                 }
-        self.world.sum([*self.optimizer.gradients(), loss, infinite, metrics, clip])
+        self.world.sum([*self.optimizer.gradients(), loss, infinite, metrics, clip, entropies])
         norm = self.optimizer.gradient_norm()
         clipped, clippable = clip.tolist()
         nonfinite = self._nonfinite_result(infinite, loss, norm)
@@ -369,7 +386,10 @@ class Learner:
             self.optimizer.step(step, norm)
             self.weights.written()
         counted = dict(zip(self._metrics, map(tuple, metrics.tolist()), strict=True))
-        return Update(loss.item(), norm.item(), clipped, clippable, counted, nonfinite)
+        total, number = entropies.tolist()
+        return Update(
+            loss.item(), norm.item(), clipped, clippable, counted, (total, number), nonfinite
+        )
 
     def _training_pieces(
         self, rows: Sequence[LearnerRow], step: int, weights: dict[int, _Weights], *, measured: bool
@@ -434,8 +454,12 @@ class Learner:
                 micro.targets,
                 self.temperature,
                 kept=micro.kept(),
-                entropy=settings.entropy,
+                entropy=settings.entropy or piece.entropy,
+                entropy_gradient=settings.entropy,
             )
+            entropies = scores.entropies
+            if not settings.entropy:
+                scores = scores._replace(entropies=None)
             weights = piece.weights
             if piece.dummy:
                 weights = [_Weights(0.0, 0.0)] * len(piece.rows)
@@ -448,6 +472,7 @@ class Learner:
             torch.isfinite(new).logical_not().sum(),
             self._clip_counts(tokens, own),
             self._measured(None if piece.dummy else own),
+            self._entropy(entropies if piece.entropy and not piece.dummy else None),
             _by_row(micro, new) if piece.measured and not piece.dummy else {},
             (
                 [gradient.numpy() for gradient in self.optimizer.gradients()]
@@ -476,6 +501,12 @@ class Learner:
             if clipped is None:
                 return torch.zeros(2, device=self.base.device)
         return clip_counts(tokens, self._settings.loss, clipped)
+
+    def _entropy(self, entropies: Tensor | None) -> Tensor:
+        """[2] (sum, number) of the entropies."""
+        if entropies is None:
+            return torch.zeros(2, device=self.base.device)
+        return torch.stack([entropies.detach().sum(), entropies.new_tensor(len(entropies))])
 
     def _measured(self, own: Terms | None) -> Tensor:
         """[metrics, 2] (sum, number) of each metric; zeros for a dummy."""
