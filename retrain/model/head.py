@@ -90,8 +90,8 @@ def score_tokens(
     the entropies if wanted.
 
     `kept` [N] int64, on the device: tokens of the vocabulary that each softmax runs over; None: all
-    of them. Softmax runs in float32. Gradient flows to `hidden`, and to a head that is trained; from
-    the entropies where `entropy_gradient` is True.
+    of them. Softmax runs in float32. Gradient flows to `hidden`, and to a head that is trained;
+    from the entropies where `entropy_gradient` is True.
     """
     if temperature <= 0:
         raise ValueError(f"the learner's temperature must be above 0, not {temperature}")

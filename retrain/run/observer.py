@@ -106,8 +106,10 @@ class StepObserver:
         """Write a step down. `state`: the run's state after it; `decision`: the fields of the back
         pressure's decision.
         """
-        moved = {"scheduled": self.plan.moved(step.number) or None}
-        self.last = self._record(step, rewards, state, {**decision, **moved})
+        also: dict[str, Any] = {"scheduled": self.plan.moved(step.number) or None}
+        if self.config.data.mix:
+            also["by_task"] = task_fields(step.rollout)
+        self.last = self._record(step, rewards, state, {**decision, **also})
         self.untrained = untrained_streak([self.last, *self.untrained])
         records = generation_records(
             step.number,
@@ -159,7 +161,6 @@ class StepObserver:
             **judge_fields(step.rollout.drawn),
             **(environment_fields(step.rollout) if self.parts.has_turns else {}),
             **decision,
-            by_task=task_fields(step.rollout) if self.config.data.mix else None,
             running_correct_rate=state.correct / state.judged if state.judged else None,
             sepa_lambda=step.sepa_lambda if uses_sepa else None,
             sepa_gate_open=sepa.gate_open if uses_sepa else None,

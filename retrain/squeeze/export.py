@@ -74,24 +74,19 @@ def export_run(
     folder, config = RunFolder(run), TrainConfig()
     if folder.config.is_file():
         config = load_stored(folder.config, to_read=True)
-    full = config.model.train == "full"
-    what = "Merged model" if merged else "Adapter"
-    what = "Model" if full else what
+    what = _kind_of(config, merged)
     output = output or _beside(run, what)
     _check_places(folder, output)
     if not trust:
         _refuse_code(config, folder.config)
     note_secrets(config)
     found = _checkpoint(folder, checkpoint)
-    if not full:
+    if what != "Model":
         read_adapter(found.folder)  # refused before anything large is loaded
     base = base_name(resolve_model(config.model.model))
     is_local = Path(base).is_dir()
-    if is_local and uploads and not (merged or full):
-        raise ConfigurationError(
-            f"--hub: the adapter's base is a folder of this machine, {base}, which nobody who"
-            " downloads the adapter has; add --merged, which uploads a whole model."
-        )
+    if uploads and what == "Adapter":
+        _refuse_upload(base)
     note = trust_note(config.model)
     if note:
         log(note)
@@ -100,18 +95,37 @@ def export_run(
     whole = _whole(config, base, found.folder, merged)
     again = Redactor().config(replaced(config, _own_settings(config)))
     scores = _held_out(folder, config, found.step)
+    # as text too: a masked value that the schema refuses stays in the configuration
+    texts = {
+        SETTINGS_FILE: dump_toml(again),
+        CARD_FILE: _card(again, "" if is_local else base, found, scores, what),
+    }
     with _writing(output), replacing_folder(output.resolve()) as aside, no_progress_bar():
         tokenizer.save_pretrained(aside)
         if whole is not None:
             _write_model(whole, aside)
         else:
             _write_adapter(found.folder, aside, base)
-        # as text too: a masked value that the schema refuses stays in the configuration
-        _write(aside / SETTINGS_FILE, Redactor().text(dump_toml(again)))
-        card = _card(again, "" if is_local else base, found, scores, what)
-        _write(aside / CARD_FILE, Redactor().text(card))
+        for name, content in texts.items():
+            _write(aside / name, Redactor().text(content))
         sync_files(aside)
     return Export(output, base, is_local, what)
+
+
+def _kind_of(config: TrainConfig, merged: bool) -> str:
+    """Return what is exported."""
+    if config.model.train == "full":
+        return "Model"
+    return "Merged model" if merged else "Adapter"
+
+
+def _refuse_upload(base: str) -> None:
+    """Raise ConfigurationError for an adapter whose base stays on this machine."""
+    if Path(base).is_dir():
+        raise ConfigurationError(
+            f"--hub: the adapter's base is a folder of this machine, {base}, which nobody who"
+            " downloads the adapter has; add --merged, which uploads a whole model."
+        )
 
 
 def _write_model(model: Any, folder: Path) -> None:

@@ -144,6 +144,11 @@ class _Contribution:
     gradients: list[Float32Array]
     """Gradients of the parameters, in order; empty where they were added in place."""
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """What is added up over the pieces of an update."""
+        return self.loss, self.infinite, self.clip, self.entropy, self.metrics
+
 
 class Learner:
     def __init__(
@@ -261,13 +266,18 @@ class Learner:
             measured = {row.number: row.old - row.sampler for row in batch}
         else:
             measured = self._of_all_processes(measured)
-        # The rows of the first minibatch were measured before any update of this step.
-        first = batch and minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]
-        numbers = {row.number for row in first}
-        before = [ratios for number, ratios in measured.items() if number in numbers]
+        before = self._before_updates(measured, batch, step)
         return step_result(
             updates, list(measured.values()), before, self.max_tokens, self._divergence(batch)
         )
+
+    def _before_updates(
+        self, measured: dict[int, Float32Array], batch: list[LearnerRow], step: int
+    ) -> list[Float32Array]:
+        """Return what was measured of the rows of the first minibatch, before any update."""
+        first = batch and minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]
+        numbers = {row.number for row in first}
+        return [ratios for number, ratios in measured.items() if number in numbers]
 
     def _divergence(self, batch: Sequence[LearnerRow]) -> float | None:
         """Return the mean KL divergence from the base; None where the loss does not read it."""
@@ -360,25 +370,9 @@ class Learner:
             return Update(nonfinite=name)
         self.optimizer.zero_gradients()
         weights = self._weights(rows, completions)
-        sampler_of = {row.number: row.sampler for row in rows}
-        zeros = partial(torch.zeros, device=self.base.device)
-        loss, infinite, clip, entropies = zeros(()), zeros(()), zeros(2), zeros(2)
-        metrics = zeros(len(self._metrics), 2)
-        pieces = self._training_pieces(rows, step, weights, measured=log_ratios is not None)
-        # In the order of the pieces, whichever worker is done first: sums depend on the order.
-        wanted = (replace(piece, entropy=entropy) for piece in pieces)
-        for learned in in_order(self._learn_pieces(wanted)):
-            self.optimizer.add(learned.gradients)
-            loss += learned.loss
-            infinite += learned.infinite
-            clip += learned.clip
-            metrics += learned.metrics
-            entropies += learned.entropy
-            if log_ratios is not None:
-                log_ratios |= {
-                    number: new - sampler_of[number] for number, new in learned.logprobs.items()
-                }
-        self.world.sum([*self.optimizer.gradients(), loss, infinite, metrics, clip, entropies])
+        pieces = self._training_pieces(rows, step, weights, log_ratios is not None, entropy)
+        sums = self._gradient(pieces, rows, log_ratios)
+        loss, infinite, clip, entropies, metrics = sums
         norm = self.optimizer.gradient_norm()
         clipped, clippable = clip.tolist()
         nonfinite = self._nonfinite_result(infinite, loss, norm)
@@ -386,18 +380,45 @@ class Learner:
             self.optimizer.step(step, norm)
             self.weights.written()
         counted = dict(zip(self._metrics, map(tuple, metrics.tolist()), strict=True))
-        total, number = entropies.tolist()
-        return Update(
-            loss.item(), norm.item(), clipped, clippable, counted, (total, number), nonfinite
-        )
+        summed = tuple(entropies.tolist())
+        return Update(loss.item(), norm.item(), clipped, clippable, counted, summed, nonfinite)
+
+    def _gradient(
+        self,
+        pieces: Iterator[_Piece],
+        rows: Sequence[LearnerRow],
+        log_ratios: dict[int, Float32Array] | None,
+    ) -> list[Tensor]:
+        """Add up the gradient of an optimizer batch, and return the sums of `_Contribution.parts`
+        over all processes.
+        """
+        sampler_of = {row.number: row.sampler for row in rows}
+        zeros = partial(torch.zeros, device=self.base.device)
+        sums = [zeros(()), zeros(()), zeros(2), zeros(2), zeros(len(self._metrics), 2)]
+        # In the order of the pieces, whichever worker is done first: sums depend on the order.
+        for learned in in_order(self._learn_pieces(pieces)):
+            self.optimizer.add(learned.gradients)
+            for total, part in zip(sums, learned.parts, strict=True):
+                total.add_(part)
+            if log_ratios is not None:
+                log_ratios |= {
+                    number: new - sampler_of[number] for number, new in learned.logprobs.items()
+                }
+        self.world.sum([*self.optimizer.gradients(), *sums])
+        return sums
 
     def _training_pieces(
-        self, rows: Sequence[LearnerRow], step: int, weights: dict[int, _Weights], *, measured: bool
+        self,
+        rows: Sequence[LearnerRow],
+        step: int,
+        weights: dict[int, _Weights],
+        measured: bool,
+        entropy: bool,
     ) -> Iterator[_Piece]:
-        """The micro-batches of one update, each with its rows' weights."""
+        """The micro-batches of one update, each with its rows' weights and what is wanted of it."""
         for piece in self._pieces(rows, share=not self.weights.drops):
             own = [weights[row.number] for row in piece.rows]
-            yield replace(piece, step=step, weights=own, measured=measured)
+            yield replace(piece, step=step, weights=own, measured=measured, entropy=entropy)
 
     def _nonfinite_result(self, infinite: Tensor, loss: Tensor, norm: Tensor) -> str:
         """Name what forbids an optimizer step; "" if nothing."""
