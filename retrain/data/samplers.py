@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain import noise
-from retrain.advantages.step import made_up_group
 from retrain.data.prompts import PromptSet
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import (
@@ -25,7 +24,16 @@ from retrain.plugins import (
     state_of,
     user_code,
 )
-from retrain.types import Example, Group, Prompt, Score
+from retrain.types import (
+    Completion,
+    Example,
+    FinishReason,
+    Group,
+    Prompt,
+    Score,
+    Scored,
+    Trajectory,
+)
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -257,7 +265,7 @@ def build_sampler(config: "TrainConfig", examples: Sequence[Example]) -> PromptS
 
 _TRIAL = 8
 """Examples of the trial."""
-_TOKEN = np.zeros(1, np.float32)
+_TOKEN = np.zeros(1, np.int32)
 
 
 def _try(
@@ -272,11 +280,7 @@ def _try(
             raise Fault("changes its state in `choose`, which `observe` alone may do")
         if _choice(tried, step, count, size) != chosen:
             raise Fault("gives other indices when `choose` is asked again")
-        groups = []
-        for index in chosen:  # two completions each, of which index % 3 are right
-            scores = [Score.of(float(sample < index % 3), 0.5) for sample in range(2)]
-            groups.append(made_up_group(examples[index], index, scores, [_TOKEN] * 2))
-        tried.observe(chosen, groups)
+        tried.observe(chosen, [_trial_group(examples[index], index) for index in chosen])
         # As in a resumed run: another sampler with the stored state goes on in the same way.
         again, after = make(examples), _kept(tried)
         again.load(json.loads(after))
@@ -285,6 +289,17 @@ def _try(
             raise Fault(
                 "does not restore in `load` what `state` returned, so a resumed run would differ"
             )
+
+
+def _trial_group(example: Example, index: int) -> Group:
+    """Two judged completions; index % 3 of them are right."""
+    members = []
+    for sample in range(2):
+        logprobs = np.zeros(1, np.float32)
+        completion = Completion(index, sample, _TOKEN, logprobs, None, FinishReason.STOP)
+        score = Score.of(float(sample < index % 3), 0.5)
+        members.append(Scored(Trajectory.of(completion), "", score))
+    return Group(Prompt(example, "", _TOKEN), index, members)
 
 
 def _kept(sampler: PromptSampler) -> str:
