@@ -94,7 +94,7 @@ NAMED_IN_A_CIRCLE: Counter[str] = Counter(
         "data": 5,
         "environments": 4,
         "inference_engine": 18,
-        "model": 8,
+        "model": 10,
         "plugins": 1,
         "records": 1,
         "rewards": 6,
