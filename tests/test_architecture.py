@@ -440,7 +440,7 @@ sys.stderr.write(f"\\n{len(count)} {len(ours)}")
 """
 
 
-@pytest.mark.parametrize(("command", "modules"), [([], 176), (["explain"], 182)])
+@pytest.mark.parametrize(("command", "modules"), [([], 176), (["explain"], 183)])
 def test_a_command_reads_its_file_once_and_imports_no_more_than_today(
     command: list[str], modules: int, tmp_path: Path
 ) -> None:

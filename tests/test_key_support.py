@@ -195,7 +195,7 @@ SITUATIONS: tuple[dict[str, dict[str, Any]], ...] = (
     {"campaign": {"launcher": "ray"}},
     {"campaign": {"seeds": [1, 2], "stop": "evidence"}},
     {"reward": {"type": "random"}, "logging": {"generations_every": 0}},
-    {"loss": {"mode": "sapo"}},
+    {"loss": {"mode": "sapo"}, "model": {"train": "full"}},
     {"loss": {"mode": "my_losses.mine"}},
 )
 

@@ -182,11 +182,11 @@ def test_the_entropy_of_the_first_minibatch_is_a_by_product(minibatches: int) ->
             LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows)
         ]
         first = minibatch_split(numbered, minibatches, config.training.seed, step=0, turn=0)[0]
-        model = learner.adapter.peft_model
+        model = learner.weights.peft_model
         with torch.no_grad():
             scores = [row_scores(model, one.row, learner.temperature) for one in first]
         results.append(learner.train(rows, 0, entropy=entropy))
-        weights.append([parameter.tolist() for parameter in learner.adapter.parameters.values()])
+        weights.append([parameter.tolist() for parameter in learner.weights.parameters.values()])
     expected = np.mean([float(entropy) for _, of_row in scores for entropy in of_row])
     assert results[0].entropy_mean == pytest.approx(expected, rel=1e-5)
     assert replace(results[0], entropy_mean=None) == results[1] and weights[0] == weights[1]

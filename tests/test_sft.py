@@ -164,7 +164,7 @@ def test_its_gradient_is_the_one_of_cross_entropy_in_float64(family: str, text: 
     learner.begin(stage.learner_config, supervised=True)
     result = learner.train(rows, 0)
     ours = gradients(learner)
-    model = learner.adapter.peft_model.double()
+    model = learner.weights.model.double()
     model.zero_grad()
     scored = [torch.stack(row_scores(model, row, 1.0)[0]) for row in rows]
     loss64 = -torch.cat(scored).mean()

@@ -264,14 +264,9 @@ class Adapter(TrainedWeights):
             yield
 
     def trial_changes(self, seed: int) -> list[Change]:
-        adapted = [
-            (name.rpartition(".")[2], module)
-            for name, module in self.peft_model.named_modules()
-            if hasattr(module, "lora_B")
-        ]
+        adapted = [module for module in self.peft_model.modules() if hasattr(module, "lora_B")]
         return [
-            Change(name, *_trial_change(module, seed, number))
-            for number, (name, module) in enumerate(adapted)
+            Change(*_trial_change(module, seed, number)) for number, module in enumerate(adapted)
         ]
 
     # -- files -------------------------------------------------------------------------------------

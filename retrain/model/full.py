@@ -120,11 +120,11 @@ class AllWeights(TrainedWeights):
         kind, changes = GradientCheckpointingLayer, []
         layers = [module for module in self._decoder.modules() if isinstance(module, kind)]
         for number, layer in enumerate(layers or [self._decoder]):
-            matrices = [found for found in layer.named_parameters() if found[1].ndim == 2]
-            path, matrix = matrices[number % len(matrices)]
+            matrices = [found for found in layer.parameters() if found.ndim == 2]
+            matrix = matrices[number % len(matrices)]
             unit = symmetric_uniforms(seed, Stream.PARITY, 1, number, matrix)
             change = (math.sqrt(3 / matrix.shape[1]) * unit).to(matrix)
-            changes.append(Change(path.split(".")[-2], matrix, change))
+            changes.append(Change(matrix, change))
         return changes
 
     # -- files -------------------------------------------------------------------------------------

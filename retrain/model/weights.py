@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 class Change(NamedTuple):
     """A change of one matrix that the parity gate tries."""
 
-    name: str
-    """The projection that it changes."""
     parameter: nn.Parameter
     change: Tensor
     """Strength 1 adds it; the change of the layer's output is then about as large as its input."""

@@ -93,13 +93,8 @@ def export_run(
     model = config.model
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
     whole = _whole(config, base, found.folder, merged)
-    again = Redactor().config(replaced(config, _own_settings(config)))
     scores = _held_out(folder, config, found.step)
-    # as text too: a masked value that the schema refuses stays in the configuration
-    texts = {
-        SETTINGS_FILE: dump_toml(again),
-        CARD_FILE: _card(again, "" if is_local else base, found, scores, what),
-    }
+    texts = _texts(config, "" if is_local else base, found, scores, what)
     with _writing(output), replacing_folder(output.resolve()) as aside, no_progress_bar():
         tokenizer.save_pretrained(aside)
         if whole is not None:
@@ -107,9 +102,20 @@ def export_run(
         else:
             _write_adapter(found.folder, aside, base)
         for name, content in texts.items():
-            _write(aside / name, Redactor().text(content))
+            _write(aside / name, content)
         sync_files(aside)
     return Export(output, base, is_local, what)
+
+
+def _texts(
+    config: TrainConfig, base: str, found: Checkpoint, scores: list[Evaluation], what: str
+) -> dict[str, str]:
+    """Return the settings and the card by their files' names. They are masked as text too: a masked
+    value that the schema refuses stays in the configuration.
+    """
+    again = Redactor().config(replaced(config, _own_settings(config)))
+    texts = {SETTINGS_FILE: dump_toml(again), CARD_FILE: _card(again, base, found, scores, what)}
+    return {name: Redactor().text(content) for name, content in texts.items()}
 
 
 def _kind_of(config: TrainConfig, merged: bool) -> str:

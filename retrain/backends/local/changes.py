@@ -32,7 +32,7 @@ class LocalTrialAdapter(TrialAdapter):
 
     @torch.no_grad()
     def set(self, strength: float) -> None:
-        for (_, parameter, change), saved in zip(self._changes, self._saved, strict=True):
+        for (parameter, change), saved in zip(self._changes, self._saved, strict=True):
             parameter.copy_(saved)
             if strength:
                 parameter.add_(change, alpha=strength)
