@@ -442,7 +442,7 @@ def test_starting_from_an_adapter_takes_its_weights(tmp_path: Path) -> None:
         ({"model": {"lora_rank": 8}}, "r = 4"),
         ({"lora": {"alpha": 3}}, "lora_alpha = 8"),
         ({"lora": {"use_rslora": True}}, "use_rslora = False"),
-        ({"lora": {"target_modules": ["q_proj"]}}, "no such layer is adapted here"),
+        ({"lora": {"target_modules": ["q_proj"]}}, "nothing of that name is trained here"),
     ],
 )
 def test_starting_from_another_kind_of_adapter_is_refused(
@@ -450,7 +450,7 @@ def test_starting_from_another_kind_of_adapter_is_refused(
 ) -> None:
     from retrain.errors import ConfigurationError
 
-    make_learner(config_for()).adapter.save(tmp_path)
+    make_learner(config_for()).weights.save(tmp_path)
     sections = sections | {"lora": sections.get("lora", {}) | {"init_from": str(tmp_path)}}
     with pytest.raises(ConfigurationError, match=words):
         make_learner(config_for(**sections), untouched=True)
@@ -460,7 +460,7 @@ def test_starting_from_an_adapter_with_scales_of_single_layers_is_refused(tmp_pa
     """Its weights have this run's shapes, and would mean others."""
     from retrain.errors import ConfigurationError
 
-    make_learner(config_for()).adapter.save(tmp_path)
+    make_learner(config_for()).weights.save(tmp_path)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "alpha_pattern": {"q_proj": 2}}))
     with pytest.raises(ConfigurationError, match=r"init_from = .* has alpha_pattern = "):

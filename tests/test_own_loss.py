@@ -419,7 +419,7 @@ def test_two_processes_have_the_gradient_and_the_metrics_of_one(module: Any) -> 
         learner.train(rows, 0)
     for whole, one, two in zip(alone.sent[0], *(share.sent[0] for share in shares), strict=True):
         torch.testing.assert_close(one + two, whole, rtol=1e-3, atol=1e-5)
-    assert alone.sent[0][-2].tolist()[0][1] == sum(row.num_actions for row in rows)
+    assert alone.sent[0][-1].tolist()[0][1] == sum(row.num_actions for row in rows)
 
 
 def test_a_term_of_its_own_acts_on_groups_with_an_advantage_with_or_without_kl(

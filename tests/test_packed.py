@@ -74,7 +74,7 @@ def test_a_bf16_weight_and_its_adapter_are_one_product_that_rounds_once(monkeypa
 
 
 def test_a_weight_without_an_adapter_is_laid_out_once():
-    layer = torch.nn.Linear(320, 520)
+    layer = torch.nn.Linear(320, 520).requires_grad_(False)
     projection = Projection([layer])
     projection.refresh(copy=True)
     held = projection.copy

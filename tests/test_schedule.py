@@ -172,9 +172,14 @@ def test_a_flat_schedule_is_the_run_with_that_value(path: str, tmp_path: Path) -
 def test_log_probs_before_the_temperature_tell_no_chance_in_a_step_that_moved_it(
     tmp_path: Path,
 ) -> None:
-    engine = SimpleNamespace(capabilities=SimpleNamespace(logprobs="raw"))
-    parts: Any = SimpleNamespace(stage=None, backend=SimpleNamespace(engine=engine))
-    observer = StepObserver(Plan.of(small(tmp_path / "run")), parts, Tracker())
+    config = small(tmp_path / "run")
+    engine = SimpleNamespace(capabilities=SimpleNamespace(logprobs="raw"), layout_seconds=0.0)
+    parts: Any = SimpleNamespace(
+        has_turns=False,
+        sources=[SimpleNamespace(config=config)],
+        backend=SimpleNamespace(engine=engine),
+    )
+    observer = StepObserver(Plan.of(config), parts, Tracker())
     step: Any = SimpleNamespace(rollout=Rollout([]))
     assert observer._identical_chance(step, {}) is not None
     assert observer._identical_chance(step, {"scheduled": {"training.temperature": 0.7}}) is None

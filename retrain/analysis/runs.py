@@ -606,7 +606,7 @@ def subfolders(folder: Path) -> Iterator[Path]:
 _KINDS = {
     field.name: field.type
     for field in fields(StepRecord)
-    if field.name not in ("by_task", "environment_metrics", "loss_metrics", "scheduled")
+    if not str(field.type).startswith(("dict", "list"))
 }
 """Fields that are one value."""
 _SUSPECT = re.compile(rb"^[^{]|:\s*-?(?:NaN|Inf)", re.MULTILINE)

@@ -73,6 +73,7 @@ class Projection:
         self.bias = _joined_bias(self._bases)
         """[O] or None"""
         self._read_adapters()
+        self._trained = any(base.weight.requires_grad for base in self._bases)
         self._merges = bool(self.downs) and (
             self.weight.dtype == torch.float32
             or packs(self.weight.numel(), self.weight.device, self.weight.dtype)
@@ -114,9 +115,9 @@ class Projection:
         """
         if self.downs:
             self._write_factors()
-        elif (bias := _joined_bias(self._bases)) is not None and self.bias is not None:
-            self.bias.copy_(bias)
-        if not copy or self._merges or not self.downs:
+        elif self._trained and self.bias is not None:
+            self.bias = _joined_bias(self._bases)
+        if not copy or self._merges or self._trained:
             self.copy = None  # freed before another is made
         if copy and self._merges:
             assert self.factors is not None
