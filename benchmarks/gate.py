@@ -151,7 +151,7 @@ def stopped_by(parts: Parts, name: str, config: TrainConfig) -> str:
     backend: Any = parts.backend
     own, options = backend.engine, OPTIONS[config.inference.dtype]
     make = getattr(faulty_engines, name)
-    model, eos_ids = backend._adapter.peft_model, parts.text.eos_ids
+    model, eos_ids = backend._weights.peft_model, parts.text.eos_ids
     if issubclass(make, TorchEngine):
         engine = make.__new__(make)
         TorchEngine.__init__(engine, model, eos_ids, "cpu", options=options)

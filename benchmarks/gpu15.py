@@ -508,7 +508,7 @@ def long_row(part: Part, settings: Found) -> tuple[str, Found]:
     for _ in range(2):
         point = Point(settings, {"tokens": tokens, "group": 1})
         measures, _, _ = point.halves(1, tokens, ["learning"])
-        weights = point.backend._adapter.parameters.values()
+        weights = point.backend._weights.parameters.values()
         bytes_of = (one.detach().cpu().numpy().tobytes() for one in weights)
         digests.append(hashlib.sha256(b"".join(bytes_of)).hexdigest())
     found, same = vars(measures["learning"]), digests[0] == digests[1]
