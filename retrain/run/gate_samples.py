@@ -151,10 +151,17 @@ def sampled(inputs: GateInputs, asked: Sequence[Asked], look: int) -> Samples:
 
 
 def joined(samples: Samples) -> GateSample:
-    """Return the completions of all servers as one sample."""
+    """Return the completions of all servers as one sample, which keeps their rounding: that is of
+    the adapter of their look.
+    """
     parts = list(samples.values())
+    if len(parts) == 1:
+        return parts[0]
     rows = list(chain.from_iterable(part.rows for part in parts))
-    return GateSample(parts[0].inputs, rows, np.concatenate([part.learner for part in parts]))
+    whole = GateSample(parts[0].inputs, rows, np.concatenate([part.learner for part in parts]))
+    if whole.inputs.half_precision:
+        vars(whole)["rounding"] = np.concatenate([part.rounding for part in parts])
+    return whole
 
 
 def completed(inputs: GateInputs, asked: Sequence[Asked], look: int) -> list[Completion]:
