@@ -524,7 +524,7 @@ def test_dropout_moves_the_ratio_by_itself_and_stops_nothing(tmp_path: Path) -> 
         ("StripsEOSSilently", "0 tokens with 0 log-probs|that did not stop"),
         ("NeverEnds", "engine and learner disagree"),
         ("CertainEOS", "at temperature 2, engine and learner disagree"),
-        ("OneSeed", "at temperature 2, completions of one prompt are identical"),
+        ("OneSeed", "completions of one prompt are identical"),
         ("TopPOfItsOwn", "engine and learner disagree"),
         ("PenaltyOfItsOwn", "engine and learner disagree"),
     ],

@@ -2,9 +2,9 @@
 
 It asks one question: under an adapter that shows, are the engine's log-probs the learner's? At a
 fresh start every lora_B is 0, so an engine that ignores the adapter would pass. The gate therefore
-gives the adapter a seeded trial value, compares, restores it byte for byte, and compares again: at
-a temperature at which few tokens are certain, on completions that follow an answer, so that some
-end. What noise could explain is looked at again with other noise; what fails twice stops the run,
+gives the adapter a seeded trial value, compares, restores it byte for byte, and compares again, on
+completions that follow an answer, so that some end. Both are at a temperature at which few tokens
+are certain: a wrong log-prob of a certain one would not show. What noise could explain is looked at again with other noise; what fails twice stops the run,
 in one sentence. Besides, gold answers have to score.
 """
 
@@ -45,8 +45,8 @@ _VISIBLE = (0.1, 1.0)
 """Nats by which the trial adapter should change the log-probs on average: far above rounding, and
 still a language model."""
 _HOT = 2.0
-"""The temperature of the last look, if the run's is not higher: the highest that every server
-takes."""
+"""The temperature of the looks after the first, if the run's is not higher: the highest that every
+server takes."""
 _FIRST_STRENGTH, _STRENGTH_TRIES = 0.1, 8
 _CHECK = (
     "check the engine's model, tokenizer and dtype ([inference] dtype), how it loads the adapter"
@@ -148,27 +148,33 @@ def _few(inputs: GateInputs, prompts: Sequence[Prompt]) -> list[Asked]:
 
 def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     """Compare with the adapter as it is, with one that shows, and with it as it is again."""
-    few, trial, effect = _few(inputs, prompts), inputs.backend.trial_adapter(inputs.seed), None
-    every = [*(Asked(one, slot, SAMPLES, TOKENS) for slot, one in enumerate(prompts)), few[-1]]
-    found = _first_look(inputs, every if trial is None else few)
+    trial, effect = inputs.backend.trial_adapter(inputs.seed), None
+    long = _few(inputs, prompts)[-1]
+    every = [*(Asked(one, slot, SAMPLES, TOKENS) for slot, one in enumerate(prompts)), long]
+    found = _first_look(inputs, every)
     inputs = found.inputs
+    hot = replace(inputs, temperature=max(_HOT, inputs.temperature), truncation=Truncation())
+    judge = partial(_hot_fault, raw_is_right=inputs.temperature == 1)
+    off, lengths = np.abs(found.off), [row.num_actions for row in found.rows]
+    rounding = float(np.abs(found.rounding).mean()) if inputs.half_precision else None
     if trial is not None:
+        known = replace(found, inputs=hot, learner=hot.learner_logprobs(found.rows))
         with trial:
-            effect, bare = _visible(trial, found)
+            effect, bare = _visible(trial, known)
             inputs.sync()
             when = f"with a trial adapter that changes log-probs by {effect:.2g} nats, "
-            found = _compare(inputs, every, when, partial(fault, bare=bare))
+            _compare(hot, every, when, partial(judge, bare=bare))
         inputs.sync()
-    ended = _hot_look(inputs, [*endings(inputs, prompts), few[-1]]).at_end.sum()
-    off, lengths = np.abs(found.off), [row.num_actions for row in found.rows]
+    asked = [*endings(inputs, prompts), long]
+    ended = _compare(hot, asked, f"at temperature {hot.temperature:g}, ", judge).at_end.sum()
     return GateResult(
         tokens=len(off),
-        longest_prompt=len(few[-1].prompt.token_ids),
+        longest_prompt=len(long.prompt.token_ids),
         max_difference=float(off.max()),
         mean_difference=float(off.mean()),
         tolerance=tolerance(found),
         log_ratio_by_depth=by_depth(np.split(off, np.cumsum(lengths)), TOKENS),
-        rounding=float(np.abs(found.rounding).mean()) if inputs.half_precision else None,
+        rounding=rounding,
         adapter_effect=effect,
         half_precision=inputs.half_precision,
         endings=int(ended),
@@ -219,22 +225,16 @@ def _compare(
     raise RunFailed(f"Parity gate{where}: {when}{found[wrong[0]]}, so {consequence}; {advice}.")
 
 
-def _hot_look(inputs: GateInputs, asked: Sequence[Asked]) -> GateSample:
-    """Compare where few tokens are certain: a wrong log-prob of a certain one would not show, and
-    equal completions are then no chance. Nothing is cut off.
+def _hot_fault(part: GateSample, *, raw_is_right: bool, bare: Bare | None = None) -> str:
+    """Return what is wrong with completions that are hotter than the run's. Equal ones are no
+    chance. Log-probs before the temperature are right for a run at 1.
     """
-    hotter = max(_HOT, inputs.temperature)
-    hot = replace(inputs, temperature=hotter, truncation=Truncation())
-
-    def judge(part: GateSample) -> str:
-        found = fault(part)
-        # Log-probs before the temperature are right for a run at 1.
-        if found and inputs.temperature == 1:
-            at_one = replace(hot, temperature=1.0)
-            found = fault(replace(part, inputs=at_one, learner=at_one.learner_logprobs(part.rows)))
-        return identical(part) or found
-
-    return _compare(hot, asked, f"at temperature {hotter:g}, ", judge)
+    found = fault(part, bare)
+    if found and raw_is_right:
+        at_one = replace(part.inputs, temperature=1.0)
+        own = at_one.learner_logprobs(part.rows)
+        found = fault(replace(part, inputs=at_one, learner=own))
+    return identical(part) or found
 
 
 # -- the trial adapter -----------------------------------------------------------------------------

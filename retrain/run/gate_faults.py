@@ -30,15 +30,15 @@ sharp, and gave 1e-4 on average."""
 _HALF, _EIGHT_BITS = 0.005, 0.02
 """The same for the mean in 16 bits; and where [inference] says 8 bits, or the learner knows one
 precision only."""
-_ONE = 0.3
+_ONE = 0.6
 """Nats at temperature 1 and above by which a single token may be off, in the mean of few tokens."""
 _ROUNDINGS = 3.0
 """The differences may be as many times the learner's own rounding on the same tokens. Sound bf16
 engines gave 0.3 to 1.6 on the lab and SmolLM2, T = 0.3 to 1.5."""
 _FP32_SHARE = 2.0**-13
 """Rounding in float32 as a share of that in bf16, 2^-16, times 8 for sums in another order."""
-_HIDES = 1.5
-"""Times the learner's own rounding that the differences must be for another temperature to show."""
+_SHOWS = 5.0
+"""Times the learner's own rounding that an effect must be for its share to be looked for."""
 _MISSING = 0.25
 """Share of the trial adapter's effect that may be missing or too much; where the engine applies the
 adapter, it is within a few hundredths of 0. Of a temperature a tenth higher it is half."""
@@ -118,16 +118,17 @@ def _direction(part: GateSample, bare: Bare | None) -> str:
     rounding does not have: by least squares, the differences contain a share of an effect. A token
     may have an error of its own.
     """
-    inputs, off, effects = part.inputs, part.off, []
-    # A sampled token is one that the engine's rounding made probable, as a hotter engine would: the
-    # two look alike where rounding is as large.
-    if np.abs(off).mean() > _HIDES * np.abs(part.rounding).mean():
-        hotter = inputs.backend.logprobs(part.rows, 1.1 * inputs.engine_temperature)
-        effects.append(("a temperature a tenth higher", 0.5, np.concatenate(hotter)))
+    inputs, off = part.inputs, part.off
+    hotter = inputs.backend.logprobs(part.rows, 1.1 * inputs.engine_temperature)
+    effects = [("a temperature a tenth higher", 0.5, np.concatenate(hotter))]
     if bare is not None:
         effects.append(("leaving out the adapter", _MISSING, bare(part.rows)))
     for what, least, changed in effects:
         effect = changed - part.learner
+        # A sampled token is one that the engine's rounding made probable, as a hotter engine would:
+        # the two look alike where tokens are certain, so that the effect is small.
+        if np.abs(effect).mean() < _SHOWS * np.abs(part.rounding).mean():
+            continue
         # The size is 0 for a backend whose learner knows one temperature only.
         size = float(effect @ effect) or 1.0
         share = float(off @ effect) / size
