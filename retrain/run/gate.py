@@ -5,7 +5,8 @@ fresh start every lora_B is 0, so an engine that ignores the adapter would pass.
 gives the adapter a seeded trial value, compares, restores it byte for byte, and compares again, on
 completions that follow an answer, so that some end. Both are at a temperature at which few tokens
 are certain: a wrong log-prob of a certain one would not show. What noise could explain is looked at
-again with other noise; what fails twice stops the run, in one sentence. Besides, gold answers have to score.
+again with other noise; what fails twice stops the run, in one sentence. Besides, gold answers have
+to score.
 """
 
 from collections.abc import Callable, Sequence
