@@ -119,16 +119,16 @@ def stop_twice(file: Path, folder: Path, moment: Placed | Random, threads: int) 
 
 def killed(file: Path, folder: Path, steps: int, seconds: float) -> int | None:
     """Run a configuration, or resume what is in the folder, and kill it after `seconds` past its
-    `steps`-th step; None if it was killed, else its exit code. Steps take the time that they are
-    told, so that back pressure decides the same in every process.
+    `steps`-th step of either stage; None if it was killed, else its exit code. Steps take the time
+    that they are told, so that back pressure decides the same in every process.
     """
     process = forked(
         _run_with_told_time,
         str(file),
         ["--resume", str(folder)] if (folder / "config.toml").exists() else [],
     )
-    metrics = folder / "metrics.jsonl"
-    while process.is_alive() and (count(metrics) if metrics.exists() else 0) < steps:
+    written = [folder / "sft.jsonl", folder / "metrics.jsonl"]
+    while process.is_alive() and sum(count(path) for path in written if path.exists()) < steps:
         time.sleep(0.005)
     process.join(seconds)
     if process.exitcode is not None:

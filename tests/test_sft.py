@@ -1,6 +1,7 @@
 """The supervised stage: what it learns from, its gradient, its resume, its records."""
 
 import json
+import random
 import shutil
 import signal
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from retrain.cli.main import main
-from retrain.config import TrainConfig, config_from_mapping
+from retrain.config import TrainConfig, config_from_mapping, dump_toml
 from retrain.data.sources import Reason
 from retrain.data.traces import Trace, TraceSet, load_traces
 from retrain.errors import ConfigurationError, Interrupted
@@ -21,6 +22,7 @@ from retrain.run.supervised import SupervisedStage
 from tests.learner_models import config_for, distance, gradients, make_learner, make_rows
 from tests.learner_reference import row_scores
 from tests.runs import assert_same_run, lines, small, small_run, timeless
+from tests.stops import killed
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -278,6 +280,35 @@ def test_a_kill_costs_the_steps_since_the_last_checkpoint_of_the_stage(
             shutil.rmtree(path)
     small_run(run(folder, data, resume={"from": str(folder)}), quiet=True)
     assert_same_run(straight, folder, 4)
+
+
+@pytest.fixture(scope="module", params=["lora", "full"])
+def whole(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data: Path
+) -> tuple[Path, dict[str, Any]]:
+    """A run of both stages by the command line, and its sections."""
+    sections = {"model": {"train": request.param}, "training": {"save_every": 2}}
+    folder = tmp_path_factory.mktemp(request.param) / "run"
+    file = folder.with_suffix(".toml")
+    file.write_text(dump_toml(run(folder, data, **sections)), encoding="utf-8")
+    assert killed(file, folder, 99, 240) == 0
+    return folder, sections
+
+
+@pytest.mark.slow
+@pytest.mark.faults("kills in either stage, resumed")
+def test_a_run_killed_in_either_stage_resumes_to_the_same_bytes(
+    whole: tuple[Path, dict[str, Any]], tmp_path: Path, data: Path, kill: int
+) -> None:
+    """`pytest tests/test_sft.py -m faults --kills 20` kills more often."""
+    straight, sections = whole
+    folder, file, rng = tmp_path / "run", tmp_path / "run.toml", random.Random(kill)
+    file.write_text(dump_toml(run(folder, data, **sections)), encoding="utf-8")
+    killed(file, folder, 1 + kill % 9, rng.uniform(0, 0.3))
+    assert killed(file, folder, 99, 240) == 0
+    assert_same_run(straight, folder, 4)
+    name = "sft_evaluation.jsonl"
+    assert (folder / name).read_bytes() == (straight / name).read_bytes()
 
 
 def test_a_resume_with_other_traces_is_refused(straight: Path, tmp_path: Path, data: Path) -> None:
