@@ -236,7 +236,7 @@ def test_one_gradient_of_all_modes_is_claimed_only_where_no_ratio_can_reach_the_
             {"model": {"model": "lab2"}},
             ["was trained on the base model elsewhere"],
         ),
-        ("", {"loss": {"kl_coef": 0.1}}, ["pulls toward the base model without any adapter"]),
+        ("", {"loss": {"kl_coef": 0.1}}, ['kl_reference = "start" does that']),
         ("..", {"model": {"model": "./.."}}, []),
         ("", {"schedule": {"loss.kl_coef": [[0, 0.0], [9, 0.1]]}}, ["pulls toward the base"]),
     ],

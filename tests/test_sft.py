@@ -14,7 +14,7 @@ from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, dump_toml
 from retrain.data.sources import Reason
 from retrain.data.traces import Trace, TraceSet, load_traces
-from retrain.errors import ConfigurationError, Interrupted
+from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.text import TextModel, load_text_model
 from retrain.records.checkpoint import CheckpointStore
 from retrain.run.session import Session
@@ -280,6 +280,30 @@ def test_a_kill_costs_the_steps_since_the_last_checkpoint_of_the_stage(
             shutil.rmtree(path)
     small_run(run(folder, data, resume={"from": str(folder)}), quiet=True)
     assert_same_run(straight, folder, 4)
+
+
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_the_kl_term_may_be_against_the_weights_after_the_stage(
+    train: str, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = {"model": {"train": train}, "training": {"lr": 1e-2, "max_steps": 2}}
+    for reference in ("base", "start"):
+        loss = {"kl_coef": 0.01, "kl_reference": reference}
+        small_run(run(tmp_path / reference, data, **sections, loss=loss), quiet=True)
+    first, start = (
+        [step["kl_mean"] for step in lines(tmp_path / name / "metrics.jsonl")]
+        for name in ("base", "start")
+    )
+    assert start[0] < 1e-9 < first[0] and start[1] > 1e-9
+    cut = run(tmp_path / "cut", data, **sections, loss=loss)
+    stopped(("rl", 1), cut, monkeypatch)
+    again = {"resume": {"from": str(tmp_path / "cut")}}
+    small_run(run(tmp_path / "cut", data, **sections, loss=loss, **again), quiet=True)
+    assert_same_run(tmp_path / "start", tmp_path / "cut", 2)
+    shutil.rmtree(tmp_path / "cut/start")
+    more = sections | {"training": {"lr": 1e-2, "max_steps": 3}}
+    with pytest.raises(RunFailed, match="start is missing: it held the weights before"):
+        small_run(run(tmp_path / "cut", data, **more, loss=loss, **again), quiet=True)
 
 
 @pytest.fixture(scope="module", params=["lora", "full"])

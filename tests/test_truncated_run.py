@@ -136,6 +136,6 @@ def test_a_run_says_that_it_is_truncated_and_counts_the_memory(tmp_path: Path) -
     (note,) = [note for note in notes(cut) if "renormalised" in note]
     assert (
         note.startswith("[training] top_p = 0.9: sampled and trained as")
-        and "the base's whole distribution" in note
+        and "whole distribution of [loss] kl_reference" in note
     )
     assert predict_memory(cut).logits.bytes > predict_memory(whole).logits.bytes

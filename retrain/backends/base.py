@@ -277,6 +277,12 @@ class Backend(Offers, ABC):
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote: adapter, optimizer, schedule."""
 
+    def keep_start(self, folder: Path) -> None:
+        """Hold the weights that `save_adapter` wrote to `folder`: the reference "start" of the KL
+        term and of `reference_logprobs`.
+        """
+        raise NotImplementedError
+
     def close(self) -> None:
         """Release the engine and the device; safe to call twice."""
 

@@ -71,8 +71,8 @@ class Algorithm(Section):
     reference: PathText = key(
         "",
         'Teacher whose log-probs of the sampled tokens a stage may read: "base" (the frozen model),'
-        ' "gold" (the policy itself with the answer in its prompt), or the folder of an adapter of'
-        " this model; empty is none.",
+        ' "start" (the weights before the first step of RL), "gold" (the policy itself with the'
+        " answer in its prompt), or the folder of an adapter of this model; empty is none.",
         needs="teacher",
     )
     reference_prompt: str = key(

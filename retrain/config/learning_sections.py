@@ -557,11 +557,16 @@ class Loss(Section):
     )
     kl_coef: float = key(
         0.0,
-        "Weight of the KL divergence to the frozen base model, aggregated over all judged"
-        " completions, including groups with equal rewards; 0 skips the base model's forward pass.",
+        "Weight of the KL divergence to kl_reference, aggregated over all judged completions,"
+        " including groups with equal rewards; 0 skips that model's forward pass.",
         ge=0,
         movable=True,
         needs="kl",
+    )
+    kl_reference: Literal["base", "start"] = key(
+        "base",
+        "Policy from which the KL divergence is measured: the frozen base model, or the weights"
+        " before the first step of RL, after [sft] or [lora] init_from.",
     )
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "k3",

@@ -187,12 +187,26 @@ class TrainConfig(AllSections):
         return {path: row for path, row in implied.items() if not self.is_set(path)}
 
     @property
-    def reads_base(self) -> bool:
-        """True if a KL term or a teacher may read the base; a loss of one's own may."""
+    def reads_reference(self) -> bool:
+        """True if a KL term may read [loss] kl_reference; a loss of one's own may."""
         loss = self.loss
         own = loss.mode not in builtin_names("loss")
         own |= loss.correction not in builtin_names("correction")
-        return own or self.may_be_positive("loss.kl_coef") or self.algorithm.reference == "base"
+        return own or self.may_be_positive("loss.kl_coef")
+
+    @property
+    def reads_base(self) -> bool:
+        """True if the loss or a teacher may read the base."""
+        return self._reads("base")
+
+    @property
+    def reads_start(self) -> bool:
+        """True if the loss or a teacher may read the weights of the start."""
+        return self._reads("start")
+
+    def _reads(self, reference: str) -> bool:
+        by_loss = self.reads_reference and self.loss.kl_reference == reference
+        return by_loss or self.algorithm.reference == reference
 
     @property
     def source_path(self) -> Path | None:

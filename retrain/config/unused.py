@@ -222,6 +222,11 @@ ROWS = (
         _reads_no_teacher,
     ),
     Row(
+        "loss.kl_reference",
+        "no KL term is on, and no loss of your own may read it",
+        lambda c: not c.reads_reference,
+    ),
+    Row(
         "algorithm.reference_coef",
         "no transform here distils",
         _no_transform_with("distils"),

@@ -309,7 +309,6 @@ class Adapter(TrainedWeights):
 
     @contextmanager
     def holding(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Use other weights inside; the exact bytes are restored afterwards."""
         before = {name: own.detach().clone() for name, own in self.parameters.items()}
         self._set(weights)
         try:

@@ -126,7 +126,7 @@ def _full_bytes(base: BaseModel, config: "TrainConfig", device_type: str) -> int
     if config.model.train != "full":
         return 0
     count = sum(weight.numel() for weight in base.model.parameters() if weight.requires_grad)
-    return sum(full_bytes(count, device_type, keeps_base=config.reads_base).values())
+    return sum(full_bytes(count, device_type, config.reads_base + config.reads_start).values())
 
 
 def _four_bits_save(base: BaseModel) -> int:

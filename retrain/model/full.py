@@ -7,7 +7,7 @@ their cast, and gradients are added up in float32.
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,15 +37,17 @@ def trained_weights(base: "BaseModel", config: "TrainConfig") -> TrainedWeights:
     return Adapter(base, config.model, config.lora, config.training.seed)
 
 
-def full_bytes(weights: int, device_type: str, *, keeps_base: bool) -> dict[str, int]:
-    """Return the bytes of so many trained weights, by what they are."""
+def full_bytes(weights: int, device_type: str, frozen: int) -> dict[str, int]:
+    """Return the bytes of so many trained weights, by what they are; `frozen` counts the frozen
+    copies.
+    """
     copy = 2 if device_type == "cuda" else 4
     return {
         "weights": 4 * weights,
         "gradients": 4 * weights,
         "moments": 8 * weights,
         "sampler's copy": copy * weights,
-        "frozen copy": copy * weights * keeps_base,
+        "frozen copies": copy * weights * frozen,
     }
 
 
@@ -98,12 +100,15 @@ class AllWeights(TrainedWeights):
             for name, own in self._forward.items():
                 own.copy_(self._masters[name])
 
+    def disabled(self) -> AbstractContextManager[None]:
+        return self.holding(self._base)
+
     @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def holding(self, weights: dict[str, Tensor]) -> Iterator[None]:
         own = [parameter.data for parameter in self._forward.values()]
         try:
             for name, parameter in self._forward.items():
-                parameter.data = self._base[name]
+                parameter.data = weights[name]
             yield
         finally:
             for parameter, data in zip(self._forward.values(), own, strict=True):
@@ -150,15 +155,23 @@ class AllWeights(TrainedWeights):
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
+        weights = self._read(folder)
+        for name, own in self._masters.items():
+            own.copy_(weights[name])
+        self.written()
+
+    def keep_start(self, folder: Path) -> None:
+        weights = self._read(folder)
+        self._start = {name: weights[name].to(own) for name, own in self._forward.items()}
+
+    def _read(self, folder: Path) -> dict[str, Tensor]:
         from safetensors.torch import load_file
 
         weights = load_file(folder / WHOLE_MODEL)
         problem = difference(weights, self._masters)
         if problem:
             raise ValueError(f"{folder / WHOLE_MODEL}: {problem}")
-        for name, own in self._masters.items():
-            own.copy_(weights[name])
-        self.written()
+        return weights
 
     def _card(self) -> str:
         return (

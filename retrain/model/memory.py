@@ -370,6 +370,7 @@ def _size_without_weights(
         config.lora.model_dump_json(),
         config.inference.attention_kernel,
         config.reads_base,
+        config.reads_start,
         device.type,
         dtype,
         shards.size,

@@ -33,6 +33,7 @@ class TrainedWeights(ABC):
     """Dropout acts in training passes."""
     undecayed: Collection[str] = ()
     """Names of parameters without weight decay."""
+    _start: dict[str, Tensor]
 
     @property
     @abstractmethod
@@ -68,6 +69,22 @@ class TrainedWeights(ABC):
     @abstractmethod
     def disabled(self) -> AbstractContextManager[None]:
         """Inside, the model is the base as it was loaded."""
+
+    @abstractmethod
+    def holding(self, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
+        """Use other weights inside; the exact bytes are restored afterwards."""
+
+    def keep_start(self, folder: Path) -> None:
+        """Keep the weights that `save` wrote to `folder` for `started`."""
+        self._start = self._read(folder)
+
+    def started(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights of `keep_start`."""
+        return self.holding(self._start)
+
+    @abstractmethod
+    def _read(self, folder: Path) -> dict[str, Tensor]:
+        """Read the weights of a folder; ValueError where they are others."""
 
     @abstractmethod
     def trial_changes(self, seed: int) -> list[Change]:

@@ -353,11 +353,11 @@ def _dropout_note(lora: Lora, loss: Loss) -> str:
 def _initial_notes(config: TrainConfig) -> list[str]:
     """Say which KL and which base `[lora] init_from` brings; [] without it."""
     folder, model, found = config.lora.init_from, config.model.model, []
-    if folder and config.may_be_positive("loss.kl_coef"):
+    warm = "[lora] init_from" if folder else "[sft]" if config.sft.is_on else ""
+    if warm and config.may_be_positive("loss.kl_coef") and config.loss.kl_reference == "base":
         found.append(
-            "[loss] kl_coef with [lora] init_from: the KL term pulls toward the base model without"
-            " any adapter, not toward the adapter that the run starts from; kl_mean in"
-            " metrics.jsonl says how far the policy is from that base."
+            f"[loss] kl_coef with {warm}: the KL term pulls toward the base model, not toward the"
+            ' weights before the first step; [loss] kl_reference = "start" does that.'
         )
     settings = Path(folder) / "adapter_config.json"
     if folder and settings.is_file():
@@ -382,7 +382,7 @@ def _truncation_note(config: TrainConfig) -> str:
     )
     kl = ""
     if config.may_be_positive("loss.kl_coef"):
-        kl = "; the KL term is against the base's whole distribution"
+        kl = "; the KL term is against the whole distribution of [loss] kl_reference"
     return (
         f"[training] {values}: sampled and trained as the distribution renormalised over the kept"
         " tokens, so log-probs, surprisals and entropies are of that distribution, and a position"

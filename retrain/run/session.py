@@ -24,7 +24,7 @@ from retrain.errors import (
 )
 from retrain.model.text import model_fingerprint
 from retrain.records.checkpoint_place import take
-from retrain.records.disk import replace_file
+from retrain.records.disk import replace_file, replacing_folder, sync_files
 from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation, read_evaluations
 from retrain.records.jsonl import read_jsonl
@@ -178,6 +178,7 @@ class Session:
                     try:
                         session._restore(opened)
                         session._pass_gate()
+                        session._keep_start()
                         with closing(session.prefetched) if session.prefetched else nullcontext():
                             yield session
                     # Of any kind: the summary names it, and it goes on to the command.
@@ -247,6 +248,24 @@ class Session:
         take(self.saver.store.folder, self.folder)
         self.saver.rehearse()
 
+    def _keep_start(self) -> None:
+        """Write and hold the weights before the first step of reinforcement, if they are read."""
+        stage, backend, folder = self.parts.supervised, self.parts.backend, self.folder.start
+        before = self.state.stage == "sft" and stage and self.state.sft_step + 1 < stage.steps
+        if before or not self.config.reads_start:
+            return
+        if self.world.is_rank_zero and not self.state.step:
+            with replacing_folder(folder) as aside:
+                backend.save_adapter(aside)
+                sync_files(aside)
+        self.world.broadcast(None)
+        if not folder.is_dir():
+            raise RunFailed(
+                f"{folder} is missing: it held the weights before the first step, which [loss]"
+                " kl_reference or [algorithm] reference reads; put it back, or start a new run."
+            )
+        backend.keep_start(folder)
+
     def _describe(self, gate: GateResult | None) -> None:
         """Complete environment.json, also by what is this session's alone."""
         model, prompts = self.config.model, self.parts.prompts
@@ -295,6 +314,7 @@ class Session:
         ends = before.sft_step + 1 >= stage.steps
         if ends:
             backend.supervise(None)
+            self._keep_start()
         self.state = before.after_sft_step(
             tokens=record.tokens,
             seconds=self.world.broadcast(record.step_time_s),

@@ -1,5 +1,6 @@
 """The teacher of `[algorithm] reference`: log-probs of a step's sampled tokens by the frozen base,
-by another adapter, or by the policy itself with the answer in its prompt. No second model is held.
+by the policy of the start, by another adapter, or by the policy itself with the answer in its
+prompt. No second model is held.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
     from retrain.config.schema import Algorithm
 
-TEACHERS = ("base", "gold")
+TEACHERS = ("base", "start", "gold")
 """`[algorithm] reference` apart from the folder of an adapter."""
 
 
@@ -121,8 +122,8 @@ def check_teacher(config: "TrainConfig") -> None:
     where, folder = f'[algorithm] reference = "{reference}"', Path(reference)
     if not (folder / "adapter_config.json").is_file():
         raise ConfigurationError(
-            f'{where}: no adapter_config.json there; use "base", "gold" or a PEFT adapter folder,'
-            " such as logs/lab/checkpoints/final."
+            f'{where}: no adapter_config.json there; use "base", "start", "gold" or a PEFT adapter'
+            " folder, such as logs/lab/checkpoints/final."
         )
     try:
         settings = read_object(folder / "adapter_config.json")
@@ -162,7 +163,11 @@ def teacher_note(config: "TrainConfig") -> str:
     reference = config.algorithm.reference
     if not reference:
         return ""
-    who = {"base": "the frozen base model", "gold": "the policy with the answer in its prompt"}
+    who = {
+        "base": "the frozen base model",
+        "start": "the policy before the first step",
+        "gold": "the policy with the answer in its prompt",
+    }
     return (
         f'[algorithm] reference = "{reference}":'
         f" {who.get(reference, 'the adapter of that folder')} scores a step's tokens where a stage"

@@ -207,6 +207,8 @@ class LocalBackend(LocalFacts):
         returned.
         """
         reference = self.config.algorithm.reference
+        if reference == "start":
+            return self._weights.started
         if reference in ("", "base", "gold") or not isinstance(self._weights, Adapter):
             return nullcontext
         teacher = self._weights.fitting(Path(reference), f'[algorithm] reference = "{reference}"')
@@ -319,6 +321,9 @@ class LocalBackend(LocalFacts):
             self._learner.optimizer.load(folder)
         else:
             self._weights_alone = folder
+
+    def keep_start(self, folder: Path) -> None:
+        self._weights.keep_start(folder)
 
     def close(self) -> None:
         self.engine.close()

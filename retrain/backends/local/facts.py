@@ -66,7 +66,7 @@ def _full_problems(config: "TrainConfig") -> Iterator[tuple[str, str]]:
             "backend.shard_base",
             f"{full} does not shard what it trains; leave it false, and start torchrun without it",
         )
-    if config.algorithm.reference not in ("", "base", "gold"):
+    if config.algorithm.reference not in ("", "base", "start", "gold"):
         yield (
             "algorithm.reference",
             f'the teacher is an adapter, and {full} has none; use "base" or "gold"',

@@ -313,7 +313,9 @@ class Learner:
                 old |= {row.number: own for row, own in zip(part, scores, strict=True)}
             batch = [replace(row, old=old[row.number]) for row in batch]
         if self._reference:
-            references = self.score(batch, reference=True)
+            start = self._settings.loss.kl_reference == "start"
+            with self.weights.started() if start else nullcontext():
+                references = self.score(batch, reference=not start, whole=start)
             batch = [
                 replace(row, reference=reference)
                 for row, reference in zip(batch, references, strict=True)
