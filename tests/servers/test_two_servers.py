@@ -65,7 +65,8 @@ def test_a_run_goes_on_with_one_where_the_other_is_killed(
     records = run.records()
     said = [line for line in capsys.readouterr().out.splitlines() if "servers left" in line]
     print(f"\n{said}\nseconds:", ", ".join(f"{one.step_time_s or 0:.1f}" for one in records))
-    assert len(said) == 1 and printed_vllm.url in said[0]
+    # Twice where it still answers /health while it dies.
+    assert said and all(printed_vllm.url in line for line in said)
     assert len(records) == 8 and max(map(largest_difference, records)) < 1e-3
     assert max(record.step_time_s or 0 for record in records) < 300, (
         "it waited its patience of 600 s"
