@@ -31,7 +31,7 @@ class ActionTokens:
     lengths: Sequence[int]
     """Action tokens of each sequence; a sequence is never split."""
     reference: "Tensor | None" = None
-    """Log-probs of the frozen base; needed where kl_coef is not 0."""
+    """Log-probs of [loss] kl_reference; needed where kl_coef is not 0."""
     entropy: "Tensor | None" = None
     """Needed where entropy_coef is not 0."""
     regulariser_weights: "Tensor | None" = None

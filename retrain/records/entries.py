@@ -199,9 +199,9 @@ class StepRecord(_Record):
     """Fraction of the tokens with an advantage (gspo: sequences) whose policy gradient the clip
     removed, or whose weight it bounded (cispo), over all updates of the step."""
     kl_mean: float | None = better(None)
-    """Estimate of KL(policy || base model without adapter) in nats, by `[loss] kl_estimator`: mean
-    over the action tokens of the rows that the loss reads, before the step's first update. Null
-    where the loss reads no base, as without `[loss] kl_coef`."""
+    """Estimate of KL(policy || `[loss] kl_reference`) in nats, by `[loss] kl_estimator`: mean over
+    the action tokens of the rows that the loss reads, before the step's first update. Null where
+    the loss reads no reference, as without `[loss] kl_coef`."""
     log_ratio_mean: float | None = better("lower")
     """Mean of |learner log-prob - sampler log-prob| before the step's first update, over the
     trained rows of its first minibatch (with one minibatch: all of them); its quantiles follow.
