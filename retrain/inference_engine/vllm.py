@@ -52,7 +52,7 @@ NEUTRAL: Json = {
 """Settings that bend a distribution, where they bend nothing. vLLM takes a field that a request
 leaves out from the model's generation_config, such as a repetition_penalty of 1.05 to 1.1 in
 Qwen2.5-Instruct, and its log-probs are then of another policy, or before the penalty."""
-_SAME = 1e-3
+_SAME = 0.05
 """Nats. Log-probs of one prompt before the temperature differ by rounding between two requests;
 those after it by far more."""
 
