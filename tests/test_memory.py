@@ -2,6 +2,7 @@
 itself.
 """
 
+import gc
 import json
 import weakref
 from pathlib import Path
@@ -275,6 +276,19 @@ def _learner_row(row: Row, number: int) -> Any:
     from retrain.backends.local.micro_batches import LearnerRow
 
     return LearnerRow(number, row, row.logprobs, row.logprobs)
+
+
+def test_the_probe_leaves_no_tensor_behind(tmp_path: Path) -> None:
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(found, torch.Tensor) for found in gc.get_objects())
+
+    config = small(tmp_path)
+    base = LocalBackend(config)._base
+    footprint(base, config)
+    before = alive()
+    footprint(base, config)
+    assert alive() == before
 
 
 PROFILE_ROWS = [2, 7, 40, 76]

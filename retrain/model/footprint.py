@@ -208,16 +208,13 @@ def _kept_bytes(base: BaseModel, fused: FusedDecoder | None, kernel: FusedAttent
     own = {id(storage): storage for storage in storages}
     kept: dict[int, torch.UntypedStorage] = {}
 
-    def count(tensor: Tensor) -> Tensor:
+    def count(tensor: Tensor) -> Any:
+        # The tensor itself is not kept: a graph that holds its own outputs is never freed.
         storage = tensor.untyped_storage()
         if id(storage) not in own:
             kept[id(storage)] = storage  # held, so that no other takes its place
-        return tensor
 
-    with (
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
-    ):
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, count):
         hidden = _forward(base, fused, kernel)
     del hidden
     return sum(storage.nbytes() for storage in kept.values())
