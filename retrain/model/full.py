@@ -37,16 +37,12 @@ def trained_weights(base: "BaseModel", config: "TrainConfig") -> TrainedWeights:
     return Adapter(base, config.model, config.lora, config.training.seed)
 
 
-def full_bytes(weights: int, device_type: str, *, keeps_base: bool) -> dict[str, int]:
-    """Return the bytes of so many trained weights, by what they are."""
+def full_bytes(weights: int, device_type: str, *, keeps_base: bool) -> int:
+    """Return the bytes of so many trained weights: float32, gradient and two moments; and a copy in
+    the model's dtype for the sampler, and one of the base if it is kept.
+    """
     copy = 2 if device_type == "cuda" else 4
-    return {
-        "weights": 4 * weights,
-        "gradients": 4 * weights,
-        "moments": 8 * weights,
-        "sampler's copy": copy * weights,
-        "frozen copy": copy * weights * keeps_base,
-    }
+    return (4 * 4 + copy * (1 + keeps_base)) * weights
 
 
 class AllWeights(TrainedWeights):
