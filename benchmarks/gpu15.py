@@ -545,8 +545,8 @@ def peak(point: Any, gib: float, *, sampled: bool) -> str:
     from retrain.model.memory import predict_memory
 
     memory = predict_memory(point.backend.config)
-    turns = max(memory.sampling if sampled else 0, memory.activations.bytes)
-    predicted = memory.fixed - memory.context.bytes + turns + memory.logits.bytes
+    sampling, learning = memory.turns
+    predicted = (max(sampling, learning) if sampled else learning) - memory.machine.context
     return f"{gib:.1f} GiB (predicted {predicted / GIB:.1f})"
 
 

@@ -2,6 +2,7 @@
 itself.
 """
 
+import gc
 import json
 import weakref
 from pathlib import Path
@@ -27,7 +28,7 @@ from retrain.model.budget import (
 )
 from retrain.model.footprint import footprint
 from retrain.model.machine import Budget, Machine, plan
-from retrain.model.memory import GIB, Memory, predict_memory
+from retrain.model.memory import GIB, Memory, Part, predict_memory
 from retrain.model.text import load_model_config, resolve_model
 from retrain.system import total_memory
 from retrain.types import Row
@@ -58,6 +59,11 @@ def qwen(folder: Path, layers: int = 36, **sections: dict[str, Any]) -> TrainCon
     model = {"model": str(folder), "lora_rank": 32} | sections.pop("model", {})
     backend = {"devices": "gpu:0"} | sections.pop("backend", {})
     return small(folder / "run", model=model, training=training, backend=backend, **sections)
+
+
+def part(memory: Memory, name: str) -> Part:
+    (found,) = [one for one in memory.parts if one.name == name]
+    return found
 
 
 def rows(count: int, prompt: int, actions: int) -> list[Row]:
@@ -137,8 +143,8 @@ def test_what_evaluations_sample_may_be_longer_than_what_is_trained(tmp_path: Pa
         )
         return (
             longest - config.training.max_tokens,
-            predicted.activations.bytes,
-            predicted.kv_cache.note,
+            part(predicted, "learning pass").bytes,
+            part(predicted, "KV cache").note,
         )
 
     training = small(tmp_path).training.max_tokens
@@ -166,18 +172,21 @@ def test_the_parts_that_stay_are_the_bytes_of_the_tensors(tmp_path: Path) -> Non
     projections = fused._projections
     assert not any(p.copy for p in projections)
     copies = sum(factor.nbytes for p in projections for factor in p.factors or ())
-    assert predicted.weights.bytes == sum(p.nbytes for p in frozen)
-    assert predicted.adapter.bytes == sum(p.nbytes for p in trained) + copies
-    assert predicted.optimizer.bytes == sum(
-        p.grad.nbytes for p in trained if p.grad is not None
-    ) + sum(m.nbytes for m in moments)
+    assert part(predicted, "weights").bytes == sum(p.nbytes for p in frozen)
+    gradients = [p.grad for p in trained if p.grad is not None]
+    state = sum(each.nbytes for each in (*trained, *gradients, *moments))
+    assert part(predicted, "trained").bytes == state + copies
     fused.refresh(sampling=True)
     copies = [
         weight
         for weight in (fused._packed_head, *(p.copy for p in projections))
         if weight is not None
     ]
-    assert predicted.merged_copy.bytes == 4 * sum(copy._weight.numel() for copy in copies) > 0
+    assert (
+        part(predicted, "sampler copy").bytes
+        == 4 * sum(copy._weight.numel() for copy in copies)
+        > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,6 +286,19 @@ def _learner_row(row: Row, number: int) -> Any:
     return LearnerRow(number, row, row.logprobs, row.logprobs)
 
 
+def test_the_probe_leaves_no_tensor_behind(tmp_path: Path) -> None:
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(found, torch.Tensor) for found in gc.get_objects())
+
+    config = small(tmp_path)
+    base = LocalBackend(config)._base
+    footprint(base, config)
+    before = alive()
+    footprint(base, config)
+    assert alive() == before
+
+
 PROFILE_ROWS = [2, 7, 40, 76]
 """Completions of 11,264 tokens that decode together on 16, 24, 80 and 141 GiB."""
 
@@ -286,15 +308,14 @@ def test_the_standard_profile_of_a_4b_model(tmp_path: Path) -> None:
     config = qwen(tmp_path)
     predicted = predict_memory(config, memory_gib=24)
     assert predicted.size.num_trainable == 66_060_288
-    assert predicted.weights.bytes == 2 * 4_022_468_096
-    assert predicted.optimizer.bytes == 12 * 66_060_288
-    tokens = predicted.choices.decode_tokens
-    assert predicted.kv_cache.note.startswith(
-        f"{tokens:,} tokens in pages at 144 KiB: {tokens // 11264} of 128 completions at their"
-        " longest"
-    )
-    assert predicted.kv_cache.bytes == tokens * 147_456
-    assert predicted.fixed < predicted.peak < 24 * GIB
+    assert part(predicted, "weights").bytes == 2 * 4_022_468_096
+    size = predicted.size
+    assert part(predicted, "trained").bytes == 16 * 66_060_288 + size.adapter_copies
+    assert size.adapter_copies > 2 * 66_060_288, "up factors stand side by side, zeros between them"
+    tokens, cache = predicted.choices.decode_tokens, part(predicted, "KV cache")
+    assert cache.note == f"{tokens // 11264} of 128 completions of 11,264 tokens at 144 KiB"
+    assert cache.bytes == tokens * 147_456
+    assert predicted.peak < 24 * GIB
     model_config = load_model_config(str(tmp_path))
     budgets = [
         Budget(config, model_config, predicted.size, Machine("cuda", gib * GIB, 1))
@@ -319,31 +340,33 @@ def memory_of(folder: Path, gib: float = 40, **sections: dict[str, Any]) -> Memo
 
 def test_what_was_asked_for_shows_in_its_part(tmp_path: Path) -> None:
     plain = memory_of(tmp_path)
-    layers = plain.size.layer_weights
-    assert plain.weights.bytes - memory_of(
-        tmp_path, model={"load_in_4bit": True}
-    ).weights.bytes == pytest.approx(0.742 * layers, rel=1e-3)
-    assert memory_of(tmp_path, model={"lora_rank": 64}).optimizer.bytes == 2 * plain.optimizer.bytes
+    size, layers = plain.size, plain.size.layer_weights
+    quantised = memory_of(tmp_path, model={"load_in_4bit": True})
+    saved = part(plain, "weights").bytes - part(quantised, "weights").bytes
+    assert saved == pytest.approx(0.742 * layers, rel=1e-3)
+    assert memory_of(tmp_path, model={"lora_rank": 64}).size.trained_bytes == 2 * size.trained_bytes
     short = memory_of(tmp_path, training={"max_tokens": 512, "batch_size": 1, "group_size": 4})
-    assert short.kv_cache.bytes < plain.kv_cache.bytes and "turns" not in short.kv_cache.note
+    cache = part(short, "KV cache")
+    assert cache.bytes < part(plain, "KV cache").bytes and cache.note.startswith("4 of 4 ")
     int8 = memory_of(tmp_path, inference={"kv_cache_dtype": "int8"})
-    assert (
-        int8.choices.decode_tokens > plain.choices.decode_tokens
-        and "4 x 11,264" not in int8.kv_cache.note
-    )
+    assert int8.choices.decode_tokens > plain.choices.decode_tokens
+
+    def learning(**sections: Any) -> Part:
+        return part(memory_of(tmp_path, 80, **sections), "learning pass")
+
+    training = {"max_tokens": 64}
     bonus, lifted = (
-        memory_of(tmp_path, 80, training={"max_tokens": 64}, **sections).logits.bytes
+        learning(training=training, **sections).bytes
         for sections in (
             {"loss": {"entropy_coef": 0.1}},
             {"schedule": {"loss.entropy_coef": [[0, 0.0], [9, 0.1]]}},
         )
     )
-    assert lifted == bonus > memory_of(tmp_path, 80, training={"max_tokens": 64}).logits.bytes
+    assert lifted == bonus > learning(training=training).bytes
     kept, checkpointed = (
-        memory_of(tmp_path, 80, training={"gradient_checkpointing": on}).activations
-        for on in (False, True)
+        learning(training={"gradient_checkpointing": on}).note for on in (False, True)
     )
-    assert kept.note.endswith("KiB") and checkpointed.note.endswith("checkpointed")
+    assert kept.endswith("KiB") and checkpointed.endswith("checkpointed")
 
 
 def test_a_larger_device_decodes_more_rows_and_no_budget_passes_the_device(tmp_path: Path) -> None:
@@ -382,7 +405,7 @@ def test_a_run_says_its_memory_before_it_loads_the_weights(
     config = small(tmp_path / "run", training={"max_steps": 1})
     small_run(config)
     printed = capsys.readouterr().out.splitlines()
-    (line,) = [text for text in printed if text.startswith("Predicted memory of tensors")]
+    (line,) = [text for text in printed if text.startswith("Predicted memory beside Python")]
     assert printed.index(line) < next(
         index for index, text in enumerate(printed) if text.startswith("Loading train model")
     )
@@ -390,11 +413,9 @@ def test_a_run_says_its_memory_before_it_loads_the_weights(
         word in line
         for word in (
             "weights",
-            "adapter",
-            "optimizer",
+            "trained",
             "KV cache",
-            "activations",
-            "logits",
+            "learning pass",
             "peak",
             "cpu",
         )

@@ -130,17 +130,9 @@ def test_a_fused_forward_without_the_familys_window_is_found_out_and_said(
             self.window = None
 
     monkeypatch.setattr(decoder, "_Layer", Windowless)
-    monkeypatch.setattr(decoder, "_shrunken_differences", {})  # of the class as it was
     assert FusedDecoder.of(model, merge=False, log=lines.append) is None
     assert len(lines) == 1 and "keeps its own" in lines[0] and type(model).__name__ in lines[0]
-
-
-def test_the_shrunken_copy_leaves_model_and_random_numbers_as_they_are() -> None:
-    model = tiny_model("mistral")
-    before, generator = model.config.to_dict(), torch.random.get_rng_state()
-    small = decoder.shrunken(model)
-    assert small.config.sliding_window < decoder._PROBE_TOKENS and type(small) is type(model)
-    assert model.config.to_dict() == before and torch.equal(torch.random.get_rng_state(), generator)
+    assert "scale or window" in lines[0]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])

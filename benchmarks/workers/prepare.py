@@ -1,5 +1,5 @@
 """Preparations of a benchmark: an adapter, a model that never ends a completion, a model of the
-lab's shape.
+lab's shape, a random one.
 """
 
 import shutil
@@ -62,6 +62,16 @@ def shape(folder: str, context: int) -> dict[str, Any]:
     return {"vocabulary": config.vocab_size}
 
 
+def random(folder: str, shape: dict[str, Any]) -> dict[str, Any]:
+    """Random weights in a shape of config.json."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**shape)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+        folder
+    )
+    return {}
+
+
 def endless(model: str, folder: str, prompts: list[str]) -> dict[str, Any]:
     """`model` with an EOS token that it does not draw, and a chat template that writes only a
     message's text.
@@ -99,7 +109,7 @@ def endless(model: str, folder: str, prompts: list[str]) -> dict[str, Any]:
 
 def setup(settings: dict[str, Any]) -> Any:
     torch.set_num_threads(settings["threads"])
-    makers = {"adapter": adapter, "shape": shape, "endless": endless}
+    makers = {"adapter": adapter, "shape": shape, "random": random, "endless": endless}
     return lambda request: makers[request.pop("make")](**request)
 
 

@@ -228,16 +228,14 @@ def _memory(seen: "Explanation") -> Iterator[str]:
         return
     from retrain.model.memory import byte_words
 
-    rows = [(part.name, byte_words(part.bytes), part.note) for part in seen.memory.parts]
-    turns = "" if len(seen.memory.peaks) > 1 else "; KV cache and activations take turns"
-    for device, peak in seen.memory.peaks.items():
-        rows.append(
-            (
-                "peak",
-                byte_words(peak),
-                f"of {byte_words(seen.memory.machine.memory)} on {device}{turns}",
-            )
-        )
+    memory = seen.memory
+    turns = "" if len(memory.peaks) > 1 else "; sampling and learning take turns"
+    whole = byte_words(memory.machine.memory)
+    rows = [(part.name, byte_words(part.bytes), part.note) for part in memory.parts]
+    rows += [
+        ("peak", byte_words(peak), f"of {whole} on {device}{turns}")
+        for device, peak in memory.peaks.items()
+    ]
     yield from table_lines(rows, right=(1,), indent=GAP)
 
 

@@ -188,7 +188,6 @@ class FixedStep:
         self._cos, self._sin = fused.rotary_table(context)
         self._graphs: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}
 
-    @torch.no_grad()
     def launch(self, rows: int, variant: Variant) -> None:
         """Launch one step of the first `rows` rows, a number of `BUCKETS`."""
         if self.buffers.device.type != "cuda":
@@ -199,6 +198,7 @@ class FixedStep:
             self._graphs[key] = self._capture(rows, variant)
         self._graphs[key].replay()
 
+    @torch.no_grad()
     def step(self, rows: int, variant: Variant) -> None:
         """Feed each row its token, draw the next and store it; a row that is done changes nothing
         and writes to page 0.
@@ -215,8 +215,9 @@ class FixedStep:
             self._pool, self._kernel, slot_mapping, state.block_table[:rows], cache_seqlens
         )
         cos, sin = (table.index_select(0, position)[:, None] for table in (self._cos, self._sin))
-        hidden = self._fused.step(state.token[:rows], (cos, sin), batch)
-        drawn = self.draw(self._fused.logits(hidden), slice(rows), variant)
+        tokens = state.token[:rows, None]
+        hidden = self._fused.hidden_states(tokens, (cos, sin), batch, cache=batch)
+        drawn = self.draw(self._fused.logits(hidden[:, 0]), slice(rows), variant)
         state.ring[:, :rows].index_copy_(0, state.ring_place, drawn[None])
         self._take_over(drawn, active, slice(rows))
         state.ring_place.add_(1).remainder_(_RING)

@@ -471,11 +471,23 @@ class PagedTokens:
         self._pool, self._attend = pool, kernel.paged
         self._rows = PagedRows.of(block_table, cache_seqlens, pool.tokens)
 
-    def store(self, number: int, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values [R, H, D] of the new tokens in layer `number`."""
-        self._pool.write(number, self._slot_mapping, keys, values)
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values [R, H, 1, D] of the new tokens; returns the layer's pages."""
+        self._pool.write(layer_idx, self._slot_mapping, key_states[:, :, 0], value_states[:, :, 0])
+        return self._pool.keys[layer_idx], self._pool.values[layer_idx]
 
-    def attention(self, queries: Tensor, number: int, scaling: float, window: int | None) -> Tensor:
-        """[R, Hq, D] of queries [R, Hq, D] in layer `number`, over the tokens of their rows."""
-        keys, values = self._pool.keys[number], self._pool.values[number]
-        return self._attend(queries, keys, values, self._rows, scaling, window)
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """[R, Hq, 1, D] of queries [R, Hq, 1, D] over the tokens of their rows, in pages. No family
+        with a fused forward has a soft cap.
+        """
+        return self._attend(query[:, :, 0], key, value, self._rows, scaling, window).unsqueeze(2)

@@ -277,16 +277,11 @@ class FusedAttention:
         """
         count, heads, _, dim = query.shape
         grouped = query.reshape(count, key.shape[1], heads // key.shape[1], dim)
+        bias = rows.bias(window, query.dtype)
         if softcap is None and prefers_products(query):
-            output = _products(grouped, key, value, rows.bias(window, query.dtype), scaling)
-        elif softcap is None:
-            output = F.scaled_dot_product_attention(
-                grouped, key, value, attn_mask=rows.bias(window, query.dtype), scale=scaling
-            )
+            output = _products(grouped, key, value, bias, scaling)
         else:
-            output = _softcapped(
-                grouped, key, value, rows.bias(window, query.dtype), scaling, softcap
-            )
+            output = _biased(grouped, key, value, bias, scaling, softcap)
         return output.reshape(count, heads, 1, value.shape[-1])
 
     def causal(
@@ -317,11 +312,7 @@ class FusedAttention:
             bias = visible_bias(lengths, before + stop, window, query.dtype).permute(1, 2, 0, 3)
             part = query[:, :, start:stop]
             k, v = (tensor[:, :, : before + stop] for tensor in (key, value))
-            if softcap is None:
-                output = F.scaled_dot_product_attention(part, k, v, attn_mask=bias, scale=scaling)
-            else:
-                output = _softcapped(part, k, v, bias, scaling, softcap)
-            outputs.append(output)
+            outputs.append(_biased(part, k, v, bias, scaling, softcap))
         return torch.cat(outputs, dim=2)
 
     def packed_kernel(self, query: Tensor, softcap: float | None) -> PackedKernel | None:
@@ -371,14 +362,21 @@ def visible_bias(lengths: Tensor, longest: int, window: int | None, dtype: torch
     )[:, None, None]
 
 
-def _softcapped(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float
+def _biased(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scaling: float,
+    softcap: float | None,
 ) -> Tensor:
-    """softmax(softcap * tanh(q k / softcap) + bias) v, as Gemma 2 defines it; no fused kernel on a
-    CPU has the tanh.
+    """softmax(scaling * q k + bias) v; under a soft cap softmax(softcap * tanh(scaling * q k /
+    softcap) + bias) v, as Gemma 2 defines it: no fused kernel on a CPU has the tanh.
 
     Nothing in place: the learner differentiates it.
     """
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
     scores = torch.tanh(torch.matmul(query, key.transpose(2, 3)) * (scaling / softcap)) * softcap
     if bias is not None:
         scores = scores + bias

@@ -6,15 +6,14 @@ predicted before the weights are loaded is what is measured afterwards.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from retrain.distributed import ALONE, World
+from retrain.distributed import World
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.adapter import lora_config
 from retrain.model.attention import FusedAttention, missing, plugged_in
@@ -27,8 +26,9 @@ from retrain.model.packing import PackedAttention, Segment
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.config.schema import Lora, Model
 
+TRAINED_BYTES = 16
+"""Of a trained parameter: float32, its gradient and two moments."""
 _PROBE_TOKENS = 64
 _META = torch.device("meta")
 _NF4_BYTES = 4.127 / 8
@@ -69,8 +69,7 @@ class Footprint:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of the adapter with its gradient and two moments, in float32."""
-        return 4 * 4 * self.num_trainable
+        return TRAINED_BYTES * self.num_trainable
 
     def activations_per_token(self, *, checkpointing: bool) -> int:
         """Count the bytes that a forward pass keeps for its backward."""
@@ -82,51 +81,41 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
     share one weight tensor.
 
     `device_type`: the device on which a model without weights would run; its attention kernel is
-    then counted. Raises PredictionError where such a model cannot run.
+    then counted.
     """
-    kernel = attention_of(
-        config.inference.attention_kernel, device_type or base.device.type, base.dtype
-    )
-    four_bits, drops = config.model.load_in_4bit, config.lora.dropout > 0
-    fused = None
+    device_type = device_type or base.device.type
+    kernel = attention_of(config.inference.attention_kernel, device_type, base.dtype)
+    fused, saved = None, 0
     # Neither weights in 4 bits nor parts of weights have a fused forward.
-    if not four_bits and base.shards.size == 1:
+    if config.model.load_in_4bit:
+        saved = _four_bits_save(base)
+    elif base.shards.size == 1:
         fused = FusedDecoder.of(base.model, merge=False)
     if fused is not None:
         fused.refresh()
-    full = config.model.train == "full"
+    parameters = list(base.model.parameters())
+    frozen = sum(each.numel() for each in parameters if not each.requires_grad)
     # Dropout, and weights that are all trained, have the model's own forward pass.
+    drops, full = config.lora.dropout > 0, config.model.train == "full"
     learning = None if drops or full else fused
-    kept = _kept_per_token(base, learning, kernel, config.model.model, drops=drops)
-    frozen = [parameter for parameter in base.model.parameters() if not parameter.requires_grad]
-    saved = 0
-    if four_bits:
-        saved = _four_bits_save(base)
+    kept = max(1, _kept_bytes(base, learning, kernel, drops=drops) // _PROBE_TOKENS)
     text: Any = base.model.config.get_text_config()
     layer, stream = kept // text.num_hidden_layers, text.hidden_size * base.dtype.itemsize
+    trained = sum(each.numel() for each in parameters) - frozen
     return Footprint(
         dtype=base.dtype,
         weights=held_bytes(base) - saved,
-        num_frozen=sum(parameter.numel() for parameter in frozen),
+        num_frozen=frozen,
         layer_weights=fused.layer_weight_bytes if fused else 0,
         head_weights=base.head.weight.nbytes,
-        num_trainable=sum(
-            parameter.numel() for parameter in base.model.parameters() if parameter.requires_grad
-        ),
+        num_trainable=trained,
         adapter_copies=fused.adapter_copy_bytes if fused else 0,
         kept_per_token=kept,
-        full_bytes=_full_bytes(base, config, device_type or base.device.type),
+        full_bytes=full * full_bytes(trained, device_type, config.reads_base + config.reads_start),
         gradients_per_token=layer,
         # The division above rounds down, hence + 1.
         checkpointed_per_token=text.num_hidden_layers * stream + layer + 1,
     )
-
-
-def _full_bytes(base: BaseModel, config: "TrainConfig", device_type: str) -> int:
-    if config.model.train != "full":
-        return 0
-    count = sum(weight.numel() for weight in base.model.parameters() if weight.requires_grad)
-    return sum(full_bytes(count, device_type, config.reads_base + config.reads_start).values())
 
 
 def _four_bits_save(base: BaseModel) -> int:
@@ -141,66 +130,71 @@ def _four_bits_save(base: BaseModel) -> int:
     )
 
 
-def weightless_model(
-    model: "Model", lora: "Lora", settings: Any, dtype: torch.dtype, shards: World = ALONE
-) -> BaseModel:
-    """Return the configured model with its adapter on the meta device, as one of `shards` holds it;
-    `settings` is the model's own configuration. Raises PredictionError where that fails.
+_sizes: dict[tuple[Any, ...], Footprint] = {}
+"""By all that they depend on: a campaign's runs have few different ones."""
+
+
+def size_without_weights(
+    config: "TrainConfig", settings: Any, device_type: str, dtype: torch.dtype, shards: World
+) -> Footprint:
+    """Return the footprint of a model of which only the configuration is there, `settings`, as one
+    of `shards` holds it. Raises PredictionError where its code needs its weights.
     """
+    key = (
+        settings.to_json_string(use_diff=False),
+        config.model.model_dump_json(),
+        config.lora.model_dump_json(),
+        config.inference.attention_kernel,
+        config.reads_base,
+        config.reads_start,
+        device_type,
+        dtype,
+        shards.size,
+    )
+    if key in _sizes:
+        return _sizes[key]
+    try:
+        base = _weightless_model(config, settings, dtype, shards)
+        _sizes[key] = footprint(base, config, device_type)
+    except ConfigurationError:
+        raise
+    # torch's grouped product, as of experts, knows no other dtype than bfloat16 there
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise PredictionError(
+            f'[model] model = "{config.model.model}" cannot be built and run without its weights'
+            f" ({type(error).__name__}), so its memory is not predicted."
+        ) from error
+    return _sizes[key]
+
+
+def _weightless_model(
+    config: "TrainConfig", settings: Any, dtype: torch.dtype, shards: World
+) -> BaseModel:
+    """Return the configured model with its adapter on the meta device."""
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    try:
-        with _META, warnings.catch_warnings():
-            # peft reads an attribute that transformers deprecates.
-            warnings.simplefilter("ignore", FutureWarning)
-            built = AutoModelForCausalLM.from_config(
-                settings, dtype=dtype, trust_remote_code=model.trust_remote_code
-            )
-            built.requires_grad_(False).eval()
-            base = BaseModel(
-                built,
-                decoder_of(built, model.model),
-                Head(built.get_output_embeddings().weight),
-                _META,
-                dtype,
-                shards,
-            )
-            if model.train == "full":
-                built.requires_grad_()
-            else:
-                settings = lora_config(base, lora, model.lora_rank)
-                get_peft_model(base.model, settings, low_cpu_mem_usage=True)
-    except ConfigurationError:
-        raise
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise PredictionError(
-            f'[model] model = "{model.model}" cannot be built without its weights'
-            f" ({type(error).__name__}), so its memory is not predicted."
-        ) from error
+    model = config.model
+    with _META, warnings.catch_warnings():
+        # peft reads an attribute that transformers deprecates.
+        warnings.simplefilter("ignore", FutureWarning)
+        built = AutoModelForCausalLM.from_config(
+            settings, dtype=dtype, trust_remote_code=model.trust_remote_code
+        )
+        built.requires_grad_(False).eval()
+        head = Head(built.get_output_embeddings().weight)
+        base = BaseModel(built, decoder_of(built, model.model), head, _META, dtype, shards)
+        if model.train == "full":
+            built.requires_grad_()
+        else:
+            lora = lora_config(base, config.lora, model.lora_rank)
+            get_peft_model(base.model, lora, low_cpu_mem_usage=True)
     return base
 
 
-def _kept_per_token(
-    base: BaseModel, fused: FusedDecoder | None, kernel: FusedAttention, name: str, *, drops: bool
+def _kept_bytes(
+    base: BaseModel, fused: FusedDecoder | None, kernel: FusedAttention, *, drops: bool
 ) -> int:
-    """Count the bytes that a forward pass keeps of a token, under dropout if the adapter `drops`.
-    Raises PredictionError where a model without weights cannot run.
-    """
-    try:
-        with _dropping(base.model) if drops else nullcontext():
-            return max(1, _kept_bytes(base, fused, kernel) // _PROBE_TOKENS)
-    except RuntimeError as error:
-        if base.device != _META:
-            raise
-        # torch's grouped product, as of experts, knows no other dtype than bfloat16 there
-        raise PredictionError(
-            f'[model] model = "{name}" cannot be run without its weights'
-            f" ({type(error).__name__}), so its memory is not predicted."
-        ) from error
-
-
-def _kept_bytes(base: BaseModel, fused: FusedDecoder | None, kernel: FusedAttention) -> int:
     """Count the bytes of the storages that autograd keeps for the probe's tokens; each counts once,
     and parameters do not count.
     """
@@ -208,17 +202,14 @@ def _kept_bytes(base: BaseModel, fused: FusedDecoder | None, kernel: FusedAttent
     own = {id(storage): storage for storage in storages}
     kept: dict[int, torch.UntypedStorage] = {}
 
-    def count(tensor: Tensor) -> Tensor:
+    def count(tensor: Tensor) -> Any:
+        # The tensor itself is not kept: a graph that holds its own outputs is never freed.
         storage = tensor.untyped_storage()
         if id(storage) not in own:
             kept[id(storage)] = storage  # held, so that no other takes its place
-        return tensor
 
-    with (
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
-    ):
-        hidden = _forward(base, fused, kernel)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, count):
+        hidden = _forward(base, fused, kernel, drops=drops)
     del hidden
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -230,25 +221,12 @@ class _Factor(nn.Module):
         return x * torch.ones_like(x)
 
 
-@contextmanager
-def _dropping(model: nn.Module) -> Iterator[None]:
-    """Let the adapter keep the tensors that its dropout makes in training."""
-    from peft.tuners.lora import LoraLayer
-
-    places = [module.lora_dropout for module in model.modules() if isinstance(module, LoraLayer)]
-    before = [dict(place) for place in places]
-    try:
-        for place in places:
-            place.update({name: _Factor() for name in place})
-        yield
-    finally:
-        for place, modules in zip(places, before, strict=True):
-            place.update(modules)
-
-
-def _forward(base: BaseModel, fused: FusedDecoder | None, kernel: FusedAttention) -> Tensor:
-    """Return the probe's hidden states, computed as the learner does."""
+def _forward(
+    base: BaseModel, fused: FusedDecoder | None, kernel: FusedAttention, *, drops: bool
+) -> Tensor:
+    """Return the probe's hidden states, computed as the learner does; its adapter `drops`."""
     from peft.helpers import disable_input_dtype_casting
+    from peft.tuners.lora import LoraLayer
 
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=base.device)
     positions = torch.arange(_PROBE_TOKENS, device=base.device).unsqueeze(0)
@@ -256,7 +234,11 @@ def _forward(base: BaseModel, fused: FusedDecoder | None, kernel: FusedAttention
     if fused is not None:
         return fused.hidden_states(ids, positions, attention)
     packs = not missing(base.model)
+    adapted = [each for each in base.model.modules() if isinstance(each, LoraLayer) and drops]
     with ExitStack() as stack:
+        for place in (layer.lora_dropout for layer in adapted):
+            stack.callback(place.update, dict(place))
+            place.update({name: _Factor() for name in place})
         if base.dtype != torch.float32 and base.device == _META:
             # Without autocast, which that device lacks, the adapter is in half precision too.
             for parameter in base.model.parameters():

@@ -37,18 +37,12 @@ def trained_weights(base: "BaseModel", config: "TrainConfig") -> TrainedWeights:
     return Adapter(base, config.model, config.lora, config.training.seed)
 
 
-def full_bytes(weights: int, device_type: str, frozen: int) -> dict[str, int]:
-    """Return the bytes of so many trained weights, by what they are; `frozen` counts the frozen
-    copies.
+def full_bytes(weights: int, device_type: str, frozen: int) -> int:
+    """Return the bytes of so many trained weights: float32, gradient and two moments; a copy in the
+    model's dtype for the sampler, and so many `frozen` ones.
     """
     copy = 2 if device_type == "cuda" else 4
-    return {
-        "weights": 4 * weights,
-        "gradients": 4 * weights,
-        "moments": 8 * weights,
-        "sampler's copy": copy * weights,
-        "frozen copies": copy * weights * frozen,
-    }
+    return (4 * 4 + copy * (1 + frozen)) * weights
 
 
 class AllWeights(TrainedWeights):

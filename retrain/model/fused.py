@@ -2,13 +2,12 @@
 transformers model.
 
 It stands in for the model's own forward in the sampler and in the learner: fewer and larger
-operations, the same function. Whether it is the same is tried on a few tokens, and past the sliding
-window on a shrunken copy; a model that it does not fit keeps its own forward. Shape letters: B
-rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
+operations, the same function. Whether it is the same is tried on a few tokens, with the sliding
+window that each layer asks for; a model that it does not fit keeps its own forward. Shape letters:
+B rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
 """
 
 from collections.abc import Callable
-from copy import deepcopy
 from itertools import chain
 from time import monotonic
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from retrain.model.attention import AttentionBatch, FusedAttention
+from retrain.model.attention import AttentionBatch, FusedAttention, plugged_in
 from retrain.model.functions import (
     Norm,
     apply_rope,
@@ -36,11 +35,9 @@ its own, or none."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 """Largest deviation of a layer's hidden states on a probe, relative to a token's norm."""
 _PROBE_TOKENS = 16
-_SHRUNKEN_WINDOW = 6
-"""Tokens: a probe reaches far past it."""
 
-
-_shrunken_differences: dict[tuple[type, str], float] = {}
+Rotary = tuple[Tensor, Tensor]
+"""cos and sin [N, 1, D] of N positions."""
 
 
 class Cache(Protocol):
@@ -50,18 +47,6 @@ class Cache(Protocol):
         """Keep a layer's new keys and values [B, Hk, T, D]; returns all that its queries attend
         to.
         """
-        ...
-
-
-class PagedBatch(Protocol):
-    """One new token for each of N rows whose keys and values lie in pages."""
-
-    def store(self, number: int, keys: Tensor, values: Tensor) -> None:
-        """Write a layer's new keys and values [N, Hk, D] to the pages of their rows."""
-        ...
-
-    def attention(self, queries: Tensor, number: int, scaling: float, window: int | None) -> Tensor:
-        """Return the outputs [N, Hq, D] of queries [N, Hq, D] over the tokens of their rows."""
         ...
 
 
@@ -102,20 +87,6 @@ class _Layer:
         for projection in self.projections:
             projection.refresh(copy=copy)
 
-    def step(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], batch: PagedBatch, number: int
-    ) -> Tensor:
-        """Return the residual stream [N, H] after the layer, for one new token of each row."""
-        fused = norm_project(hidden, self.attention_norm, self.qkv).view(
-            len(hidden), -1, self.head_size
-        )  # [N, Hq + 2 Hk, D]
-        heads, shared, _ = self.heads
-        rotated = apply_rope(fused[:, : heads + shared], *rotary, self.head_norm)
-        batch.store(number, rotated[:, heads:], fused[:, heads + shared :])
-        attended = batch.attention(rotated[:, :heads], number, self.scaling, self.window)
-        hidden = hidden + project(attended.flatten(1), self.output)
-        return hidden + gated_mlp(hidden, self.mlp_norm, self.gate_up, self.down)
-
     @property
     def projections(self) -> list[Projection]:
         return [self.qkv, self.output, self.gate_up, self.down]
@@ -123,7 +94,7 @@ class _Layer:
     def forward(
         self,
         hidden: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Rotary,
         rows: int,
         batch: AttentionBatch,
         cache: Cache | None,
@@ -192,27 +163,14 @@ class FusedDecoder:
         if not all(map(fusable, linears)):
             return None
         fused = cls(model, merge)
-        difference = fused._difference(model.base_model)
-        if difference <= 1:
-            difference = cls._shrunken_difference(model)
-        if difference > 1:
+        difference = fused._difference(model)
+        if difference:
             log(
                 f"{type(model).__name__} keeps its own, slower forward pass: the fused one differs"
-                f" from it on a probe by {difference:.1e} times what rounding allows."
+                f" from it on a probe {difference}."
             )
             return None
         return fused
-
-    @classmethod
-    def _shrunken_difference(cls, model: Any) -> float:
-        """Return `_difference` of a shrunken copy, computed once for a class and configuration: the
-        prediction of memory and the engine ask for the same one.
-        """
-        key = type(model), model.config.to_json_string(use_diff=False)
-        if key not in _shrunken_differences:
-            small = shrunken(model)
-            _shrunken_differences[key] = cls(small, merge=False)._difference(small.base_model)
-        return _shrunken_differences[key]
 
     @property
     def adapter_copy_bytes(self) -> int:
@@ -263,13 +221,13 @@ class FusedDecoder:
     def hidden_states(
         self,
         token_ids: Tensor,
-        positions: Tensor,
+        positions: Tensor | Rotary,
         batch: AttentionBatch,
         *,
         cache: Cache | None = None,
         checkpointed: bool = False,
     ) -> Tensor:
-        """Return the last [B, T, H] of ids and positions [B, T].
+        """Return the last [B, T, H] of ids and positions [B, T], or of their cos and sin.
 
         `checkpointed` keeps only the residual stream between layers for the backward pass.
         """
@@ -282,23 +240,13 @@ class FusedDecoder:
                 hidden = layer.forward(hidden, rotary, rows, batch, cache, number)
         return normed(hidden, self._norm).view(rows, -1, hidden.shape[-1])
 
-    @torch.no_grad()
-    def step(self, token_ids: Tensor, rotary: tuple[Tensor, Tensor], batch: PagedBatch) -> Tensor:
-        """Return the last hidden states [N, H] of one token of each row, ids [N], whose positions
-        have cos and sin [N, 1, D].
-        """
-        hidden = self._embed(token_ids)
-        for number, layer in enumerate(self._layers):
-            hidden = layer.step(hidden, rotary, batch, number)
-        return normed(hidden, self._norm)
-
-    def _embedded(
-        self, token_ids: Tensor, positions: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _embedded(self, token_ids: Tensor, positions: Tensor | Rotary) -> tuple[Tensor, Rotary]:
         """Return the residual stream [N, H], cos and sin [N, 1, D]."""
         embedded = self._embed(token_ids)
-        cos, sin = (part.flatten(0, 1).unsqueeze(1) for part in self._rotary(embedded, positions))
-        return embedded.flatten(0, 1), (cos, sin)
+        if isinstance(positions, Tensor):
+            cos, sin = self._rotary(embedded, positions)
+            positions = cos.flatten(0, 1).unsqueeze(1), sin.flatten(0, 1).unsqueeze(1)
+        return embedded.flatten(0, 1), positions
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [..., V] of hidden states [..., H]."""
@@ -307,15 +255,16 @@ class FusedDecoder:
         return self._head(hidden)  # type: ignore[no-any-return]  # the library returns Any
 
     @torch.no_grad()
-    def _difference(self, decoder: Any) -> float:
-        """Return the largest difference from the model's own layers on a probe, in units of what is
-        allowed; 0 for a model without weights.
+    def _difference(self, model: Any) -> str:
+        """Say how it differs from the model's own layers on a probe; "" where it does not, and for
+        a model without weights.
 
         Each layer is given the model's own input: over many layers in half precision two roundings
         of one function drift far apart.
         """
         if self._embed.weight.is_meta:
-            return 0.0
+            return ""
+        decoder = model.base_model
         count = min(_PROBE_TOKENS, self._embed.num_embeddings)
         ids = torch.arange(count, device=self._embed.weight.device).unsqueeze(0)
         seen: list[tuple[Tensor, Tensor]] = []
@@ -325,8 +274,11 @@ class FusedDecoder:
             )
             for layer in decoder.layers
         ]
+        own, theirs = _Causal(), _Causal()
+        asked = {"attention_mask": torch.ones_like(ids, dtype=torch.bool), "use_cache": False}
         try:
-            last = decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+            with plugged_in(model):
+                last = decoder(input_ids=ids, attention_batch=theirs, **asked).last_hidden_state[0]
         finally:
             for hook in hooks:
                 hook.remove()
@@ -338,15 +290,32 @@ class FusedDecoder:
             _distance(normed(seen[-1][1], self._norm), last),
         ]
         for layer, (before, after) in zip(self._layers, seen, strict=True):
-            found = layer.forward(before, rotary, 1, CausalAttention(), None, 0)
+            found = layer.forward(before, rotary, 1, own, None, 0)
             differences.append(_distance(found, after))
-        return max(differences) / _TOLERANCE[last.dtype]
+        if own.asked != theirs.asked:
+            return "in its attention's scale or window"
+        rounding = max(differences) / _TOLERANCE[last.dtype]
+        return f"by {rounding:.1e} times what rounding allows" if rounding > 1 else ""
 
 
-class CausalAttention(FusedAttention):
-    """Causal attention within each row, as an `AttentionBatch`."""
+class _Causal(FusedAttention):
+    """Causal attention within each row, as an `AttentionBatch` that keeps what is asked of it."""
 
-    attention = FusedAttention.causal
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[float | None, ...]] = []
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.asked.append((scaling, window, softcap))
+        return self.causal(query, key, value, scaling, window, softcap)
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
@@ -356,33 +325,3 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     found, expected = found.float(), expected.float()
     size = expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return float(((found - expected).norm(dim=-1) / size).max())
-
-
-def shrunken(model: Any) -> Any:
-    """A narrow random model of the same class and settings, in float32 on the CPU, with one layer
-    of each type. Its sliding window is shorter than the probe.
-
-    The random generators are left as they were.
-    """
-    config = deepcopy(model.config)
-    types = sorted(set(getattr(config, "layer_types", None) or ()))
-    groups = config.num_attention_heads // config.num_key_value_heads
-    # Kept: the rotary embedding may have a factor for each of its elements.
-    config.head_dim = model.base_model.layers[0].self_attn.head_dim
-    config.num_attention_heads, config.num_key_value_heads = 2 * groups, 2
-    config.hidden_size, config.intermediate_size = 8 * config.num_attention_heads, 24
-    config.vocab_size = _PROBE_TOKENS
-    config.num_hidden_layers = max(1, len(types))
-    # Ids of the whole vocabulary, which the small one need not have.
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    config._attn_implementation = "eager"
-    if types:
-        config.layer_types = types
-    if getattr(config, "sliding_window", None) is not None:
-        config.sliding_window = _SHRUNKEN_WINDOW
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        small = type(model)(config).float().eval().requires_grad_(False)
-        torch.manual_seed(0)
-        for parameter in small.parameters():
-            parameter.normal_(std=0.3)
-    return small

@@ -110,30 +110,17 @@ def count_kept(
     """[N] float32 counts of the tokens that the cuts keep of softmax(logits / temperature), for
     `hidden` [N, H].
     """
-    chunks = shifted_logits(head, hidden, temperature)
-    return torch.cat([kept_counts(z, top_k, top_p, min_p).float() for _, z in chunks])
-
-
-def shifted_logits(
-    head: Head, hidden: Tensor, temperature: float
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield chunks of the rows of `hidden` [N, H]: (rows, logits / temperature minus its maximum
-    [R, V]), which hold until the next chunk.
-    """
-    rows = chunk_rows(head.weight.shape[0], chunk_bytes_on(hidden.device.type))
+    rows, counts = chunk_rows(len(head.weight), chunk_bytes_on(hidden.device.type)), []
     # Memory for one chunk after the other: new memory costs page faults.
-    products = hidden.new_empty(min(rows, len(hidden)), head.weight.shape[0])
-    for start in range(0, len(hidden), rows):
-        part = slice(start, start + rows)
-        z = head.logits(hidden[part], products[: len(hidden[part])]).div_(temperature)
-        yield part, z.sub_(z.amax(-1, keepdim=True))
-
-
-def kept_counts(z: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """[R] int64 counts of the tokens that the cuts keep of `z` [R, V], whose maximum is 0."""
-    rows = len(z)
-    cuts = Cuts(np.full(rows, top_k, np.int64), np.full(rows, top_p), np.full(rows, min_p))
-    return KeptSets.of_cuts(z, z.exp().sum(-1, dtype=torch.float64), cuts).counts
+    products = hidden.new_empty(min(rows, len(hidden)), len(head.weight))
+    for part in torch.split(hidden, rows):
+        z = head.logits(part, products[: len(part)]).div_(temperature)
+        z.sub_(z.amax(-1, keepdim=True))
+        size = len(z)
+        each = Cuts(np.full(size, top_k, np.int64), np.full(size, top_p), np.full(size, min_p))
+        total = z.exp().sum(-1, dtype=torch.float64)
+        counts.append(KeptSets.of_cuts(z, total, each).counts)
+    return torch.cat(counts).float()
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ optimizer, logits and fragmentation."""
 _CUDA_SHARE = 0.92
 """Share, on a GPU, of the memory beside all that stays: activations and pages take turns, so either
 may have it. The rest is for fragmentation and for captured steps."""
-_CUDA_CONTEXT = 5 << 28
-"""Bytes of the CUDA context, its kernels and the libraries' workspaces, 1.25 GiB: an estimate, not
-measured on every card."""
+_CONTEXT = {"cuda": 5 << 28, "cpu": 12 << 20}
+"""Bytes that operators take beside tensors: on a GPU the context, its kernels and the libraries'
+workspaces, 1.25 GiB, an estimate that was not measured on every card."""
 _CPU_SHARE = 0.8
 """Share of a computer's memory that a run may take in all; the computer has other work."""
 _MERGED_SHARE = 0.2
@@ -92,10 +92,7 @@ class Machine:
 
     @property
     def context(self) -> int:
-        """Bytes that the device's libraries take."""
-        if self.device_type == "cuda":
-            return min(_CUDA_CONTEXT, self.memory)
-        return 0
+        return min(_CONTEXT.get(self.device_type, 0), self.memory)
 
 
 @dataclass(frozen=True)
@@ -184,17 +181,13 @@ class Budget:
         fits = self.copied <= self.spare * _MERGED_SHARE
         return self.machine.device_type == "cpu" and multiplies and fits
 
-    def activations_per_token(self, choices: MachineChoices) -> int:
-        """Bytes that a learning pass holds at most under these choices."""
-        kept = self.size.activations_per_token(checkpointing=choices.gradient_checkpointing)
-        return kept + self.size.gradients_per_token
-
     def left_for_pages(self, choices: MachineChoices) -> int:
         """Bytes that are left for pages of keys and values while the learner holds the activations
         of a micro-batch, or of the longest row where that alone is more.
         """
+        kept = self.size.activations_per_token(checkpointing=choices.gradient_checkpointing)
         tokens = max(choices.micro_batch_tokens, self.longest)
-        return self.learning - tokens * self.activations_per_token(choices)
+        return self.learning - tokens * (kept + self.size.gradients_per_token)
 
 
 def budget_of(config: "TrainConfig", base: "BaseModel") -> Budget:
@@ -261,21 +254,20 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
     if budget.copied > _LARGE:
         rows = min(rows, _LARGE_ROWS)
     kept = size.activations_per_token(checkpointing=checkpointing)
-    fitting = [
-        decode.tokens // (rows * budget.longest_sampled),
-        budget.learning // (kept * max(tokens, budget.longest)),
-    ]
-    if merges:
-        fitting.append(int(budget.spare * _MERGED_SHARE) // budget.copied)
-    workers, threads = min(machine.threads, *fitting), 1
     # torchrun's processes share the work already, and a sampler beside the learner computes at the
     # same time.
     alone = world.size == 1 and len(config.backend.device_list) == 1
     # Of trained weights each piece's gradient would go through a pipe.
-    shares &= not size.full_bytes
-    can_share = shares and alone and machine.device_type == "cpu" and can_fork()
+    shares &= alone and machine.device_type == "cpu" and can_fork() and not size.full_bytes
+    workers = min(
+        machine.threads * shares,
+        decode.tokens // (rows * budget.longest_sampled),
+        budget.learning // (kept * max(tokens, budget.longest)),
+        *[int(budget.spare * _MERGED_SHARE) // budget.copied] * merges,
+    )
+    threads = 1
     # Fewer workers than that would leave more than half of the processor idle.
-    if not can_share or 2 * workers < machine.threads:
+    if workers < 1 or 2 * workers < machine.threads:
         rows, workers, threads = decode.rows, 1, machine.threads
     return MachineChoices(
         threads=threads,

@@ -1,10 +1,11 @@
-"""Predict a run's memory by part, before its weights are loaded: the line at its start, and what
-`explain` prints.
+"""Predict a run's memory before its weights are loaded, in four terms: weights, trained state, keys
+and values, one micro-batch.
 
-Sizes are counted on the model without weights, and the budgets are those that the run itself
-chooses from the machine.
+Sizes are counted on the model without weights, and the choices are those that the run itself makes
+of the machine.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,12 @@ from retrain.model.budget import (
     sampling_chunk_bytes,
 )
 from retrain.model.devices import choose_device, choose_dtype
-from retrain.model.footprint import Footprint, PredictionError, footprint, weightless_model
+from retrain.model.footprint import (
+    TRAINED_BYTES,
+    Footprint,
+    PredictionError,
+    size_without_weights,
+)
 from retrain.model.head import chunk_bytes_on
 from retrain.model.machine import Budget, Machine, plan
 from retrain.model.packed import computes_bf16
@@ -38,11 +44,13 @@ _FLOAT = 4
 _SAMPLING_TENSORS = 4
 """Float32 tensors of [chunk, vocabulary] that live together in the sampler: logits, shifted ones,
 their exponentials, products."""
-_LEARNING_TENSORS, _LEARNING_ENTROPY_TENSORS = 2, 5
-"""The same in the learner: its chunk is overwritten step by step, but for an entropy's gradient."""
+_ENTROPY_TENSORS = 4
+"""More of them in the learner for an entropy and its gradient."""
 _TRUNCATING_TENSORS = 3
 """More of them, in either, where kept sets reach far into the vocabulary: its largest logits in
 order with their ids, and a mask."""
+_HOLES = 0.1
+"""What the allocator of a CPU holds between tensors, as a share of them."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +59,121 @@ class Part:
     bytes: int
     note: str
     """Its composition in a few words."""
+    when: str = ""
+    """"sampling" or "learning", which take turns; "" for what is held throughout."""
+
+
+def weights(budget: Budget, choices: MachineChoices) -> Iterator[Part]:
+    """Size the weights: n b bytes of n weights of b bytes, and 2 n more for a sampler in bf16.
+
+    While a CPU samples, each of w processes lays out layers and head once more: w n b bytes with
+    the adapter in them, or in half precision beside them.
+    """
+    size, dtype = budget.size, str(budget.size.dtype).removeprefix("torch.")
+    if budget.config.model.load_in_4bit:
+        dtype = "4 bits"
+    casts = budget.config.inference.dtype == "bf16" and size.dtype != torch.bfloat16
+    note = f"{size.num_frozen:,} parameters in {dtype}{', and in bf16 for the sampler' * casts}"
+    yield Part("weights", size.weights + 2 * size.num_frozen * casts, note)
+    copy, itemsize = 0, size.dtype.itemsize
+    makes = choices.merge_adapter and (not casts or computes_bf16())
+    if makes and size.layer_weights and not size.full_bytes:
+        rounds = casts or size.dtype != torch.float32
+        copy = size.layer_weights + size.head_weights + size.adapter_copies * rounds
+        copy = choices.workers * copy * (2 if casts else itemsize) // itemsize
+    yield Part("sampler copy", copy, "layers and head, laid out for few rows", "sampling")
+
+
+def trained_state(size: Footprint) -> Part:
+    """Size what is trained: c p + k bytes of c parameters of p bytes each, gradient and moments
+    included, and k bytes of copies.
+    """
+    total = size.full_bytes or size.trained_bytes + size.adapter_copies
+    note = f"{size.num_trainable:,} parameters at {TRAINED_BYTES} bytes, and copies"
+    return Part("trained", total, note)
+
+
+def keys_and_values(budget: Budget, choices: MachineChoices) -> Iterator[Part]:
+    """Size the KV cache: r l k + q bytes of r rows of l tokens of k bytes each, and of prompts that
+    are kept for redraws. In pages t k bytes of t tokens, prompts included.
+
+    Beside it stands one pass: the layer of a GPU's prompts, the logits of r rows, and the chunks in
+    which tokens are drawn.
+    """
+    config, plain = budget.config, budget.size.dtype.itemsize
+    training, longest = config.training, budget.longest_sampled
+    completions = training.batch_size * training.group_size
+    each, stored = (
+        kv_bytes_per_token(budget.model_config, plain, storage)
+        for storage in (config.inference.kv_cache_dtype, "auto")
+    )
+    prompts = training.batch_size * min(budget.prompt_tokens, longest)
+    prompts = min(prompts, choices.decode_tokens // STORE_SHARE)
+    rows = _rows(budget, choices, completions)
+    tokens, kept = rows * longest, prompts * stored * config.inference.prefix_caching
+    if budget.paged:
+        wanted = prompts + completions * (longest + PAGE_TOKENS)
+        tokens, kept = min(choices.decode_tokens, wanted), 0
+    note = (
+        f"{min(completions, tokens // longest):,} of {completions:,} completions of {longest:,}"
+        f" tokens at {byte_words(each)}"
+    )
+    yield Part("KV cache", tokens * each + kept, note, "sampling")
+    logits, tensors = (
+        rows * _vocabulary(budget),
+        _SAMPLING_TENSORS + _TRUNCATING_TENSORS * training.truncated,
+    )
+    device_type, on_gpu = budget.machine.device_type, budget.machine.device_type == "cuda"
+    chunk = min(choices.workers * sampling_chunk_bytes(device_type), logits * _FLOAT)
+    prefill = budget.prompt_pass + budget.prefill_tokens * stored * (not budget.paged)
+    total = logits * plain + tensors * chunk + prefill * on_gpu
+    yield Part("sampling pass", total, "prompts and logits at a time", "sampling")
+
+
+def _rows(budget: Budget, choices: MachineChoices, completions: int) -> int:
+    """Count the completions that decode at a time, by all workers, in a step or an evaluation."""
+    evaluation = budget.config.evaluation
+    limits = DecodeLimits(choices.decode_rows * choices.workers, choices.decode_tokens)
+    if evaluation.asked_for:
+        asked = (part.max_examples * part.samples or limits.rows for part in evaluation.parts)
+        completions = max(completions, *asked)
+    return limits.rows_together(budget.longest_sampled, completions)
+
+
+def micro_batch(budget: Budget, choices: MachineChoices) -> Part:
+    """Size a pass over one micro-batch: t a + max(t g, m c) bytes of t tokens, which keep a bytes
+    each for the backward pass.
+
+    The gradients of a layer, g bytes a token, come after the head's m tensors of a chunk of c
+    bytes. t: a micro-batch, or the longest row if that is more, in every worker.
+    """
+    size, training, workers = budget.size, budget.config.training, choices.workers
+    completions = training.batch_size * training.group_size
+    most = max(choices.micro_batch_tokens, budget.longest) * workers
+    tokens = min(most, budget.longest * completions)
+    kept = size.activations_per_token(checkpointing=choices.gradient_checkpointing)
+    # In half precision the product and the gradient's cast stand beside the float32 chunk.
+    tensors = 1 + (size.dtype != torch.float32) + _TRUNCATING_TENSORS * training.truncated
+    if budget.config.may_be_positive("loss.entropy_coef"):
+        tensors += _ENTROPY_TENSORS
+    actions = min(tokens, completions * training.max_tokens)
+    head = tensors * min(
+        workers * chunk_bytes_on(budget.machine.device_type), actions * _vocabulary(budget) * _FLOAT
+    )
+    note = f"{tokens:,} tokens at a time at {byte_words(kept)}"
+    if choices.gradient_checkpointing:
+        note += ", checkpointed"
+    total = tokens * kept + max(tokens * size.gradients_per_token, head)
+    return Part("learning pass", total, note, "learning")
+
+
+def _vocabulary(budget: Budget) -> int:
+    return int(budget.model_config.get_text_config().vocab_size)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one process, part by part."""
+    """The memory of one process, part by part, beside Python and the modules that it imports."""
 
     device: str
     """torch's name of the learner's device: cpu, cuda:0."""
@@ -63,7 +181,6 @@ class Memory:
     """The same, but in split mode."""
     budget: Budget
     choices: MachineChoices
-    shards: int
 
     @property
     def machine(self) -> Machine:
@@ -73,44 +190,37 @@ class Memory:
     def size(self) -> Footprint:
         return self.budget.size
 
-    @property
-    def config(self) -> "TrainConfig":
-        return self.budget.config
-
-    @property
+    @cached_property
     def parts(self) -> tuple[Part, ...]:
-        all_parts = (
-            self.context, self.weights, self.adapter, self.optimizer, self.copies,
-            self.merged_copy, self.prompt_pass, self.kv_cache, self.activations, self.logits,
-        )  # fmt: skip
-        return tuple(part for part in all_parts if part.bytes)
+        size, machine = self.size, self.budget.machine
+        name = "CUDA" if machine.device_type == "cuda" else "libraries"
+        parts = [
+            Part(name, machine.context, "kernels and workspaces, an estimate"),
+            *weights(self.budget, self.choices),
+            trained_state(size),
+            *keys_and_values(self.budget, self.choices),
+            micro_batch(self.budget, self.choices),
+        ]
+        if machine.device_type == "cpu":
+            holes = int(_HOLES * max(_peaks(parts)))
+            parts.append(Part("allocator", holes, "holes between tensors, an estimate"))
+        return tuple(part for part in parts if part.bytes)
 
     @property
-    def fixed(self) -> int:
-        """Bytes that the learner's device holds throughout."""
-        held = (self.context, self.weights, self.adapter, self.optimizer, self.copies)
-        return sum(part.bytes for part in held)
-
-    @property
-    def sampling(self) -> int:
-        """Bytes that are held while completions are drawn, beside the model."""
-        return self.merged_copy.bytes + self.prompt_pass.bytes + self.kv_cache.bytes
+    def turns(self) -> tuple[int, int]:
+        """Bytes on one device while it samples, and while it learns."""
+        return _peaks(self.parts)
 
     @property
     def peaks(self) -> dict[str, int]:
         """Bytes by device. On one device sampling and learning take turns, so the larger of the two
         counts.
         """
-        if self.sampler_device != self.device:
-            return {
-                self.sampler_device: (
-                    self.fixed - self.optimizer.bytes + self.sampling + self.logits.bytes
-                ),
-                self.device: self.fixed + self.activations.bytes + self.logits.bytes,
-            }
-        return {
-            self.device: self.fixed + max(self.sampling, self.activations.bytes) + self.logits.bytes
-        }
+        sampling, learning = self.turns
+        if self.sampler_device == self.device:
+            return {self.device: max(sampling, learning)}
+        optimizer = (TRAINED_BYTES - _FLOAT) * self.size.num_trainable
+        return {self.sampler_device: sampling - optimizer, self.device: learning}
 
     @property
     def peak(self) -> int:
@@ -119,10 +229,7 @@ class Memory:
     def line(self) -> str:
         """Return one line for the start of a run."""
         parts = ", ".join(f"{part.name} {byte_words(part.bytes)}" for part in self.parts)
-        return (
-            f"Predicted memory of tensors: {parts}; peak {self.peak_words}; Python and the"
-            " allocator take more."
-        )
+        return f"Predicted memory beside Python: {parts}; peak {self.peak_words}."
 
     @property
     def peak_words(self) -> str:
@@ -134,6 +241,7 @@ class Memory:
 
     def to_json(self) -> dict[str, Any]:
         """Return sizes in GiB."""
+        choices = self.choices
         return {
             "device": self.device,
             "device_gib": self.machine.memory / GIB,
@@ -143,182 +251,19 @@ class Memory:
             "peak_gib": {device: peak / GIB for device, peak in self.peaks.items()},
             "num_parameters": self.size.num_frozen,
             "num_trainable": self.size.num_trainable,
-            "decode_rows": self.choices.decode_rows,
-            "micro_batch_tokens": self.choices.micro_batch_tokens,
-            "gradient_checkpointing": self.choices.gradient_checkpointing,
+            "decode_rows": choices.decode_rows,
+            "micro_batch_tokens": choices.micro_batch_tokens,
+            "gradient_checkpointing": choices.gradient_checkpointing,
         }
 
-    # -- the parts ---------------------------------------------------------------------------------
 
-    @property
-    def completions(self) -> int:
-        """Completions per step."""
-        return self.config.training.batch_size * self.config.training.group_size
-
-    @cached_property
-    def rows(self) -> int:
-        """Completions that decode at a time, by all workers, in a training step or in an
-        evaluation.
-        """
-        evaluation = self.config.evaluation
-        limits = DecodeLimits(
-            self.choices.decode_rows * self.choices.workers, self.choices.decode_tokens
-        )
-        asked = max(part.max_examples * part.samples or limits.rows for part in evaluation.parts)
-        most = self.completions
-        if evaluation.asked_for:
-            most = max(most, asked)
-        return limits.rows_together(self.budget.longest_sampled, most)
-
-    @cached_property
-    def weights(self) -> Part:
-        """Size the weights, with the second copy where the sampler computes in another dtype."""
-        size, total = self.size, self.size.weights
-        precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(size.dtype, str(size.dtype))
-        note = (
-            f"{size.num_frozen:,} parameters in"
-            f" {'4 bits' if self.config.model.load_in_4bit else precision}"
-        )
-        if self.shards > 1:
-            note += f", 1/{self.shards} of every layer and two layers whole"
-        if self.config.inference.dtype == "bf16" and size.dtype != torch.bfloat16:
-            total += 2 * size.num_frozen
-            note += ", and in bf16 for the sampler"
-        return Part("weights", total, note)
-
-    @cached_property
-    def adapter(self) -> Part:
-        count, rank = self.size.num_trainable, self.config.model.lora_rank
-        if self.size.full_bytes:
-            return Part("trained weights", count * _FLOAT, f"{count:,} parameters in fp32")
-        return Part(
-            "adapter",
-            count * _FLOAT + self.size.adapter_copies,
-            f"{count:,} parameters of rank {rank} in fp32",
-        )
-
-    @cached_property
-    def optimizer(self) -> Part:
-        size = self.size.trained_bytes - self.size.num_trainable * _FLOAT
-        return Part("optimizer", size, "gradient and two moments in fp32")
-
-    @cached_property
-    def copies(self) -> Part:
-        """Size the copies of weights that are all trained."""
-        size = max(0, self.size.full_bytes - self.size.trained_bytes)
-        return Part(
-            "copies", size, "the sampler's, and the base's where a loss or a teacher reads it"
-        )
-
-    @cached_property
-    def merged_copy(self) -> Part:
-        """Size the sampler's copy of the weights on a CPU, made anew for every step."""
-        size = self.size
-        cast = self.config.inference.dtype == "bf16" and size.dtype == torch.float32
-        makes = self.choices.merge_adapter and (not cast or computes_bf16())
-        copy = 0
-        if makes and size.layer_weights and not size.full_bytes:
-            copy = size.layer_weights + size.head_weights
-            # In half precision the adapter is beside the weights.
-            if cast or size.dtype != torch.float32:
-                copy += size.adapter_copies
-            if cast:
-                copy //= 2
-        workers, each = self.choices.workers, ""
-        if workers > 1:
-            each = f", in each of {workers} processes"
-        note = f"the layers with the adapter in them, and the head, laid out for few rows{each}"
-        return Part("merged copy", copy * workers, note)
-
-    @property
-    def context(self) -> Part:
-        size = self.machine.context
-        return Part("CUDA", size, "context, kernels and workspaces, an estimate")
-
-    @cached_property
-    def prompt_pass(self) -> Part:
-        """Size the pass over prompts on a GPU; on a CPU it is less than what a learning pass takes,
-        and the two take turns.
-        """
-        if self.machine.device_type != "cuda":
-            return Part("prompt pass", 0, "")
-        plain = kv_bytes_per_token(self.budget.model_config, self.size.dtype.itemsize)
-        tokens, total = self.budget.prefill_tokens, self.budget.prompt_pass
-        if not self.budget.paged:
-            total += tokens * plain
-        return Part("prompt pass", total, f"{tokens:,} tokens of prompts at a time")
-
-    @cached_property
-    def kv_cache(self) -> Part:
-        """Size the rows that decode together, each at its longest, and the prompts of the step."""
-        plain, inference = self.size.dtype.itemsize, self.config.inference
-        longest = self.budget.longest_sampled
-        per_token = kv_bytes_per_token(self.budget.model_config, plain, inference.kv_cache_dtype)
-        prompts = min(
-            self.config.training.batch_size * min(self.budget.prompt_tokens, longest),
-            self.choices.decode_tokens // STORE_SHARE,
-        )
-        # Rows in pages take what they fill; others reserve their longest.
-        if self.budget.paged:
-            wanted = prompts + self.completions * (longest + PAGE_TOKENS)
-            tokens = min(self.choices.decode_tokens, wanted)
-            rows = min(self.completions, tokens // longest)
-            note = (
-                f"{tokens:,} tokens in pages at {byte_words(per_token)}: {rows:,} of"
-                f" {self.completions:,} completions"
-            )
-            if rows < self.completions:
-                note += " at their longest, more while they are shorter"
-            return Part("KV cache", tokens * per_token, note)
-        kept = 0
-        if inference.prefix_caching:
-            kept = prompts * kv_bytes_per_token(self.budget.model_config, plain)
-        note = f"{self.rows:,} x {longest:,} tokens at {byte_words(per_token)}"
-        if self.rows < self.completions:
-            note += f"; {self.completions:,} completions take turns"
-        return Part("KV cache", self.rows * longest * per_token + kept, note)
-
-    @cached_property
-    def activations(self) -> Part:
-        """Size the activations of one micro-batch, or of the longest row if that is more, with the
-        gradients of one layer.
-        """
-        tokens = min(
-            max(self.choices.micro_batch_tokens, self.budget.longest) * self.choices.workers,
-            self.budget.longest * self.completions,
-        )
-        per_token = self.budget.activations_per_token(self.choices)
-        note = f"{tokens:,} tokens at a time at {byte_words(per_token)}"
-        if self.choices.gradient_checkpointing:
-            note += ", checkpointed"
-        return Part("activations", tokens * per_token, note)
-
-    @cached_property
-    def logits(self) -> Part:
-        """Size the chunks of rows over the whole vocabulary: the sampler's with the logits of a
-        token of every row, or the learner's.
-        """
-        vocabulary = self.budget.model_config.get_text_config().vocab_size
-        workers = self.choices.workers
-        chunk = min(
-            workers * sampling_chunk_bytes(self.machine.device_type),
-            self.rows * vocabulary * _FLOAT,
-        )
-        truncating = _TRUNCATING_TENSORS if self.config.training.truncated else 0
-        sampling = (
-            self.rows * vocabulary * self.size.dtype.itemsize
-            + (_SAMPLING_TENSORS + truncating) * chunk
-        )
-        actions = self.completions * self.config.training.max_tokens
-        tensors = _LEARNING_TENSORS
-        if self.config.may_be_positive("loss.entropy_coef"):
-            tensors = _LEARNING_ENTROPY_TENSORS
-        learning = (tensors + truncating) * min(
-            workers * chunk_bytes_on(self.machine.device_type), actions * vocabulary * _FLOAT
-        )
-        return Part(
-            "logits", max(sampling, learning), f"chunks of {vocabulary:,} tokens of vocabulary"
-        )
+def _peaks(parts: Iterable[Part]) -> tuple[int, int]:
+    """Return the bytes while sampling and while learning."""
+    sampling, learning = (
+        sum(part.bytes for part in parts if part.when in ("", turn))
+        for turn in ("sampling", "learning")
+    )
+    return sampling, learning
 
 
 def predict_memory(
@@ -348,40 +293,13 @@ def predict_memory(
         machine = Machine(device.type, int(memory_gib * GIB), torch.get_num_threads())
     model = config.model
     model_config = load_model_config(model.model, model.revision, model.trust_remote_code)
-    size = _size_without_weights(config, model_config, device, shards)
+    dtype = choose_dtype(model.dtype, device)
+    size = size_without_weights(config, model_config, device.type, dtype, shards)
     budget = Budget(config, model_config, size, machine)
     # With the allowance for prompts, as the run itself plans before it knows them.
     choices = choices or plan(budget)
     budget = replace(budget, prompt_tokens=prompt_tokens)
-    return Memory(str(device), str(sampler or device), budget, choices, shards.size)
-
-
-_sizes: dict[tuple[Any, ...], Footprint] = {}
-"""By all that they depend on: a campaign's runs have few different ones."""
-
-
-def _size_without_weights(
-    config: "TrainConfig", model_config: Any, device: torch.device, shards: World
-) -> Footprint:
-    dtype = choose_dtype(config.model.dtype, device)
-    key = (
-        model_config.to_json_string(use_diff=False),
-        config.model.model_dump_json(),
-        config.lora.model_dump_json(),
-        config.inference.attention_kernel,
-        config.reads_base,
-        config.reads_start,
-        device.type,
-        dtype,
-        shards.size,
-    )
-    if key not in _sizes:
-        base = weightless_model(config.model, config.lora, model_config, dtype, shards)
-        _sizes[key] = footprint(base, config, device.type)
-    return _sizes[key]
-
-
-# -- words -----------------------------------------------------------------------------------------
+    return Memory(str(device), str(sampler or device), budget, choices)
 
 
 def byte_words(count: int) -> str:

@@ -287,8 +287,9 @@ class LocalBackend(LocalFacts):
     def reference_logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
         self._make_room()
         is_base = self.config.algorithm.reference == "base"
+        whole = [replace(row, kept=None) for row in rows]  # over the whole vocabulary
         with _current(self._base.device), _deterministic(self._base.device), self._teaching():
-            return self._learner.look_up(rows, reference=is_base, whole=True)
+            return self._learner.logprobs(whole, reference=is_base)
 
     def rounded_logprobs(
         self, rows: Sequence[Row], temperature: float | None = None
@@ -297,11 +298,11 @@ class LocalBackend(LocalFacts):
         if dtype is None:
             return None
         with _current(self._base.device):
-            return self._learner.look_up(rows, temperature=temperature, dtype=dtype)
+            return self._learner.logprobs(rows, temperature, dtype=dtype)
 
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
         with _current(self._base.device):
-            return self._learner.look_up(rows, truncation=truncation)
+            return self._learner.kept(rows, truncation)
 
     # -- files -------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -85,27 +86,6 @@ class _Settings:
 
 
 @dataclass(frozen=True)
-class _Question:
-    """The wishes of a scoring pass: by default log-probs at the training temperature."""
-
-    reference: bool = False
-    """Score by the frozen base, with the adapter off."""
-    whole: bool = False
-    """Score over the whole vocabulary and ignore `Row.kept`."""
-    masks_of: int | None = None
-    """Score under the dropout masks of this step."""
-    temperature: float | None = None
-    """Score at this temperature; None: training's."""
-    dtype: torch.dtype | None = None
-    """Score with the base in this dtype; None: its own."""
-    truncation: Truncation | None = None
-    """Count the tokens that it keeps, in place of log-probs."""
-
-
-_LOGPROBS = _Question()
-
-
-@dataclass(frozen=True)
 class _Piece:
     """The rows of one micro-batch, and what to do with them."""
 
@@ -116,14 +96,20 @@ class _Piece:
     """Dummy micro-batch, for the collectives of the other processes: its loss is 0 and its scores
     are dropped."""
     settings: _Settings
-    step: int = 0
+    step: int | None = None
+    """The step whose dropout masks act; None: no dropout."""
     weights: Sequence[_Weights] = ()
     """One for each row."""
     measured: bool = False
     """The log-probs are wanted too."""
     entropy: bool = False
     """The entropies are wanted too."""
-    question: _Question = _LOGPROBS
+    reference: bool = False
+    """Scores are the frozen base's, with the adapter off, over the whole vocabulary."""
+    dtype: torch.dtype | None = None
+    """Scores are of the base in this dtype; None: its own."""
+    truncation: Truncation | None = None
+    """Scores are the numbers of tokens that it keeps; None: log-probs."""
 
 
 @dataclass(frozen=True)
@@ -249,8 +235,15 @@ class Learner:
         if sampler_is_raw:
             at_one = self.score(batch, temperature=1.0)
             raw = {row.number: own - row.sampler for row, own in zip(batch, at_one, strict=True)}
-            batch = self._with_own_logprobs(batch)
-        batch = self._with_passes_before(batch, step)
+            batch = _with(batch, self.score(batch), "sampler", "old")
+        first_pass = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
+        if self._recompute:
+            # As in the first pass, under its masks and in its micro-batches: the first ratio is
+            # exactly 1.
+            parts = [_with(part, self.score(part, masks_of=step), "old") for part in first_pass]
+            batch = sorted(chain.from_iterable(parts), key=lambda row: row.number)
+        if self._reference:
+            batch = _with(batch, self._reference_logprobs(batch), "reference")
         updates: list[Update] = []
         measured: dict[int, Float32Array] = {}
         completions = num_completions(rows) / self._minibatches
@@ -266,18 +259,11 @@ class Learner:
             measured = {row.number: row.old - row.sampler for row in batch}
         else:
             measured = self._of_all_processes(measured)
-        before = self._before_updates(measured, batch, step)
+        first = {row.number for part in first_pass[:1] for row in part}
+        before = [ratios for number, ratios in measured.items() if number in first]
         return step_result(
             updates, list(measured.values()), before, self.max_tokens, self._divergence(batch)
         )
-
-    def _before_updates(
-        self, measured: dict[int, Float32Array], batch: list[LearnerRow], step: int
-    ) -> list[Float32Array]:
-        """Return what was measured of the rows of the first minibatch, before any update."""
-        first = batch and minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]
-        numbers = {row.number for row in first}
-        return [ratios for number, ratios in measured.items() if number in numbers]
 
     def _divergence(self, batch: Sequence[LearnerRow]) -> float | None:
         """Return the mean KL divergence from the base; None where the loss does not read it."""
@@ -288,11 +274,6 @@ class Learner:
         loss = self._settings.loss
         return float(kl_term(old, base, loss.kl_estimator, loss.log_ratio_clamp).double().mean())
 
-    def _with_own_logprobs(self, batch: list[LearnerRow]) -> list[LearnerRow]:
-        """Replace the sampler's log-probs by the learner's own, without dropout."""
-        policy = self.score(batch)
-        return [replace(row, sampler=own, old=own) for row, own in zip(batch, policy, strict=True)]
-
     def _of_all_processes(self, found: dict[int, Float32Array]) -> dict[int, Float32Array]:
         """Join what every process has found of its own rows, by row number."""
         joined: dict[int, Float32Array] = {}
@@ -300,55 +281,48 @@ class Learner:
             joined |= part
         return joined
 
-    def _with_passes_before(self, batch: list[LearnerRow], step: int) -> list[LearnerRow]:
-        """Add what the loss needs of passes before the first update: the learner's own old
-        log-probs, and the base model's.
-        """
-        if batch and self._recompute:
-            # As in the first pass, under its masks and in its micro-batches: the first ratio is
-            # exactly 1.
-            old: dict[int, Float32Array] = {}
-            for part in minibatch_split(batch, self._minibatches, self.seed, step, turn=0):
-                scores = self.score(part, masks_of=step)
-                old |= {row.number: own for row, own in zip(part, scores, strict=True)}
-            batch = [replace(row, old=old[row.number]) for row in batch]
-        if self._reference:
-            start = self._settings.loss.kl_reference == "start"
-            with self.weights.started() if start else nullcontext():
-                references = self.score(batch, reference=not start, whole=start)
-            batch = [
-                replace(row, reference=reference)
-                for row, reference in zip(batch, references, strict=True)
-            ]
-        return batch
-
-    def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
+    def logprobs(
+        self, rows: Sequence[Row], temperature: float | None = None, **asked: Any
+    ) -> list[Float32Array]:
         """[T] log-probs of each row, without gradient or dropout, at the training temperature
-        unless one is given.
+        unless one is given; `asked` as in `score`. A row without actions has no values.
         """
-        return self.look_up(rows, temperature=temperature)
-
-    def look_up(self, rows: Sequence[Row], **asked: Any) -> list[Float32Array]:
-        """As `score`, also for rows without actions, which have no values."""
         check_rows(rows)
         filled = _learner_rows(rows, [row.num_actions for row in rows])
-        return for_each_row(rows, self.score(filled, **asked))
+        return for_each_row(rows, self.score(filled, temperature, **asked))
 
-    def score(self, rows: Sequence[LearnerRow], **asked: Any) -> list[Float32Array]:
-        """[T] log-probs of each row, or what else the fields `asked` of a `_Question` ask for.
+    def _reference_logprobs(self, batch: list[LearnerRow]) -> list[Float32Array]:
+        """[T] log-probs of each row by [loss] kl_reference, over the whole vocabulary."""
+        if self._settings.loss.kl_reference == "base":
+            return self.score(batch, reference=True)
+        with self.weights.started():
+            return self.score([replace(row, kept=None) for row in batch])
+
+    def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
+        """[T] the numbers of tokens that `truncation` keeps, of each row."""
+        return self.logprobs(rows, truncation=truncation)
+
+    def score(
+        self,
+        rows: Sequence[LearnerRow],
+        temperature: float | None = None,
+        *,
+        masks_of: int | None = None,
+        **asked: Any,
+    ) -> list[Float32Array]:
+        """[T] log-probs of each row, under the dropout masks of the step `masks_of` if given, or
+        what else the fields `asked` of a piece ask for.
 
         The base is not truncated: its own most probable tokens are another set, and the divergence
         of a truncated policy from the whole base is finite. For a fixed kept set it exceeds the
         divergence over that set by a constant, -ln of the base's mass of the set.
         """
-        question = _Question(**asked)
-        masked = question.masks_of is not None and self.weights.drops
+        settings = replace(self._settings, temperature=temperature or self.temperature)
+        asked |= {"settings": settings, "step": masks_of}
+        pieces = self._pieces(rows, share=masks_of is None or not self.weights.drops)
         found: dict[int, Float32Array] = {}
-        pieces = self._pieces(rows, share=not masked)
-        for _, logprobs in self._score_pieces(
-            replace(piece, question=question) for piece in pieces
-        ):
-            found |= logprobs
+        for _, values in self._score_pieces(replace(piece, **asked) for piece in pieces):
+            found |= values
         found = self._of_all_processes(found)
         return [found[row.number] for row in rows]
 
@@ -372,8 +346,20 @@ class Learner:
             return Update(nonfinite=name)
         self.optimizer.zero_gradients()
         weights = self._weights(rows, completions)
-        pieces = self._training_pieces(rows, step, weights, log_ratios is not None, entropy)
-        sums = self._gradient(pieces, rows, log_ratios)
+        sums = self._gradient(
+            (
+                replace(
+                    piece,
+                    step=step,
+                    weights=[weights[row.number] for row in piece.rows],
+                    measured=log_ratios is not None,
+                    entropy=entropy,
+                )
+                for piece in self._pieces(rows, share=not self.weights.drops)
+            ),
+            rows,
+            log_ratios,
+        )
         loss, infinite, clip, entropies, metrics = sums
         norm = self.optimizer.gradient_norm()
         clipped, clippable = clip.tolist()
@@ -408,19 +394,6 @@ class Learner:
                 }
         self.world.sum([*self.optimizer.gradients(), *sums])
         return sums
-
-    def _training_pieces(
-        self,
-        rows: Sequence[LearnerRow],
-        step: int,
-        weights: dict[int, _Weights],
-        measured: bool,
-        entropy: bool,
-    ) -> Iterator[_Piece]:
-        """The micro-batches of one update, each with its rows' weights and what is wanted of it."""
-        for piece in self._pieces(rows, share=not self.weights.drops):
-            own = [weights[row.number] for row in piece.rows]
-            yield replace(piece, step=step, weights=own, measured=measured, entropy=entropy)
 
     def _nonfinite_result(self, infinite: Tensor, loss: Tensor, norm: Tensor) -> str:
         """Name what forbids an optimizer step; "" if nothing."""
@@ -470,7 +443,7 @@ class Learner:
         if self._pool.in_worker:
             self._settings = settings
             self.optimizer.zero_gradients()
-        with self._training(micro, piece.step):
+        with self._training(micro, piece.step or 0):
             scores = score_tokens(
                 self.base.head,
                 micro.states(self._hidden_states(micro)),
@@ -549,40 +522,37 @@ class Learner:
         )
 
     def _score(self, piece: _Piece) -> Iterator[dict[int, Float32Array]]:
-        """Return the log-probs of the piece's rows, by row number."""
-        self._settings = piece.settings
-        micro, question = self._micro_batch(piece), piece.question
+        """Return what is asked of the piece's rows, by row number."""
+        micro, head, temperature = (
+            self._micro_batch(piece),
+            self.base.head,
+            piece.settings.temperature,
+        )
         with torch.no_grad(), self._attention(), ExitStack() as stack:
-            if question.reference:
+            if piece.reference:
                 stack.enter_context(self.weights.disabled())
-            if question.masks_of is not None:
-                stack.enter_context(self._dropout(micro, question.masks_of))
-            values = self._values(micro, question)
-        yield {} if piece.dummy else _by_row(micro, values)
-
-    def _values(self, micro: MicroBatch, question: _Question) -> Tensor:
-        """[A] log-probs of the action tokens, or what else the question asks for."""
-        head, temperature = self.base.head, question.temperature or self.temperature
-        if question.dtype is None:
-            hidden = self._hidden_states(micro)
-        else:
-            with computed_in(self.base, question.dtype, self.weights.beside) as base:
+            if piece.step is not None:
+                stack.enter_context(self._dropout(micro, piece.step))
+            if piece.dtype is None:
+                hidden = self._hidden_states(micro)
+            else:
+                other = computed_in(self.base, piece.dtype, self.weights.beside)
+                base = stack.enter_context(other)
                 hidden = base.hidden_states(micro.token_ids, micro.positions, micro.attention)
-            head = base.head
-        states = micro.states(hidden)
-        if question.truncation is not None:
-            return count_kept(head, states, temperature, *astuple(question.truncation))
-        kept = None
-        if not (question.whole or question.reference):
-            kept = micro.kept()
-        return score_tokens(head, states, micro.targets, temperature, kept=kept).logprobs
+                head = base.head
+            states = micro.states(hidden)
+            if piece.truncation is not None:
+                values = count_kept(head, states, temperature, *astuple(piece.truncation))
+            else:
+                kept = None if piece.reference else micro.kept()
+                scores = score_tokens(head, states, micro.targets, temperature, kept=kept)
+                values = scores.logprobs
+        yield {} if piece.dummy else _by_row(micro, values)
 
     def _micro_batch(self, piece: _Piece) -> MicroBatch:
         if not self._packs:
             return pad(piece.rows, self.base.device)
-        kernel = self._kernel
-        if piece.question.dtype is not None:
-            kernel = self._kernel_of(piece.question.dtype)
+        kernel = self._kernel_of(piece.dtype) if piece.dtype else self._kernel
         return pack(
             piece.rows, self.base.device, kernel, self.choices.micro_batch_tokens, share=piece.share
         )
@@ -701,6 +671,14 @@ def _learner_rows(rows: Sequence[Row], wanted: Sequence[bool | int]) -> list[Lea
         for number, (row, counts) in enumerate(zip(rows, wanted, strict=True))
         if counts
     ]
+
+
+def _with(
+    rows: Sequence[LearnerRow], values: Sequence[Float32Array], *names: str
+) -> list[LearnerRow]:
+    """The rows with these values in the fields of these names."""
+    fields: list[dict[str, Any]] = [dict.fromkeys(names, own) for own in values]
+    return [replace(row, **own) for row, own in zip(rows, fields, strict=True)]
 
 
 def _action_tokens(

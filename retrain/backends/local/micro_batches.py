@@ -139,34 +139,6 @@ def split_rows(
         yield part
 
 
-class _Packer:
-    """Appends segments to a packed sequence."""
-
-    def __init__(self) -> None:
-        self.segments: list[Segment] = []
-        self.ids: list[npt.NDArray[np.int32]] = []
-        self.positions: list[npt.NDArray[np.int64]] = []
-        self._prompts: dict[bytes, Segment] = {}
-
-    def append(self, tokens: npt.NDArray[np.int32], prompt: Segment | None = None) -> Segment:
-        start = self.segments[-1].stop if self.segments else 0
-        segment = Segment(start, len(tokens))
-        if prompt:
-            segment = Segment(start, len(tokens), prompt.start, prompt.length)
-        self.segments.append(segment)
-        self.ids.append(tokens)
-        self.positions.append(segment.prompt_length + np.arange(len(tokens)))
-        return segment
-
-    def append_sharing(self, row: LearnerRow) -> tuple[Segment, Segment]:
-        """Append the row's prompt, packed once, and what follows it."""
-        tokens = row.row.token_ids[: row.tokens]
-        if row.prompt not in self._prompts:
-            self._prompts[row.prompt] = self.append(tokens[: row.prompt_tokens])
-        prompt = self._prompts[row.prompt]
-        return prompt, self.append(tokens[row.prompt_tokens :], prompt)
-
-
 def pack(
     rows: Sequence[LearnerRow],
     device: torch.device,
@@ -176,24 +148,33 @@ def pack(
     share: bool,
 ) -> MicroBatch:
     """Pack the rows into one sequence; `share` packs equal prompts once."""
-    packer = _Packer()
-    predictors = []
+    segments: list[Segment] = []
+    prompts: dict[bytes, Segment] = {}
+    ids, predictors = [], []
+
+    def append(tokens: npt.NDArray[np.int32], start: int = 0, length: int = 0) -> Segment:
+        segment = Segment(segments[-1].stop if segments else 0, len(tokens), start, length)
+        segments.append(segment)
+        ids.append(tokens)
+        return segment
+
     for row in rows:
-        wanted = shift(row.row).predictors
-        if share:
-            # The row's tokens lie in two places: its prompt's, which other rows share, and its own.
-            prompt, own = packer.append_sharing(row)
-            predictors.append(
-                wanted + np.where(wanted < prompt.length, prompt.start, own.start - prompt.length)
-            )
-        else:
-            predictors.append(wanted + packer.append(row.row.token_ids[: row.tokens]).start)
-    ids, positions = np.concatenate(packer.ids), np.concatenate(packer.positions)
+        tokens, wanted = row.row.token_ids[: row.tokens], shift(row.row).predictors
+        if not share:
+            predictors.append(wanted + append(tokens).start)
+            continue
+        # The row's tokens lie in two places: its prompt's, which other rows share, and its own.
+        if row.prompt not in prompts:
+            prompts[row.prompt] = append(tokens[: row.prompt_tokens])
+        start, length = prompts[row.prompt].start, prompts[row.prompt].length
+        own = append(tokens[row.prompt_tokens :], start, length)
+        predictors.append(wanted + np.where(wanted < length, start, own.start - length))
+    positions = [segment.prompt_length + np.arange(segment.length) for segment in segments]
     return _micro_batch(
         rows,
-        ids[None].astype(np.int64),
-        torch.from_numpy(positions[None]).to(device),
-        PackedAttention(packer.segments, budget, kernel, device),
+        np.concatenate(ids)[None].astype(np.int64),
+        torch.from_numpy(np.concatenate(positions)[None]).to(device),
+        PackedAttention(segments, budget, kernel, device),
         predictors,
         device,
     )
