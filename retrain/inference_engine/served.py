@@ -471,10 +471,11 @@ class ServedEngine(InferenceEngine):
                 raise self._unseen(server, adapter, str(error)) from error
             raise
         listed = await self._dialect.adapters(server)
-        if listed is not None and listed.get(adapter.name) != str(adapter.folder):
+        # MAX's list has names alone.
+        if listed is not None and listed.get(adapter.name) not in (str(adapter.folder), ""):
             raise ServerFailure(
                 f"{self._dialect.title} {server.url} does not list the adapter {adapter.name} that"
-                f" it was given ({', '.join(listed) or 'it lists none'}); it would sample from"
+                f" it was given ({', '.join(listed)}); it would sample from"
                 " another policy."
             )
 

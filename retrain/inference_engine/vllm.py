@@ -65,6 +65,10 @@ class VLLMDialect(Dialect):
     title = "The vllm server"
     chosen_logprob: ClassVar[int] = 0
     """`logprobs` of a request that asks for the sampled token's alone."""
+    how_to_load: ClassVar[str] = (
+        "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+    )
+    """Ends the sentence on a server that loads no adapters."""
 
     def lost(self, status: int, text: str) -> str:
         if status == 500 and ("EngineCore" in text or "EngineDead" in text):
@@ -211,21 +215,20 @@ class VLLMDialect(Dialect):
         try:
             await server.post("/v1/load_lora_adapter", adapter.fields)
         except Refusal as error:
-            if "already" in str(error):
-                return  # a second try of a load whose answer was lost
-            if error.status == 404 and str(error) == "Not Found":
+            if error.status == 501 or str(error) == "Not Found":
                 raise ConfigurationError(
-                    f"{self.title} {server.url} loads no adapters: start it with --enable-lora and"
-                    " VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
+                    f"{self.title} {server.url} loads no adapters: {self.how_to_load}."
                 ) from error
-            raise
+            # 409 and the word: a second try of a load whose answer was lost.
+            if error.status != 409 and "already" not in str(error):
+                raise
 
     async def unload(self, server: Server, adapter: ServedAdapter) -> None:
         await server.post("/v1/unload_lora_adapter", {"lora_name": adapter.name})
 
     async def adapters(self, server: Server) -> Mapping[str, str]:
         models = (await server.get("/v1/models"))["data"]
-        return {model["id"]: model["root"] for model in models if model.get("parent")}
+        return {model["id"]: model.get("root") or "" for model in models}
 
     # -- sleep -------------------------------------------------------------------------------------
 
