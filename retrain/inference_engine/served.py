@@ -52,7 +52,6 @@ from retrain.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.config.schema import Inference
 
 _FOLDER = ".served-"
 _UNSEEN = (
@@ -207,8 +206,12 @@ class ServedEngine(InferenceEngine):
         self._context = context_length(model.config)
         self._dialect = self.dialect_class(config, eos_ids)
         self._lines: deque[str] = deque()
-        self._pool = _pool(
-            self._dialect, config.inference, self.patience, self._prepare, self._lines.append
+        self._pool = ServerPool(
+            self._dialect,
+            config.inference,
+            prepare=self._prepare,
+            log=self._lines.append,
+            patience=self.patience,
         )
         self._turn = asyncio.Lock()
         self._room = asyncio.Semaphore(self._dialect.concurrency * len(self._pool.servers))
@@ -237,7 +240,7 @@ class ServedEngine(InferenceEngine):
     @classmethod
     def preflight(cls, config: "TrainConfig") -> str:
         dialect, unsaid = cls.dialect_class(config, ()), list[str]()  # the engine itself says it
-        pool = _pool(dialect, config.inference, cls.patience, None, unsaid.append)
+        pool = ServerPool(dialect, config.inference, log=unsaid.append, patience=cls.patience)
         try:
             pool.run(pool.connect(dialect.look))
             sentences = (server.facts.get("text_alone") for server in pool.alive)
@@ -568,30 +571,6 @@ def check_prompt(seen: int, sent: int) -> None:
     """Raise ServerMismatch if another number of prompt tokens reached the model than was sent."""
     if seen != sent:
         raise ServerMismatch(f"got a prompt of {sent} tokens, which reached the model as {seen}")
-
-
-def _pool(
-    dialect: Dialect,
-    inference: "Inference",
-    patience: Patience,
-    prepare: Callable[[Server], Any] | None,
-    log: Callable[[str], None],
-) -> ServerPool:
-    return ServerPool(
-        inference.urls,
-        what=dialect.title,
-        timeout_s=inference.timeout_s,
-        key_env=inference.api_key_env,
-        health=dialect.health,
-        lost=dialect.lost,
-        prepare=prepare,
-        log=log,
-        patience=replace(
-            patience,
-            silent_s=min(patience.silent_s, inference.patience_s),
-            total_s=min(patience.total_s, inference.patience_s),
-        ),
-    )
 
 
 def make_readable(folder: Path) -> None:
