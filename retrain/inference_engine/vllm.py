@@ -13,9 +13,9 @@ from retrain.inference_engine.base import Description, EngineCapabilities, Sampl
 from retrain.inference_engine.commands import (
     ServerCommand,
     ServerNeeds,
+    Settings,
     Variable,
     address_flags,
-    attention_flags,
     concurrent_sequences,
     model_flags,
     setting_flags,
@@ -59,6 +59,20 @@ those after it by far more."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank."""
 _GIB = 2**30
+_SETTINGS: Settings = {
+    "dtype": {"bf16": (), "fp8": ("--quantization", "fp8")},
+    "attention_kernel": {
+        "flash": ("--attention-backend", "FLASH_ATTN"),
+        "triton": ("--attention-backend", "TRITON_ATTN"),
+        "cutlass": ("--attention-backend", "CUTLASS_MLA"),
+    },
+    "kv_cache_dtype": {
+        "bf16": ("--kv-cache-dtype", "bfloat16"),
+        "fp8": ("--kv-cache-dtype", "fp8"),
+        "int8": ("--kv-cache-dtype", "int8_per_token_head"),
+    },
+}
+_KEPT_SETS = ["--enable-scale-out", "--return-sampling-mask"]
 
 
 class VLLMDialect(Dialect):
@@ -274,65 +288,55 @@ class VLLMEngine(ServedEngine):
     def server_command(
         cls, config: "TrainConfig", needs: ServerNeeds, python: str
     ) -> ServerCommand:
-        command = ServerCommand(
-            [python, "-m", "vllm.entrypoints.openai.api_server", "--model", needs.model],
+        inference = config.inference
+        environment = {
             # Adapters are loaded while it runs, and its prefix cache can be emptied.
-            {
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-                "VLLM_SERVER_DEV_MODE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-            },
-        )
-        command.add(*address_flags(config.inference, cls.default_port))
-        if config.inference.api_key_env:
-            command.environment["VLLM_API_KEY"] = Variable(config.inference.api_key_env)
-        command.add(*model_flags(config.model, config.inference.served_model, "--revision"))
-        command.add(*_size_flags(config, needs), *_sampling_flags(config))
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if inference.api_key_env:
+            environment["VLLM_API_KEY"] = Variable(inference.api_key_env)
+        sequences = concurrent_sequences(config.training)
+        device = ["--enable-sleep-mode"]
         if needs.device == "cpu":
-            tokens = concurrent_sequences(config.training) * needs.context
-            space = ceil(tokens * needs.kv_bytes / _GIB)
-            command.environment["VLLM_CPU_KVCACHE_SPACE"] = str(min(max(space, 1), 16))
+            space = ceil(int(sequences) * needs.context * needs.kv_bytes / _GIB)
+            environment["VLLM_CPU_KVCACHE_SPACE"] = str(min(max(space, 1), 16))
             # Else the first request for log-probs compiles a function, and kills the engine on a
             # machine without a C++ compiler.
-            command.environment["TORCHDYNAMO_DISABLE"] = "1"
-            command.add("--enforce-eager")  # compiling takes longer than most runs on a CPU
-        else:
-            command.add("--enable-sleep-mode")
-            if needs.share is not None:
-                command.add("--gpu-memory-utilization", f"{needs.share:.2f}")
-        return command
-
-
-def _size_flags(config: "TrainConfig", needs: ServerNeeds) -> list[str]:
-    """Flags for what takes memory: weights, sequences and adapters."""
-    rank = next((rank for rank in LORA_RANKS if rank >= config.model.lora_rank), 0)
-    if not rank:
-        raise ConfigurationError(
-            f"[model] lora_rank = {config.model.lora_rank}: vLLM serves ranks up to"
-            f" {LORA_RANKS[-1]}; give that or less."
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+            device = ["--enforce-eager"]  # compiling takes longer than most runs on a CPU
+        elif needs.share is not None:
+            device += ["--gpu-memory-utilization", f"{needs.share:.2f}"]
+        caching = "" if inference.prefix_caching else "no-"
+        return ServerCommand(
+            [
+                *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", needs.model),
+                *address_flags(inference, cls.default_port),
+                *model_flags(config),
+                *("--dtype", needs.dtype, "--max-model-len", str(needs.context)),
+                *("--max-num-seqs", sequences),
+                *(["--quantization", "bitsandbytes"] if config.model.load_in_4bit else []),
+                # Two adapters: the new version is loaded before the old one goes.
+                *("--enable-lora", "--max-lora-rank", _served_rank(config.model.lora_rank)),
+                *("--max-loras", "2", "--max-cpu-loras", "2"),
+                # Log-probs of the sampled distribution: the default is before the temperature. No
+                # sampling defaults from the model's own files.
+                *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+                f"--{caching}enable-prefix-caching",
+                *setting_flags("vllm", inference, _SETTINGS),
+                *(_KEPT_SETS if config.training.truncated else []),
+                *device,
+            ],
+            environment,
         )
-    precisions = {"bf16": (), "fp8": ("--quantization", "fp8")}
-    flags = ["--dtype", needs.dtype]
-    flags += setting_flags("vllm", config.inference, {"dtype": precisions})
-    if config.model.load_in_4bit:
-        flags += ["--quantization", "bitsandbytes"]
-    flags += ["--max-model-len", str(needs.context)]
-    flags += ["--max-num-seqs", str(concurrent_sequences(config.training))]
-    # Two adapters: the new version is loaded before the old one goes.
-    adapters = ["--max-loras", "2", "--max-cpu-loras", "2"]
-    return [*flags, "--enable-lora", "--max-lora-rank", str(rank), *adapters]
 
 
-def _sampling_flags(config: "TrainConfig") -> list[str]:
-    """Flags for what a completion and its log-probs are."""
-    # Log-probs of the sampled distribution: the default is before the temperature. No sampling
-    # defaults from the model's own files.
-    flags = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    caching = config.inference.prefix_caching
-    flags.append("--enable-prefix-caching" if caching else "--no-enable-prefix-caching")
-    kernels = {"flash": "FLASH_ATTN", "triton": "TRITON_ATTN", "cutlass": "CUTLASS_MLA"}
-    caches = {"bf16": "bfloat16", "fp8": "fp8", "int8": "int8_per_token_head"}
-    flags += attention_flags("vllm", config.inference, kernels, caches)
-    if config.training.truncated:
-        flags += ["--enable-scale-out", "--return-sampling-mask"]
-    return flags
+def _served_rank(rank: int) -> str:
+    """Round up to a rank that vLLM serves."""
+    for served in LORA_RANKS:
+        if served >= rank:
+            return str(served)
+    raise ConfigurationError(
+        f"[model] lora_rank = {rank}: vLLM serves ranks up to {LORA_RANKS[-1]}; give that or less."
+    )
