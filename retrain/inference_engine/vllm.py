@@ -258,7 +258,7 @@ class VLLMDialect(Dialect):
         await server.post("/wake_up")
 
 
-def without(fields: Json, names: Collection[str]) -> Json:
+def without(fields: Mapping[str, Any], names: Collection[str]) -> Json:
     return {name: value for name, value in fields.items() if name not in names}
 
 
