@@ -559,14 +559,11 @@ def addresses(url: str) -> tuple[str, str]:
 
 
 def _reason(error: httpx.RequestError) -> str:
-    kinds = {
-        httpx.ConnectTimeout: "no connection in time",
-        httpx.ConnectError: "no connection",
-        httpx.PoolTimeout: "no free connection",
-    }
-    words = next(
-        (words for kind, words in kinds.items() if isinstance(error, kind)), "the connection broke"
-    )
+    words = "the connection broke"
+    if isinstance(error, httpx.ConnectTimeout):
+        words = "no connection in time"
+    elif isinstance(error, httpx.ConnectError):
+        words = "no connection"
     return f"{words} ({str(error).strip() or type(error).__name__})"
 
 
@@ -574,16 +571,10 @@ def _status(answer: Answer) -> int:
     """Return the response's status. For a 200 whose body is an error, as some proxies send, return
     the error's own status, or 400 if it has none.
     """
-    content = answer.content
-    if (
-        answer.status != 200
-        or not isinstance(content, dict)
-        or not content.get("error")
-        or "choices" in content
-    ):
-        return answer.status
-    if isinstance(content["error"], dict):
-        code = content["error"].get("code")
-    else:
-        code = None
-    return code if isinstance(code, int) and 400 <= code < 600 else 400
+    match answer.content:
+        case {"error": error, **others} if (
+            answer.status == 200 and error and "choices" not in others
+        ):
+            code = error.get("code") if isinstance(error, dict) else None
+            return code if isinstance(code, int) and 400 <= code < 600 else 400
+    return answer.status

@@ -189,22 +189,26 @@ def to_mlx(peft: Path, target: Path) -> None:
     settings = json.loads((peft / "adapter_config.json").read_text(encoding="utf-8"))
     rank, alpha = settings["r"], settings["lora_alpha"]
     weights: Json = {}
+    layers, modules = set[int](), set[str]()
     for name, value in load_file(peft / "adapter_model.safetensors").items():
         module, _, factor = (
             name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
         )
         weights[f"{module}.lora_{factor.lower()}"] = value.T.copy()
-    places = [
-        name.rpartition(".lora_")[0].partition(".layers.")[2].partition(".") for name in weights
-    ]
+        layer, _, place = module.partition(".layers.")[2].partition(".")
+        layers.add(int(layer))
+        modules.add(place)
     parameters = {
         "rank": rank,
         "scale": alpha / sqrt(rank) if settings.get("use_rslora") else alpha / rank,
         "dropout": 0.0,
-        "keys": sorted({module for _, _, module in places}),
+        "keys": sorted(modules),
     }
-    layers = 1 + max(int(layer) for layer, _, _ in places)
     target.mkdir()
     save_file(weights, target / "adapters.safetensors")
-    described = {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": parameters}
+    described = {
+        "fine_tune_type": "lora",
+        "num_layers": 1 + max(layers),
+        "lora_parameters": parameters,
+    }
     (target / "adapter_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")

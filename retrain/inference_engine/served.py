@@ -53,7 +53,8 @@ from retrain.types import Completion, FinishReason
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
-_FOLDER = ".served-"
+_FOLDER = f".served-{socket.gethostname().replace('-', '_')}-"
+"""The name of a folder for adapters goes on with the process that made it."""
 _UNSEEN = (
     "No adapter found",
     "No such file",
@@ -216,18 +217,10 @@ class ServedEngine(InferenceEngine):
         self._turn = asyncio.Lock()
         self._room = asyncio.Semaphore(self._dialect.concurrency * len(self._pool.servers))
         self._run = f"retrain-{token_hex(4)}"
-        place = _place_of_adapters(config)
-        # A run that was killed could not remove its own.
-        for old in place.glob(f"{_FOLDER}*"):
-            if _owner_is_dead(old):
-                shutil.rmtree(old, ignore_errors=True)
-        self._folder = Path(
-            mkdtemp(prefix=f"{_FOLDER}{_host()}-{os.getpid()}-", dir=place)
-        ).resolve()
+        self._folder = _own_folder(config)
         make_readable(self._folder)
         self._version = 0
         self._adapter: ServedAdapter | None = None
-        self._asleep = False
         self._may_sleep = getattr(device, "type", device) == "cuda"
         self.replicas = len(self._pool.servers)
         try:
@@ -278,8 +271,7 @@ class ServedEngine(InferenceEngine):
                     yield from future.result()
         finally:
             self._speak()
-            self.unchecked |= self._pool.came_back
-            self._pool.came_back = False
+            self._heed_return()
             for future in under_way:
                 future.cancel()  # the connection closes, and the server aborts
 
@@ -399,6 +391,11 @@ class ServedEngine(InferenceEngine):
         finally:
             future.cancel()
 
+    def _heed_return(self) -> None:
+        """Have the gate look at servers that woke up or came back."""
+        self.unchecked |= self._pool.came_back
+        self._pool.came_back = False
+
     def _speak(self) -> None:
         """Pass on the lines of the other thread."""
         while self._lines:
@@ -415,8 +412,7 @@ class ServedEngine(InferenceEngine):
         make_readable(fresh.folder)
         old, self._adapter = self._adapter, fresh
         self._await(self._pool.on_each(self._prepare))
-        self.unchecked |= self._asleep or self._pool.came_back
-        self._asleep = self._pool.came_back = False
+        self._heed_return()
         if old is not None:
             self._await(self._pool.on_each(partial(self._unload, old)))
             shutil.rmtree(old.folder, ignore_errors=True)
@@ -455,6 +451,7 @@ class ServedEngine(InferenceEngine):
         """Wake a server and give it the current adapter, which its own list confirms."""
         if server.facts.pop("asleep", False):
             await self._dialect.wake(server)
+            self._pool.came_back = True
         # One that was left out may have come back as another.
         if "looked" not in server.facts:
             await self._look(server)
@@ -496,11 +493,11 @@ class ServedEngine(InferenceEngine):
 
     def sleep(self) -> None:
         async def one(server: Server) -> None:
-            server.facts["asleep"] = await self._dialect.sleep(server)
+            if not server.facts.get("asleep"):
+                server.facts["asleep"] = await self._dialect.sleep(server)
 
-        if self._may_sleep and not self._asleep:
+        if self._may_sleep:
             self._pool.run(self._pool.on_each(one))
-            self._asleep = any(server.facts.get("asleep") for server in self._pool.servers)
 
     def why_it_differs(self) -> str:
         reasons = self._pool.run(self._pool.on_each(self._dialect.why_it_differs))
@@ -581,39 +578,33 @@ def make_readable(folder: Path) -> None:
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
-def _place_of_adapters(config: "TrainConfig") -> Path:
-    """Return `[inference] adapter_dir`, which is made, or the run's folder, which servers on other
-    machines are likely to see too.
+def _own_folder(config: "TrainConfig") -> Path:
+    """Make a folder for adapters in `[inference] adapter_dir`, or in the run's, which servers on
+    other machines are likely to see too. Folders there that a killed run could not remove are.
 
-    Raises EnvironmentFailure where nothing can be written there.
+    Raises EnvironmentFailure where it cannot be made.
     """
-    if not config.inference.adapter_dir:
-        run = Path(config.logging.log_dir)
-        if os.access(run, os.W_OK):
-            return run
-        return Path(gettempdir())
-    place = Path(config.inference.adapter_dir)
+    named, place = config.inference.adapter_dir, Path(config.logging.log_dir)
+    if named:
+        place = Path(named)
+    elif not os.access(place, os.W_OK):
+        place = Path(gettempdir())
     try:
         place.mkdir(parents=True, exist_ok=True)
+        folder = mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=place)
     except OSError as error:
         raise EnvironmentFailure(
-            f"[inference] adapter_dir = {config.inference.adapter_dir!r} cannot be a folder:"
-            f" {error.strerror}; name another one."
-        ) from error
-    if not os.access(place, os.W_OK):
-        raise EnvironmentFailure(
-            f"[inference] adapter_dir = {config.inference.adapter_dir!r} cannot be written to; name"
+            f"[inference] adapter_dir = {named!r} cannot be a folder: {error.strerror}; name"
             " another one."
-        )
-    return place
+        ) from error
+    for old in place.glob(f"{_FOLDER}*"):
+        if _owner_is_dead(old):
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(folder).resolve()
 
 
 def _owner_is_dead(folder: Path) -> bool:
     """Return True if a process of this machine made this folder for its adapters and has ended."""
-    made, _, rest = folder.name.partition(f"{_FOLDER}{_host()}-")
+    made, _, rest = folder.name.partition(_FOLDER)
     owner = rest.partition("-")[0]
     return not made and owner.isdigit() and not psutil.pid_exists(int(owner))
-
-
-def _host() -> str:
-    return socket.gethostname().replace("-", "_")

@@ -4,7 +4,7 @@ truncated distribution is asked for.
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -106,8 +106,6 @@ class VLLMDialect(Dialect):
         # Where it shares this machine, and was started with --enable-sleep-mode.
         if urlsplit(server.url).hostname in LOOPBACK:
             try:
-                # Which alone does not say so: it is there without the mode.
-                await server.get("/is_sleeping")
                 settings = await server.get("/server_info?config_format=json")
                 server.facts["sleeps"] = bool(
                     settings["vllm_config"]["model_config"]["enable_sleep_mode"]
@@ -199,10 +197,11 @@ class VLLMDialect(Dialect):
         at any temperature.
         """
         temperature = self.config.training.temperature
-        if (
-            temperature == 1
-            or _distance(await self._top(server, temperature), await self._top(server, 1.0)) > _SAME
-        ):
+        if temperature == 1:
+            return ""
+        some, others = await self._top(server, temperature), await self._top(server, 1.0)
+        differences = [abs(value - others.get(token, inf)) for token, value in some.items()]
+        if max(differences, default=inf) > _SAME:
             return ""
         return (
             f"the server {server.url} returns log-probs before the temperature, and [training]"
@@ -260,13 +259,6 @@ class VLLMDialect(Dialect):
 
 def without(fields: Mapping[str, Any], names: Collection[str]) -> Json:
     return {name: value for name, value in fields.items() if name not in names}
-
-
-def _distance(some: Mapping[str, float], others: Mapping[str, float]) -> float:
-    return max(
-        (abs(value - others.get(token, float("inf"))) for token, value in some.items()),
-        default=float("inf"),
-    )
 
 
 class VLLMEngine(ServedEngine):
