@@ -236,11 +236,11 @@ def test_credit_knows_no_model(module: str) -> None:
     [
         name
         for name in modules_of("inference_engine")
-        if name.rpartition(".")[2] not in ("texts", "mlx", "max")
+        if name.rpartition(".")[2] not in ("texts", "mlx")
     ],
 )
 def test_an_engine_knows_no_text(module: str) -> None:
-    """But for texts, for servers that take nothing else, and mlx and max, which tell the server
+    """But for texts, for servers that take nothing else, and mlx, which tells the server
     where the model's files are.
     """
     text = {"retrain.model.text", "retrain.model.vocabulary", "tokenizers"}

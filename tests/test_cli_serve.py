@@ -105,19 +105,16 @@ def test_every_key_that_serve_passes_on_changes_the_command_or_is_refused(
     engine: str, name: str, value: Any
 ) -> None:
     """Both keys that a run leaves to the server, and those that it only allows rounding for."""
-    needs = (
-        CPU if engine == "max" and name == "prefix_caching" else GPU
-    )  # with adapters, MAX has no prefix cache
     outcome, _ = built_in("engine", engine).outcome(
         keys_by_path()[f"inference.{name}"], config_of()
     )
     assert outcome != "refused"
     try:
-        changed = command(engine, needs, inference={name: value})
+        changed = command(engine, inference={name: value})
     except ConfigurationError as error:
         assert f"[inference] {name} = " in str(error) and "has no such setting; use " in str(error)  # noqa: PT017
     else:
-        assert changed != command(engine, needs)
+        assert changed != command(engine)
 
 
 def test_a_truncated_run_asks_vllm_for_kept_sets() -> None:
@@ -179,7 +176,7 @@ def test_the_printed_command_is_a_shell_command() -> None:
         (
             ["vlm"],
             2,
-            "'vlm' is not a server that retrain can start; name one of max, vllm, sglang, mlx.",
+            "'vlm' is not a server that retrain can start; name one of vllm, sglang, mlx.",
         ),
         (
             ["mlx", "--inference-attention-kernel", "tk"],

@@ -43,9 +43,9 @@ from retrain.errors import (
     ServerFailure,
 )
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
-from retrain.inference_engine.http import Patience
+from retrain.inference_engine.http import Patience, ServerPool
 from retrain.inference_engine.openai import OpenAIEngine
-from retrain.inference_engine.served import ServedAdapter, _pool
+from retrain.inference_engine.served import ServedAdapter
 from retrain.noise import Stream
 from retrain.run.parts import Parts, load_parts, run_parity_gate
 from retrain.types import Completion, FinishReason
@@ -1239,13 +1239,13 @@ def test_a_server_that_fails_within_its_look_is_looked_at_again_before_it_serves
 
 
 def test_patience_bounds_the_tries_of_one_server_too(tmp_path: Path) -> None:
-    """They had a minute of their own, whatever [inference] patience_s said."""
+    """Whatever the engine's own patience is."""
     inference = small(
         tmp_path, inference={"engine": "vllm", "url": "http://127.0.0.1:1", "patience_s": 5.0}
     ).inference
     dialect: Any = SimpleNamespace(title="vllm", health="/health", lost=None)
-    pool = _pool(dialect, inference, Patience(), None, print)
+    pool = ServerPool(dialect, inference, patience=Patience(silent_s=9))
     try:
-        assert (pool._patience.silent_s, pool._patience.total_s) == (5.0, 5.0)
+        assert pool._patience.silent_s == 5.0
     finally:
         pool.close()

@@ -27,9 +27,7 @@ from retrain.model.text import load_tokenizer
 from retrain.types import Completion, FinishReason, Row
 
 Answer = tuple[int, Any]
-HASTY = Patience(
-    silent_s=0.6, total_s=1.5, attempts=4, first_s=0.02, max_s=0.04, health_s=3.0, recheck_s=0.1
-)
+HASTY = Patience(silent_s=0.6, attempts=4, first_s=0.02, max_s=0.04, health_s=3.0, recheck_s=0.1)
 """So that a test need not wait as a run does."""
 
 

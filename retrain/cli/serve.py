@@ -30,7 +30,7 @@ what is predicted."""
 def command(
     context: typer.Context,
     engine: Annotated[
-        str, typer.Argument(metavar="ENGINE", help="vllm, sglang, mlx or max; a file may follow.")
+        str, typer.Argument(metavar="ENGINE", help="vllm, sglang or mlx; a file may follow.")
     ],
     run: Annotated[
         bool, typer.Option("--run", help="Start it in this terminal instead of printing it.")
@@ -49,7 +49,6 @@ def command(
     Without a file it reads ./retrain.toml. Any flag of the configuration may follow, such as
     --max-tokens 512.
     """
-    from retrain.inference_engine.base import engine_kind
     from retrain.inference_engine.commands import ServerNeeds
 
     overrides = flags_after(context, "serve takes an engine and one file", 1)
@@ -64,9 +63,6 @@ def command(
     server_command(engine, config, ServerNeeds("", "", "", 0, 0), python)
     needs = server_needs(config, prompt_tokens)
     found = server_command(engine, config, needs, python)
-    note = engine_kind(engine).cpu_note
-    if note and needs.device == "cpu":
-        print_progress(note)
     if run:
         found.run()
     sys.stdout.write(found.shell())

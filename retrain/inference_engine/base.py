@@ -223,8 +223,6 @@ class InferenceEngine(Offers, ABC):
     """It computes on the learner's device, in a data type of that device."""
     supports_split: ClassVar[bool] = False
     """It samples from a model in shards, and on a second device of [backend] devices."""
-    cpu_note: ClassVar[str] = ""
-    """A sentence about its server on a CPU."""
     log: Callable[[str], None] = staticmethod(print)
     """Reports what happens to the engine during a run; may be called from another thread."""
     check: Callable[[], None] = staticmethod(lambda: None)

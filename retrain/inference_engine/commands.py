@@ -4,7 +4,7 @@ engine's class adds its own flags.
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -13,8 +13,11 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.system import toml_value
 
 if TYPE_CHECKING:
+    from retrain.config import TrainConfig
     from retrain.config.schema import Inference, Model, Training
 
+Settings = Mapping[str, Mapping[str, Sequence[str]]]
+"""A server's flags: key of [inference] -> value -> flags."""
 _MAX_SEQUENCES = 256
 """Sequences that a server is told to run at once; it queues the others."""
 
@@ -49,9 +52,6 @@ class ServerCommand:
     arguments: list[str]
     """The program, its flags and their values."""
     environment: dict[str, str] = field(default_factory=dict)
-
-    def add(self, *arguments: str) -> None:
-        self.arguments += arguments
 
     def shell(self) -> str:
         """Write the command for a terminal or a script: the variables, the program, and one flag
@@ -112,27 +112,24 @@ def address_flags(inference: "Inference", default_port: int) -> list[str]:
     return ["--host", host, "--port", str(parts.port or default_port)]
 
 
-def model_flags(model: "Model", served_model: str, revision: str) -> list[str]:
-    """`revision` is the server's flag for a commit of the model's repository."""
-    flags = []
-    if served_model:
-        flags = ["--served-model-name", served_model]
+def model_flags(config: "TrainConfig") -> list[str]:
+    flags, model = [], config.model
+    if config.inference.served_model:
+        flags = ["--served-model-name", config.inference.served_model]
     if model.revision:
-        flags += [revision, model.revision]
+        flags += ["--revision", model.revision]
     if model.trust_remote_code:
         flags.append("--trust-remote-code")
     return flags
 
 
-def concurrent_sequences(training: "Training") -> int:
-    return min(training.batch_size * training.group_size, _MAX_SEQUENCES)
+def concurrent_sequences(training: "Training") -> str:
+    return str(min(training.batch_size * training.group_size, _MAX_SEQUENCES))
 
 
-def setting_flags(
-    engine: str, inference: "Inference", known: Mapping[str, Mapping[str, tuple[str, ...]]]
-) -> list[str]:
+def setting_flags(engine: str, inference: "Inference", known: Settings) -> list[str]:
     """Return the flags for keys of `[inference]`; a default has none. Raises ConfigurationError for
-    a value that is not in `known`: key -> value -> flags.
+    a value that is not in `known`.
     """
     found: list[str] = []
     for name, flags in known.items():
@@ -148,19 +145,6 @@ def setting_flags(
             )
         found += flags[value]
     return found
-
-
-def attention_flags(
-    engine: str, inference: "Inference", kernels: Mapping[str, str], caches: Mapping[str, str]
-) -> list[str]:
-    """Return the flags for attention and its cache; `kernels` and `caches` are the server's names
-    for our values.
-    """
-    known = {
-        "attention_kernel": {key: ("--attention-backend", name) for key, name in kernels.items()},
-        "kv_cache_dtype": {key: ("--kv-cache-dtype", name) for key, name in caches.items()},
-    }
-    return setting_flags(engine, inference, known)
 
 
 def refuse_four_bits(engine: str, model: "Model") -> None:

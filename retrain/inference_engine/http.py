@@ -10,12 +10,11 @@ import asyncio
 import math
 import time
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import httpx
@@ -31,6 +30,10 @@ from retrain.web import (
     key_from,
     masked,
 )
+
+if TYPE_CHECKING:
+    from retrain.config.schema import Inference
+    from retrain.inference_engine.served import Dialect
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -53,16 +56,16 @@ class Patience:
     """
 
     silent_s: float = math.inf
-    """Seconds of asking a busy or silent server again: `[inference] patience_s`."""
-    total_s: float = 60.0
-    """Seconds of asking again for an answer that is unfit, and `attempts` its limit."""
+    """Seconds of asking again: `[inference] patience_s` where that is less."""
     attempts: int = 10
+    """Of an answer that is unfit: about a minute."""
     word_s: float = 30.0
     """Seconds between two lines on how much patience is left."""
     slow_tries: int = 3
     """Times that a request may outlast `[inference] timeout_s` while its server is healthy."""
     look_attempts: int = 3
-    """At the start, where somebody is waiting for the sentence."""
+    """At the start, where somebody is waiting for the sentence, and of a server that is gone where
+    others go on."""
     first_s: float = 0.5
     max_s: float = 15.0
     health_s: float = 5.0
@@ -119,14 +122,18 @@ class RequestTimeout(Exception):
     """A server did not answer within `[inference] timeout_s`."""
 
 
-@dataclass
+class Unanswered(ServerFailure):
+    """Patience with a server, or with all of them, is at its end; the cause is the last failure."""
+
+
+@dataclass(eq=False)
 class Server:
     """One address. Its methods try once, and raise TransientFailure, Refusal or RequestTimeout."""
 
     url: str
     """As shown: without credentials, a trailing slash or /v1."""
     client: httpx.AsyncClient
-    lost: Callable[[int, str], str] | None
+    lost: Callable[[int, str], str]
     """(status, text) of an answer to why the server must be prepared again before it can serve; ""
     if it need not."""
     timeout_s: float
@@ -135,8 +142,6 @@ class Server:
     """Secrets, which no sentence may repeat if the server says them."""
     alive: bool = True
     in_flight: int = 0
-    turn: int = 0
-    """The number of the choice that took it last."""
     looked_at: float = 0.0
     taking_back: asyncio.Lock = field(default_factory=asyncio.Lock)
     was_slow: bool = False
@@ -197,7 +202,7 @@ class Server:
                 f"it redirects to {answer.redirect_host}; name the address that answers itself",
             )
         said = answer.said(*self.secrets) or masked(answer.reason, *self.secrets)
-        if self.lost and (reason := self.lost(status, said)):
+        if reason := self.lost(status, said):
             raise TransientFailure(f"{self.url}: {reason} ({status}: {said})", gone=True)
         if status in _BUSY:
             raise TransientFailure(f"{self.url}: {status} {said}", gone=False)
@@ -213,39 +218,38 @@ class ServerPool:
 
     def __init__(
         self,
-        urls: Sequence[str],
+        dialect: "Dialect",
+        inference: "Inference",
         *,
-        what: str,
-        timeout_s: float,
-        key_env: str = "",
-        health: str = "/health",
-        lost: Callable[[int, str], str] | None = None,
         prepare: Callable[[Server], Awaitable[None]] | None = None,
         log: Callable[[str], None] = print,
         patience: Patience = Patience(),
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`what` names the servers in sentences. `prepare` makes a server that comes back as the
-        others are, before it gets requests.
+        """`prepare` makes a server that comes back as the others are, before it gets requests.
 
-        `log` is called from another thread. Raises ConfigurationError where `key_env` names a
-        variable that is not set.
+        `log` is called from another thread. Raises ConfigurationError where `[inference]
+        api_key_env` names a variable that is not set.
         """
-        self._what, self._timeout_s, self._key_env, self._health = what, timeout_s, key_env, health
-        self._prepare, self._log, self._patience = prepare, log, patience
+        self._dialect, self._key_env = dialect, inference.api_key_env
+        self._prepare, self._log = prepare, log
+        self._patience = replace(patience, silent_s=min(patience.silent_s, inference.patience_s))
         headers = {}
-        if key_env:
-            key = key_from(key_env)
+        if self._key_env:
+            key = key_from(self._key_env)
             if not key:
                 raise ConfigurationError(
-                    f'[inference] api_key_env = "{key_env}" names a variable that is not set;'
+                    f'[inference] api_key_env = "{self._key_env}" names a variable that is not set;'
                     " export it or leave the key out."
                 )
             headers["Authorization"] = f"Bearer {key}"
-        self.servers = [_server(url, headers, timeout_s, lost, transport) for url in urls]
+        self.servers = [
+            _server(url, headers, inference.timeout_s, dialect.lost, transport)
+            for url in inference.urls
+        ]
+        """The one that was chosen last comes last."""
         self.came_back = False
         """Set when a server was taken back; cleared by the caller that checks the servers."""
-        self._turns = 0
         self._told = -math.inf
         """When the last line on patience was said."""
         self._loop = EventLoop("requests to servers")
@@ -269,147 +273,102 @@ class ServerPool:
     def alive(self) -> list[Server]:
         return [server for server in self.servers if server.alive]
 
-    async def ask(self, request: Callable[[Server], Awaitable[T]]) -> T:
-        """Make `request` on the live server with the fewest requests, again and elsewhere while it
-        is TransientFailure or, a few times, stuck.
-
-        `request` must be one that may be made twice. Raises ServerFailure in one sentence once
-        patience is at its end, and at once for an answer that no repetition changes.
-        """
-        tried: set[str] = set()
-        slow = 0
-        while True:
-            try:
-                return await self._ask_patiently(request, tried, time.monotonic())
-            except Refusal as error:
-                raise self.refusal(error) from error
-            except RequestTimeout as error:
-                slow += 1
-                if slow == self._patience.slow_tries:
-                    raise ServerFailure(
-                        f"{self._what} {error}, {slow} times in a row, though it is healthy: raise"
-                        " timeout_s, or lower [training] max_tokens, batch_size or group_size."
-                    ) from error
-
-    async def _ask_patiently(
-        self, request: Callable[[Server], Awaitable[T]], tried: set[str], started: float
+    async def ask(
+        self,
+        request: Callable[[Server], Awaitable[T]],
+        wanted: Server | None = None,
+        most: float = math.inf,
     ) -> T:
-        """Make `request` until it is answered. `tried` collects the servers that did not answer;
-        others come first. Patience counts from `started`.
+        """Make `request` on the `wanted` server, or on the live one with the fewest requests, again
+        and elsewhere while it is TransientFailure or, a few times, stuck; `most` times at most.
 
-        Raises Refusal, ServerFailure, and RequestTimeout for a healthy server that is too slow.
+        `request` must be one that may be made twice. Raises Unanswered in one sentence once
+        patience is at its end, and ServerFailure at once for an answer that no repetition changes.
         """
-        tries = 0
+        patience = self._patience
+        tried: set[str] = set()
+        began = waited_from = time.monotonic()
+        tries = slow = unfit = gone = 0
+
+        def is_worth_another(error: Exception) -> bool:
+            nonlocal waited_from, slow, unfit, gone
+            if isinstance(error, RequestTimeout):
+                slow, waited_from = slow + 1, time.monotonic()
+                return slow < patience.slow_tries
+            if not isinstance(error, TransientFailure):
+                return False
+            unfit += isinstance(error, BadAnswer)
+            gone += error.gone
+            # A connection kept open may close as it is used again: uvicorn's does after an error of
+            # its own.
+            if error.gone and (wanted is None or gone >= patience.look_attempts):
+                self._leave_out(server, str(error))
+            others_go_on = wanted and not wanted.alive and self.alive
+            return (
+                time.monotonic() - waited_from < patience.silent_s
+                and unfit < patience.attempts
+                and tries < most
+                and not others_go_on
+            )
+
         try:
-            async for attempt in self._attempts(started):
+            async for attempt in stamina.retry_context(
+                on=is_worth_another,
+                attempts=None,
+                timeout=None,
+                wait_initial=patience.first_s,
+                wait_max=patience.max_s,
+            ):
                 with attempt:
                     tries += 1
-                    self._tell_patience(started)
-                    server = await self._choose(tried)
+                    self._tell_patience(waited_from)
+                    server = await self._choose(tried, wanted)
                     tried.add(server.url)
-                    try:
-                        with self._understood(server):
-                            return await request(server)
-                    except RequestTimeout as error:
-                        await self._look_after_silence(server, error)
-                    except TransientFailure as error:
-                        if error.gone:
-                            self._leave_out(server, str(error))
-                        raise
-        except TransientFailure as error:
-            raise self._gave_up(
-                error,
-                f"{tries} {'try' if tries == 1 else 'tries'} in {time.monotonic() - started:.0f} s",
-            ) from error
+                    return await self._once(server, request)
+        except (TransientFailure, RequestTimeout) as error:
+            times = f"{tries} {'try' if tries == 1 else 'tries'}"
+            raise self._gave_up(error, f"{times} in {time.monotonic() - began:.0f} s") from error
         raise AssertionError("stamina returns or raises")
 
-    async def on_each(self, request: Callable[[Server], Awaitable[T]]) -> dict[str, T]:
-        """Make `request` on every live server, by URL; one that does not answer is left out, one
-        that is gone after a few tries where there are others. Where none is left it waits for one.
-        Raises ServerFailure at the end of patience.
+    async def on_each(
+        self, request: Callable[[Server], Awaitable[T]], most: float = math.inf
+    ) -> dict[str, T]:
+        """Make `request` on every live server, by URL; one that does not answer is left out where
+        another does, after a few tries if it is gone. Raises as `ask` does where none answers.
         """
-        started = time.monotonic()
         results: dict[str, T] = {}
-        problems: list[TransientFailure | RequestTimeout] = []
+        failed: list[Unanswered] = []
 
         async def one(server: Server) -> None:
             try:
-                async for attempt in self._attempts(
-                    started, self._patience.attempts, has_others=others
-                ):
-                    with attempt, self._understood(server):
-                        results[server.url] = await request(server)
-            except (TransientFailure, RequestTimeout) as error:
-                problems.append(error)
-                self._leave_out(server, str(error))
-            except Refusal as error:
-                raise self.refusal(error, server) from error
+                results[server.url] = await self.ask(request, server, most)
+            except Unanswered as error:
+                failed.append(error)
+                self._leave_out(server, str(error.__cause__))
 
         while not results:
-            # Any live server fulfils this: it waits for one.
-            if not self.alive:
-                await self._ask_patiently(lambda _: asyncio.sleep(0), set(), started)
-            others = len(self.alive) > 1
-            await asyncio.gather(*(one(server) for server in self.alive))
-            is_unfit = bool(problems) and isinstance(problems[-1], BadAnswer)
-            if not results and (is_unfit or time.monotonic() - started > self._patience.silent_s):
-                raise self._gave_up(problems[-1] if problems else None)
+            await asyncio.gather(*map(one, self.alive or self.servers))
+            if not results and not self.alive:
+                raise failed[-1]
         return results
 
     async def connect(self, look: Callable[[Server], Awaitable[None]]) -> None:
         """Check the health of every server, then `look`. Those that do not answer are left out;
-        ServerFailure at once where none does.
+        Unanswered at once where none does.
         """
-        problems: list[TransientFailure | RequestTimeout] = []
+        failed: list[TransientFailure] = []
 
         async def one(server: Server) -> None:
             try:
-                await self._check_health(server)
-                # A connection kept open may close as it is used again: uvicorn's does after an
-                # error of its own.
-                async for attempt in self._attempts(time.monotonic(), self._patience.look_attempts):
-                    with attempt, self._understood(server):
-                        await look(server)
-            except (TransientFailure, RequestTimeout) as error:
-                problems.append(error)
-                server.alive, server.problem = False, str(error)
-            except Refusal as error:
-                raise self.refusal(error, server) from error
+                await self._once(server, self._check_health)
+            except TransientFailure as error:
+                failed.append(error)
+                self._leave_out(server, str(error))
 
-        await asyncio.gather(*(one(server) for server in self.servers))
+        await asyncio.gather(*map(one, self.servers))
         if not self.alive:
-            raise self._gave_up(problems[-1])
-        for server in self.servers:
-            if not server.alive:
-                self._log(f"{self._what} {server.problem}; left out until it answers.")
-
-    def _attempts(
-        self, started: float, attempts: int | None = None, *, has_others: bool = False
-    ) -> Any:
-        """The tries of one request, whose patience counts from `started`. An unfit answer has
-        `attempts`; without that number a server that is busy or silent has until the end of
-        patience. One that is gone has few where there are others to go on with.
-        """
-        patience, first_try, unfit, gone = self._patience, time.monotonic(), 0, 0
-        left = patience.silent_s - (first_try - started)
-
-        def is_worth_another(error: Exception) -> bool:
-            nonlocal unfit, gone
-            if not isinstance(error, TransientFailure):
-                return False
-            gone += error.gone
-            if not isinstance(error, BadAnswer):
-                return not has_others or gone < patience.look_attempts
-            unfit += 1
-            return unfit < patience.attempts and time.monotonic() - first_try < patience.total_s
-
-        return stamina.retry_context(
-            on=is_worth_another,
-            attempts=attempts,
-            timeout=left if attempts is None else min(left, patience.total_s),
-            wait_initial=patience.first_s,
-            wait_max=patience.max_s,
-        )
+            raise self._gave_up(failed[-1])
+        await self.on_each(look, self._patience.look_attempts)
 
     def _tell_patience(self, started: float) -> None:
         """Say now and then how long a silent server is still waited for."""
@@ -420,36 +379,33 @@ class ServerPool:
         self._told = now
         problems = "; ".join(server.problem for server in self.servers)
         self._log(
-            f"{self._what} does not answer ({problems}); it is asked for another {left:.0f} s"
-            " ([inference] patience_s)."
+            f"{self._dialect.title} does not answer ({problems}); it is asked for another"
+            f" {left:.0f} s ([inference] patience_s)."
         )
 
-    async def _choose(self, tried: Collection[str] = ()) -> Server:
-        """Choose round robin among the least busy servers; servers in `tried` come last.
+    async def _choose(self, tried: Collection[str], wanted: Server | None) -> Server:
+        """Choose the wanted server, or round robin among the least busy ones; those in `tried` come
+        last.
 
-        If none is alive, choose one that answers a health check again; raise TransientFailure if
-        none does.
+        One that was left out must answer a health check again: TransientFailure if none does.
         """
-        now = time.monotonic()
         dead = [server for server in self.servers if not server.alive]
-        if len(dead) == len(self.servers):
+        if wanted in dead or len(dead) == len(self.servers):
             for server in dead:
                 await self._take_back(server)
-            if not self.alive:
-                raise TransientFailure("; ".join(server.problem for server in dead), gone=False)
         else:
             # Beside the request, which does not wait for a server that may stay away.
             for server in dead:
-                if now - server.looked_at > self._patience.recheck_s:
-                    server.looked_at = now
+                if time.monotonic() - server.looked_at > self._patience.recheck_s:
                     look = asyncio.create_task(self._take_back(server))
                     self._looks.add(look)
                     look.add_done_callback(self._looks.discard)
-        chosen = min(
-            self.alive, key=lambda server: (server.url in tried, server.in_flight, server.turn)
-        )
-        self._turns += 1
-        chosen.turn = self._turns
+        able = [server for server in self.alive if wanted in (None, server)]
+        if not able:
+            raise TransientFailure("; ".join(server.problem for server in dead), gone=False)
+        chosen = min(able, key=lambda server: (server.url in tried, server.in_flight))
+        self.servers.remove(chosen)
+        self.servers.append(chosen)
         return chosen
 
     async def _take_back(self, server: Server) -> None:
@@ -458,30 +414,29 @@ class ServerPool:
             if server.alive:
                 return
             try:
-                await self._check_health(server)
+                await self._once(server, self._check_health)
                 if self._prepare is not None:
-                    with self._understood(server):
-                        await self._prepare(server)
-            except (TransientFailure, RequestTimeout, Refusal, RetrainError) as error:
+                    await self._once(server, self._prepare)
+            except (TransientFailure, RequestTimeout, RetrainError) as error:
                 server.problem = str(error)
                 return
             server.alive = self.came_back = True
-            self._log(f"{self._what} {server.url} answers again and is taken back.")
+            self._log(f"{self._dialect.title} {server.url} answers again and is taken back.")
 
     async def _check_health(self, server: Server) -> None:
+        path, seconds = self._dialect.health, self._patience.health_s
         try:
-            await server.get(self._health, timeout=self._patience.health_s)
+            await server.get(path, timeout=seconds)
         except RequestTimeout as error:
             raise TransientFailure(
-                f"{server.url}: no answer from {self._health} within {self._patience.health_s:g} s",
-                gone=True,
+                f"{server.url}: no answer from {path} within {seconds:g} s", gone=True
             ) from error
         except Refusal as error:
             if error.status in (401, 403) or error.status < 400:
                 raise
             if error.status >= 500:
                 raise TransientFailure(
-                    f"{server.url}: {self._health} answers {error.status}", gone=True
+                    f"{server.url}: {path} answers {error.status}", gone=True
                 ) from error
 
     def _leave_out(self, server: Server, problem: str) -> None:
@@ -492,34 +447,21 @@ class ServerPool:
             left = "it is tried again"
             if len(self.servers) > 1:
                 left = f"{len(self.alive)} of {len(self.servers)} servers left"
-            self._log(f"{self._what} {problem}; {left}.")
+            self._log(f"{self._dialect.title} {problem}; {left}.")
 
-    async def _look_after_silence(self, server: Server, error: RequestTimeout) -> None:
-        """Leave a silent server out, and ask a healthy one again. Always raises: TransientFailure,
-        or RequestTimeout.
-        """
-        try:
-            await self._check_health(server)
-        except TransientFailure as silent:
-            self._leave_out(server, str(silent))
-            raise
-        if not server.was_slow:
-            server.was_slow = True
-            self._log(f"{self._what} {error}, though it is healthy; such requests are made again.")
-        raise error
-
-    @contextmanager
-    def _understood(self, server: Server) -> Iterator[None]:
-        """A dialect reads answers inside; where it cannot, the server has answered in an unknown
-        form, which is BadAnswer.
+    async def _once(self, server: Server, request: Callable[[Server], Awaitable[T]]) -> T:
+        """Make a request once; TransientFailure if the server is silent. A dialect reads answers
+        inside; where it cannot, the server has answered in an unknown form, which is BadAnswer.
         """
         _came.set(None)
         try:
-            yield
+            return await request(server)
         except RetrainError:
             raise
+        except Refusal as error:
+            raise self._refusal(error, server) from error
         except ServerMismatch as error:
-            raise ServerFailure(f"{self._what} {server.url} {error}.") from error
+            raise ServerFailure(f"{self._dialect.title} {server.url} {error}.") from error
         except AnswerFormError as error:
             raise BadAnswer(server.url, str(error)) from error
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -528,46 +470,47 @@ class ServerPool:
             raise BadAnswer(
                 server.url, f"answered in a form that retrain does not know: {came}"
             ) from error
+        except RequestTimeout as error:
+            await self._once(server, self._check_health)
+            if not server.was_slow:
+                server.was_slow = True
+                self._log(
+                    f"{self._dialect.title} {error}, though it is healthy; such requests are made"
+                    " again."
+                )
+            raise
 
-    def _gave_up(
-        self, error: TransientFailure | RequestTimeout | None, tries: str = ""
-    ) -> ServerFailure:
+    def _gave_up(self, error: TransientFailure | RequestTimeout, tries: str = "") -> Unanswered:
         """Return the failure to raise after the last `error`. An unfit answer's own sentence is
         kept, since it says what is wrong.
         """
-        after = ""
-        if tries:
-            after = f" ({tries})"
+        title, slow = self._dialect.title, self._patience.slow_tries
+        if isinstance(error, RequestTimeout):
+            return Unanswered(
+                f"{title} {error}, {slow} times in a row, though it is healthy: raise timeout_s, or"
+                " lower [training] max_tokens, batch_size or group_size."
+            )
         if isinstance(error, BadAnswer):
-            return ServerFailure(f"{self._what} {error}{after}.")
-        found = "; ".join(
-            dict.fromkeys(server.problem for server in self.servers if not server.alive)
-        ) or str(error)
-        if tries:
-            found = f"{found}; {tries}"
+            return Unanswered(f"{title} {error}{tries and f' ({tries})'}.")
+        problems = [server.problem for server in self.servers if not server.alive] or [str(error)]
+        found = "; ".join(dict.fromkeys(filter(None, [*problems, tries])))
         how = "start it"
         if "SSL" in found:
             how = (
                 "write http:// if it has no https, set SSL_CERT_FILE if its certificate is its own"
             )
-        return ServerFailure(
-            f"{self._what} does not answer ({found}): {how}, or name another address in"
-            " [inference] url."
+        return Unanswered(
+            f"{title} does not answer ({found}): {how}, or name another address in [inference] url."
         )
 
-    def refusal(self, error: Refusal, server: Server | None = None) -> ServerFailure:
-        where = ""
-        if server:
-            where = f" {server.url}"
-        if error.status in (401, 403):
-            how = "it requires a key: name its variable"
-            if self._key_env:
-                how = f"the key in {self._key_env} was not accepted"
-            return ServerFailure(
-                f"{self._what}{where} answered {error.status} ({error}): {how} in [inference]"
-                " api_key_env."
-            )
-        return ServerFailure(f"{self._what}{where} answered {error.status}: {error}.")
+    def _refusal(self, error: Refusal, server: Server) -> ServerFailure:
+        where = f"{self._dialect.title} {server.url} answered {error.status}"
+        if error.status not in (401, 403):
+            return ServerFailure(f"{where}: {error}.")
+        how = "it requires a key: name its variable"
+        if self._key_env:
+            how = f"the key in {self._key_env} was not accepted"
+        return ServerFailure(f"{where} ({error}): {how} in [inference] api_key_env.")
 
 
 # -- addresses, keys and answers -------------------------------------------------------------------
@@ -577,7 +520,7 @@ def _server(
     url: str,
     headers: dict[str, str],
     timeout_s: float,
-    lost: Callable[[int, str], str] | None,
+    lost: Callable[[int, str], str],
     transport: httpx.AsyncBaseTransport | None,
 ) -> Server:
     shown, full = addresses(url)
@@ -616,14 +559,11 @@ def addresses(url: str) -> tuple[str, str]:
 
 
 def _reason(error: httpx.RequestError) -> str:
-    kinds = {
-        httpx.ConnectTimeout: "no connection in time",
-        httpx.ConnectError: "no connection",
-        httpx.PoolTimeout: "no free connection",
-    }
-    words = next(
-        (words for kind, words in kinds.items() if isinstance(error, kind)), "the connection broke"
-    )
+    words = "the connection broke"
+    if isinstance(error, httpx.ConnectTimeout):
+        words = "no connection in time"
+    elif isinstance(error, httpx.ConnectError):
+        words = "no connection"
     return f"{words} ({str(error).strip() or type(error).__name__})"
 
 
@@ -631,16 +571,10 @@ def _status(answer: Answer) -> int:
     """Return the response's status. For a 200 whose body is an error, as some proxies send, return
     the error's own status, or 400 if it has none.
     """
-    content = answer.content
-    if (
-        answer.status != 200
-        or not isinstance(content, dict)
-        or not content.get("error")
-        or "choices" in content
-    ):
-        return answer.status
-    if isinstance(content["error"], dict):
-        code = content["error"].get("code")
-    else:
-        code = None
-    return code if isinstance(code, int) and 400 <= code < 600 else 400
+    match answer.content:
+        case {"error": error, **others} if (
+            answer.status == 200 and error and "choices" not in others
+        ):
+            code = error.get("code") if isinstance(error, dict) else None
+            return code if isinstance(code, int) and 400 <= code < 600 else 400
+    return answer.status

@@ -16,6 +16,7 @@ from retrain.inference_engine.base import Description, EngineCapabilities, Sampl
 from retrain.inference_engine.commands import (
     ServerCommand,
     ServerNeeds,
+    Settings,
     address_flags,
     concurrent_sequences,
     refuse_four_bits,
@@ -41,6 +42,11 @@ if TYPE_CHECKING:
 
 _ROPE_THETA = 10000.0
 """MLX-LM's value where config.json names none."""
+_SETTINGS: Settings = {
+    "dtype": {"bf16": ()},
+    "attention_kernel": {},
+    "kv_cache_dtype": {"int8": ("--kv-bits", "8", "--quantized-kv-start", "0")},
+}
 _CONVERTED = "mlx"
 """The adapter in MLX's format, a folder inside the PEFT folder."""
 
@@ -160,21 +166,18 @@ class MLXEngine(ServedEngine):
                 f'[model] revision = "{config.model.revision}": mlx_lm.server takes no revision;'
                 " download this one, and give its folder as [model] model."
             )
-        model = config.inference.served_model or needs.model
-        command = ServerCommand([python, "-m", "mlx_lm", "server", "--model", model])
-        command.add(*address_flags(config.inference, cls.default_port))
-        if config.model.trust_remote_code:
-            command.add("--trust-remote-code")
-        command.add("--decode-concurrency", str(concurrent_sequences(config.training)))
-        known: dict[str, dict[str, tuple[str, ...]]] = {
-            "dtype": {"bf16": ()},
-            "attention_kernel": {},
-            "kv_cache_dtype": {"int8": ("--kv-bits", "8", "--quantized-kv-start", "0")},
-        }
-        command.add(*setting_flags("mlx", config.inference, known))
-        if not config.inference.prefix_caching:
-            command.add("--prompt-cache-size", "0")
-        return command
+        inference = config.inference
+        return ServerCommand(
+            [
+                *(python, "-m", "mlx_lm", "server"),
+                *("--model", inference.served_model or needs.model),
+                *address_flags(inference, cls.default_port),
+                *(["--trust-remote-code"] if config.model.trust_remote_code else []),
+                *("--decode-concurrency", concurrent_sequences(config.training)),
+                *setting_flags("mlx", inference, _SETTINGS),
+                *([] if inference.prefix_caching else ["--prompt-cache-size", "0"]),
+            ]
+        )
 
 
 def to_mlx(peft: Path, target: Path) -> None:
@@ -186,22 +189,26 @@ def to_mlx(peft: Path, target: Path) -> None:
     settings = json.loads((peft / "adapter_config.json").read_text(encoding="utf-8"))
     rank, alpha = settings["r"], settings["lora_alpha"]
     weights: Json = {}
+    layers, modules = set[int](), set[str]()
     for name, value in load_file(peft / "adapter_model.safetensors").items():
         module, _, factor = (
             name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
         )
         weights[f"{module}.lora_{factor.lower()}"] = value.T.copy()
-    places = [
-        name.rpartition(".lora_")[0].partition(".layers.")[2].partition(".") for name in weights
-    ]
+        layer, _, place = module.partition(".layers.")[2].partition(".")
+        layers.add(int(layer))
+        modules.add(place)
     parameters = {
         "rank": rank,
         "scale": alpha / sqrt(rank) if settings.get("use_rslora") else alpha / rank,
         "dropout": 0.0,
-        "keys": sorted({module for _, _, module in places}),
+        "keys": sorted(modules),
     }
-    layers = 1 + max(int(layer) for layer, _, _ in places)
     target.mkdir()
     save_file(weights, target / "adapters.safetensors")
-    described = {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": parameters}
+    described = {
+        "fine_tune_type": "lora",
+        "num_layers": 1 + max(layers),
+        "lora_parameters": parameters,
+    }
     (target / "adapter_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")

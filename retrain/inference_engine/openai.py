@@ -9,6 +9,7 @@ are loaded as in vLLM, which several servers copied.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import nan
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from retrain.config.data_sections import DATE_ARGUMENT
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import Description, EngineCapabilities, SampleRequest
 from retrain.inference_engine.http import (
-    AnswerFormError,
     BadAnswer,
     Json,
     Refusal,
@@ -43,9 +43,22 @@ _LIKE_LLAMA_CPP = (
 )
 _MAX_STOPS = 4
 """Maximum number of stop strings of OpenAI's API."""
-_LIMITS = ("max_tokens", "max_completion_tokens")
-"""Names of the limit of a chat's reply; OpenAI's newer models refuse the first."""
-_CHAT_PROBE_TOKENS = 16
+_IDS: Json = {
+    "prompt": [1, 2, 3, 4],
+    "max_tokens": 1,
+    "logprobs": 1,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+}
+_TEXTS: tuple[tuple[str, str, Json], ...] = (
+    (COMPLETIONS, "", {"prompt": "1", "max_tokens": 1}),
+    *(
+        (CHAT, limit, {"messages": [{"role": "user", "content": "1"}], limit: 16})
+        for limit in ("max_tokens", "max_completion_tokens")
+    ),
+)
+"""(path, a chat's name for the limit, fields) of what a server of text alone is asked in turn.
+OpenAI's newer models refuse the first name."""
 _STOPPED = ("stop", "eos", "eos_token")
 """Finish reasons of a reply that ended by itself: OpenAI's, Together's and
 text-generation-inference's."""
@@ -65,97 +78,63 @@ class OpenAIDialect(VLLMDialect):
 
     async def look(self, server: Server) -> None:
         await super().look(server)
-        server.facts["text_alone"] = server.facts["chat_limit"] = ""
-        server.facts["like_llama_cpp"] = False
-        path, probe = COMPLETIONS, self._probe_of_ids(server)
+        facts, where = server.facts, f"{self.title} {server.url}"
+        facts |= {"text_alone": "", "chat_limit": "", "like_llama_cpp": False}
+        path, probe = COMPLETIONS, _IDS
         lack = await self._lack(server)
-        if server.facts["like_llama_cpp"]:
-            server.facts["text_alone"] = f"{self.title} {server.url} {_LIKE_LLAMA_CPP}"
+        if facts["like_llama_cpp"]:
+            facts["text_alone"] = f"{where} {_LIKE_LLAMA_CPP}"
         elif lack:
-            # Without text either, there is nothing: this raises.
-            probe = self._probe_of_text(server)
-            limit = await self._limit_of_chat(server)
-            if limit:
-                server.facts["chat_limit"] = limit
-                path, probe = CHAT, self._probe_of_chat(server, limit)
+            path, facts["chat_limit"], probe = await self._text_probe(server)
+            if path == CHAT:
                 lack = (
                     f"it has {CHAT} alone, which puts messages into the server's own chat template"
                     " and returns text"
                 )
-            server.facts["text_alone"] = (
-                f"{self.title} {server.url} can be evaluated but not trained with: {lack}, and the"
-                " loss needs token ids with log-probs. To train, use the engine made for the"
-                ' server (vllm, sglang, mlx, max); for a judge, [reward] type = "judge" needs text'
-                " alone. In an evaluation the text is scored as it comes, and encoded again to"
-                " count its tokens."
+            facts["text_alone"] = (
+                f"{where} can be evaluated but not trained with: {lack}, and the loss needs token"
+                " ids with log-probs. To train, use the engine made for the server (vllm, sglang,"
+                ' mlx, max); for a judge, [reward] type = "judge" needs text alone. In an'
+                " evaluation the text is scored as it comes, and encoded again to count its tokens."
             )
-        server.facts["refused_fields"] = await self._refused_fields(server, path, probe)
+        # A strict server takes some fields of NEUTRAL alone, or none.
+        fields: list[str] = []
+        if await self._refuses(server, path, probe | NEUTRAL):
+            for name, value in NEUTRAL.items():
+                if await self._refuses(server, path, {**probe, name: value}):
+                    fields.append(name)
+        facts["refused_fields"] = fields
 
-    async def _refused_fields(self, server: Server, path: str, probe: Json) -> list[str]:
-        """Return the fields of NEUTRAL that a strict server does not take beside a `probe` that it
-        takes.
-        """
+    async def _probe(self, server: Server, path: str, probe: Json) -> Any:
+        return await server.post(path, {"model": server.facts["base"], **probe})
 
-        async def refuses(fields: Json) -> bool:
-            try:
-                await server.post(path, probe | fields)
-            except Refusal as error:
-                if error.status not in _UNKNOWN_FIELD:
-                    raise
-                return True
-            return False
-
-        if not await refuses(NEUTRAL):
-            return []
-        return [name for name, value in NEUTRAL.items() if await refuses({name: value})]
-
-    def _probe_of_ids(self, server: Server) -> Json:
-        return {
-            "model": server.facts["base"],
-            "prompt": [1, 2, 3, 4],
-            "max_tokens": 1,
-            "logprobs": 1,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-        }
-
-    def _probe_of_text(self, server: Server) -> Json:
-        return {"model": server.facts["base"], "prompt": "1", "max_tokens": 1}
-
-    def _probe_of_chat(self, server: Server, limit: str) -> Json:
-        return {
-            "model": server.facts["base"],
-            "messages": [{"role": "user", "content": "1"}],
-            limit: _CHAT_PROBE_TOKENS,
-        }
-
-    async def _limit_of_chat(self, server: Server) -> str:
-        """Return the name of a reply's limit where the server has chat alone; "" where a prompt may
-        be text.
-
-        Raises Refusal where it answers neither.
-        """
+    async def _refuses(self, server: Server, path: str, probe: Json) -> bool:
         try:
-            await server.post(COMPLETIONS, self._probe_of_text(server))
-            return ""
+            await self._probe(server, path, probe)
         except Refusal as error:
-            refused = error
-        for limit in _LIMITS:
+            if error.status not in _UNKNOWN_FIELD:
+                raise
+            return True
+        return False
+
+    async def _text_probe(self, server: Server) -> tuple[str, str, Json]:
+        """Return the first of _TEXTS that the server answers. Raises Refusal where it answers
+        none.
+        """
+        refused: list[Refusal] = []
+        for path, limit, probe in _TEXTS:
             try:
-                await server.post(CHAT, self._probe_of_chat(server, limit))
-                return limit
+                await self._probe(server, path, probe)
+                return path, limit, probe
             except Refusal as error:
-                if error.status != 404:
-                    refused = error
-                if _LIMITS[-1] not in str(error):
-                    break
-        raise refused
+                refused.append(error)
+        raise next((error for error in refused if error.status != 404), refused[0])
 
     async def _lack(self, server: Server) -> str:
         """Say why it cannot be trained with, as a clause; "" if it can."""
         try:
             answer = await self._twice(server)
-            ids, _ = self._ids_and_logprobs(answer["choices"][0])
+            ids, logprobs = self._ids_and_logprobs(answer["choices"][0])
             server.facts["like_llama_cpp"] = "content" in answer["choices"][0]["logprobs"]
         except Refusal as error:
             if error.status in (401, 403):
@@ -165,18 +144,17 @@ class OpenAIDialect(VLLMDialect):
             return f"it answers a prompt of token ids with {error.status}"
         except (LookupError, TypeError, ValueError, AttributeError):
             return "it returns no token ids with log-probs"
-        if len(ids) == 1:
+        if len(ids) == len(logprobs) == 1:
             return ""
-        return f"it returned {len(ids)} token ids for one token"
+        return f"it returned {len(ids)} token ids with {len(logprobs)} log-probs for one token"
 
     async def _twice(self, server: Server) -> Any:
         """Ask for token ids, and once more after a 500: some servers answer so to what they do not
         know, and any may have a bad moment.
         """
-        try:
-            return await server.post(COMPLETIONS, self._probe_of_ids(server))
-        except BadAnswer:
-            return await server.post(COMPLETIONS, self._probe_of_ids(server))
+        with suppress(BadAnswer):
+            return await self._probe(server, COMPLETIONS, _IDS)
+        return await self._probe(server, COMPLETIONS, _IDS)
 
     # -- sampling ----------------------------------------------------------------------------------
 
@@ -184,74 +162,70 @@ class OpenAIDialect(VLLMDialect):
         self, request: SampleRequest, adapter: ServedAdapter | None, server: Server
     ) -> tuple[str, Json]:
         path, body = super().call(request, adapter, server)
-        body = without(body, server.facts["refused_fields"])
-        if not server.facts["text_alone"]:
+        facts = server.facts
+        body = without(body, facts["refused_fields"])
+        if not facts["text_alone"]:
             return path, body | {"return_tokens_as_token_ids": True}
         if request.noise.stream != Stream.EVALUATION:
-            raise ConfigurationError(server.facts["text_alone"])
-        kept = {
-            name: body[name] for name in ("n", "temperature", "top_p", *NEUTRAL) if name in body
-        }
-        # Which not every server knows.
-        if request.truncation.active:
-            kept |= {name: body[name] for name in ("top_k", "min_p")}
-        kept["model"] = server.facts["base"] if server.facts.get("base_alone") else body["model"]
-        if server.facts["like_llama_cpp"]:
-            return path, kept | _llama_cpp_settings(body)
-        limit = server.facts["chat_limit"]
-        if limit:
-            if not request.messages:
-                raise ConfigurationError(
-                    f"{self.title} has {CHAT} alone, and a dialogue of [environment] provider ="
-                    f" {self.config.environment.provider!r} continues token ids, which it does not"
-                    " take: use a server with /v1/completions."
-                )
-            arguments = {**self.config.data.chat_template_args}
-            arguments.pop(DATE_ARGUMENT, None)  # the server's template asks its own clock
-            if arguments:
-                kept["chat_template_kwargs"] = arguments
-            return CHAT, kept | {limit: request.max_tokens, "messages": list(request.messages)}
+            raise ConfigurationError(facts["text_alone"])
+        known = ["n", "temperature", "top_p", *NEUTRAL]
+        # Which not every server knows. Left out, llama.cpp's top_k is 40, and its min_p 0.05.
+        if request.truncation.active or facts["like_llama_cpp"]:
+            known += ["top_k", "min_p"]
+        kept = {name: body[name] for name in known if name in body}
+        kept["model"] = facts["base"] if facts.get("base_alone") else body["model"]
         kept["max_tokens"] = request.max_tokens
-        kept["prompt"] = self.texts.of(tuple(request.prompt_ids.tolist()))
-        kept["stop"] = [self.texts.decode([token]) for token in self.eos_ids[:_MAX_STOPS]]
-        return COMPLETIONS, kept
+        if facts["like_llama_cpp"]:
+            return path, kept | {"prompt": body["prompt"], "repeat_penalty": 1.0}
+        if not facts["chat_limit"]:
+            kept["prompt"] = self.texts.of(tuple(request.prompt_ids.tolist()))
+            kept["stop"] = [self.texts.decode([token]) for token in self.eos_ids[:_MAX_STOPS]]
+            return COMPLETIONS, kept
+        if not request.messages:
+            raise ConfigurationError(
+                f"{self.title} has {CHAT} alone, and a dialogue of [environment] provider ="
+                f" {self.config.environment.provider!r} continues token ids, which it does not"
+                " take: use a server with /v1/completions."
+            )
+        # The server's template asks its own clock.
+        arguments = without(self.config.data.chat_template_args, [DATE_ARGUMENT])
+        if arguments:
+            kept["chat_template_kwargs"] = arguments
+        kept[facts["chat_limit"]] = kept.pop("max_tokens")
+        return CHAT, kept | {"messages": list(request.messages)}
 
     def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
-        seen = _usage(answer, "prompt_tokens")
+        usage = answer.get("usage") or {}
+        seen = usage.get("prompt_tokens")
         # A chat's template is the server's.
         of_chat = any("message" in choice for choice in answer["choices"])
         if seen is not None and not of_chat:
             check_prompt(seen, len(request.prompt_ids))
         sampled = super().read(answer, request)
-        if any(one.text is not None for one in sampled):
-            self._check_lengths(answer, sampled, request)
+        texts = [one.text for one in sampled if one.text is not None]
+        if texts:
+            self._check_lengths(texts, usage.get("completion_tokens"), request.max_tokens)
         return sampled
 
-    def _check_lengths(
-        self, answer: Any, sampled: Sequence[ServedSample], request: SampleRequest
-    ) -> None:
+    def _check_lengths(self, texts: Sequence[str], counted: Any, limit: int) -> None:
         """Refuse texts of more tokens than were asked for: the server's own count decides, and
-        without one the text, encoded again.
+        without one each text, encoded again.
 
         Encoding again can give more tokens than were sampled, so where the server counts, it only
         tells a count that cannot be.
         """
-        counted = _usage(answer, "completion_tokens")
-        most = request.max_tokens * len(sampled)
+        most, characters, problem = limit * len(texts), 0, ""
         if type(counted) is int:
-            characters = sum(len(one.text or "") for one in sampled)
-            if counted > most:
-                problem = f"{counted:,}"
-            else:
-                problem = f"{characters:,} characters as {counted:,}"
-            fits = counted <= most and characters <= _MAX_TOKEN_CHARACTERS * most
+            characters = sum(map(len, texts))
         else:
             # U+FFFD stands for bytes of a cut character, and would count as more tokens.
-            longest = max(
-                len(self.texts.encode((one.text or "").replace("\ufffd", ""))) for one in sampled
-            )
-            problem, fits, most = f"{longest:,}", longest <= request.max_tokens, request.max_tokens
-        if not fits:
+            counted = max(len(self.texts.encode(text.replace("\ufffd", ""))) for text in texts)
+            most = limit
+        if counted > most:
+            problem = f"{counted:,}"
+        elif characters > _MAX_TOKEN_CHARACTERS * most:
+            problem = f"{characters:,} characters as {counted:,}"
+        if problem:
             raise ServerMismatch(
                 f"returned {problem} tokens and was asked for at most {most:,}: it ignores"
                 " max_tokens, and such an answer is not scored; use a server that keeps it, or"
@@ -295,10 +269,7 @@ class OpenAIDialect(VLLMDialect):
         ids = choice.get("token_ids") or [
             int(token.removeprefix(_TOKEN)) for token in logprobs["tokens"]
         ]
-        values = [float(value) for value in logprobs["token_logprobs"]]
-        if len(ids) != len(values):
-            raise AnswerFormError(f"returned {len(ids)} token ids with {len(values)} log-probs")
-        return ids, values
+        return ids, [float(value) for value in logprobs["token_logprobs"]]
 
     # -- the adapter -------------------------------------------------------------------------------
 
@@ -322,20 +293,6 @@ class OpenAIDialect(VLLMDialect):
         if server.facts.get("base_alone"):
             return None
         return await super().adapters(server)
-
-
-def _llama_cpp_settings(body: Json) -> Json:
-    """Return what llama.cpp must be told: left out, its top_k is 40, and its min_p 0.05."""
-    kept = {name: body[name] for name in ("top_k", "min_p", "max_tokens", "prompt")}
-    return kept | {"repeat_penalty": 1.0}
-
-
-def _usage(answer: Json, name: str) -> Any:
-    """Return a count of the answer's `usage`; None where it has none."""
-    usage = answer.get("usage")
-    if isinstance(usage, dict):
-        return usage.get(name)
-    return None
 
 
 class OpenAIEngine(VLLMEngine):

@@ -52,9 +52,9 @@ from retrain.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.config.schema import Inference
 
-_FOLDER = ".served-"
+_FOLDER = f".served-{socket.gethostname().replace('-', '_')}-"
+"""The name of a folder for adapters goes on with the process that made it."""
 _UNSEEN = (
     "No adapter found",
     "No such file",
@@ -207,24 +207,20 @@ class ServedEngine(InferenceEngine):
         self._context = context_length(model.config)
         self._dialect = self.dialect_class(config, eos_ids)
         self._lines: deque[str] = deque()
-        self._pool = _pool(
-            self._dialect, config.inference, self.patience, self._prepare, self._lines.append
+        self._pool = ServerPool(
+            self._dialect,
+            config.inference,
+            prepare=self._prepare,
+            log=self._lines.append,
+            patience=self.patience,
         )
         self._turn = asyncio.Lock()
         self._room = asyncio.Semaphore(self._dialect.concurrency * len(self._pool.servers))
         self._run = f"retrain-{token_hex(4)}"
-        place = _place_of_adapters(config)
-        # A run that was killed could not remove its own.
-        for old in place.glob(f"{_FOLDER}*"):
-            if _owner_is_dead(old):
-                shutil.rmtree(old, ignore_errors=True)
-        self._folder = Path(
-            mkdtemp(prefix=f"{_FOLDER}{_host()}-{os.getpid()}-", dir=place)
-        ).resolve()
+        self._folder = _own_folder(config)
         make_readable(self._folder)
         self._version = 0
         self._adapter: ServedAdapter | None = None
-        self._asleep = False
         self._may_sleep = getattr(device, "type", device) == "cuda"
         self.replicas = len(self._pool.servers)
         try:
@@ -237,7 +233,7 @@ class ServedEngine(InferenceEngine):
     @classmethod
     def preflight(cls, config: "TrainConfig") -> str:
         dialect, unsaid = cls.dialect_class(config, ()), list[str]()  # the engine itself says it
-        pool = _pool(dialect, config.inference, cls.patience, None, unsaid.append)
+        pool = ServerPool(dialect, config.inference, log=unsaid.append, patience=cls.patience)
         try:
             pool.run(pool.connect(dialect.look))
             sentences = (server.facts.get("text_alone") for server in pool.alive)
@@ -275,8 +271,7 @@ class ServedEngine(InferenceEngine):
                     yield from future.result()
         finally:
             self._speak()
-            self.unchecked |= self._pool.came_back
-            self._pool.came_back = False
+            self._heed_return()
             for future in under_way:
                 future.cancel()  # the connection closes, and the server aborts
 
@@ -396,6 +391,11 @@ class ServedEngine(InferenceEngine):
         finally:
             future.cancel()
 
+    def _heed_return(self) -> None:
+        """Have the gate look at servers that woke up or came back."""
+        self.unchecked |= self._pool.came_back
+        self._pool.came_back = False
+
     def _speak(self) -> None:
         """Pass on the lines of the other thread."""
         while self._lines:
@@ -412,8 +412,7 @@ class ServedEngine(InferenceEngine):
         make_readable(fresh.folder)
         old, self._adapter = self._adapter, fresh
         self._await(self._pool.on_each(self._prepare))
-        self.unchecked |= self._asleep or self._pool.came_back
-        self._asleep = self._pool.came_back = False
+        self._heed_return()
         if old is not None:
             self._await(self._pool.on_each(partial(self._unload, old)))
             shutil.rmtree(old.folder, ignore_errors=True)
@@ -452,6 +451,7 @@ class ServedEngine(InferenceEngine):
         """Wake a server and give it the current adapter, which its own list confirms."""
         if server.facts.pop("asleep", False):
             await self._dialect.wake(server)
+            self._pool.came_back = True
         # One that was left out may have come back as another.
         if "looked" not in server.facts:
             await self._look(server)
@@ -471,10 +471,11 @@ class ServedEngine(InferenceEngine):
                 raise self._unseen(server, adapter, str(error)) from error
             raise
         listed = await self._dialect.adapters(server)
-        if listed is not None and listed.get(adapter.name) != str(adapter.folder):
+        # MAX's list has names alone.
+        if listed is not None and listed.get(adapter.name) not in (str(adapter.folder), ""):
             raise ServerFailure(
                 f"{self._dialect.title} {server.url} does not list the adapter {adapter.name} that"
-                f" it was given ({', '.join(listed) or 'it lists none'}); it would sample from"
+                f" it was given ({', '.join(listed)}); it would sample from"
                 " another policy."
             )
 
@@ -492,11 +493,11 @@ class ServedEngine(InferenceEngine):
 
     def sleep(self) -> None:
         async def one(server: Server) -> None:
-            server.facts["asleep"] = await self._dialect.sleep(server)
+            if not server.facts.get("asleep"):
+                server.facts["asleep"] = await self._dialect.sleep(server)
 
-        if self._may_sleep and not self._asleep:
+        if self._may_sleep:
             self._pool.run(self._pool.on_each(one))
-            self._asleep = any(server.facts.get("asleep") for server in self._pool.servers)
 
     def why_it_differs(self) -> str:
         reasons = self._pool.run(self._pool.on_each(self._dialect.why_it_differs))
@@ -569,30 +570,6 @@ def check_prompt(seen: int, sent: int) -> None:
         raise ServerMismatch(f"got a prompt of {sent} tokens, which reached the model as {seen}")
 
 
-def _pool(
-    dialect: Dialect,
-    inference: "Inference",
-    patience: Patience,
-    prepare: Callable[[Server], Any] | None,
-    log: Callable[[str], None],
-) -> ServerPool:
-    return ServerPool(
-        inference.urls,
-        what=dialect.title,
-        timeout_s=inference.timeout_s,
-        key_env=inference.api_key_env,
-        health=dialect.health,
-        lost=dialect.lost,
-        prepare=prepare,
-        log=log,
-        patience=replace(
-            patience,
-            silent_s=min(patience.silent_s, inference.patience_s),
-            total_s=min(patience.total_s, inference.patience_s),
-        ),
-    )
-
-
 def make_readable(folder: Path) -> None:
     """Make the folder readable by a server that runs as another user. The umask and mkdtemp's 0700
     would forbid it.
@@ -601,39 +578,33 @@ def make_readable(folder: Path) -> None:
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
-def _place_of_adapters(config: "TrainConfig") -> Path:
-    """Return `[inference] adapter_dir`, which is made, or the run's folder, which servers on other
-    machines are likely to see too.
+def _own_folder(config: "TrainConfig") -> Path:
+    """Make a folder for adapters in `[inference] adapter_dir`, or in the run's, which servers on
+    other machines are likely to see too. Folders there that a killed run could not remove are.
 
-    Raises EnvironmentFailure where nothing can be written there.
+    Raises EnvironmentFailure where it cannot be made.
     """
-    if not config.inference.adapter_dir:
-        run = Path(config.logging.log_dir)
-        if os.access(run, os.W_OK):
-            return run
-        return Path(gettempdir())
-    place = Path(config.inference.adapter_dir)
+    named, place = config.inference.adapter_dir, Path(config.logging.log_dir)
+    if named:
+        place = Path(named)
+    elif not os.access(place, os.W_OK):
+        place = Path(gettempdir())
     try:
         place.mkdir(parents=True, exist_ok=True)
+        folder = mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=place)
     except OSError as error:
         raise EnvironmentFailure(
-            f"[inference] adapter_dir = {config.inference.adapter_dir!r} cannot be a folder:"
-            f" {error.strerror}; name another one."
-        ) from error
-    if not os.access(place, os.W_OK):
-        raise EnvironmentFailure(
-            f"[inference] adapter_dir = {config.inference.adapter_dir!r} cannot be written to; name"
+            f"[inference] adapter_dir = {named!r} cannot be a folder: {error.strerror}; name"
             " another one."
-        )
-    return place
+        ) from error
+    for old in place.glob(f"{_FOLDER}*"):
+        if _owner_is_dead(old):
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(folder).resolve()
 
 
 def _owner_is_dead(folder: Path) -> bool:
     """Return True if a process of this machine made this folder for its adapters and has ended."""
-    made, _, rest = folder.name.partition(f"{_FOLDER}{_host()}-")
+    made, _, rest = folder.name.partition(_FOLDER)
     owner = rest.partition("-")[0]
     return not made and owner.isdigit() and not psutil.pid_exists(int(owner))
-
-
-def _host() -> str:
-    return socket.gethostname().replace("-", "_")

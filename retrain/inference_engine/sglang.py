@@ -13,9 +13,9 @@ from retrain.inference_engine.base import Description, EngineCapabilities, Sampl
 from retrain.inference_engine.commands import (
     ServerCommand,
     ServerNeeds,
+    Settings,
     Variable,
     address_flags,
-    attention_flags,
     concurrent_sequences,
     model_flags,
     refuse_four_bits,
@@ -33,6 +33,20 @@ from retrain.inference_engine.served import (
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+
+
+_SETTINGS: Settings = {
+    "dtype": {"bf16": (), "fp8": ("--quantization", "fp8")},
+    "attention_kernel": {
+        "flash": ("--attention-backend", "fa3"),
+        "triton": ("--attention-backend", "triton"),
+        "cutlass": ("--attention-backend", "cutlass_mla"),
+    },
+    "kv_cache_dtype": {
+        "bf16": ("--kv-cache-dtype", "bf16"),
+        "fp8": ("--kv-cache-dtype", "fp8_e4m3"),
+    },
+}
 
 
 class SGLangDialect(Dialect):
@@ -134,22 +148,20 @@ class SGLangEngine(ServedEngine):
         cls, config: "TrainConfig", needs: ServerNeeds, python: str
     ) -> ServerCommand:
         refuse_four_bits("sglang", config.model)
-        command = ServerCommand([python, "-m", "sglang.launch_server", "--model-path", needs.model])
-        command.add(*address_flags(config.inference, cls.default_port))
-        if config.inference.api_key_env:
-            command.add("--api-key", Variable(config.inference.api_key_env))
-        command.add(*model_flags(config.model, config.inference.served_model, "--revision"))
-        precisions = {"bf16": (), "fp8": ("--quantization", "fp8")}
-        command.add("--dtype", needs.dtype)
-        command.add(*setting_flags("sglang", config.inference, {"dtype": precisions}))
-        command.add("--context-length", str(needs.context))
-        command.add("--max-running-requests", str(concurrent_sequences(config.training)))
-        command.add("--enable-lora", "--max-lora-rank", str(config.model.lora_rank))
-        command.add("--max-loras-per-batch", "2")
-        command.add("--lora-target-modules", *(config.lora.target_modules or ["all"]))
-        if not config.inference.prefix_caching:
-            command.add("--disable-radix-cache")
-        kernels = {"flash": "fa3", "triton": "triton", "cutlass": "cutlass_mla"}
-        caches = {"bf16": "bf16", "fp8": "fp8_e4m3"}
-        command.add(*attention_flags("sglang", config.inference, kernels, caches))
-        return command
+        inference = config.inference
+        key = inference.api_key_env
+        return ServerCommand(
+            [
+                *(python, "-m", "sglang.launch_server", "--model-path", needs.model),
+                *address_flags(inference, cls.default_port),
+                *(["--api-key", Variable(key)] if key else []),
+                *model_flags(config),
+                *("--dtype", needs.dtype, "--context-length", str(needs.context)),
+                *setting_flags("sglang", inference, _SETTINGS),
+                *("--max-running-requests", concurrent_sequences(config.training)),
+                *("--enable-lora", "--max-lora-rank", str(config.model.lora_rank)),
+                *("--max-loras-per-batch", "2", "--lora-target-modules"),
+                *(config.lora.target_modules or ["all"]),
+                *([] if inference.prefix_caching else ["--disable-radix-cache"]),
+            ]
+        )

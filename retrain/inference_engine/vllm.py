@@ -4,7 +4,7 @@ truncated distribution is asked for.
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -13,9 +13,9 @@ from retrain.inference_engine.base import Description, EngineCapabilities, Sampl
 from retrain.inference_engine.commands import (
     ServerCommand,
     ServerNeeds,
+    Settings,
     Variable,
     address_flags,
-    attention_flags,
     concurrent_sequences,
     model_flags,
     setting_flags,
@@ -59,12 +59,30 @@ those after it by far more."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank."""
 _GIB = 2**30
+_SETTINGS: Settings = {
+    "dtype": {"bf16": (), "fp8": ("--quantization", "fp8")},
+    "attention_kernel": {
+        "flash": ("--attention-backend", "FLASH_ATTN"),
+        "triton": ("--attention-backend", "TRITON_ATTN"),
+        "cutlass": ("--attention-backend", "CUTLASS_MLA"),
+    },
+    "kv_cache_dtype": {
+        "bf16": ("--kv-cache-dtype", "bfloat16"),
+        "fp8": ("--kv-cache-dtype", "fp8"),
+        "int8": ("--kv-cache-dtype", "int8_per_token_head"),
+    },
+}
+_KEPT_SETS = ["--enable-scale-out", "--return-sampling-mask"]
 
 
 class VLLMDialect(Dialect):
     title = "The vllm server"
     chosen_logprob: ClassVar[int] = 0
     """`logprobs` of a request that asks for the sampled token's alone."""
+    how_to_load: ClassVar[str] = (
+        "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+    )
+    """Ends the sentence on a server that loads no adapters."""
 
     def lost(self, status: int, text: str) -> str:
         if status == 500 and ("EngineCore" in text or "EngineDead" in text):
@@ -88,8 +106,6 @@ class VLLMDialect(Dialect):
         # Where it shares this machine, and was started with --enable-sleep-mode.
         if urlsplit(server.url).hostname in LOOPBACK:
             try:
-                # Which alone does not say so: it is there without the mode.
-                await server.get("/is_sleeping")
                 settings = await server.get("/server_info?config_format=json")
                 server.facts["sleeps"] = bool(
                     settings["vllm_config"]["model_config"]["enable_sleep_mode"]
@@ -181,10 +197,11 @@ class VLLMDialect(Dialect):
         at any temperature.
         """
         temperature = self.config.training.temperature
-        if (
-            temperature == 1
-            or _distance(await self._top(server, temperature), await self._top(server, 1.0)) > _SAME
-        ):
+        if temperature == 1:
+            return ""
+        some, others = await self._top(server, temperature), await self._top(server, 1.0)
+        differences = [abs(value - others.get(token, inf)) for token, value in some.items()]
+        if max(differences, default=inf) > _SAME:
             return ""
         return (
             f"the server {server.url} returns log-probs before the temperature, and [training]"
@@ -211,21 +228,20 @@ class VLLMDialect(Dialect):
         try:
             await server.post("/v1/load_lora_adapter", adapter.fields)
         except Refusal as error:
-            if "already" in str(error):
-                return  # a second try of a load whose answer was lost
-            if error.status == 404 and str(error) == "Not Found":
+            if error.status == 501 or str(error) == "Not Found":
                 raise ConfigurationError(
-                    f"{self.title} {server.url} loads no adapters: start it with --enable-lora and"
-                    " VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
+                    f"{self.title} {server.url} loads no adapters: {self.how_to_load}."
                 ) from error
-            raise
+            # 409 and the word: a second try of a load whose answer was lost.
+            if error.status != 409 and "already" not in str(error):
+                raise
 
     async def unload(self, server: Server, adapter: ServedAdapter) -> None:
         await server.post("/v1/unload_lora_adapter", {"lora_name": adapter.name})
 
     async def adapters(self, server: Server) -> Mapping[str, str]:
         models = (await server.get("/v1/models"))["data"]
-        return {model["id"]: model["root"] for model in models if model.get("parent")}
+        return {model["id"]: model.get("root") or "" for model in models}
 
     # -- sleep -------------------------------------------------------------------------------------
 
@@ -241,15 +257,8 @@ class VLLMDialect(Dialect):
         await server.post("/wake_up")
 
 
-def without(fields: Json, names: Collection[str]) -> Json:
+def without(fields: Mapping[str, Any], names: Collection[str]) -> Json:
     return {name: value for name, value in fields.items() if name not in names}
-
-
-def _distance(some: Mapping[str, float], others: Mapping[str, float]) -> float:
-    return max(
-        (abs(value - others.get(token, float("inf"))) for token, value in some.items()),
-        default=float("inf"),
-    )
 
 
 class VLLMEngine(ServedEngine):
@@ -271,65 +280,55 @@ class VLLMEngine(ServedEngine):
     def server_command(
         cls, config: "TrainConfig", needs: ServerNeeds, python: str
     ) -> ServerCommand:
-        command = ServerCommand(
-            [python, "-m", "vllm.entrypoints.openai.api_server", "--model", needs.model],
+        inference = config.inference
+        environment = {
             # Adapters are loaded while it runs, and its prefix cache can be emptied.
-            {
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-                "VLLM_SERVER_DEV_MODE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-            },
-        )
-        command.add(*address_flags(config.inference, cls.default_port))
-        if config.inference.api_key_env:
-            command.environment["VLLM_API_KEY"] = Variable(config.inference.api_key_env)
-        command.add(*model_flags(config.model, config.inference.served_model, "--revision"))
-        command.add(*_size_flags(config, needs), *_sampling_flags(config))
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if inference.api_key_env:
+            environment["VLLM_API_KEY"] = Variable(inference.api_key_env)
+        sequences = concurrent_sequences(config.training)
+        device = ["--enable-sleep-mode"]
         if needs.device == "cpu":
-            tokens = concurrent_sequences(config.training) * needs.context
-            space = ceil(tokens * needs.kv_bytes / _GIB)
-            command.environment["VLLM_CPU_KVCACHE_SPACE"] = str(min(max(space, 1), 16))
+            space = ceil(int(sequences) * needs.context * needs.kv_bytes / _GIB)
+            environment["VLLM_CPU_KVCACHE_SPACE"] = str(min(max(space, 1), 16))
             # Else the first request for log-probs compiles a function, and kills the engine on a
             # machine without a C++ compiler.
-            command.environment["TORCHDYNAMO_DISABLE"] = "1"
-            command.add("--enforce-eager")  # compiling takes longer than most runs on a CPU
-        else:
-            command.add("--enable-sleep-mode")
-            if needs.share is not None:
-                command.add("--gpu-memory-utilization", f"{needs.share:.2f}")
-        return command
-
-
-def _size_flags(config: "TrainConfig", needs: ServerNeeds) -> list[str]:
-    """Flags for what takes memory: weights, sequences and adapters."""
-    rank = next((rank for rank in LORA_RANKS if rank >= config.model.lora_rank), 0)
-    if not rank:
-        raise ConfigurationError(
-            f"[model] lora_rank = {config.model.lora_rank}: vLLM serves ranks up to"
-            f" {LORA_RANKS[-1]}; give that or less."
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+            device = ["--enforce-eager"]  # compiling takes longer than most runs on a CPU
+        elif needs.share is not None:
+            device += ["--gpu-memory-utilization", f"{needs.share:.2f}"]
+        caching = "" if inference.prefix_caching else "no-"
+        return ServerCommand(
+            [
+                *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", needs.model),
+                *address_flags(inference, cls.default_port),
+                *model_flags(config),
+                *("--dtype", needs.dtype, "--max-model-len", str(needs.context)),
+                *("--max-num-seqs", sequences),
+                *(["--quantization", "bitsandbytes"] if config.model.load_in_4bit else []),
+                # Two adapters: the new version is loaded before the old one goes.
+                *("--enable-lora", "--max-lora-rank", _served_rank(config.model.lora_rank)),
+                *("--max-loras", "2", "--max-cpu-loras", "2"),
+                # Log-probs of the sampled distribution: the default is before the temperature. No
+                # sampling defaults from the model's own files.
+                *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+                f"--{caching}enable-prefix-caching",
+                *setting_flags("vllm", inference, _SETTINGS),
+                *(_KEPT_SETS if config.training.truncated else []),
+                *device,
+            ],
+            environment,
         )
-    precisions = {"bf16": (), "fp8": ("--quantization", "fp8")}
-    flags = ["--dtype", needs.dtype]
-    flags += setting_flags("vllm", config.inference, {"dtype": precisions})
-    if config.model.load_in_4bit:
-        flags += ["--quantization", "bitsandbytes"]
-    flags += ["--max-model-len", str(needs.context)]
-    flags += ["--max-num-seqs", str(concurrent_sequences(config.training))]
-    # Two adapters: the new version is loaded before the old one goes.
-    adapters = ["--max-loras", "2", "--max-cpu-loras", "2"]
-    return [*flags, "--enable-lora", "--max-lora-rank", str(rank), *adapters]
 
 
-def _sampling_flags(config: "TrainConfig") -> list[str]:
-    """Flags for what a completion and its log-probs are."""
-    # Log-probs of the sampled distribution: the default is before the temperature. No sampling
-    # defaults from the model's own files.
-    flags = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    caching = config.inference.prefix_caching
-    flags.append("--enable-prefix-caching" if caching else "--no-enable-prefix-caching")
-    kernels = {"flash": "FLASH_ATTN", "triton": "TRITON_ATTN", "cutlass": "CUTLASS_MLA"}
-    caches = {"bf16": "bfloat16", "fp8": "fp8", "int8": "int8_per_token_head"}
-    flags += attention_flags("vllm", config.inference, kernels, caches)
-    if config.training.truncated:
-        flags += ["--enable-scale-out", "--return-sampling-mask"]
-    return flags
+def _served_rank(rank: int) -> str:
+    """Round up to a rank that vLLM serves."""
+    for served in LORA_RANKS:
+        if served >= rank:
+            return str(served)
+    raise ConfigurationError(
+        f"[model] lora_rank = {rank}: vLLM serves ranks up to {LORA_RANKS[-1]}; give that or less."
+    )

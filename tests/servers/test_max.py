@@ -22,7 +22,7 @@ from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest
 from retrain.inference_engine.max import MAXEngine
 from retrain.model.text import LAB_MODEL
 from retrain.types import Completion, Row
-from tests.real_servers import Printed, ended
+from tests.real_servers import started
 
 pytestmark = [pytest.mark.max, pytest.mark.timeout(3600)]
 
@@ -82,10 +82,8 @@ def row_of(prompt: Any, one: Completion) -> Row:
     return Row(ids, ((len(prompt), len(ids)),), one.logprobs, 0 * one.logprobs, one.request)
 
 
-def test_the_base_model_samples_with_raw_log_probs(
-    learner: LocalBackend, model: Path, tmp_path: Path
-) -> None:
-    with ended(Printed("max", tmp_path, str(model))) as server:
+def test_the_base_model_samples_with_raw_log_probs(learner: LocalBackend, model: Path) -> None:
+    with started("max", (model, ())) as (server,):
         inference = {"engine": "max", "url": server.url}
         config = learner.config.model_copy(
             update={"inference": learner.config.inference.model_copy(update=inference)}

@@ -176,7 +176,7 @@ class BaseVLLM(VLLMEngine):
 
 
 class ImpatientVLLM(VLLMEngine):
-    patience = Patience(silent_s=8, total_s=8, attempts=4)
+    patience = Patience(silent_s=8, attempts=4)
 
 
 @pytest.mark.parametrize(
