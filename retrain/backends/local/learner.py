@@ -296,7 +296,8 @@ class Learner:
         if self._settings.loss.kl_reference == "base":
             return self.score(batch, reference=True)
         with self.weights.started():
-            return self.score([replace(row, kept=None) for row in batch])
+            whole = [replace(row, row=replace(row.row, kept=None)) for row in batch]
+            return self.score(whole)
 
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
         """[T] the numbers of tokens that `truncation` keeps, of each row."""
