@@ -47,8 +47,9 @@ def pool_of(
     **settings: Any,
 ) -> ServerPool:
     inference = Inference(url=list(urls), timeout_s=timeout_s, api_key_env=key_env)
-    dialect: Any = SimpleNamespace(title="The server", health="/health", lost=lost)
-    return ServerPool(dialect, inference, patience=patience, **settings)
+    config = SimpleNamespace(inference=inference)
+    dialect: Any = SimpleNamespace(title="The server", health="/health", lost=lost, config=config)
+    return ServerPool(dialect, patience=patience, **settings)
 
 
 class Net:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,6 +45,7 @@ from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, T
 from retrain.inference_engine.http import Patience, ServerPool
 from retrain.inference_engine.openai import OpenAIEngine
 from retrain.inference_engine.served import ServedAdapter
+from retrain.inference_engine.vllm import VLLMDialect
 from retrain.noise import Stream
 from retrain.run.parts import Parts, load_parts, run_parity_gate
 from retrain.types import Completion, FinishReason
@@ -1240,11 +1240,10 @@ def test_a_server_that_fails_within_its_look_is_looked_at_again_before_it_serves
 
 def test_patience_bounds_the_tries_of_one_server_too(tmp_path: Path) -> None:
     """Whatever the engine's own patience is."""
-    inference = small(
+    config = small(
         tmp_path, inference={"engine": "vllm", "url": "http://127.0.0.1:1", "patience_s": 5.0}
-    ).inference
-    dialect: Any = SimpleNamespace(title="vllm", health="/health", lost=None)
-    pool = ServerPool(dialect, inference, patience=Patience(silent_s=9))
+    )
+    pool = ServerPool(VLLMDialect(config, []), patience=Patience(silent_s=9))
     try:
         assert pool._patience.silent_s == 5.0
     finally:

@@ -512,9 +512,9 @@ def test_whole_weights_are_read_while_the_server_stands_and_it_always_resumes(
     folder.mkdir()
     weights(folder)
     (folder / "adapter_config.json").unlink()
-    dialect, said = PrimeDialect(small(tmp_path), [0]), None
+    dialect, said = PrimeDialect(small(tmp_path, inference={"url": server.url}), [0]), None
     served = ServedPolicy.of(Policy(3, folder, 0))
-    pool = ServerPool([server.url], what=dialect.title, timeout_s=5)
+    pool = ServerPool(dialect)
     server.fail = {"/update_weights": 400} if refused else {}
     try:
         pool.run(pool.on_each(lambda one: dialect.load(one, served)))
@@ -533,8 +533,11 @@ def test_whole_weights_are_read_while_the_server_stands_and_it_always_resumes(
 def test_raw_logprobs_are_found_out(
     tmp_path: Path, server: InferenceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dialect, served = PrimeDialect(small(tmp_path), [0]), ServedPolicy("policy", tmp_path, "v0.0")
-    pool = ServerPool([server.url], what=dialect.title, timeout_s=5)
+    dialect, served = (
+        PrimeDialect(small(tmp_path, inference={"url": server.url}), [0]),
+        ServedPolicy("policy", tmp_path, "v0.0"),
+    )
+    pool = ServerPool(dialect)
 
     def check() -> None:
         pool.run(pool.on_each(lambda one: dialect.check_logprobs(one, served, 0.7)))

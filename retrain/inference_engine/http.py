@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import httpx
@@ -30,10 +30,6 @@ from retrain.web import (
     key_from,
     masked,
 )
-
-if TYPE_CHECKING:
-    from retrain.config.schema import Inference
-    from retrain.inference_engine.served import Dialect
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -211,6 +207,16 @@ class Server:
         raise Refusal(status, said)
 
 
+class ServerKind(Protocol):
+    """The part of `served.Dialect` that a pool needs."""
+
+    title: ClassVar[str]
+    health: ClassVar[str]
+    config: Any
+
+    def lost(self, status: int, text: str) -> str: ...
+
+
 class ServerPool:
     """The servers of `[inference] url`. Close it; requests under way are dropped, which makes a
     server abort them.
@@ -218,8 +224,7 @@ class ServerPool:
 
     def __init__(
         self,
-        dialect: "Dialect",
-        inference: "Inference",
+        dialect: ServerKind,
         *,
         prepare: Callable[[Server], Awaitable[None]] | None = None,
         log: Callable[[str], None] = print,
@@ -231,6 +236,7 @@ class ServerPool:
         `log` is called from another thread. Raises ConfigurationError where `[inference]
         api_key_env` names a variable that is not set.
         """
+        inference = dialect.config.inference
         self._dialect, self._key_env = dialect, inference.api_key_env
         self._prepare, self._log = prepare, log
         self._patience = replace(patience, silent_s=min(patience.silent_s, inference.patience_s))
@@ -326,8 +332,7 @@ class ServerPool:
                     tried.add(server.url)
                     return await self._once(server, request)
         except (TransientFailure, RequestTimeout) as error:
-            times = f"{tries} {'try' if tries == 1 else 'tries'}"
-            raise self._gave_up(error, f"{times} in {time.monotonic() - began:.0f} s") from error
+            raise self._gave_up(error, _tried(tries, time.monotonic() - began)) from error
         raise AssertionError("stamina returns or raises")
 
     async def on_each(
@@ -556,6 +561,10 @@ def addresses(url: str) -> tuple[str, str]:
     return urlunsplit((parts.scheme, host, path, "", "")), urlunsplit(
         (parts.scheme, parts.netloc, path, "", "")
     )
+
+
+def _tried(tries: int, seconds: float) -> str:
+    return f"{tries} {'try' if tries == 1 else 'tries'} in {seconds:.0f} s"
 
 
 def _reason(error: httpx.RequestError) -> str:

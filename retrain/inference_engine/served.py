@@ -209,7 +209,6 @@ class ServedEngine(InferenceEngine):
         self._lines: deque[str] = deque()
         self._pool = ServerPool(
             self._dialect,
-            config.inference,
             prepare=self._prepare,
             log=self._lines.append,
             patience=self.patience,
@@ -233,7 +232,7 @@ class ServedEngine(InferenceEngine):
     @classmethod
     def preflight(cls, config: "TrainConfig") -> str:
         dialect, unsaid = cls.dialect_class(config, ()), list[str]()  # the engine itself says it
-        pool = ServerPool(dialect, config.inference, log=unsaid.append, patience=cls.patience)
+        pool = ServerPool(dialect, log=unsaid.append, patience=cls.patience)
         try:
             pool.run(pool.connect(dialect.look))
             sentences = (server.facts.get("text_alone") for server in pool.alive)
