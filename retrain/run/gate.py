@@ -61,7 +61,7 @@ class GateResult:
     """The gate's measurements, kept in environment.json."""
 
     tokens: int
-    longest_prompt: int
+    longest_prompt: int = 0
     """Tokens."""
     gold: str = _NOT_APPLICABLE
     """"<right>/<asked>" gold answers, unless the reward does not compare answers."""
@@ -153,11 +153,9 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     long = _few(inputs, prompts)[-1]
     every = [*(Asked(one, slot, SAMPLES, TOKENS) for slot, one in enumerate(prompts)), long]
     found = _first_look(inputs, every)
-    inputs = found.inputs
+    inputs, result = found.inputs, _result(found)
     hot = replace(inputs, temperature=max(_HOT, inputs.temperature), truncation=Truncation())
     judge = partial(_hot_fault, raw_is_right=inputs.temperature == 1)
-    off, lengths = np.abs(found.off), [row.num_actions for row in found.rows]
-    rounding = float(np.abs(found.rounding).mean()) if inputs.half_precision else None
     if trial is not None:
         known = replace(found, inputs=hot, learner=hot.learner_logprobs(found.rows))
         with trial:
@@ -168,17 +166,22 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         inputs.sync()
     asked = [*endings(inputs, prompts), long]
     ended = _compare(hot, asked, f"at temperature {hot.temperature:g}, ", judge).at_end.sum()
+    longest = len(long.prompt.token_ids)
+    return replace(result, longest_prompt=longest, adapter_effect=effect, endings=int(ended))
+
+
+def _result(found: GateSample) -> GateResult:
+    """Return what the first look measured, before the adapter changes."""
+    off, lengths = np.abs(found.off), [row.num_actions for row in found.rows]
+    half = found.inputs.half_precision
     return GateResult(
         tokens=len(off),
-        longest_prompt=len(long.prompt.token_ids),
         max_difference=float(off.max()),
         mean_difference=float(off.mean()),
         tolerance=tolerance(found),
         log_ratio_by_depth=by_depth(np.split(off, np.cumsum(lengths)), TOKENS),
-        rounding=rounding,
-        adapter_effect=effect,
-        half_precision=inputs.half_precision,
-        endings=int(ended),
+        rounding=float(np.abs(found.rounding).mean()) if half else None,
+        half_precision=half,
     )
 
 
