@@ -230,14 +230,21 @@ def cispo_weight(new: Rows, old: Rows, low: float, high: float) -> Rows:
     return cut(loss.cispo_weight(values, batch(old)[0], low, high, CLAMP), lengths)
 
 
+def correction(train: Rows, sampler: Rows, **settings: Any) -> Rows:
+    old, lengths = batch(train)
+    tokens = ActionTokens(old, old, batch(sampler)[0], old, old, lengths)
+    found = loss.correction_weight(tokens, Loss(**settings))
+    assert found is not None
+    return cut(found, lengths)
+
+
 def tis_weight(train: Rows, sampler: Rows, cap: float) -> Rows:
-    values, lengths = batch(train)
-    return cut(loss.tis_weight(values, batch(sampler)[0], cap, CLAMP), lengths)
+    return correction(train, sampler, correction="tis", correction_cap=cap)
 
 
 def icepop_weight(train: Rows, sampler: Rows, low: float, high: float) -> Rows:
-    values, lengths = batch(train)
-    return cut(loss.icepop_weight(values, batch(sampler)[0], low, high, CLAMP), lengths)
+    bounds = {"correction_low": low, "correction_high": high}
+    return correction(train, sampler, correction="icepop", **bounds)
 
 
 def usl_throughput(p: float, sigma: float, kappa: float, **scale: float) -> float:

@@ -18,10 +18,8 @@ from retrain.backends.local.loss import (
     clipped_terms,
     correction_weight,
     gspo_ratio,
-    icepop_weight,
     kl_term,
     policy_loss,
-    tis_weight,
 )
 from retrain.backends.losses import ActionTokens
 from retrain.backends.rows import sequence_weights
@@ -187,18 +185,18 @@ def test_gspo_ratio_is_the_geometric_mean_of_each_sequence() -> None:
 def test_weights_of_corrections_are_clipped_dropped_and_carry_no_gradient() -> None:
     train = torch.tensor([0.0, 1.0, -1.0, 3.0], requires_grad=True)
     sampler = torch.zeros(4)
-    assert tis_weight(train, sampler, 2.0, CLAMP).tolist() == pytest.approx([1, 2, math.exp(-1), 2])
-    assert icepop_weight(train, sampler, 0.5, 5.0, CLAMP).tolist() == pytest.approx(
-        [1, math.e, 0, 0]
-    )
-    assert cispo_weight(train, sampler, 0.5, 4.0, CLAMP).tolist() == pytest.approx(
-        [1, math.e, 0.5, 4]
-    )
-    weights = (
-        tis_weight(train, sampler, 2.0, CLAMP),
-        *(f(train, sampler, 0.5, 4.0, CLAMP) for f in (icepop_weight, cispo_weight)),
-    )
-    assert not any(weight.requires_grad for weight in weights)
+    tokens = ActionTokens(sampler, train, sampler, sampler, sampler, [4])
+    found = [
+        correction_weight(tokens, Loss(correction="tis", correction_cap=2.0)),
+        correction_weight(
+            tokens, Loss(correction="icepop", correction_low=0.5, correction_high=5.0)
+        ),
+        cispo_weight(train, sampler, 0.5, 4.0, CLAMP),
+    ]
+    expected = [[1, 2, math.exp(-1), 2], [1, math.e, 0, 0], [1, math.e, 0.5, 4]]
+    for weight, values in zip(found, expected, strict=True):
+        assert weight is not None and not weight.requires_grad
+        assert weight.tolist() == pytest.approx(values)
 
 
 @given(st.floats(-5, 0), st.floats(-5, 0))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from retrain.errors import ConfigurationError, RunFailed, first_line
 from retrain.model.packed import in_block
 from retrain.model.text import base_name
-from retrain.model.weights import Change, TrainedWeights, difference
+from retrain.model.weights import Change, TrainedWeights
 from retrain.noise import Stream
 from retrain.system import read_object
 
@@ -180,6 +180,8 @@ _ROUTER = "router"
 class Adapter(TrainedWeights):
     """The trainable part of a model: its PEFT module, its parameters by name, its files."""
 
+    file = WEIGHTS_FILE
+
     def __init__(self, base: "BaseModel", model: "Model", lora: "Lora", seed: int) -> None:
         from peft import get_peft_model
         from peft.tuners.lora import LoraLayer
@@ -213,7 +215,7 @@ class Adapter(TrainedWeights):
                 module.lora_dropout[_ADAPTER] = KeyedDropout(lora.dropout, number, self.dropout)
         if lora.init_from:
             folder = Path(lora.init_from)
-            self._set(self.fitting(folder, f'[lora] init_from = "{folder}"'))
+            self.set(self.fitting(folder, f'[lora] init_from = "{folder}"'))
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -275,46 +277,22 @@ class Adapter(TrainedWeights):
         """Write adapter_model.safetensors, adapter_config.json and the model card; loads in peft
         and vLLM as it is.
         """
-        from safetensors.torch import save_file
-
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {
-            name: parameter.detach().cpu().contiguous()
-            for name, parameter in self.parameters.items()
-        }
-        save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        self.write(folder / self.file)
         settings = {key: _plain(value) for key, value in self._settings().items()}
         (folder / CONFIG_FILE).write_text(
             json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8"
         )
         (folder / CARD_FILE).write_text(self._card(), encoding="utf-8")
 
-    def load(self, folder: Path) -> None:
-        """Load the weights that `save` wrote; ValueError where they are another adapter's."""
-        self._set(self._read(folder))
-
-    def _read(self, folder: Path) -> dict[str, Tensor]:
-        from safetensors.torch import load_file
-
-        weights = load_file(folder / WEIGHTS_FILE)
-        problem = difference(weights, self.parameters)
-        if problem:
-            raise ValueError(f"{folder / WEIGHTS_FILE}: {problem}")
-        return weights
-
-    @torch.no_grad()
-    def _set(self, weights: dict[str, Tensor]) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.copy_(weights[name])
-
     @contextmanager
     def holding(self, weights: dict[str, Tensor]) -> Iterator[None]:
         before = {name: own.detach().clone() for name, own in self.parameters.items()}
-        self._set(weights)
+        self.set(weights)
         try:
             yield
         finally:
-            self._set(before)
+            self.set(before)
 
     def fitting(self, folder: Path, where: str) -> dict[str, Tensor]:
         """Read the weights of a folder. The adapter there must be of this rank, scale and set of
@@ -322,7 +300,7 @@ class Adapter(TrainedWeights):
         """
         with _refused(where):
             _check_settings(folder, where, self._settings())
-            return self._read(folder)
+            return self.read(folder / self.file)
 
     def _settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = self.peft_model.peft_config[_ADAPTER].to_dict()

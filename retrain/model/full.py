@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from retrain.model.adapter import Adapter, symmetric_uniforms, towers
 from retrain.model.text import base_name
-from retrain.model.weights import Change, TrainedWeights, difference
+from retrain.model.weights import Change, TrainedWeights
 from retrain.noise import Stream
 from retrain.types import WHOLE_MODEL
 
@@ -48,6 +48,7 @@ def full_bytes(weights: int, device_type: str, frozen: int) -> int:
 class AllWeights(TrainedWeights):
     """The parameters of the language model, tied ones once, under the model's own names."""
 
+    file = WHOLE_MODEL
     frozen_layers = False
 
     def __init__(self, base: "BaseModel", model: "Model", *, keeps_base: bool) -> None:
@@ -132,12 +133,9 @@ class AllWeights(TrainedWeights):
         """Write model.safetensors, unless it is there, config.json and a model card. The file is
         never written in place, since it may be a link.
         """
-        from safetensors.torch import save_file
-
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / WHOLE_MODEL).exists():
-            weights = {name: own.detach().cpu().contiguous() for name, own in self._masters.items()}
-            save_file(weights, folder / WHOLE_MODEL, metadata={"format": "pt"})
+        if not (folder / self.file).exists():
+            self.write(folder / self.file)
         config: Any = self.model.config
         settings = json.loads(config.to_json_string()) | {
             "architectures": [type(self.model).__name__],
@@ -147,25 +145,9 @@ class AllWeights(TrainedWeights):
         (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
         (folder / CARD_FILE).write_text(self._card(), encoding="utf-8")
 
-    @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        weights = self._read(folder)
-        for name, own in self._masters.items():
-            own.copy_(weights[name])
-        self.written()
-
     def keep_start(self, folder: Path) -> None:
-        weights = self._read(folder)
-        self._start = {name: weights[name].to(own) for name, own in self._forward.items()}
-
-    def _read(self, folder: Path) -> dict[str, Tensor]:
-        from safetensors.torch import load_file
-
-        weights = load_file(folder / WHOLE_MODEL)
-        problem = difference(weights, self._masters)
-        if problem:
-            raise ValueError(f"{folder / WHOLE_MODEL}: {problem}")
-        return weights
+        start = self.read(folder / self.file)
+        self._start = {name: start[name].to(own) for name, own in self._forward.items()}
 
     def _card(self) -> str:
         return (

@@ -4,7 +4,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,6 +25,8 @@ class Change(NamedTuple):
 
 
 class TrainedWeights(ABC):
+    file: str
+    """The name of the parameters' file."""
     model: nn.Module
     """The model that the engine samples from."""
     frozen_layers = True
@@ -76,15 +78,11 @@ class TrainedWeights(ABC):
 
     def keep_start(self, folder: Path) -> None:
         """Keep the weights that `save` wrote to `folder` for `started`."""
-        self._start = self._read(folder)
+        self._start = self.read(folder / self.file)
 
     def started(self) -> AbstractContextManager[None]:
         """Inside, the model has the weights of `keep_start`."""
         return self.holding(self._start)
-
-    @abstractmethod
-    def _read(self, folder: Path) -> dict[str, Tensor]:
-        """Read the weights of a folder; ValueError where they are others."""
 
     @abstractmethod
     def trial_changes(self, seed: int) -> list[Change]:
@@ -110,9 +108,35 @@ class TrainedWeights(ABC):
     def save(self, folder: Path) -> None:
         """Write the parameters, their settings and a model card."""
 
-    @abstractmethod
+    def write(self, path: Path) -> None:
+        """Write the parameters to a file of safetensors."""
+        from safetensors.torch import save_file
+
+        weights = {
+            name: parameter.detach().cpu().contiguous()
+            for name, parameter in self.parameters.items()
+        }
+        save_file(weights, path, metadata={"format": "pt"})
+
+    def read(self, path: Path) -> dict[str, Tensor]:
+        """Read what `write` wrote; ValueError where it is of other weights."""
+        from safetensors.torch import load_file
+
+        weights = load_file(path)
+        problem = difference(weights, self.parameters)
+        if problem:
+            raise ValueError(f"{path}: {problem}")
+        return weights
+
+    @torch.no_grad()
+    def set(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(weights[name])
+        self.written()
+
     def load(self, folder: Path) -> None:
         """Load what `save` wrote; ValueError where it is of other weights."""
+        self.set(self.read(folder / self.file))
 
 
 def difference(weights: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> str:

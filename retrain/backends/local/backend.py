@@ -222,13 +222,7 @@ class LocalBackend(LocalFacts):
 
     def _copy_to_sampler(self) -> None:
         assert self._sampler_adapter is not None
-        with torch.no_grad():
-            for own, learned in zip(
-                self._sampler_adapter.parameters.values(),
-                self._weights.parameters.values(),
-                strict=True,
-            ):
-                own.copy_(learned)
+        self._sampler_adapter.set(self._weights.parameters)
 
     # -- what the parity gate asks for -------------------------------------------------------------
 

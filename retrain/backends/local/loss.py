@@ -61,21 +61,6 @@ def cispo_weight(
     return ratio(new, old, log_ratio_clamp).clamp(low, high).detach()
 
 
-def tis_weight(train: Tensor, sampler: Tensor, cap: float, log_ratio_clamp: float) -> Tensor:
-    """[N] truncated importance sampling: min(exp(train - sampler), cap), detached."""
-    return ratio(train, sampler, log_ratio_clamp).clamp(max=cap).detach()
-
-
-def icepop_weight(
-    train: Tensor, sampler: Tensor, low: float, high: float, log_ratio_clamp: float
-) -> Tensor:
-    """[N] exp(train - sampler) where it lies in [low, high], else 0: a token that the two disagree
-    on is left out. Detached.
-    """
-    weight = ratio(train, sampler, log_ratio_clamp)
-    return torch.where((weight >= low) & (weight <= high), weight, 0.0).detach()
-
-
 def sequence_ratio(
     train: Tensor, sampler: Tensor, lengths: Sequence[int], log_ratio_clamp: float
 ) -> Tensor:
@@ -228,27 +213,28 @@ def correction_weight(tokens: ActionTokens, settings: "Loss") -> Tensor | None:
     """[N] detached weight for the mismatch between the learner's old log-probs and the sampler's;
     None where it is off.
 
-    tis and icepop weigh tokens. seq_tis and seq_mask weigh completions by the product of their
+    tis and icepop weigh tokens, by min(ratio, correction_cap) and by a ratio in [correction_low,
+    correction_high], else 0. seq_tis and seq_mask weigh completions by the product of their
     ratios, truncated at correction_cap or dropped outside of [correction_low, correction_high];
     geometric keeps or drops them by the geometric mean, which does not depend on their length (all
     three: "When Speed Kills Stability", Liu, Li et al. 2025, and verl's rollout correction).
     """
-    clamp, bounds = settings.log_ratio_clamp, (settings.correction_low, settings.correction_high)
-    if settings.correction == "tis":
-        return tis_weight(tokens.old, tokens.sampler, settings.correction_cap, clamp)
-    if settings.correction == "icepop":
-        return icepop_weight(tokens.old, tokens.sampler, *bounds, clamp)
-    if settings.correction == "geometric":
-        means = spread(
-            gspo_ratio(tokens.old, tokens.sampler, tokens.lengths, clamp), tokens.lengths
-        )
-        return ((means >= bounds[0]) & (means <= bounds[1])).to(means.dtype)
-    if settings.correction in ("seq_tis", "seq_mask"):
-        weight = sequence_ratio(tokens.old, tokens.sampler, tokens.lengths, clamp)
-        if settings.correction == "seq_tis":
-            return weight.clamp(max=settings.correction_cap)
-        return torch.where((weight >= bounds[0]) & (weight <= bounds[1]), weight, 0.0)
-    return None
+    kind, pair = settings.correction, (tokens.old.detach(), tokens.sampler)
+    lengths, clamp = tokens.lengths, settings.log_ratio_clamp
+    if kind == "none":
+        return None
+    if kind == "geometric":
+        ratios = spread(gspo_ratio(*pair, lengths, clamp), lengths)
+    elif kind in ("seq_tis", "seq_mask"):
+        ratios = sequence_ratio(*pair, lengths, clamp)
+    else:
+        ratios = ratio(*pair, clamp)
+    inside = (ratios >= settings.correction_low) & (ratios <= settings.correction_high)
+    if kind in ("tis", "seq_tis"):
+        return ratios.clamp(max=settings.correction_cap)
+    if kind == "geometric":
+        return inside.to(ratios.dtype)
+    return torch.where(inside, ratios, 0.0)
 
 
 def policy_loss(
