@@ -119,15 +119,17 @@ def keys_and_values(budget: Budget, choices: MachineChoices) -> Iterator[Part]:
         f" tokens at {byte_words(each)}"
     )
     yield Part("KV cache", tokens * each + kept, note, "sampling")
-    logits, tensors = (
-        rows * _vocabulary(budget),
-        _SAMPLING_TENSORS + _TRUNCATING_TENSORS * training.truncated,
-    )
-    device_type, on_gpu = budget.machine.device_type, budget.machine.device_type == "cuda"
-    chunk = min(choices.workers * sampling_chunk_bytes(device_type), logits * _FLOAT)
     prefill = budget.prompt_pass + budget.prefill_tokens * stored * (not budget.paged)
-    total = logits * plain + tensors * chunk + prefill * on_gpu
+    total = _logit_bytes(budget, choices, rows) + prefill * (budget.machine.device_type == "cuda")
     yield Part("sampling pass", total, "prompts and logits at a time", "sampling")
+
+
+def _logit_bytes(budget: Budget, choices: MachineChoices, rows: int) -> int:
+    """Return the bytes of the logits of so many rows, and of the chunks in which they are drawn."""
+    logits = rows * _vocabulary(budget)
+    tensors = _SAMPLING_TENSORS + _TRUNCATING_TENSORS * budget.config.training.truncated
+    chunk = choices.workers * sampling_chunk_bytes(budget.machine.device_type)
+    return logits * budget.size.dtype.itemsize + tensors * min(chunk, logits * _FLOAT)
 
 
 def _rows(budget: Budget, choices: MachineChoices, completions: int) -> int:

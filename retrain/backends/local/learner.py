@@ -236,14 +236,7 @@ class Learner:
             at_one = self.score(batch, temperature=1.0)
             raw = {row.number: own - row.sampler for row, own in zip(batch, at_one, strict=True)}
             batch = _with(batch, self.score(batch), "sampler", "old")
-        first_pass = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
-        if self._recompute:
-            # As in the first pass, under its masks and in its micro-batches: the first ratio is
-            # exactly 1.
-            parts = [_with(part, self.score(part, masks_of=step), "old") for part in first_pass]
-            batch = sorted(chain.from_iterable(parts), key=lambda row: row.number)
-        if self._reference:
-            batch = _with(batch, self._reference_logprobs(batch), "reference")
+        batch = self._with_passes_before(batch, step)
         updates: list[Update] = []
         measured: dict[int, Float32Array] = {}
         completions = num_completions(rows) / self._minibatches
@@ -259,11 +252,26 @@ class Learner:
             measured = {row.number: row.old - row.sampler for row in batch}
         else:
             measured = self._of_all_processes(measured)
+        first_pass = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
         first = {row.number for part in first_pass[:1] for row in part}
         before = [ratios for number, ratios in measured.items() if number in first]
         return step_result(
             updates, list(measured.values()), before, self.max_tokens, self._divergence(batch)
         )
+
+    def _with_passes_before(self, batch: list[LearnerRow], step: int) -> list[LearnerRow]:
+        """Add what the loss reads of passes before the first update: the learner's own old
+        log-probs, and the reference's.
+        """
+        if self._recompute:
+            # As in the first pass, under its masks and in its micro-batches: the first ratio is
+            # exactly 1.
+            first_pass = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
+            parts = [_with(part, self.score(part, masks_of=step), "old") for part in first_pass]
+            batch = sorted(chain.from_iterable(parts), key=lambda row: row.number)
+        if self._reference:
+            batch = _with(batch, self._reference_logprobs(batch), "reference")
+        return batch
 
     def _divergence(self, batch: Sequence[LearnerRow]) -> float | None:
         """Return the mean KL divergence from the base; None where the loss does not read it."""
