@@ -252,12 +252,16 @@ class Learner:
             measured = {row.number: row.old - row.sampler for row in batch}
         else:
             measured = self._of_all_processes(measured)
+        before, kl = self._before_updates(measured, batch, step), self._divergence(batch)
+        return step_result(updates, list(measured.values()), before, self.max_tokens, kl)
+
+    def _before_updates(
+        self, measured: dict[int, Float32Array], batch: list[LearnerRow], step: int
+    ) -> list[Float32Array]:
+        """Return what was measured of the rows of the first minibatch, before any update."""
         first_pass = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
         first = {row.number for part in first_pass[:1] for row in part}
-        before = [ratios for number, ratios in measured.items() if number in first]
-        return step_result(
-            updates, list(measured.values()), before, self.max_tokens, self._divergence(batch)
-        )
+        return [ratios for number, ratios in measured.items() if number in first]
 
     def _with_passes_before(self, batch: list[LearnerRow], step: int) -> list[LearnerRow]:
         """Add what the loss reads of passes before the first update: the learner's own old
