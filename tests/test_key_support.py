@@ -51,6 +51,7 @@ WITH: dict[str, dict[str, Any]] = {
     "loss.clip_high": {"loss.mode": "ppo"},
     "loss.dual_clip": {"loss.mode": "ppo"},
     "loss.kl_estimator": {"loss.kl_coef": 0.1},
+    "loss.kl_reference": {"loss.kl_coef": 0.1},
     "training.lr_horizon": {"training.lr_schedule": "linear"},
     "loss.params": {"loss.mode": "sapo"},
     "loss.correction": {"loss.old_logprobs": "recomputed"},

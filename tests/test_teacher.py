@@ -250,7 +250,7 @@ def test_the_trained_gradient_is_that_of_the_reverse_kl_estimate(
     own = {name: value.detach().clone() for name, value in backend._weights.parameters.items()}
     backend._weights.load(trained)
     teacher = torch.tensor(in_float64(backend, rows, 1.0), dtype=torch.float64)
-    backend._weights._set(own)
+    backend._weights.set(own)
     backend._learner.optimizer.zero_gradients()
     model: Any = backend._weights.peft_model
     logprobs = []
