@@ -52,7 +52,7 @@ NEUTRAL: Json = {
 """Settings that bend a distribution, where they bend nothing. vLLM takes a field that a request
 leaves out from the model's generation_config, such as a repetition_penalty of 1.05 to 1.1 in
 Qwen2.5-Instruct, and its log-probs are then of another policy, or before the penalty."""
-_SAME = 0.05
+_SAME = 1e-3
 """Nats. Log-probs of one prompt before the temperature differ by rounding between two requests;
 those after it by far more."""
 
@@ -200,8 +200,9 @@ class VLLMDialect(Dialect):
         if temperature == 1:
             return ""
         some, others = await self._top(server, temperature), await self._top(server, 1.0)
-        differences = [abs(value - others.get(token, inf)) for token, value in some.items()]
-        if max(differences, default=inf) > _SAME:
+        # Beside the most probable tokens each answer names the one that was drawn.
+        shared = some.keys() & others.keys()
+        if max((abs(some[token] - others[token]) for token in shared), default=inf) > _SAME:
             return ""
         return (
             f"the server {server.url} returns log-probs before the temperature, and [training]"
