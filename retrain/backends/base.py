@@ -59,7 +59,7 @@ class BackendCapabilities:
     supervises: bool = False
     """`supervise` works: the learner takes steps of cross-entropy."""
     scores_reference: bool = False
-    """`reference_logprobs` works: the learner can score tokens as a teacher."""
+    """`reference_logprobs` and `keep_start` work: the learner can score tokens as a teacher."""
     sampler: EngineCapabilities | None = None
     """Capabilities of the sampler that a backend brings along; None: [inference] engine samples, or
     it is not known."""

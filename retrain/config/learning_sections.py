@@ -567,6 +567,7 @@ class Loss(Section):
         "base",
         "Policy from which the KL divergence is measured: the frozen base model, or the weights"
         " before the first step of RL, after [sft] or [lora] init_from.",
+        needs="start",
     )
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "k3",

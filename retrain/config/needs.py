@@ -91,6 +91,10 @@ def _backend_lacks(part: Part) -> dict[str, str]:
                 part.facts.in_process,
                 "it holds the model in its own way; leave it false",
             ),
+            "start": (
+                declared.scores_reference,
+                'its learner cannot score by the weights of the start; leave it "base"',
+            ),
             "supervision": (
                 declared.supervises,
                 "it takes no supervised steps; leave [sft] out",

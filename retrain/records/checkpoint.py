@@ -25,6 +25,7 @@ from retrain.types import WHOLE_MODEL
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 FINAL = "final"
+START = "start"
 _OPTIMIZER = "optimizer."
 _FOLDER = re.compile(r"(sft|step)_(\d{6,})")
 _DAMAGED = "damaged-"
@@ -63,7 +64,8 @@ def _order(folder: str) -> tuple[bool, int]:
 
 class CheckpointStore:
     """The checkpoints of one run, `step_000020/` for 20 completed steps, `sft_000006/` for 6 of the
-    supervised stage, and `final/` for the last adapter.
+    supervised stage, `final/` for the last adapter, and `start/` for the weights before the first
+    step of reinforcement, where the run reads them.
     """
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
@@ -103,6 +105,22 @@ class CheckpointStore:
         commit_folder(target, fill, step=state.step, config_hash=state.config_hash)
         return target
 
+    def save_start(self, state: TrainerState, write: Callable[[Path], None]) -> None:
+        """Commit the weights before the first step of reinforcement. Raises OSError."""
+        commit_folder(self.folder / START, write, step=0, config_hash=state.config_hash)
+
+    def start(self) -> Path:
+        """The folder of `save_start`. Raises RunFailed if it does not verify."""
+        folder = self.folder / START
+        problem = verify(folder)
+        if problem:
+            raise RunFailed(
+                f"{folder} cannot be used: {problem}; it holds the weights before the first step,"
+                " which [loss] kl_reference or [algorithm] reference reads: put it back, or start a"
+                " new run."
+            )
+        return folder
+
     def keep_weights(self) -> None:
         """Keep of whole models the newest alone, and of its checkpoint what an evaluation or an
         export reads.
@@ -120,7 +138,7 @@ class CheckpointStore:
 
         state = Checkpoint(folder, _order(newest)[1]).state()
         commit_folder(folder, fill, step=state.step, config_hash=state.config_hash)
-        for name in others:
+        for name in (*others, START):
             delete(self.folder / name)
 
     def _folders(self) -> list[str]:

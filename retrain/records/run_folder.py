@@ -61,8 +61,6 @@ class RunFolder:
     """The steps of the supervised stage."""
     sft_evaluation = Place("sft_evaluation.jsonl")
     """The evaluations before and within the supervised stage."""
-    start = Place("start")
-    """The weights before the first step of reinforcement, where the run reads them."""
     emergence_steps = Place("emergence/steps.jsonl")
     generations = Place("emergence/generations.jsonl")
     tokens = Place("tokens")
@@ -117,7 +115,6 @@ class RunFolder:
             self.evaluation,
             self.sft,
             self.sft_evaluation,
-            self.start,
             self.config,
             self.environment,
             self.trainer_state,

@@ -61,7 +61,7 @@ class GateResult:
     """The gate's measurements, kept in environment.json."""
 
     tokens: int
-    longest_prompt: int = 0
+    longest_prompt: int
     """Tokens."""
     gold: str = _NOT_APPLICABLE
     """"<right>/<asked>" gold answers, unless the reward does not compare answers."""
@@ -143,17 +143,20 @@ def adapter_check(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
 
 def _few(inputs: GateInputs, prompts: Sequence[Prompt]) -> list[Asked]:
     """Ask for a prompt of the run, and for the long one."""
-    long = long_prompt(inputs, prompts[:PROMPTS])
-    return [Asked(prompts[0], 0, SAMPLES, FEW_TOKENS), Asked(long, PROMPTS, 1, FEW_TOKENS)]
+    return [Asked(prompts[0], 0, SAMPLES, FEW_TOKENS), _long(inputs, prompts[:PROMPTS])]
+
+
+def _long(inputs: GateInputs, prompts: Sequence[Prompt]) -> Asked:
+    return Asked(long_prompt(inputs, prompts), PROMPTS, 1, FEW_TOKENS)
 
 
 def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     """Compare with the adapter as it is, with one that shows, and with it as it is again."""
     trial, effect = inputs.backend.trial_adapter(inputs.seed), None
-    long = _few(inputs, prompts)[-1]
+    long = _long(inputs, prompts)
     every = [*(Asked(one, slot, SAMPLES, TOKENS) for slot, one in enumerate(prompts)), long]
     found = _first_look(inputs, every)
-    inputs, result = found.inputs, _result(found)
+    inputs, result = found.inputs, _result(found, len(long.prompt.token_ids))
     hot = replace(inputs, temperature=max(_HOT, inputs.temperature), truncation=Truncation())
     judge = partial(_hot_fault, raw_is_right=inputs.temperature == 1)
     if trial is not None:
@@ -166,16 +169,16 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         inputs.sync()
     asked = [*endings(inputs, prompts), long]
     ended = _compare(hot, asked, f"at temperature {hot.temperature:g}, ", judge).at_end.sum()
-    longest = len(long.prompt.token_ids)
-    return replace(result, longest_prompt=longest, adapter_effect=effect, endings=int(ended))
+    return replace(result, adapter_effect=effect, endings=int(ended))
 
 
-def _result(found: GateSample) -> GateResult:
+def _result(found: GateSample, longest_prompt: int) -> GateResult:
     """Return what the first look measured, before the adapter changes."""
     off, lengths = np.abs(found.off), [row.num_actions for row in found.rows]
     half = found.inputs.half_precision
     return GateResult(
         tokens=len(off),
+        longest_prompt=longest_prompt,
         max_difference=float(off.max()),
         mean_difference=float(off.mean()),
         tolerance=tolerance(found),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from retrain.config import TrainConfig, dump_toml, replaced
-from retrain.records.checkpoint import CheckpointStore, step_folder
+from retrain.records.checkpoint import START, CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.jsonl import read_jsonl, truncate_to_step
 from retrain.records.run_folder import RunFolder
@@ -144,5 +144,6 @@ def _copy(source: RunFolder, target: RunFolder, config: TrainConfig, start: int)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
     target.config.write_text(dump_toml(config), encoding="utf-8")
-    name = step_folder(start)
-    shutil.copytree(stored_checkpoints(source) / name, target.checkpoints / name)
+    for name in (step_folder(start), START):
+        if (folder := stored_checkpoints(source) / name).is_dir():
+            shutil.copytree(folder, target.checkpoints / name)

@@ -24,7 +24,7 @@ from retrain.errors import (
 )
 from retrain.model.text import model_fingerprint
 from retrain.records.checkpoint_place import take
-from retrain.records.disk import replace_file, replacing_folder, sync_files
+from retrain.records.disk import replace_file
 from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation, read_evaluations
 from retrain.records.jsonl import read_jsonl
@@ -178,7 +178,8 @@ class Session:
                     try:
                         session._restore(opened)
                         session._pass_gate()
-                        session._keep_start()
+                        if session.state.stage == "rl":
+                            session._keep_start()
                         with closing(session.prefetched) if session.prefetched else nullcontext():
                             yield session
                     # Of any kind: the summary names it, and it goes on to the command.
@@ -249,22 +250,14 @@ class Session:
         self.saver.rehearse()
 
     def _keep_start(self) -> None:
-        """Write and hold the weights before the first step of reinforcement, if they are read."""
-        stage, backend, folder = self.parts.supervised, self.parts.backend, self.folder.start
-        before = self.state.stage == "sft" and stage and self.state.sft_step + 1 < stage.steps
-        if before or not self.config.reads_start:
+        """Hold the weights before the first step of reinforcement, if they are read."""
+        if not self.config.reads_start:
             return
+        store, backend = self.saver.store, self.parts.backend
         if self.world.is_rank_zero and not self.state.step:
-            with replacing_folder(folder) as aside:
-                backend.save_adapter(aside)
-                sync_files(aside)
-        self.world.broadcast(None)
-        if not folder.is_dir():
-            raise RunFailed(
-                f"{folder} is missing: it held the weights before the first step, which [loss]"
-                " kl_reference or [algorithm] reference reads; put it back, or start a new run."
-            )
-        backend.keep_start(folder)
+            store.save_start(self.state, backend.save_adapter)
+        self.world.broadcast(None)  # every rank reads what the first has written
+        backend.keep_start(store.start())
 
     def _describe(self, gate: GateResult | None) -> None:
         """Complete environment.json, also by what is this session's alone."""

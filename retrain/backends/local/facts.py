@@ -69,7 +69,7 @@ def _full_problems(config: "TrainConfig") -> Iterator[tuple[str, str]]:
     if config.algorithm.reference not in ("", "base", "start", "gold"):
         yield (
             "algorithm.reference",
-            f'the teacher is an adapter, and {full} has none; use "base" or "gold"',
+            f'the teacher is an adapter, and {full} has none; use "base", "start" or "gold"',
         )
     if config.is_set("squeeze"):
         yield (

@@ -278,13 +278,16 @@ class Learner:
         return batch
 
     def _divergence(self, batch: Sequence[LearnerRow]) -> float | None:
-        """Return the mean KL divergence from the base; None where the loss does not read it."""
+        """Return the mean KL divergence from the reference; None where the loss reads none."""
         pairs = [(row.old, row.reference) for row in batch if row.reference is not None]
         if not pairs:
             return None
-        old, base = (torch.from_numpy(np.concatenate(side)) for side in zip(*pairs, strict=True))
+        sides = zip(*pairs, strict=True)
+        old, reference = (torch.from_numpy(np.concatenate(side)) for side in sides)
         loss = self._settings.loss
-        return float(kl_term(old, base, loss.kl_estimator, loss.log_ratio_clamp).double().mean())
+        return float(
+            kl_term(old, reference, loss.kl_estimator, loss.log_ratio_clamp).double().mean()
+        )
 
     def _of_all_processes(self, found: dict[int, Float32Array]) -> dict[int, Float32Array]:
         """Join what every process has found of its own rows, by row number."""
