@@ -36,6 +36,7 @@ class TrainedWeights(ABC):
     undecayed: Collection[str] = ()
     """Names of parameters without weight decay."""
     _start: dict[str, Tensor]
+    """The weights of `keep_start`."""
 
     @property
     @abstractmethod
@@ -130,6 +131,7 @@ class TrainedWeights(ABC):
 
     @torch.no_grad()
     def set(self, weights: Mapping[str, Tensor]) -> None:
+        """Write other values into the parameters."""
         for name, parameter in self.parameters.items():
             parameter.copy_(weights[name])
         self.written()

@@ -233,8 +233,8 @@ def _compare(
 
 
 def _hot_fault(part: GateSample, *, raw_is_right: bool, bare: Bare | None = None) -> str:
-    """Return what is wrong with completions that are hotter than the run's. Equal ones are no
-    chance. Log-probs before the temperature are right for a run at 1.
+    """Return what is wrong with completions that are hotter than the run's. `raw_is_right`: the
+    run's temperature is 1, for which log-probs before the temperature are right too.
     """
     found = fault(part, bare)
     if found and raw_is_right:

@@ -38,7 +38,7 @@ engines gave 0.3 to 1.6 on the lab and SmolLM2, T = 0.3 to 1.5."""
 _FP32_SHARE = 2.0**-13
 """Rounding in float32 as a share of that in bf16, 2^-16, times 8 for sums in another order."""
 _SHOWS = 5.0
-"""Times the learner's own rounding that an effect must be for its share to be looked for."""
+"""The gate looks for a share of an effect that is so many times the learner's own rounding."""
 _MISSING = 0.25
 """Share of the trial adapter's effect that may be missing or too much; where the engine applies the
 adapter, it is within a few hundredths of 0. Of a temperature a tenth higher it is half."""
@@ -125,8 +125,8 @@ def _direction(part: GateSample, bare: Bare | None) -> str:
         effects.append(("leaving out the adapter", _MISSING, bare(part.rows)))
     for what, least, changed in effects:
         effect = changed - part.learner
-        # A sampled token is one that the engine's rounding made probable, as a hotter engine would:
-        # the two look alike where tokens are certain, so that the effect is small.
+        # The engine samples tokens that its rounding made probable, as a hotter engine would. Where
+        # tokens are certain the effect is small, and the two look alike.
         if np.abs(effect).mean() < _SHOWS * np.abs(part.rounding).mean():
             continue
         # The size is 0 for a backend whose learner knows one temperature only.

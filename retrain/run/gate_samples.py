@@ -151,8 +151,8 @@ def sampled(inputs: GateInputs, asked: Sequence[Asked], look: int) -> Samples:
 
 
 def joined(samples: Samples) -> GateSample:
-    """Return the completions of all servers as one sample, which keeps their rounding: that is of
-    the adapter of their look.
+    """Return the completions of all servers as one sample. It keeps their rounding, since the
+    adapter changes before anybody asks for it.
     """
     parts = list(samples.values())
     if len(parts) == 1:

@@ -250,7 +250,7 @@ class Session:
         self.saver.rehearse()
 
     def _keep_start(self) -> None:
-        """Hold the weights before the first step of reinforcement, if they are read."""
+        """Hold the weights before the first step of reinforcement, where a reference is "start"."""
         if not self.config.reads_start:
             return
         store, backend = self.saver.store, self.parts.backend

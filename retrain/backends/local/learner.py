@@ -692,7 +692,7 @@ def _learner_rows(rows: Sequence[Row], wanted: Sequence[bool | int]) -> list[Lea
 def _with(
     rows: Sequence[LearnerRow], values: Sequence[Float32Array], *names: str
 ) -> list[LearnerRow]:
-    """The rows with these values in the fields of these names."""
+    """Return the rows with their `values` in the fields `names`."""
     fields: list[dict[str, Any]] = [dict.fromkeys(names, own) for own in values]
     return [replace(row, **own) for row, own in zip(rows, fields, strict=True)]
 
