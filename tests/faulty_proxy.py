@@ -31,9 +31,10 @@ class Traffic:
     faults: list[Fault] = field(default_factory=list)
     injected: Counter[int] = field(default_factory=Counter)
     """Status -> answers that the proxy made itself."""
-    sampling: set[str] = field(default_factory=set)
-    """Promises of samples that are not kept yet."""
+    sampling: dict[str, str] = field(default_factory=dict)
+    """Promise of samples that is not kept yet -> its sampling session."""
     most_sampling: int = 0
+    """Sessions at a time."""
     dead: bool = False
     """Connections are dropped without an answer, those that are open already too."""
     text_alone: bool = False
@@ -89,12 +90,13 @@ class Traffic:
             return
         with self.lock:
             if path.endswith("/asample"):
-                self.sampling.add(str(json.loads(answer)["request_id"]))
-                self.most_sampling = max(self.most_sampling, len(self.sampling))
+                session = json.loads(request)["sampling_session_id"]
+                self.sampling[json.loads(answer)["request_id"]] = session
+                self.most_sampling = max(self.most_sampling, len(set(self.sampling.values())))
             elif path.endswith("/retrieve_future") and (
                 found := re.search(rb'"request_id"\s*:\s*"([^"]+)"', request)
             ):
-                self.sampling.discard(found.group(1).decode())
+                self.sampling.pop(found.group(1).decode(), None)
 
 
 @contextmanager
