@@ -42,7 +42,7 @@ BUDGETS: dict[str, int] = {
     "retrain/inference_engine/": 23_177,
     "retrain/inspect/": 3_663,
     "retrain/model/": 25_680,
-    "retrain/records/": 13_555,
+    "retrain/records/": 13_602,
     "retrain/report/": 7_047,
     "retrain/rewards/": 15_988,
     "retrain/run/": 24499,
