@@ -42,7 +42,11 @@ def text() -> TextModel:
 def traces_of(rows: list[dict[str, Any]], folder: Path, text: TextModel, **sft: Any) -> Any:
     path = folder / "traces.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    sections = {"model": {"model": "lab"}, "data": sft.pop("data", {"source": "lab"})}
+    sections = {
+        "model": {"model": "lab"},
+        "data": sft.pop("data", {"source": "lab"}),
+        "environment": sft.pop("environment", {}),
+    }
     config = config_from_mapping({**sections, "sft": {"source": str(path), "steps": 1, **sft}})
     return load_traces(config, text)
 
@@ -68,6 +72,14 @@ def test_a_trace_is_the_prompt_of_rl_and_a_completion_that_ends_its_turn(
         assert row.group == 4
         assert row.num_actions == len(row.advantages) == trace.spans[0][1] - trace.spans[0][0]
         assert set(row.advantages) == {1.0}
+
+
+def test_an_environment_writes_the_prompts_of_traces_too(tmp_path: Path, text: TextModel) -> None:
+    lab = {"provider": "retrain.environments.lab.NumberGuessing"}
+    (trace,) = traces_of([SUM], tmp_path, text, data={}, environment=lab).traces
+    assert parts(trace, text)[0][0] == (
+        "<|im_start|>user\n1 + 2 = ?<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_each_reply_of_a_conversation_is_learned_at_its_place(

@@ -20,7 +20,7 @@ from retrain.types import ChatMessage, Example, Int32Array
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from retrain.config.schema import Data
+    from retrain.config.schema import Data, TrainConfig
 
 BOXED_INSTRUCTION = r"Reason step by step and put the final answer in \boxed{}."
 PLAIN_TEMPLATE = "{prompt}"
@@ -151,6 +151,16 @@ def _is_byte_level(backend: Any) -> bool:
         and "ByteLevel(add_prefix_space=False" in splitter
         and "Metaspace" not in splitter
     )
+
+
+def rendering(config: "TrainConfig") -> "Data":
+    """Return the [data] that a run's prompts are rendered with. An environment writes its prompts
+    itself: no template and no system prompt is added.
+    """
+    data = config.data
+    if not config.environment.provider:
+        return data
+    return type(data)(prompt_template=PLAIN_TEMPLATE, chat_template_args=data.chat_template_args)
 
 
 def messages_of(example: Example, data: "Data") -> list[ChatMessage]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from retrain.data.chat import ChatRenderer, encode_texts, messages_of, render_text
+from retrain.data.chat import ChatRenderer, encode_texts, messages_of, render_text, rendering
 from retrain.data.prompts import epoch_order, fingerprint
 from retrain.data.readers import Split
 from retrain.data.sources import NoHeldOutSplit, Query, ReadResult, Reason, read_source
@@ -162,7 +162,7 @@ class _Writer:
     """Writes examples as token ids."""
 
     def __init__(self, config: "TrainConfig", text: TextModel) -> None:
-        self._data = config.data
+        self._data = rendering(config)
         self._tokenizer = text.tokenizer
         self._eos_ids = frozenset(text.eos_ids)
         end = end_of_turn(text.tokenizer)

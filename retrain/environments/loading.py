@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from retrain.data.chat import PLAIN_TEMPLATE
+from retrain.data.chat import rendering
 from retrain.data.prompts import subset
 from retrain.data.sources import NoHeldOutSplit, ReadResult
 from retrain.environments.base import Environment, Split, is_conversation
@@ -170,8 +170,6 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
         example if example.example_id else replace(example, example_id=f"{split}-{i}")
         for i, example in enumerate(examples)
     ]
-    # An environment writes its prompts itself: [data] adds no template and no system prompt.
-    data = type(config.data)(
-        prompt_template=PLAIN_TEMPLATE, chat_template_args=config.data.chat_template_args
+    return ReadResult(
+        rendering(config), subset(named, config.training.max_examples if split == "train" else 0)
     )
-    return ReadResult(data, subset(named, config.training.max_examples if split == "train" else 0))
