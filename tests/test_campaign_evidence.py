@@ -346,11 +346,7 @@ def test_compare_takes_the_evidence_of_the_looks_and_says_as_planned(
         1 / looks(folder)[-1]["evidence"]["maxrl+none"], rel=1e-3
     )
     text = to_text(comparison, 200)
-    assert (
-        "As planned before the first run" in text
-        and "looked at after every seed" in text
-        and "e-process" in text
-    )
+    assert "Preregistered" in text and "looked at after every seed" in text and "e-process" in text
     assert "exact sign flips" not in text
 
 
@@ -671,4 +667,4 @@ def test_the_report_shows_the_comparison_as_planned(
 ) -> None:
     written = write_report(ReportRequest(decided[0]), decided[0] / "report.html")
     page = written.page.read_text(encoding="utf-8")
-    assert "As planned before the first run" in page and "looked at after every seed" in page
+    assert "Preregistered" in page and "looked at after every seed" in page

@@ -413,8 +413,7 @@ def test_what_was_not_bent_is_as_planned_and_nothing_is_left_out(
 ) -> None:
     text = said(capsys, campaign)
     assert re.search(
-        r"As planned before the first run \(plan \w{8}\): pass@1, higher is better, at 0\.05, 8 seeds,"
-        r" tested once\.",
+        r"Preregistered \(plan \w{8}\): pass@1, higher is better, alpha 0\.05, 8 seeds, tested once\.",
         text,
     )
     assert "Left out" not in text and "attempts" not in text and "Known limits" not in text
@@ -533,7 +532,7 @@ def test_a_planned_margin_is_taken_and_hashed(
     text = said(capsys, folder)
     assert (
         "maxrl+none is equivalent to grpo+none within 5.0 pp" in text
-        and "at 0.05, equivalent within 0.05, 8 seeds" in text
+        and "alpha 0.05, equivalent within 0.05, 8 seeds" in text
     )
     assert "margin (0.1, 0.05 planned)" in said(capsys, folder, "--margin", "0.1")
     assert "within 5.0 pp" in said(capsys, folder, "--metric", "accuracy")

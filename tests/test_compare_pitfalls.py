@@ -364,7 +364,7 @@ def test_an_improvement_within_the_margin_says_both_and_shows_tosts_p(
     assert found["verdict"] == "improvement" and found["within_margin"]
     text = shown(capsys, campaign, "--margin", "0.2")
     assert "improvement, but within the margin of 20.0 pp" in text and "p (TOST)" in text
-    assert "largest difference of a pair is 8.0 pp" in text and "up to 31% of runs" in text
+    assert "largest difference of a pair is 8.0 pp" in text and "up to 31% of the runs" in text
 
 
 # -- which direction is better ---------------------------------------------------------------------
@@ -432,13 +432,13 @@ def test_an_improvement_says_which_collapse_rate_would_undo_it(
     )
     assert f"{BETTER} beats {BASE}" in text
     found = re.search(
-        r"if (\d+)% of the runs of maxrl\+none fell to 0, .* and 8 pairs do not rule out that"
-        r" up to (\d+)% do",
+        r"No run of maxrl\+none collapsed, but 8 runs cannot exclude a collapse rate of up to"
+        r" (\d+)%\. At (\d+)% the gain would be gone",
         text,
     )
     assert bool(found) is said
     if found:
-        undoing, unseen = (int(percent) / 100 for percent in found.groups())
+        unseen, undoing = (int(percent) / 100 for percent in found.groups())
         assert candidate * (1 - undoing) == pytest.approx(
             baseline, abs=0.006 * candidate
         )  # what is left of it equals the baseline
@@ -570,8 +570,8 @@ def test_a_pair_with_a_failed_or_collapsed_run_is_left_out_and_counted(
     assert "among the runs that finished and did not collapse" in text
     assert f"{BETTER}_s1 collapsed (below half of the median of {BETTER})" in text
     assert (
-        "Known limits: - In simulated campaigns whose arms have equal means, the test says"
-        " improvement in" in text
+        "Known limits: - The test assumes that runs do not collapse or fail. In simulated"
+        " campaigns with equal means, it reports false improvements in" in text
     )
 
 
@@ -584,7 +584,7 @@ def test_where_more_than_a_quarter_is_lost_the_word_is_undecided(
     (one,) = found["contrasts"]
     assert one["pairs"] == 5 and one["p_adjusted"] < 0.2 and one["word"] == "undecided"
     assert "more than a quarter of a condition's runs failed or collapsed" in found["answer"]
-    assert "have none: mend what they failed by" in one["explanation"]
+    assert "fix the cause and train those runs again" in one["explanation"]
 
 
 def test_a_stored_plan_keeps_its_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

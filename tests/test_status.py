@@ -433,7 +433,7 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(finished: Path, tmp_
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"loss": -0.001, "grad_norm": 0.3}, "minus the mean advantage"),
+        ({"loss": -0.001, "grad_norm": 0.3}, "A loss near 0 is normal here"),
         ({"loss": 0.0, "grad_norm": 0.0}, "without a gradient"),
         ({"loss": None, "reported_loss": 0.0, "loss_is_placeholder": True}, "placeholder"),
         ({"loss": 0.5, "grad_norm": 0.3}, ""),

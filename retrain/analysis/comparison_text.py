@@ -1,21 +1,21 @@
 """A comparison for its readers: aligned text for a terminal, Markdown, and one JSON object with
 stable keys.
 
-All of them begin with the answer; then the arms, every seed, the contrasts, what qualifies the
-verdicts, and how it was computed.
+The texts begin with the answer; then follow the conditions, every seed, the contrasts, what
+qualifies the verdicts, and how it was computed.
 """
 
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from retrain.analysis.compare import ArmSummary, Comparison, Contrast
 from retrain.analysis.explanation import (
-    caveats,
     computed,
     explanation,
     known_limits,
     looks_taken,
+    remarks,
     sharing,
 )
 from retrain.analysis.headline import answer, name_of, p_words
@@ -33,73 +33,67 @@ _PARTS = ("eval sd", "seed sd")
 """Columns for which a narrow terminal has no room."""
 
 
-def to_markdown(comparison: Comparison) -> str:
-    return "\n".join(_markdown(comparison)) + "\n"
+@dataclass(frozen=True)
+class Block:
+    """A table or sentences, under a title or without one."""
+
+    sentences: Sequence[str] = ()
+    title: str = ""
+    table: Table | None = None
 
 
-def _markdown(comparison: Comparison) -> Iterator[str]:
-    yield f"**{answer(comparison)}**"
-    yield ""
+def _blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
+    """The answer first. What `contrasts` leaves out of `contrast_table` follows as sentences."""
+    yield Block([answer(comparison)])
     if comparison.planned:
-        yield from (comparison.planned, "")
-    yield from markdown_lines(*arm_table(comparison))
-    yield ""
-    for contrast in comparison.contrasts:
-        yield f"- {seed_line(contrast, comparison)}"
-    yield ""
+        yield Block([comparison.planned])
+    yield Block(table=arm_table(comparison))
+    yield Block([seed_line(contrast, comparison) for contrast in comparison.contrasts])
+    yield Block(table=contrasts)
     head, rows = contrast_table(comparison)
-    yield from markdown_lines(head, [(*cells, f"**{verdict}**") for *cells, verdict in rows])
-    yield ""
-    for contrast in comparison.contrasts:
-        yield f"- **{name_of(contrast, comparison)}**: {explanation(contrast, comparison)}"
-        yield from (f"  {line}" for line in caveats(contrast, comparison))
+    own, shared = remarks(comparison)
+    for contrast, sentences, row in zip(comparison.contrasts, own, rows, strict=True):
+        hidden = [
+            f"{name} {cell}"
+            for name, cell in zip(head, row, strict=True)
+            if name not in contrasts[0] and cell
+        ]
+        also = [f"Also: {', '.join(hidden)}."] if hidden else []
+        yield Block([*sentences, *also], name_of(contrast, comparison))
+    if shared:
+        yield Block(shared, "All of these")
     if any(arm.tasks for arm in comparison.arms):
-        yield from ("", task_heading(comparison), "")
-        yield from markdown_lines(*task_table(comparison))
+        yield Block(title=_task_title(comparison), table=task_table(comparison))
     for title, sentences in sections(comparison):
-        yield from ("", f"{title}:")
-        yield from (f"- {sentence}" for sentence in sentences)
+        yield Block(sentences, title)
+
+
+def to_markdown(comparison: Comparison) -> str:
+    lines = []
+    for block in _blocks(comparison, contrast_table(comparison)):
+        if block.title:
+            lines += [f"**{block.title}**", ""]
+        if block.table:
+            lines += markdown_lines(*block.table)
+        lines += [f"- {sentence}" if block.title else sentence for sentence in block.sentences]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def to_text(comparison: Comparison, width: int = 80) -> str:
     """Lines of at most `width` columns, unless a single word or table cell is longer."""
-    return "\n".join(_text(comparison, width)) + "\n"
-
-
-def _text(comparison: Comparison, width: int) -> Iterator[str]:
-    yield from _wrapped(answer(comparison), width, after="")
-    if comparison.planned:
-        yield from _wrapped(comparison.planned, width, after="")
-    yield ""
-    yield from _aligned(arm_table(comparison), width)
-    yield ""
-    for contrast in comparison.contrasts:
-        yield from _wrapped(seed_line(contrast, comparison), width)
-    yield ""
-    head, rows = contrast_table(comparison)
-    narrow = _narrowed((head, rows), width)
-    yield from _aligned(narrow, width)
-    yield ""
-    for contrast, row in zip(comparison.contrasts, rows, strict=True):
-        named = f"{name_of(contrast, comparison)}: {explanation(contrast, comparison)}"
-        yield from _wrapped(named, width)
-        # What the terminal has no room for follows the verdict as a sentence.
-        hidden = [
-            f"{name} {cell}"
-            for name, cell in zip(head, row, strict=True)
-            if name not in narrow[0] and cell
-        ]
-        also = f"Also: {', '.join(hidden)}."
-        for sentence in (*caveats(contrast, comparison), also):
-            yield from _wrapped(sentence, width, "  ")
-    if any(arm.tasks for arm in comparison.arms):
-        yield ""
-        yield from _wrapped(task_heading(comparison), width, after="")
-        yield from _aligned(task_table(comparison), width)
-    for title, sentences in sections(comparison):
-        yield from ("", f"{title}:")
-        for sentence in sentences:
-            yield from _wrapped(f"- {sentence}", width)
+    lines: list[str] = []
+    for block in _blocks(comparison, _narrowed(contrast_table(comparison), width)):
+        if lines:
+            lines.append("")
+        if block.title:
+            lines += _wrapped(f"{block.title}:", width)
+        if block.table:
+            lines += _aligned(block.table, width)
+        start = "- " * bool(block.title)
+        for sentence in block.sentences:
+            lines += _wrapped(start + sentence, width)
+    return "\n".join(lines) + "\n"
 
 
 def _narrowed(table: Table, width: int) -> Table:
@@ -139,14 +133,9 @@ def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
             yield title, sentences
 
 
-def _wrapped(text: str, width: int, indent: str = "", after: str = "  ") -> list[str]:
+def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(
-        text,
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent + after,
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
 
 
@@ -171,9 +160,9 @@ def _aligned(table: Table, width: int) -> Iterator[str]:
         yield cells
 
 
-def task_heading(comparison: Comparison) -> str:
+def _task_title(comparison: Comparison) -> str:
     confidence = f"{100 * (1 - comparison.test.alpha):g}%"
-    return f"Over tasks (interquartile mean of runs x tasks, {confidence} interval for new runs):"
+    return f"Over tasks (interquartile mean of runs x tasks, {confidence} interval for new runs)"
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -190,9 +179,10 @@ def seed_line(contrast: Contrast, comparison: Comparison) -> str:
         return f"{name_of(contrast, comparison)}, seed {next(iter(found))}: {values}{unit}"
     upwards = contrast.conclusion.mean >= 0
     seed = (min if upwards else max)(found, key=lambda seed: found[seed])
-    end = f"{'least' if upwards else 'most'} {difference_words(found[seed], metric)}, seed {seed}"
+    end = f"{'smallest' if upwards else 'largest'} {difference_words(found[seed], metric)}"
     return (
         f"{name_of(contrast, comparison)}, seeds {' '.join(map(str, found))}: {values}{unit}; {end}"
+        f" (seed {seed})"
     )
 
 
@@ -200,6 +190,7 @@ def arm_table(comparison: Comparison) -> Table:
     failed = any(arm.failed for arm in comparison.arms)
     collapsed = any(arm.collapsed for arm in comparison.arms)
     unjudged = any(arm.unjudged for arm in comparison.arms)
+    minutes = all((arm.hours or 0) < 1 for arm in comparison.arms)
 
     def row(arm: ArmSummary) -> tuple[str, ...]:
         done = str(arm.runs)
@@ -221,7 +212,7 @@ def arm_table(comparison: Comparison) -> Table:
             size_words(arm.sd, comparison.metric),
             missing,
             tokens,
-            "" if arm.hours is None else f"{arm.hours:.2g}",
+            "" if arm.hours is None else f"{arm.hours * (60 if minutes else 1):.2g}",
         )
 
     # At a budget the runs are cut, but not what they cost.
@@ -235,7 +226,7 @@ def arm_table(comparison: Comparison) -> Table:
         "sd between runs",
         "unjudged",
         f"tokens per {run}",
-        f"hours per {run}",
+        f"{'minutes' if minutes else 'hours'} per {run}",
     )
     rows = [row(arm) for arm in comparison.arms]
     kept = filled_columns(rows)

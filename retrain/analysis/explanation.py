@@ -60,14 +60,14 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
         )
     if not found.can_conclude(test.alpha):
         return (
-            f"No result of {pairs} could be significant: the smallest possible adjusted p is"
-            f" {p_words(found.smallest_p_adjusted)}; at least {comparison.seeds_to_conclude} seeds"
-            f" are needed for {family} at {test.alpha:g}."
+            f"With {pairs} the smallest possible adjusted p is"
+            f" {p_words(found.smallest_p_adjusted)}; {family} at {test.alpha:g} need"
+            f"{'s' * (comparison.family == 1)} at least {comparison.seeds_to_conclude} seeds."
         )
     if found.unsure:
         return _why_unsure(contrast, comparison)
     if not found.sd:
-        return "All differences are equal, so they show nothing about chance."
+        return "All differences are equal, so the data do not show how large chance is."
     interval_alone = ""
     if found.interval and not found.interval[0] <= 0 <= found.interval[1]:
         if len(comparison.contrasts) > 1:
@@ -84,9 +84,9 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     low, high = (size_words(end, metric).removesuffix(" pp") for end in found.detectable)
     unit = " points" if metric.is_rate else ""
     return (
-        f"{interval_alone}So many pairs find a true difference of {high}{unit} in"
-        f" {100 * test.power:g}% of campaigns, and one below {low}{unit} in fewer; in between, so"
-        " few pairs cannot say how often."
+        f"{interval_alone}With {counted(found.pairs, 'seed')}, a true difference of {high}{unit}"
+        f" would be found with a power of at least {100 * test.power:g}%, one below {low}{unit}"
+        " with less."
     )
 
 
@@ -96,14 +96,14 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
     p = p_words(found.p_adjusted)
     if found.unsure == "lost":
         return (
-            f"The pairs that are left agree (adjusted p {p}), but more than a quarter of the runs"
-            " of a condition have none: mend what they failed by, and train them again."
+            f"The remaining pairs agree (adjusted p {p}), but more than a quarter of a condition's"
+            " runs failed or collapsed: fix the cause and train those runs again."
         )
     if found.unsure == "unjudged":
         return (
-            f"The judged answers alone differ significantly (adjusted p {p}), but those that could"
-            f" not be judged leave {interval_words(found.bounds, metric)} possible, and at the end"
-            " that hurts it is not significant."
+            f"Without the unjudged answers the difference is significant (adjusted p {p}). They"
+            f" leave {interval_words(found.bounds, metric)} possible; counted against the"
+            " difference, they take its significance away."
         )
     problems = counted(comparison.problems, "problem")
     agree = f"The seeds agree (adjusted p {p})"
@@ -121,34 +121,44 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
     )
 
 
-def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
+def remarks(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
+    """Return the sentences on each contrast, its conclusion first, and those that several have in
+    common.
+    """
+    own = [
+        [explanation(contrast, comparison), *_caveats(contrast, comparison)]
+        for contrast in comparison.contrasts
+    ]
+    shared = [one for one in own[0] if len(own) > 1 and all(one in other for other in own)]
+    return [[one for one in sentences if one not in shared] for sentences in own], shared
+
+
+def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     """The caveats of a contrast, one sentence each."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     words = same_runs_words(contrast)
     if words:
         yield f"{words[0].upper()}{words[1:]}."
     if found.bounds and found.unsure != "unjudged":
-        yield (
-            f"Unjudged answers could move the difference to {interval_words(found.bounds, metric)}."
-        )
+        yield (f"The unjudged answers leave {interval_words(found.bounds, metric)} possible.")
     yield from _about_failures(contrast)
     yield from _about_tails(contrast, comparison)
     if found.seeds_needed is not None:
         yield (
-            f"To find {size_words(test.effect, metric)} with a power of {100 * test.power:g}%,"
-            f" {found.seeds_needed} seeds are needed at the sd of the differences seen here"
-            f" ({size_words(found.sd, metric)})."
+            f"To find {size_words(test.effect, metric)} with a power of {100 * test.power:g}%, you"
+            f" need {found.seeds_needed} seeds (at the sd of these differences,"
+            f" {size_words(found.sd, metric)})."
         )
     if contrast.pairing and found.sd and found.pairs >= _MIN_CORRELATED:
         yield (
-            f"Pairing: the runs of a seed correlate by {contrast.pairing.correlation:.2f}; sd of"
-            f" the differences {size_words(found.sd, metric)}, for independent runs"
-            f" {size_words(contrast.pairing.unpaired_sd, metric)}."
+            f"Pairing by seed took the sd of the differences from"
+            f" {size_words(contrast.pairing.unpaired_sd, metric)} to"
+            f" {size_words(found.sd, metric)} (correlation {contrast.pairing.correlation:.2f})."
         )
     if contrast.shared.is_same:
-        yield "Nothing that was recorded differs between the arms: an A/A comparison."
+        yield "No recorded setting differs between the conditions: an A/A comparison."
     elif contrast.shared.differing_keys:
-        yield f"The arms differ in {', '.join(contrast.shared.differing_keys)}."
+        yield f"The conditions differ in {', '.join(contrast.shared.differing_keys)}."
 
 
 def _about_failures(contrast: Contrast) -> Iterator[str]:
@@ -156,8 +166,8 @@ def _about_failures(contrast: Contrast) -> Iterator[str]:
     if losses:
         yield (
             f"Failed and collapsed runs: {losses.candidate} of {contrast.condition},"
-            f" {losses.baseline} of {contrast.baseline} (exact p {p_words(losses.p)} if both lose"
-            " runs alike)."
+            f" {losses.baseline} of {contrast.baseline} (exact p {p_words(losses.p)} that both"
+            " lose runs at one rate)."
         )
 
 
@@ -170,10 +180,11 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         )
         rest = [value for seed, value in contrast.differences.items() if seed not in seeds]
         yield (
-            f"Far from the others: seed{'' if len(seeds) == 1 else 's'} {shown}; without"
+            f"Outlier{'' if len(seeds) == 1 else 's'}: seed {shown}; without"
             f" {'it' if len(seeds) == 1 else 'them'} the mean is"
-            f" {difference_words(statistics.mean(rest), metric)}. Sign flips and t intervals assume"
-            " tails that are alike on both sides."
+            f" {difference_words(statistics.mean(rest), metric)}. Look at"
+            f" {'that run' if len(seeds) == 1 else 'those runs'} first: the test assumes symmetric"
+            " differences."
         )
     # An event in this fraction of the runs is missed by all pairs with a probability of 5%.
     unseen = 1 - 0.05 ** (1 / found.pairs)
@@ -190,16 +201,16 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         and found.mean / mean < unseen
     ):
         yield (
-            f"A collapse that no seed showed: if {100 * found.mean / mean:.0f}% of the runs of"
-            f" {contrast.condition} fell to 0, the gain would be gone, and {found.pairs} pairs do"
-            f" not rule out that up to {100 * unseen:.0f}% do."
+            f"No run of {contrast.condition} collapsed, but {found.pairs} runs cannot exclude a"
+            f" collapse rate of up to {100 * unseen:.0f}%. At {100 * found.mean / mean:.0f}% the"
+            " gain would be gone."
         )
     if found.verdict is Verdict.EQUIVALENT or found.within_margin:
         largest = max(abs(value) for value in contrast.differences.values())
         yield (
             f"The largest difference of a pair is {size_words(largest, metric)}. Equivalence is"
-            f" about the mean: {found.pairs} pairs do not rule out an event, such as a collapse,"
-            f" that happens in up to {100 * unseen:.0f}% of runs."
+            f" about the mean: {found.pairs} pairs cannot exclude a rare event, such as a collapse,"
+            f" in up to {100 * unseen:.0f}% of the runs."
         )
 
 
@@ -215,7 +226,7 @@ def sharing(contrast: Contrast) -> str:
             " pairs share their seed and the held-out problems."
         )
     elif shared.noise == shared.prompts == shared.pairs:
-        words = "The arms of every pair saw the same prompts and shared their sampling noise."
+        words = "Both runs of each pair saw the same prompts and the same sampling noise."
     else:
         words = (
             f"Same prompts in {_of(shared.prompts, shared.pairs)} pairs, shared sampling noise in"
@@ -256,9 +267,10 @@ def known_limits(comparison: Comparison) -> Iterator[str]:
     collapse, failure, tail = _LIMITS["evidence" if looks else "exact"]
     looked = ", looked at after every seed" if looks else ""
     yield (
-        f"In simulated campaigns whose arms have equal means{looked}, the test says improvement in"
-        f" {collapse} where a tenth of one arm's runs collapse, in {failure} where the worst fifth"
-        f" of one arm's runs fail, and in {tail} where one arm's runs have a long tail downwards."
+        "The test assumes that runs do not collapse or fail. In simulated campaigns with equal"
+        f" means{looked}, it reports false improvements in {collapse} if a tenth of one"
+        f" condition's runs collapse, in {failure} if its worst fifth fails, and in {tail} if its"
+        " differences have a long tail downwards."
     )
 
 
@@ -306,9 +318,8 @@ def computed(comparison: Comparison) -> Iterator[str]:
         yield f"Interval: Student's t over the seeds, not adjusted. p: exact sign flips{over}."
     if any(contrast.parts for contrast in comparison.contrasts):
         yield (
-            "The sd of the differences has two parts: from the evaluation (eval sd), which more"
-            " problems or samples narrow, and from run-to-run variance (seed sd), which only more"
-            " seeds narrow."
+            "Two sources of noise: the evaluation (eval sd; more problems or samples reduce it) and"
+            " the seeds (seed sd; only more seeds reduce it)."
         )
     if any(contrast.wide for contrast in comparison.contrasts):
         all_of_them = (
@@ -324,6 +335,6 @@ def computed(comparison: Comparison) -> Iterator[str]:
         yield f"For new problems: two-way analysis of variance over seeds and problems{few}."
     if any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
         yield (
-            "A difference that was picked because it is significant is too large on average"
+            "A difference that is reported because it is significant is too large on average"
             " (winner's curse); new seeds show its size."
         )

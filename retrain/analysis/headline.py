@@ -112,10 +112,10 @@ def _undecided(comparison: Comparison) -> str:
     ):
         seeds = max(contrast.conclusion.pairs for contrast in contrasts)
         return (
-            f"Cannot conclude: {counted(seeds, 'seed')} cannot show any difference from"
-            f" {_baselines(comparison)}, however large; {counted(len(contrasts), 'comparison')} at"
-            f" {test.alpha:g} need{'s' if len(contrasts) == 1 else ''} at least"
-            f" {comparison.seeds_to_conclude}."
+            f"Cannot conclude: {counted(seeds, 'seed')} {'is' if seeds == 1 else 'are'} too few to"
+            f" show any difference from {_baselines(comparison)};"
+            f" {counted(len(contrasts), 'comparison')} at {test.alpha:g}"
+            f" need{'s' if len(contrasts) == 1 else ''} at least {comparison.seeds_to_conclude}."
         )
     if len(contrasts) == 1:
         one = contrasts[0]

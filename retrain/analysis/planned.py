@@ -317,10 +317,10 @@ def planned_line(
     else:
         margin = f", equivalent within {plan.margin:g}"
     what = (
-        f"{plan.metric}, {direction_words(plan.better)}, at {plan.alpha:g}{margin},"
+        f"{plan.metric}, {direction_words(plan.better)}, alpha {plan.alpha:g}{margin},"
         f" {counted(len(plan.seeds), 'seed')}, {when}"
     )
-    lines = [f"As planned before the first run (plan {record.sha256[:8]}): {what}."]
+    lines = [f"Preregistered (plan {record.sha256[:8]}): {what}."]
     if absences and absences.to_come:
         lines.append(f"Still to come: {absent_words(absences.to_come)}.")
     if absences and absences.failed:

@@ -311,19 +311,17 @@ def design_line(seeds: int, rule: Rule, problems: int = 0, samples: int = 1) -> 
     if units is None:
         needs = "needs" if rule.comparisons == 1 else "need"
         return (
-            f"Cannot conclude by design: {counted(seeds, 'seed')} cannot show a difference, however"
-            f" large; {family} at {rule.alpha:g} {needs} at least"
-            f" {fewest} seeds; plan {fewest + 1}, since one failed run voids {fewest}."
+            f"{counted(seeds, 'seed')} {'is' if seeds == 1 else 'are'} too few for a verdict:"
+            f" {family} at {rule.alpha:g} {needs} at least {fewest} seeds; use {fewest + 1}, in"
+            " case one run fails."
         )
     looked = ", looked at one by one," if rule.correction == "evidence" else ""
     found = (
         f"{counted(seeds, 'seed')}{looked} and {family} find a true difference of {units:.2g}"
-        f" standard deviations of the paired differences in {100 * rule.power:g}% of cases."
+        f" standard deviations of the paired differences in {100 * rule.power:g}% of campaigns."
     )
     if seeds == fewest:
-        found += (
-            f" That is the least that concludes, and one failed run voids it: plan {fewest + 1}."
-        )
+        found += f" Fewer seeds cannot conclude: use {fewest + 1}, in case one run fails."
     if not problems:
         return found
     # The largest sd that answers alone can give: independent arms, accuracy 1/2.

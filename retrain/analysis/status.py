@@ -428,9 +428,8 @@ def loss_note(record: StepRecord) -> str:
             " and the learning rate."
         )
     return (
-        "A loss near 0 is expected: it is minus the mean advantage of the tokens, and the"
-        " advantages of a group cancel. The gradient does not cancel (grad_norm), so judge learning"
-        " by the correct rate."
+        "A loss near 0 is normal here: the advantages of a group cancel, the gradient does not."
+        " Watch held-out pass@1."
     )
 
 

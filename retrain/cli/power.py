@@ -116,9 +116,10 @@ def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
         if pilot and pilot.held_out:
             held_out = pilot.held_out
             yield (
-                f"Held-out problems that tell two given models apart by {_number(plan.effect)}:"
-                f" {plan.problems(held_out):,} with {counted(held_out.samples, 'sample')} each; the"
-                f" pilot has {held_out.problems:,}."
+                f"To tell two fixed models apart by {_number(plan.effect)} takes"
+                f" {plan.problems(held_out):,} held-out problems with"
+                f" {counted(held_out.samples, 'sample')} each; the pilot has"
+                f" {held_out.problems:,}."
             )
         if pilot and pilot.spread:
             yield _design_line(plan, pilot.spread)
@@ -147,9 +148,7 @@ def _design_line(plan: "SeedPlan", spread: "Spread") -> str:
     from retrain.analysis.pilot import MAX_DESIGN_SEEDS
     from retrain.records.terminal import counted
 
-    luck = (
-        f"Run-to-run (seed) variance: sd {_number(spread.luck**0.5)}, which no evaluation removes"
-    )
+    luck = f"Noise from the seeds alone: sd {_number(spread.luck**0.5)}; no evaluation reduces it"
     found = plan.cheapest(spread)
     if not found:
         return (
@@ -157,9 +156,9 @@ def _design_line(plan: "SeedPlan", spread: "Spread") -> str:
             f" {_number(plan.effect or 0.0)}."
         )
     return (
-        f"{luck}. Cheapest at the pilot's spread and speed: {found.seeds} seeds,"
-        f" {found.problems:,} problems x {counted(found.samples, 'sample')},"
-        f" {found.hours:.2g} hours for all {plan.rule.comparisons + 1} arms one after the other."
+        f"{luck}. The cheapest design at the pilot's spread and speed: {found.seeds} seeds,"
+        f" {found.problems:,} problems x {counted(found.samples, 'sample')}, {found.hours:.2g}"
+        f" hours for all {plan.rule.comparisons + 1} conditions one after the other."
     )
 
 
@@ -169,19 +168,19 @@ def _seed_lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
     """
     from retrain.analysis.pilot import ASSURANCE
 
-    wanted = f"Seeds needed for a difference of {_number(plan.effect or 0.0)}"
+    effect = _number(plan.effect or 0.0)
     if not pilot:
-        yield f"{wanted}: {_count(plan.seeds(plan.sd))}."
+        yield f"You need {_count(plan.seeds(plan.sd))} seeds to find {effect}."
         return
     low, high = (_count(plan.seeds(sd)) for sd in pilot.sd_interval)
     yield (
-        f"{wanted}: {_count(plan.seeds(pilot.assured_sd))}, at an sd of"
-        f" {_number(pilot.assured_sd)}, an upper limit that holds in {100 * ASSURANCE:g}% of"
-        " pilots."
+        f"You need {_count(plan.seeds(pilot.assured_sd))} seeds to find {effect} (assumed sd"
+        f" {_number(pilot.assured_sd)}, an upper bound that holds for {100 * ASSURANCE:g}% of"
+        " pilots)."
     )
     yield (
-        f"At the pilot's own sd {_count(plan.seeds(plan.sd))} ({low} to {high} over its interval);"
-        " about half of such plans have less power than stated."
+        f"With the pilot's sd taken as exact: {_count(plan.seeds(plan.sd))} seeds ({low} to {high}"
+        " over its interval). About half of such plans have less power than stated."
     )
 
 

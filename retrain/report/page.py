@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from retrain.analysis.compare import Comparison
 from retrain.analysis.comparison_text import arm_table, contrast_table, sections, seed_line
-from retrain.analysis.explanation import caveats, explanation
+from retrain.analysis.explanation import remarks
 from retrain.analysis.headline import answer, name_of
 from retrain.analysis.status import RunStatus
 from retrain.errors import EnvironmentFailure
@@ -225,6 +225,7 @@ def render(data: ReportData, figures: Sequence[PageFigure], made: datetime) -> s
 
 def _verdicts(comparison: Comparison) -> dict[str, Any]:
     """The variables of the template's section "verdicts"."""
+    own, shared = remarks(comparison)
     return {
         "answer": answer(comparison),
         "planned": comparison.planned,
@@ -232,14 +233,10 @@ def _verdicts(comparison: Comparison) -> dict[str, Any]:
         "contrasts": contrast_table(comparison),
         "seed_lines": [seed_line(contrast, comparison) for contrast in comparison.contrasts],
         "sentences": [
-            (
-                contrast,
-                name_of(contrast, comparison),
-                explanation(contrast, comparison),
-                list(caveats(contrast, comparison)),
-            )
-            for contrast in comparison.contrasts
+            (contrast, name_of(contrast, comparison), conclusion, rest)
+            for contrast, (conclusion, *rest) in zip(comparison.contrasts, own, strict=True)
         ],
+        "shared": shared,
         "sections": list(sections(comparison)),
     }
 
