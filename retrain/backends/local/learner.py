@@ -459,7 +459,8 @@ class Learner:
         if self._pool.in_worker:
             self._settings = settings
             self.optimizer.zero_gradients()
-        with self._training(micro, piece.step or 0):
+        assert piece.step is not None
+        with self._training(micro, piece.step):
             scores = score_tokens(
                 self.base.head,
                 micro.states(self._hidden_states(micro)),
