@@ -8,9 +8,9 @@ launched before the draws of the one before it are read, so a finished row decod
 which is discarded.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
@@ -19,31 +19,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from retrain.inference_engine.base import BASE_MODEL, NoiseKey
+from retrain.inference_engine.base import NoiseKey
 from retrain.inference_engine.decoder import Decoder
-from retrain.inference_engine.fixed_step import (
-    BUCKETS,
-    DrawCopy,
-    FixedStep,
-    StepBuffers,
-    Variant,
-    bucket_of,
-)
+from retrain.inference_engine.fixed_step import BUCKETS, FixedStep, bucket_of
 from retrain.inference_engine.kv_cache import PagePool, PromptKey, PromptPass, prompt_key
-from retrain.inference_engine.rows import (
-    NOISE_BLOCK,
-    SampleJob,
-    completion_of,
-    noise_block,
-    noise_key,
-    not_finite,
-    prefill_batches,
-    row_settings,
-)
-from retrain.inference_engine.sampling import Draws, upload
+from retrain.inference_engine.rows import RowBuffers, RunningRow, SampleJob, prefill_batches
+from retrain.inference_engine.sampling import upload
+from retrain.inference_engine.scheduler import DecodeRun
 from retrain.model.attention import FusedAttention
 from retrain.model.budget import DecodeLimits
-from retrain.types import Completion
+from retrain.model.truncation import FixedKeptSets
 
 _RESERVE = 4
 """A completion enters only if one free page remains for every 4 running rows."""
@@ -118,43 +103,6 @@ class PrefillSequence(NamedTuple):
     @property
     def new(self) -> npt.NDArray[np.int32]:
         return self.ids[self.held :]
-
-
-@dataclass
-class RunningRow:
-    """A completion under way, on the host."""
-
-    number: int
-    """Its place in the call: the youngest has the largest."""
-    job: SampleJob
-    draws: list[npt.NDArray[np.float64]] = field(default_factory=list)
-    """[4] each."""
-    launched: int = 0
-    """Draws under way included."""
-    pages: list[int] = field(default_factory=list)
-    held: int = 0
-    """Tokens at its beginning that its pages have when it enters."""
-    slot: int = -1
-    """Its place in the buffers; -1 while it waits."""
-    logits: Tensor | None = None
-    """[V] of its next token, while it enters."""
-
-    @property
-    def ids(self) -> npt.NDArray[np.int32]:
-        """Prompt and drawn tokens."""
-        return np.concatenate(
-            [self.job.request.prompt_ids, np.array([draw[0] for draw in self.draws], np.int32)]
-        ).astype(np.int32)
-
-    def grows_past(self, tokens: int) -> bool:
-        """Return True if the next step feeds it a token beyond this number."""
-        return (
-            self.launched < self.job.limit
-            and len(self.job.request.prompt_ids) + self.launched > tokens
-        )
-
-    def completion(self, ends: Collection[int]) -> Completion:
-        return completion_of(self.job, Draws.of_columns(np.array(self.draws)), ends)
 
 
 def row_key(job: SampleJob, fed: npt.NDArray[np.int32]) -> RowKey:
@@ -279,10 +227,10 @@ class PagedEngine:
             pages, decoder.fused.kv_heads, decoder.dtype, decoder.device, page_tokens
         )
         self.rows = min(limits.rows, BUCKETS[-1])
-        self.buffers = StepBuffers(bucket_of(self.rows), self.pool.needed(context), decoder.device)
-        self.step = FixedStep(
-            decoder.fused, self.pool, self.buffers, decoder.kernel, eos_ids, context
+        self.buffers = RowBuffers(
+            bucket_of(self.rows), self.pool.needed(context), decoder.device, eos_ids, FixedKeptSets
         )
+        self.step = FixedStep(decoder.fused, self.pool, self.buffers, decoder.kernel, context)
         self.pager = Pager(self.pool, keeps_prompts=keeps_prompts)
         self.busy = False
         """A run has its rows in the buffers."""
@@ -308,27 +256,20 @@ def wanted_tokens(jobs: Sequence[SampleJob], page_tokens: int) -> int:
     )
 
 
-class PagedRun:
-    """One batch of jobs under one adapter slot, from the first prompt to the last token; the
-    counterpart of `scheduler.DecodeRun`.
+class PagedRun(DecodeRun):
+    """Rows in pages, whose newest step is still under way when finished completions are
+    returned.
     """
 
+    _late = 1
+
     def __init__(self, decoder: Decoder, jobs: Sequence[SampleJob], engine: PagedEngine) -> None:
-        self._decoder, self._engine = decoder, engine
-        self._pager, self._pool, self.buffers = engine.pager, engine.pool, engine.buffers
-        self._waiting = deque(RunningRow(number, job) for number, job in enumerate(jobs))
+        slots = min(engine.rows, len(jobs))
+        super().__init__(decoder, jobs, engine.eos_ids, engine.buffers, slots)
+        self._engine, self._pager, self._pool = engine, engine.pager, engine.pool
         self._numbers = count(len(jobs))
-        self._slots: list[RunningRow | None] = [None] * min(engine.rows, len(jobs))
-        self._unread: deque[tuple[DrawCopy, list[RunningRow | None]]] = deque()
         engine.busy = True
-        self._finished: list[Completion] = []
-        self._ends = frozenset(engine.eos_ids.tolist())
         self.adapter_slot = jobs[0].request.adapter_slot
-        self._variant = Variant(
-            greedy=any(job.request.temperature == 0 for job in jobs),
-            truncated=any(job.truncation.active for job in jobs),
-            adapted=self.adapter_slot != BASE_MODEL,
-        )
 
     def join(self, job: SampleJob) -> bool:
         """Take one more completion into the batch. False if its row would be too long, or needs
@@ -344,28 +285,6 @@ class PagedRun:
         self._waiting.append(RunningRow(next(self._numbers), job))
         return True
 
-    @property
-    def unfinished(self) -> bool:
-        return bool(self._waiting or self.running or self._finished)
-
-    @property
-    def running(self) -> list[RunningRow]:
-        return [row for row in self._slots if row is not None]
-
-    def advance(self) -> list[Completion]:
-        """Launch steps until at least one completion is finished; the newest step is then still
-        under way.
-        """
-        while self.unfinished:
-            self.admit()
-            under_way = 1 if self.launch() else 0
-            while len(self._unread) > under_way:
-                self.collect()
-            if self._finished:
-                finished, self._finished = self._finished, []
-                return finished
-        return []
-
     def close(self) -> None:
         """Give the pages back, also of rows that were abandoned, once no step is under way.
 
@@ -374,9 +293,7 @@ class PagedRun:
         stream that they run on.
         """
         self._stop(self.running)
-        while self._unread:
-            drawn, _ = self._unread.popleft()
-            drawn.read()
+        self._collect(0)
         self._engine.busy = False
 
     # -- prefill -----------------------------------------------------------------------------------
@@ -429,40 +346,20 @@ class PagedRun:
             self._pool.copy(*zip(*begun, strict=True))
         for row, prompt in sharing:
             row.logits = prompt.logits
-        slots = np.array([row.slot for row in rows], np.int64)
-        self.buffers.put(
-            slots, **_state(rows, self.buffers.block_table.shape[1]), noise=_noise(rows)
-        )
-        drawn = self._engine.step.first(
-            upload(slots, self._pool.device),
-            torch.stack([row.logits for row in rows if row.logits is not None]),
-            self._variant,
-        )
+        self._begin(rows, torch.stack([row.logits for row in rows if row.logits is not None]))
         for row in rows:
-            row.launched, row.logits = len(row.draws) + 1, None
-        self._unread.append((DrawCopy(drawn), list(rows)))
+            row.logits = None
 
     # -- decode ------------------------------------------------------------------------------------
 
-    def launch(self) -> bool:
-        """Launch one step of the running rows; False if none of them has a token to draw."""
+    def _make_room(self) -> None:
         self.grow()
-        self._compact()
-        rows = [row if row and row.launched < row.job.limit else None for row in self._slots]
-        launching = [row for row in rows if row]
-        if not launching:
-            return False
-        fresh = [row for row in launching if row.launched % NOISE_BLOCK == 0]
-        if fresh:
-            self.buffers.put(np.array([row.slot for row in fresh], np.int64), noise=_noise(fresh))
-        # `launching` is in the order of the slots.
-        bucket = bucket_of(launching[-1].slot + 1)
+        self._compact(bucket_of(max(1, len(self.running))))
+
+    def _step(self, count: int) -> Tensor:
+        bucket = bucket_of(count)
         self._engine.step.launch(bucket, self._variant)
-        for row in launching:
-            row.launched += 1
-        rows = rows[:bucket]
-        self._unread.append((self.buffers.read_later(len(rows)), rows))
-        return True
+        return self._engine.step.drawn[: min(bucket, len(self._slots))]
 
     def grow(self) -> None:
         """Give every row the page that its next token needs. Where pages are too few, cached tokens
@@ -499,62 +396,8 @@ class PagedRun:
         for row in rows:
             self._leave(row)
 
-    def _leave(self, row: RunningRow) -> None:
-        self._slots[row.slot] = None
+    def _leave(self, row: RunningRow, *, finished: bool = False) -> None:
+        if finished and row.job.request.extendable and self._pager.keeps_prompts:
+            self._pager.keep(row)
+        super()._leave(row)
         self._pager.deallocate(row)
-        row.slot = -1
-
-    def _compact(self) -> None:
-        """Move the last rows into free slots where a smaller bucket then holds all."""
-        running = self.running
-        bucket = bucket_of(max(1, len(running)))
-        beyond = [row for row in running if row.slot >= bucket]
-        if not beyond:
-            return
-        free = [slot for slot in range(bucket) if self._slots[slot] is None]
-        moves = [(row.slot, slot) for row, slot in zip(beyond, free, strict=False)]
-        sources, targets = np.array(moves, np.int64).T.copy()
-        self.buffers.move(sources, targets)
-        for row, (source, target) in zip(beyond, moves, strict=True):
-            self._slots[source], self._slots[target], row.slot = None, row, target
-
-    def collect(self) -> None:
-        """Take over the oldest draws that were not read; the rows that they finish leave."""
-        drawn, rows = self._unread.popleft()
-        table = drawn.read().copy()
-        finite = np.isfinite(table[:, 1] + table[:, 2])
-        for row, draws, is_finite in zip(rows, table, finite, strict=True):
-            if row is None or row.slot < 0:  # it was finished by the draw before
-                continue
-            if not is_finite:
-                raise not_finite(row.job, len(row.draws))
-            row.draws.append(draws)
-            if int(draws[0]) in self._ends or len(row.draws) == row.job.limit:
-                self._finished.append(row.completion(self._ends))
-                if row.job.request.extendable and self._pager.keeps_prompts:
-                    self._pager.keep(row)
-                self._leave(row)
-
-
-def _state(rows: Sequence[RunningRow], pages: int) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the buffers' entries of rows before their next draw, from the logits of the last
-    token.
-    """
-    block_table = np.zeros((len(rows), pages), np.int32)
-    for number, row in enumerate(rows):
-        block_table[number, : len(row.pages)] = row.pages
-    return row_settings([row.job for row in rows]) | {
-        "position": np.array([len(row.ids) - 1 for row in rows]),
-        "sampled": np.array([len(row.draws) for row in rows]),
-        "done": np.zeros(len(rows), bool),
-        "block_table": block_table,
-    }
-
-
-def _noise(rows: Sequence[RunningRow]) -> npt.NDArray[np.float64]:
-    """Return the uniforms [R, 64] of the block of draws that each row's next one belongs to."""
-    keys = np.array([noise_key(row.job) for row in rows], np.int64)
-    first = [
-        row.job.request.first_position + row.launched // NOISE_BLOCK * NOISE_BLOCK for row in rows
-    ]
-    return noise_block(keys, np.array(first, np.int64))
