@@ -152,7 +152,7 @@ class DecodeRun(ABC):
     def collect(self) -> None:
         """Take over the oldest draws that were not read."""
         drawn, rows = self._unread.popleft()
-        table = drawn.read()
+        table = drawn.read().copy()  # a page-locked one is used again
         finite = np.isfinite(table[:, 1] + table[:, 2]).tolist()
         for row, draws, token, is_finite in zip(
             rows, table, table[:, 0].tolist(), finite, strict=True
