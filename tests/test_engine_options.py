@@ -116,7 +116,7 @@ def test_the_budget_is_what_the_cache_takes():
     ):
         arena = KVArena(4, 10, like, storage)
         allocated = sum(
-            tensor.nbytes for stored in arena.keys + arena.values for tensor in stored._tensors()
+            tensor.nbytes for stored in arena.keys + arena.values for tensor in stored.tensors
         )
         assert allocated == 4 * 10 * kv_bytes_per_token(config, 4, name)
     plan = plan_decode(

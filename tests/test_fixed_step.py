@@ -56,13 +56,9 @@ def started(rows: int = 5) -> tuple[PagedRun, PagedEngine, Decoder]:
     with decoder.sampling(0):
         run.admit()
         run.grow()
-        run.buffers.put_pages(
-            [
-                (row.slot, number, page)
-                for row in run.running
-                for number, page in enumerate(engine.pool.take(12), 4)
-            ]
-        )
+        for row in run.running:
+            row.pages += engine.pool.take(16 - len(row.pages))
+        run.buffers.put(run.running, block_table=run.buffers.pages_of(run.running))
     return run, engine, decoder
 
 

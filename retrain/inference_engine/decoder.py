@@ -113,11 +113,10 @@ class Decoder:
         If `batch` already holds a sequence's first tokens, `prompts` has only the rest.
         """
         self.shards.any_rank(True)
-        lengths = [len(prompt) for prompt in prompts]
         positions = np.concatenate(
-            [held + np.arange(length) for held, length in zip(batch.held, lengths, strict=True)]
+            [held + np.arange(len(new)) for held, new in zip(batch.held, prompts, strict=True)]
         )
-        last = torch.tensor([stop - 1 for _, stop in batch.segments], device=self.device)
+        last = upload(np.cumsum(batch.lengths) - 1, self.device)
         ids = upload(np.concatenate(prompts).astype(np.int64)[None], self.device)
         return self._forward(ids, torch.from_numpy(positions[None]), batch, last)[0]
 

@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +39,7 @@ class PagedPromptPass(PromptPass):
     """
 
     def __init__(
-        self, sequences: Sequence["PrefillSequence"], kernel: FusedAttention, pool: PagePool
+        self, sequences: Sequence["CachedTokens"], kernel: FusedAttention, pool: PagePool
     ) -> None:
         super().__init__(
             [len(sequence.new) for sequence in sequences],
@@ -48,7 +47,7 @@ class PagedPromptPass(PromptPass):
             [sequence.held for sequence in sequences],
         )
         whole = [pool.slot_mapping(sequence.pages, len(sequence.ids)) for sequence in sequences]
-        new = [slots[sequence.held :] for slots, sequence in zip(whole, sequences, strict=True)]
+        new = [slots[held:] for slots, held in zip(whole, self.held, strict=True)]
         self._pool = pool
         self._new = upload(np.concatenate(new), pool.device)
         self._whole = None
@@ -74,35 +73,26 @@ class PagedPromptPass(PromptPass):
 
 @dataclass
 class CachedTokens:
-    """Tokens that are computed: one holder of their pages, and for a prompt the logits [V] of its
-    first answer token.
+    """Tokens [T] and one holder of their pages; for what enters, the logits [V] after the last
+    token, once they are computed.
 
     Prompts are kept for the other completions of their group and for redraws, ended rows for a
     request that extends them.
     """
 
-    pages: list[int]
-    tokens: int
-    logits: Tensor | None = None
-
-
-RowKey = tuple[NoiseKey, int, bytes, int]
-"""The key of a finished row: a `PromptKey` over all tokens that were fed, and the sample."""
-
-
-class PrefillSequence(NamedTuple):
-    """Tokens to compute in one pass, and where their keys and values go."""
-
     ids: npt.NDArray[np.int32]
-    job: SampleJob
     pages: list[int]
-    owner: "CachedTokens | RunningRow"
     held: int = 0
-    """Tokens at its beginning whose keys and values its pages have."""
+    """Tokens at the beginning that were computed before it entered."""
+    logits: Tensor | None = None
 
     @property
     def new(self) -> npt.NDArray[np.int32]:
         return self.ids[self.held :]
+
+
+RowKey = tuple[NoiseKey, int, bytes, int]
+"""The key of a finished row: a `PromptKey` over all tokens that were fed, and the sample."""
 
 
 def row_key(job: SampleJob, fed: npt.NDArray[np.int32]) -> RowKey:
@@ -123,57 +113,46 @@ class Pager:
         """
         return self.keeps_prompts and not (row.draws or row.job.request.extends)
 
-    def reserve(self, row: RunningRow, using: dict[PromptKey, CachedTokens], running: int) -> bool:
-        """Return True if the row's pages are free beside a reserve for `running` rows. Cached
-        tokens give way, but not those that the row itself needs: its prompt goes to `using`.
+    def enter(
+        self, row: RunningRow, using: dict[PromptKey, CachedTokens], running: int
+    ) -> CachedTokens | None:
+        """Give a row its pages, if they are free beside a reserve for `running` rows; returns the
+        tokens that it goes on from.
+
+        Cached tokens give way, but not those that the row itself needs: its prompt goes to `using`.
         """
-        request, cached = row.job.request, self.cached
-        key = prompt_key(request)
-        if self.shares(row) and key in cached:
+        request, ids, cached = row.job.request, row.ids, self.cached
+        key, shares = prompt_key(request), self.shares(row)
+        if shares and key in cached:
             using[key] = cached.pop(key)
         # The last token of an extended row was drawn and never fed, so it is not cached.
         extended = row_key(row.job, request.prompt_ids[: max(0, request.extends - 1)])
         begun = cached.pop(extended, None)
-        tokens = len(row.ids)
-        wanted = self.pool.needed(tokens)
-        if begun:
-            wanted -= len(begun.pages)
-        elif self.shares(row):
-            # The whole prompt once, and for the row its own last page, which is not full.
-            wanted = (0 if key in using else wanted) + wanted - tokens // self.pool.tokens
-        wanted += -(-running // _RESERVE)
+        pages, first = self.pool.needed(len(ids)), begun.pages if begun else []
+        # A shared prompt once, and for each row its own last page, which is not full.
+        own = pages - (len(ids) // self.pool.tokens if shares else len(first))
+        for_prompt = pages if shares and key not in using else 0
+        wanted = own + for_prompt + -(-running // _RESERVE)
         while self.pool.free < wanted and self.evict():
             pass
-        has_room = self.pool.free >= wanted
-        if begun and has_room:
-            row.pages, row.held = begun.pages, begun.tokens
-        elif begun:
-            cached[extended] = begun
-        return has_room
-
-    def allocate(
-        self, row: RunningRow, using: dict[PromptKey, CachedTokens]
-    ) -> list[PrefillSequence]:
-        """Give a row its pages; returns what has to be computed for it."""
-        ids = row.ids
-        pages = self.pool.needed(len(ids))
-        if not self.shares(row):
-            row.pages = row.pages + self.pool.take(pages - len(row.pages))
-            return [PrefillSequence(ids, row.job, row.pages, row, row.held)]
-        key = prompt_key(row.job.request)
-        computed: list[PrefillSequence] = []
-        if key not in using:
-            using[key] = CachedTokens(self.pool.take(pages), len(ids))
-            computed = [PrefillSequence(ids, row.job, using[key].pages, using[key])]
+        if self.pool.free < wanted:
+            if begun:
+                cached[extended] = begun
+            return None
+        if not shares:
+            row.pages = first + self.pool.take(own)
+            return CachedTokens(ids, row.pages, len(begun.ids) if begun else 0)
+        if for_prompt:
+            using[key] = CachedTokens(ids, self.pool.take(for_prompt))
         # Rows read a full page together; the last one they write on in, so each has its own.
-        full = using[key].pages[: len(ids) // self.pool.tokens]
+        full = using[key].pages[: pages - own]
         self.pool.share(full)
-        row.pages = full + self.pool.take(pages - len(full))
-        return computed
+        row.pages = full + self.pool.take(own)
+        return using[key]
 
     def deallocate(self, row: RunningRow) -> None:
         self.pool.give_back(row.pages)
-        row.pages, row.held = [], 0
+        row.pages = []
 
     def keep(self, row: RunningRow) -> None:
         """Keep a finished row's tokens for a request that extends it. Its last token was never
@@ -187,7 +166,7 @@ class Pager:
         if before:
             # The same tokens again, as after a rewritten history.
             self.pool.give_back(before.pages)
-        self.cached[key] = CachedTokens(pages, len(fed))
+        self.cached[key] = CachedTokens(fed, pages)
 
     def evict(self) -> bool:
         """Forget the tokens that were cached first. False: there were none."""
@@ -304,51 +283,39 @@ class PagedRun(DecodeRun):
         """
         free = [slot for slot, row in enumerate(self._slots) if row is None]
         using: dict[PromptKey, CachedTokens] = {}
-        entering: list[RunningRow] = []
-        sequences: list[PrefillSequence] = []
+        entering: list[tuple[RunningRow, CachedTokens]] = []
         while (
             free
             and self._waiting
-            and self._pager.reserve(self._waiting[0], using, len(self.running))
+            and (begun := self._pager.enter(self._waiting[0], using, len(self.running)))
         ):
             row = self._waiting.popleft()
             row.slot = free.pop(0)
             self._slots[row.slot] = row
-            sequences += self._pager.allocate(row, using)
-            entering.append(row)
+            entering.append((row, begun))
         if entering:
-            self._prefill(sequences)
-            self._draw_first(entering, using)
-        # Not before, or a further reservation could evict what an entering row reads.
-        for key, prompt in using.items():
-            self._pager.cached[key] = prompt
-
-    def _prefill(self, sequences: Sequence[PrefillSequence]) -> None:
-        """Run the sequences: keys and values go to their pages, last logits to their owners."""
-        for batch in prefill_batches(sequences, [len(sequence.new) for sequence in sequences]):
-            prompts = PagedPromptPass(batch, self._decoder.kernel, self._pool)
-            logits = self._decoder.run_prompts([sequence.new for sequence in batch], prompts)
-            for sequence, last in zip(batch, logits, strict=True):
-                sequence.owner.logits = last
-
-    def _draw_first(self, rows: Sequence[RunningRow], using: dict[PromptKey, CachedTokens]) -> None:
-        """Put the rows into the buffers, and draw the first token of each."""
-        sharing = [
-            (row, using[prompt_key(row.job.request)]) for row in rows if self._pager.shares(row)
-        ]
-        begun = [
-            (prompt.pages[-1], row.pages[-1])
-            for row, prompt in sharing
-            if prompt.tokens % self._pool.tokens
-        ]
-        if begun:
+            self._prefill({id(begun): begun for _, begun in entering if begun.logits is None})
             # A page that is not full is each row's own: the rows write on in it.
-            self._pool.copy(*zip(*begun, strict=True))
-        for row, prompt in sharing:
-            row.logits = prompt.logits
-        self._begin(rows, torch.stack([row.logits for row in rows if row.logits is not None]))
-        for row in rows:
-            row.logits = None
+            copied = [
+                (begun.pages[-1], row.pages[-1])
+                for row, begun in entering
+                if begun.pages[-1] != row.pages[-1]
+            ]
+            if copied:
+                self._pool.copy(*zip(*copied, strict=True))
+            logits = [begun.logits for _, begun in entering if begun.logits is not None]
+            self._begin([row for row, _ in entering], torch.stack(logits))
+        # Not before, or a further reservation could evict what an entering row reads.
+        self._pager.cached.update(using)
+
+    def _prefill(self, owners: dict[int, CachedTokens]) -> None:
+        """Compute keys and values of new tokens, into their pages, and the logits of the last."""
+        begun = list(owners.values())
+        for batch in prefill_batches(begun, [len(tokens.new) for tokens in begun]):
+            prompts = PagedPromptPass(batch, self._decoder.kernel, self._pool)
+            logits = self._decoder.run_prompts([tokens.new for tokens in batch], prompts)
+            for tokens, last in zip(batch, logits, strict=True):
+                tokens.logits = last
 
     # -- decode ------------------------------------------------------------------------------------
 
@@ -375,9 +342,7 @@ class PagedRun(DecodeRun):
         for row in growing:
             row.pages += self._pool.take(1)
         if growing:
-            self.buffers.put_pages(
-                [(row.slot, len(row.pages) - 1, row.pages[-1]) for row in growing]
-            )
+            self.buffers.put(growing, block_table=self.buffers.pages_of(growing))
 
     def _growing(self) -> list[RunningRow]:
         """Return the rows that need a further page for their next token."""

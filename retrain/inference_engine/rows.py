@@ -79,10 +79,6 @@ class RunningRow:
     slot: int = -1
     """Its place in the buffers; -1 while it waits."""
     pages: list[int] = field(default_factory=list)
-    held: int = 0
-    """Tokens at its beginning that its pages have when it enters."""
-    logits: Tensor | None = None
-    """[V] of its next token, while it enters."""
 
     @property
     def ids(self) -> npt.NDArray[np.int32]:
@@ -196,9 +192,6 @@ class RowBuffers:
         slots [R] on the device.
         """
         jobs, cuts = [row.job for row in rows], [row.job.truncation for row in rows]
-        block_table = np.zeros((len(rows), self.block_table.shape[1]), np.int32)
-        for number, row in enumerate(rows):
-            block_table[number, : len(row.pages)] = row.pages
         return self.put(
             rows,
             limit=np.array([job.limit for job in jobs]),
@@ -209,7 +202,7 @@ class RowBuffers:
             position=np.array([len(row.ids) - 1 for row in rows]),
             sampled=np.array([len(row.draws) for row in rows]),
             done=np.zeros(len(rows), bool),
-            block_table=block_table,
+            block_table=self.pages_of(rows),
             noise=noise_of(rows),
         )
 
@@ -221,14 +214,12 @@ class RowBuffers:
             buffer.index_copy_(0, index, upload(value, self.device).to(buffer.dtype))
         return index
 
-    def put_pages(self, places: Sequence[tuple[int, int, int]]) -> None:
-        """Enter pages into the tables: (row, which of its pages, page) each."""
-        row, number, page = (
-            upload(column, self.device) for column in np.array(places, np.int64).T.copy()
-        )
-        self.block_table.view(-1).index_copy_(
-            0, row * self.block_table.shape[1] + number, page.int()
-        )
+    def pages_of(self, rows: Sequence[RunningRow]) -> npt.NDArray[np.int32]:
+        """[R, M] the pages of rows, for `put`."""
+        block_table = np.zeros((len(rows), self.block_table.shape[1]), np.int32)
+        for number, row in enumerate(rows):
+            block_table[number, : len(row.pages)] = row.pages
+        return block_table
 
     def move(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
         """Rows `sources` go to `targets`, and stop where they were."""
@@ -273,15 +264,12 @@ class DrawCopy:
     """[R, 4] draws that the host will read: token, log-prob, entropy, tokens kept."""
 
     def __init__(self, drawn: Tensor) -> None:
-        """Begin the copy."""
+        """Begin the copy; `to` takes page-locked memory for it."""
+        self._host = drawn.to("cpu", non_blocking=True, copy=True)
         self._event: torch.cuda.Event | None = None
-        if drawn.device.type != "cuda":
-            self._host = drawn.clone()
-            return
-        self._host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
-        self._host.copy_(drawn, non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self._event.record()
+        if drawn.device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            self._event.record()
 
     def read(self) -> npt.NDArray[np.float64]:
         """Wait for the copy, and return it."""

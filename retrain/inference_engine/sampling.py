@@ -100,35 +100,23 @@ def _draw_scaled(
     tokens = _invert(blocked, cumulative, uniforms[:, None])
     tokens.clamp_(max=vocabulary - 1)
 
+    if greedy is not None:
+        # The lowest id among the largest logits, which are zeros.
+        best = torch.where(
+            shifted[:, :vocabulary] == 0, torch.arange(vocabulary, device=z.device), vocabulary - 1
+        ).amin(-1)
+        tokens = torch.where(greedy, best, tokens[:, 0])[:, None]
     log_total = total.log()
     logprobs = shifted.gather(1, tokens).double() - log_total
-    best = None
-    if greedy is not None:
-        best = _best(shifted[:, :vocabulary])
     # From here on `shifted` is spent: the entropy's moments are computed in its memory.
     moments = shifted.mul_(weights).view(rows, blocks, size).sum(-1).double().sum(-1, keepdim=True)
     entropies = (log_total - moments / total).clamp_(min=0.0)
-    columns = tokens, logprobs, entropies
-    if greedy is not None and best is not None:
-        columns = _certain(columns, greedy[:, None], best)
+    if greedy is not None:
+        certain = greedy[:, None] & logprobs.isfinite()
+        logprobs, entropies = (each.masked_fill_(certain, 0.0) for each in (logprobs, entropies))
     if kept is None:
-        return columns
-    return (*columns, kept.counts[:, None])
-
-
-def _certain(
-    columns: tuple[Tensor, Tensor, Tensor], greedy: Tensor, best: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Give `greedy` rows [r, 1] their `best` token, with log-prob and entropy 0 unless the logits
-    are not finite.
-    """
-    tokens, logprobs, entropies = columns
-    certain = greedy & logprobs.isfinite()
-    return (
-        torch.where(greedy, best, tokens),
-        logprobs.masked_fill(certain, 0.0),
-        entropies.masked_fill(certain, 0.0),
-    )
+        return tokens, logprobs, entropies
+    return tokens, logprobs, entropies, kept.counts[:, None]
 
 
 def _shifted(z: Tensor, width: int) -> Tensor:
@@ -149,13 +137,6 @@ def _weights(
     kept = keep(shifted[:, :vocabulary], weights.sum(-1, dtype=torch.float64))
     weights[:, :vocabulary].masked_fill_(kept.beyond(shifted[:, :vocabulary]), 0.0)
     return weights, kept
-
-
-def _best(shifted: Tensor) -> Tensor:
-    """Return the lowest id [r, 1] among the largest logits, which `shifted` [r, V] has as zeros."""
-    last = shifted.shape[1] - 1
-    ids = torch.arange(last + 1, device=shifted.device)
-    return torch.where(shifted == 0, ids, last).amin(-1, keepdim=True)
 
 
 def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:

@@ -212,19 +212,18 @@ class ContiguousRun(DecodeRun):
         if not entering:
             return
         prompts = self._prompt_states([row.job for row in entering])
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        longest = max([*lengths, *self._cached(start).tolist()])
+        longest = max([*(len(each.token_ids) for each in prompts), *self._cached(start).tolist()])
         if self._arena is None:
             capacity = min(longest + _FIRST_TOKENS, self._max_tokens)
             self._arena = KVArena(len(self._slots), capacity, prompts[0], self._kv_storage)
         # The new rows hold nothing yet, and the others at most the capacity.
         used = min(longest, self._arena.capacity)
         self._arena.reserve(longest, self._max_tokens, start + len(entering), used)
-        by_prompt: dict[int, tuple[PromptState, list[int]]] = {}
-        for slot, (row, prompt) in enumerate(zip(entering, prompts, strict=True), start):
+        for slot, row in enumerate(entering, start):
             self._slots[slot], row.slot = row, slot
-            by_prompt.setdefault(id(prompt), (prompt, []))[1].append(slot)
-        for prompt, slots in by_prompt.values():
+        by_prompt = {id(prompt): prompt for prompt in prompts}
+        for number, prompt in by_prompt.items():
+            slots = [slot for slot, each in enumerate(prompts, start) if id(each) == number]
             self._arena.write_prompt(slots, prompt)
         self._begin(entering, torch.stack([prompt.logits for prompt in prompts]))
 
@@ -240,26 +239,19 @@ class ContiguousRun(DecodeRun):
         """Return one state per job, in order. With shared prefixes a prompt is computed once for
         all of its completions.
         """
-        if self._prefixes is None:
+        store = self._prefixes
+        if store is None:
             return self._prefill(jobs)
-        keys = [prompt_key(job.request) for job in jobs]
-        new: dict[PromptKey, SampleJob] = {}
-        for key, job in zip(keys, jobs, strict=True):
-            if key in self._prompts:
-                continue
-            stored = self._prefixes.get(key)
-            if stored is None:
-                new.setdefault(key, job)
-            else:
-                self._prompts[key] = stored
-        for key, state in zip(new, self._prefill(list(new.values())), strict=True):
-            self._prompts[key] = state
-            self._prefixes.put(key, state)
-        states = [self._prompts[key] for key in keys]
+        by_key = {prompt_key(job.request): job for job in jobs}
+        known = {key: state for key in by_key if (state := store.get(key))} | self._prompts
+        new = [key for key in by_key if key not in known]
+        for key, state in zip(new, self._prefill([by_key[key] for key in new]), strict=True):
+            known[key] = state
+            store.put(key, state)
         # Completions of a prompt wait side by side, so only the next one's is still needed.
         following = {prompt_key(row.job.request) for row in islice(self._waiting, 1)}
-        self._prompts = {key: state for key, state in self._prompts.items() if key in following}
-        return states
+        self._prompts = {key: known[key] for key in following & known.keys()}
+        return [known[prompt_key(job.request)] for job in jobs]
 
     def _prefill(self, jobs: Sequence[SampleJob]) -> list[PromptState]:
         states: list[PromptState] = []
