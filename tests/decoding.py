@@ -1,7 +1,7 @@
 """Tiny random models of every family, requests to an engine, and what its completions must agree with."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,8 +10,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from retrain.inference_engine.base import NoiseKey, SampleRequest
+from retrain.inference_engine.sampling import draw
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.devices import EngineOptions
+from retrain.model.truncation import Cuts
 from retrain.types import Completion
 
 SIZES = {
@@ -169,6 +171,39 @@ def assert_same(
         np.testing.assert_array_equal(completion.token_ids, other[key].token_ids)
         np.testing.assert_allclose(completion.logprobs, other[key].logprobs, atol=atol, rtol=0)
         assert completion.finish_reason == other[key].finish_reason
+
+
+class Drawn(NamedTuple):
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    entropies: np.ndarray
+    kept: np.ndarray
+
+
+def draws_of(
+    logits: torch.Tensor,
+    temperatures: np.ndarray,
+    uniforms: np.ndarray,
+    cuts: Cuts | None = None,
+) -> Drawn:
+    """[R] each, from `sampling.draw`."""
+    table = draw(
+        logits,
+        torch.from_numpy(temperatures),
+        torch.from_numpy(uniforms),
+        cuts,
+        greedy=bool((temperatures == 0).any()),
+    )
+    tokens, logprobs, entropies, kept = table.numpy().T
+    return Drawn(
+        tokens.astype(np.int64), logprobs.astype(np.float32), entropies, kept.astype(np.int64)
+    )
+
+
+def cuts_of(*rows: tuple[int, float, float]) -> Cuts:
+    """top_k, top_p and min_p of each row."""
+    top_k, *shares = zip(*rows, strict=True)
+    return Cuts(torch.tensor(top_k), *(torch.tensor(each, dtype=torch.float64) for each in shares))
 
 
 PAGES = EngineOptions(paged=True, page_tokens=8)

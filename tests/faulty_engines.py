@@ -2,7 +2,7 @@
 and what can be wrong with it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,8 +20,7 @@ from retrain.inference_engine.base import (
     SampleRequest,
     Truncation,
 )
-from retrain.inference_engine.rows import SampleJob
-from retrain.inference_engine.sampling import Draws
+from retrain.inference_engine.rows import SampleJob, Variant
 from retrain.inference_engine.scheduler import DecodeRun
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.devices import EngineOptions
@@ -381,21 +379,19 @@ class PenaltyOfItsOwn(InProcess):
 
     def _run(self, jobs: Sequence[SampleJob]) -> DecodeRun:
         run = super()._run(jobs)
-        assert isinstance(run, DecodeRun)
-        drawn, rows = run._sample, run._rows
+        draw = run.buffers.draw
 
-        def penalised(part: slice, logits: Tensor) -> list[Completion]:
+        def penalised(rows: slice | Tensor, logits: Tensor, variant: Variant) -> Tensor:
             logits = logits.clone()
-            for place, row in enumerate(range(part.start, part.stop)):
-                ids = np.append(
-                    rows.jobs[row].request.prompt_ids, rows._tokens[row, : rows.sampled[row]]
-                )
-                seen = torch.from_numpy(np.unique(ids).astype(np.int64))
+            for place, slot in enumerate(torch.arange(len(run._slots))[rows].tolist()):
+                row = run._slots[slot]
+                assert row is not None
+                seen = torch.from_numpy(np.unique(row.ids).astype(np.int64))
                 own = logits[place, seen]
                 logits[place, seen] = torch.where(own > 0, own / self.penalty, own * self.penalty)
-            return drawn(part, logits)
+            return draw(rows, logits, variant)
 
-        run._sample = penalised  # type: ignore[method-assign]
+        run.buffers.draw = penalised  # type: ignore[method-assign]
         return run
 
 
@@ -424,20 +420,15 @@ class ReportsThePolicy(InProcess):
 
     def _run(self, jobs: Sequence[SampleJob]) -> DecodeRun:
         run = super()._run(jobs)
-        assert isinstance(run, DecodeRun)
-        drawn, rows, record = run._sample, run._rows, run._rows.record
+        draw = run.buffers.draw
 
-        def sample(part: slice, logits: Tensor) -> list[Completion]:
-            z = (logits.float() / torch.from_numpy(rows.temperature[part])[:, None]).log_softmax(-1)
+        def reported(rows: slice | Tensor, logits: Tensor, variant: Variant) -> Tensor:
+            z = (logits.float() / run.buffers.temperature[rows, None]).log_softmax(-1)
+            drawn = draw(rows, logits, variant)
+            drawn[:, 1] = z.gather(1, drawn[:, :1].long())[:, 0]
+            return drawn
 
-            def reported(of: slice, draws: Draws, ends: Collection[int]) -> NDArray[np.int64]:
-                own = z[torch.arange(len(z)), torch.from_numpy(draws.tokens)].numpy()
-                return record(of, replace(draws, logprobs=own), ends)
-
-            rows.record = reported  # type: ignore[method-assign]
-            return drawn(part, logits)
-
-        run._sample = sample  # type: ignore[method-assign]
+        run.buffers.draw = reported  # type: ignore[method-assign]
         return run
 
 

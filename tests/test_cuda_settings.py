@@ -73,7 +73,7 @@ def test_an_8_bit_float_cache_is_copied_as_bytes() -> None:
             arena = KVArena(3, 12, long, torch.float8_e4m3fn)
             arena.write_prompt([0, 1], short)
             arena.write_prompt([2], long)
-            decoder.decode(arena, np.array([5, 6, 7]), np.array([3, 3, 8]))
+            decoder.decode(arena, torch.tensor([5, 6, 7]), np.array([3, 3, 8]))
             arena.move([2], [0], 9)
             arena.reserve(20, 40, 2, 9)
     moved = arena.keys[0].read(1, 8)[0]

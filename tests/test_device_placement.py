@@ -20,7 +20,7 @@ from retrain.backends.local.micro_batches import LearnerRow
 from retrain.errors import EnvironmentFailure
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import KVArena
-from retrain.inference_engine.sampling import _draw_chunk
+from retrain.inference_engine.sampling import draw
 from retrain.model.adapter import Adapter
 from retrain.model.fused import FusedDecoder
 from retrain.run.parts import load_parts
@@ -56,17 +56,11 @@ def decode_once(
         arena = KVArena(3, 16, short, kv_storage)
         arena.write_prompt([0, 1], short)
         arena.write_prompt([2], long)
-        logits = decoder.decode(arena, np.array([5, 6, 7]), np.array([4, 4, 9]))
+        logits = decoder.decode(arena, torch.tensor([5, 6, 7]), np.array([4, 4, 9]))
         arena.move([2], [0], 9)
         arena.reserve(20, 40, 3, 10)
-        drawn = torch.empty(3, 3, dtype=torch.float64, device=DEVICE)
-        _draw_chunk(
-            logits,
-            np.array([1.0, 0.7, 0.0], np.float32),
-            torch.zeros(3, dtype=torch.float64, device=DEVICE),
-            None,
-            drawn,
-        )
+        temperatures, uniforms = torch.ones(3, device=DEVICE), torch.zeros(3, device=DEVICE)
+        drawn = draw(logits, temperatures, uniforms.double(), greedy=True)
     assert {tensor.device for tensor in (logits, drawn, *short.keys, *short.values)} == {DEVICE}
 
 

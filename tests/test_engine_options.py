@@ -2,6 +2,8 @@
 budget that fits the memory.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,13 +13,12 @@ from retrain.config.schema import Inference
 from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.kv_cache import KVArena, PromptState
-from retrain.inference_engine.rows import SampleJob
-from retrain.inference_engine.scheduler import Rows
+from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.budget import kv_bytes_per_token, plan_decode
 from retrain.model.devices import EngineOptions, attention_of, engine_options
-from retrain.model.varlen import Spans, flash, has_flash
+from retrain.model.varlen import flash
 from retrain.noise import uniform
-from tests.plain_attention import plain
+from tests.decoding import PAGES, run, tiny
 
 
 def options_for(
@@ -115,7 +116,7 @@ def test_the_budget_is_what_the_cache_takes():
     ):
         arena = KVArena(4, 10, like, storage)
         allocated = sum(
-            tensor.nbytes for stored in arena.keys + arena.values for tensor in stored._tensors()
+            tensor.nbytes for stored in arena.keys + arena.values for tensor in stored.tensors
         )
         assert allocated == 4 * 10 * kv_bytes_per_token(config, 4, name)
     plan = plan_decode(
@@ -165,52 +166,24 @@ def test_a_grown_and_compacted_arena_keeps_every_token():
     )
 
 
-def test_every_draw_uses_the_noise_of_its_own_coordinates():
+@pytest.mark.parametrize("options", [EngineOptions(), PAGES], ids=["rows", "pages"])
+def test_every_draw_uses_the_noise_of_its_own_coordinates(options: EngineOptions):
     """Rows start at different times, move, and pass the block of precomputed positions; none
-    borrows another's uniform.
+    borrows another's uniform. With equal logits a token says its uniform.
     """
-    jobs = [
-        SampleJob(
-            i,
-            SampleRequest(np.ones(2, np.int32), 1, 500, 1.0, NoiseKey(9 + i % 2, i, 4, 7 + i)),
-            i,
-            500,
+    model = tiny()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    asked = [
+        SampleRequest(
+            np.full(2 + i, 5, np.int32), 2, 40 + 45 * (i % 3), 1.0, NoiseKey(9 + i % 2, i, 4, 7 + i)
         )
-        for i in range(4)
+        for i in range(5)
     ]
-    rows = Rows(4, 500)
-    rows.start(jobs[:2])
-
-    def check() -> None:
-        got = rows.uniforms(slice(0, rows.count))
-        for row in range(rows.count):
-            job, key = rows.jobs[row], rows.jobs[row].request.noise
-            assert got[row] == uniform(
-                key.seed, key.stream, key.step, key.prompt, job.sample, int(rows.sampled[row])
-            )
-        rows.sampled[: rows.count] += 1
-
-    for _ in range(50):
-        check()
-    rows.start(jobs[2:])
-    for _ in range(40):
-        check()
-    assert rows.remove(np.array([0])) == ([3], [0])
-    for _ in range(100):
-        check()
-
-
-@pytest.mark.skipif(
-    not has_flash("cuda", torch.bfloat16) or not torch.cuda.is_available(),
-    reason="the flash kernel runs on CUDA only",
-)
-@pytest.mark.parametrize("window", [None, 4])
-def test_flash_attention_equals_the_plain_form(window: int | None):
-    spans = Spans.of([5, 1, 9], [12, 4, 9], torch.device("cuda"))
-    packed = [
-        torch.randn(tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
-        for tokens, heads in ((15, 8), (25, 2), (25, 2))
-    ]
-    torch.testing.assert_close(
-        flash(*packed, spans, 0.1, window), plain(*packed, spans, 0.1, window)
-    )
+    asked[4] = replace(asked[4], first_position=70)
+    engine = TorchEngine(model, [], "cpu", decode_rows=3, options=options)
+    for (index, sample), one in run(engine, asked).items():
+        request, key = asked[index], asked[index].noise
+        places = np.arange(request.max_tokens) + request.first_position
+        expected = uniform(key.seed, key.stream, key.step, key.prompt, sample, places)
+        assert one.token_ids.tolist() == (np.ceil(expected * 120) - 1).tolist()

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.inference_engine.sampling import draw
 from retrain.model import head, truncation
+from tests.decoding import draws_of
 
 
 def reference(logits: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
@@ -22,7 +22,7 @@ def reference(logits: np.ndarray, temperature: float) -> tuple[np.ndarray, np.nd
 def draw_one(
     logits: np.ndarray, uniform: float, temperature: float = 1.0
 ) -> tuple[int, float, float]:
-    drawn = draw(torch.from_numpy(logits)[None], np.float32([temperature]), np.array([uniform]))
+    drawn = draws_of(torch.from_numpy(logits)[None], np.float32([temperature]), np.array([uniform]))
     return int(drawn.tokens[0]), float(drawn.logprobs[0]), float(drawn.entropies[0])
 
 
@@ -48,7 +48,7 @@ def test_frequencies_over_an_even_grid_of_uniforms_match_the_probabilities():
     logits = np.random.default_rng(0).normal(0, 2, 600).astype(np.float32)
     count = 40_000
     uniforms = (np.arange(count) + 0.5) / count
-    drawn = draw(
+    drawn = draws_of(
         torch.from_numpy(logits).expand(count, -1), np.full(count, 0.7, dtype=np.float32), uniforms
     )
     frequencies = np.bincount(drawn.tokens, minlength=600) / count
@@ -62,7 +62,7 @@ def test_a_vocabulary_of_152k_keeps_its_rare_tokens():
     _, cdf = reference(logits, 1.0)
     wanted = np.array([5, 70_000, 151_900, 151_935])
     middles = (cdf[wanted] + cdf[wanted - 1]) / 2
-    drawn = draw(torch.from_numpy(logits).expand(4, -1), np.ones(4, dtype=np.float32), middles)
+    drawn = draws_of(torch.from_numpy(logits).expand(4, -1), np.ones(4, dtype=np.float32), middles)
     assert np.abs(drawn.tokens - wanted).max() <= 1
 
 
@@ -84,7 +84,7 @@ def test_equal_cumulative_sums_go_to_the_lower_id():
 
 def test_temperature_zero_takes_the_lowest_id_of_the_largest_logit_with_certainty():
     logits = torch.tensor([[0.0, 3.0, 3.0, -1.0], [0.0, 3.0, 3.0, -1.0]])
-    drawn = draw(logits, np.array([0.0, 1.0], dtype=np.float32), np.array([0.999999, 0.999999]))
+    drawn = draws_of(logits, np.array([0.0, 1.0], dtype=np.float32), np.array([0.999999, 0.999999]))
     assert drawn.tokens.tolist() == [1, 3]
     assert (drawn.logprobs[0], drawn.entropies[0]) == (0.0, 0.0)
     assert drawn.logprobs[1] < -1
@@ -95,16 +95,16 @@ def test_temperature_zero_takes_the_lowest_id_of_the_largest_logit_with_certaint
 def test_logits_that_are_not_finite_show_in_the_log_prob_of_their_row_only(bad, temperature):
     logits = torch.zeros(2, 300)
     logits[1, 280] = bad
-    drawn = draw(logits, np.float32([temperature, temperature]), np.array([0.3, 0.3]))
+    drawn = draws_of(logits, np.float32([temperature, temperature]), np.array([0.3, 0.3]))
     assert np.isfinite(drawn.logprobs[0]) and not np.isfinite(drawn.logprobs[1])
 
 
 def test_the_sums_of_devices_without_a_deterministic_cumsum_draw_the_same_tokens(monkeypatch):
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (500, 9000)).astype(np.float32))
     arguments = logits, np.full(500, 0.9, dtype=np.float32), np.random.default_rng(2).random(500)
-    expected = draw(*arguments)
+    expected = draws_of(*arguments)
     monkeypatch.setattr(truncation, "BY_PRODUCT", {"cpu"})
-    found = draw(*arguments)
+    found = draws_of(*arguments)
     assert np.array_equal(found.tokens, expected.tokens)
     assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
     test_a_token_of_probability_zero_is_never_drawn(1 - 2.0**-53)
@@ -114,8 +114,10 @@ def test_a_row_does_not_depend_on_the_chunk_it_is_in():
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (200, 9000)).astype(np.float32))
     uniforms = np.random.default_rng(2).random(200)
     temperatures = np.full(200, 0.9, dtype=np.float32)
-    together = draw(logits, temperatures, uniforms)
-    alone = [draw(logits[i : i + 1], temperatures[:1], uniforms[i : i + 1]) for i in (0, 57, 199)]
+    together = draws_of(logits, temperatures, uniforms)
+    alone = [
+        draws_of(logits[i : i + 1], temperatures[:1], uniforms[i : i + 1]) for i in (0, 57, 199)
+    ]
     for row, single in zip((0, 57, 199), alone, strict=True):
         assert (together.tokens[row], together.logprobs[row]) == (
             single.tokens[0],

@@ -56,13 +56,9 @@ def started(rows: int = 5) -> tuple[PagedRun, PagedEngine, Decoder]:
     with decoder.sampling(0):
         run.admit()
         run.grow()
-        run.buffers.put_pages(
-            [
-                (row.slot, number, page)
-                for row in run.running
-                for number, page in enumerate(engine.pool.take(12), 4)
-            ]
-        )
+        for row in run.running:
+            row.pages += engine.pool.take(16 - len(row.pages))
+        run.buffers.put(run.running, block_table=run.buffers.pages_of(run.running))
     return run, engine, decoder
 
 
@@ -119,8 +115,7 @@ def test_no_buffer_moves_while_rows_come_and_go() -> None:
     engine = PagedEngine(decoder, DecodeLimits(4, 2000), np.array(EOS), 200, 8, keeps_prompts=True)
     held = [
         *engine.buffers.of_rows.values(),
-        engine.buffers.ring,
-        engine.buffers.ring_place,
+        engine.step.drawn,
         *engine.pool.keys,
         *engine.pool.values,
     ]
@@ -135,8 +130,7 @@ def test_no_buffer_moves_while_rows_come_and_go() -> None:
             run.advance()
     after = [
         *engine.buffers.of_rows.values(),
-        engine.buffers.ring,
-        engine.buffers.ring_place,
+        engine.step.drawn,
         *engine.pool.keys,
         *engine.pool.values,
     ]
@@ -149,13 +143,12 @@ def test_torch_traces_a_step_without_a_break() -> None:
     with decoder.sampling(0), torch.no_grad():
         state = {name: buffer.clone() for name, buffer in run.buffers.of_rows.items()}
         engine.step.step(8, VARIANTS["greedy"])
-        expected = engine.buffers.ring[0].clone()
+        expected = engine.step.drawn.clone()
         for name, values in state.items():
             getattr(run.buffers, name).copy_(values)
-        run.buffers.ring_place.zero_()
         torch.compile(engine.step.step, fullgraph=True, backend="eager")(8, VARIANTS["greedy"])
-    assert torch.equal(engine.buffers.ring[0, :, 0], expected[:, 0])
-    torch.testing.assert_close(engine.buffers.ring[0].float(), expected.float())
+    assert torch.equal(engine.step.drawn[:, 0], expected[:, 0])
+    torch.testing.assert_close(engine.step.drawn.float(), expected.float())
 
 
 def test_a_row_computes_the_same_bits_whatever_its_neighbours() -> None:
@@ -164,12 +157,12 @@ def test_a_row_computes_the_same_bits_whatever_its_neighbours() -> None:
     with decoder.sampling(0):
         state = {name: buffer.clone() for name, buffer in run.buffers.of_rows.items()}
         engine.step.step(8, PLAIN)
-        together = engine.buffers.ring[0].clone()
+        together = engine.step.drawn.clone()
         for name, values in state.items():
             getattr(run.buffers, name).copy_(values)
         run.buffers.stop(np.array([0, 2, 3, 4]))
         engine.step.step(8, PLAIN)
-    assert torch.equal(engine.buffers.ring[1, 1], together[1])
+    assert torch.equal(engine.step.drawn[1], together[1])
     for name in ("token", "position", "sampled"):
         assert torch.equal(getattr(run.buffers, name)[2], state[name][2])
 

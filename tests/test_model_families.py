@@ -63,7 +63,7 @@ def test_the_budget_is_what_the_layers_of_a_family_store(family: str) -> None:
         (state,) = decoder.prefill([np.arange(5, dtype=np.int32)])
     for name, storage in (("auto", None), ("int8", torch.int8)):
         arena = KVArena(4, 10, state, storage)
-        stored = sum(one.nbytes for each in arena.keys + arena.values for one in each._tensors())
+        stored = sum(one.nbytes for each in arena.keys + arena.values for one in each.tensors)
         assert stored == 4 * 10 * kv_bytes_per_token(model.config, 4, name)
 
 

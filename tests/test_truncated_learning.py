@@ -15,10 +15,10 @@ from learner_reference import reference_loss, row_scores
 from retrain.backends.local.backend import LocalBackend
 from retrain.backends.rows import check_rows
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
-from retrain.inference_engine.sampling import draw
 from retrain.model.head import Head, score_tokens
-from retrain.model.truncation import Cuts, keep_only
+from retrain.model.truncation import keep_only
 from retrain.types import Row
+from tests.decoding import cuts_of, draws_of
 from tests.learner_models import (
     VOCABULARY,
     config_for,
@@ -124,13 +124,12 @@ def sampled(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, log-probs and kept counts of one draw from every row."""
     rows = len(z)
-    cuts = Cuts(np.full(rows, top_k), np.full(rows, top_p), np.full(rows, min_p))
-    drawn = draw(z, np.ones(rows, np.float32), np.random.default_rng(0).random(rows), cuts)
-    assert drawn.kept is not None
+    cuts = cuts_of(*[(top_k, top_p, min_p)] * rows)
+    drawn = draws_of(z, np.ones(rows, np.float32), np.random.default_rng(0).random(rows), cuts)
     return (
         torch.from_numpy(drawn.tokens),
         torch.from_numpy(drawn.logprobs),
-        torch.from_numpy(drawn.kept.astype(np.int64)),
+        torch.from_numpy(drawn.kept),
     )
 
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.inference_engine.sampling import draw
 from retrain.model import truncation
-from retrain.model.truncation import Cuts, FixedKeptSets, KeptSets
+from retrain.model.truncation import FixedKeptSets, KeptSets
+from tests.decoding import cuts_of, draws_of
 
 OFF = (0, 1.0, 0.0)
 ROUNDING = 1e-6
@@ -39,19 +39,12 @@ def reference_sets(
     ]
 
 
-def cuts(*rows: tuple[int, float, float]) -> Cuts:
-    top_k, top_p, min_p = zip(*rows, strict=True)
-    return Cuts(np.array(top_k, np.int64), np.array(top_p, np.float64), np.array(min_p, np.float64))
-
-
 def kept_set(logits: np.ndarray, temperature: float, *cut: float) -> list[int]:
     z = torch.from_numpy(logits.astype(np.float32)[None]) / temperature
     z = z - z.max()
-    sets = KeptSets.of_cuts(z, z.exp().sum(-1, dtype=torch.float64), cuts(cut))  # type: ignore[arg-type]
+    sets = KeptSets.of_cuts(z, z.exp().sum(-1, dtype=torch.float64), cuts_of(cut))  # type: ignore[arg-type]
     beyond = sets.beyond(z)
-    on_device = FixedKeptSets.of_device_cuts(
-        z, z.exp().sum(-1, dtype=torch.float64), *(torch.tensor([value]) for value in cut)
-    )
+    on_device = FixedKeptSets.of_cuts(z, z.exp().sum(-1, dtype=torch.float64), cuts_of(cut))
     assert torch.equal(on_device.counts, sets.counts) and torch.equal(on_device.beyond(z), beyond)
     tokens = (~beyond)[0].nonzero()[:, 0].tolist()
     assert len(tokens) == int(sets.counts[0])
@@ -104,11 +97,11 @@ def test_token_log_prob_and_entropy_are_those_of_the_renormalised_distribution(
     seed, vocabulary, temperature, uniform, truncation
 ):
     logits = np.random.default_rng(seed).normal(0, 3, vocabulary).astype(np.float32)
-    drawn = draw(
+    drawn = draws_of(
         torch.from_numpy(logits)[None],
         np.float32([temperature]),
         np.array([uniform]),
-        cuts(truncation),
+        cuts_of(truncation),
     )
     kept = kept_set(logits, temperature, *truncation)
     z = logits[kept].astype(np.float64) / temperature
@@ -118,13 +111,13 @@ def test_token_log_prob_and_entropy_are_those_of_the_renormalised_distribution(
     assert (cdf[place - 1] if place else 0.0) - 1e-6 <= uniform <= cdf[place] + 1e-6
     assert drawn.logprobs[0] == pytest.approx(logp[place], abs=2e-5)
     assert drawn.entropies[0] == pytest.approx(-(np.exp(logp) * logp).sum(), abs=2e-5)
-    assert drawn.kept is not None and drawn.kept[0] == len(kept)
+    assert drawn.kept[0] == len(kept)
 
 
 def test_a_token_that_is_cut_off_is_never_drawn_and_the_others_have_their_share():
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0]]).expand(4000, -1)
     uniforms = (np.arange(4000) + 0.5) / 4000
-    drawn = draw(logits, np.ones(4000, np.float32), uniforms, cuts(*[(3, 1.0, 0.0)] * 4000))
+    drawn = draws_of(logits, np.ones(4000, np.float32), uniforms, cuts_of(*[(3, 1.0, 0.0)] * 4000))
     share = np.exp([3.0, 2.0, 3.0])
     assert np.bincount(drawn.tokens, minlength=5).tolist() == pytest.approx(
         [0, *(4000 * share / share.sum()), 0], abs=1.01
@@ -134,17 +127,17 @@ def test_a_token_that_is_cut_off_is_never_drawn_and_the_others_have_their_share(
 def test_rows_without_a_cut_are_drawn_as_they_were_beside_rows_with_one():
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (6, 900)).astype(np.float32))
     temperatures, uniforms = np.full(6, 0.9, np.float32), np.random.default_rng(2).random(6)
-    plain = draw(logits, temperatures, uniforms)
-    mixed = draw(
+    plain = draws_of(logits, temperatures, uniforms)
+    mixed = draws_of(
         logits,
         temperatures,
         uniforms,
-        cuts(OFF, (0, 0.5, 0.0), OFF, (2, 1.0, 0.0), OFF, (0, 1.0, 0.3)),
+        cuts_of(OFF, (0, 0.5, 0.0), OFF, (2, 1.0, 0.0), OFF, (0, 1.0, 0.3)),
     )
     for name in ("tokens", "logprobs", "entropies"):
         assert (getattr(plain, name)[::2] == getattr(mixed, name)[::2]).all()
         assert (getattr(plain, name)[1::2] != getattr(mixed, name)[1::2]).any()
-    assert plain.kept is None and mixed.kept is not None and (mixed.kept[::2] == 900).all()
+    assert (plain.kept == 0).all() and (mixed.kept[::2] == 900).all()
 
 
 def test_a_truncated_row_does_not_depend_on_the_rows_beside_it():
@@ -154,17 +147,16 @@ def test_a_truncated_row_does_not_depend_on_the_rows_beside_it():
         * torch.linspace(0.1, 8, 60)[:, None]
     )
     temperatures, uniforms = np.full(60, 0.9, np.float32), np.random.default_rng(2).random(60)
-    rows = cuts(*[(0, 0.9, 0.0), (5000, 0.99, 1e-4), OFF] * 20)
-    together = draw(logits, temperatures, uniforms, rows)
-    assert (
-        together.kept is not None
-        and together.kept.min() < 128 < 2048 < together.kept[np.arange(60) % 3 < 2].max()
-    )
+    rows = cuts_of(*[(0, 0.9, 0.0), (5000, 0.99, 1e-4), OFF] * 20)
+    together = draws_of(logits, temperatures, uniforms, rows)
+    assert together.kept.min() < 128 < 2048 < together.kept[np.arange(60) % 3 < 2].max()
     for row in range(0, 60, 7):
-        alone = draw(
-            logits[row : row + 1], temperatures[:1], uniforms[row : row + 1], rows[row : row + 1]
+        alone = draws_of(
+            logits[row : row + 1],
+            temperatures[:1],
+            uniforms[row : row + 1],
+            rows(slice(row, row + 1)),
         )
-        assert alone.kept is not None
         assert (together.tokens[row], together.logprobs[row], together.kept[row]) == (
             alone.tokens[0],
             alone.logprobs[0],
@@ -176,8 +168,11 @@ def test_a_truncated_row_does_not_depend_on_the_rows_beside_it():
 def test_logits_that_are_not_finite_show_in_the_log_prob_of_a_truncated_row(bad):
     logits = torch.randn(2, 300)
     logits[1, 280] = bad
-    drawn = draw(
-        logits, np.ones(2, np.float32), np.array([0.3, 0.3]), cuts((50, 0.9, 0.01), (50, 0.9, 0.01))
+    drawn = draws_of(
+        logits,
+        np.ones(2, np.float32),
+        np.array([0.3, 0.3]),
+        cuts_of((50, 0.9, 0.01), (50, 0.9, 0.01)),
     )
     assert np.isfinite(drawn.logprobs[0]) and not np.isfinite(drawn.logprobs[1])
 
@@ -185,7 +180,7 @@ def test_logits_that_are_not_finite_show_in_the_log_prob_of_a_truncated_row(bad)
 def test_tokens_of_probability_zero_are_not_drawn_where_top_k_reaches_them():
     logits = torch.full((1, 700), -torch.inf)
     logits[0, [300, 520]] = torch.tensor([0.0, 1.0])
-    drawn = draw(logits, np.ones(1, np.float32), np.array([0.999999]), cuts((50, 1.0, 0.0)))
+    drawn = draws_of(logits, np.ones(1, np.float32), np.array([0.999999]), cuts_of((50, 1.0, 0.0)))
     assert drawn.tokens[0] == 520 and np.isfinite([drawn.logprobs[0], drawn.entropies[0]]).all()
 
 

@@ -113,18 +113,17 @@ class Decoder:
         If `batch` already holds a sequence's first tokens, `prompts` has only the rest.
         """
         self.shards.any_rank(True)
-        lengths = [len(prompt) for prompt in prompts]
         positions = np.concatenate(
-            [held + np.arange(length) for held, length in zip(batch.held, lengths, strict=True)]
+            [held + np.arange(len(new)) for held, new in zip(batch.held, prompts, strict=True)]
         )
-        last = torch.tensor([stop - 1 for _, stop in batch.segments], device=self.device)
-        ids = np.concatenate(prompts)[None]
+        last = upload(np.cumsum(batch.lengths) - 1, self.device)
+        ids = upload(np.concatenate(prompts).astype(np.int64)[None], self.device)
         return self._forward(ids, torch.from_numpy(positions[None]), batch, last)[0]
 
     def decode(
         self,
         arena: KVArena,
-        tokens: npt.NDArray[np.int64],
+        tokens: Tensor,
         lengths: npt.NDArray[np.int64],
     ) -> Tensor:
         """Feed `tokens` [R] to rows with `lengths` [R] cached tokens; logits [R, V] of the next
@@ -143,16 +142,16 @@ class Decoder:
         with self.sampling(0):
             while self.shards.any_rank(False):
                 token = PromptPass([1], self.kernel)
-                self._forward(np.zeros((1, 1)), torch.zeros(1, 1, dtype=torch.int64), token, 1)
+                self._forward(*torch.zeros(2, 1, 1, dtype=torch.int64), token, 1)
 
     def _forward(
         self,
-        token_ids: npt.NDArray[Any],
+        token_ids: Tensor,
         positions: Tensor,
         batch: PromptPass | DecodePass,
         logits_to_keep: Tensor | int,
     ) -> Tensor:
-        ids, positions = upload(token_ids.astype(np.int64), self.device), positions.to(self.device)
+        ids, positions = token_ids.to(self.device), positions.to(self.device)
         if self.fused is not None:
             hidden = self.fused.hidden_states(ids, positions, batch, cache=batch)
             last: Any = logits_to_keep

@@ -16,6 +16,7 @@ of pages P pages, T tokens of a page, N tokens.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 
 import numpy as np
 import numpy.typing as npt
@@ -61,37 +62,35 @@ class LayerCache:
         be NaN.
         """
         heads, _, dim = like.shape
-        self._compute_dtype = like.dtype
-        self._largest = None
-        if storage is not None:
-            self._largest = _SCALED.get(storage)
-        self._data = torch.zeros(
-            rows, heads, capacity, dim, dtype=storage or like.dtype, device=like.device
-        )
-        scaled = self._largest is not None
-        self._scales = None
-        if scaled:
-            self._scales = torch.zeros(
-                rows, heads, capacity, 1, dtype=torch.float32, device=like.device
-            )
+        self._compute_dtype, self._storage = like.dtype, storage or like.dtype
+        self._largest = _SCALED.get(self._storage)
+        sizes = [(dim, self._storage)]
+        if self._largest is not None:
+            # Every operator can copy the bytes of 8-bit floats.
+            sizes = [(dim, torch.int8), (1, torch.float32)]
+        self.tensors = [
+            torch.zeros(rows, heads, capacity, size, dtype=dtype, device=like.device)
+            for size, dtype in sizes
+        ]
+        """Numbers, and where they need them their scales."""
 
     def begin(self, rows: Tensor, prompt: Tensor) -> None:
         """Store a prompt [H, P, D] as the first tokens of `rows`."""
-        for tensor, values in zip(self._tensors(), self._stored(prompt), strict=True):
-            _bits(tensor)[rows, :, : values.shape[1]] = _bits(values)
+        for tensor, values in zip(self.tensors, self._stored(prompt), strict=True):
+            tensor[rows, :, : values.shape[1]] = values
 
     def append(self, places: Tensor, token: Tensor) -> None:
         """Store one token of each row, [R, H, D], where `places` [R * H] says."""
-        for tensor, values in zip(self._tensors(), self._stored(token), strict=True):
-            _bits(tensor).view(-1, tensor.shape[-1]).index_copy_(
-                0, places, _bits(values).reshape(len(places), -1)
+        for tensor, values in zip(self.tensors, self._stored(token), strict=True):
+            tensor.view(-1, tensor.shape[-1]).index_copy_(
+                0, places, values.reshape(len(places), -1)
             )
 
     def places(self, positions: Tensor) -> Tensor:
         """[R * H] for `append`: where the tokens at `positions` [R] of rows 0 .. R-1 lie among all
         heads' tokens, [rows * H * C].
         """
-        _, heads, capacity, _ = self._data.shape
+        _, heads, capacity, _ = self.tensors[0].shape
         heads_start = (
             torch.arange(len(positions) * heads, device=positions.device).view(-1, heads) * capacity
         )
@@ -102,50 +101,32 @@ class LayerCache:
         1].
         """
         if self._largest is None:
-            return [values.to(self._data.dtype)]
+            return [values.to(self._storage)]
         scales = values.abs().amax(-1, keepdim=True).float().clamp_(min=1e-12) / self._largest
         quantised = values.float() / scales
-        if self._data.dtype == torch.int8:
+        if self._storage == torch.int8:
             quantised = quantised.round_()
-        return [quantised.to(self._data.dtype), scales]
+        return [quantised.to(self._storage).view(torch.int8), scales]
 
     def read(self, rows: int, length: int) -> Tensor:
         """[rows, H, length, D] in the model's dtype: a view where nothing has to be converted."""
-        data = self._data[:rows, :, :length]
-        if self._scales is None:
+        data, *scales = (tensor[:rows, :, :length] for tensor in self.tensors)
+        if not scales:
             return data.to(self._compute_dtype)
-        return (data.float() * self._scales[:rows, :, :length]).to(self._compute_dtype)
+        return (data.view(self._storage).float() * scales[0]).to(self._compute_dtype)
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
-        for tensor in self._tensors():
-            bits = _bits(tensor)
-            bits[target, :, :length] = bits[source, :, :length]
+        for tensor in self.tensors:
+            tensor[target, :, :length] = tensor[source, :, :length]
 
     def grow(self, capacity: int, rows: int, length: int) -> None:
         """Make room for `capacity` tokens per row, keeping the first `length` tokens of the first
         `rows` rows.
         """
-        self._data = _grown(self._data, capacity, rows, length)
-        if self._scales is not None:
-            self._scales = _grown(self._scales, capacity, rows, length)
-
-    def _tensors(self) -> list[Tensor]:
-        if self._scales is None:
-            return [self._data]
-        return [self._data, self._scales]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the same bytes in a dtype that every operator can copy."""
-    if tensor.dtype == torch.float8_e4m3fn:
-        return tensor.view(torch.int8)
-    return tensor
-
-
-def _grown(tensor: Tensor, capacity: int, rows: int, length: int) -> Tensor:
-    larger = tensor.new_zeros(tensor.shape[0], tensor.shape[1], capacity, tensor.shape[3])
-    _bits(larger)[:rows, :, :length] = _bits(tensor)[:rows, :, :length]
-    return larger
+        for number, tensor in enumerate(self.tensors):
+            larger = tensor.new_zeros(*tensor.shape[:2], capacity, tensor.shape[3])
+            larger[:rows, :, :length] = tensor[:rows, :, :length]
+            self.tensors[number] = larger
 
 
 class KVArena:
@@ -198,11 +179,7 @@ class PromptPass(Cache):  # type: ignore[misc]  # the base class has no types
         """
         super().__init__(layers=[])
         self._kernel = kernel
-        self.held = list(held) or [0] * len(lengths)
-        stops = np.cumsum(lengths)
-        self.segments = [
-            (int(stop) - length, int(stop)) for stop, length in zip(stops, lengths, strict=True)
-        ]
+        self.lengths, self.held = list(lengths), list(held) or [0] * len(lengths)
         self.keys: dict[int, list[Tensor]] = {}
         """Per layer and prompt [H, P, D]."""
         self.values: dict[int, list[Tensor]] = {}
@@ -224,8 +201,8 @@ class PromptPass(Cache):  # type: ignore[misc]  # the base class has no types
         the pass, alive.
         """
         return [
-            states[0, :, start:stop].clone(memory_format=torch.contiguous_format)
-            for start, stop in self.segments
+            part.clone(memory_format=torch.contiguous_format)
+            for part in states[0].split(self.lengths, 1)
         ]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -240,8 +217,7 @@ class PromptPass(Cache):  # type: ignore[misc]  # the base class has no types
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        lengths = [stop - start for start, stop in self.segments]
-        seen = [held + length for held, length in zip(self.held, lengths, strict=True)]
+        lengths, seen = self.lengths, [*map(add, self.held, self.lengths)]
         kernel = self._kernel.packed_kernel(query, softcap)
         if kernel:
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))

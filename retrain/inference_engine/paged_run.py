@@ -8,42 +8,26 @@ launched before the draws of the one before it are read, so a finished row decod
 which is discarded.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from retrain.inference_engine.base import BASE_MODEL, NoiseKey
+from retrain.inference_engine.base import NoiseKey
 from retrain.inference_engine.decoder import Decoder
-from retrain.inference_engine.fixed_step import (
-    BUCKETS,
-    DrawCopy,
-    FixedStep,
-    StepBuffers,
-    Variant,
-    bucket_of,
-)
+from retrain.inference_engine.fixed_step import BUCKETS, FixedStep, bucket_of
 from retrain.inference_engine.kv_cache import PagePool, PromptKey, PromptPass, prompt_key
-from retrain.inference_engine.rows import (
-    NOISE_BLOCK,
-    SampleJob,
-    completion_of,
-    noise_block,
-    noise_key,
-    not_finite,
-    prefill_batches,
-    row_settings,
-)
-from retrain.inference_engine.sampling import Draws, upload
+from retrain.inference_engine.rows import RowBuffers, RunningRow, SampleJob, prefill_batches
+from retrain.inference_engine.sampling import upload
+from retrain.inference_engine.scheduler import DecodeRun
 from retrain.model.attention import FusedAttention
 from retrain.model.budget import DecodeLimits
-from retrain.types import Completion
+from retrain.model.truncation import FixedKeptSets
 
 _RESERVE = 4
 """A completion enters only if one free page remains for every 4 running rows."""
@@ -55,7 +39,7 @@ class PagedPromptPass(PromptPass):
     """
 
     def __init__(
-        self, sequences: Sequence["PrefillSequence"], kernel: FusedAttention, pool: PagePool
+        self, sequences: Sequence["CachedTokens"], kernel: FusedAttention, pool: PagePool
     ) -> None:
         super().__init__(
             [len(sequence.new) for sequence in sequences],
@@ -63,7 +47,7 @@ class PagedPromptPass(PromptPass):
             [sequence.held for sequence in sequences],
         )
         whole = [pool.slot_mapping(sequence.pages, len(sequence.ids)) for sequence in sequences]
-        new = [slots[sequence.held :] for slots, sequence in zip(whole, sequences, strict=True)]
+        new = [slots[held:] for slots, held in zip(whole, self.held, strict=True)]
         self._pool = pool
         self._new = upload(np.concatenate(new), pool.device)
         self._whole = None
@@ -89,72 +73,26 @@ class PagedPromptPass(PromptPass):
 
 @dataclass
 class CachedTokens:
-    """Tokens that are computed: one holder of their pages, and for a prompt the logits [V] of its
-    first answer token.
+    """Tokens [T] and one holder of their pages; for what enters, the logits [V] after the last
+    token, once they are computed.
 
     Prompts are kept for the other completions of their group and for redraws, ended rows for a
     request that extends them.
     """
 
-    pages: list[int]
-    tokens: int
-    logits: Tensor | None = None
-
-
-RowKey = tuple[NoiseKey, int, bytes, int]
-"""The key of a finished row: a `PromptKey` over all tokens that were fed, and the sample."""
-
-
-class PrefillSequence(NamedTuple):
-    """Tokens to compute in one pass, and where their keys and values go."""
-
     ids: npt.NDArray[np.int32]
-    job: SampleJob
     pages: list[int]
-    owner: "CachedTokens | RunningRow"
     held: int = 0
-    """Tokens at its beginning whose keys and values its pages have."""
+    """Tokens at the beginning that were computed before it entered."""
+    logits: Tensor | None = None
 
     @property
     def new(self) -> npt.NDArray[np.int32]:
         return self.ids[self.held :]
 
 
-@dataclass
-class RunningRow:
-    """A completion under way, on the host."""
-
-    number: int
-    """Its place in the call: the youngest has the largest."""
-    job: SampleJob
-    draws: list[npt.NDArray[np.float64]] = field(default_factory=list)
-    """[4] each."""
-    launched: int = 0
-    """Draws under way included."""
-    pages: list[int] = field(default_factory=list)
-    held: int = 0
-    """Tokens at its beginning that its pages have when it enters."""
-    slot: int = -1
-    """Its place in the buffers; -1 while it waits."""
-    logits: Tensor | None = None
-    """[V] of its next token, while it enters."""
-
-    @property
-    def ids(self) -> npt.NDArray[np.int32]:
-        """Prompt and drawn tokens."""
-        return np.concatenate(
-            [self.job.request.prompt_ids, np.array([draw[0] for draw in self.draws], np.int32)]
-        ).astype(np.int32)
-
-    def grows_past(self, tokens: int) -> bool:
-        """Return True if the next step feeds it a token beyond this number."""
-        return (
-            self.launched < self.job.limit
-            and len(self.job.request.prompt_ids) + self.launched > tokens
-        )
-
-    def completion(self, ends: Collection[int]) -> Completion:
-        return completion_of(self.job, Draws.of_columns(np.array(self.draws)), ends)
+RowKey = tuple[NoiseKey, int, bytes, int]
+"""The key of a finished row: a `PromptKey` over all tokens that were fed, and the sample."""
 
 
 def row_key(job: SampleJob, fed: npt.NDArray[np.int32]) -> RowKey:
@@ -175,57 +113,46 @@ class Pager:
         """
         return self.keeps_prompts and not (row.draws or row.job.request.extends)
 
-    def reserve(self, row: RunningRow, using: dict[PromptKey, CachedTokens], running: int) -> bool:
-        """Return True if the row's pages are free beside a reserve for `running` rows. Cached
-        tokens give way, but not those that the row itself needs: its prompt goes to `using`.
+    def enter(
+        self, row: RunningRow, using: dict[PromptKey, CachedTokens], running: int
+    ) -> CachedTokens | None:
+        """Give a row its pages, if they are free beside a reserve for `running` rows; returns the
+        tokens that it goes on from.
+
+        Cached tokens give way, but not those that the row itself needs: its prompt goes to `using`.
         """
-        request, cached = row.job.request, self.cached
-        key = prompt_key(request)
-        if self.shares(row) and key in cached:
+        request, ids, cached = row.job.request, row.ids, self.cached
+        key, shares = prompt_key(request), self.shares(row)
+        if shares and key in cached:
             using[key] = cached.pop(key)
         # The last token of an extended row was drawn and never fed, so it is not cached.
         extended = row_key(row.job, request.prompt_ids[: max(0, request.extends - 1)])
         begun = cached.pop(extended, None)
-        tokens = len(row.ids)
-        wanted = self.pool.needed(tokens)
-        if begun:
-            wanted -= len(begun.pages)
-        elif self.shares(row):
-            # The whole prompt once, and for the row its own last page, which is not full.
-            wanted = (0 if key in using else wanted) + wanted - tokens // self.pool.tokens
-        wanted += -(-running // _RESERVE)
+        pages, first = self.pool.needed(len(ids)), begun.pages if begun else []
+        # A shared prompt once, and for each row its own last page, which is not full.
+        own = pages - (len(ids) // self.pool.tokens if shares else len(first))
+        for_prompt = pages if shares and key not in using else 0
+        wanted = own + for_prompt + -(-running // _RESERVE)
         while self.pool.free < wanted and self.evict():
             pass
-        has_room = self.pool.free >= wanted
-        if begun and has_room:
-            row.pages, row.held = begun.pages, begun.tokens
-        elif begun:
-            cached[extended] = begun
-        return has_room
-
-    def allocate(
-        self, row: RunningRow, using: dict[PromptKey, CachedTokens]
-    ) -> list[PrefillSequence]:
-        """Give a row its pages; returns what has to be computed for it."""
-        ids = row.ids
-        pages = self.pool.needed(len(ids))
-        if not self.shares(row):
-            row.pages = row.pages + self.pool.take(pages - len(row.pages))
-            return [PrefillSequence(ids, row.job, row.pages, row, row.held)]
-        key = prompt_key(row.job.request)
-        computed: list[PrefillSequence] = []
-        if key not in using:
-            using[key] = CachedTokens(self.pool.take(pages), len(ids))
-            computed = [PrefillSequence(ids, row.job, using[key].pages, using[key])]
+        if self.pool.free < wanted:
+            if begun:
+                cached[extended] = begun
+            return None
+        if not shares:
+            row.pages = first + self.pool.take(own)
+            return CachedTokens(ids, row.pages, len(begun.ids) if begun else 0)
+        if for_prompt:
+            using[key] = CachedTokens(ids, self.pool.take(for_prompt))
         # Rows read a full page together; the last one they write on in, so each has its own.
-        full = using[key].pages[: len(ids) // self.pool.tokens]
+        full = using[key].pages[: pages - own]
         self.pool.share(full)
-        row.pages = full + self.pool.take(pages - len(full))
-        return computed
+        row.pages = full + self.pool.take(own)
+        return using[key]
 
     def deallocate(self, row: RunningRow) -> None:
         self.pool.give_back(row.pages)
-        row.pages, row.held = [], 0
+        row.pages = []
 
     def keep(self, row: RunningRow) -> None:
         """Keep a finished row's tokens for a request that extends it. Its last token was never
@@ -239,7 +166,7 @@ class Pager:
         if before:
             # The same tokens again, as after a rewritten history.
             self.pool.give_back(before.pages)
-        self.cached[key] = CachedTokens(pages, len(fed))
+        self.cached[key] = CachedTokens(fed, pages)
 
     def evict(self) -> bool:
         """Forget the tokens that were cached first. False: there were none."""
@@ -279,10 +206,10 @@ class PagedEngine:
             pages, decoder.fused.kv_heads, decoder.dtype, decoder.device, page_tokens
         )
         self.rows = min(limits.rows, BUCKETS[-1])
-        self.buffers = StepBuffers(bucket_of(self.rows), self.pool.needed(context), decoder.device)
-        self.step = FixedStep(
-            decoder.fused, self.pool, self.buffers, decoder.kernel, eos_ids, context
+        self.buffers = RowBuffers(
+            bucket_of(self.rows), self.pool.needed(context), decoder.device, eos_ids, FixedKeptSets
         )
+        self.step = FixedStep(decoder.fused, self.pool, self.buffers, decoder.kernel, context)
         self.pager = Pager(self.pool, keeps_prompts=keeps_prompts)
         self.busy = False
         """A run has its rows in the buffers."""
@@ -308,27 +235,20 @@ def wanted_tokens(jobs: Sequence[SampleJob], page_tokens: int) -> int:
     )
 
 
-class PagedRun:
-    """One batch of jobs under one adapter slot, from the first prompt to the last token; the
-    counterpart of `scheduler.DecodeRun`.
+class PagedRun(DecodeRun):
+    """Rows in pages, whose newest step is still under way when finished completions are
+    returned.
     """
 
+    _late = 1
+
     def __init__(self, decoder: Decoder, jobs: Sequence[SampleJob], engine: PagedEngine) -> None:
-        self._decoder, self._engine = decoder, engine
-        self._pager, self._pool, self.buffers = engine.pager, engine.pool, engine.buffers
-        self._waiting = deque(RunningRow(number, job) for number, job in enumerate(jobs))
+        slots = min(engine.rows, len(jobs))
+        super().__init__(decoder, jobs, engine.eos_ids, engine.buffers, slots)
+        self._engine, self._pager, self._pool = engine, engine.pager, engine.pool
         self._numbers = count(len(jobs))
-        self._slots: list[RunningRow | None] = [None] * min(engine.rows, len(jobs))
-        self._unread: deque[tuple[DrawCopy, list[RunningRow | None]]] = deque()
         engine.busy = True
-        self._finished: list[Completion] = []
-        self._ends = frozenset(engine.eos_ids.tolist())
         self.adapter_slot = jobs[0].request.adapter_slot
-        self._variant = Variant(
-            greedy=any(job.request.temperature == 0 for job in jobs),
-            truncated=any(job.truncation.active for job in jobs),
-            adapted=self.adapter_slot != BASE_MODEL,
-        )
 
     def join(self, job: SampleJob) -> bool:
         """Take one more completion into the batch. False if its row would be too long, or needs
@@ -344,28 +264,6 @@ class PagedRun:
         self._waiting.append(RunningRow(next(self._numbers), job))
         return True
 
-    @property
-    def unfinished(self) -> bool:
-        return bool(self._waiting or self.running or self._finished)
-
-    @property
-    def running(self) -> list[RunningRow]:
-        return [row for row in self._slots if row is not None]
-
-    def advance(self) -> list[Completion]:
-        """Launch steps until at least one completion is finished; the newest step is then still
-        under way.
-        """
-        while self.unfinished:
-            self.admit()
-            under_way = 1 if self.launch() else 0
-            while len(self._unread) > under_way:
-                self.collect()
-            if self._finished:
-                finished, self._finished = self._finished, []
-                return finished
-        return []
-
     def close(self) -> None:
         """Give the pages back, also of rows that were abandoned, once no step is under way.
 
@@ -374,9 +272,7 @@ class PagedRun:
         stream that they run on.
         """
         self._stop(self.running)
-        while self._unread:
-            drawn, _ = self._unread.popleft()
-            drawn.read()
+        self._collect(0)
         self._engine.busy = False
 
     # -- prefill -----------------------------------------------------------------------------------
@@ -387,82 +283,50 @@ class PagedRun:
         """
         free = [slot for slot, row in enumerate(self._slots) if row is None]
         using: dict[PromptKey, CachedTokens] = {}
-        entering: list[RunningRow] = []
-        sequences: list[PrefillSequence] = []
+        entering: list[tuple[RunningRow, CachedTokens]] = []
         while (
             free
             and self._waiting
-            and self._pager.reserve(self._waiting[0], using, len(self.running))
+            and (begun := self._pager.enter(self._waiting[0], using, len(self.running)))
         ):
             row = self._waiting.popleft()
             row.slot = free.pop(0)
             self._slots[row.slot] = row
-            sequences += self._pager.allocate(row, using)
-            entering.append(row)
+            entering.append((row, begun))
         if entering:
-            self._prefill(sequences)
-            self._draw_first(entering, using)
-        # Not before, or a further reservation could evict what an entering row reads.
-        for key, prompt in using.items():
-            self._pager.cached[key] = prompt
-
-    def _prefill(self, sequences: Sequence[PrefillSequence]) -> None:
-        """Run the sequences: keys and values go to their pages, last logits to their owners."""
-        for batch in prefill_batches(sequences, [len(sequence.new) for sequence in sequences]):
-            prompts = PagedPromptPass(batch, self._decoder.kernel, self._pool)
-            logits = self._decoder.run_prompts([sequence.new for sequence in batch], prompts)
-            for sequence, last in zip(batch, logits, strict=True):
-                sequence.owner.logits = last
-
-    def _draw_first(self, rows: Sequence[RunningRow], using: dict[PromptKey, CachedTokens]) -> None:
-        """Put the rows into the buffers, and draw the first token of each."""
-        sharing = [
-            (row, using[prompt_key(row.job.request)]) for row in rows if self._pager.shares(row)
-        ]
-        begun = [
-            (prompt.pages[-1], row.pages[-1])
-            for row, prompt in sharing
-            if prompt.tokens % self._pool.tokens
-        ]
-        if begun:
+            self._prefill({id(begun): begun for _, begun in entering if begun.logits is None})
             # A page that is not full is each row's own: the rows write on in it.
-            self._pool.copy(*zip(*begun, strict=True))
-        for row, prompt in sharing:
-            row.logits = prompt.logits
-        slots = np.array([row.slot for row in rows], np.int64)
-        self.buffers.put(
-            slots, **_state(rows, self.buffers.block_table.shape[1]), noise=_noise(rows)
-        )
-        drawn = self._engine.step.first(
-            upload(slots, self._pool.device),
-            torch.stack([row.logits for row in rows if row.logits is not None]),
-            self._variant,
-        )
-        for row in rows:
-            row.launched, row.logits = len(row.draws) + 1, None
-        self._unread.append((DrawCopy(drawn), list(rows)))
+            copied = [
+                (begun.pages[-1], row.pages[-1])
+                for row, begun in entering
+                if begun.pages[-1] != row.pages[-1]
+            ]
+            if copied:
+                self._pool.copy(*zip(*copied, strict=True))
+            logits = [begun.logits for _, begun in entering if begun.logits is not None]
+            self._begin([row for row, _ in entering], torch.stack(logits))
+        # Not before, or a further reservation could evict what an entering row reads.
+        self._pager.cached.update(using)
+
+    def _prefill(self, owners: dict[int, CachedTokens]) -> None:
+        """Compute keys and values of new tokens, into their pages, and the logits of the last."""
+        begun = list(owners.values())
+        for batch in prefill_batches(begun, [len(tokens.new) for tokens in begun]):
+            prompts = PagedPromptPass(batch, self._decoder.kernel, self._pool)
+            logits = self._decoder.run_prompts([tokens.new for tokens in batch], prompts)
+            for tokens, last in zip(batch, logits, strict=True):
+                tokens.logits = last
 
     # -- decode ------------------------------------------------------------------------------------
 
-    def launch(self) -> bool:
-        """Launch one step of the running rows; False if none of them has a token to draw."""
+    def _make_room(self) -> None:
         self.grow()
-        self._compact()
-        rows = [row if row and row.launched < row.job.limit else None for row in self._slots]
-        launching = [row for row in rows if row]
-        if not launching:
-            return False
-        fresh = [row for row in launching if row.launched % NOISE_BLOCK == 0]
-        if fresh:
-            self.buffers.put(np.array([row.slot for row in fresh], np.int64), noise=_noise(fresh))
-        # `launching` is in the order of the slots.
-        bucket = bucket_of(launching[-1].slot + 1)
+        self._compact(bucket_of(max(1, len(self.running))))
+
+    def _step(self, count: int) -> Tensor:
+        bucket = bucket_of(count)
         self._engine.step.launch(bucket, self._variant)
-        for row in launching:
-            row.launched += 1
-        rows = rows[:bucket]
-        self._unread.append((self.buffers.read_later(len(rows)), rows))
-        return True
+        return self._engine.step.drawn[: min(bucket, len(self._slots))]
 
     def grow(self) -> None:
         """Give every row the page that its next token needs. Where pages are too few, cached tokens
@@ -478,9 +342,7 @@ class PagedRun:
         for row in growing:
             row.pages += self._pool.take(1)
         if growing:
-            self.buffers.put_pages(
-                [(row.slot, len(row.pages) - 1, row.pages[-1]) for row in growing]
-            )
+            self.buffers.put(growing, block_table=self.buffers.pages_of(growing))
 
     def _growing(self) -> list[RunningRow]:
         """Return the rows that need a further page for their next token."""
@@ -499,62 +361,8 @@ class PagedRun:
         for row in rows:
             self._leave(row)
 
-    def _leave(self, row: RunningRow) -> None:
-        self._slots[row.slot] = None
+    def _leave(self, row: RunningRow, *, finished: bool = False) -> None:
+        if finished and row.job.request.extendable and self._pager.keeps_prompts:
+            self._pager.keep(row)
+        super()._leave(row)
         self._pager.deallocate(row)
-        row.slot = -1
-
-    def _compact(self) -> None:
-        """Move the last rows into free slots where a smaller bucket then holds all."""
-        running = self.running
-        bucket = bucket_of(max(1, len(running)))
-        beyond = [row for row in running if row.slot >= bucket]
-        if not beyond:
-            return
-        free = [slot for slot in range(bucket) if self._slots[slot] is None]
-        moves = [(row.slot, slot) for row, slot in zip(beyond, free, strict=False)]
-        sources, targets = np.array(moves, np.int64).T.copy()
-        self.buffers.move(sources, targets)
-        for row, (source, target) in zip(beyond, moves, strict=True):
-            self._slots[source], self._slots[target], row.slot = None, row, target
-
-    def collect(self) -> None:
-        """Take over the oldest draws that were not read; the rows that they finish leave."""
-        drawn, rows = self._unread.popleft()
-        table = drawn.read().copy()
-        finite = np.isfinite(table[:, 1] + table[:, 2])
-        for row, draws, is_finite in zip(rows, table, finite, strict=True):
-            if row is None or row.slot < 0:  # it was finished by the draw before
-                continue
-            if not is_finite:
-                raise not_finite(row.job, len(row.draws))
-            row.draws.append(draws)
-            if int(draws[0]) in self._ends or len(row.draws) == row.job.limit:
-                self._finished.append(row.completion(self._ends))
-                if row.job.request.extendable and self._pager.keeps_prompts:
-                    self._pager.keep(row)
-                self._leave(row)
-
-
-def _state(rows: Sequence[RunningRow], pages: int) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the buffers' entries of rows before their next draw, from the logits of the last
-    token.
-    """
-    block_table = np.zeros((len(rows), pages), np.int32)
-    for number, row in enumerate(rows):
-        block_table[number, : len(row.pages)] = row.pages
-    return row_settings([row.job for row in rows]) | {
-        "position": np.array([len(row.ids) - 1 for row in rows]),
-        "sampled": np.array([len(row.draws) for row in rows]),
-        "done": np.zeros(len(rows), bool),
-        "block_table": block_table,
-    }
-
-
-def _noise(rows: Sequence[RunningRow]) -> npt.NDArray[np.float64]:
-    """Return the uniforms [R, 64] of the block of draws that each row's next one belongs to."""
-    keys = np.array([noise_key(row.job) for row in rows], np.int64)
-    first = [
-        row.job.request.first_position + row.launched // NOISE_BLOCK * NOISE_BLOCK for row in rows
-    ]
-    return noise_block(keys, np.array(first, np.int64))

@@ -1,20 +1,24 @@
-"""A completion in both decoders: its job, its noise, its settings and its result.
+"""The rows of a decoder: a completion's job and draws on the host, and on the device what its next
+draw depends on.
 
-Shape letters: R rows, T tokens of a completion.
+Shape letters: R rows, T tokens of a completion, M pages of the longest row, V vocabulary.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from retrain.errors import RunFailed
-from retrain.inference_engine.base import WHOLE_VOCABULARY, SampleRequest, Truncation
-from retrain.inference_engine.sampling import Draws
+from retrain.inference_engine.base import BASE_MODEL, WHOLE_VOCABULARY, SampleRequest, Truncation
+from retrain.inference_engine.sampling import draw, upload
 from retrain.model.budget import PREFILL_TOKENS
+from retrain.model.truncation import Cuts, KeptSets
 from retrain.noise import uniform
 from retrain.types import Completion, FinishReason
 
@@ -61,52 +65,218 @@ def pieces(jobs: Sequence[SampleJob], rows: int, most: int) -> list[Sequence[Sam
     return [jobs[start:stop] for start, stop in pairwise(edges)]
 
 
-def row_settings(jobs: Sequence[SampleJob]) -> dict[str, npt.NDArray[np.generic]]:
-    """Return how each row is sampled, by name: [R] each."""
-    cuts = [job.truncation for job in jobs]
-    return {
-        "limit": np.array([job.limit for job in jobs]),
-        "temperature": np.array([job.request.temperature for job in jobs], np.float32),
-        "top_k": np.array([cut.top_k for cut in cuts]),
-        "top_p": np.array([cut.top_p for cut in cuts]),
-        "min_p": np.array([cut.min_p for cut in cuts]),
-    }
+@dataclass
+class RunningRow:
+    """A completion under way, on the host."""
+
+    number: int
+    """Its place in the call: the youngest has the largest."""
+    job: SampleJob
+    draws: list[npt.NDArray[np.float64]] = field(default_factory=list)
+    """[4] each."""
+    launched: int = 0
+    """Draws under way included."""
+    slot: int = -1
+    """Its place in the buffers; -1 while it waits."""
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def ids(self) -> npt.NDArray[np.int32]:
+        """Prompt and drawn tokens."""
+        drawn = np.array([draws[0] for draws in self.draws], np.int32)
+        return np.concatenate([self.job.request.prompt_ids, drawn]).astype(np.int32)
+
+    def grows_past(self, tokens: int) -> bool:
+        """Return True if the next step feeds it a token beyond this number."""
+        return (
+            self.launched < self.job.limit
+            and len(self.job.request.prompt_ids) + self.launched > tokens
+        )
+
+    def completion(self, ends: Collection[int]) -> Completion:
+        """Return the finished completion; `ends`: the end tokens."""
+        tokens, logprobs, entropies, kept = np.array(self.draws).T
+        return Completion(
+            request=self.job.request_index,
+            sample=self.job.sample,
+            token_ids=tokens.astype(np.int32),
+            logprobs=logprobs.astype(np.float32),
+            entropies=entropies.astype(np.float32),
+            finish_reason=FinishReason.STOP if tokens[-1] in ends else FinishReason.LENGTH,
+            kept=kept.astype(np.int32) if self.job.truncation.active else None,
+        )
 
 
-def noise_key(job: SampleJob) -> tuple[int, int, int, int, int]:
-    """Return the coordinates of the job's noise, but for the position."""
-    key = job.request.noise
-    return key.seed, key.stream, key.step, key.prompt, job.sample
-
-
-def noise_block(
-    keys: npt.NDArray[np.int64], first: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
-    """Return the uniforms [R, NOISE_BLOCK] of the positions from `first` [R], for rows with noise
-    keys [R, 5].
+def noise_of(rows: Sequence[RunningRow]) -> npt.NDArray[np.float64]:
+    """Return the uniforms [R, NOISE_BLOCK] of the block of draws that each row's next one belongs
+    to.
     """
-    positions = first[:, None] + np.arange(NOISE_BLOCK)
-    noise = np.empty(positions.shape)
+    noise = np.empty((len(rows), NOISE_BLOCK))
+    by_generator: dict[tuple[int, int], list[int]] = {}
     # The generator takes one seed and stream a call; a batch mostly has one.
-    for seed, stream in np.unique(keys[:, :2], axis=0):
-        same = (keys[:, :2] == (seed, stream)).all(axis=1)
-        step, prompt, sample = (keys[same, column][:, None] for column in (2, 3, 4))
-        noise[same] = uniform(int(seed), int(stream), step, prompt, sample, positions[same])
+    for number, row in enumerate(rows):
+        key = row.job.request.noise
+        by_generator.setdefault((key.seed, key.stream), []).append(number)
+    for (seed, stream), same in by_generator.items():
+        step, prompt, sample, first = np.array(
+            [
+                (
+                    job.request.noise.step,
+                    job.request.noise.prompt,
+                    job.sample,
+                    job.request.first_position + rows[number].launched // NOISE_BLOCK * NOISE_BLOCK,
+                )
+                for number in same
+                for job in (rows[number].job,)
+            ]
+        ).T[:, :, None]
+        noise[same] = uniform(seed, stream, step, prompt, sample, first + np.arange(NOISE_BLOCK))
     return noise
 
 
-def completion_of(job: SampleJob, draws: Draws, ends: Collection[int]) -> Completion:
-    """Return the finished completion from its draws [T]; `ends`: the end tokens."""
-    kept = draws.kept if job.truncation.active else None
-    return Completion(
-        request=job.request_index,
-        sample=job.sample,
-        token_ids=draws.tokens.astype(np.int32),
-        logprobs=draws.logprobs.astype(np.float32),
-        entropies=draws.entropies.astype(np.float32),
-        finish_reason=(FinishReason.STOP if int(draws.tokens[-1]) in ends else FinishReason.LENGTH),
-        kept=None if kept is None else kept.astype(np.int32),
-    )
+class Variant(NamedTuple):
+    """What some rows of a run may be, which is fixed when a step is captured."""
+
+    greedy: bool
+    truncated: bool
+    adapted: bool
+    """The rows are under the adapter, not the base model."""
+
+    @classmethod
+    def of(cls, jobs: Sequence[SampleJob]) -> "Variant":
+        return cls(
+            greedy=any(job.request.temperature == 0 for job in jobs),
+            truncated=any(job.truncation.active for job in jobs),
+            adapted=jobs[0].request.adapter_slot != BASE_MODEL,
+        )
+
+
+class RowBuffers:
+    """The state of the rows on the device that draws, in tensors that stay where they are."""
+
+    def __init__(
+        self,
+        rows: int,
+        pages: int,
+        device: torch.device,
+        eos_ids: npt.NDArray[np.int64],
+        kept_sets: type[KeptSets] = KeptSets,
+    ) -> None:
+        """`pages`: M. `kept_sets`: how the cuts of truncated rows are found."""
+        self.device, self._kept_sets, self._eos_ids = device, kept_sets, upload(eos_ids, device)
+        self.token, self.position, self.sampled, self.limit, self.top_k = (
+            torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5)
+        )
+        """token: the next to be fed, which stands at `position`. sampled: tokens drawn; `limit` is
+        the most."""
+        self.temperature = torch.ones(rows, dtype=torch.float32, device=device)
+        self.top_p, self.min_p = (
+            torch.full((rows,), off, dtype=torch.float64, device=device) for off in (1.0, 0.0)
+        )
+        self.noise = torch.full((rows, NOISE_BLOCK), 0.5, dtype=torch.float64, device=device)
+        """The uniforms of draws 64 k to 64 k + 63, among which is the row's next."""
+        self.block_table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self.done = torch.ones(rows, dtype=torch.bool, device=device)
+
+    @property
+    def of_rows(self) -> dict[str, Tensor]:
+        """By name, everything that has one entry per row."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and name != "_eos_ids"
+        }
+
+    def begin(self, rows: Sequence[RunningRow]) -> Tensor:
+        """Enter rows before their next draw, from the logits of their last token; returns their
+        slots [R] on the device.
+        """
+        jobs, cuts = [row.job for row in rows], [row.job.truncation for row in rows]
+        return self.put(
+            rows,
+            limit=np.array([job.limit for job in jobs]),
+            temperature=np.array([job.request.temperature for job in jobs], np.float32),
+            top_k=np.array([cut.top_k for cut in cuts]),
+            top_p=np.array([cut.top_p for cut in cuts]),
+            min_p=np.array([cut.min_p for cut in cuts]),
+            position=np.array([len(row.ids) - 1 for row in rows]),
+            sampled=np.array([len(row.draws) for row in rows]),
+            done=np.zeros(len(rows), bool),
+            block_table=self.pages_of(rows),
+            noise=noise_of(rows),
+        )
+
+    def put(self, rows: Sequence[RunningRow], **values: npt.NDArray[np.generic]) -> Tensor:
+        """Set the named buffers' entries of `rows`; returns their slots [R] on the device."""
+        index = upload(np.array([row.slot for row in rows], np.int64), self.device)
+        for name, value in values.items():
+            buffer = getattr(self, name)
+            buffer.index_copy_(0, index, upload(value, self.device).to(buffer.dtype))
+        return index
+
+    def pages_of(self, rows: Sequence[RunningRow]) -> npt.NDArray[np.int32]:
+        """[R, M] the pages of rows, for `put`."""
+        block_table = np.zeros((len(rows), self.block_table.shape[1]), np.int32)
+        for number, row in enumerate(rows):
+            block_table[number, : len(row.pages)] = row.pages
+        return block_table
+
+    def move(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
+        """Rows `sources` go to `targets`, and stop where they were."""
+        source, target = upload(sources, self.device), upload(targets, self.device)
+        for buffer in self.of_rows.values():
+            buffer.index_copy_(0, target, buffer.index_select(0, source))
+        self.stop(sources)
+
+    def stop(self, rows: npt.NDArray[np.int64]) -> None:
+        self.done.index_fill_(0, upload(rows, self.device), True)
+
+    def draw(self, rows: slice | Tensor, logits: Tensor, variant: Variant) -> Tensor:
+        """[R, 4] draws of `rows` from logits [R, V], as `sampling.draw`; the tokens are fed back.
+
+        Rows end at an end token, at their limit, or where the model's numbers are not finite. A row
+        that is done changes nothing.
+        """
+        place = self.sampled[rows] % NOISE_BLOCK
+        drawn = draw(
+            logits,
+            self.temperature[rows],
+            self.noise[rows].gather(1, place[:, None])[:, 0],
+            Cuts(self.top_k, self.top_p, self.min_p)(rows) if variant.truncated else None,
+            greedy=variant.greedy,
+            kept_sets=self._kept_sets,
+        )
+        active, token = ~self.done[rows], drawn[:, 0].long()
+        sampled = self.sampled[rows] + active
+        ended = (
+            (token[:, None] == self._eos_ids).any(-1)
+            | (sampled >= self.limit[rows])
+            | ~drawn[:, 1:3].isfinite().all(-1)
+        )
+        self.done[rows] = ~active | ended
+        self.sampled[rows] = sampled
+        self.position[rows] = self.position[rows] + active
+        self.token[rows] = torch.where(active, token, self.token[rows])
+        return drawn
+
+
+class DrawCopy:
+    """[R, 4] draws that the host will read: token, log-prob, entropy, tokens kept."""
+
+    def __init__(self, drawn: Tensor) -> None:
+        """Begin the copy; `to` takes page-locked memory for it."""
+        self._host = drawn.to("cpu", non_blocking=True, copy=True)
+        self._event: torch.cuda.Event | None = None
+        if drawn.device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            self._event.record()
+
+    def read(self) -> npt.NDArray[np.float64]:
+        """Wait for the copy, and return it."""
+        if self._event is not None:
+            self._event.synchronize()
+        drawn: npt.NDArray[np.float64] = self._host.numpy()
+        return drawn
 
 
 def not_finite(job: SampleJob, position: int) -> RunFailed:

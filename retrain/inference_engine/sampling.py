@@ -8,10 +8,9 @@ batch. Shape letters: R rows, V vocabulary, N blocks of the vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
@@ -39,109 +38,56 @@ _LOG_SMALLEST = -87.0
 """About the smallest normal float32, which no uniform reaches."""
 
 
-@dataclass(frozen=True)
-class Draws:
-    """The tokens drawn for R rows. A log-prob that is not finite says that the row's logits held
-    NaN or +inf.
-    """
-
-    tokens: npt.NDArray[np.int64]
-    """[R]"""
-    logprobs: npt.NDArray[np.float32]
-    """[R] natural log of the token's probability under the sampled distribution; 0 for greedy
-    rows."""
-    entropies: npt.NDArray[np.float32]
-    """[R] nats, of the sampled distribution (H = logsumexp(z) - sum softmax(z) z); 0 for greedy
-    rows."""
-    kept: npt.NDArray[np.int32] | None = None
-    """[R] tokens that the sampled distribution kept; None where nothing was cut."""
-
-    @classmethod
-    def of_columns(cls, columns: npt.NDArray[np.float64]) -> "Draws":
-        """Take [R, 3 or 4]: token, log-prob, entropy, and tokens kept where rows are truncated."""
-        return cls(
-            columns[:, 0].astype(np.int64),
-            columns[:, 1].astype(np.float32),
-            columns[:, 2].astype(np.float32),
-            columns[:, 3].astype(np.int32) if columns.shape[1] > 3 else None,
-        )
+COLUMNS = 4
+"""Of a table of draws: token, log-prob, entropy, and tokens kept where rows are truncated. A
+log-prob that is not finite says that the row's logits held NaN or +inf."""
 
 
 def draw(
     logits: Tensor,
-    temperatures: npt.NDArray[np.float32],
-    uniforms: npt.NDArray[np.float64],
+    temperatures: Tensor,
+    uniforms: Tensor,
     cuts: Cuts | None = None,
-) -> Draws:
-    """Sample one token per row of `logits` [R, V], at `temperatures` [R] (0 is greedy) with
-    `uniforms` [R] in (0, 1).
+    *,
+    greedy: bool = False,
+    kept_sets: type[KeptSets] = KeptSets,
+) -> Tensor:
+    """[R, 4] draws of one token per row of `logits` [R, V], at `temperatures` [R] with `uniforms`
+    [R] in (0, 1). `greedy`: some temperatures may be 0.
 
-    A token of probability zero (logit -inf, underflow, or cut off) is never drawn. Equal cumulative
-    sums go to the lower id.
+    The log-prob is of the sampled distribution, and its entropy is H = logsumexp(z) - sum
+    softmax(z) z in nats; both are 0 for greedy rows. A token of probability zero (logit -inf,
+    underflow, or cut off) is never drawn. Equal cumulative sums go to the lower id. With
+    `FixedKeptSets` nothing waits for the host or has a shape that depends on a value, so a graph
+    can be captured of it.
     """
-    if logits.device.type == "mps":  # MPS has no float64
-        logits = logits.cpu()
     rows, vocabulary = logits.shape
     chunk = chunk_rows(vocabulary, sampling_chunk_bytes(logits.device.type))
-    columns = 3 if cuts is None else 4
-    # One transfer to the host for all of them.
-    packed = torch.empty(rows, columns, dtype=torch.float64, device=logits.device)
+    table = torch.zeros(rows, COLUMNS, dtype=torch.float64, device=logits.device)
     for start in range(0, rows, chunk):
-        part = slice(start, min(start + chunk, rows))
-        noise = upload(uniforms[part], logits.device)
-        of_chunk = None if cuts is None else cuts[part]
-        _draw_chunk(logits[part], temperatures[part], noise, of_chunk, packed[part])
-    return Draws.of_columns(packed.cpu().numpy())
+        part = slice(start, start + chunk)
+        is_greedy, divisors = None, temperatures[part]
+        if greedy:
+            is_greedy = divisors == 0
+            divisors = torch.where(is_greedy, 1.0, divisors)
+        # logits / temperature in float32, the same expression as the learner's
+        z = logits[part].float() / divisors[:, None]
+        kept = None if cuts is None else partial(kept_sets.of_cuts, cuts=cuts(part))
+        for number, column in enumerate(_draw_scaled(z, uniforms[part], is_greedy, kept)):
+            table[part, number : number + 1] = column
+    return table
 
 
-def _draw_chunk(
-    logits: Tensor,
-    temperatures: npt.NDArray[np.float32],
-    uniforms: Tensor,
-    cuts: Cuts | None,
-    out: Tensor,
-) -> None:
-    """Fill `out` [r, 3 or 4] with token, log-prob and entropy of each row, and with how many tokens
-    the cuts keep.
-    """
-
-    def keep(z: Tensor, weights: Tensor) -> KeptSets:
-        assert cuts is not None
-        return KeptSets.of_cuts(z, weights.sum(-1, dtype=torch.float64), cuts)
-
-    greedy = None
-    if not temperatures.all():
-        greedy = upload(temperatures == 0, logits.device)
-    columns = draw_scaled(
-        _scaled(logits, temperatures), uniforms, greedy, None if cuts is None else keep
-    )
-    for number, column in enumerate(columns):
-        out[:, number : number + 1] = column
-
-
-def _scaled(logits: Tensor, temperatures: npt.NDArray[np.float32]) -> Tensor:
-    """Return logits / temperature in float32, the same expression as the learner's; greedy rows are
-    left as they are.
-    """
-    z = logits.float()
-    if (temperatures == 1).all():
-        return z
-    divisors = np.where(temperatures == 0, np.float32(1), temperatures)
-    return z / upload(divisors, logits.device)[:, None]
-
-
-def draw_scaled(
+def _draw_scaled(
     z: Tensor,
     uniforms: Tensor,
     greedy: Tensor | None,
     keep: Callable[[Tensor, Tensor], KeptSets] | None,
 ) -> tuple[Tensor, ...]:
-    """Draw token, log-prob and entropy, [r, 1] each, and with `keep` the number of tokens kept, of
-    z = logits / temperature [r, V] in float32.
+    """The columns [r, 1] of the draws of z = logits / temperature [r, V] in float32.
 
-    `uniforms` [r]; `greedy` [r] bool, or None where no row is. `keep` is given z - max z [r, V] and
-    its exponentials. Nothing here waits for the host or has a shape that depends on a value, so a
-    graph can be captured of it.
+    `greedy` [r] bool, or None where no row is. `keep` is given z - max z [r, V] and the sum of its
+    exponentials [r].
     """
     rows, vocabulary = z.shape
     size = min(_BLOCK, vocabulary)
@@ -154,35 +100,23 @@ def draw_scaled(
     tokens = _invert(blocked, cumulative, uniforms[:, None])
     tokens.clamp_(max=vocabulary - 1)
 
+    if greedy is not None:
+        # The lowest id among the largest logits, which are zeros.
+        best = torch.where(
+            shifted[:, :vocabulary] == 0, torch.arange(vocabulary, device=z.device), vocabulary - 1
+        ).amin(-1)
+        tokens = torch.where(greedy, best, tokens[:, 0])[:, None]
     log_total = total.log()
     logprobs = shifted.gather(1, tokens).double() - log_total
-    best = None
-    if greedy is not None:
-        best = _best(shifted[:, :vocabulary])
     # From here on `shifted` is spent: the entropy's moments are computed in its memory.
     moments = shifted.mul_(weights).view(rows, blocks, size).sum(-1).double().sum(-1, keepdim=True)
     entropies = (log_total - moments / total).clamp_(min=0.0)
-    columns = tokens, logprobs, entropies
-    if greedy is not None and best is not None:
-        columns = _certain(columns, greedy[:, None], best)
+    if greedy is not None:
+        certain = greedy[:, None] & logprobs.isfinite()
+        logprobs, entropies = (each.masked_fill_(certain, 0.0) for each in (logprobs, entropies))
     if kept is None:
-        return columns
-    return (*columns, kept.counts[:, None])
-
-
-def _certain(
-    columns: tuple[Tensor, Tensor, Tensor], greedy: Tensor, best: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Give `greedy` rows [r, 1] their `best` token, with log-prob and entropy 0 unless the logits
-    are not finite.
-    """
-    tokens, logprobs, entropies = columns
-    certain = greedy & logprobs.isfinite()
-    return (
-        torch.where(greedy, best, tokens),
-        logprobs.masked_fill(certain, 0.0),
-        entropies.masked_fill(certain, 0.0),
-    )
+        return tokens, logprobs, entropies
+    return tokens, logprobs, entropies, kept.counts[:, None]
 
 
 def _shifted(z: Tensor, width: int) -> Tensor:
@@ -200,16 +134,9 @@ def _weights(
     weights = exponentials(shifted)
     if keep is None:
         return weights, None
-    kept = keep(shifted[:, :vocabulary], weights)
+    kept = keep(shifted[:, :vocabulary], weights.sum(-1, dtype=torch.float64))
     weights[:, :vocabulary].masked_fill_(kept.beyond(shifted[:, :vocabulary]), 0.0)
     return weights, kept
-
-
-def _best(shifted: Tensor) -> Tensor:
-    """Return the lowest id [r, 1] among the largest logits, which `shifted` [r, V] has as zeros."""
-    last = shifted.shape[1] - 1
-    ids = torch.arange(last + 1, device=shifted.device)
-    return torch.where(shifted == 0, ids, last).amin(-1, keepdim=True)
 
 
 def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
 """Continuous batching: a completion takes a row as soon as one is free, all rows decode together,
 and each leaves when it is finished.
+
+`DecodeRun` keeps the rows. Their keys and values are in rows of one capacity here, and in pages in
+`paged_run.py`.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,25 +25,156 @@ from retrain.inference_engine.kv_cache import (
 )
 from retrain.inference_engine.rows import (
     NOISE_BLOCK,
+    DrawCopy,
+    RowBuffers,
+    RunningRow,
     SampleJob,
-    completion_of,
-    noise_block,
-    noise_key,
+    Variant,
+    noise_of,
     not_finite,
     prefill_batches,
-    row_settings,
 )
-from retrain.inference_engine.sampling import Draws, draw
 from retrain.model.budget import DecodeLimits
-from retrain.model.truncation import Cuts
 from retrain.types import Completion
 
 _FIRST_TOKENS = 64
 """Completion tokens that a row has room for at first; the arena doubles as completions grow."""
 
 
-class DecodeRun:
+class DecodeRun(ABC):
     """One batch of jobs under one adapter slot, from the first prompt to the last token."""
+
+    _late = 0
+    """Steps under way while the draws of the one before them are read."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        jobs: Sequence[SampleJob],
+        eos_ids: npt.NDArray[np.int64],
+        buffers: RowBuffers,
+        slots: int,
+    ) -> None:
+        """`slots`: rows that decode together."""
+        self._decoder, self.buffers = decoder, buffers
+        self._waiting = deque(RunningRow(number, job) for number, job in enumerate(jobs))
+        self._slots: list[RunningRow | None] = [None] * slots
+        self._unread: deque[tuple[DrawCopy, list[RunningRow | None]]] = deque()
+        self._finished: list[Completion] = []
+        self._ends = frozenset(eos_ids.tolist())
+        self._variant = Variant.of(jobs)
+
+    @abstractmethod
+    def admit(self) -> None:
+        """Give free slots to waiting completions, run their prompts, and `_begin` them."""
+
+    @abstractmethod
+    def _step(self, count: int) -> Tensor:
+        """[R, 4] draws of one step of the first `count` slots or more."""
+
+    def close(self) -> None:  # noqa: B027 - rows of one capacity go with the run
+        """Release its memory."""
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._waiting or self.running or self._finished)
+
+    @property
+    def running(self) -> list[RunningRow]:
+        return [row for row in self._slots if row is not None]
+
+    def advance(self) -> list[Completion]:
+        """Prefill and decode until at least one completion is finished."""
+        while self.unfinished:
+            self.admit()
+            if not self._late:
+                self._collect(0)
+            under_way = 0
+            if not self._finished and self.launch():
+                under_way = self._late
+            self._collect(under_way)
+            if self._finished:
+                finished, self._finished = self._finished, []
+                return finished
+        return []
+
+    def _begin(self, rows: Sequence[RunningRow], logits: Tensor) -> None:
+        """Put rows with a slot into the buffers, and draw from the `logits` [R, V] of their last
+        tokens.
+        """
+        slots = self.buffers.begin(rows)
+        drawn = self.buffers.draw(slots, logits.to(self.buffers.device), self._variant)
+        for row in rows:
+            row.launched = len(row.draws) + 1
+        self._unread.append((DrawCopy(drawn), list(rows)))
+
+    def launch(self) -> bool:
+        """Launch one step of the running rows; False if none of them has a token to draw."""
+        self._make_room()
+        rows = [row if row and row.launched < row.job.limit else None for row in self._slots]
+        launching = [row for row in rows if row]
+        if not launching:
+            return False
+        fresh = [row for row in launching if row.launched % NOISE_BLOCK == 0]
+        if fresh:
+            self.buffers.put(fresh, noise=noise_of(fresh))
+        # `launching` is in the order of the slots.
+        drawn = self._step(launching[-1].slot + 1)
+        for row in launching:
+            row.launched += 1
+        self._unread.append((DrawCopy(drawn), rows[: len(drawn)]))
+        return True
+
+    def _make_room(self) -> None:  # noqa: B027 - rows of one capacity have it
+        """Give every row room for its next token."""
+
+    def _compact(self, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Move the rows beyond the first `count` slots into free ones; returns the moves as
+        (sources, targets).
+        """
+        beyond = [row for row in self._slots[count:] if row]
+        free = [slot for slot, row in enumerate(self._slots[:count]) if row is None]
+        moves = [(row.slot, slot) for row, slot in zip(beyond, free, strict=False)]
+        sources, targets = np.array(moves, np.int64).reshape(-1, 2).T.copy()
+        if moves:
+            self.buffers.move(sources, targets)
+        for row, (source, target) in zip(beyond, moves, strict=True):
+            self._slots[source], self._slots[target], row.slot = None, row, target
+        return sources, targets
+
+    def _collect(self, under_way: int) -> None:
+        """Take over the draws of all steps but the newest `under_way`; the rows that they finish
+        leave.
+        """
+        while len(self._unread) > under_way:
+            self.collect()
+
+    def collect(self) -> None:
+        """Take over the oldest draws that were not read."""
+        drawn, rows = self._unread.popleft()
+        table = drawn.read().copy()  # a page-locked one is used again
+        finite = np.isfinite(table[:, 1] + table[:, 2]).tolist()
+        for row, draws, token, is_finite in zip(
+            rows, table, table[:, 0].tolist(), finite, strict=True
+        ):
+            if row is None or row.slot < 0:  # it was finished by the draw before
+                continue
+            if not is_finite:
+                raise not_finite(row.job, len(row.draws))
+            row.draws.append(draws)
+            if token in self._ends or len(row.draws) == row.job.limit:
+                self._finished.append(row.completion(self._ends))
+                self._leave(row, finished=True)
+
+    def _leave(self, row: RunningRow, *, finished: bool = False) -> None:
+        self._slots[row.slot] = None
+        row.slot = -1
+
+
+class ContiguousRun(DecodeRun):
+    """Rows of one capacity: the active ones are a prefix of the slots, and each has room for the
+    longest completion.
+    """
 
     def __init__(
         self,
@@ -52,230 +186,75 @@ class DecodeRun:
         kv_storage: torch.dtype | None,
     ) -> None:
         """`prefixes`: None if every completion computes its own prompt."""
-        self._decoder, self._prefixes, self._kv_storage = decoder, prefixes, kv_storage
-        self._ends = frozenset(eos_ids.tolist())
-        self._waiting = deque(jobs)
         self._max_tokens = max(job.tokens for job in jobs)
-        self._max_rows = limits.rows_together(self._max_tokens, len(jobs))
-        self._rows = Rows(self._max_rows, max(job.limit for job in jobs))
+        rows = limits.rows_together(self._max_tokens, len(jobs))
+        # MPS has no float64.
+        device = torch.device("cpu") if decoder.device.type == "mps" else decoder.device
+        super().__init__(decoder, jobs, eos_ids, RowBuffers(rows, 0, device, eos_ids), rows)
+        self._prefixes, self._kv_storage = prefixes, kv_storage
         self._prompts: dict[PromptKey, PromptState] = {}
         self._arena: KVArena | None = None
 
-    def close(self) -> None:
-        """Release its memory."""
+    def _cached(self, count: int) -> npt.NDArray[np.int64]:
+        """[count] tokens of the first slots in the cache: the position of the next one."""
+        cached: npt.NDArray[np.int64] = self.buffers.position[:count].cpu().numpy()
+        return cached
 
-    @property
-    def unfinished(self) -> bool:
-        return bool(self._waiting) or self._rows.count > 0
-
-    def advance(self) -> list[Completion]:
-        """Prefill and decode until at least one completion is finished."""
-        while self.unfinished:
-            free = self._max_rows - self._rows.count
-            if free and self._waiting:
-                rows, logits = self._admit(
-                    [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-                )
-            else:
-                rows, logits = self._decode()
-            finished = self._sample(rows, logits)
-            if finished:
-                return finished
-        return []
-
-    def _admit(self, jobs: list[SampleJob]) -> tuple[slice, Tensor]:
-        """Prefill: give each job a row. Returns these rows and the logits [R, V] of their first
-        tokens, from their prompts.
-        """
-        prompts = self._prompt_states(jobs)
-        added = self._rows.start(jobs)
-        longest = int(self._rows.cached[: self._rows.count].max())
+    def admit(self) -> None:
+        start = len(self.running)
+        sources, targets = self._compact(start)
+        if len(sources) and self._arena is not None:
+            self._arena.move(sources, targets, int(self._cached(start)[targets].max()))
+        entering = [
+            self._waiting.popleft()
+            for _ in range(min(len(self._slots) - start, len(self._waiting)))
+        ]
+        if not entering:
+            return
+        prompts = self._prompt_states([row.job for row in entering])
+        longest = max([*(len(each.token_ids) for each in prompts), *self._cached(start).tolist()])
         if self._arena is None:
-            self._arena = KVArena(
-                self._max_rows,
-                min(longest + _FIRST_TOKENS, self._max_tokens),
-                prompts[0],
-                self._kv_storage,
-            )
+            capacity = min(longest + _FIRST_TOKENS, self._max_tokens)
+            self._arena = KVArena(len(self._slots), capacity, prompts[0], self._kv_storage)
         # The new rows hold nothing yet, and the others at most the capacity.
-        self._arena.reserve(
-            longest, self._max_tokens, self._rows.count, min(longest, self._arena.capacity)
-        )
-        by_prompt: dict[int, tuple[PromptState, list[int]]] = {}
-        for row, prompt in zip(added, prompts, strict=True):
-            by_prompt.setdefault(id(prompt), (prompt, []))[1].append(row)
-        for prompt, rows in by_prompt.values():
-            self._arena.write_prompt(rows, prompt)
-        return slice(added.start, added.stop), torch.stack([prompt.logits for prompt in prompts])
+        used = min(longest, self._arena.capacity)
+        self._arena.reserve(longest, self._max_tokens, start + len(entering), used)
+        for slot, row in enumerate(entering, start):
+            self._slots[slot], row.slot = row, slot
+        by_prompt = {id(prompt): prompt for prompt in prompts}
+        for number, prompt in by_prompt.items():
+            slots = [slot for slot, each in enumerate(prompts, start) if id(each) == number]
+            self._arena.write_prompt(slots, prompt)
+        self._begin(entering, torch.stack([prompt.logits for prompt in prompts]))
 
-    def _decode(self) -> tuple[slice, Tensor]:
-        """Feed every active row its last token. Returns these rows and the logits [R, V] of their
-        next tokens.
-        """
+    def _step(self, count: int) -> Tensor:
         assert self._arena is not None
-        rows = slice(0, self._rows.count)
-        cached = self._rows.cached[rows]
-        self._arena.reserve(
-            int(cached.max()) + 1, self._max_tokens, self._rows.count, int(cached.max())
-        )
-        logits = self._decoder.decode(
-            self._arena, self._rows.last_tokens[rows].copy(), cached.copy()
-        )
-        self._rows.cached[rows] += 1
-        return rows, logits
-
-    def _sample(self, rows: slice, logits: Tensor) -> list[Completion]:
-        """Draw one token for each of `rows`; the completions that it finishes leave."""
-        draws = draw(
-            logits, self._rows.temperature[rows], self._rows.uniforms(rows), self._rows.cuts(rows)
-        )
-        wrong = np.flatnonzero(~(np.isfinite(draws.logprobs) & np.isfinite(draws.entropies)))
-        if len(wrong):
-            row = rows.start + int(wrong[0])
-            raise not_finite(self._rows.jobs[row], int(self._rows.sampled[row]))
-        done = self._rows.record(rows, draws, self._ends)
-        finished = [self._rows.completion(int(row), self._ends) for row in done]
-        if finished:
-            sources, targets = self._rows.remove(done)
-            if sources and self._arena is not None:
-                self._arena.move(sources, targets, int(self._rows.cached[targets].max()))
-        return finished
+        cached = self._cached(count)
+        longest = int(cached.max())
+        self._arena.reserve(longest + 1, self._max_tokens, count, longest)
+        logits = self._decoder.decode(self._arena, self.buffers.token[:count], cached)
+        return self.buffers.draw(slice(count), logits.to(self.buffers.device), self._variant)
 
     def _prompt_states(self, jobs: Sequence[SampleJob]) -> list[PromptState]:
         """Return one state per job, in order. With shared prefixes a prompt is computed once for
         all of its completions.
         """
-        if self._prefixes is None:
+        store = self._prefixes
+        if store is None:
             return self._prefill(jobs)
-        keys = [prompt_key(job.request) for job in jobs]
-        new: dict[PromptKey, SampleJob] = {}
-        for key, job in zip(keys, jobs, strict=True):
-            if key in self._prompts:
-                continue
-            stored = self._prefixes.get(key)
-            if stored is None:
-                new.setdefault(key, job)
-            else:
-                self._prompts[key] = stored
-        for key, state in zip(new, self._prefill(list(new.values())), strict=True):
-            self._prompts[key] = state
-            self._prefixes.put(key, state)
-        states = [self._prompts[key] for key in keys]
+        by_key = {prompt_key(job.request): job for job in jobs}
+        known = {key: state for key in by_key if (state := store.get(key))} | self._prompts
+        new = [key for key in by_key if key not in known]
+        for key, state in zip(new, self._prefill([by_key[key] for key in new]), strict=True):
+            known[key] = state
+            store.put(key, state)
         # Completions of a prompt wait side by side, so only the next one's is still needed.
-        following = {prompt_key(job.request) for job in islice(self._waiting, 1)}
-        self._prompts = {key: state for key, state in self._prompts.items() if key in following}
-        return states
+        following = {prompt_key(row.job.request) for row in islice(self._waiting, 1)}
+        self._prompts = {key: known[key] for key in following & known.keys()}
+        return [known[prompt_key(job.request)] for job in jobs]
 
     def _prefill(self, jobs: Sequence[SampleJob]) -> list[PromptState]:
         states: list[PromptState] = []
         for batch in prefill_batches(jobs, [len(job.request.prompt_ids) for job in jobs]):
             states += self._decoder.prefill([job.request.prompt_ids for job in batch])
         return states
-
-
-class Rows:
-    """The state of the active rows, 0 .. count - 1. A row moves with all of its state, so that the
-    active ones stay a prefix.
-    """
-
-    def __init__(self, rows: int, longest: int) -> None:
-        self.count = 0
-        self.jobs: list[SampleJob] = []
-        self.cached = np.zeros(rows, dtype=np.int64)
-        """Tokens in the KV cache."""
-        self.sampled = np.zeros(rows, dtype=np.int64)
-        """Tokens drawn so far: the position of the next draw in the completion."""
-        self.limit = np.zeros(rows, dtype=np.int64)
-        self.temperature = np.zeros(rows, dtype=np.float32)
-        self.last_tokens = np.zeros(rows, dtype=np.int64)
-        self.top_k = np.zeros(rows, dtype=np.int64)
-        self.top_p = np.ones(rows)
-        self.min_p = np.zeros(rows)
-        self._noise_keys = np.zeros((rows, 5), dtype=np.int64)
-        self._first_positions = np.zeros(rows, dtype=np.int64)
-        """Position of the completion's first token in its trajectory."""
-        self._noise = np.zeros((rows, NOISE_BLOCK))
-        self._noise_start = np.zeros(rows, dtype=np.int64)
-        self._tokens = np.zeros((rows, longest), dtype=np.int64)
-        self._logprobs = np.zeros((rows, longest), dtype=np.float32)
-        self._entropies = np.zeros((rows, longest), dtype=np.float32)
-        self._kept = np.zeros((rows, longest), dtype=np.int32)
-        self._all: list[npt.NDArray[Any]] = [
-            value for value in vars(self).values() if isinstance(value, np.ndarray)
-        ]
-
-    def start(self, jobs: list[SampleJob]) -> range:
-        """Append a row for each job; returns their numbers."""
-        added = range(self.count, self.count + len(jobs))
-        rows = np.arange(added.start, added.stop)
-        self.cached[rows] = [len(job.request.prompt_ids) for job in jobs]
-        self.sampled[rows] = 0
-        self._noise_keys[rows] = [noise_key(job) for job in jobs]
-        self._first_positions[rows] = [job.request.first_position for job in jobs]
-        for name, values in row_settings(jobs).items():
-            getattr(self, name)[rows] = values
-        self.jobs += jobs
-        self.count = added.stop
-        self._refill_noise(rows)
-        return added
-
-    def uniforms(self, rows: slice) -> npt.NDArray[np.float64]:
-        """Return the uniform of each row's next draw. When one row has used up its block, all rows
-        get a new one.
-        """
-        index = np.arange(rows.start, rows.stop)
-        offset = self.sampled[rows] - self._noise_start[rows]
-        if offset.max(initial=0) >= NOISE_BLOCK:
-            self._refill_noise(index)
-            offset = np.zeros_like(offset)
-        noise: npt.NDArray[np.float64] = self._noise[index, offset]
-        return noise
-
-    def cuts(self, rows: slice) -> Cuts | None:
-        """Return the cuts of these rows; None if no row is truncated."""
-        cuts = Cuts(self.top_k, self.top_p, self.min_p)[rows]
-        return cuts if cuts.active.any() else None
-
-    def _refill_noise(self, rows: npt.NDArray[np.int64]) -> None:
-        self._noise_start[rows] = self.sampled[rows]
-        first = self._first_positions[rows] + self.sampled[rows]
-        self._noise[rows] = noise_block(self._noise_keys[rows], first)
-
-    def record(self, rows: slice, draws: Draws, ends: Collection[int]) -> npt.NDArray[np.int64]:
-        """Append one draw to each of `rows`; returns the numbers of the rows that it finishes."""
-        index = np.arange(rows.start, rows.stop)
-        place = self.sampled[rows]
-        self._tokens[index, place] = draws.tokens
-        self._logprobs[index, place] = draws.logprobs
-        self._entropies[index, place] = draws.entropies
-        if draws.kept is not None:
-            self._kept[index, place] = draws.kept
-        self.last_tokens[rows] = draws.tokens
-        self.sampled[rows] += 1
-        done = np.isin(draws.tokens, list(ends)) | (self.sampled[rows] >= self.limit[rows])
-        return index[done]
-
-    def completion(self, row: int, ends: Collection[int]) -> Completion:
-        """Return the completion of a row that is finished."""
-        done = row, slice(int(self.sampled[row]))
-        draws = Draws(
-            self._tokens[done], self._logprobs[done], self._entropies[done], self._kept[done]
-        )
-        return completion_of(self.jobs[row], draws, ends)
-
-    def remove(self, rows: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
-        """Drop `rows` and fill their places with the last active rows; returns the moves as
-        (sources, targets).
-        """
-        left = self.count - len(rows)
-        dropped = set(rows.tolist())
-        targets = [row for row in rows.tolist() if row < left]
-        sources = [row for row in range(left, self.count) if row not in dropped]
-        if sources:
-            for array in self._all:
-                array[targets] = array[sources]
-        for source, target in zip(sources, targets, strict=True):
-            self.jobs[target] = self.jobs[source]
-        del self.jobs[left:]
-        self.count = left
-        return sources, targets

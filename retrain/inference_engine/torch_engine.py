@@ -23,7 +23,7 @@ from retrain.inference_engine.kv_cache import PrefixStore
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun, wanted_tokens
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.inference_engine.rows import SampleJob, pieces
-from retrain.inference_engine.scheduler import DecodeRun
+from retrain.inference_engine.scheduler import ContiguousRun, DecodeRun
 from retrain.model.budget import STORE_SHARE, DecodeLimits
 from retrain.model.devices import EngineOptions
 from retrain.model.fused import FusedDecoder
@@ -159,10 +159,10 @@ class TorchEngine(PyTorchEngine):
             and all(fits_head(size) for _, size in fused.kv_heads)
         )
 
-    def _run(self, jobs: Sequence[SampleJob]) -> "DecodeRun | PagedRun":
+    def _run(self, jobs: Sequence[SampleJob]) -> DecodeRun:
         if self._is_paged:
             return self._paged_run(jobs)
-        return DecodeRun(
+        return ContiguousRun(
             self._decoder, jobs, self._limits, self._eos_ids, self._prefixes, self._kv_storage
         )
 

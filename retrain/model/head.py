@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -116,9 +115,12 @@ def count_kept(
     for part in torch.split(hidden, rows):
         z = head.logits(part, products[: len(part)]).div_(temperature)
         z.sub_(z.amax(-1, keepdim=True))
-        size = len(z)
-        each = Cuts(np.full(size, top_k, np.int64), np.full(size, top_p), np.full(size, min_p))
         total = z.exp().sum(-1, dtype=torch.float64)
+        each = Cuts(
+            torch.full_like(total, top_k, dtype=torch.int64),
+            torch.full_like(total, top_p),
+            torch.full_like(total, min_p),
+        )
         counts.append(KeptSets.of_cuts(z, total, each).counts)
     return torch.cat(counts).float()
 

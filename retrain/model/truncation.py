@@ -21,9 +21,8 @@ a token enter or leave with its whole probability. Shape letters: R rows, V voca
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,25 +37,22 @@ _GROWTH = 16
 that need more."""
 
 
-@dataclass(frozen=True)
-class Cuts:
+class Cuts(NamedTuple):
     """top_k, top_p and min_p of R rows."""
 
-    top_k: npt.NDArray[np.int64]
-    """[R] tokens; 0 is off."""
-    top_p: npt.NDArray[np.float64]
-    """[R] in (0, 1]; 1 is off."""
-    min_p: npt.NDArray[np.float64]
-    """[R] in [0, 1); 0 is off."""
+    top_k: Tensor
+    """[R] int64 tokens; 0 is off."""
+    top_p: Tensor
+    """[R] float64 in (0, 1]; 1 is off."""
+    min_p: Tensor
+    """[R] float64 in [0, 1); 0 is off."""
 
-    def __getitem__(self, rows: slice) -> "Cuts":
+    def __call__(self, rows: Tensor | slice) -> "Cuts":
         return Cuts(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
-    @property
-    def active(self) -> npt.NDArray[np.bool_]:
-        """[R] whether any of the three is on."""
-        active: npt.NDArray[np.bool_] = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
-        return active
+    def most(self, vocabulary: int) -> Tensor:
+        """[R] tokens that top_k leaves."""
+        return torch.where(self.top_k > 0, self.top_k.clamp(max=vocabulary), vocabulary)
 
 
 @dataclass(frozen=True)
@@ -90,19 +86,13 @@ class KeptSets:
         leaves everything.
         """
         sets = cls._of_everything(z)
-        rows = torch.from_numpy(np.flatnonzero(cuts.active)).to(z.device)
-        top_k, top_p, min_p = (
-            torch.from_numpy(values).to(z.device) for values in (cuts.top_k, cuts.top_p, cuts.min_p)
-        )
-        top_k = torch.where(top_k > 0, top_k.clamp(max=z.shape[1]), z.shape[1])
+        rows = ((cuts.top_k > 0) | (cuts.top_p < 1) | (cuts.min_p > 0)).nonzero()[:, 0]
         for size in _looks(z.shape[1]):
             if not len(rows):
                 break
             # One value more than is searched: the next one may tie with the last one kept.
             largest = _largest(z, rows, size + 1)
-            counts, found = _prefixes(
-                largest[:, :size], z.shape[1], top_k[rows], top_p[rows], min_p[rows], total[rows]
-            )
+            counts, found = _prefixes(largest[:, :size], z.shape[1], cuts(rows), total[rows])
             sets._set(rows[found], counts[found], largest[found])
             rows = rows[~found]
         return sets
@@ -143,16 +133,10 @@ class FixedKeptSets(KeptSets):
     """
 
     @classmethod
-    def of_device_cuts(
-        cls, z: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-    ) -> "FixedKeptSets":
-        """As `of_cuts`, of cuts [R] on the device; the whole vocabulary is ordered, whatever they
-        are.
-        """
-        vocabulary = z.shape[1]
+    def of_cuts(cls, z: Tensor, total: Tensor, cuts: Cuts) -> "FixedKeptSets":
+        """Order the whole vocabulary, whatever the cuts are."""
         largest = z.sort(dim=-1, descending=True, stable=True).values
-        most = torch.where(top_k > 0, top_k.clamp(max=vocabulary), vocabulary)
-        counts, _ = _prefixes(largest, vocabulary, most, top_p, min_p, total)
+        counts, _ = _prefixes(largest, z.shape[1], cuts, total)
         return cls(counts, *_edge(largest, counts))
 
     def beyond(self, z: Tensor) -> Tensor:
@@ -175,18 +159,16 @@ def _largest(z: Tensor, rows: Tensor, size: int) -> Tensor:
     return part.topk(min(size, z.shape[1])).values
 
 
-def _prefixes(
-    largest: Tensor, vocabulary: int, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor
-) -> tuple[Tensor, Tensor]:
+def _prefixes(largest: Tensor, vocabulary: int, cuts: Cuts, total: Tensor) -> tuple[Tensor, Tensor]:
     """Lengths of the kept prefixes [R], and whether the `largest` [R, size] values suffice to know
     them.
     """
-    size = largest.shape[1]
+    size, top_k, top_p = largest.shape[1], cuts.most(vocabulary), cuts.top_p
     mass = running_sums(largest.exp().double())
     # top_p is a share of what top_k leaves, whose weight may lie past the values looked at.
     of_top_k = mass.gather(-1, top_k.clamp(max=size)[:, None] - 1)[:, 0]
     target = top_p * torch.where(top_k <= size, of_top_k, total)
-    above = (largest.double() >= min_p.log()[:, None]).sum(-1)
+    above = (largest.double() >= cuts.min_p.log()[:, None]).sum(-1)
     beyond = vocabulary + 1  # stands for a prefix that ends farther on
     lengths = torch.stack(
         [
