@@ -227,14 +227,9 @@ class RunFolder:
         values = None
         if isinstance(recorded, dict):
             values = recorded.get(path.relative_to(self.path).as_posix())
-        if not isinstance(values, dict) or type(values.get("size")) is not int:
-            if ended and path.is_file():
-                return f"{path.name} was not there"
-            return ""
-        problem = Extent(values["size"], str(values.get("sha256"))).problem(path)
-        if not problem and ended and path.is_file() and path.stat().st_size > values["size"]:
-            return f"{path.name} has {path.stat().st_size} bytes instead of {values['size']}"
-        return problem
+        if isinstance(values, dict) and type(values.get("size")) is int:
+            return Extent(values["size"], str(values.get("sha256"))).problem(path, whole=ended)
+        return f"{path.name} was not there" if ended and path.is_file() else ""
 
     def cut_to(self, state: TrainerState, log: Callable[[str], None]) -> None:
         """Set the rows after `state` aside, and delete its token files: a resumed run is about to
