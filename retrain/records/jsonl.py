@@ -187,21 +187,9 @@ def read_jsonl(path: Path) -> Iterator[Json]:
 
 
 def read_jsonl_backwards(path: Path) -> Iterator[Json]:
-    """The lines of a file, last one first, read in blocks from its end: the newest steps of a long
-    file cost no more than their bytes.
-
-    A last line without its newline is left out. Raises RunFailed, naming file and line, for a
-    damaged line.
-    """
-    for line in _whole_lines_backwards(path):
-        try:
-            record = _parse(line, path, None)
-        except RunFailed:
-            # Raises the error with the line's number, which is counted from the beginning.
-            for _ in read_jsonl(path):
-                pass
-            raise
-        yield record
+    """The same lines, last one first. A line is parsed only when it is asked for."""
+    for number, line in reversed([*enumerate(_whole_lines(path), start=1)]):
+        yield _parse(line, path, number)
 
 
 def aside_of(path: Path) -> Path:
@@ -243,29 +231,8 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
         yield from (line for line in file if line.endswith(b"\n"))
 
 
-def _whole_lines_backwards(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        position = file.seek(0, os.SEEK_END)
-        later, torn = b"", True
-        while position > 0:
-            size = min(_BLOCK, position)
-            position -= size
-            file.seek(position)
-            first, *lines = (file.read(size) + later).split(b"\n")
-            if lines:
-                lines.reverse()
-                yield from (line for line in (lines[1:] if torn else lines) if line)
-                torn = False
-            later = first
-        if later and not torn:
-            yield later
-
-
-def _parse(line: bytes, path: Path, number: int | None) -> Json:
-    if number:
-        place = f"{path}, line {number},"
-    else:
-        place = f"{path}"
+def _parse(line: bytes, path: Path, number: int) -> Json:
+    place = f"{path}, line {number},"
     try:
         record = parse_json(line)
     except ParseError as error:

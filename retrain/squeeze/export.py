@@ -185,7 +185,7 @@ def _check_places(folder: RunFolder, output: Path) -> None:
         raise ConfigurationError(
             f"{output} lies in a file; name a folder that can be made by --output."
         )
-    inside = RunFolder(output).claim().doomed()
+    inside = RunFolder(output).doomed()
     if inside:
         raise ConfigurationError(f"{inside}; name another by --output.")
 
