@@ -178,7 +178,7 @@ def test_a_folder_in_a_newer_format_is_refused_in_one_sentence(tmp_path: Path) -
     marker = json.loads(folder.marker.read_text())
     folder.marker.write_text(json.dumps(marker | {"format": 99}))
     with pytest.raises(RunFailed, match="format 99, and this retrain reads formats up to 1"):
-        folder.claim()
+        folder.refuse_run(resuming=False)
 
 
 def test_nothing_without_our_marker_is_ever_deleted(tmp_path: Path) -> None:

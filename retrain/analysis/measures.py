@@ -84,7 +84,7 @@ class Metric:
         """The metric of a run; None if it has none."""
         if self.k is not None:
             return held_out(run, self.k)
-        run.check_metrics()
+        run.sealed(run.folder.metrics)
         if self.name == "auc":
             return learning_curve_mean(run.curve("correct_rate"))
         recorded = [getattr(record, self.name) for record in run.last_metrics(WINDOW)]

@@ -2,8 +2,7 @@
 metrics as a pandas frame.
 
 A run is a folder with config.toml. A campaign is a folder with manifest.json, whose `runs` name
-each run's folder, condition and seed. Files are read on demand, and the last lines of a long file
-from its end.
+each run's folder, condition and seed. Files are read on demand.
 """
 
 import hashlib
@@ -253,12 +252,7 @@ class StoredRun:
     @cached_property
     def damage(self) -> str:
         """`lost_steps`, or else a sentence on how metrics.jsonl differs from its seal."""
-        if self.lost_steps:
-            return self.lost_steps
-        problem = self._broken_seal(self.folder.metrics)
-        if problem:
-            return f"{problem}{CHANGED}"
-        return ""
+        return self.lost_steps or self._broken_seal(self.folder.metrics)
 
     @cached_property
     def lost_steps(self) -> str:
@@ -268,27 +262,22 @@ class StoredRun:
         path, told = self.folder.metrics, self.summary.get("steps")
         # A torn last line is left out: it has no line end, and a crash may leave one.
         steps = [int(step) for step in _STEP.findall(path.read_bytes())] if path.is_file() else []
-        if type(told) is int:
-            expected = told
-        else:
-            expected = len(steps)
         wrong = next((index for index, step in enumerate(steps) if step != index), None)
         problem = ""
         if wrong == 0:
             problem = f"{path} begins at step {steps[0]}"
-        elif wrong is not None and steps[wrong] in steps[:wrong]:
-            problem = f"{path}, line {wrong + 1}, holds step {steps[wrong]} a second time"
         elif wrong is not None:
-            problem = (
-                f"{path}, line {wrong + 1}, holds step {steps[wrong]} after step {steps[wrong - 1]}"
-            )
-        elif len(steps) < expected:
+            again = "a second time"
+            if steps[wrong] not in steps[:wrong]:
+                again = f"after step {steps[wrong - 1]}"
+            problem = f"{path}, line {wrong + 1}, holds step {steps[wrong]} {again}"
+        elif type(told) is int and len(steps) < told:
+            found = "holds none of the" if path.is_file() else "is missing, with the"
             if steps:
                 found = f"ends after {len(steps)} of the"
-            else:
-                found = "holds none of the" if path.is_file() else "is missing, with the"
-            steps_told = counted(expected, "step")
-            problem = f"{path} {found} {steps_told} that {self.folder.summary.name} counts"
+            problem = (
+                f"{path} {found} {counted(told, 'step')} that {self.folder.summary.name} counts"
+            )
         if problem:
             return f"{problem}{CHANGED}"
         return ""
@@ -298,32 +287,26 @@ class StoredRun:
         """evaluation.jsonl. Raises RunFailed if its bytes are not those whose sha256
         trainer_state.json holds.
         """
-        return self._sealed(self.folder.evaluation)
+        return self.sealed(self.folder.evaluation)
 
-    def check_metrics(self) -> None:
-        """Raises RunFailed if the bytes of metrics.jsonl are not those whose sha256
-        trainer_state.json holds.
+    def sealed(self, path: Path) -> Path:
+        """Return `path`. Raises RunFailed if its bytes are not those that trainer_state.json
+        recorded.
         """
-        self._sealed(self.folder.metrics)
-
-    def check_present(self) -> None:
-        """Raises RunFailed if metrics.jsonl or evaluation.jsonl is gone."""
-        for path in (self.folder.metrics, self.folder.evaluation):
-            if not path.is_file():
-                self._sealed(path)
-
-    def _sealed(self, path: Path) -> Path:
         problem = self._broken_seal(path)
         if problem:
-            raise RunFailed(f"{problem}{CHANGED}")
+            raise RunFailed(problem)
         return path
 
     def _broken_seal(self, path: Path) -> str:
-        """How a file differs from what trainer_state.json recorded of it; "" if it does not."""
+        """A sentence on how a file differs from what trainer_state.json recorded of it; "" if it
+        does not.
+        """
         ended = bool(self.summary) and not self.unfinished and not Writer.of(self.folder)
         problem = self.folder.broken_seal(path, ended=ended)
         if problem:
-            return f"{self.path}: {problem}, as {self.folder.trainer_state.name} recorded it"
+            name = self.folder.trainer_state.name
+            return f"{self.path}: {problem}, as {name} recorded it{CHANGED}"
         return ""
 
     @cached_property

@@ -252,10 +252,8 @@ def _lost_its_config(folder: Path) -> bool:
     other file either.
     """
     try:
-        claim = RunFolder(folder).claim()
         # A campaign's worker writes its log before the run begins.
-        before = {claim.folder.output, claim.folder.checkpoint_pointer}
-        return not is_run(folder) and claim.kind == "run" and bool({*claim.present} - before)
+        return not is_run(folder) and RunFolder(folder).holds_run(RunFolder(folder).output)
     except RunFailed:  # a marker of another program
         return False
 

@@ -24,7 +24,7 @@ from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
-from retrain.records.run_folder import RunFolder, mark, writer_lock
+from retrain.records.run_folder import RunFolder, kind_of, mark, writer_lock
 from retrain.records.terminal import clean
 from retrain.system import Json, read_object, toml_value
 
@@ -347,7 +347,7 @@ def _new_folder(config: TrainConfig, now: datetime) -> Path:
     """
     if config.is_set("logging.log_dir"):
         folder = Path(config.logging.log_dir)
-        kind = RunFolder(folder).claim().kind
+        kind = kind_of(folder)
         if kind not in ("", "campaign"):
             raise ConfigurationError(
                 f"{folder} is a folder of the kind {kind}; choose another [logging] log_dir for the"

@@ -30,7 +30,9 @@ def command(
 
     ours, theirs = stored_run(one), stored_run(other)
     for run in (ours, theirs):
-        run.check_present()
+        for path in (run.folder.metrics, run.folder.evaluation):
+            if not path.is_file():
+                run.sealed(path)
     found = compared(ours, theirs, range(max(ours.steps, theirs.steps)))
     refuse_damaged(ours, theirs, found)
     if form == "json":

@@ -153,7 +153,7 @@ def _refuse_unreadable(folder: "RunFolder", kind: str) -> None:
         )
     if not path.exists():
         raise ConfigurationError(f"--resume {path} does not exist; name the folder of a run.")
-    folder.claim().refuse_run(resuming=True)
+    folder.refuse_run(resuming=True)
 
 
 def _differences(own: "TrainConfig", newer: "TrainConfig") -> tuple[str, str]:

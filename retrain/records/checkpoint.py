@@ -1,8 +1,8 @@
 """Checkpoints: folders that are committed by rename and used only if every byte matches their
 manifest.
 
-A checkpoint is written as `.tmp-...`, each file synced, `manifest.json` last (name, size and sha256
-of every file), the folder synced, renamed and the parent synced: a crash at any instant leaves the
+A checkpoint is written as `.tmp-...`, `manifest.json` last (name, size and sha256 of every file),
+each file and the folder synced, renamed and the parent synced: a crash at any instant leaves the
 last good one. No pickle: tensors are safetensors, the rest JSON.
 """
 
@@ -12,12 +12,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
-from retrain.records.disk import TEMPORARY, delete, replacing_folder, write_synced
+from retrain.records.disk import TEMPORARY, delete, replacing_folder
+from retrain.records.jsonl import Extent
 from retrain.records.state import SCHEMA_VERSION, TrainerState
 from retrain.system import parse_json
 from retrain.types import WHOLE_MODEL
@@ -274,22 +275,17 @@ def commit_folder(
     """
     with replacing_folder(target) as aside:
         fill(aside)
-        entries = []
-        for path in sorted(aside.rglob("*")):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                name, size = path.relative_to(aside).as_posix(), path.stat().st_size
-                entries.append({"name": name, "size": size, "sha256": digest})
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "step": step,
             "config_hash": config_hash,
-            "files": entries,
+            "files": [
+                {"name": path.relative_to(aside).as_posix()} | asdict(Extent.of(path))
+                for path in sorted(filter(Path.is_file, aside.rglob("*")))
+            ],
         }
         manifest |= {"sha256": _digest(manifest)}
-        write_synced(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def _unusable(folder: Path) -> str:
@@ -315,18 +311,13 @@ def verify(folder: Path) -> str:
     try:
         manifest = parse_json((folder / MANIFEST).read_bytes())
         seal = manifest.pop("sha256")
-        entries = [(entry["name"], entry["size"], entry["sha256"]) for entry in manifest["files"]]
+        sealed = {
+            folder / entry["name"]: Extent(entry["size"], entry["sha256"])
+            for entry in manifest["files"]
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} is damaged ({type(error).__name__})"
     if seal != _digest(manifest):
         return f"{MANIFEST} differs from its sha256"
-    for name, size, sha256 in entries:
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                return f"{name} differs from its sha256"
-    return ""
+    problems = (extent.problem(path, whole=True) for path, extent in sealed.items())
+    return next(filter(None, problems), "")

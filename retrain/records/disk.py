@@ -162,8 +162,8 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill, whose files the caller syncs; it replaces `target` at the end
-    of the block.
+    """Yield an empty folder to fill; its files are synced, and it replaces `target`, at the end of
+    the block.
 
     After an error, also an OSError that safetensors wrapped, and after Ctrl-C the old `target` is
     there unchanged and nothing else is left.
@@ -175,6 +175,9 @@ def replacing_folder(target: Path) -> Iterator[Path]:
     try:
         with safetensors_io():
             yield aside
+        for path in filter(Path.is_file, aside.rglob("*")):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         sync_folder(aside)
         replaced = target.parent / f"{_REPLACED}{target.name}"
         if target.exists():  # rename(2) cannot replace a folder that holds files
@@ -196,21 +199,6 @@ def put_back(folder: Path) -> None:
         place = folder / moved.name.removeprefix(_REPLACED)
         if not place.exists():
             moved.rename(place)
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a file whose bytes are on the disk when the function returns."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_files(folder: Path) -> None:
-    """Write the bytes of every file in `folder` to the disk."""
-    for path in folder.rglob("*"):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -24,39 +24,32 @@ class _Record:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, line: Mapping[str, Any], path: Path | None = None) -> Self:
+    def from_json(cls, line: Mapping[str, Any], path: Path = Path("a run")) -> Self:
         """Reads a line of any version: unknown keys are dropped, and missing ones get their
         defaults.
 
         Raises RunFailed for a value whose type is not its field's, and for a missing field without
         a default. The sentence names `path`, the file of the line, and the line's step.
         """
-        kinds = _field_kinds(cls)  # type: ignore[arg-type]  # a class is hashable
+        kinds, required, defaults = _fields_of(cls)  # type: ignore[arg-type]  # a class is hashable
         values = {name: value for name, value in line.items() if name in kinds}
-        missing = [name for name in _required(cls) if name not in values]  # type: ignore[arg-type]
-        problem = ""
-        if missing:
-            problem = f"no {missing[0]}, and every line has one"
+        problems = [f"no {name}, and every line has one" for name in required if name not in values]
         for name, value in values.items():
             if isinstance(value, float) and not isfinite(value):
-                problem = problem or f"{name} = {value}, which is not a finite number"
+                problems.append(f"{name} = {value}, which is not a finite number")
             elif type(value) not in kinds[name]:
-                problem = (
-                    problem or f"{name} = {str(value)[:_SHOWN]!r}, and {name} is of another type"
-                )
-        problem = problem or cls.contradiction(values)
+                shown = str(value)[:_SHOWN]
+                problems.append(f"{name} = {shown!r}, and {name} is of another type")
+        problem = problems[0] if problems else cls.contradiction(values)
         if problem:
-            if path:
-                where = f"{path}, step {line.get('step')}: a {cls.__name__}"
-            else:
-                where = f"A {cls.__name__} of the run"
             raise RunFailed(
-                f"{where} has {problem}: the file was changed or another program wrote it."
+                f"{path}, step {line.get('step')}: a {cls.__name__} has {problem}: the file was"
+                " changed or another program wrote it."
             )
         # A frozen record's own constructor sets its ninety fields one by one, which takes twice as
         # long as all the rest here.
         record = object.__new__(cls)
-        record.__dict__.update(_defaults(cls), **values)  # type: ignore[arg-type]  # as above
+        record.__dict__.update(defaults, **values)
         return record
 
     @classmethod
@@ -79,26 +72,19 @@ _SHOWN = 80
 
 
 @cache
-def _required(kind: type[_Record]) -> tuple[str, ...]:
-    return tuple(item.name for item in fields(kind) if item.default is MISSING)
-
-
-@cache
-def _defaults(kind: type[_Record]) -> dict[str, Any]:
-    return {item.name: item.default for item in fields(kind) if item.default is not MISSING}
-
-
-@cache
-def _field_kinds(record: type[_Record]) -> dict[str, frozenset[type]]:
-    """Field -> the types of its JSON values; an integer is a number too."""
-    hints = {
-        name: get_args(hint) if get_origin(hint) is UnionType else (hint,)
-        for name, hint in get_type_hints(record).items()
-    }
-    kinds = {
-        name: frozenset(get_origin(part) or part for part in parts) for name, parts in hints.items()
-    }
-    return {name: types | {int} if float in types else types for name, types in kinds.items()}
+def _fields_of(
+    record: type[_Record],
+) -> tuple[dict[str, frozenset[type]], list[str], dict[str, Any]]:
+    """Field -> the types of its JSON values, where an integer is a number too; the fields without a
+    default; and the defaults of the others.
+    """
+    kinds = {}
+    for name, hint in get_type_hints(record).items():
+        parts = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+        types = frozenset(get_origin(part) or part for part in parts)
+        kinds[name] = types | {int} if float in types else types
+    defaults = {item.name: item.default for item in fields(record) if item.default is not MISSING}
+    return kinds, [name for name in kinds if name not in defaults], defaults
 
 
 Direction = Literal["higher", "lower"] | None

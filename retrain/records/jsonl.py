@@ -15,14 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from retrain.errors import RunFailed
 from retrain.records.disk import replace_file
 from retrain.system import Json, ParseError, json_kind, parse_json
 
-_BLOCK = 1 << 16
-"""Bytes read at once from the end of a file: some forty lines of metrics."""
+_BLOCK = 1 << 18
+"""Bytes of a file that are hashed at once."""
 
 _LINE_ENDS = "\x85\u2028\u2029"
 """What else ends a line for Unicode; JSON itself escapes the controls below a space."""
@@ -80,18 +80,29 @@ class Extent:
     """Size in bytes."""
     sha256: str
 
-    def problem(self, path: Path) -> str:
-        """The reason why the file `path` no longer begins with these bytes; "" if it does."""
-        if not self.size:
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return cls(path.stat().st_size, digest)
+
+    def problem(self, path: Path, *, whole: bool = False) -> str:
+        """The reason why the file `path` no longer begins with these bytes, or with `whole` no
+        longer is these bytes; "" if there is none.
+        """
+        if not (self.size or whole):
             return ""
         if not path.is_file():
             return f"{path.name} is missing"
         size = path.stat().st_size
-        if size < self.size:
+        if size != self.size and (whole or size < self.size):
             return f"{path.name} has {size} bytes instead of {self.size}"
+        digest, left = hashlib.sha256(), self.size
         with path.open("rb") as file:
-            found = _digest(file, self.size).hexdigest()
-        if found == self.sha256:
+            while left and (block := file.read(min(_BLOCK, left))):
+                digest.update(block)
+                left -= len(block)
+        if digest.hexdigest() == self.sha256:
             return ""
         return f"{path.name} differs from its sha256"
 
@@ -106,15 +117,12 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            with path.open("rb+") as file:
-                data = file.read()
-                if data and not data.endswith(b"\n"):
-                    file.truncate(data.rfind(b"\n") + 1)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._size = os.fstat(self._descriptor).st_size
-        with path.open("rb") as file:
-            self._sha256 = _digest(file, self._size)
+        data = path.read_bytes()
+        self._size = data.rfind(b"\n") + 1
+        if self._size < len(data):
+            os.ftruncate(self._descriptor, self._size)
+        self._sha256 = hashlib.sha256(data[: self._size])
         self._unwritten = b""
         self._aside = None
         if aside_of(path).exists():
@@ -169,15 +177,6 @@ class JsonlWriter:
         self.close()
 
 
-def _digest(file: BinaryIO, size: int) -> "hashlib._Hash":
-    """Hash the first `size` bytes of a file with sha256."""
-    digest = hashlib.sha256()
-    while size > 0 and (block := file.read(min(_BLOCK, size))):
-        digest.update(block)
-        size -= len(block)
-    return digest
-
-
 def read_jsonl(path: Path) -> Iterator[Json]:
     """The lines of a file; a last line without its newline was torn by a crash and is left out.
 
@@ -188,21 +187,9 @@ def read_jsonl(path: Path) -> Iterator[Json]:
 
 
 def read_jsonl_backwards(path: Path) -> Iterator[Json]:
-    """The lines of a file, last one first, read in blocks from its end: the newest steps of a long
-    file cost no more than their bytes.
-
-    A last line without its newline is left out. Raises RunFailed, naming file and line, for a
-    damaged line.
-    """
-    for line in _whole_lines_backwards(path):
-        try:
-            record = _parse(line, path, None)
-        except RunFailed:
-            # Raises the error with the line's number, which is counted from the beginning.
-            for _ in read_jsonl(path):
-                pass
-            raise
-        yield record
+    """The same lines, last one first. A line is parsed only when it is asked for."""
+    for number, line in reversed([*enumerate(_whole_lines(path), start=1)]):
+        yield _parse(line, path, number)
 
 
 def aside_of(path: Path) -> Path:
@@ -244,29 +231,8 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
         yield from (line for line in file if line.endswith(b"\n"))
 
 
-def _whole_lines_backwards(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        position = file.seek(0, os.SEEK_END)
-        later, torn = b"", True
-        while position > 0:
-            size = min(_BLOCK, position)
-            position -= size
-            file.seek(position)
-            first, *lines = (file.read(size) + later).split(b"\n")
-            if lines:
-                lines.reverse()
-                yield from (line for line in (lines[1:] if torn else lines) if line)
-                torn = False
-            later = first
-        if later and not torn:
-            yield later
-
-
-def _parse(line: bytes, path: Path, number: int | None) -> Json:
-    if number:
-        place = f"{path}, line {number},"
-    else:
-        place = f"{path}"
+def _parse(line: bytes, path: Path, number: int) -> Json:
+    place = f"{path}, line {number},"
     try:
         record = parse_json(line)
     except ParseError as error:

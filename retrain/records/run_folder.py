@@ -144,19 +144,74 @@ class RunFolder:
             self.sft_evaluation,
         )
 
-    def claim(self) -> "Claim":
-        """Look whose the folder is. Raises RunFailed for a marker that is no JSON object."""
-        present = tuple(path for path in self.written() if os.path.lexists(path))
-        return Claim(self, kind_of(self.path), present)
+    def present(self) -> list[Path]:
+        """The files and folders there that have the names of a run's."""
+        return [path for path in self.written() if os.path.lexists(path)]
 
-    def links(self) -> list[Path]:
-        """Return symbolic links in place of files that a resume cuts, deletes or continues."""
-        places = (*self.folders(), *self.lines(), self.verdicts, self.output)
-        return [path for path in places if path.is_symlink()]
+    # -- whose it is: new, a run's, a campaign's, of another kind, or another program's ------------
 
-    def blocked(self) -> list[Path]:
-        """Return files in place of folders that a run writes into."""
-        return [path for path in self.folders() if path.exists() and not path.is_dir()]
+    def holds_run(self, *before: Path) -> bool:
+        """Return True if our marker and any of a run's files are there, but for those written
+        `before` it began. No single file is required: a damaged run may lack it.
+        """
+        # The pointer to checkpoints elsewhere is written before the run begins.
+        early = {self.checkpoint_pointer, *before}
+        return kind_of(self.path) == "run" and not early.issuperset(self.present())
+
+    def outer_run(self) -> "RunFolder | None":
+        """The run inside whose folder this one lies."""
+        for parent in self.path.resolve().parents:
+            try:
+                if kind_of(parent) == "run":
+                    return RunFolder(parent)
+            except RunFailed:  # a file of that name which another program made
+                continue
+        return None
+
+    def refuse_run(self, *, resuming: bool) -> None:
+        """Raise ConfigurationError unless a run may be started here, or with `resuming` resumed."""
+        path, kind = self.path, kind_of(self.path)
+        if kind == "campaign":
+            raise ConfigurationError(
+                f"{path} holds a campaign, not a single run; resume it with the campaign's own"
+                " file, or name another folder."
+            )
+        if kind not in ("", "run"):
+            raise ConfigurationError(
+                f"{path} is a folder of {kind} made by retrain and contains no run; name another"
+                " folder."
+            )
+        if resuming and not kind:
+            advice, outer = "name a run's folder", self.outer_run()
+            if outer:
+                advice = f"it is a part of the run {outer.path}: name that"
+            if not path.exists():
+                raise ConfigurationError(
+                    f"[resume] from = {str(path)!r} does not exist; name a run's folder."
+                )
+            raise ConfigurationError(
+                f"[resume] from = {str(path)!r} holds no run of retrain (no {MARKER}); {advice}."
+            )
+        present = () if kind else self.present()
+        if present:
+            names = ", ".join(taken.name for taken in present)
+            raise ConfigurationError(
+                f"{path} holds {names} and was not made by retrain (no {MARKER}), so nothing in it"
+                " is overwritten; choose another [logging] log_dir or move them away."
+            )
+        inside = "" if kind else self.doomed()
+        if inside:
+            raise ConfigurationError(f"{inside}; choose another [logging] log_dir.")
+
+    def doomed(self) -> str:
+        """Say that the folder lies in one that the run around it deletes; "" if it does not."""
+        path, outer = self.path, self.outer_run()
+        if outer is None:
+            return ""
+        around = {path.resolve(), *path.resolve().parents}
+        for part in around.intersection(outer.written()):
+            return f"{path} lies in {part}, which the run {outer.path} deletes when it starts anew"
+        return ""
 
     def create(self) -> None:
         """Make the folder and mark it. Raises ConfigurationError if a file is in the way,
@@ -171,7 +226,7 @@ class RunFolder:
 
     def set_aside(self) -> None:
         """Move what a run wrote out of the way, until `forget` or `put_back`."""
-        present, begun = self.claim().present, self.path / f"{TEMPORARY}replacing"
+        present, begun = self.present(), self.path / f"{TEMPORARY}replacing"
         if present:
             begun.mkdir()
             for path in present:
@@ -227,14 +282,9 @@ class RunFolder:
         values = None
         if isinstance(recorded, dict):
             values = recorded.get(path.relative_to(self.path).as_posix())
-        if not isinstance(values, dict) or type(values.get("size")) is not int:
-            if ended and path.is_file():
-                return f"{path.name} was not there"
-            return ""
-        problem = Extent(values["size"], str(values.get("sha256"))).problem(path)
-        if not problem and ended and path.is_file() and path.stat().st_size > values["size"]:
-            return f"{path.name} has {path.stat().st_size} bytes instead of {values['size']}"
-        return problem
+        if isinstance(values, dict) and type(values.get("size")) is int:
+            return Extent(values["size"], str(values.get("sha256"))).problem(path, whole=ended)
+        return f"{path.name} was not there" if ended and path.is_file() else ""
 
     def cut_to(self, state: TrainerState, log: Callable[[str], None]) -> None:
         """Set the rows after `state` aside, and delete its token files: a resumed run is about to
@@ -282,79 +332,6 @@ class RunFolder:
             number = path.stem.removeprefix("step_")
             if number.isdecimal() and int(number) >= step:
                 path.unlink()
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Whose a folder is: new, a run's, a campaign's, of another kind, or another program's."""
-
-    folder: RunFolder
-    kind: str
-    """Kind in our marker: run, campaign, checkpoints, evaluation or squeeze; "" without one."""
-    present: tuple[Path, ...]
-    """The files and folders there that have the names of a run's."""
-
-    @property
-    def holds_run(self) -> bool:
-        """True if our marker and any of a run's files are there. No single file is required: a
-        damaged run may lack it.
-        """
-        # The pointer to checkpoints elsewhere is written before the run begins.
-        return self.kind == "run" and bool({*self.present} - {self.folder.checkpoint_pointer})
-
-    def outer_run(self) -> RunFolder | None:
-        """The run inside whose folder this one lies."""
-        for parent in self.folder.path.resolve().parents:
-            try:
-                if kind_of(parent) == "run":
-                    return RunFolder(parent)
-            except RunFailed:  # a file of that name which another program made
-                continue
-        return None
-
-    def refuse_run(self, *, resuming: bool) -> None:
-        """Raise ConfigurationError unless a run may be started here, or with `resuming` resumed."""
-        path, kind = self.folder.path, self.kind
-        if kind == "campaign":
-            raise ConfigurationError(
-                f"{path} holds a campaign, not a single run; resume it with the campaign's own"
-                " file, or name another folder."
-            )
-        if kind not in ("", "run"):
-            raise ConfigurationError(
-                f"{path} is a folder of {kind} made by retrain and contains no run; name another"
-                " folder."
-            )
-        if resuming and not kind:
-            advice, outer = "name a run's folder", self.outer_run()
-            if outer:
-                advice = f"it is a part of the run {outer.path}: name that"
-            if not path.exists():
-                raise ConfigurationError(
-                    f"[resume] from = {str(path)!r} does not exist; name a run's folder."
-                )
-            raise ConfigurationError(
-                f"[resume] from = {str(path)!r} holds no run of retrain (no {MARKER}); {advice}."
-            )
-        if not kind and self.present:
-            names = ", ".join(taken.name for taken in self.present)
-            raise ConfigurationError(
-                f"{path} holds {names} and was not made by retrain (no {MARKER}), so nothing in it"
-                " is overwritten; choose another [logging] log_dir or move them away."
-            )
-        inside = "" if kind else self.doomed()
-        if inside:
-            raise ConfigurationError(f"{inside}; choose another [logging] log_dir.")
-
-    def doomed(self) -> str:
-        """Say that the folder lies in one that the run around it deletes; "" if it does not."""
-        path, outer = self.folder.path, self.outer_run()
-        if outer is None:
-            return ""
-        around = {path.resolve(), *path.resolve().parents}
-        for part in around.intersection(outer.written()):
-            return f"{path} lies in {part}, which the run {outer.path} deletes when it starts anew"
-        return ""
 
 
 def read_marker(folder: Path) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def with_functions(
             " folder; read the secret from an environment variable inside the function."
         )
     folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
-    folder.claim().refuse_run(resuming=bool(config.resume.from_))
+    folder.refuse_run(resuming=bool(config.resume.from_))
     name = f"notebook_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
     file, made = folder.path / f"{name}.py", list(missing_folders(folder.path.resolve()))
     was_there = file.exists()

@@ -27,7 +27,7 @@ from retrain.records.checkpoint_place import take
 from retrain.records.disk import replace_file
 from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation, read_evaluations
-from retrain.records.jsonl import read_jsonl
+from retrain.records.jsonl import read_jsonl_backwards
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean, counted
@@ -226,7 +226,7 @@ class Session:
         if self.folder.sft_evaluation.exists():
             self.evaluations = read_evaluations(self.folder.sft_evaluation, ks, "sft")
         if metrics.exists():
-            newest_first = reversed(list(read_jsonl(metrics)))
+            newest_first = read_jsonl_backwards(metrics)
             self.observer.restore(StepRecord.from_json(line, metrics) for line in newest_first)
         if evaluation.exists():
             self.evaluations += read_evaluations(evaluation, ks)

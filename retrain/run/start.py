@@ -65,7 +65,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
         )
     resuming = bool(config.resume.from_)
     folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
-    folder.claim().refuse_run(resuming=resuming)
+    folder.refuse_run(resuming=resuming)
     places = [folder.path]
     if config.backend.adapter_path:
         places.append(Path(config.backend.adapter_path) / folder.path.name)
@@ -74,7 +74,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
     with writer_lock(folder), no_trace_of_a_refusal(folder, *missing):
         folder.put_back()
         # Asked again, since another process may have made its run here before we had the lock.
-        holds_run = folder.claim().holds_run
+        holds_run = folder.holds_run()
         if resuming and holds_run:
             yield _reopen(config, folder)
         elif holds_run and not overwrite:
@@ -137,7 +137,7 @@ def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite:
     notes = []
     if resuming:
         notes.append(_no_checkpoint_line(folder))
-    outer = folder.claim().outer_run()
+    outer = folder.outer_run()
     if outer:
         notes.append(f"{folder.path} lies inside the folder of the run {outer.path}.")
     return RunStart(config, folder, store, _first_state(config), None, tuple(notes))
@@ -196,12 +196,14 @@ def _refuse_damaged(folder: RunFolder) -> None:
     """Raise ConfigurationError for a folder in which a resume would write at other places than its
     own, or that lost its config.toml.
     """
-    for path in folder.links():
-        problem = f"{path} is a link, and nothing behind a link is changed"
-        raise NotResumable(folder, problem, "put the file or folder itself there")
-    for path in folder.blocked():
-        problem = f"{path} is a file, and a run keeps a folder of that name"
-        raise NotResumable(folder, problem, "move the file away")
+    folders = folder.folders()
+    for path in (*folders, *folder.lines(), folder.verdicts, folder.output):
+        if path.is_symlink():
+            problem = f"{path} is a link, and nothing behind a link is changed"
+            raise NotResumable(folder, problem, "put the file or folder itself there")
+        if path in folders and path.exists() and not path.is_dir():
+            problem = f"{path} is a file, and a run keeps a folder of that name"
+            raise NotResumable(folder, problem, "move the file away")
     if not folder.config.is_file():
         raise NotResumable(folder, f"{folder.config.name} is missing")
 

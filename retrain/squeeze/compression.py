@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.records.disk import replacing_folder, sync_files
+from retrain.records.disk import replacing_folder
 from retrain.records.run_folder import MARKER, mark
 from retrain.squeeze.adapter import (
     CARD_FILE,
@@ -216,7 +216,6 @@ def _write(output: Path, tensors: dict[str, Tensor], settings: dict[str, Any], c
         text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
         (aside / CONFIG_FILE).write_text(text, encoding="utf-8")
         (aside / CARD_FILE).write_text(card, encoding="utf-8")
-        sync_files(aside)
 
 
 def _settings(adapter: LoraAdapter, ranks: Mapping[str, int]) -> dict[str, Any]:

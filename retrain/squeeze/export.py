@@ -20,7 +20,7 @@ from retrain.model.load import load_weights, no_progress_bar
 from retrain.model.text import base_name, load_tokenizer, resolve_model
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import stored_checkpoints
-from retrain.records.disk import is_disk, replacing_folder, sync_files
+from retrain.records.disk import is_disk, replacing_folder
 from retrain.records.evaluation import Evaluation, read_evaluations
 from retrain.records.redact import Redactor, note_secrets
 from retrain.records.run_folder import RunFolder
@@ -103,7 +103,6 @@ def export_run(
             _write_adapter(found.folder, aside, base)
         for name, content in texts.items():
             _write(aside / name, content)
-        sync_files(aside)
     return Export(output, base, is_local, what)
 
 
@@ -186,7 +185,7 @@ def _check_places(folder: RunFolder, output: Path) -> None:
         raise ConfigurationError(
             f"{output} lies in a file; name a folder that can be made by --output."
         )
-    inside = RunFolder(output).claim().doomed()
+    inside = RunFolder(output).doomed()
     if inside:
         raise ConfigurationError(f"{inside}; name another by --output.")
 
