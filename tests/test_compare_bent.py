@@ -557,10 +557,10 @@ def test_code_that_differs_within_an_arm_is_named(
         "--baseline",
         *(folders["base", s] for s in range(1, 5)),
     )
-    assert "maxrl+none ran on different revisions of retrain: seeds 1, 2 and 3, 4 differ." in text
-    assert "maxrl+none started from different files of the model: seeds 1, 2 and 3, 4" in text
+    assert "new1 ... ran on different revisions of retrain: seeds 1, 2 and 3, 4 differ." in text
+    assert "new1 ... started from different files of the model: seeds 1, 2 and 3, 4" in text
     assert (
-        "maxrl+none ran with different files of the plugin my_losses.sapo: seeds 1, 2 and 3, 4"
+        "new1 ... ran with different files of the plugin my_losses.sapo: seeds 1, 2 and 3, 4"
         " differ." in text
     )
     assert "retrain's revision (def, abc), the plugin my_losses.sapo" in text

@@ -175,7 +175,21 @@ def test_held_out_accuracy_comes_first_and_its_absence_is_said(
     result = compared(capsys, *arguments)
     assert result["metric"] == "pass@1" and result["notes"] == []
     assert result["contrasts"][0]["mean_difference"] == pytest.approx(0.5)
-    assert result["baseline"] == "maxrl+none (baseline)"
+    assert result["baseline"] == str(tmp_path / "b1 ...")
+    assert result["contrasts"][0]["condition"] == str(tmp_path / "a1 ...")
+
+
+def test_folders_of_one_name_are_told_apart_as_they_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for parent, mode in (("a", "maxrl"), ("b", "maxrl"), ("c", "maxrl"), ("d", "grpo")):
+        write_run(Path(parent, "run"), 1, algorithm={"advantage_mode": mode})
+    Path("c/run/summary.json").write_text('{"status": "failed"}', encoding="utf-8")
+    result = compared(capsys, "a/run", "d/run", "--baseline", "b/run")
+    assert [arm["label"] for arm in result["arms"]] == ["b/run", "grpo+none", "a/run"]
+    said = refused(capsys, "c/run", "--baseline", "b/run")
+    assert "seeds of b/run: 1; c/run: none). Left out: c/run failed" in said
 
 
 def test_rates_are_of_first_draws_and_compared_between_runs_with_and_without_redraws(

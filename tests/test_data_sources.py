@@ -389,7 +389,7 @@ def test_a_path_without_data_is_one_sentence_that_names_the_key(tmp_path, make, 
 
 def test_a_source_without_a_held_out_split_is_refused_when_evaluation_needs_one(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", rows(3))
-    with pytest.raises(NoHeldOutSplit, match="has no held-out split"):
+    with pytest.raises(NoHeldOutSplit, match="name problems that are not trained on"):
         load_examples(config(source=str(path)), "heldout")
 
 

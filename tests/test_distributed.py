@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from retrain import train
 from retrain.config import dump_toml
@@ -88,6 +90,21 @@ def test_two_processes_learn_what_one_does(alone: Path, tmp_path: Path) -> None:
     assert output.count("Step 0 ") == 1, "one process speaks"
     assert "2 processes share this run" in output
     assert_same_learning(folder, alone)
+
+
+@pytest.mark.slow
+def test_two_processes_train_all_weights_as_one_does(tmp_path: Path) -> None:
+    sections = SHARED | {"model": {"train": "full"}}
+    train(small(tmp_path / "alone", **sections), quiet=True)
+    finished(shared(tmp_path / "shared", **sections))
+    assert_same_learning(tmp_path / "shared", tmp_path / "alone")
+    ours, theirs = (
+        load_file(tmp_path / folder / "checkpoints/final/model.safetensors")
+        for folder in ("shared", "alone")
+    )
+    assert ours.keys() == theirs.keys()
+    for name, own in ours.items():
+        torch.testing.assert_close(own, theirs[name], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -104,10 +104,11 @@ def test_packages_of_environments_and_trackers_that_are_not_here_are_told(
     assert f"[{extra}]" in refusal(tmp_path, capsys, 3, sections)
 
 
-def test_explain_repeats_the_warning_about_prompts_that_ask_for_no_box(
+def test_explain_repeats_what_a_run_says_of_its_prompts_and_held_out_problems(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "sums.jsonl").write_text('{"question": "1+1=?", "answer": "2"}\n')
+    for name in ("sums", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "1+1=?", "answer": "2"}\n')
     sections: dict[str, Any] = {
         "model": {"model": "./no-model-here"},
         "data": {
@@ -116,9 +117,12 @@ def test_explain_repeats_the_warning_about_prompts_that_ask_for_no_box(
             "answer_column": "answer",
         },
         "reward": {"type": "match"},
+        "evaluation": {"source": str(tmp_path / "held_out.jsonl"), "every": 1},
     }
     explain_exit(tmp_path, sections)
-    assert "none of 1 prompt asks for one" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "none of 1 prompt asks for one" in said
+    assert "Held-out problems that are also trained on: 1, the first is" in said
 
 
 @pytest.mark.parametrize("command", ["explain", "audit", "eval"])

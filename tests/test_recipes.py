@@ -15,6 +15,7 @@ from retrain.config import TrainConfig, config_from_mapping, load_config, replac
 from retrain.config.load import config_from_toml, load_stored
 from retrain.config.names import OWN_PLUGINS, PAPERS, recipe_names
 from retrain.config.recipes import METHOD, departures, recipe
+from retrain.config.removed import REDEFINED
 from retrain.config.stored import config_hash, dump_toml, resume_differences
 from retrain.config.unused import unused_keys
 from retrain.errors import ConfigurationError
@@ -93,7 +94,8 @@ def test_what_the_file_sets_otherwise_is_named_in_one_line(file: Path) -> None:
     assert departure_note(config) == "dapo without its clip_high (yours: 0.2)."
     assert departure_note(config) in preflight_lines(config)
     assert departure_note(with_mode("dapo")) == ""
-    assert any("called so is grpo_constant" in x for x in preflight_lines(with_mode("dr_grpo")))
+    assert REDEFINED in preflight_lines(with_mode("dr_grpo"))
+    assert REDEFINED not in preflight_lines(with_mode("grpo_constant"))
     moved = replaced(with_mode("dapo"), {"schedule.points": {"loss.clip_high": [[0, 0.3]]}})
     assert departure_note(moved) == "dapo without its clip_high (yours: moved by [schedule])."
     assert not any("clip_high = " in line for line in preflight_lines(moved))

@@ -356,9 +356,12 @@ def compare_runs(
         )
     ((label, runs),) = base.conditions.items()
     failed = base.failed.get(label, set())
-    # One condition against itself, as with two versions of the code: the arms need two labels.
+    # One condition against itself, as with two versions of the code: folders tell the arms apart.
     if label in grouped.conditions:
-        label = f"{label} (baseline)"
+        theirs = _folders([run for run in candidates if run.condition == label])
+        grouped.conditions[theirs] = grouped.conditions.pop(label)
+        grouped.failed[theirs] = grouped.failed.pop(label, set())
+        label = _folders(baselines)
     both_sides = RunsByCondition(
         {label: runs, **grouped.conditions},
         {label: failed, **grouped.failed},
@@ -369,6 +372,11 @@ def compare_runs(
         _compared(both_sides, Request(label, test, metric, budget=budget)),
         planned=absent_line([*candidates, *baselines], campaigns),
     )
+
+
+def _folders(runs: Sequence[StoredRun]) -> str:
+    """Return the first run's folder as it was given, and " ..." for those that follow."""
+    return runs[0].name + " ..." * (len(runs) > 1)
 
 
 def _compared(grouped: RunsByCondition, request: Request) -> Comparison:

@@ -95,7 +95,10 @@ class StoredRun:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        """Its name in its campaign; of a folder that was given, whose name others may share, the
+        path.
+        """
+        return self.path.name if self.planned else str(self.path)
 
     @cached_property
     def config(self) -> TrainConfig:

@@ -18,7 +18,7 @@ from tomlkit.items import InlineTable, Table
 from retrain.cli.shared import Form, refuse_several, write_files
 from retrain.config.load import parse_named, read_text
 from retrain.config.names import LEGACY_PREFIX, bracketed, by_path
-from retrain.config.removed import farewell, removed
+from retrain.config.removed import REDEFINED, farewell, removed
 from retrain.errors import ConfigurationError
 from retrain.records.disk import replace_file
 from retrain.system import Json, toml_value
@@ -87,16 +87,18 @@ def _migrated(old: str, name: str) -> Json:
             f"Deleted: {farewell(path, bracketed(path))}." for path in _keys_that_left(sections)
         ],
         "left_to_decide": [f"Yours to change: {farewell(one)}." for one in left],
+        "advice": [REDEFINED]
+        * ('"algorithm_mode": "dr_grpo"' in json.dumps(sections, default=str)),
         "wrote": None,
         "backup": None,
     }
 
 
 def _print(result: Json, whole: bool, check: bool) -> None:
-    """Print what was deleted and what a person has to change; then the whole result, what was
-    written, what `check` finds, or the difference.
+    """Print what was deleted, what a person has to change and what has another meaning now; then
+    the whole result, what was written, what `check` finds, or the difference.
     """
-    for sentence in (*result["deleted"], *result["left_to_decide"]):
+    for sentence in (*result["deleted"], *result["left_to_decide"], *result["advice"]):
         print(sentence, file=sys.stderr)
     name = result["file"]
     if whole:

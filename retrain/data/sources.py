@@ -136,8 +136,8 @@ class Query:
     def no_heldout(self) -> NoHeldOutSplit:
         return NoHeldOutSplit(
             f'[data] source = "{self.data.source}" has no held-out split, and an evaluation was'
-            " asked for: put test.jsonl beside train.jsonl in a folder, set [evaluation] source,"
-            " or switch off every, at_start and at_end there."
+            " asked for: put test.jsonl beside train.jsonl in a folder, name problems that are not"
+            " trained on in [evaluation] source, or switch off every, at_start and at_end there."
         )
 
 

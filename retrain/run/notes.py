@@ -12,6 +12,7 @@ from retrain.config import TrainConfig, unused_keys
 from retrain.config.moving import extremes, with_values
 from retrain.config.names import bracketed, is_recipe
 from retrain.config.recipes import departures, recipe
+from retrain.config.removed import REDEFINED
 from retrain.config.schema import DEFAULT_CLIPS, Lora, Loss, Model, Reward, Training
 from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.data.lab import MAX_DIFFICULTY
@@ -85,8 +86,7 @@ def notes(config: TrainConfig) -> list[str]:
         _full_note(config),
         _spent_rate_note(config.training),
         departure_note(config),
-        "dr_grpo is the paper's recipe; what 0.9 called so is grpo_constant today."
-        * (config.algorithm.algorithm_mode == "dr_grpo"),
+        REDEFINED * (config.algorithm.algorithm_mode == "dr_grpo"),
         maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps)
         if chosen
         else "",

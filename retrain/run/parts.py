@@ -386,11 +386,12 @@ def _check_source(config: TrainConfig, task: str) -> str:
     with build_scorer(config) as scorer:
         asks = not scorer.judges_groups and "judge" not in config.reward.types
         asks &= config.reward.max_failure_rate < 1  # 1 allows a run every failure
+    held_out: list[Example] = []
     for own in Plan.of(config).evaluations:
         if own.evaluation.asked_for and _asks_nobody(query_of(own, "heldout")):
             # A source of a mixture may have no held-out rows.
             with suppress(NoHeldOutSplit) if task else nullcontext():
-                load_examples(own, "heldout")
+                held_out += load_examples(own, "heldout").examples
     if _asks_nobody(query_of(config, "train")):
         loaded = load_examples(config, "train")
         if asks:
@@ -398,7 +399,9 @@ def _check_source(config: TrainConfig, task: str) -> str:
         talks = [messages_of(each, config.data) for each in loaded.examples]
         texts = ["\n".join(message["content"] for message in talk) for talk in talks]
         dropped = [f"Dropped rows: {loaded.dropped_rows()}."] if loaded.dropped else []
-        return " ".join([*dropped, *answer_notes(config, texts, loaded.examples)])
+        seen = contamination_note(loaded.examples, held_out)
+        both = [f"{seen}."] if seen else []
+        return " ".join([*dropped, *both, *answer_notes(config, texts, loaded.examples)])
     return ""
 
 
