@@ -68,7 +68,7 @@ test-max: $(STAMP) ## the same for Modular's MAX, whose first start compiles for
 	@mkdir -p "$(SERVERS)"; PYTHON=$(BIN)/python scripts/servers/max-install.sh "$(SERVERS)/max"
 	RETRAIN_SERVERS="$(SERVERS)" $(BIN)/python -m pytest -m max tests/servers -rP
 
-test-environments: $(STAMP) ## environments of verifiers and reasoning_gym, each library in an environment of its own
+test-environments: $(STAMP) ## environments of verifiers, reasoning_gym and OpenEnv, each library in an environment of its own
 	$(BIN)/python scripts/test_environments.py
 
 lint: $(STAMP) ## ruff, and the budget of each folder

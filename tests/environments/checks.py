@@ -54,10 +54,8 @@ def check_trained(folder: Path, environment: dict[str, Any], turns: int) -> None
     logging = {"tokens_every": 1, "generations_per_step": 99}
     config = small(folder, environment=environment, logging=logging, **sections)
     train(config, quiet=True)
-    first, records = (
-        lines(folder / "metrics.jsonl")[0],
-        lines(folder / "emergence/generations.jsonl"),
-    )
+    first = lines(folder / "metrics.jsonl")[0]
+    records = lines(folder / "emergence/generations.jsonl")
     assert first["environment_metrics"] and first["reward_could_not_judge"] == 0
     assert max(record["turns"] for record in records) == turns
     assert first["trajectories_rewritten"] == 0, "a conversation that only goes on must be one row"
@@ -106,11 +104,8 @@ def check_learns(folder: Path, environment: dict[str, Any]) -> None:
     always after five updates.
     """
     training = {"max_steps": 6, "group_size": 16, "max_tokens": 64, "lr": 5e-3}
-    train(
-        small(
-            folder, environment=environment, training=training, algorithm={"advantage_mode": "grpo"}
-        ),
-        quiet=True,
-    )
+    grpo = {"advantage_mode": "grpo"}
+    config = small(folder, environment=environment, training=training, algorithm=grpo)
+    train(config, quiet=True)
     rewards = [record["mean_reward"] for record in lines(folder / "metrics.jsonl")]
     assert rewards[-1] > rewards[0] + 0.25, rewards

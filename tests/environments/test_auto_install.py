@@ -68,11 +68,7 @@ def command(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_fetched_environment_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    command(
-        tmp_path / "bin",
-        stand_in(tmp_path, "someone/fetched-env"),
-        monkeypatch,
-    )
+    command(tmp_path / "bin", stand_in(tmp_path, "someone/fetched-env"), monkeypatch)
     environment = load_verifiers(settings("someone/fetched-env"))
     assert len(environment.examples("train")) == 64
     environment.close()
@@ -84,11 +80,7 @@ def test_the_environment_block_of_the_seeds_runs_as_it_is(
     """With the stand-in for the hub, and the lab's sums for its problems."""
     monkeypatch.syspath_prepend(str(tmp_path))
     name = "primeintellect/gsm8k"
-    command(
-        tmp_path / "bin",
-        stand_in(tmp_path, name),
-        monkeypatch,
-    )
+    command(tmp_path / "bin", stand_in(tmp_path, name), monkeypatch)
     file = tmp_path / "seed.toml"
     file.write_text(SEED_BLOCK + '[model]\nmodel = "lab"\nlora_rank = 4\n')
     tiny = "--batch-size 2 --group-size 4 --max-tokens 48 --max-steps 1 --devices cpu"
@@ -100,30 +92,21 @@ def test_the_environment_block_of_the_seeds_runs_as_it_is(
     assert {"right", "has_box"} <= record["environment_metrics"].keys()
 
 
-def test_a_failed_command_is_told_with_its_own_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command(
-        tmp_path / "bin",
-        "#!/bin/sh\necho 'Failed to connect to the hub' >&2\nexit 7\n",
-        monkeypatch,
-    )
-    with pytest.raises(
-        EnvironmentFailure,
-        match=(
-            "prime env install someone/absent` failed with status 7: Failed to connect to the hub"
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            "echo 'Failed to connect to the hub' >&2\nexit 7",
+            "`prime env install someone/absent` failed with status 7: Failed to connect to the hub",
         ),
-    ):
-        load_verifiers(settings("someone/absent"))
-
-
-def test_a_command_that_installs_nowhere_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        ("exit 0", "although `prime env install someone/absent` succeeded"),
+    ],
+)
+def test_a_failed_command_is_told_with_its_own_words(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command(tmp_path / "bin", "#!/bin/sh\nexit 0\n", monkeypatch)
-    with pytest.raises(
-        EnvironmentFailure, match="although `prime env install someone/absent` succeeded"
-    ):
+    command(tmp_path / "bin", f"#!/bin/sh\n{script}\n", monkeypatch)
+    with pytest.raises(EnvironmentFailure, match=said):
         load_verifiers(settings("someone/absent"))
 
 

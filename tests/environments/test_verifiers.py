@@ -77,40 +77,28 @@ def test_the_lab_trains(name: str, turns: int, tmp_path: Path) -> None:
 
 
 def test_a_short_run_raises_the_reward(tmp_path: Path) -> None:
-    check_learns(
-        tmp_path / "run",
-        {
-            "provider": "verifiers",
-            "id": "lab_guess",
-            "args": {"taskset": {"problems": 1}, "turns": 2},
-        },
-    )
+    args = {"taskset": {"problems": 1}, "turns": 2}
+    check_learns(tmp_path / "run", {"provider": "verifiers", "id": "lab_guess", "args": args})
 
 
-def test_what_cannot_train_says_so(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"has 2 seats \(left, right\), and a run trains the model of one"
-    ):
-        train(
-            small(tmp_path / "a", environment={"provider": "verifiers", "id": "two_seats"}),
-            quiet=True,
-        )
-    with pytest.raises(
-        ConfigurationError,
-        match=(
-            r'serves tools over MCP.* such as args = \{ agent = \{ harness = \{ id = "null" \}'
-            r" \} \}"
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("two_seats", {}, r"has 2 seats \(left, right\), and a run trains the model of one"),
+        (
+            "lab_tools",
+            {},
+            r'serves tools over MCP.* such as args = \{ agent = \{ harness = \{ id = "null" \} \} \}',
         ),
-    ):
-        loaded("lab_tools")
-    with pytest.raises(ConfigurationError, match="could not be loaded with args"):
-        train(
-            small(
-                tmp_path / "b",
-                environment={"provider": "verifiers", "id": "lab_sums", "args": {"wrong": 1}},
-            ),
-            quiet=True,
-        )
+        ("lab_sums", {"wrong": 1}, "could not be loaded with args"),
+    ],
+)
+def test_what_cannot_train_says_so(
+    name: str, args: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    environment = {"provider": "verifiers", "id": name, "args": args}
+    with pytest.raises(ConfigurationError, match=said):
+        train(small(tmp_path / "run", environment=environment), quiet=True)
 
 
 def test_an_environment_of_the_older_interface_is_told_from_a_broken_one(
