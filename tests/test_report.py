@@ -178,7 +178,10 @@ def test_a_campaigns_page_has_its_figures_verdicts_and_completions(campaign_page
     for label in ("maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa"):
         assert page.text.count(label) > 5
     assert "18 of 18" in page.text and "1 of 6" not in page.text
-    assert "Step 0: 2 of 6 stored completions right" in page.text and "Step 23: 2 of 6 right" in page.text
+    assert (
+        "Step 0: 2 of 6 stored completions right" in page.text
+        and "Step 23: 2 of 6 right" in page.text
+    )
 
 
 def test_the_verdicts_are_those_of_compare(

@@ -52,14 +52,14 @@ def _blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
     yield Block(table=contrasts)
     head, rows = contrast_table(comparison)
     own, shared = remarks(comparison)
-    for contrast, sentences, row in zip(comparison.contrasts, own, rows, strict=True):
+    for contrast, said, row in zip(comparison.contrasts, own, rows, strict=True):
         hidden = [
             f"{name} {cell}"
             for name, cell in zip(head, row, strict=True)
             if name not in contrasts[0] and cell
         ]
         also = [f"Also: {', '.join(hidden)}."] if hidden else []
-        yield Block([*sentences, *also], name_of(contrast, comparison))
+        yield Block([*said, *also], name_of(contrast, comparison))
     if shared:
         yield Block(shared, "All of these")
     if any(arm.tasks for arm in comparison.arms):
