@@ -1,17 +1,17 @@
-"""Whether docs/servers.md quotes a sentence that a test has just met."""
+"""Whether tests/servers/sentences.md quotes a sentence that a test has just met."""
 
 import html
 import re
 from pathlib import Path
 
-_PAGE = Path(__file__).resolve().parents[1] / "docs" / "servers.md"
+_PAGE = Path(__file__).resolve().parent / "servers" / "sentences.md"
 _QUOTE = re.compile(r"^- \*\*[^*]+\*\*: (.+(?:\n  .+)*)", re.MULTILINE)
 _VARIES = re.compile(r"https?://[\w.]+:\d+|[\w.-]*(?:/[\w.-]+)+|\d+(?:\.\d+)?")
 """Addresses, paths, numbers."""
 
 
 def is_quoted(sentence: str) -> bool:
-    """True if a bullet of the page, "- **case**: sentence", is the sentence but for what varies;
+    """True if a bullet of that file, "- **case**: sentence", is the sentence but for what varies;
     "..." stands for anything.
     """
     found = _masked(sentence)

@@ -86,7 +86,7 @@ def largest_difference(record: Any) -> float:
 
 
 def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, vllm: RealServer) -> None:
-    """Writes the table of docs/servers.md."""
+    """Print the table of benchmarks/results/servers-2026-11-26.md."""
     before = served_models(vllm)
     through = train(served(tmp_path / "vllm", vllm.url, **LEARNING), quiet=True).records()
     local = train(small(tmp_path / "local", **LEARNING), quiet=True).records()
