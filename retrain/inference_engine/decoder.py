@@ -142,7 +142,8 @@ class Decoder:
         with self.sampling(0):
             while self.shards.any_rank(False):
                 token = PromptPass([1], self.kernel)
-                self._forward(*torch.zeros(2, 1, 1, dtype=torch.int64), token, 1)
+                zero = torch.zeros(1, 1, dtype=torch.int64)
+                self._forward(zero, zero, token, 1)
 
     def _forward(
         self,

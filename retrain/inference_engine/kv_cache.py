@@ -202,7 +202,7 @@ class PromptPass(Cache):  # type: ignore[misc]  # the base class has no types
         """
         return [
             part.clone(memory_format=torch.contiguous_format)
-            for part in states[0].split(self.lengths, 1)
+            for part in torch.split(states[0], self.lengths, 1)
         ]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

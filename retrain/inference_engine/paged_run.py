@@ -306,7 +306,8 @@ class PagedRun(DecodeRun):
             logits = [begun.logits for _, begun in entering if begun.logits is not None]
             self._begin([row for row, _ in entering], torch.stack(logits))
         # Not before, or a further reservation could evict what an entering row reads.
-        self._pager.cached.update(using)
+        for key, prompt in using.items():
+            self._pager.cached[key] = prompt
 
     def _prefill(self, owners: dict[int, CachedTokens]) -> None:
         """Compute keys and values of new tokens, into their pages, and the logits of the last."""

@@ -128,19 +128,18 @@ class DecodeRun(ABC):
     def _make_room(self) -> None:  # noqa: B027 - rows of one capacity have it
         """Give every row room for its next token."""
 
-    def _compact(self, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _compact(self, count: int) -> list[tuple[int, int]]:
         """Move the rows beyond the first `count` slots into free ones; returns the moves as
-        (sources, targets).
+        (source, target).
         """
         beyond = [row for row in self._slots[count:] if row]
         free = [slot for slot, row in enumerate(self._slots[:count]) if row is None]
         moves = [(row.slot, slot) for row, slot in zip(beyond, free, strict=False)]
-        sources, targets = np.array(moves, np.int64).reshape(-1, 2).T.copy()
         if moves:
-            self.buffers.move(sources, targets)
+            self.buffers.move(*np.array(moves, np.int64).T.copy())
         for row, (source, target) in zip(beyond, moves, strict=True):
             self._slots[source], self._slots[target], row.slot = None, row, target
-        return sources, targets
+        return moves
 
     def _collect(self, under_way: int) -> None:
         """Take over the draws of all steps but the newest `under_way`; the rows that they finish
@@ -202,9 +201,11 @@ class ContiguousRun(DecodeRun):
 
     def admit(self) -> None:
         start = len(self.running)
-        sources, targets = self._compact(start)
-        if len(sources) and self._arena is not None:
-            self._arena.move(sources, targets, int(self._cached(start)[targets].max()))
+        moves = self._compact(start)
+        if moves and self._arena is not None:
+            sources, targets = map(list, zip(*moves, strict=True))
+            longest = int(self._cached(start)[targets].max())
+            self._arena.move(sources, targets, longest)
         entering = [
             self._waiting.popleft()
             for _ in range(min(len(self._slots) - start, len(self._waiting)))
