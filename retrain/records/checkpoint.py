@@ -166,7 +166,7 @@ class CheckpointStore:
             raise ConfigurationError(
                 f"No checkpoint of step {step} is in {self.folder}; checkpoints here: {have}."
             )
-        problem = _unusable(folder)
+        problem = verify(folder, STATE)
         if problem:
             raise RunFailed(
                 f"Checkpoint {folder} cannot be used: {problem}; checkpoints here: {have}."
@@ -189,7 +189,7 @@ class CheckpointStore:
         for name in reversed(names):
             is_step, step = _order(name)
             found = Checkpoint(self.folder / name, step if is_step else 0)
-            problem = _unusable(found.folder) or beside(found)
+            problem = verify(found.folder, STATE) or beside(found)
             if not problem:
                 return found
             further = "; trying the previous one" if name != names[0] else ""
@@ -288,14 +288,6 @@ def commit_folder(
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
-def _unusable(folder: Path) -> str:
-    """Why a checkpoint cannot be continued from; "" if it can."""
-    problem = verify(folder)
-    if not problem and not (folder / STATE).is_file():
-        problem = f"{STATE} is missing"
-    return problem
-
-
 def _digest(manifest: dict[str, Any]) -> str:
     """Hash a manifest's content with sha256, so that damage to the manifest itself is noticed
     too.
@@ -303,11 +295,13 @@ def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def verify(folder: Path) -> str:
-    """The first difference between `folder` and its manifest; "" if every byte matches."""
-    # Not a pipe either, which has no end to read to.
-    if not (folder / MANIFEST).is_file():
-        return f"{MANIFEST} is missing"
+def verify(folder: Path, *needed: str) -> str:
+    """The first difference between `folder` and its manifest, or the file that is `needed` besides;
+    "" if every byte matches.
+    """
+    for name in (MANIFEST, *needed):
+        if not (folder / name).is_file():  # not a pipe either, which has no end to read to
+            return f"{name} is missing"
     try:
         manifest = parse_json((folder / MANIFEST).read_bytes())
         seal = manifest.pop("sha256")

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from retrain.config import TrainConfig, dump_toml, load_stored, replaced
+from retrain.analysis.runs import stored_run
+from retrain.config import TrainConfig, dump_toml, replaced
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, first_line
 from retrain.model import hub
 from retrain.model.load import load_weights, no_progress_bar
@@ -71,12 +72,10 @@ def export_run(
     damaged checkpoint; EnvironmentFailure where the base model cannot be had. The run's own Python
     code is not executed, but with `trust` a model's `trust_remote_code` is.
     """
-    folder, config = RunFolder(run), TrainConfig()
-    if folder.config.is_file():
-        config = load_stored(folder.config, to_read=True)
+    folder, config = RunFolder(run), stored_run(run).config
     what = _kind_of(config, merged)
     output = output or _beside(run, what)
-    _check_places(folder, output)
+    _check_place(output)
     if not trust:
         _refuse_code(config, folder.config)
     note_secrets(config)
@@ -166,11 +165,7 @@ def _refuse_code(config: TrainConfig, path: Path) -> None:
         )
 
 
-def _check_places(folder: RunFolder, output: Path) -> None:
-    if not folder.config.is_file():
-        raise ConfigurationError(
-            f"{folder.path} holds no run of retrain (no {folder.config.name}); name a run's folder."
-        )
+def _check_place(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigurationError(
             f"{output} is not an empty folder, and nothing is replaced; name a new one by --output."
