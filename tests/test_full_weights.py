@@ -3,6 +3,7 @@ and exported as the learner has it.
 """
 
 import json
+import shutil
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -328,6 +329,23 @@ def test_what_full_weights_do_not_know_is_refused_by_name(says: str) -> None:
     refused = [problem for problem in incapable(config) if says in problem]
     assert len(refused) == 1
     assert not [one for one in incapable(TrainConfig.model_validate(sections)) if one in refused]
+
+
+@pytest.mark.parametrize(("keep", "most"), [(None, 3), (0, 5)])
+def test_explain_tells_the_disk_that_checkpoints_take_and_where_it_lacks_room(
+    keep: int | None, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from retrain.explain.explanation import explain
+
+    training = {"save_every": 2, "max_steps": 9}
+    training |= {} if keep is None else {"keep_checkpoints": keep}
+    config = small(tmp_path / "not/yet", model=FULL, training=training)
+    (said,) = [line for line in explain(config).warnings if "checkpoints of 9.4 MiB" in line]
+    assert said.startswith(f"Up to {most} ") and "lower" not in said
+    full = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr("retrain.model.memory.disk_usage", lambda path: full)
+    assert any("0 KiB free: lower [training] keep" in line for line in explain(config).warnings)
+    assert not any("checkpoints of" in line for line in explain(small(tmp_path)).warnings)
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(tmp_path: Path) -> None:

@@ -131,7 +131,13 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         yield (
             f"Unjudged answers could move the difference to {interval_words(found.bounds, metric)}."
         )
-    yield from _about_failures(contrast)
+    losses = contrast.losses
+    if losses:
+        yield (
+            f"Failed and collapsed runs: {losses.candidate} of {contrast.condition},"
+            f" {losses.baseline} of {contrast.baseline} (exact p {p_words(losses.p)} if both lose"
+            " runs alike)."
+        )
     yield from _about_tails(contrast, comparison)
     if found.seeds_needed is not None:
         yield (
@@ -149,16 +155,6 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         yield "Nothing that was recorded differs between the arms: an A/A comparison."
     elif contrast.shared.differing_keys:
         yield f"The arms differ in {', '.join(contrast.shared.differing_keys)}."
-
-
-def _about_failures(contrast: Contrast) -> Iterator[str]:
-    losses = contrast.losses
-    if losses:
-        yield (
-            f"Failed and collapsed runs: {losses.candidate} of {contrast.condition},"
-            f" {losses.baseline} of {contrast.baseline} (exact p {p_words(losses.p)} if both lose"
-            " runs alike)."
-        )
 
 
 def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:

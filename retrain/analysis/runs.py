@@ -271,10 +271,7 @@ class StoredRun:
         path, told = self.folder.metrics, self.summary.get("steps")
         # A torn last line is left out: it has no line end, and a crash may leave one.
         steps = [int(step) for step in _STEP.findall(path.read_bytes())] if path.is_file() else []
-        if type(told) is int:
-            expected = told
-        else:
-            expected = len(steps)
+        expected = told if type(told) is int else len(steps)
         wrong = next((index for index, step in enumerate(steps) if step != index), None)
         problem = ""
         if wrong == 0:
