@@ -63,9 +63,8 @@ def test_the_library_page_samples_and_learns_one_policy(capsys: pytest.CaptureFi
 
 
 def test_the_example_of_full_weights_trains_them(tmp_path: Path) -> None:
-    flags = ["--max-steps", "1", "--batch-size", "2", "--evaluation-max-examples", "2"]
-    flags += ["--max-tokens", "16", "--log-dir", str(tmp_path / "run")]
-    small_run(load_config(EXAMPLES / "full.toml", flags, {}), quiet=True)
+    flags = "--max-steps 1 --batch-size 2 --max-tokens 16 --evaluation-max-examples 2 --log-dir"
+    small_run(load_config(EXAMPLES / "full.toml", [*flags.split(), str(tmp_path / "run")], {}))
     assert (tmp_path / "run/checkpoints/final/model.safetensors").is_file()
 
 

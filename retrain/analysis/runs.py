@@ -117,9 +117,7 @@ class StoredRun:
     def steps(self) -> int:
         """The number of steps completed; 0 before the first."""
         last = next(self._backwards(self.folder.metrics), None)
-        if last:
-            return int(last["step"]) + 1
-        return 0
+        return int(last["step"]) + 1 if last else 0
 
     @property
     def counted_steps(self) -> int:
@@ -259,9 +257,7 @@ class StoredRun:
         if self.lost_steps:
             return self.lost_steps
         problem = self._broken_seal(self.folder.metrics)
-        if problem:
-            return f"{problem}{CHANGED}"
-        return ""
+        return problem and problem + CHANGED
 
     @cached_property
     def lost_steps(self) -> str:
@@ -289,9 +285,7 @@ class StoredRun:
                 found = "holds none of the" if path.is_file() else "is missing, with the"
             steps_told = counted(expected, "step")
             problem = f"{path} {found} {steps_told} that {self.folder.summary.name} counts"
-        if problem:
-            return f"{problem}{CHANGED}"
-        return ""
+        return problem and problem + CHANGED
 
     @cached_property
     def held_out_file(self) -> Path:
@@ -343,9 +337,7 @@ class StoredRun:
     @cached_property
     def answers(self) -> Answers | None:
         """The held-out answers of `final_evaluation`."""
-        if self.final_evaluation:
-            return Answers.of(self.final_evaluation.problems)
-        return None
+        return self.final_evaluation and Answers.of(self.final_evaluation.problems)
 
     @property
     def heldout_sha256(self) -> Any:
