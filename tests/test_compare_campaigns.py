@@ -156,11 +156,8 @@ def test_held_out_accuracy_comes_first_and_its_absence_is_said(
     for seed in (1, 2, 3):
         write_run(tmp_path / f"a{seed}", seed, rates=[0.1, 0.3])
         write_run(tmp_path / f"b{seed}", seed, rates=[0.1, 0.2 + seed / 100])
-    arguments = [
-        *(tmp_path / f"a{seed}" for seed in (1, 2, 3)),
-        "--baseline",
-        *(tmp_path / f"b{seed}" for seed in (1, 2, 3)),
-    ]
+    ours, theirs = ([tmp_path / f"{arm}{seed}" for seed in (1, 2, 3)] for arm in "ab")
+    arguments = [*ours, "--baseline", *theirs]
     result = compared(capsys, *arguments)
     assert (
         result["metric"] == "correct_rate"
@@ -198,11 +195,8 @@ def test_rates_are_of_first_draws_and_compared_between_runs_with_and_without_red
     for seed in (1, 2, 3):
         write_run(tmp_path / f"a{seed}", seed, training={"dynamic_sampling": 4})
         write_run(tmp_path / f"b{seed}", seed)
-    arguments = [
-        *(tmp_path / f"a{seed}" for seed in (1, 2, 3)),
-        "--baseline",
-        *(tmp_path / f"b{seed}" for seed in (1, 2, 3)),
-    ]
+    ours, theirs = ([tmp_path / f"{arm}{seed}" for seed in (1, 2, 3)] for arm in "ab")
+    arguments = [*ours, "--baseline", *theirs]
     assert compared(capsys, *arguments, "--metric", "correct_rate")["contrasts"][0]["pairs"] == 3
 
 

@@ -409,7 +409,7 @@ def test_a_problem_on_both_sides_is_said():
     assert (
         contamination_note(train, held_out)
         == "Held-out problems that are also trained on: 1, the first is h1; held-out accuracy is"
-        " too high"
+        " too high."
     )
     assert contamination_note(train, held_out[:1]) is None
 

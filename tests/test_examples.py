@@ -10,6 +10,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from retrain.config import load_config
+from tests.runs import small_run
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -57,6 +60,12 @@ def test_the_library_page_samples_and_learns_one_policy(capsys: pytest.CaptureFi
         "rows=32" in line and abs(float(line.split("ratio_max=")[1].split(" ")[0]) - 1) < 1e-4
         for line in steps
     )
+
+
+def test_the_example_of_full_weights_trains_them(tmp_path: Path) -> None:
+    flags = "--max-steps 1 --batch-size 2 --max-tokens 16 --evaluation-max-examples 2 --log-dir"
+    small_run(load_config(EXAMPLES / "full.toml", [*flags.split(), str(tmp_path / "run")], {}))
+    assert (tmp_path / "run/checkpoints/final/model.safetensors").is_file()
 
 
 def test_the_pages_gradient_does_not_depend_on_its_micro_batches(

@@ -3,6 +3,7 @@ and exported as the learner has it.
 """
 
 import json
+import shutil
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -328,6 +329,25 @@ def test_what_full_weights_do_not_know_is_refused_by_name(says: str) -> None:
     refused = [problem for problem in incapable(config) if says in problem]
     assert len(refused) == 1
     assert not [one for one in incapable(TrainConfig.model_validate(sections)) if one in refused]
+
+
+@pytest.mark.parametrize(("keep", "most"), [({}, 3), ({"keep_checkpoints": 0}, 5)])
+def test_explain_tells_the_disk_of_the_checkpoints_and_where_it_lacks_room(
+    keep: dict[str, int], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from retrain.explain.explanation import explain
+    from retrain.model.memory import predict_memory
+
+    training = {"save_every": 2, "max_steps": 9, **keep}
+    config = small(tmp_path / "not/yet", model=FULL, training=training)
+    memory = predict_memory(config)
+    assert memory.disk_line().startswith(f"Up to {most} checkpoints of 9.4 MiB")
+    assert "lower" not in memory.disk_line()
+    assert any(line.startswith(f"Up to {most}") for line in explain(config).warnings)
+    full = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr("retrain.model.memory.disk_usage", lambda path: full)
+    assert "0 KiB free: lower [training] keep" in memory.disk_line()
+    assert not predict_memory(small(tmp_path)).disk_line()
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(tmp_path: Path) -> None:

@@ -210,9 +210,7 @@ def _packages(environment: Json) -> Json:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "not recorded"
-    return str(value)
+    return "not recorded" if value is None else str(value)
 
 
 # -- arms ------------------------------------------------------------------------------------------

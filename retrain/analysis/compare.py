@@ -358,10 +358,10 @@ def compare_runs(
     failed = base.failed.get(label, set())
     # One condition against itself, as with two versions of the code: folders tell the arms apart.
     if label in grouped.conditions:
-        theirs = _folders([run for run in candidates if run.condition == label])
-        grouped.conditions[theirs] = grouped.conditions.pop(label)
-        grouped.failed[theirs] = grouped.failed.pop(label, set())
-        label = _folders(baselines)
+        same, own = [run for run in candidates if run.condition == label], label
+        label, theirs = (side[0].name + " ..." * (len(side) > 1) for side in (baselines, same))
+        grouped.conditions[theirs] = grouped.conditions.pop(own)
+        grouped.failed[theirs] = grouped.failed.pop(own, set())
     both_sides = RunsByCondition(
         {label: runs, **grouped.conditions},
         {label: failed, **grouped.failed},
@@ -372,11 +372,6 @@ def compare_runs(
         _compared(both_sides, Request(label, test, metric, budget=budget)),
         planned=absent_line([*candidates, *baselines], campaigns),
     )
-
-
-def _folders(runs: Sequence[StoredRun]) -> str:
-    """Return the first run's folder as it was given, and " ..." for those that follow."""
-    return runs[0].name + " ..." * (len(runs) > 1)
 
 
 def _compared(grouped: RunsByCondition, request: Request) -> Comparison:

@@ -20,7 +20,6 @@ from retrain.analysis.explanation import (
 )
 from retrain.analysis.headline import answer, name_of, p_words
 from retrain.analysis.measures import Metric, difference_words, interval_words, size_words
-from retrain.analysis.pairs import TaskAggregate
 from retrain.records.terminal import GAP, filled_columns, markdown_lines, picked, table_lines
 from retrain.system import Json
 
@@ -384,7 +383,16 @@ def to_json(comparison: Comparison) -> Json:
         "seeds_to_conclude": comparison.seeds_to_conclude,
         "to_come": comparison.to_come,
         "arms": [
-            asdict(arm) | {"condition": arm.label, "tasks": _tasks_json(arm.tasks)}
+            asdict(arm)
+            | {
+                "condition": arm.label,
+                "tasks": arm.tasks
+                and {
+                    "scores": dict(arm.tasks.tasks),
+                    "iqm": arm.tasks.iqm,
+                    "interval": arm.tasks.interval,
+                },
+            }
             for arm in comparison.arms
         ],
         "ranking": [arm.label for arm in ranked(comparison)] or None,
@@ -430,9 +438,3 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
         "differing_environment": list(shared.environment),
         "tasks": asdict(contrast.tasks) if contrast.tasks else None,
     }
-
-
-def _tasks_json(tasks: TaskAggregate | None) -> Json | None:
-    if tasks is None:
-        return None
-    return {"scores": dict(tasks.tasks), "iqm": tasks.iqm, "interval": tasks.interval}

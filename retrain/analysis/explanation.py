@@ -140,8 +140,14 @@ def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     if words:
         yield f"{words[0].upper()}{words[1:]}."
     if found.bounds and found.unsure != "unjudged":
-        yield (f"The unjudged answers leave {interval_words(found.bounds, metric)} possible.")
-    yield from _about_failures(contrast)
+        yield f"The unjudged answers leave {interval_words(found.bounds, metric)} possible."
+    losses = contrast.losses
+    if losses:
+        yield (
+            f"Failed and collapsed runs: {losses.candidate} of {contrast.condition},"
+            f" {losses.baseline} of {contrast.baseline} (exact p {p_words(losses.p)} that both"
+            " lose runs at one rate)."
+        )
     yield from _about_tails(contrast, comparison)
     if found.seeds_needed is not None:
         yield (
@@ -159,16 +165,6 @@ def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         yield "No recorded setting differs between the conditions: an A/A comparison."
     elif contrast.shared.differing_keys:
         yield f"The conditions differ in {', '.join(contrast.shared.differing_keys)}."
-
-
-def _about_failures(contrast: Contrast) -> Iterator[str]:
-    losses = contrast.losses
-    if losses:
-        yield (
-            f"Failed and collapsed runs: {losses.candidate} of {contrast.condition},"
-            f" {losses.baseline} of {contrast.baseline} (exact p {p_words(losses.p)} that both"
-            " lose runs at one rate)."
-        )
 
 
 def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:

@@ -222,9 +222,7 @@ def _grouped(runs: Iterable[StoredRun], value: Any) -> Iterator[list[StoredRun]]
 def not_listed(campaign: Path, runs: Iterable[StoredRun]) -> list[str]:
     """Names of the runs in the campaign's folder that its manifest does not list."""
     listed = {run.path.resolve() for run in runs}
-    folders = []
-    if (campaign / "runs").is_dir():
-        folders = sorted((campaign / "runs").iterdir())
+    folders = sorted((campaign / "runs").glob("*"))
     return [folder.name for folder in folders if is_run(folder) and folder.resolve() not in listed]
 
 

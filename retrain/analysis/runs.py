@@ -116,9 +116,7 @@ class StoredRun:
     def steps(self) -> int:
         """The number of steps completed; 0 before the first."""
         last = next(self._backwards(self.folder.metrics), None)
-        if last:
-            return int(last["step"]) + 1
-        return 0
+        return int(last["step"]) + 1 if last else 0
 
     @property
     def counted_steps(self) -> int:
@@ -281,9 +279,7 @@ class StoredRun:
             problem = (
                 f"{path} {found} {counted(told, 'step')} that {self.folder.summary.name} counts"
             )
-        if problem:
-            return f"{problem}{CHANGED}"
-        return ""
+        return problem and problem + CHANGED
 
     @cached_property
     def held_out_file(self) -> Path:
@@ -329,9 +325,7 @@ class StoredRun:
     @cached_property
     def answers(self) -> Answers | None:
         """The held-out answers of `final_evaluation`."""
-        if self.final_evaluation:
-            return Answers.of(self.final_evaluation.problems)
-        return None
+        return self.final_evaluation and Answers.of(self.final_evaluation.problems)
 
     @property
     def heldout_sha256(self) -> Any:

@@ -119,7 +119,7 @@ def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> 
         return None
     return (
         f"Held-out problems that are also trained on: {len(shared):,}, the first is {shared[0]};"
-        " held-out accuracy is too high"
+        " held-out accuracy is too high."
     )
 
 

@@ -8,6 +8,8 @@ of the machine.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from shutil import disk_usage
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["GIB", "Memory", "Part", "PredictionError", "byte_words", "predict_memory"]
 
 GIB = 2**30
+CHECKPOINT_BYTES = 12
+"""Bytes on disk of a trained parameter: a float32 weight and two AdamW moments."""
 _FLOAT = 4
 _SAMPLING_TENSORS = 4
 """Float32 tensors of [chunk, vocabulary] that live together in the sampler: logits, shifted ones,
@@ -239,6 +243,24 @@ class Memory:
         return " and ".join(
             f"{byte_words(peak)} of {byte_words(self.machine.memory)} on {device}"
             for device, peak in self.peaks.items()
+        )
+
+    def disk_line(self) -> str:
+        """Tell the disk that the checkpoints of all weights take, and what is free there; "" for an
+        adapter. One more than are kept exists while it is saved.
+        """
+        config, training = self.budget.config, self.budget.config.training
+        if config.model.train != "full":
+            return ""
+        folder = Path(config.backend.adapter_path or config.logging.log_dir).absolute()
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        saves = training.max_steps // (training.save_every or training.max_steps or 1) + 1
+        most = min(saves, (training.keep_checkpoints or saves) + 1)
+        each, free = CHECKPOINT_BYTES * self.size.num_trainable, disk_usage(there).free
+        advice = ": lower [training] keep_checkpoints, or set [backend] adapter_path"
+        return (
+            f"Up to {most} checkpoints of {byte_words(each)} are on the disk of {folder}, which has"
+            f" {byte_words(free)} free{advice * (most * each > free)}."
         )
 
     def to_json(self) -> dict[str, Any]:

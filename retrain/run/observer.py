@@ -254,9 +254,9 @@ def check_updates(state: TrainerState, result: StepResult) -> None:
     if state.nonfinite_streak >= _NONFINITE_LIMIT:
         raise RunFailed(
             f"{result.nonfinite_tensor} was not finite in {_NONFINITE_LIMIT} steps in a row; the"
-            " weights come from the last finite update: start a new run from them ([lora]"
-            " init_from) with a lower [training] lr, [loss] max_grad_norm = 1.0 or [model] dtype ="
-            ' "fp32".'
+            " weights come from the last finite update: start a new run from them (an adapter as"
+            " [lora] init_from, all weights as [model] model after `retrain export`) with a lower"
+            ' [training] lr, [loss] max_grad_norm = 1.0 or [model] dtype = "fp32".'
         )
 
 

@@ -398,10 +398,10 @@ def _check_source(config: TrainConfig, task: str) -> str:
             _judge_references(config, loaded.examples[:_REFERENCES_JUDGED])
         talks = [messages_of(each, config.data) for each in loaded.examples]
         texts = ["\n".join(message["content"] for message in talk) for talk in talks]
-        dropped = [f"Dropped rows: {loaded.dropped_rows()}."] if loaded.dropped else []
-        seen = contamination_note(loaded.examples, held_out)
-        both = [f"{seen}."] if seen else []
-        return " ".join([*dropped, *both, *answer_notes(config, texts, loaded.examples)])
+        dropped = f"Dropped rows: {loaded.dropped_rows()}." * bool(loaded.dropped)
+        both = contamination_note(loaded.examples, held_out)
+        said = answer_notes(config, texts, loaded.examples)
+        return " ".join(filter(None, [dropped, both, *said]))
     return ""
 
 
