@@ -59,7 +59,7 @@ class Game(Episode):
 
     def said(self, result) -> list[ChatMessage]:
         text = result.observation[self.environment.observation]
-        return [ChatMessage(role="user", content=text)]
+        return [{"role": "user", "content": text}]
 
     def reset(self, example: Example, seed: int) -> list[ChatMessage]:
         return self.begin(example.info["seed"])

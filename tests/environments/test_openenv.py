@@ -32,8 +32,7 @@ def test_a_session_plays_the_problem_of_its_seed() -> None:
         six = environment.examples("train")[5]
         said, score = scripted(host, six, ["4", "nothing", "\\boxed{6}"])
         assert (said, score.reward, score.turn_rewards) == (["higher", "?"], 1, (0, 0, 1))
-        assert scripted(host, six, ["6 or 7"] * 4)[1].outcome is Outcome.WRONG
-        assert servers()
+        assert servers() and scripted(host, six, ["6 or 7"] * 4)[1].outcome is Outcome.WRONG
     assert not servers()
 
 
