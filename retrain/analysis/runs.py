@@ -325,7 +325,8 @@ class StoredRun:
     @cached_property
     def answers(self) -> Answers | None:
         """The held-out answers of `final_evaluation`."""
-        return self.final_evaluation and Answers.of(self.final_evaluation.problems)
+        found = self.final_evaluation
+        return Answers.of(found.problems) if found else None
 
     @property
     def heldout_sha256(self) -> Any:

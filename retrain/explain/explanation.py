@@ -308,7 +308,7 @@ def explain(
     warnings = (
         *(notes(config) if plan is None else condition_notes(plan)),
         *_unique(inputs.warnings),
-        *filter(None, [memory and memory.disk_line()]),
+        *filter(None, [memory.disk_line() if memory else ""]),
         *campaign_caveats(config, schedule, memory, power),
         *differences,
     )
