@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,10 +132,9 @@ def test_gpu15_names_the_parts_that_crash_or_hang_and_runs_the_others(tmp_path: 
     done = gpu15(tmp_path / "a file", python, "--only", "1,3", "--seconds", "36")
     assert done.returncode == 1 and "a file cannot be written" in done.stderr
     said = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert said[-3:-1] == [
-        "0 machine - timed out after 2 s",
-        "1 runs - failed with 7: MemoryError: no room",
-    ]
+    # A busy machine has taken a second of the part's share before it begins.
+    assert re.fullmatch("0 machine - timed out after [12] s", said[-3])
+    assert said[-2] == "1 runs - failed with 7: MemoryError: no room"
     assert [line.split(", ")[1] for line in said[:3]] == ["machine", "runs", "learn"]
 
 

@@ -92,7 +92,7 @@ def test_a_learning_pass_stays_on_its_device(
         ]
         for piece in learner._pieces(rows, share=not dropout):
             (learned,) = learner._learn(
-                replace(piece, weights=[_Weights(1.0, 1.0)] * len(piece.rows))
+                replace(piece, step=0, weights=[_Weights(1.0, 1.0)] * len(piece.rows))
             )
             assert {learned.loss.device, learned.infinite.device, learned.clip.device} == {DEVICE}
         assert {gradient.device for gradient in learner.optimizer.gradients()} == {DEVICE}

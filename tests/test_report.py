@@ -180,7 +180,7 @@ def test_a_campaigns_page_has_its_figures_verdicts_and_completions(campaign_page
     assert "18 of 18" in page.text and "1 of 6" not in page.text
     assert (
         "Step 0: 2 of 6 stored completions right" in page.text
-        and "Step 23: 2 of 6 right" in page.text
+        and "Step 23: 2 of 6 stored completions right" in page.text
     )
 
 

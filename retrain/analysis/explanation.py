@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from retrain.analysis import statistics
 from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.headline import p_words, same_runs_words
-from retrain.analysis.measures import difference_words, direction_words, interval_words, size_words
+from retrain.analysis.measures import (
+    Metric,
+    difference_words,
+    direction_words,
+    interval_words,
+    size_words,
+)
 from retrain.analysis.pairs import outlying_seeds
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
@@ -148,6 +154,7 @@ def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f" {losses.baseline} of {contrast.baseline} (exact p {p_words(losses.p)} that both"
             " lose runs at one rate)."
         )
+    yield from _about_outliers(contrast, metric)
     yield from _about_tails(contrast, comparison)
     if found.seeds_needed is not None:
         yield (
@@ -167,8 +174,7 @@ def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         yield f"The conditions differ in {', '.join(contrast.shared.differing_keys)}."
 
 
-def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    metric, found = comparison.metric, contrast.conclusion
+def _about_outliers(contrast: Contrast, metric: Metric) -> Iterator[str]:
     seeds = outlying_seeds(contrast.differences)
     if seeds:
         shown = ", ".join(
@@ -182,6 +188,10 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f" {'that run' if len(seeds) == 1 else 'those runs'} first: the test assumes symmetric"
             " differences."
         )
+
+
+def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
+    metric, found = comparison.metric, contrast.conclusion
     # An event in this fraction of the runs is missed by all pairs with a probability of 5%.
     unseen = 1 - 0.05 ** (1 / found.pairs)
     better = comparison.test.direction(metric.better)

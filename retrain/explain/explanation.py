@@ -119,9 +119,11 @@ def campaign_power(
     return Power(seeds, comparisons, rule.fewest, detectable, metric, design)
 
 
-def campaign_caveats(
+def caveats(
     config: "TrainConfig", schedule: "Schedule | None", memory: "Memory | None", power: Power | None
 ) -> Iterator[str]:
+    if memory and memory.disk_line():
+        yield memory.disk_line()
     if config.campaign is None:
         return
     if power and power.seeds <= power.seeds_needed:
@@ -308,8 +310,7 @@ def explain(
     warnings = (
         *(notes(config) if plan is None else condition_notes(plan)),
         *_unique(inputs.warnings),
-        *filter(None, [memory.disk_line() if memory else ""]),
-        *campaign_caveats(config, schedule, memory, power),
+        *caveats(config, schedule, memory, power),
         *differences,
     )
     return Explanation(

@@ -133,9 +133,7 @@ class Pager:
         own = pages - (len(ids) // self.pool.tokens if shares else len(first))
         for_prompt = pages if shares and key not in using else 0
         wanted = own + for_prompt + -(-running // _RESERVE)
-        while self.pool.free < wanted and self.evict():
-            pass
-        if self.pool.free < wanted:
+        if not self._makes_room(wanted):
             if begun:
                 cached[extended] = begun
             return None
@@ -149,6 +147,12 @@ class Pager:
         self.pool.share(full)
         row.pages = full + self.pool.take(own)
         return using[key]
+
+    def _makes_room(self, pages: int) -> bool:
+        """Evict until so many pages are free; False: they are not."""
+        while self.pool.free < pages and self.evict():
+            pass
+        return self.pool.free >= pages
 
     def deallocate(self, row: RunningRow) -> None:
         self.pool.give_back(row.pages)

@@ -94,22 +94,17 @@ def _draw_scaled(
     blocks = -(-vocabulary // size)
     shifted = _shifted(z, blocks * size)
     weights, kept = _weights(shifted, vocabulary, keep)
-    blocked = weights.view(rows, blocks, size)
-    cumulative = F.pad(running_sums(blocked.sum(-1).double()), (1, 0))
+    cumulative = F.pad(running_sums(_block_sums(weights, blocks)), (1, 0))
     total = cumulative[:, -1:]
-    tokens = _invert(blocked, cumulative, uniforms[:, None])
+    tokens = _invert(weights.view(rows, blocks, size), cumulative, uniforms[:, None])
     tokens.clamp_(max=vocabulary - 1)
 
     if greedy is not None:
-        # The lowest id among the largest logits, which are zeros.
-        best = torch.where(
-            shifted[:, :vocabulary] == 0, torch.arange(vocabulary, device=z.device), vocabulary - 1
-        ).amin(-1)
-        tokens = torch.where(greedy, best, tokens[:, 0])[:, None]
+        tokens = torch.where(greedy[:, None], _best(shifted[:, :vocabulary]), tokens)
     log_total = total.log()
     logprobs = shifted.gather(1, tokens).double() - log_total
     # From here on `shifted` is spent: the entropy's moments are computed in its memory.
-    moments = shifted.mul_(weights).view(rows, blocks, size).sum(-1).double().sum(-1, keepdim=True)
+    moments = _block_sums(shifted.mul_(weights), blocks).sum(-1, keepdim=True)
     entropies = (log_total - moments / total).clamp_(min=0.0)
     if greedy is not None:
         certain = greedy[:, None] & logprobs.isfinite()
@@ -117,6 +112,18 @@ def _draw_scaled(
     if kept is None:
         return tokens, logprobs, entropies
     return tokens, logprobs, entropies, kept.counts[:, None]
+
+
+def _block_sums(values: Tensor, blocks: int) -> Tensor:
+    """Return the sums [r, N] of N equal blocks of values [r, width], in float64."""
+    return values.view(len(values), blocks, -1).sum(-1).double()
+
+
+def _best(shifted: Tensor) -> Tensor:
+    """Return [r, 1] the lowest id among the largest logits, which are zeros."""
+    last = shifted.shape[1] - 1
+    ids = torch.arange(last + 1, device=shifted.device)
+    return torch.where(shifted == 0, ids, last).amin(-1, keepdim=True)
 
 
 def _shifted(z: Tensor, width: int) -> Tensor:
