@@ -140,7 +140,7 @@ def test_the_learner_attends_once_a_layer_and_builds_no_mask(checkpointing: bool
         (piece,) = learner._pieces(rows, share=True)
         with Calls(tokens=100) as calls, warnings.catch_warnings():
             (learned,) = learner._learn(
-                replace(piece, weights=[_Weights(1.0, 1.0)] * len(piece.rows))
+                replace(piece, step=0, weights=[_Weights(1.0, 1.0)] * len(piece.rows))
             )
         layers = base.model.config.num_hidden_layers
     assert learned.loss.device == DEVICE
