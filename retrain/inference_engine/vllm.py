@@ -216,6 +216,7 @@ class VLLMDialect(Dialect):
             "max_tokens": 1,
             "temperature": temperature,
             "logprobs": 5,
+            "return_tokens_as_token_ids": True,  # Two tokens may have the same text.
         }
         answer = await server.post(
             COMPLETIONS, body | without(NEUTRAL, server.facts.get("refused_fields", ()))
