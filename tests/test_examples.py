@@ -62,10 +62,14 @@ def test_the_library_page_samples_and_learns_one_policy(capsys: pytest.CaptureFi
     )
 
 
-def test_the_example_of_full_weights_trains_them(tmp_path: Path) -> None:
+def test_the_example_of_full_weights_trains_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = "--max-steps 1 --batch-size 2 --max-tokens 16 --evaluation-max-examples 2 --log-dir"
     small_run(load_config(EXAMPLES / "full.toml", [*flags.split(), str(tmp_path / "run")], {}))
     assert (tmp_path / "run/checkpoints/final/model.safetensors").is_file()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"Run folder: {tmp_path / 'run'} | model: {tmp_path / 'run/checkpoints/final'}" in printed
 
 
 def test_the_pages_gradient_does_not_depend_on_its_micro_batches(

@@ -122,8 +122,8 @@ def campaign_power(
 def caveats(
     config: "TrainConfig", schedule: "Schedule | None", memory: "Memory | None", power: Power | None
 ) -> Iterator[str]:
-    if memory and memory.disk_line():
-        yield memory.disk_line()
+    if memory and (disk := memory.disk_line()):
+        yield disk
     if config.campaign is None:
         return
     if power and power.seeds <= power.seeds_needed:

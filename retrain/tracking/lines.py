@@ -9,7 +9,7 @@ from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import counted, number, one_line
 from retrain.tracking.base import Event, GroupScore, GroupScores, Message
-from retrain.types import Doing
+from retrain.types import WHOLE_MODEL, Doing
 
 _LINE = ("loss", "reward", "correct", "datums", "bs", "gs", "sepa_l", "time")
 """The fields of a step's line."""
@@ -167,4 +167,6 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
         lines.append(f"Held-out {pass_at_1(before)} at {_at(before)} -> {pass_at_1(after)}{gain}.")
     elif summary.after is not None:
         lines.append(f"Held-out {pass_at_1(summary.after)}.")
-    return [*lines, f"Run folder: {folder} | adapter: {folder / summary.adapter}"]
+    trained = folder / summary.adapter
+    what = "model" if (trained / WHOLE_MODEL).is_file() else "adapter"
+    return [*lines, f"Run folder: {folder} | {what}: {trained}"]
