@@ -384,6 +384,11 @@ def test_flags_of_the_earlier_project_are_answered_with_ours(
     assert f"did you mean {ours}?" in capsys.readouterr().err
 
 
+def test_a_flag_with_one_dash_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigurationError, match="^-q is not a flag; flags have two dashes"):
+        parse_arguments(["run.toml", "-q"])
+
+
 def test_quiet_and_verbose_together_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="contradict each other"):
         parse_arguments(["run.toml", "--quiet", "--verbose"])

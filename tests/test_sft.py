@@ -74,12 +74,27 @@ def test_a_trace_is_the_prompt_of_rl_and_a_completion_that_ends_its_turn(
         assert set(row.advantages) == {1.0}
 
 
-def test_an_environment_writes_the_prompts_of_traces_too(tmp_path: Path, text: TextModel) -> None:
-    lab = {"provider": "retrain.environments.lab.NumberGuessing"}
-    (trace,) = traces_of([SUM], tmp_path, text, data={}, environment=lab).traces
+LAB = {"provider": "retrain.environments.lab.NumberGuessing"}
+BESIDE = {
+    "an environment": {"data": {}, "environment": LAB},
+    "a mixture": {"data": {"mix": [{"environment": LAB}, {"source": "math"}]}},
+}
+
+
+@pytest.mark.parametrize("sections", BESIDE.values(), ids=BESIDE.keys())
+def test_beside_other_problems_a_trace_s_prompt_is_its_own(
+    sections: dict[str, Any], tmp_path: Path, text: TextModel
+) -> None:
+    (trace,) = traces_of([SUM], tmp_path, text, **sections).traces
     assert parts(trace, text)[0][0] == (
         "<|im_start|>user\n1 + 2 = ?<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize("sections", BESIDE.values(), ids=BESIDE.keys())
+def test_problems_without_traces_need_a_source_of_traces(sections: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"\[sft\] source is empty, and .* gives problems"):
+        config_from_mapping({**sections, "sft": {"steps": 1}})
 
 
 def test_each_reply_of_a_conversation_is_learned_at_its_place(

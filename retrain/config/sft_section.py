@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
+from retrain.config.names import bracketed
 from retrain.config.section import Section, Traits, Violation, Violations, key
 from retrain.config.values import OpenName
 from retrain.system import toml_value
@@ -74,6 +75,13 @@ class Sft(Section):
                 ("sft.steps", f"sft.{name}"),
                 f"[sft] {name} = {toml_value(getattr(self, name))} is set, and neither steps nor"
                 " epochs says how long the stage is; set one of them, or steps = 0 for no stage",
+            )
+        beside = "environment.provider" if config.environment.provider else "data.mix"
+        if self.is_on and not self.source and config.value(beside):
+            yield Violation(
+                ("sft.source", beside),
+                f"[sft] source is empty, and {bracketed(beside)} gives problems without traces;"
+                " name a file of traces, or a source such as math",
             )
         if not config.training.max_steps and not self.is_on:
             yield Violation(

@@ -163,6 +163,8 @@ class _Writer:
 
     def __init__(self, config: "TrainConfig", text: TextModel) -> None:
         self._data = rendering(config)
+        if config.data.mix:  # The prompts of a mixture have the template of their own source.
+            self._data = self._data.model_copy(update={"source": config.sft.source})
         self._tokenizer = text.tokenizer
         self._eos_ids = frozenset(text.eos_ids)
         end = end_of_turn(text.tokenizer)
