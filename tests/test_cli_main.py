@@ -385,7 +385,7 @@ def test_flags_of_the_earlier_project_are_answered_with_ours(
 
 
 def test_a_flag_with_one_dash_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigurationError, match="^-q is not a flag; flags have two dashes"):
+    with pytest.raises(ConfigurationError, match=r"^-q is not a flag; flags have two dashes"):
         parse_arguments(["run.toml", "-q"])
 
 

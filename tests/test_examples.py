@@ -69,7 +69,9 @@ def test_the_example_of_full_weights_trains_them(
     small_run(load_config(EXAMPLES / "full.toml", [*flags.split(), str(tmp_path / "run")], {}))
     assert (tmp_path / "run/checkpoints/final/model.safetensors").is_file()
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"Run folder: {tmp_path / 'run'} | model: {tmp_path / 'run/checkpoints/final'}" in printed
+    assert (
+        f"Run folder: {tmp_path / 'run'} | model: {tmp_path / 'run/checkpoints/final'}" in printed
+    )
 
 
 def test_the_pages_gradient_does_not_depend_on_its_micro_batches(

@@ -249,7 +249,9 @@ def parse_arguments(arguments: Sequence[str]) -> RunArguments:
         raise ConfigurationError("--quiet and --verbose contradict each other; give one of them.")
     for name in files:
         if name.startswith("-"):
-            raise ConfigurationError(f"{name} is not a flag; flags have two dashes, as --quiet has.")
+            raise ConfigurationError(
+                f"{name} is not a flag; flags have two dashes, as --quiet has."
+            )
     if len(files) > 1:
         raise ConfigurationError(
             f"retrain runs one file at a time, and got {' and '.join(files)}; a value needs its"
