@@ -57,7 +57,6 @@ class Problem:
 def main(arguments: list[str]) -> int:
     if arguments == ["--write"]:
         for name, text in generated().items():
-            (ROOT / name).parent.mkdir(parents=True, exist_ok=True)
             (ROOT / name).write_text(text, encoding="utf-8")
         (ROOT / "llms.txt").write_text(llms_document(), encoding="utf-8")  # of the new pages
     elif arguments:
@@ -148,7 +147,7 @@ def _first_sentence(path: Path) -> str:
     """The first sentence of a page that is prose, without links."""
     paragraphs = path.read_text(encoding="utf-8").split("\n\n")[1:]
     prose = next(text for text in paragraphs if not text.startswith(("```", "|", "#", "!")))
-    return _LINK_TEXT.sub(r"\1", " ".join(prose.split())).partition(". ")[0].removesuffix(".") + "."
+    return re.sub(r"(?<=\.) .*", "", _LINK_TEXT.sub(r"\1", " ".join(prose.split())))
 
 
 def unlinked_pages() -> Iterator[Problem]:

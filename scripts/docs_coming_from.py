@@ -86,8 +86,10 @@ For a whole method, name its recipe, such as `algorithm_mode = "dapo"`: [papers]
 
 ## Keys
 
-Made from `retrain/config/synonyms.toml` by `make docs`. `retrain help NAME` explains each key of the left
-column.
+`make docs` writes both tables from `retrain/config/synonyms.toml`. `retrain help NAME` explains each name.
+
+| elsewhere | here |
+|---|---|
 """
 
 ABSENT_HEADING = """
@@ -100,19 +102,13 @@ ABSENT_HEADING = """
 
 def coming_from_document() -> str:
     """The text of docs/coming-from.md."""
-    names: dict[str, list[str]] = {}
-    for name, key in SYNONYMS.items():
-        names.setdefault(key, []).append(bracketed(name) if "." in name else name)
-    absent: dict[str, list[str]] = {}
-    for name, instead in ABSENT.items():
-        absent.setdefault(instead, []).append(name)
-    return (
-        f"{INTRODUCTION}\n| key | names elsewhere |\n|---|---|\n"
-        + "".join(f"| `{bracketed(key)}` | {_listed(names[key])} |\n" for key in sorted(names))
-        + ABSENT_HEADING
-        + "".join(f"| {_listed(others)} | {instead} |\n" for instead, others in absent.items())
-    )
+    keys = {name: f"`{bracketed(key)}`" for name, key in SYNONYMS.items()}
+    return INTRODUCTION + _rows(keys) + ABSENT_HEADING + _rows(ABSENT)
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+def _rows(meanings: dict[str, str]) -> str:
+    names: dict[str, str] = {}
+    for name, meaning in meanings.items():
+        shown = f"`{bracketed(name) if '.' in name else name}`"
+        names[meaning] = f"{names[meaning]}, {shown}" if meaning in names else shown
+    return "".join(f"| {others} | {meaning} |\n" for meaning, others in names.items())
