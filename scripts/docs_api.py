@@ -38,8 +38,7 @@ config = retrain.load_config("examples/lab.toml", ["--max-steps", "2"])
 print(config.training.lr)
 ```
 
-[Plugins](plugins.md) and [CONTRIBUTING.md](../CONTRIBUTING.md#where-to-add-what) show whole
-examples. Made from the docstrings by `make docs`.
+[Write your own method](plugins.md) shows whole examples. Made from the docstrings by `make docs`.
 """
 
 

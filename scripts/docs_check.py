@@ -27,6 +27,7 @@ from retrain.config import config_from_toml
 from retrain.config.keys import all_keys, flags
 from retrain.errors import ConfigurationError
 from scripts.docs_api import api_document
+from scripts.docs_coming_from import coming_from_document
 from scripts.docs_commands import commands_document
 from scripts.docs_environment import environment_document
 from scripts.docs_keys import artefacts
@@ -96,11 +97,13 @@ def generated() -> dict[str, str]:
     """Paths of the files that are made from the code, and what they must hold."""
     pages = {
         "docs/metrics.md": metrics_document(),
+        "docs/coming-from.md": coming_from_document(),
         "docs/commands.md": commands_document(),
         "docs/papers.md": papers_document(),
         "docs/api.md": api_document(),
         "docs/environment-variables.md": environment_document(),
         "llms.txt": llms_document(),
+        ".claude/skills/retrain/SKILL.md": skill_document(),
         str(source_path().relative_to(ROOT)): synced(read_source()),
     }
     return {**artefacts(), **pages}
@@ -114,27 +117,39 @@ def _drifted() -> Iterator[Problem]:
 
 
 def llms_document() -> str:
-    """llms.txt: AGENTS.md, and the pages of the manual with the first paragraph of each."""
-    agents = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
-    title, _, body = agents.partition("\n")
-    summary = " ".join(body.strip().partition("\n\n")[0].split())
+    """llms.txt: links to AGENTS.md and to the pages of the manual, with the first sentence of each."""
+    paths = [ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
     pages = [
-        f"- [{_title(path)}](docs/{path.name}): {_first_paragraph(path)}"
-        for path in sorted((ROOT / "docs").glob("*.md"))
+        f"- [{_title(path)}]({path.relative_to(ROOT)}): {_first_sentence(path)}\n" for path in paths
     ]
-    rest = body.strip().partition("\n\n")[2]
-    return f"{title}\n\n> {summary}\n\n{rest.strip()}\n\n## Pages\n\n" + "\n".join(pages) + "\n"
+    return f"# retrain\n\n> {_first_sentence(ROOT / 'AGENTS.md')}\n\n## Pages\n\n{''.join(pages)}"
+
+
+SKILL = """\
+---
+name: retrain
+description: Run and compare reinforcement learning experiments on language models with retrain. Use it \
+to write a configuration or a plugin, start runs and campaigns, and read their verdicts.
+---
+
+"""
+
+
+def skill_document() -> str:
+    """The skill of coding agents: AGENTS.md, with links from the skill's folder."""
+    agents = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    return SKILL + _LINK.sub(r"](../../../\1", agents)
 
 
 def _title(path: Path) -> str:
     return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
-def _first_paragraph(path: Path) -> str:
-    """The first lines of a page that are prose, without links."""
+def _first_sentence(path: Path) -> str:
+    """The first sentence of a page that is prose, without links."""
     paragraphs = path.read_text(encoding="utf-8").split("\n\n")[1:]
     prose = next(text for text in paragraphs if not text.startswith(("```", "|", "#", "!")))
-    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(prose.split()))
+    return re.sub(r"(?<=\.) .*", "", _LINK_TEXT.sub(r"\1", " ".join(prose.split())))
 
 
 def unlinked_pages() -> Iterator[Problem]:

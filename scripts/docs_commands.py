@@ -9,12 +9,12 @@ from retrain.cli.usage import COMMANDS, EXAMPLES, FLAGS, SWITCHES
 
 PAGES = {
     "explain": "capacity-planning.md",
-    "status": "looking.md",
+    "status": "reading-a-run.md",
     "eval": "comparing.md",
     "export": "use-your-adapter.md",
     "compare": "comparing.md",
-    "report": "looking.md",
-    "inspect": "looking.md",
+    "report": "reading-a-run.md",
+    "inspect": "reading-a-run.md",
     "audit": "audit.md",
     "power": "comparing.md",
     "xray": "xray.md",
@@ -28,7 +28,7 @@ PAGES = {
 INTRODUCTION = """\
 # Commands
 
-Made from the commands by `make docs`. `retrain COMMAND --help` prints the same.
+Look up every command and its options. `retrain COMMAND --help` prints the same.
 
 ## retrain [FILE.toml] [flags]
 

@@ -20,12 +20,13 @@ RECORDS = {
 INTRODUCTION = """\
 # What a run records
 
-Made from `retrain/records/entries.py` by `make docs`. Each file holds one JSON object per line. A
-value that a step lacks is `null`, never 0. Entropies, surprisals, log-probs and log-ratios are in
-nats, times in seconds, memory in GiB. "better" says which direction of a number
-`retrain compare --metric NAME` takes for an improvement; a dash means that neither is one, and that
-it only says whether there is a difference. [Reading a run](reading-a-run.md) says which of them to
-look at, and when to worry.
+Look up every field that a run writes. [Watch a run](reading-a-run.md) says which of them to look at, and
+when to worry.
+
+Each file holds one JSON object per line. A value that a step lacks is `null`, never 0. Entropies,
+surprisals, log-probs and log-ratios are in nats, times in seconds, memory in GiB. "better" is the
+direction that `retrain compare --metric NAME` takes for an improvement. With a dash, `compare` only says
+whether there is a difference. `make docs` writes this page from `retrain/records/entries.py`.
 """
 
 

@@ -113,7 +113,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PYTHON_ELSEWHERE = {"CONTRIBUTING.md": "tests/test_contributing.py"}
 SLOW_PAGES = {
     *("AGENTS", "CONTRIBUTING", "campaigns", "capacity-planning", "commands", "comparing"),
-    *("lab", "looking", "reading-a-run", "receipts", "research-guide", "xray"),
+    *("lab", "reading-a-run", "receipts", "research-guide", "xray"),
 }
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 

@@ -32,7 +32,7 @@ def command(
 ) -> None:
     """Write a plugin that runs as it is, NAME.py, and NAME.toml, which uses it on the lab.
 
-    The code is the example of its kind in CONTRIBUTING.md. Nothing is overwritten.
+    The code is the example of its kind in docs/plugins.md. Nothing is overwritten.
     """
     is_name = re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) and not keyword.iskeyword(name)
     if not is_name or importlib.util.find_spec(name):
