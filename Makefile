@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run conclude replications test test-slow test-faults test-faults-long coverage test-newest test-servers test-environments test-max lint types docs docs-check site check clean
+.PHONY: help setup run conclude first-look replications test test-slow test-faults test-faults-long coverage test-newest test-servers test-environments test-max lint types docs docs-check site check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -38,6 +38,11 @@ conclude: $(STAMP) ## a campaign that concludes, and a null that does not, with 
 		else $(BIN)/retrain examples/conclude.toml; fi
 	@$(BIN)/retrain report logs/conclude
 	@$(BIN)/python -m webbrowser -t "file://$(abspath logs/conclude/report.html)" >/dev/null 2>&1 || true
+
+first-look: $(STAMP) ## README's first picture: the standard ablation on the lab, and the credit of each token (minutes on 2 cores; continues where it stopped)
+	$(BIN)/retrain examples/campaign_lab.toml --batch-size 16 --campaign-max-steps 20 --campaign-parallel true --campaign-max-workers 2 \
+		--log-dir logs/first-look $(if $(wildcard logs/first-look/manifest.json),--resume logs/first-look)
+	@$(BIN)/python scripts/first_look.py logs/first-look maxrl+gtpo_hicra --output docs/first-look.png
 
 replications: $(STAMP) ## docs/replications: four claims of papers on the lab (an hour on 2 cores; continues where it stopped; ONLY=nsr), or with SMOLLM2=FOLDER on that model (hours)
 	$(BIN)/python scripts/replications.py $(ONLY) $(if $(SMOLLM2),--smollm2 "$(SMOLLM2)")

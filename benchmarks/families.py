@@ -397,7 +397,7 @@ sliding window. It is made by `{command}` on {date}
 - *fused*: the fast forward pass of retrain; *its own*: that of transformers. Both sample in this
   process, with prompts shared.
 - *a server*: `[inference] engine = "pytorch"` refuses it in a sentence, and a
-  [server](servers.md) samples; whether yours serves the family is for it to say.
+  [server](inference-engines.md) samples; whether yours serves the family is for it to say.
 - *packed*: the learner computes rows without padding; *padded*: it pads them and leaves attention
   to the model. *refused*: neither, for the reason named.
 - The difference is that of a sampled token's log-prob from transformers' in float64: the sampler's

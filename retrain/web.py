@@ -91,7 +91,7 @@ class Answer:
         try:
             host = urlsplit(self.headers.get("location", "")).netloc.rpartition("@")[2]
         except ValueError:  # http://a]b/
-            return "what is no address"
+            return "what is not an address"
         return host or "another path"
 
 

@@ -33,6 +33,7 @@ from scripts.docs_environment import environment_document
 from scripts.docs_keys import artefacts
 from scripts.docs_metrics import metrics_document
 from scripts.docs_papers import papers_document
+from scripts.prose import over_budget
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(
@@ -68,6 +69,7 @@ def main(arguments: list[str]) -> int:
         *unreadable_tables(set(generated())),
         *(problem for path in documents() for problem in check_document(path)),
     ]
+    problems += [Problem(ROOT / "scripts/prose.py", 1, text) for text in over_budget()]
     for problem in problems:
         print(problem)
     print(f"docs-check: {len(documents())} documents, {len(problems)} problems")

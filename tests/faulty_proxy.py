@@ -72,7 +72,7 @@ class Traffic:
             and path.endswith("/completions")
             and isinstance(json.loads(request)["prompt"], list)
         ):
-            return 400, "the prompt is no text"
+            return 400, "the prompt is not text"
         return None
 
     def shown(self, path: str, answer: bytes) -> bytes:

@@ -218,7 +218,7 @@ def test_a_budget_below_the_first_step_is_named(
     "text", ["tokens", "steps=3", "tokens=0", "tokens=-1", "tokens=x", "tokens=1e999"]
 )
 def test_what_is_no_budget_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no budget; give tokens=N with N from 1"):
+    with pytest.raises(ConfigurationError, match="is not a budget; give tokens=N with N from 1"):
         Budget.parse(text)
 
 

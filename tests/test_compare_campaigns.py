@@ -437,7 +437,7 @@ def test_an_interval_without_zero_is_no_verdict_where_the_family_does_not_reach_
     [
         (["--baseline", "grpo+nothing"], "the conditions are grpo+none"),
         (["--metric", "running_correct_rate"], "lags"),
-        (["--metric", "accurracy"], "is no metric"),
+        (["--metric", "accurracy"], "is not a metric"),
         (["--metric", "pass@64"], "no pass@64"),
         (["--margin", "2"], "two points are 0.02"),
         (["--margin", "0"], "above 0"),

@@ -37,7 +37,7 @@ def test_a_folder_that_the_locale_cannot_name_is_no_bug(tmp_path: Path) -> None:
     for flags, part in (
         (
             ["--log-dir", "l\u00e4"],
-            "holds bytes that are no text in this locale's encoding (ascii)",
+            "holds bytes that are not text in this locale's encoding (ascii)",
         ),
         ([], "which this locale's encoding (ascii) lacks; set PYTHONUTF8=1."),
     ):

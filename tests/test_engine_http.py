@@ -517,7 +517,7 @@ def test_https_of_a_server_without_it_is_not_answered_with_start_it() -> None:
         ),
         (
             lambda handler: handler.send(307, b"", Location="http://a]b/"),
-            "answered 307: it redirects to what is no address; name",
+            "answered 307: it redirects to what is not an address; name",
         ),
         (
             raw(b'{"error": {"message": "no such thing", "code": 404}}'),

@@ -178,7 +178,7 @@ def test_eval_and_compare_have_a_row_for_each_task(
             {"source": "lab", "tasks": {"lab": {"sample": 2}}},
             "is wrong at lab.sample (extra inputs",
         ),
-        ({"source": ["lab", ""]}, "is no source"),
+        ({"source": ["lab", ""]}, "is not a source"),
         ({"source": "lab", "tasks": {"lab": {"temperature": 0.0, "samples": 2}}}, "2 equal"),
         (
             {"source": ["lab", "gsm8k"], "k": [4], "tasks": {"lab": {"samples": 2}}},

@@ -418,7 +418,7 @@ def test_an_evaluation_of_another_shape_is_named(
 
 
 def test_equal_runs_do_not_part(base: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change_row(copy / "metrics.jsonl", 1, step_time_s=99.0)  # what a clock says is no difference
+    change_row(copy / "metrics.jsonl", 1, step_time_s=99.0)  # what a clock says is not a difference
     assert main(["diff", str(base), str(copy)]) == 0
     assert "are equal" in capsys.readouterr().out
 

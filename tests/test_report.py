@@ -480,7 +480,7 @@ def test_every_axis_has_its_name_and_a_bar_is_a_95_percent_interval(
         (["--contrast", "a:b"], "--contrast names a"),
         (["--control", "--baseline", "a"], "both name the baseline"),
         (["--baseline", "nobody"], "--baseline nobody is not a condition"),
-        (["--metric", "luck"], "--metric luck is no metric"),
+        (["--metric", "luck"], "--metric luck is not a metric"),
         (["--alpha", "2"], "--alpha 2 is not between 0 and 1"),
         (["--against", "gtpo"], "--tokens-every 1"),
     ],

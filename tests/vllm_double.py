@@ -1,7 +1,7 @@
 """A server in this process that answers as vLLM's does, with the lab model behind it, and what can
 be wrong with it.
 
-Written from the answers of vLLM 0.32 that docs/servers.md describes; `make test-servers` runs the
+Written from the answers of vLLM 0.32 that docs/inference-engines.md describes; `make test-servers` runs the
 same engine against the real one.
 """
 

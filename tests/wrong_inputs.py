@@ -107,7 +107,7 @@ CASES = [
     at_load(
         "a date that is none",
         '[data]\nchat_template_args = { strftime_now = "yesterday" }',
-        '[data] chat_template_args: strftime_now = "yesterday" is no day; write one such as',
+        '[data] chat_template_args: strftime_now = "yesterday" is not a day; write one such as',
     ),
     at_load(
         "a schedule of a key that is read once",
@@ -773,7 +773,7 @@ CASES = [
             (
                 "of an unknown key",
                 'source = "lab"\nweigt = 1',
-                "which is no key of a source; did you",
+                "which is not a key of a source; did you",
             ),
             (
                 "with a sampler of a source",
@@ -792,7 +792,7 @@ CASES = [
                 "has reward beside its environment, which writes its prompts and has a rubric",
             ),
             (
-                "with a reward that is no table",
+                "with a reward that is not a table",
                 'source = "lab"\nreward = "math"',
                 'has reward = "math", and must have a table, such as { type = "math" }',
             ),

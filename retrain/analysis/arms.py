@@ -42,7 +42,7 @@ _RECORDED = {
 }
 """Entries of environment.json on which results can depend, and what to call them."""
 _NEWER = frozenset({"instructions", "heldout_sha256"})
-"""Those that older versions do not record, which is no difference."""
+"""Those that older versions do not record, which is not a difference."""
 
 
 @dataclass(frozen=True)

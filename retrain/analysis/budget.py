@@ -41,7 +41,7 @@ class Budget:
             size = float(found[1].replace("_", ""))
         if size < 1 or size == float("inf"):
             raise ConfigurationError(
-                f"--at {text!r} is no budget; give tokens=N with N from 1, such as --at"
+                f"--at {text!r} is not a budget; give tokens=N with N from 1, such as --at"
                 " tokens=2_000_000."
             )
         return cls(int(size))

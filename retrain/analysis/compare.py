@@ -299,7 +299,7 @@ def _check_contrasts(pairs: Sequence[PairOfLabels], grouped: RunsByCondition, fo
     for label in chain.from_iterable(pairs):
         if label not in labels:
             raise ConfigurationError(
-                f"--contrast names {label}, which is no condition of {folder}; they are"
+                f"--contrast names {label}, which is not a condition of {folder}; they are"
                 f" {', '.join(labels)}."
             )
     for place, pair in enumerate(pairs):
@@ -328,7 +328,7 @@ def _baseline(
             given = next(iter(labels), None)
     if given is None or given not in labels:
         raise ConfigurationError(
-            f"--baseline {given} is no condition of {folder}; the conditions are"
+            f"--baseline {given} is not a condition of {folder}; the conditions are"
             f" {', '.join(labels)}."
         )
     return given

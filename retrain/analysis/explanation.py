@@ -97,7 +97,7 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
-    """Why a significant difference is no verdict: unjudged answers, or few problems."""
+    """Why a significant difference is not a verdict: unjudged answers, or few problems."""
     metric, found = comparison.metric, contrast.conclusion
     p = p_words(found.p_adjusted)
     if found.unsure == "lost":

@@ -171,7 +171,7 @@ def _condition(tables: Mapping[str, Any], label: str) -> Json:
         algorithm = tables.get("algorithm", {})
         modes = {name: algorithm.get(name, keys[f"algorithm.{name}"].default) for name in _MODES}
         given = crossed(given or [Condition(**modes)], campaign["grid"])
-    # Labels of 0.9 have fewer of the keys behind them than today's.
+    # Labels of 0.9 have fewer keys behind them than labels have today.
     found = [
         condition
         for condition in told_apart(given) or DEFAULT_CONDITIONS

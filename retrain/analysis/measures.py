@@ -98,7 +98,7 @@ def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
     """The metric called `name`; by default held-out pass@1 if any run has it, else the training
     correct rate.
 
-    Raises ConfigurationError for a name that is no metric.
+    Raises ConfigurationError for a name that is not a metric.
     """
     if name is None:
         name = "pass@1" if any(held_out(run, 1) is not None for run in runs) else "correct_rate"
@@ -118,7 +118,7 @@ def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
         )
     if name not in DIRECTIONS:
         raise ConfigurationError(
-            f"--metric {name} is no metric; use pass@1 (or another pass@K), correct_rate, auc, "
+            f"--metric {name} is not a metric; use pass@1 (or another pass@K), correct_rate, auc, "
             "or a numeric field of metrics.jsonl such as mean_reward."
         )
     what = "training correct rate" if name == "correct_rate" else name

@@ -463,8 +463,8 @@ def unreadable_manifest(folder: Path) -> RunFailed | None:
 
 
 def no_campaign(folder: Path) -> str:
-    """Why a folder is no campaign's, as the beginning of a sentence. Raises RunFailed for a damaged
-    manifest.
+    """Say why a folder is not a campaign, as the beginning of a sentence. Raises RunFailed for a
+    damaged manifest.
     """
     if damage := unreadable_manifest(folder):
         raise damage
@@ -489,7 +489,7 @@ def stored_run(folder: Path) -> StoredRun:
 
 
 def no_run(folder: Path) -> str:
-    """Why a folder is no run's, as the beginning of a sentence."""
+    """Say why a folder is not a run, as the beginning of a sentence."""
     reason = "no config.toml"
     if RunFolder(folder).config.is_file():
         reason = "it is an evaluation's"

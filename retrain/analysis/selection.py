@@ -203,7 +203,7 @@ def _measured_alike(
 
 
 def check_levels(alpha: float, power: float) -> None:
-    """Raises ConfigurationError for a level or a power that is no probability."""
+    """Raises ConfigurationError for a level or a power that is not a probability."""
     for name, value, example in (("alpha", alpha, 0.05), ("power", power, 0.8)):
         if not 0 < value < 1:
             raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")

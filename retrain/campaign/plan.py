@@ -321,7 +321,7 @@ def _without_held_out(plan: CampaignPlan) -> dict[str, str]:
 
 def _has_held_out(config: TrainConfig, campaign: TrainConfig) -> bool:
     """True if a run has held-out problems. Raises NoHeldOutSplit if the user asked for an
-    evaluation; the campaign's own default is no reason to refuse.
+    evaluation; the campaign's own default is not a reason to refuse.
     """
     try:
         _load_held_out(config)

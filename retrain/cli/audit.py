@@ -57,7 +57,7 @@ def command(
 
     if not trust:
         refuse_foreign_code(config, "its audit")
-    with redirect_stdout(sys.stderr):  # what plugins print is no part of the result
+    with redirect_stdout(sys.stderr):  # what plugins print is not part of the result
         audit = audit_reward(config, examples, print_progress)
     if form == "json":
         print_json(audit.to_json())

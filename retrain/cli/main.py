@@ -146,7 +146,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def is_path(argument: str) -> bool:
-    """Return True if a first argument that is no command looks like a file or is one."""
+    """Return True if a first argument that is not a command looks like a file or is one."""
     if argument.startswith(("~", "$")) or "/" in argument or argument.endswith(".toml"):
         return True
     try:

@@ -71,7 +71,7 @@ def load_dotenv() -> bool:
 
 def flags_after(context: typer.Context, takes: str, places: int = 0) -> "Overrides":
     """Read what follows a command's own options. Raises ConfigurationError for more than `places`
-    words that are no flags; `takes` says what the command takes.
+    words that are not flags; `takes` says what the command takes.
     """
     from retrain.config.overrides import parse_overrides
 

@@ -144,7 +144,7 @@ def _range(text: str, run: "StoredRun") -> tuple[int, int]:
         start, stop = int(parts[1] or 0), int(parts[2] or taken)
     if not parts or not 0 <= start < stop <= taken:
         raise ConfigurationError(
-            f"--steps {text} is no range of steps that {run.path} has taken; give A:B with"
+            f"--steps {text} is not a range of steps that {run.path} has taken; give A:B with"
             f" 0 <= A < B <= {taken}, such as 0:{taken}."
         )
     return start, stop

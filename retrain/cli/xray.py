@@ -37,7 +37,7 @@ def command(
         raise ConfigurationError(
             f"--group {group} is out of range; give 2 to {MAX_GROUP} completions per prompt."
         )
-    # What a plugin prints is no part of the result.
+    # What a plugin prints is not part of the result.
     with redirect_stdout(sys.stderr):
         found = []
         for name in names:

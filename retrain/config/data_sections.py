@@ -76,8 +76,8 @@ class Data(Section):
         if not (isinstance(day, str) and _DAY.fullmatch(day)):
             yield Violation(
                 ("data.chat_template_args",),
-                f"[data] chat_template_args: {DATE_ARGUMENT} = {toml_value(day)} is no day; write"
-                ' one such as "2026-11-28"',
+                f"[data] chat_template_args: {DATE_ARGUMENT} = {toml_value(day)} is not a day;"
+                ' write one such as "2026-11-28"',
             )
         if self.source in ("jsonl", "parquet") and not (self.path or config.environment.provider):
             yield Violation(

@@ -38,7 +38,7 @@ class Key:
     field: FieldInfo
     default: Any
     traits: Traits = NO_TRAITS
-    """The key's own traits and its section's."""
+    """The traits of the key and of its section."""
 
     @property
     def path(self) -> str:

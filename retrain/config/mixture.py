@@ -86,7 +86,7 @@ def _wrong(table: Json) -> Iterator[str]:
         advice = f"did you mean {near}?" if near else f"it takes {', '.join(_KEYS)}"
         if name in _OF_THE_RUN:
             advice = f"[data] {name} holds for all sources"
-        yield f"has {name} = {toml_value(table[name])}, which is no key of a source; {advice}"
+        yield f"has {name} = {toml_value(table[name])}, which is not a key of a source; {advice}"
     for name in ("reward", "environment"):
         if not isinstance(table.get(name, {}), dict):
             yield f"has {name} = {toml_value(table[name])}, and must have a table, {_A_TABLE[name]}"

@@ -58,7 +58,7 @@ def fixed_aggregation(algorithm_mode: str) -> str:
 
 
 def by_path(tables: Mapping[str, Any]) -> Json:
-    """Map "section.key" to the value; what is no table has no keys."""
+    """Map "section.key" to the value; what is not a table has no keys."""
     values: Json = {}
     for section, keys in tables.items():
         if isinstance(keys, Mapping):
@@ -119,7 +119,7 @@ def builtin_names(kind: str) -> tuple[str, ...]:
 PAPERS = Path(__file__).resolve().parents[1] / "assets" / "papers"
 """One file for each paper, NAME.toml, and NAME.py with its plugins."""
 OWN_PLUGINS = "retrain.assets.papers."
-"""Where the plugins of recipes are; they come with retrain, so they are no foreign code."""
+"""Where the plugins of recipes are; they come with retrain, so they are not foreign code."""
 
 
 @cache

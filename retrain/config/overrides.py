@@ -59,7 +59,7 @@ class Override:
 class Overrides:
     given: tuple[Override, ...] = ()
     rest: tuple[str, ...] = ()
-    """Arguments that are no flags of the configuration, in their order: files, commands, the
+    """Arguments that are not flags of the configuration, in their order: files, commands, the
     caller's own flags."""
 
 

@@ -61,7 +61,7 @@ def modes_of(algorithm: str, advantage: str, transform: str) -> tuple[str, str]:
 METHOD = ("updates_per_batch", "minibatches", "dynamic_sampling")
 """Keys of [training] that belong to a method."""
 _FRAME = ("model", "logging", "data.source", "loss.max_grad_norm")
-"""Sections and keys of a paper's file that are the lab's."""
+"""Sections and keys of a paper's file that belong to the lab."""
 _FOLLOWS: dict[str, tuple[str, ...]] = {
     "algorithm.advantage_mode": ("algorithm.advantage_params",),
     "algorithm.transform_mode": ("algorithm.transform_params",),

@@ -191,7 +191,7 @@ class Evaluation(Section):
         if len(tasks) > 1 and "" in self.sources:
             yield Violation(
                 ("evaluation.source",),
-                '[evaluation] source = "" in a list is no source; name each of them',
+                '[evaluation] source = "" in a list is not a source; name each of them',
             )
         for task in repeated(tasks):
             yield Violation(

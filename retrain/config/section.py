@@ -33,7 +33,7 @@ class Traits:
     is unset."""
     may_change_at_resume: bool = False
     own_to_a_run: bool = False
-    """Runs that differ in this key may still be compared: it is no part of what is trained."""
+    """Runs that differ in this key may still be compared: it is not part of what is trained."""
     sizes_memory: bool = False
     sets_step_time: bool = False
     """The duration of a step depends strongly on it."""

@@ -343,7 +343,7 @@ def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:
         return "has too many digits"
     if kind == "string_unicode":
         return (
-            "holds bytes that are no text in this locale's encoding"
+            "holds bytes that are not text in this locale's encoding"
             f" ({sys.getfilesystemencoding()}); set PYTHONUTF8=1"
         )
     if type(value) not in key.kinds and not (type(value) is int and float in key.kinds):

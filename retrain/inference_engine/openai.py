@@ -197,7 +197,7 @@ class OpenAIDialect(VLLMDialect):
     def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
         usage = answer.get("usage") or {}
         seen = usage.get("prompt_tokens")
-        # A chat's template is the server's.
+        # The server has its own chat template.
         of_chat = any("message" in choice for choice in answer["choices"])
         if seen is not None and not of_chat:
             check_prompt(seen, len(request.prompt_ids))

@@ -82,7 +82,7 @@ class VocabularyTable:
     def pieces(self, token_ids: TokenIds) -> list[str]:
         """Return one string per token; their concatenation is `text(token_ids)`."""
         pieces = _join_code_points([self._bytes[index] for index in self._known(token_ids)])
-        if self._spaced and any(pieces):  # the space in front of the first word is no text
+        if self._spaced and any(pieces):  # the space in front of the first word is not text
             first = next(position for position, piece in enumerate(pieces) if piece)
             pieces[first] = pieces[first][1:]
         return pieces

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from retrain.analysis.compare import Comparison
@@ -190,10 +191,19 @@ def _differences(data: ReportData) -> PageFigure | None:
     comparison = data.comparison
     if comparison is None:
         return None
+    figure, axes = empty_figure(height=0.9 + ROW_HEIGHT * len(comparison.contrasts))
+    draw_differences(comparison, [arm.label for arm in data.arms], axes)
+    against = ""
+    if comparison.one_baseline:
+        against = f" from {comparison.baseline}"
+    title = f"Differences{against}, paired by seed"
+    return PageFigure("differences", title, _differences_caption(comparison), figure)
+
+
+def draw_differences(comparison: Comparison, labels: Sequence[str], axes: Axes) -> None:
+    """Draw a row of dots per contrast. `labels`: the conditions in the order of their colors."""
     scale = 100.0 if comparison.metric.is_rate else 1.0
     contrasts = comparison.contrasts
-    figure, axes = empty_figure(height=0.9 + ROW_HEIGHT * len(contrasts))
-    labels = [arm.label for arm in data.arms]
     axes.axvline(0.0, color=MUTED, linewidth=1)
     for row, contrast in enumerate(contrasts):
         found, place = contrast.conclusion, -float(row)
@@ -216,11 +226,6 @@ def _differences(data: ReportData) -> PageFigure | None:
         ylim=(-len(contrasts) + 0.5, 0.75), xlabel=f"difference in {comparison.metric.name}{unit}"
     )
     without_scale(axes)
-    against = ""
-    if comparison.one_baseline:
-        against = f" from {comparison.baseline}"
-    title = f"Differences{against}, paired by seed"
-    return PageFigure("differences", title, _differences_caption(comparison), figure)
 
 
 _BETTER_SIDE = {

@@ -52,7 +52,7 @@ class TrackioTracker(ExternalTracker):
                 self._log_squeeze(event)
 
     def _start(self) -> None:
-        # trackio prints to standard output, which is the run's. It has no setting to be silent
+        # trackio prints to standard output, which belongs to the run. It cannot be silenced
         # (0.43), and sys.stdout cannot be redirected for one thread.
         for module in ("trackio", "trackio.run", "trackio.utils", "trackio.deploy"):
             vars(importlib.import_module(module))["print"] = lambda *_, **__: None

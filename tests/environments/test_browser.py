@@ -143,8 +143,8 @@ def test_the_tokens_are_read_by_keyboard(browser: Browser, pages: dict[str, Path
 # -- the site --------------------------------------------------------------------------------------
 
 SITE_PAGES = (
-    "", "getting-started/", "configuration/", "comparing/", "papers/", "servers/", "reliability/",
-    "models/", "lab/", "dev/cuda/", "dev/engines/",
+    "", "getting-started/", "configuration/", "comparing/", "papers/", "inference-engines/", "reliability/",
+    "models/", "lab/", "dev/engines/",
     "replications/mismatch/", "replications/nsr/", "replications/ranks/",
 )  # fmt: skip
 SIDEWAYS = """[...document.querySelectorAll(".md-typeset__scrollwrap")]

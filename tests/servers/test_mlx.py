@@ -61,7 +61,7 @@ def largest_difference(record: Any) -> float:
 
 
 def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, server: RealServer) -> None:
-    """Writes the table of docs/dev/engines.md."""
+    """Prints a table of both."""
     served = train(through(tmp_path / "mlx", server), quiet=True).records()
     local = train(small(tmp_path / "local", **LEARNING), quiet=True).records()
     print(
