@@ -42,8 +42,9 @@ max_grad_norm = 1.0
 ```
 
 retrain answers a foreign name with its own key before a run starts:
-`[training] num_generations is not a key; did you mean group_size?` So you can paste your settings, run
-`retrain explain my.toml`, and follow the sentences.
+`[training] num_generations is not a key; did you mean group_size?`
+
+So paste your settings, run `retrain explain my.toml`, and follow the sentences.
 
 !!! warning "The same word, another meaning"
     - `advantage_mode = "grpo"` does not divide by the standard deviation. TRL and verl do by default:
