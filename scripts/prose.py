@@ -60,14 +60,14 @@ noun; the passive; more than 25 words, or two of `;` and `:`; a possessive at th
 the subject; "is no X"; a word that the field does not use.
 """
 BUDGETS: dict[str, tuple[int, int]] = {
-    "subject": (51, 148),
-    "noun": (59, 189),
-    "passive": (445, 1741),
-    "length": (374, 662),
-    "possessive": (13, 49),
-    "negation": (24, 86),
-    "is no": (8, 9),
-    "word": (91, 181),
+    "subject": (28, 148),
+    "noun": (36, 189),
+    "passive": (226, 1739),
+    "length": (231, 661),
+    "possessive": (11, 49),
+    "negation": (20, 86),
+    "is no": (4, 9),
+    "word": (59, 181),
 }
 """The most hits of a rule in the manual and in the package. A budget only falls."""
 _PAGES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")

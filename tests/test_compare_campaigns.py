@@ -555,7 +555,6 @@ def test_power_of_a_pilot_takes_the_spread_of_its_differences(
         <= result["seeds_needed"]
         <= result["seeds_needed_interval"][1]
     )
-    assert result["held_out_problems"] == 100 and result["held_out_problems_needed"] > 100
 
 
 def test_a_pilot_that_recorded_its_times_gives_the_cheapest_design(
@@ -572,18 +571,6 @@ def test_a_pilot_that_recorded_its_times_gives_the_cheapest_design(
     assert small["hours"] == pytest.approx(
         2 * small["seeds"] * (800 + 0.8 * small["problems"] * small["samples"]) / 3600
     )
-
-
-def test_power_counts_every_problem_of_a_repeated_id(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    timed_pilot(tmp_path)
-    wanted = planned(capsys, tmp_path, "--effect", "0.1")
-    for path in (tmp_path / "runs").glob("*/evaluation.jsonl"):
-        path.write_text(re.sub(r'"problem-\d+"', '"one"', path.read_text()))
-    found = planned(capsys, tmp_path, "--effect", "0.1")
-    names = ("held_out_problems", "held_out_problems_needed")
-    assert [found[name] for name in names] == [wanted[name] for name in names]
 
 
 def test_power_of_a_pilot_with_one_condition_assumes_independent_arms(

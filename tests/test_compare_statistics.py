@@ -391,10 +391,3 @@ def test_the_interval_of_a_pilots_sd_covers_it() -> None:
         strict=True,
     )
     assert np.mean((np.array(low) <= 1) & (np.array(high) >= 1)) == pytest.approx(0.95, abs=0.02)
-
-
-def test_more_samples_help_only_as_far_as_the_problems_differ() -> None:
-    one, four, many = (
-        power.problems_needed(0.03, between=0.05, within=0.3, samples=k) for k in (1, 4, 10_000)
-    )
-    assert one > four > many == pytest.approx(power.normal_seeds(0.03, np.sqrt(0.05)), abs=2)

@@ -1,10 +1,6 @@
-"""The second lab model: the shape of its surprisal, and choices that no later token mends."""
+"""The second lab model: the shape of its surprisal, and its hasty choices."""
 
-import random
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -19,56 +15,7 @@ from retrain.cli.main import main
 from retrain.data import lab
 from retrain.model.text import LAB_MODELS
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 HASTY = re.compile("what if we|or we could")
-CHECK = re.compile("let me check|let me verify|double check")
-
-
-@pytest.fixture
-def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import lab2_text
-
-    return lab2_text
-
-
-# ---- the text ------------------------------------------------------------------------------------
-
-
-def solutions(recipe: ModuleType, count: int) -> Iterator[tuple[lab.Problem, str]]:
-    rng = random.Random(0)
-    for _ in range(count):
-        problem = recipe.training_problem(rng)
-        yield problem, recipe.solution(problem, rng)
-
-
-def test_its_text_holds_no_heldout_problem(recipe: ModuleType) -> None:
-    assert {problem.split for problem, _ in solutions(recipe, 300)} == {"train"}
-
-
-def test_a_hasty_step_names_all_numbers_and_only_a_check_mends_it(recipe: ModuleType) -> None:
-    rates: dict[tuple[bool, bool], list[bool]] = {}
-    for problem, text in solutions(recipe, 4000):
-        kind = bool(HASTY.search(text)), bool(CHECK.search(text))
-        rates.setdefault(kind, []).append(text.endswith(f"{{{problem.answer}}}"))
-        for step in re.findall(r"what if we just add ([\d+]+)=", text):
-            assert step.count("+") >= 2
-    means = {kind: np.mean(right) for kind, right in rates.items()}
-    assert means[True, False] < 0.15
-    assert means[True, True] > 0.6
-    assert means[False, False] > 0.7
-
-
-def test_every_sum_of_its_text_that_is_not_wrong_on_purpose_is_right(recipe: ModuleType) -> None:
-    wrong = every = 0
-    for _, text in solutions(recipe, 2000):
-        for terms, result in re.findall(r"let me think: add ([\d+]+)=(\d+)\.", text):
-            every += 1
-            wrong += sum(map(int, terms.split("+"))) != int(result)
-    assert 0.01 < wrong / every < 0.03
-
-
-# ---- the model -----------------------------------------------------------------------------------
 
 
 class Sampled(NamedTuple):

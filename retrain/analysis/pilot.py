@@ -23,11 +23,10 @@ from retrain.analysis.power import (
     SEED_COUNTS,
     Rule,
     minimal_detectable_effect,
-    problems_needed,
     sd_interval,
     seeds_needed,
 )
-from retrain.analysis.runs import RECENT, Pair, StoredRun, find_runs
+from retrain.analysis.runs import RECENT, find_runs
 from retrain.analysis.statistics import paired_differences, sample_sd
 from retrain.errors import ConfigurationError
 
@@ -161,21 +160,6 @@ ASSURANCE = 0.8
 
 
 @dataclass(frozen=True)
-class HeldOutVariances:
-    """How the difference between two runs varies over held-out problems."""
-
-    problems: int
-    samples: int
-    """Per problem."""
-    between: float
-    """Variance of the difference in true accuracy; with one sample per problem it includes the
-    sampling noise."""
-    within: float
-    """Variance of one sample, summed over both arms; 0 with one sample per problem, which cannot
-    tell."""
-
-
-@dataclass(frozen=True)
 class Pilot:
     """The spread of differences between two arms, estimated from earlier runs."""
 
@@ -188,7 +172,6 @@ class Pilot:
     """The runs that it was estimated from, in words."""
     comparisons: int
     """Conditions besides the baseline."""
-    held_out: HeldOutVariances | None
     sd_by_contrast: Mapping[str, float] = field(default_factory=dict)
     """Condition -> the sd of its differences from the baseline."""
     spread: Spread | None = None
@@ -240,16 +223,6 @@ class SeedPlan:
         assert self.effect is not None
         return cheapest(spread, self.effect, self.rule)
 
-    def problems(self, held_out: HeldOutVariances) -> int:
-        """The number of held-out problems that tell apart two given models which differ by the
-        effect. Requires an effect.
-        """
-        assert self.effect is not None
-        between, within, samples = held_out.between, held_out.within, held_out.samples
-        return problems_needed(
-            self.effect, between, within, samples, self.rule.alpha, self.rule.power
-        )
-
 
 def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
     """The spread between the runs in or below `folder`: of paired differences if there are two
@@ -283,7 +256,7 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
         f"{len(largest.values)} runs of {largest.label} alone, as if two arms were independent:"
         " pairing usually needs fewer"
     )
-    return Pilot(metric, sd, len(largest.values) - 1, source, 1, None)
+    return Pilot(metric, sd, len(largest.values) - 1, source, 1)
 
 
 def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
@@ -298,42 +271,6 @@ def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
     source = f"{max(freedom) + 1} pairs of {base.label} and {', '.join(differences)}"
     # Only the rate of single answers has parts from the problems and from the samples.
     if metric.k != 1:
-        return Pilot(metric, sd, max(freedom), source, len(paired), None, sds)
-    held_out = held_out_variances(
-        [(arm.runs[seed], base.runs[seed]) for arm in paired for seed in differences[arm.label]]
-    )
+        return Pilot(metric, sd, max(freedom), source, len(paired), sds)
     spread = Spread.of([pair_up(arm, base, metric) for arm in paired])
-    return Pilot(metric, sd, max(freedom), source, len(paired), held_out, sds, spread)
-
-
-def held_out_variances(pairs: Sequence[Pair]) -> HeldOutVariances | None:
-    """The variances over problems and samples, averaged over pairs of runs; None if no pair shares
-    two problems that were judged equally often.
-    """
-    parts = list(filter(None, (_pair_variances(*pair) for pair in pairs)))
-    if not parts:
-        return None
-    return HeldOutVariances(
-        problems=min(part.problems for part in parts),
-        samples=min(part.samples for part in parts),
-        between=float(np.mean([part.between for part in parts])),
-        within=float(np.mean([part.within for part in parts])),
-    )
-
-
-def _pair_variances(one: StoredRun, other: StoredRun) -> HeldOutVariances | None:
-    ours, theirs = one.answers, other.answers
-    if ours is None or theirs is None:
-        return None
-    samples = int(ours.judged.max())
-    # A problem that was judged less often has another sampling variance, and is left out.
-    shared = (ours.judged == samples) & (theirs.judged == samples)
-    problems = int(shared.sum())
-    if problems < 2 or not samples:
-        return None
-    rates = np.stack([ours.right[shared], theirs.right[shared]]) / samples
-    within = 0.0
-    if samples > 1:
-        within = float((rates * (1 - rates)).mean(axis=1).sum()) * samples / (samples - 1)
-    between = max(0.0, float(np.var(rates[0] - rates[1], ddof=1)) - within / samples)
-    return HeldOutVariances(problems, samples, between, within)
+    return Pilot(metric, sd, max(freedom), source, len(paired), sds, spread)

@@ -209,24 +209,6 @@ def sd_interval(sd: float, freedom: int, confidence: float = 0.95) -> Interval:
     return low, high
 
 
-def problems_needed(
-    effect: float,
-    between: float,
-    within: float,
-    samples: int,
-    alpha: float = 0.05,
-    power: float = 0.8,
-) -> int:
-    """Held-out problems for two fixed models: n >= (z_{a/2} + z_b)^2 (omega^2 + s_A^2/K + s_B^2/K)
-    / delta^2.
-
-    `between`: omega^2, variance over problems of the difference in true accuracy. `within`: s_A^2 +
-    s_B^2, mean variance of one sample. `samples`: K, in both models; more of them reduce `within`
-    only. Source: Miller 2024, arXiv 2411.00640.
-    """
-    return ceil(normal_seeds(effect, float(np.sqrt(between + within / samples)), alpha, power))
-
-
 @lru_cache(maxsize=256)
 def _detectable_units(seeds: int, rule: Rule) -> float | None:
     """The minimal detectable effect in standard deviations, by bisection."""

@@ -360,8 +360,8 @@ class AutoSqueeze:
     """Analyses one adapter if the campaign has a `[squeeze]` section: prints the table, and sends
     it to the manifest and the trackers.
 
-    It takes the adapter of the first run. An adapter that is still zero has no rank to analyse, so the
-    next run's is taken. A failure is printed and stops nothing.
+    It takes the adapter of the first run. An adapter that is still zero has no rank to analyse, so
+    the next run's is taken. A failure is printed and stops nothing.
     """
 
     def __init__(self, plan: CampaignPlan, manifest: Manifest, say: Say) -> None:

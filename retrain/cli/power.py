@@ -113,14 +113,6 @@ def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
         yield f"Sd of the differences: {_number(plan.sd)}, as given."
     if plan.effect is not None:
         yield from _seed_lines(plan, pilot)
-        if pilot and pilot.held_out:
-            held_out = pilot.held_out
-            yield (
-                f"To tell two fixed models apart by {_number(plan.effect)} takes"
-                f" {plan.problems(held_out):,} held-out problems with"
-                f" {counted(held_out.samples, 'sample')} each; the pilot has"
-                f" {held_out.problems:,}."
-            )
         if pilot and pilot.spread:
             yield _design_line(plan, pilot.spread)
     yield ""
@@ -197,7 +189,6 @@ def _number(value: float) -> str:
 
 
 def _as_json(plan: "SeedPlan", pilot: "Pilot | None") -> dict[str, Any]:
-    held_out = pilot.held_out if pilot else None
     wanted = plan.effect is not None
     cheapest = plan.cheapest(pilot.spread) if pilot and pilot.spread and wanted else None
     return {
@@ -215,7 +206,5 @@ def _as_json(plan: "SeedPlan", pilot: "Pilot | None") -> dict[str, Any]:
             [plan.seeds(sd) for sd in pilot.sd_interval] if pilot and wanted else None
         ),
         "detectable": {str(seeds): difference for seeds, difference in plan.detectable().items()},
-        "held_out_problems_needed": plan.problems(held_out) if held_out and wanted else None,
-        "held_out_problems": held_out.problems if held_out else None,
         "cheapest": asdict(cheapest) if cheapest else None,
     }

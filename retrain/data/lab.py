@@ -4,8 +4,8 @@ download.
 A problem is a chain of operations worked from left to right, "(61-35)*4+27=?", and its reference is
 the last value as text. Each difficulty has one family of problems; the fifth mixes the four before
 it, and the sixth is the second lab model's own. The packaged models were pre-trained on the
-training side of the same families only (scripts/make_lab_model.py, scripts/make_lab2_model.py), so
-the held-out problems are new to them and to every run.
+training side of the same families only (scripts/make_lab_model.py), so the held-out problems are
+new to them and to every run.
 """
 
 import hashlib

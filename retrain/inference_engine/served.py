@@ -3,8 +3,8 @@ one adapter per version.
 
 Every adapter gets a new folder and a new name. A server that reloads weights under a known name and
 path keeps serving keys and values of the old ones from its prefix cache: vLLM is 0.2 nats off then
-(docs/inference-engines.md). The old adapter is unloaded and its folder removed once every server lists the
-new one.
+(docs/inference-engines.md). The old adapter is unloaded and its folder removed once every server
+lists the new one.
 """
 
 import asyncio
