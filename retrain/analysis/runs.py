@@ -336,11 +336,16 @@ class StoredRun:
         return self.environment_at(max(0, self.final_evaluation.step - 1)).get("heldout_sha256")
 
     @cached_property
-    def sft_tokens(self) -> int:
-        """Tokens of the supervised stage; 0 without one."""
+    def sft_records(self) -> list[SftRecord]:
+        """The steps of the supervised stage; empty without one."""
         if not self.folder.sft.is_file():
-            return 0
-        return sum(record.tokens for record in SftRecord.read(self.folder.sft))
+            return []
+        return list(SftRecord.read(self.folder.sft))
+
+    @property
+    def sft_tokens(self) -> int:
+        """Tokens of the supervised stage."""
+        return sum(record.tokens for record in self.sft_records)
 
     def curve(self, name: str) -> Floats:
         """[2, steps] step numbers and values of a numeric field, without the steps that have no

@@ -95,7 +95,7 @@ class Curves:
 @dataclass(frozen=True)
 class HeldOutPoint:
     step: int
-    """Steps completed when the evaluation was made."""
+    """Steps completed when the evaluation was made; below 0 in the supervised stage."""
     accuracy: float
     """pass@1"""
     interval: tuple[float, float]
@@ -104,12 +104,12 @@ class HeldOutPoint:
 
 def held_out_points(run: StoredRun) -> list[HeldOutPoint]:
     """The evaluations of a run that judged something, ordered by step."""
-    if not run.held_out_file.is_file():
-        return []
-    records = EvaluationRecord.read(run.held_out_file)
+    begins = {run.folder.sft_evaluation: -len(run.sft_records), run.held_out_file: 0}
     evaluations = [
-        Evaluation(step, list(problems))
-        for step, problems in groupby(records, key=lambda record: record.step)
+        Evaluation(begin + step, list(problems))
+        for file, begin in begins.items()
+        if file.is_file()
+        for step, problems in groupby(EvaluationRecord.read(file), key=lambda record: record.step)
     ]
     return [
         HeldOutPoint(item.step, item.pass_at[1], item.interval)

@@ -126,12 +126,12 @@ def _training(data: ReportData) -> PageFigure | None:
             **style,
         )
         as_percentages(axes)
-        return PageFigure(
-            "training",
-            "Training and held-out accuracy",
-            f"{drawn.caption} Dots: held-out pass@1 with its 95% interval over the problems.",
-            drawn.figure,
-        )
+        words = f"{drawn.caption} Dots: held-out pass@1 with its 95% interval over the problems."
+        if points[0].step < 0:
+            axes.axvline(0, color=MUTED, linewidth=1, linestyle=":")
+            words += " The supervised stage is left of 0."
+        title = "Training and held-out accuracy"
+        return PageFigure("training", title, words, drawn.figure)
     return drawn
 
 

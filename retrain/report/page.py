@@ -29,7 +29,6 @@ from retrain.inspect.credit import CompletionCredit, StepCredit
 from retrain.inspect.shading import levels, scale_of, values_of
 from retrain.inspect.terminal import heading
 from retrain.records.disk import replace_file
-from retrain.records.entries import SftRecord
 from retrain.records.redact import Redactor
 from retrain.records.terminal import counted, duration, visible
 from retrain.report.data import (
@@ -312,7 +311,7 @@ def _run_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
     (status,), (arm,) = data.statuses, data.arms
     yield "state", str(status.state)
     yield "steps", f"{status.steps} of {status.max_steps}"
-    taken = list(SftRecord.read(arm.runs[0].folder.sft)) if arm.runs[0].folder.sft.is_file() else []
+    taken = arm.runs[0].sft_records
     if taken:
         losses = f"loss {_number(taken[0].loss)} → {_number(taken[-1].loss)}"
         yield f"supervised stage, {counted(len(taken), 'step')}", losses
