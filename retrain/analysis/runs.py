@@ -2,7 +2,7 @@
 metrics as a pandas frame.
 
 A run is a folder with config.toml. A campaign is a folder with manifest.json, whose `runs` name
-each run's folder, condition and seed. Files are read on demand.
+each run's folder, condition and seed. Properties read files on demand.
 """
 
 import hashlib
