@@ -73,9 +73,7 @@ class Random:
     def arm(self, fire: Callable[[], None], folder: Path) -> None:
         def wait_and_fire() -> None:
             metrics, wanted = folder / "metrics.jsonl", self.steps
-            while not (folder / ".retrain.json").exists() or (
-                wanted and (not metrics.exists() or count(metrics) < wanted)
-            ):
+            while not (folder / ".retrain.json").exists() or (count(metrics) < wanted):
                 time.sleep(0.002)
             time.sleep(random.Random(self.seed).uniform(0, 0.3))
             fire()
@@ -84,7 +82,10 @@ class Random:
 
 
 def count(path: Path) -> int:
-    return path.read_bytes().count(b"\n")
+    """Return the lines of a file; 0 where it is missing, as while a resume replaces it."""
+    with suppress(FileNotFoundError):
+        return path.read_bytes().count(b"\n")
+    return 0
 
 
 PLACED = (
@@ -128,7 +129,7 @@ def killed(file: Path, folder: Path, steps: int, seconds: float) -> int | None:
         ["--resume", str(folder)] if (folder / "config.toml").exists() else [],
     )
     written = [folder / "sft.jsonl", folder / "metrics.jsonl"]
-    while process.is_alive() and sum(count(path) for path in written if path.exists()) < steps:
+    while process.is_alive() and sum(map(count, written)) < steps:
         time.sleep(0.005)
     process.join(seconds)
     if process.exitcode is not None:
@@ -169,7 +170,7 @@ def hang_up(file: Path, folder: Path) -> int:
     )
     os.close(its_end)
     os.set_blocking(terminal, False)
-    while not (folder / "metrics.jsonl").exists() or count(folder / "metrics.jsonl") < 2:
+    while count(folder / "metrics.jsonl") < 2:
         assert command.poll() is None
         with suppress(BlockingIOError):
             os.read(terminal, 1 << 16)  # a terminal that nobody reads holds the run up
