@@ -50,7 +50,7 @@ BUDGETS: dict[str, int] = {
     "examples/": 2_116,
     "core/": 132,
     "bytes of the package's other files": 6_898_131,
-    "lines of tests": 54_574,
+    "lines of tests": 54_596,
     "lines of benchmarks": 5_125,
     "words of the pages": 74_789,
 }

@@ -1,6 +1,7 @@
 """`[[data.mix]]`: exact shares, each source's own order, reward and held-out rows, and resume."""
 
 import json
+import random
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -13,7 +14,14 @@ from hypothesis import strategies as st
 from retrain import train
 from retrain.campaign import plan_campaign
 from retrain.cli.main import main
-from retrain.config import TrainConfig, config_from_mapping, dump_toml, replaced, unused_keys
+from retrain.config import (
+    TrainConfig,
+    config_from_mapping,
+    dump_toml,
+    load_config,
+    replaced,
+    unused_keys,
+)
 from retrain.config.moving import value_at
 from retrain.config.plan import sources_of
 from retrain.data.mixing import MixedChoice, Shares, prompt_choice
@@ -26,6 +34,7 @@ from retrain.model.vocabulary import VocabularyTable
 from retrain.plugins import named_code
 from retrain.types import Example, Group
 from tests.runs import assert_same_run, lines, small
+from tests.stops import killed
 from tests.tokenizers_for_tests import byte_level
 
 SUMS = {"source": "lab", "name": "sums"}
@@ -207,6 +216,19 @@ def test_a_run_evaluates_the_sources_that_have_held_out_rows(runs: tuple[Path, P
 
 def test_a_resumed_mixture_has_the_bytes_of_the_straight_run(runs: tuple[Path, Path]) -> None:
     assert_same_run(*runs, steps=4)
+
+
+@pytest.mark.slow
+@pytest.mark.faults("kills of a mixture, resumed")
+def test_a_killed_mixture_resumes_to_the_same_bytes(
+    runs: tuple[Path, Path], tmp_path: Path, kill: int
+) -> None:
+    file, folder = tmp_path / "run.toml", tmp_path / "run"
+    config = replaced(load_config(runs[0] / "config.toml"), {"logging.log_dir": str(folder)})
+    file.write_text(dump_toml(config), encoding="utf-8")
+    killed(file, folder, kill % 4, random.Random(kill).uniform(0, 0.3))
+    assert killed(file, folder, 99, 240) == 0
+    assert_same_run(runs[0], folder, steps=4)
 
 
 def test_explain_says_the_quotas() -> None:
