@@ -8,6 +8,7 @@ completions of one prompt under CONDITION, each token in the color of its advant
 """
 
 import argparse
+import sys
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -18,6 +19,7 @@ from matplotlib.patches import Rectangle
 
 from retrain.analysis.headline import answer
 from retrain.analysis.runs import campaign_runs
+from retrain.errors import ConfigurationError, RetrainError
 from retrain.inspect import Quantity
 from retrain.inspect.credit import StepCredit, read_step
 from retrain.inspect.shading import LEVELS, levels, scale_of
@@ -37,13 +39,16 @@ _LETTER: dict[str, Any] = {"family": "monospace", "fontsize": 9.5, "ha": "center
 
 
 def draw(campaign: Path, condition: str) -> Figure:
-    """Return the figure. Raises ConfigurationError if the campaign lacks the condition's tokens."""
+    """Return the figure. Raises ConfigurationError if the campaign lacks the condition or its tokens,
+    or has nothing to compare yet.
+    """
     data = read_report_data(ReportRequest(campaign))
-    run = next(run for run in campaign_runs(campaign) if run.condition == condition)
-    credit = read_step(run)
+    runs = [run for run in campaign_runs(campaign) if run.condition == condition]
+    if not runs or data.comparison is None:
+        raise ConfigurationError(f"{campaign} has no run of {condition}, or no pair to compare.")
+    credit = read_step(runs[0])
     figure = Figure(figsize=(9.2, 5.2), layout="constrained")
     above, below = figure.subplots(2, height_ratios=(3, 1.4))
-    assert data.comparison is not None, "the campaign has nothing to compare yet"
     draw_differences(data.comparison, [arm.label for arm in data.arms], above)
     above.set_title("\n".join(wrap(answer(data.comparison), 92)), loc="left")
     _completions(credit, below)
@@ -80,8 +85,11 @@ def main() -> None:
     parser.add_argument("condition")
     parser.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()
-    with drawing("first-look"):
-        figure = draw(given.campaign, given.condition)
+    try:
+        with drawing("first-look"):
+            figure = draw(given.campaign, given.condition)
+    except RetrainError as error:
+        sys.exit(f"first_look: {error}")
     given.output.write_bytes(to_picture(figure, "first-look"))
     print(f"Picture: {given.output}")
 

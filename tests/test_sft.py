@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from retrain.analysis.runs import StoredRun
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, dump_toml
 from retrain.data.sources import Reason
@@ -17,6 +18,7 @@ from retrain.data.traces import Trace, TraceSet, load_traces
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.text import TextModel, load_text_model
 from retrain.records.checkpoint import CheckpointStore
+from retrain.report.data import held_out_points
 from retrain.run.session import Session
 from retrain.run.supervised import SupervisedStage
 from tests.learner_models import config_for, distance, gradients, make_learner, make_rows
@@ -388,7 +390,11 @@ def test_the_report_and_the_status_tell_the_stage(
     shutil.copytree(straight, folder)
     assert main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text(encoding="utf-8")
-    assert "supervised stage, 5 steps" in page
+    assert "supervised stage, 5 steps" in page and "The supervised stage is left of 0." in page
+    steps = [line["step"] - 5 for line in lines(folder / "sft_evaluation.jsonl")]
+    steps += [line["step"] for line in lines(folder / "evaluation.jsonl")]
+    points = held_out_points(StoredRun(folder))
+    assert [point.step for point in points] == list(dict.fromkeys(steps)) and points[0].step == -5
     for name in ("metrics.jsonl", "summary.json"):
         (folder / name).unlink()
     capsys.readouterr()

@@ -312,15 +312,15 @@ class VLLMDouble:
         return ids if self.permuted is None else self.permuted[ids].astype(np.int32)
 
     def top_logprobs(self, prompt: list[int], settings: Any) -> dict[str, float]:
+        """The most probable tokens, and as vLLM does the drawn one, here another in each call. By
+        their texts all have one name, as parts of characters have.
+        """
         with torch.no_grad():
             logits = lab()._base.model(input_ids=torch.tensor([prompt])).logits[0, -1]
-        top = torch.log_softmax(
-            logits / (1 if self.raw else settings.get("temperature", 1.0)), -1
-        ).topk(settings["logprobs"])
-        return {
-            str(int(token)): float(value)
-            for value, token in zip(top.values, top.indices, strict=True)
-        }
+        scores = (logits / (1 if self.raw else settings.get("temperature", 1.0))).log_softmax(-1)
+        tokens = [*scores.topk(settings["logprobs"]).indices.tolist(), self.calls % len(scores)]
+        by_id = settings.get("return_tokens_as_token_ids")
+        return {f"token_id:{one}" if by_id else "\ufffd": float(scores[one]) for one in tokens}
 
     def choice(self, one: Completion, prompt: list[int], top: Any) -> Any:
         ids = self.mapped(one.token_ids).tolist()

@@ -26,7 +26,7 @@ from retrain.analysis.runs import (
 )
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.disk import path_error
-from retrain.records.entries import SftRecord, StepRecord
+from retrain.records.entries import StepRecord
 from retrain.records.run_folder import MARKER, Liveness, RunFolder, Writer
 from retrain.records.terminal import counted, duration
 from retrain.records.untrained import untrained_line, untrained_streak
@@ -364,10 +364,9 @@ def _without_config(run: StoredRun, writer: Writer | None) -> RunStatus:
 
 def _supervised(run: StoredRun) -> str:
     """Say how far the supervised stage came, in a run that has taken no other step."""
-    if run.steps or not run.folder.sft.is_file():
+    if run.steps or not run.sft_records:
         return ""
-    taken = sum(1 for _ in SftRecord.read(run.folder.sft))
-    return f"{counted(taken, 'supervised step')} taken."
+    return f"{counted(len(run.sft_records), 'supervised step')} taken."
 
 
 def _attempts(run: StoredRun) -> str:

@@ -64,7 +64,7 @@ class SupervisedStage:
         """Describe the stage: its size, what acts in it, and a few traces."""
         training = self.learner_config.training
         yield f"{self.words}, at lr {training.lr:g} and temperature 1"
-        yield "[loss] but for max_grad_norm, kept sets and teachers do not act in it"
+        yield "only max_grad_norm of [loss] acts in it; top_k, top_p, min_p and teachers do not"
         for trace in self.traces.traces[:_SHOWN]:
             parts = trace.texts(self.text.decode)
             shown = (f"{_OPENS}{part}{_CLOSES}" if learned else part for part, learned in parts)
