@@ -191,8 +191,8 @@ class Manifest:
     def resumed_with(self, plan: CampaignPlan) -> None:
         """Adopt the plan of a resumed campaign, which may have more conditions, seeds or steps.
 
-        Raises ConfigurationError if the plan lacks a run, changes how a run is trained, or gives
-        looks that were taken another meaning.
+        Raises ConfigurationError if the plan lacks a run, changes the training of a run, or gives
+        earlier looks another meaning.
         """
         # Both plans in the manifest's form, in which a secret is masked and equals itself.
         before = {run.name: run for run in self._stored_plan().runs}

@@ -52,8 +52,8 @@ _POLL_S = 0.1
 
 
 def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
-    """Train every run of the campaign that is not finished, then compare the conditions. `[resume]
-    from` continues a campaign.
+    """Train every unfinished run of the campaign, then compare the conditions. `[resume] from`
+    continues a campaign.
 
     Raises ConfigurationError or EnvironmentFailure before the first run, RunFailed at the end if a
     run failed, and Interrupted after a signal, once the running runs have saved.

@@ -57,7 +57,7 @@ class PromptSampler(ABC):
         """Return `count` indices of examples. `uniforms` [size], above 0 and below 1, belong to the
         step and are the same for every sampler and condition of a seed.
 
-        In split mode the newest step that was observed is step - 2, else step - 1.
+        In split mode the newest observed step is step - 2, else step - 1.
         """
 
     def observe(self, indices: Sequence[int], groups: Sequence[Group]) -> None:  # noqa: B027

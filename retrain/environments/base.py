@@ -51,8 +51,8 @@ class Result:
 
 
 class Episode(ABC):
-    """One conversation. Its methods are called one after the other, from a thread that belongs to
-    this call alone.
+    """One conversation. retrain calls its methods one after the other, from a thread for this call
+    alone.
     """
 
     @abstractmethod

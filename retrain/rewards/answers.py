@@ -165,8 +165,8 @@ def same_characters(text: str) -> str:
 
 
 def hendrycks_is_equiv(a: str | None, b: str | None) -> bool:
-    """Compare after `hendrycks_normalize`, or as they stand if either side cannot be normalised.
-    None equals nothing.
+    """Compare after `hendrycks_normalize`, or as they stand if either side has no normal form. None
+    equals nothing.
     """
     if a is None or b is None:
         return False

@@ -65,8 +65,8 @@ class Xray:
         """Standard deviation of one group's gradient over its mean, at pass rates [n]; infinite
         where the mean is 0.
 
-        The gradient is taken with respect to the logit of p, so that grad log pi is 1-p of a right
-        completion and -p of a wrong one.
+        The gradient is with respect to the logit of p, so grad log pi is 1-p for a right completion
+        and -p for a wrong one.
         """
         p = np.asarray(rates, dtype=np.float64)
         k = np.arange(self.group + 1)
