@@ -168,7 +168,7 @@ class Trajectory:
 
     @property
     def sample(self) -> int:
-        """The sample index, a coordinate of the noise; it is the same in every turn."""
+        """The sample index, a coordinate of the noise and the same in every turn."""
         return self.turns[0].completion.sample
 
     @property
@@ -342,7 +342,7 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of the judged trajectories; [G] in a judged group."""
+        """Rewards of the judged trajectories, [G] in a judged group."""
         return [member.score.reward for member in self.members if member.score.reward is not None]
 
     @property

@@ -115,7 +115,7 @@ class AdvantageContext:
 
     @property
     def turn_contexts(self) -> list[list[list[int]]]:
-        """[G][turns] the environment's tokens before each turn; none before the first, which
+        """[G][turns] the environment's tokens before each turn. The first turn has none, because it
         follows the prompt.
         """
         trajectories = self._source("turn_contexts").trajectories

@@ -162,7 +162,7 @@ class Backend(Offers, ABC):
     @property
     @abstractmethod
     def choices(self) -> MachineChoices | None:
-        """The choices made from the machine; None for a remote backend."""
+        """The choices made from the machine, or None for a remote backend."""
 
     @property
     @abstractmethod
@@ -172,8 +172,8 @@ class Backend(Offers, ABC):
     @property
     @abstractmethod
     def half_precision(self) -> bool:
-        """Learner or sampler computes in 16 bits or fewer: the parity gate then allows for the
-        rounding.
+        """True if the learner or the sampler computes in 16 bits or fewer, so that the parity gate
+        allows for the rounding.
         """
 
     @property
@@ -183,12 +183,12 @@ class Backend(Offers, ABC):
 
     @property
     def frozen_weights(self) -> FrozenWeights | None:
-        """Size of the base model, for the roofline hint; None where it lies elsewhere."""
+        """Size of the base model, for the roofline hint, or None if it lies elsewhere."""
         return None
 
     @property
     def recomputes(self) -> bool:
-        """Gradient checkpointing: each backward pass computes the forward pass again."""
+        """True if each backward pass computes the forward pass again (gradient checkpointing)."""
         return False
 
     @abstractmethod
@@ -273,7 +273,7 @@ class Backend(Offers, ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote: adapter, optimizer, schedule."""
+        """Restore the adapter, optimizer and schedule that `save` wrote."""
 
     def keep_start(self, folder: Path) -> None:
         """Hold the weights that `save_adapter` wrote to `folder`: the reference "start" of the KL
@@ -282,7 +282,7 @@ class Backend(Offers, ABC):
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release the engine and the device; safe to call twice."""
+        """Release the engine and the device. Safe to call twice."""
 
 
 class RemoteBackend(Backend):

@@ -153,15 +153,13 @@ class Manifest:
         return self._by_name[name]
 
     def try_again(self, name: str) -> None:
-        """Record that a run is pending; if it had come to an end before, that it is another
-        attempt.
-        """
+        """Record that a run is pending, and another attempt if it had ended before."""
         entry = self[name]
         entry.attempts += entry.status in (Status.FAILED, Status.DONE)
         entry.status = Status.PENDING
 
     def started(self, name: str) -> None:
-        """Record that a run is running; its first start time stays."""
+        """Record that a run is running. Its first start time stays."""
         entry = self[name]
         entry.status, entry.started = Status.RUNNING, entry.started or _now()
         entry.ended = entry.reason = None

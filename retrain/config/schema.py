@@ -188,7 +188,7 @@ class TrainConfig(AllSections):
 
     @property
     def reads_reference(self) -> bool:
-        """True if a KL term may read [loss] kl_reference; a loss of one's own may."""
+        """True if a KL term, or a loss plugin, may read [loss] kl_reference."""
         loss = self.loss
         own = loss.mode not in builtin_names("loss")
         own |= loss.correction not in builtin_names("correction")

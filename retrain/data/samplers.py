@@ -61,7 +61,7 @@ class PromptSampler(ABC):
         """
 
     def observe(self, indices: Sequence[int], groups: Sequence[Group]) -> None:  # noqa: B027
-        """Learn from a step: its examples and the judged part of their first groups, in the same
+        """Learn from a step's examples and the judged part of their first groups, in the same
         order.
         """
 

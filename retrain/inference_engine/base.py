@@ -298,4 +298,4 @@ class InferenceEngine(Offers, ABC):
         return ""
 
     def close(self) -> None:
-        """Release servers, threads and memory; safe to call twice."""
+        """Release servers, threads and memory. Safe to call twice."""

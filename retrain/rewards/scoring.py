@@ -97,7 +97,7 @@ class FailureGuard:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return [total, {reason: count}] for each step in the window, oldest first, as JSON."""
+        """Return [total, {reason: count}] for each step in the window as JSON, oldest first."""
         return {"steps": [[step.total, step.reasons] for step in self._steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -317,9 +317,7 @@ class Scorer:
         return self._model.probe() if self._model is not None else ""
 
     def close(self) -> None:
-        """Kill the workers and give up the language model's replies; scores still to come are
-        could-not-judge.
-        """
+        """Kill the workers and drop the judge's replies. Open scores are could-not-judge."""
         for part in (self._pool, self._model):
             if part is not None:
                 part.close()

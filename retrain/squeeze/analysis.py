@@ -49,7 +49,7 @@ class LayerSpectrum:
 
     @property
     def effective_rank(self) -> int:
-        """The highest rank of an update with these shapes; below `rank` if the layer is narrower
+        """The highest rank of an update with these shapes, below `rank` if the layer is narrower
         than its adapter.
         """
         return len(self.singular_values)
@@ -109,9 +109,7 @@ class LayerSpectrum:
         )
 
     def smallest_rank(self, threshold: float) -> int:
-        """Return the smallest k with V(k) at or above the threshold; 1 for a layer of zeros, which
-        loses nothing at any rank.
-        """
+        """Return the smallest k with V(k) at or above the threshold, or 1 for a layer of zeros."""
         if self.is_zero:
             return 1
         return next(
