@@ -389,25 +389,29 @@ def write_page(page: Path) -> None:
 
 PAGE = """# Does my model run?
 
-You want to know whether a family of models trains here, and how exactly. This table is of tiny
-models of random weights, with a LoRA adapter on every linear layer and prompts longer than every
-sliding window. It is made by `{command}` on {date}
-({machine}; {versions}).
+Find your model's family in the table to see how retrain samples and trains it, and how exactly.
 
-- *fused*: the fast forward pass of retrain; *its own*: that of transformers. Both sample in this
-  process, with prompts shared.
-- *a server*: `[inference] engine = "pytorch"` refuses it in a sentence, and a
-  [server](inference-engines.md) samples; whether yours serves the family is for it to say.
-- *packed*: the learner computes rows without padding; *padded*: it pads them and leaves attention
-  to the model. *refused*: neither, for the reason named.
-- The difference is that of a sampled token's log-prob from transformers' in float64: the sampler's
-  and the learner's, or the learner's alone. In float32; half precision rounds by more, which the
-  [parity gate](parity.md) measures on your model before the first step.
+| the table says | meaning |
+| --- | --- |
+| fused | retrain's fast forward pass samples |
+| its own forward pass | transformers' forward pass samples, in the process of retrain |
+| a server | `engine = "pytorch"` refuses; a [server](inference-engines.md) samples, if it serves the family |
+| packed | the learner computes rows without padding |
+| padded | the learner pads rows and leaves attention to the model |
+| refused | the family does not train, for the reason given |
+| largest difference | log-probs of the sampler and the learner, or the learner, against transformers in float64 |
+
+Half precision rounds more than these float32 figures. The [parity gate](parity.md) measures your model
+before the first step. retrain tries a family that is not here on four tokens before anything else.
+
+A model of text and images, such as Gemma 3 from 4B on, trains on text: the adapter leaves the vision
+tower alone.
 
 {table}
 
-A model of text and images, such as Gemma 3 from 4B on, trains by its text: the adapter leaves the
-vision tower alone. A family that is not here is tried on four tokens before anything else.
+The models are tiny, with random weights, a LoRA adapter on every linear layer, and prompts longer than
+every sliding window. `{command}` wrote this page on {date}
+({machine}; {versions}).
 """
 
 

@@ -135,7 +135,7 @@ _NO_TOKENS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class Turn:
-    """One reply of the model, and the tokens that it was given since its last reply."""
+    """One reply of the model, and the new context tokens since its last reply."""
 
     completion: Completion
     context: Int32Array = field(default_factory=lambda: _NO_TOKENS)
@@ -168,7 +168,7 @@ class Trajectory:
 
     @property
     def sample(self) -> int:
-        """The sample index, a coordinate of the noise; it is the same in every turn."""
+        """The sample index, a coordinate of the noise and the same in every turn."""
         return self.turns[0].completion.sample
 
     @property
@@ -325,7 +325,7 @@ class Group:
     """[G] scored trajectories in the order of their sample index."""
 
     def judged(self) -> "Group":
-        """Return the group without the trajectories that could not be judged."""
+        """Return the group without unjudged trajectories."""
         return replace(
             self,
             members=[
@@ -342,7 +342,7 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of the trajectories that were judged; [G] in a judged group."""
+        """Rewards of the judged trajectories, [G] in a judged group."""
         return [member.score.reward for member in self.members if member.score.reward is not None]
 
     @property
@@ -466,10 +466,10 @@ def _sequence(
 class StepResult:
     """The result of one call to `Backend.train`.
 
-    Ratio statistics count each action token of the trained rows once. Where old log-probs are
-    recomputed, they are taken before the first optimizer step; elsewhere in the first pass, whose
-    later minibatches already contain the updates of the earlier ones. `log_ratio_*` count the rows
-    of the first minibatch alone, which no update of the step has moved.
+    Ratio statistics count each action token of the trained rows once. Recomputed old log-probs come
+    from before the first optimizer step. Other old log-probs come from the first pass, whose later
+    minibatches already contain earlier updates. `log_ratio_*` count the rows of the first minibatch
+    alone, which no update of the step has moved.
     """
 
     loss: float | None

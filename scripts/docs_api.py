@@ -28,8 +28,8 @@ MODULES = {
 INTRODUCTION = """\
 # API reference
 
-You call retrain from Python, or write a plugin, and want a signature. Everything here is importable
-as it stands; what is not here may change without notice.
+Look up the signatures for Python and for plugins. You can import everything on this page; anything else
+may change without notice.
 
 ```python
 import retrain
@@ -38,7 +38,8 @@ config = retrain.load_config("examples/lab.toml", ["--max-steps", "2"])
 print(config.training.lr)
 ```
 
-[Write your own method](plugins.md) shows whole examples. Made from the docstrings by `make docs`.
+[Write your own method](plugins.md) shows whole examples. `make docs` writes this page from the
+docstrings.
 """
 
 
@@ -73,7 +74,10 @@ def _defined_in(module: Any) -> list[str]:
 
 
 def _class(name: str, value: type) -> Iterator[str]:
-    yield f"### {name}\n\n{_doc(value)}"
+    yield f"### {name}"
+    # A dataclass without a docstring has its signature there, which the table below repeats.
+    if (text := _doc(value)) and not text.startswith(f"{name}("):
+        yield text
     if dataclasses.is_dataclass(value):
         docs = field_docs(value)
         rows = [

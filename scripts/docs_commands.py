@@ -35,8 +35,8 @@ Look up every command and its options. `retrain COMMAND --help` prints the same.
 ## retrain [FILE.toml] [flags]
 
 Does what the file describes: a training run, a campaign if it has `[campaign]`, or a squeeze job if
-it has `[squeeze] adapter_path`. Without a file it reads ./retrain.toml. A file named `.env` in the
-current folder is loaded first, for keys and tokens.
+it has `[squeeze] adapter_path`. Without a file it reads ./retrain.toml. It first loads a file
+named `.env` in the current folder, for keys and tokens.
 
 ```bash
 retrain examples/lab.toml --seed 42 --lr 1e-4 --log-dir logs/lab_s42
@@ -50,9 +50,9 @@ EXIT_CODES = """\
 |---|---|
 | 0 | done |
 | 1 | the run failed, or a bug: the message says which |
-| 2 | wrong usage or configuration; nothing was changed |
+| 2 | wrong usage or configuration; retrain changed nothing |
 | 3 | the machine lacks something: a package, memory, a server |
-| 129, 130, 143 | stopped by SIGHUP, Ctrl-C or SIGTERM; the run is saved and can be [resumed](resuming.md) |
+| 129, 130, 143 | stopped by SIGHUP, Ctrl-C or SIGTERM, and saved: [resume it](resuming.md) |
 """
 
 

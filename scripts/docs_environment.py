@@ -15,8 +15,8 @@ _ENTRY = re.compile(
 INTRODUCTION = """\
 # Environment variables
 
-You keep keys out of files, set a key for many runs, or run without a network. A file `.env` in the
-current folder is loaded first; a variable that is set wins over it.
+Keep keys out of files, set a key for many runs, or run without a network. retrain first loads a file
+`.env` in the current folder. A variable of the shell wins over that file.
 
 ```text
 HF_TOKEN=...
@@ -24,8 +24,7 @@ WANDB_API_KEY=...
 RETRAIN_LOGGING_WANDB_PROJECT=sums
 ```
 
-Made by `make docs` from the manual (`retrain man variables`); a test holds it against what the
-package reads.
+`make docs` writes this page from the manual (`retrain man variables`).
 """
 
 

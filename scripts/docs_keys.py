@@ -110,7 +110,7 @@ every = 25
 at_start = true
 ```
 
-## What wins
+## Order of precedence
 
 A later one wins: the defaults, a [recipe](advantages.md#whole-algorithms-algorithm_mode), the file,
 [environment variables](environment-variables.md), flags.
@@ -119,10 +119,10 @@ A later one wins: the defaults, a [recipe](advantages.md#whole-algorithms-algori
   sections have carries its section: `--loss-mode`. The tables below name the flag where it is not
   `--` and the key. `--resume DIR` continues a run.
 - **Tables of parameters.** `--algorithm-param key=value`, `--advantage-param key=value` and
-  `--transform-param key=value` may be repeated.
+  `--transform-param key=value` may occur several times.
 - **An editor** completes and checks a file whose first line is
   `#:schema docs/retrain.schema.json`; `retrain help config --json` prints that schema.
-- **Every key is used, refused, or reported as unused.** A wrong one is answered in a sentence
+- **Every key counts.** retrain uses it, refuses it, or reports it as unused. A wrong key gets a sentence
   before step 0.
 - **A file of an older version**: `retrain migrate-config my.toml` shows what it would change, and
   `--write` does it.
@@ -136,8 +136,8 @@ geometry. The hub's library downloads it once and keeps it. `max_examples` takes
 
 ## Every key
 
-The tables are made from the schema by `make docs`; [all_keys.toml](../examples/all_keys.toml) is the
-same as one file, and `retrain help config` prints it.
+`make docs` writes these tables. [all_keys.toml](../examples/all_keys.toml) has them as one file, and
+`retrain help config` prints it.
 """
 
 

@@ -18,7 +18,7 @@ _TITLE = re.compile(
 _PART = re.compile(r"^(Formula|Not reproduced|At the paper's scale|Source):\n", re.MULTILINE)
 
 GROUPS = {
-    "advantage": "Advantage: what a completion is worth beside the others of its prompt",
+    "advantage": "Advantage: what a completion is worth among the completions of its prompt",
     "credit": "Credit: how that is spread over its tokens",
     "loss": "Loss: ratio, clip and weight of a token or a completion",
     "correction": "Correction: samplers that are not the policy that learns",
@@ -32,51 +32,53 @@ GROUPS = {
 INTRODUCTION = """\
 # Papers
 
-You read a paper on RLVR and want its algorithm as a file that runs, or its settings for a model of
-yours. Each file of `examples/papers` runs as it stands, on the lab and without a GPU:
+Run the algorithm of a paper, or use its settings with your own model. Each file of
+`examples/papers` runs on the lab, without a GPU:
 
 ```bash
 retrain examples/papers/dapo.toml
 retrain examples/lab.toml --algorithm-mode dapo --max-steps 2 --log-dir logs/dapo      # the method alone, on the file's model and data
 ```
 
-`algorithm_mode = "dapo"` in a file of yours means the settings that are shown here, below those of
-the file ([recipes](advantages.md#whole-algorithms-algorithm_mode)); `retrain help papers` lists the
-names. Clip-Cov, GiGPO, GKD, OPSD and RENT have no such name: you start from their file.
+In your own file, `algorithm_mode = "dapo"` sets the values below, and the file's own keys override
+them ([recipes](advantages.md#whole-algorithms-algorithm_mode)). `retrain help papers` lists the
+names. For Clip-Cov, GiGPO, GKD, OPSD and RENT, which have no such name, start from their file.
 
-The gradient of each on one fixed batch is compared with the paper's formula, written out in float64
-(`tests/test_papers.py`). This page is made from the files by `make docs`.
+`tests/test_papers.py` compares the gradient of each file on one batch with the paper's formula in
+float64. `make docs` writes this page from the files.
 
-In the formulas oᵢ is a completion of |oᵢ| tokens with the reward Rᵢ, G the number of completions of
-a prompt, μ the policy that sampled, π the one that learns, ρᵢₜ = π(oᵢₜ)/μ(oᵢₜ) the ratio of a
-token, and Aᵢ the advantage. J is maximised. What holds for all of them:
+| symbol | meaning |
+|---|---|
+| oᵢ, \\|oᵢ\\|, Rᵢ, Aᵢ | a completion, its number of tokens, its reward and its advantage |
+| G | the number of completions of a prompt |
+| μ, π, ρᵢₜ | the policy that sampled, the policy that learns, and the ratio π(oᵢₜ)/μ(oᵢₜ) of a token |
+| J | the objective, to maximize |
 
-- They run on the [lab](lab.md) instead of the paper's model and data, with rewards of 0 and 1, and
-  a LoRA adapter learns instead of all weights. "At the paper's scale" has what the paper says of
-  its own runs, for a file that you change.
-- A prompt whose completions all have the same reward has no advantage, and is left out of the
-  means, as DAPO's filter does ([what is divided by what](losses.md#what-is-divided-by-what)).
-  Papers without a filter count it, which makes their steps smaller by the fraction of such prompts.
-  `constant` counts it too.
-- The learning rate, the clip of the gradient's norm and the number of steps are the lab's.
+All files differ from their paper in this:
 
-No two files have the same gradient on that batch, to 1e-6. On policy, where every ratio is 1, many
-losses are one: `gspo`, `gmpo`, `sapo` and `ppo` with the same advantage and mean
-(the clip has nothing to do there).
+- They train a LoRA adapter on the [lab](lab.md), with rewards of 0 and 1. "At the paper's scale"
+  has the paper's own settings, for you to copy.
+- The means leave out a prompt with equal rewards, like DAPO's filter
+  ([divisors](losses.md#what-is-divided-by-what)). Papers without a filter, and `constant`, count
+  it, so their steps are smaller by the fraction of such prompts.
+- Learning rate, gradient clip and number of steps fit the lab.
 
-A paper that is not here is often one function away:
-[from a paper to a run](#a-loss-of-ones-own-from-a-paper-to-a-run).
+On policy, where every ratio is 1, `gspo`, `gmpo`, `sapo` and `ppo` with the same advantage and mean
+have the same gradient.
+
+A paper that is not here often needs one function: [from a paper to a
+run](#a-loss-of-ones-own-from-a-paper-to-a-run).
 """
 
 WITHOUT_A_FILE = """\
 ## Without a file, and why
 
-Another name of what is there:
+Another name of an existing method:
 
 | paper | here |
 |---|---|
 | NSR, PSR ([2506.01347](https://arxiv.org/abs/2506.01347)) | [W-REINFORCE](#w-reinforce) with `right = 0`, and with `right = 1`, `wrong = 0` |
-| CFPO ([2601.22801](https://arxiv.org/abs/2601.22801)) | a quadratic in place of the clip, as [Simple Policy Optimization](#simple-policy-optimization) has |
+| CFPO ([2601.22801](https://arxiv.org/abs/2601.22801)) | a quadratic instead of the clip, as in [Simple Policy Optimization](#simple-policy-optimization) |
 | SDFT ([2601.19897](https://arxiv.org/abs/2601.19897)), SDPO ([2601.20802](https://arxiv.org/abs/2601.20802)) | [OPSD](#opsd) with another `reference_prompt`; SDPO's feedback of an environment has no place in it |
 | DPPO's bound on the KL, top-k | the binary form alone is built in: [DPPO](#dppo) |
 | TIS, sequence TIS, sequence masks, geometric rejection | `[loss] correction`, as [IcePop](#icepop) sets it ([corrections](losses.md#a-correction-for-the-mismatch)) |
@@ -84,19 +86,19 @@ Another name of what is there:
 | difficulty pools, no positive resampling | `[data] sampler`, as [ScaleRL](#scalerl) and [Frontier of learnability](#frontier-of-learnability) set it |
 | temperature and KL schedules | `[schedule]` ([keys that move](advantages.md#keys-that-move-with-the-step)) |
 | spurious rewards ([2506.10947](https://arxiv.org/abs/2506.10947)) | `[reward] type = "random"` or `"majority"`, on any file |
-| LoRA without regret | `[model] lora_rank`; there is no arm that trains all weights |
+| LoRA without regret | `[model] lora_rank`, compared with `train = "full"` |
 
 Not here, with the reason:
 
 | paper | what is missing |
 |---|---|
-| KL-Cov ([2505.22617](https://arxiv.org/abs/2505.22617)) | it picks tokens over the whole batch and gives them a term of their own; a loss sees a micro-batch, and an advantage cannot add a term. [Clip-Cov](#clip-cov) of the same paper has a file |
-| BAPO ([2510.18927](https://arxiv.org/abs/2510.18927)) | its clip moves until positive tokens have a given share of this update's loss, which a loss that sees a micro-batch does not know; a [control](advantages.md#keys-that-move-with-the-step) could move it by the last step's record alone |
-| GRPO-lambda ([2510.00194](https://arxiv.org/abs/2510.00194)) | nothing: an `algorithm` plugin weighs tokens by position. Its trace weights have variants that were not looked up, so there is no file |
-| ProRL's reset of the reference ([2505.24864](https://arxiv.org/abs/2505.24864)) | `kl_coef` is always against the model of `[model]`. A reset is a second run that starts from the merged adapter (`retrain export`) |
+| KL-Cov ([2505.22617](https://arxiv.org/abs/2505.22617)) | it selects tokens over the whole batch and adds a term for them; a loss sees a micro-batch, and an advantage cannot add a term. [Clip-Cov](#clip-cov) of the same paper has a file |
+| BAPO ([2510.18927](https://arxiv.org/abs/2510.18927)) | its clip moves until positive tokens have a given share of this update's loss, which a loss over a micro-batch does not know |
+| GRPO-lambda ([2510.00194](https://arxiv.org/abs/2510.00194)) | nothing: an `algorithm` plugin can weight tokens by position. There is no file, because nobody has checked the variants of its trace weights |
+| ProRL's reset of the reference ([2505.24864](https://arxiv.org/abs/2505.24864)) | `kl_coef` is against the base or the start. A reset is a second run from the merged adapter (`retrain export`) |
 | role baselines (SPIRAL, [2506.24119](https://arxiv.org/abs/2506.24119)) | an episode has one policy and no roles. A baseline for each prompt is [SPO](#spo) |
-| self-certainty (Intuitor, [2505.19590](https://arxiv.org/abs/2505.19590)) | it reads the whole distribution of a token; its entropy is what there is, as in [RENT](#rent) |
-| ECHO, SFT mixes, LUFFY ([2504.14945](https://arxiv.org/abs/2504.14945)) | a cross-entropy on tokens that the policy did not sample: every row here is the policy's own |
+| self-certainty (Intuitor, [2505.19590](https://arxiv.org/abs/2505.19590)) | it reads the whole distribution of a token; a plugin can read its entropy, as in [RENT](#rent) |
+| ECHO, SFT mixes, LUFFY ([2504.14945](https://arxiv.org/abs/2504.14945)) | a cross-entropy on tokens that the policy did not sample, within a step of RL; [`[sft]`](sft.md) comes before RL |
 | self-evolving curricula ([2505.14970](https://arxiv.org/abs/2505.14970)) | nothing: a [sampler](data.md#which-prompts-a-step-takes) sees the groups, not the advantages, so it would compute them again; there is no file |
 
 """
@@ -104,38 +106,35 @@ Not here, with the reason:
 FROM_A_PAPER = """\
 ## A loss of one's own, from a paper to a run
 
-TOPR above took one function of eight lines. The way there, for any loss:
+TOPR above needs one function of eight lines. For any loss:
 
-1. **Leave the mean to `aggregation`.** `1/G Σᵢ 1/|oᵢ| Σₜ` is `sequence_mean`, `1/Σᵢ|oᵢ| Σᵢ Σₜ` is
-   `token_mean` (or `prompt_mean`, where the sum is over one prompt's completions), and `1/G Σᵢ Σₜ`
-   is `constant`, up to the factor `max_tokens`. What is left under the sums is the term of a token.
-2. **Turn the sign, and mark what has no gradient.** J is maximised and a loss is minimised. A
-   weight in front of ∇log π is detached: `-weight.detach() * tokens.advantages * tokens.new`. A
-   ratio under the gradient is `(tokens.new - tokens.old).exp()`.
-3. **Does a term read its whole completion?** `tokens.lengths` says where each ends;
-   `sequence_means` and `spread` of `retrain.backends.local.loss` take a mean over each and put it
-   back to its tokens, as DeepSeek-V3.2's mask above does. The function declares
-   `f.sequence_level = True`. A term that is dropped is 0 and still counts in the mean.
-4. **Constants go to `[loss.params]`**, so that they are stored with the run, and a campaign can
-   vary them.
-5. **Put the function beside the TOML file** and name it: `mode = "topr.topr"` is `topr` in
-   `topr.py`. `retrain explain FILE` and the run's first lines say what was
-   [proved of it](losses.md#a-loss-of-ones-own), or in a sentence what does not hold.
-6. **Compare it with the formula once.** A reference of ten lines beside those of
-   `tests/test_papers.py`, written as the paper writes it, finds a wrong sign, a missing detach and
-   a mean too many.
-7. **Give it its place here**, if it is to stay: the comment at the head of the TOML file is its
-   section of this page (name and arXiv id, title, `Changes`, `Formula`, `Not reproduced`, `At the
-   paper's scale` if known, `Source`), and its name is an `algorithm_mode`. So it names an
-   `advantage_mode` and a `transform_mode`; a plugin that is a whole `algorithm_mode` stays a file.
+1. **Leave the mean to `aggregation`.** `1/G Σᵢ 1/|oᵢ| Σₜ` is `sequence_mean`. `1/Σᵢ|oᵢ| Σᵢ Σₜ` is
+   `token_mean`, or `prompt_mean` if the sum is over one prompt. `1/G Σᵢ Σₜ` is `constant`, up to
+   the factor `max_tokens`. The term of a token is what the sums contain.
+2. **Change the sign, and detach weights.** A loss is -J. A weight before ∇log π has no gradient:
+   `-weight.detach() * tokens.advantages * tokens.new`. A ratio with a gradient is
+   `(tokens.new - tokens.old).exp()`.
+3. **For a term over a whole completion**, `tokens.lengths` says where each completion ends.
+   `sequence_means` and `spread` of `retrain.backends.local.loss` take a mean over each completion
+   and return it to its tokens, as DeepSeek-V3.2's mask above does. Declare
+   `f.sequence_level = True`. A dropped term is 0 and still counts in the mean.
+4. **Put constants into `[loss.params]`.** The run stores them, and a campaign can vary them.
+5. **Put the function into the folder of the TOML file** and name it: `mode = "topr.topr"` is `topr`
+   in `topr.py`. `retrain explain FILE` and the run's first lines say which [tests it
+   passes](losses.md#a-loss-of-ones-own).
+6. **Compare it with the formula.** Ten lines in `tests/test_papers.py`, written like the paper,
+   find a wrong sign, a missing detach and an extra mean.
+7. **To add it to this page**, write a comment at the head of the TOML file: name and arXiv id,
+   title, `Changes`, `Formula`, `Not reproduced`, `At the paper's scale` if known, `Source`. Its
+   name becomes an `algorithm_mode`, so the file needs an `advantage_mode` and a `transform_mode`.
 
 ```bash
 retrain explain examples/papers/topr.toml
 retrain examples/papers/topr.toml --max-steps 2
 ```
 
-What the function returns beside the terms is in metrics.jsonl as `loss_metrics`: for TOPR the mean
-weight over the updates of a step.
+`loss_metrics` in metrics.jsonl has the metrics that the function returns: for TOPR the mean weight
+over the updates of a step.
 """
 
 
@@ -158,7 +157,7 @@ class Paper:
     settings: str
     """A TOML text of the keys that are the method."""
     plugin: str
-    """The Python file beside it; "" if it has none."""
+    """Its Python file; "" if it has none."""
     config: TrainConfig
 
 
@@ -270,7 +269,7 @@ def _section(paper: Paper) -> Iterator[str]:
     yield from _block("toml", paper.settings)
     if paper.plugin:
         yield from (
-            f"with [{paper.stem}.py](../retrain/assets/papers/{paper.stem}.py) beside it:",
+            f"Its plugin, [{paper.stem}.py](../retrain/assets/papers/{paper.stem}.py):",
             "",
         )
         yield from _block("python", paper.plugin)

@@ -233,9 +233,9 @@ def _luck(name: str) -> Iterator[str]:
     yield ""
     yield (
         f"Mean {100 * p:.1f}%, standard deviation {100 * stdev(scores):.1f} points, from"
-        f" {100 * min(scores):.1f} to {100 * max(scores):.1f}. From the problems' own pass rates"
-        f" {100 * within:.1f} points are expected (a little too few, since ten samples estimate"
-        f" them), and {100 * sqrt(p * (1 - p) / problems):.1f} with new problems each time."
+        f" {100 * min(scores):.1f} to {100 * max(scores):.1f}. The problems' own pass rates"
+        f" predict {100 * within:.1f} points (a little too few, because ten samples estimate them),"
+        f" and {100 * sqrt(p * (1 - p) / problems):.1f} with new problems each time."
     )
     yield ""
 

@@ -42,8 +42,8 @@ MADE_UP: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class AdvantageContext:
-    """One group of G judged completions. Its properties are computed when they are read; they raise
-    NotInStep where a step is made up.
+    """One group of G judged completions. retrain computes its properties when you read them. They
+    raise NotInStep in a made-up step.
     """
 
     rewards: list[float]
@@ -84,7 +84,7 @@ class AdvantageContext:
 
     @property
     def texts(self) -> list[str]:
-        """[G] what was sampled, as text."""
+        """[G] the sampled texts."""
         return [member.text for member in self._source("texts").members]
 
     @property
@@ -115,7 +115,7 @@ class AdvantageContext:
 
     @property
     def turn_contexts(self) -> list[list[list[int]]]:
-        """[G][turns] the environment's tokens before each turn; none before the first, which
+        """[G][turns] the environment's tokens before each turn. The first turn has none, because it
         follows the prompt.
         """
         trajectories = self._source("turn_contexts").trajectories
@@ -123,7 +123,7 @@ class AdvantageContext:
 
     @property
     def turn_rewards(self) -> list[tuple[float, ...]]:
-        """[G][turns] the reward of each turn; empty tuples where the whole is judged."""
+        """[G][turns] the reward of each turn; empty tuples if only the whole has a reward."""
         return [member.score.turn_rewards for member in self._source("turn_rewards").members]
 
     def _source(self, name: str) -> Group:

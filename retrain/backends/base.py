@@ -28,8 +28,8 @@ ALL_LOSSES = tuple(LOSSES)
 
 @dataclass(frozen=True)
 class BackendCapabilities:
-    """The abilities that a backend declares on its class, so that a configuration can be checked
-    before anything is loaded.
+    """The abilities that a backend declares on its class, so that retrain can check a configuration
+    before it loads anything.
     """
 
     per_token_advantages: bool
@@ -162,20 +162,18 @@ class Backend(Offers, ABC):
     @property
     @abstractmethod
     def choices(self) -> MachineChoices | None:
-        """The choices made from the machine; None for a remote backend."""
+        """The choices made from the machine, or None for a remote backend."""
 
     @property
     @abstractmethod
     def device_name(self) -> str:
-        """torch's name of the device that learns (cpu, mps, cuda:0), or what a remote service is
-        called.
-        """
+        """torch's name of the learner's device (cpu, mps, cuda:0), or a remote service's name."""
 
     @property
     @abstractmethod
     def half_precision(self) -> bool:
-        """Learner or sampler computes in 16 bits or fewer: the parity gate then allows for the
-        rounding.
+        """True if the learner or the sampler computes in 16 bits or fewer, so that the parity gate
+        allows for the rounding.
         """
 
     @property
@@ -185,12 +183,12 @@ class Backend(Offers, ABC):
 
     @property
     def frozen_weights(self) -> FrozenWeights | None:
-        """Size of the base model, for the roofline hint; None where it lies elsewhere."""
+        """Size of the base model, for the roofline hint, or None if it lies elsewhere."""
         return None
 
     @property
     def recomputes(self) -> bool:
-        """Gradient checkpointing: each backward pass computes the forward pass again."""
+        """True if each backward pass computes the forward pass again (gradient checkpointing)."""
         return False
 
     @abstractmethod
@@ -200,7 +198,7 @@ class Backend(Offers, ABC):
 
         `rows` are all judged completions of the step, since aggregation = "constant" divides by
         their number; only those that are `trained` need a forward pass. A non-finite loss, gradient
-        or log-prob never changes the weights: that update is skipped and counted.
+        or log-prob never changes the weights: the backend skips and counts that update.
         """
 
     def use(self, config: "TrainConfig") -> None:
@@ -218,8 +216,8 @@ class Backend(Offers, ABC):
         raise NotImplementedError
 
     def trial_adapter(self, seed: int) -> TrialAdapter | None:
-        """Return an adapter for the parity gate to set; None where the adapter cannot be set, so
-        that its effect stays unchecked.
+        """Return an adapter for the parity gate to set, or None without such an adapter. Then its
+        effect stays unchecked.
         """
         return None
 
@@ -235,7 +233,7 @@ class Backend(Offers, ABC):
         """Return the learner's log-probs of each row's action tokens, [T] each, without gradient,
         at the training temperature unless one is given.
 
-        Another temperature is asked for only where the engine's log-probs are raw: theirs is 1.
+        retrain asks for another temperature only if the engine's log-probs are raw: theirs is 1.
         """
 
     def reference_logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
@@ -275,7 +273,7 @@ class Backend(Offers, ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote: adapter, optimizer, schedule."""
+        """Restore the adapter, optimizer and schedule that `save` wrote."""
 
     def keep_start(self, folder: Path) -> None:
         """Hold the weights that `save_adapter` wrote to `folder`: the reference "start" of the KL
@@ -284,7 +282,7 @@ class Backend(Offers, ABC):
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release the engine and the device; safe to call twice."""
+        """Release the engine and the device. Safe to call twice."""
 
 
 class RemoteBackend(Backend):

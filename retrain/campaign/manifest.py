@@ -150,15 +150,13 @@ class Manifest:
         return self._by_name[name]
 
     def try_again(self, name: str) -> None:
-        """Record that a run is pending; if it had come to an end before, that it is another
-        attempt.
-        """
+        """Record that a run is pending, and another attempt if it had ended before."""
         entry = self[name]
         entry.attempts += entry.status in (Status.FAILED, Status.DONE)
         entry.status = Status.PENDING
 
     def started(self, name: str) -> None:
-        """Record that a run is running; its first start time stays."""
+        """Record that a run is running. Its first start time stays."""
         entry = self[name]
         entry.status, entry.started = Status.RUNNING, entry.started or _now()
         entry.ended = entry.reason = None
@@ -188,8 +186,8 @@ class Manifest:
     def resumed_with(self, plan: CampaignPlan) -> None:
         """Adopt the plan of a resumed campaign, which may have more conditions, seeds or steps.
 
-        Raises ConfigurationError if the plan lacks a run, changes how a run is trained, or gives
-        looks that were taken another meaning.
+        Raises ConfigurationError if the plan lacks a run, changes the training of a run, or gives
+        earlier looks another meaning.
         """
         # Both plans in the manifest's form, in which a secret is masked and equals itself.
         before = {run.name: run for run in self._stored_plan().runs}

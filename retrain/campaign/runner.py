@@ -62,11 +62,11 @@ TASK = "SLURM_ARRAY_TASK_ID"
 
 
 def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
-    """Train every run of the campaign that is not finished, then compare the conditions. `[resume]
-    from` continues a campaign.
+    """Train every unfinished run of the campaign, then compare the conditions. `[resume] from`
+    continues a campaign.
 
-    Raises ConfigurationError or EnvironmentFailure before the first run, RunFailed at the end if a
-    run failed, and Interrupted after a signal, once the running runs have saved.
+    Raises ConfigurationError or EnvironmentFailure before the first run, and RunFailed at the end
+    if a run failed. After a signal it raises Interrupted, once the running runs have saved.
     """
     note_secrets(config)
     # What must be refused is refused before a folder is made.

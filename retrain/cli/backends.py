@@ -19,8 +19,8 @@ def command(
     ] = "",
     form: Form = "text",
 ) -> None:
-    """List engines and backends: what each is and can do, what is installed here, and against what
-    it was verified.
+    """List engines and backends: what each is and can do, what is installed here, and which
+    versions its tests used.
     """
     from retrain.backends.declared import catalogue
 

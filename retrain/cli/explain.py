@@ -48,8 +48,8 @@ def command(
     time and cost.
 
     Without a file it reads ./retrain.toml. Any flag of the configuration may follow, such as --lr
-    1e-4. The exit code is 2 if the configuration would be refused, and 3 if this machine lacks what
-    it needs.
+    1e-4. The exit code is 2 if retrain would refuse the configuration, and 3 if this machine lacks
+    what it needs.
     """
     overrides = flags_after(context, "explain takes one file", 1)
     # NaN is not below the limit either.

@@ -24,7 +24,7 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
 ) -> None:
     """Write a configuration to start from. The template papers/NAME is a paper's algorithm on the
-    lab, with its plugin beside it.
+    lab, with its plugin in the same folder.
     """
     paths = templates()
     if show_list:

@@ -27,8 +27,8 @@ class Row:
 def command(form: Form = "text") -> None:
     """List what every key that takes a plugin can be: built in, and installed.
 
-    An installed plugin is loaded. What stands against loading it is said: an error of its module, a
-    name that is not in it, a name that is found twice.
+    It loads installed plugins and prints why one does not load: an error of its module, a name that
+    is missing, or a name that occurs twice.
     """
     builtin = [
         Row(kind, name, expected.forms, "built in")

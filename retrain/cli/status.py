@@ -49,7 +49,7 @@ def command(
     ] = 2.0,
 ) -> None:
     """Show progress, last metrics, throughput and step time of every run in and below a folder, and
-    which runs were killed or hang.
+    killed or hanging runs.
     """
     from retrain.records.redact import Redactor
     from retrain.records.terminal import clean

@@ -25,8 +25,8 @@ def command(
     trust: Trust = False,
     form: Form = "text",
 ) -> None:
-    """Show what an algorithm climbs, before any run: how much a prompt counts by its pass rate, the
-    objective, and the noise beside the signal. Exact for right-or-wrong rewards, on policy.
+    """Show the objective of an algorithm before any run: how much a prompt counts at each pass
+    rate, and the noise relative to the signal. Exact for right-or-wrong rewards, on policy.
     """
     from retrain.xray.binary import MAX_GROUP, RATES
     from retrain.xray.resolve import read_xray

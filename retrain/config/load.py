@@ -62,9 +62,9 @@ def load_config(
     """Load the configuration of a file (./retrain.toml by default), with variables and flags on
     top.
 
-    `overrides` are parsed flags, or the flags themselves (["--lr", "1e-4"]); `environ` defaults to
-    the process's. Raises ConfigurationError with one sentence for each problem of the file, the
-    variables and the flags together.
+    `overrides` holds parsed flags, or the flags themselves (["--lr", "1e-4"]). `environ` defaults
+    to the environment of the process. Raises ConfigurationError with one sentence for each problem
+    of the file, the variables and the flags together.
     """
     file = Path(path or DEFAULT_FILE)
     data = read_toml(file, named=path is not None)
@@ -89,8 +89,7 @@ def config_from_mapping(
     *,
     provenance: Provenance | None = None,
 ) -> TrainConfig:
-    """Build a configuration from sections that are already in memory; no file and no variable is
-    read.
+    """Build a configuration from sections in memory, without files and variables.
 
     `provenance` says where they came from, for errors and plugins.
     """

@@ -165,7 +165,7 @@ class TrainConfig(AllSections):
     def with_(self, **values: Any) -> "TrainConfig":
         """Return the configuration with other values, by the names of their flags:
         `config.with_(lr=5e-4, reward_type="math")`. Raises ConfigurationError for an unknown name
-        and for a value that is not allowed.
+        and for a wrong value.
         """
         return self._changed(values)
 
@@ -188,7 +188,7 @@ class TrainConfig(AllSections):
 
     @property
     def reads_reference(self) -> bool:
-        """True if a KL term may read [loss] kl_reference; a loss of one's own may."""
+        """True if a KL term, or a loss plugin, may read [loss] kl_reference."""
         loss = self.loss
         own = loss.mode not in builtin_names("loss")
         own |= loss.correction not in builtin_names("correction")
@@ -210,7 +210,7 @@ class TrainConfig(AllSections):
 
     @property
     def source_path(self) -> Path | None:
-        """The file it was loaded from; None when built in Python."""
+        """Its file, or None for a configuration from Python."""
         return self._provenance.path
 
     @property

@@ -92,8 +92,8 @@ WITH_OTHER_STEPS = ("training.lr_schedule", "training.lr_horizon")
 
 
 def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
-    """One sentence for each value that a resumed run may not change, with both values; empty when
-    it may be resumed.
+    """One sentence for each value that a resumed run may not change, with both values; empty if it
+    may resume.
     """
     differing = differing_keys(stored, current)
     other_steps = any(key.path == "training.max_steps" for key in differing)

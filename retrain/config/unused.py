@@ -384,8 +384,8 @@ class _Unused:
 
 
 def unused_keys(config: TrainConfig) -> list[str]:
-    """Return one sentence for each reason for which keys that were set have no effect: in this run,
-    or in no run of the campaign.
+    """Return one sentence for each reason why set keys have no effect, in this run or in all runs
+    of the campaign.
 
     Of keys at their default, more than MAX_DEFAULTS_NAMED have none: a program wrote that file.
     """

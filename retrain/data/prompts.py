@@ -38,8 +38,8 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     """Load the training set of `[data]`, cut to `[training] max_examples`, or the whole held-out
     set that `[evaluation] source` names.
 
-    Raises NoHeldOutSplit if nothing is held out, another ConfigurationError if no example is left
-    or the source is not known, EnvironmentFailure if the hub is needed and cannot be reached.
+    Raises NoHeldOutSplit without held-out examples, another ConfigurationError without any example
+    or for an unknown source, and EnvironmentFailure if it cannot reach the hub.
     """
     query = query_of(config, split)
     data, result = query.data, read_source(query)
@@ -149,8 +149,8 @@ def fingerprint(examples: Iterable[Example]) -> str:
 class PromptSet:
     """The prompts of a run: rendered at its start, encoded when they are first needed.
 
-    Each epoch is shuffled anew by the seed and the epoch alone, so all conditions of one seed see
-    the same prompts at the same step, and resuming needs only the cursor.
+    The seed and the epoch alone decide the order of each epoch. So all conditions of a seed see the
+    same prompts at the same step, and a resume needs only the cursor.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -274,7 +274,7 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
     """Render every example. Those that may reach the end of the context are encoded, the others
     only when they are used.
 
-    A prompt that leaves no room for a token in the model's context is dropped. A completion has
+    It drops a prompt that leaves no room for a token in the model's context. A completion has
     `[training] max_tokens`, or the rest of the context if that is less. Raises ConfigurationError
     if no prompt fits.
     """

@@ -57,11 +57,11 @@ class PromptSampler(ABC):
         """Return `count` indices of examples. `uniforms` [size], above 0 and below 1, belong to the
         step and are the same for every sampler and condition of a seed.
 
-        In split mode the newest step that was observed is step - 2, else step - 1.
+        In split mode the newest observed step is step - 2, else step - 1.
         """
 
     def observe(self, indices: Sequence[int], groups: Sequence[Group]) -> None:  # noqa: B027
-        """Learn from a step: its examples and the judged part of their first groups, in the same
+        """Learn from a step's examples and the judged part of their first groups, in the same
         order.
         """
 

@@ -85,7 +85,7 @@ class ReadResult:
         self.first.setdefault(reason, where)
 
     def dropped_rows(self) -> str:
-        """Return the dropped rows by reason, in words; "" if there are none."""
+        """Return the dropped rows by reason, in words, or "" without any."""
         return ", ".join(
             dropped_words(count, reason, self.first[reason])
             for reason, count in self.dropped.items()

@@ -51,8 +51,8 @@ class Result:
 
 
 class Episode(ABC):
-    """One conversation. Its methods are called one after the other, from a thread that belongs to
-    this call alone.
+    """One conversation. retrain calls its methods one after the other, from a thread for this call
+    alone.
     """
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Episode(ABC):
 
     @abstractmethod
     def step(self, reply: str) -> list[ChatMessage] | Observation | None:
-        """Return the messages that answer the model's reply; None ends the episode."""
+        """Return the messages that answer the model's reply, or None to end the episode."""
 
     @abstractmethod
     def result(self) -> Result:
@@ -74,9 +74,7 @@ class Episode(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
-        """Release what the episode holds; called once, after an error too, and while a method hangs
-        that took too long.
-        """
+        """Release what the episode holds. Called once, also after an error or a hang."""
 
 
 class Environment(ABC):
@@ -90,19 +88,15 @@ class Environment(ABC):
 
     @abstractmethod
     def examples(self, split: Split) -> list[Example]:
-        """Return the problems of one split, with the opening messages as their prompts; empty where
-        there are none.
-        """
+        """Return the problems of one split, with the opening messages as their prompts."""
 
     @abstractmethod
     def episode(self) -> Episode:
         """Make a new conversation, to be reset."""
 
     def gold(self, example: Example) -> Sequence[str] | None:
-        """Return replies that are right, for the parity gate to try; None where the environment
-        knows none.
-        """
+        """Return correct replies for the parity gate to try, or None if it knows none."""
         return None
 
     def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
-        """Release threads, loops and servers; called once at the end of a run."""
+        """Release threads, loops and servers. Called once at the end of a run."""

@@ -96,8 +96,8 @@ class RequestFeed(Protocol):
     """Requests that arrive while others decode: the next turns of dialogues."""
 
     def more(self, idle: bool) -> Sequence[SampleRequest]:
-        """Return requests that can be sampled now. `idle`: none is under way, so wait for some; an
-        empty answer then ends the feed.
+        """Return requests to sample now. `idle`: none is under way, so wait for some; an empty
+        answer then ends the feed.
         """
         ...
 
@@ -116,8 +116,8 @@ class RequestList:
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """The abilities that an engine declares on its class, so that a configuration can be checked
-    before anything is loaded.
+    """The abilities that an engine declares on its class, so that retrain can check a configuration
+    before it loads anything.
     """
 
     in_process: bool
@@ -262,9 +262,7 @@ class InferenceEngine(Offers, ABC):
 
     @abstractmethod
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        """Yield every completion of every request once, each as soon as it is finished, in any
-        order.
-        """
+        """Yield every completion of every request once, as soon as it ends. Any order will do."""
 
     def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
         """Sample as `sample` does, for the requests of a feed; `Completion.request` counts them in
@@ -300,4 +298,4 @@ class InferenceEngine(Offers, ABC):
         return ""
 
     def close(self) -> None:
-        """Release servers, threads and memory; safe to call twice."""
+        """Release servers, threads and memory. Safe to call twice."""

@@ -43,8 +43,8 @@ MAX_ANSWER = 1 << 16
 
 
 def extract_boxed(text: str, after_think: bool = True) -> str | None:
-    r"""Return the stripped content of the last box that is not empty: "" if all are empty, None
-    without a box or if the last one has unbalanced braces.
+    r"""Return the stripped content of the last box that is not empty, or "" if all are empty.
+    Return None without a box, or if the last box has unbalanced braces.
 
     `\{` and `\}` are characters, not braces. With `after_think` only what follows the last thought
     counts, and nothing counts in a thought that never ends.
@@ -165,8 +165,8 @@ def same_characters(text: str) -> str:
 
 
 def hendrycks_is_equiv(a: str | None, b: str | None) -> bool:
-    """Compare after `hendrycks_normalize`, or as they stand if either side cannot be normalised.
-    None equals nothing.
+    """Compare after `hendrycks_normalize`, or as they stand if either side has no normal form. None
+    equals nothing.
     """
     if a is None or b is None:
         return False

@@ -13,14 +13,14 @@ from retrain.types import Example, Score
 def score_answers(
     reward: Mapping[str, Any] | TrainConfig, pairs: Sequence[tuple[str, str | Example]]
 ) -> list[float | None]:
-    r"""Return the reward of each completion, None where it could not be judged.
+    r"""Return the reward of each completion, or None if the reward could not judge it.
 
     `reward` is the table `[reward]` of a configuration, such as `{"type": "math"}`, or a whole
     configuration. `pairs` holds a completion, such as `r"\boxed{\frac12}"`, and the reference, or
     the example for a function that reads its `info`.
 
-    Raises ConfigurationError for a reward that cannot be loaded or that judges whole groups, and
-    EnvironmentFailure where the reward cannot work here.
+    Raises ConfigurationError for a reward that does not load or that judges whole groups, and
+    EnvironmentFailure if the reward cannot work here.
     """
     if not isinstance(reward, TrainConfig):
         reward = TrainConfig.model_validate({"reward": dict(reward)})

@@ -66,8 +66,8 @@ class FailureGuard:
         """Count the scores of one step. Raises ResumableFailure, which names the most
         frequent reason.
 
-        The window then begins anew: the run is resumed with a mended reward, and old failures would
-        stop it again at once.
+        The window then starts empty. A resumed run has a repaired reward, and old failures would
+        stop it at once.
         """
         outcomes = list(scores)
         self._steps.append(_StepFailures(len(outcomes), dict(_reasons(outcomes))))
@@ -97,7 +97,7 @@ class FailureGuard:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return [total, {reason: count}] for each step in the window, oldest first, as JSON."""
+        """Return [total, {reason: count}] for each step in the window as JSON, oldest first."""
         return {"steps": [[step.total, step.reasons] for step in self._steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -276,8 +276,8 @@ class Scorer:
     def combine(self, parts: Sequence[Sequence[PartScore]]) -> list[Score]:
         """Return the score of each member from the scores of its rewards.
 
-        Where they are normalised, the plain weighted sum still says who is right, and only the
-        members that could be judged count in a mean.
+        With normalization, the plain weighted sum still decides which completions are right, and a
+        mean counts only judged members.
         """
         scores = [self._score(of_member) for of_member in parts]
         if not self._normalises:
@@ -312,14 +312,12 @@ class Scorer:
         """Ask the language model that judges, if there is one, about an answer that is right;
         return a sentence for the user, or "".
 
-        Raises EnvironmentFailure if it cannot be asked.
+        Raises EnvironmentFailure if it does not answer.
         """
         return self._model.probe() if self._model is not None else ""
 
     def close(self) -> None:
-        """Kill the workers and give up the language model's replies; scores still to come are
-        could-not-judge.
-        """
+        """Kill the workers and drop the judge's replies. Open scores are could-not-judge."""
         for part in (self._pool, self._model):
             if part is not None:
                 part.close()
@@ -336,8 +334,8 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
     wait for an import.
 
     `verdicts` is the file where a judge keeps its verdicts. Raises ConfigurationError for a user
-    function that cannot be loaded or called, EnvironmentFailure without math-verify or without the
-    judge's key.
+    function that does not load or cannot run, and EnvironmentFailure without math-verify or without
+    the judge's key.
     """
     reward = config.reward
     functions = tuple(filter(None, (_function_name(kind, reward) for kind in reward.types)))

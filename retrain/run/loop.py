@@ -49,8 +49,8 @@ class Run:
         return list(StepRecord.read(RunFolder(self.folder).metrics))
 
     def metrics(self) -> "pd.DataFrame":
-        """Return a row per step with the fields of a StepRecord as columns; what a step lacks is
-        missing and never 0. Raises EnvironmentFailure without pandas.
+        """Return a row per step with the fields of a StepRecord as columns. A missing value is
+        never 0. Raises EnvironmentFailure without pandas.
         """
         try:
             import pandas as pd

@@ -49,7 +49,7 @@ class LayerSpectrum:
 
     @property
     def effective_rank(self) -> int:
-        """The highest rank of an update with these shapes; below `rank` if the layer is narrower
+        """The highest rank of an update with these shapes, below `rank` if the layer is narrower
         than its adapter.
         """
         return len(self.singular_values)
@@ -109,9 +109,7 @@ class LayerSpectrum:
         )
 
     def smallest_rank(self, threshold: float) -> int:
-        """Return the smallest k with V(k) at or above the threshold; 1 for a layer of zeros, which
-        loses nothing at any rank.
-        """
+        """Return the smallest k with V(k) at or above the threshold, or 1 for a layer of zeros."""
         if self.is_zero:
             return 1
         return next(
@@ -226,10 +224,10 @@ def analyze_adapter(
     """Compute the singular values of every layer of the PEFT folder, the table over `target_ranks`,
     and the recommended rank.
 
-    Empty `target_ranks` mean 1, 2, 4, ... below the source rank, and the source rank, which is
-    recommended, with a row of its own, where none of them keeps enough. A
-    `source_rank` other than 0 must be the adapter's. Raises ConfigurationError for an adapter that
-    is not plain LoRA or not trained, and for ranks that do not fit it.
+    Empty `target_ranks` mean 1, 2, 4, ... below the source rank, and the source rank. If no rank
+    keeps enough, the source rank gets a row and the recommendation. A `source_rank` other than 0
+    must be the adapter's. Raises ConfigurationError for an adapter that is not plain LoRA or not
+    trained, and for ranks that do not fit it.
     """
     adapter = read_adapter(Path(adapter_path))
     return analyze(

@@ -94,8 +94,8 @@ def compress_adapter(
     in the source's dtype.
 
     A layer whose own rank is lower keeps it. `overwrite` replaces a folder that this function
-    wrote. Raises ConfigurationError for a rank that does not fit or a folder that may not be used,
-    RunFailed if the written adapter differs from the computed one.
+    wrote. Raises ConfigurationError for a wrong rank or folder, and RunFailed if the written
+    adapter differs from the computed adapter.
     """
     adapter = read_adapter(Path(adapter_path))
     return compress(

@@ -53,20 +53,20 @@ class Xray:
         return self.right[1:] - self.wrong[:-1]
 
     def weight(self, rates: Rates) -> Float64Array:
-        """f'(p) at pass rates [n]: how much the gradient of a prompt's pass rate counts."""
+        """f'(p) at pass rates [n], the weight of the gradient of a prompt's pass rate."""
         return bernstein(self.coefficients, rates)
 
     def objective(self, rates: Rates) -> Float64Array:
-        """f(p) - f(0) at pass rates [n]: the integral of the weight, exact for a polynomial."""
+        """f(p) - f(0) at pass rates [n], the exact integral of the weight."""
         sums = np.concatenate([[0.0], np.cumsum(self.coefficients)])
         return bernstein(sums, rates) / self.group
 
     def noise(self, rates: Rates) -> Float64Array:
-        """Standard deviation of one group's gradient over its mean, at pass rates [n]; infinite
+        """Standard deviation of one group's gradient over its mean, at pass rates [n]. Infinite
         where the mean is 0.
 
-        The gradient is taken with respect to the logit of p, so that grad log pi is 1-p of a right
-        completion and -p of a wrong one.
+        The gradient is with respect to the logit of p, so grad log pi is 1-p for a right completion
+        and -p for a wrong one.
         """
         p = np.asarray(rates, dtype=np.float64)
         k = np.arange(self.group + 1)
