@@ -310,10 +310,7 @@ def open_campaign(
     be used.
     """
     resumed = bool(config.resume.from_)
-    if resumed:
-        folder = Path(config.resume.from_)
-    else:
-        folder = _new_folder(config, now)
+    folder = Path(config.resume.from_) if resumed else _new_folder(config, now)
     if resumed and not (folder / MANIFEST).is_file():
         raise ConfigurationError(
             f"--resume {folder} holds no campaign (no {MANIFEST}); name a campaign's folder."

@@ -136,9 +136,7 @@ def _task_of_array(config: TrainConfig, checked: Findings) -> Manifest:
 def _size(plan: CampaignPlan) -> str:
     """The line that opens a campaign: how many runs and steps, and what was finished before."""
     done = sum(is_finished(run) for run in plan.runs)
-    resumed = ""
-    if done:
-        resumed = f", {done} of them finished before"
+    resumed = f", {done} of them finished before" if done else ""
     return (
         f"Campaign {plan.folder}: {counted(len(plan.conditions), 'condition')} x"
         f" {counted(len(plan.seeds), 'seed')} = {counted(len(plan.runs), 'run')} of"
@@ -399,23 +397,21 @@ class AutoSqueeze:
         self._plan = plan
         self._manifest = manifest
         self._say = say
-        self._due = plan.config.is_set("squeeze") and manifest.squeeze is None
-        self._untrained: set[str] = set()
-        """Names of runs whose adapter is still zero."""
+        wanted = plan.config.is_set("squeeze") and manifest.squeeze is None
+        self._runs = [*plan.runs] if wanted else []
+        """In the plan's order, which decides whose adapter is analyzed; not the order in which runs
+        finish."""
 
     def look(self) -> None:
-        """Call when a run has ended. The plan's order decides which adapter is analysed, not the
-        order in which runs finish.
-        """
-        for run in self._plan.runs:
-            status = self._manifest[run.name].status
-            if not self._due or status in (Status.PENDING, Status.RUNNING):
-                return
-            if status is Status.DONE and run.name not in self._untrained:
-                self._squeeze(run)
+        """Call when a run has ended."""
+        not_yet = (Status.PENDING, Status.RUNNING)
+        while self._runs and (status := self._manifest[self._runs[0].name].status) not in not_yet:
+            run = self._runs.pop(0)
+            if status is Status.DONE and self._squeeze(run):
+                self._runs.clear()
 
-    def _squeeze(self, run: CampaignRun) -> None:
-        self._due = False
+    def _squeeze(self, run: CampaignRun) -> bool:
+        """Return True unless the adapter is still zero."""
         self._say(f"LoRA-Squeeze of {run.name}:")
         given = self._plan.config.squeeze.model_dump(exclude_unset=True, exclude={"adapter_path"})
         config = replaced(run.config, {f"squeeze.{name}": value for name, value in given.items()})
@@ -431,17 +427,16 @@ class AutoSqueeze:
                 self._say,
             )
         except UntrainedAdapter as error:
-            self._untrained.add(run.name)
-            self._due = True
             self._say(f"LoRA-Squeeze uses the next run instead: {error}")
-            return
+            return False
         except (RetrainError, OSError) as error:
             self._say(f"LoRA-Squeeze failed; the campaign continues: {error}")
-            return
+            return True
         for line in squeezed.lines():
             self._say(line)
         self._manifest.squeeze = squeezed.to_json()
         self._manifest.write_if_possible()
+        return True
 
 
 def comparison_lines(plan: CampaignPlan) -> list[str]:
