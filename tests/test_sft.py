@@ -60,10 +60,14 @@ def parts(trace: Trace, text: TextModel) -> list[tuple[str, bool]]:
 def test_a_trace_is_the_prompt_of_rl_and_a_completion_that_ends_its_turn(
     tmp_path: Path, text: TextModel
 ) -> None:
+    said = {"user": SUM["prompt"], "assistant": SUM["completion"]}
+    talk = [{"role": role, "content": content} for role, content in said.items()]
     rows = [
         SUM,
-        {"prompt": "1 + 2 = ?", "completion": [{"role": "assistant", "content": "It is 3."}]},
-        {"prompt": "1 + 2 = ?", "completion": "It is 3.<|im_end|>"},
+        SUM | {"completion": talk[1:]},
+        SUM | {"completion": "It is 3.<|im_end|>"},
+        {"prompt": json.dumps(talk[:1]), "completion": json.dumps(talk[1:])},
+        {"completion": None, "messages": talk},  # as a data frame of both forms has it
     ]
     data = {"source": "lab", "system_prompt": "Add.", "prompt_template": "Q: {prompt}"}
     head = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nQ: 1 + 2 = ?<|im_end|>\n"
@@ -116,24 +120,20 @@ def test_each_reply_of_a_conversation_is_learned_at_its_place(
 
 
 def test_rows_that_cannot_be_traces_are_counted_and_named(tmp_path: Path, text: TextModel) -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
-    user = {"role": "user", "content": "a"}
+    call = {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name": "f"}}]}
+    user = {"role": "user", "content": " "}
     rows: list[dict[str, Any]] = [
-        SUM,
-        {"prompt": "1 + 2 = ?", "completion": " "},
-        {"prompt": "1 + 2 = ?", "completion": None},
+        *(SUM | {"completion": one} for one in (SUM["completion"], " ", None, "3" * 100, [call])),
         {"prompt": "1 + 2 = ?"},
-        {"messages": [user]},
-        {"messages": [user, call]},
-        {"prompt": "1 + 2 = ?", "completion": "3" * 100},
+        *({"messages": [user, *reply]} for reply in ([], [call], [user | {"role": "assistant"}])),
     ]
     found = traces_of(rows, tmp_path, text, max_tokens=80)
     assert len(found) == 1
     (note,) = (note for note in found.notes if "Dropped traces" in note)
-    assert f"2 {Reason.NO_COMPLETION} (first: traces.jsonl line 2)" in note
-    assert f"2 {Reason.MALFORMED} (first: traces.jsonl line 4)" in note
-    assert f"1 {Reason.TOOL_CALLS} (traces-5)" in note
-    assert f"1 {Reason.TOO_LONG} (traces-6)" in note
+    assert f"3 {Reason.NO_COMPLETION} (first: traces.jsonl line 2)" in note
+    assert f"2 {Reason.MALFORMED} (first: traces.jsonl line 6)" in note
+    assert f"2 {Reason.TOOL_CALLS} (first: traces.jsonl line 5)" in note
+    assert f"1 {Reason.TOO_LONG} (traces-3)" in note
 
 
 def test_a_template_that_rewrites_earlier_turns_leaves_the_row_out(

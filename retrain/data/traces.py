@@ -124,14 +124,13 @@ def load_traces(config: "TrainConfig", text: TextModel, split: Split = "train") 
         example if example.example_id else replace(example, example_id=f"trace-{index}")
         for index, example in enumerate(read.examples)
     ]
-    traces = list(_encoded(config, text, read, examples))
+    traces = tuple(_encoded(config, text, read, examples))
     if not traces:
         details = "; ".join(filter(None, [read.dropped_rows(), *read.notes])) or "it is empty"
         raise ConfigurationError(f"{query.key} has no usable trace: {details}.")
-    notes = list(read.notes)
     if read.dropped:
-        notes.append(f"Dropped traces: {read.dropped_rows()}")
-    return TraceSet(tuple(traces), fingerprint(examples), notes)
+        read.notes.append(f"Dropped traces: {read.dropped_rows()}")
+    return TraceSet(traces, fingerprint(examples), read.notes)
 
 
 def trace_query(config: "TrainConfig", split: Split) -> Query:
@@ -197,6 +196,8 @@ class _Writer:
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if any(messages[index].get("tool_calls") for index in replies):
             return Reason.TOOL_CALLS
+        if not all(messages[index]["content"].strip() for index in replies):
+            return Reason.NO_COMPLETION
         if (
             not replies
             or not replies[0]
