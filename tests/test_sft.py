@@ -13,6 +13,7 @@ import torch
 from retrain.analysis.runs import StoredRun
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, dump_toml
+from retrain.data.lab import examples as lab_examples
 from retrain.data.sources import Reason
 from retrain.data.traces import Trace, TraceSet, load_traces
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
@@ -191,7 +192,7 @@ def test_its_gradient_is_the_one_of_cross_entropy_in_float64(family: str, text: 
     config = config_for(family, loss=loss, sft={"steps": 4, "lr": 0.0})
     learner = make_learner(config, 40)
     rows = make_rows()
-    stage = SupervisedStage(config, TraceSet((), ""), None, text)
+    stage = SupervisedStage(config, TraceSet((), ()), None, text)
     learner.begin(stage.learner_config, supervised=True)
     result = learner.train(rows, 0)
     ours = gradients(learner)
@@ -219,6 +220,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"prompt": f"{n} + 1 = ?", "completion": f"It is {n + 1}."}
             for n in range(first, first + 30)
         ]
+        rows[-1]["prompt"] = lab_examples("heldout", 1)[0].prompt
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     return folder
@@ -246,16 +248,16 @@ def test_a_run_learns_its_traces_before_its_first_step(straight: Path) -> None:
     assert steps[0]["lr"] == 3e-3
     assert steps[4]["lr"] < 1e-3
     assert [step["step"] for step in lines(straight / "metrics.jsonl")] == [0, 1, 2, 3]
-    evaluated = dict.fromkeys(line["step"] for line in lines(straight / "sft_evaluation.jsonl"))
-    assert [*evaluated] == [0, 2, 4]
-    evaluated = dict.fromkeys(line["step"] for line in lines(straight / "evaluation.jsonl"))
-    assert [*evaluated] == [0, 4]
+    for name, due in (("sft_evaluation", [0, 2, 4]), ("evaluation", [0, 4])):
+        assert [*dict.fromkeys(line["step"] for line in lines(straight / f"{name}.jsonl"))] == due
     summary = json.loads((straight / "summary.json").read_text(encoding="utf-8"))
     assert summary["evaluation"]["before"]["stage"] == "sft"
     assert summary["evaluation"]["after"]["step"] == 4
     counted = sum(step["tokens"] for step in steps)
     assert summary["tokens"] > counted > 0
-    assert "Supervised step 4 | loss=" in (straight / "output.log").read_text(encoding="utf-8")
+    log = (straight / "output.log").read_text(encoding="utf-8")
+    assert "Supervised step 4 | loss=" in log
+    assert "Held-out problems that are also trained on: 1," in log
 
 
 def stopped(cut: tuple[str, int], config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:

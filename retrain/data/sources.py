@@ -650,7 +650,8 @@ def _checked(query: Query, examples: Iterable[Example]) -> ReadResult:
         elif not example.reference.strip():
             result.drop(Reason.NO_ANSWER, where)
         else:
-            result.keep(example, where)
+            named = example.example_id or f"{source}-{len(result.examples)}"
+            result.keep(replace(example, example_id=named), where)
     return result
 
 

@@ -94,16 +94,11 @@ class SupervisedStage:
         """Return the rows of a step, the same ones for every run of the seed."""
         return self.traces.batch(step, self.config.sft.batch_size, self.config.training.seed)
 
-    def measures_at(self, step: int) -> bool:
-        """True if the held-out traces are scored before a step."""
-        every = self.config.sft.evaluate_every
-        return self.held_out is not None and every > 0 and step % every == 0
-
     def take(self, backend: Backend, step: int) -> tuple[SftRecord, StepResult]:
         """Take one step, in the stage that `Backend.supervise` began."""
         begun, rows = monotonic(), self.batch(step)
         logprob = None
-        if self.held_out is not None and self.measures_at(step):
+        if self.held_out is not None and step % self.config.sft.evaluate_every == 0:
             logprob = mean_logprob(backend, self.held_out.rows())
         result = backend.train(rows, step)
         record = SftRecord(
