@@ -103,8 +103,8 @@ class SupervisedStage:
         result = backend.train(rows, step)
         record = SftRecord(
             step=step,
-            loss=_finite(result.loss),
-            grad_norm=_finite(result.grad_norm),
+            loss=result.loss,
+            grad_norm=result.grad_norm,
             lr=learning_rate(self.learner_config.training, step),
             tokens=sum(len(row.token_ids) for row in rows),
             learned_tokens=sum(row.num_actions for row in rows),
@@ -118,7 +118,3 @@ def mean_logprob(backend: Backend, rows: Sequence[Row]) -> float:
     """Return the mean log-prob of the rows' actions at temperature 1, in nats."""
     found = np.concatenate(backend.logprobs(rows, 1.0)).astype(np.float64)
     return float(found.mean())
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and np.isfinite(value) else None
