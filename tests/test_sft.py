@@ -14,7 +14,7 @@ from retrain.analysis.runs import StoredRun
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, dump_toml
 from retrain.data.lab import examples as lab_examples
-from retrain.data.sources import Reason
+from retrain.data.sources import Reason, register_source
 from retrain.data.traces import Trace, TraceSet, load_traces
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.text import TextModel, load_text_model
@@ -23,6 +23,7 @@ from retrain.report.data import held_out_points
 from retrain.run.saver import steps_at
 from retrain.run.session import Session
 from retrain.run.supervised import SupervisedStage
+from retrain.types import Example
 from tests.learner_models import config_for, distance, gradients, make_learner, make_rows
 from tests.learner_reference import row_scores
 from tests.runs import assert_same_run, lines, small, small_run, timeless
@@ -163,20 +164,18 @@ def test_no_usable_trace_is_refused(
     assert says in str(told.value)
 
 
-def test_solutions_of_math_are_its_traces(tmp_path: Path, text: TextModel) -> None:
+def test_solutions_are_traces_and_answers_are_not(tmp_path: Path, text: TextModel) -> None:
     row = {"problem": "1 + 2?", "solution": r"It is \boxed{3}.", "type": "Geometry"}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    config = config_from_mapping(
-        {
-            "model": {"model": "lab"},
-            "data": {"source": "math", "path": str(tmp_path / "train.jsonl")},
-            "sft": {"epochs": 2, "batch_size": 3},
-        }
-    )
+    data = {"source": "math", "path": str(tmp_path / "train.jsonl")}
+    config = config_from_mapping({"data": data, "sft": {"epochs": 2, "batch_size": 3}})
     found = load_traces(config, text)
-    assert found is not None
-    assert found.steps(config) == 1
+    assert found is not None and found.steps(config) == 1
     assert parts(found.traces[0], text)[1] == (r"It is \boxed{3}.<|im_end|>", True)
+    register_source("sums", lambda: [Example("1 + 2 = ?", "3")])
+    config = config_from_mapping({"data": {"source": "sums"}, "sft": {"steps": 1}})
+    with pytest.raises(ConfigurationError, match="no usable trace: 1 without a completion"):
+        load_traces(config, text)
 
 
 # -- learning --------------------------------------------------------------------------------------

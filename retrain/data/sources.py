@@ -602,12 +602,14 @@ def register_source(name: str, loader: DataLoader) -> None:
 def _call(query: Query, loader: DataLoader) -> ReadResult:
     from retrain.plugins import source_arguments, user_code
 
-    where = f'[data] source = "{query.data.source}"'
-    given = source_arguments(loader, query.data.params, query.split, where)
+    given = source_arguments(loader, query.data.params, query.split, query.key)
     if query.split == "heldout" and "split" not in given and not query.named_for_evaluation:
         raise query.no_heldout()
-    with user_code(where, ConfigurationError):
-        return _checked(query, _bounded(query, loader(**given)))
+    with user_code(query.key, ConfigurationError):
+        read = _checked(query, _bounded(query, loader(**given)))
+    if query.traces and not query.config.sft.source:  # its references are answers
+        _take_solutions(read)
+    return read
 
 
 MAX_STREAMED = 1_000_000
