@@ -193,13 +193,14 @@ def test_same_prompts_and_an_a_a_comparison_are_what_the_runs_recorded(
         "same": {},
         "data": {"data_sha256": "another file"},
         "heldout": {"heldout_sha256": {"lab": "another file"}},
+        "traces": {"traces_sha256": "another file"},
         "torch": {"packages": {"torch": "2.12.0"}},
         "device": {"device": "cuda:0"},
         "silent": {"data_sha256": None},
     }
     for seed in (1, 2):
-        write_run(tmp_path / f"base{seed}", seed)
-        for name, environment in machines.items():
+        for name, own in {"base": {}, **machines}.items():
+            environment = {"traces_sha256": "a file"} | own
             write_run(tmp_path / f"{name}{seed}", seed, environment=environment)
     bases = [tmp_path / "base1", tmp_path / "base2"]
     found = {
@@ -212,6 +213,7 @@ def test_same_prompts_and_an_a_a_comparison_are_what_the_runs_recorded(
         "same": 2,
         "data": 0,
         "heldout": 2,
+        "traces": 2,
         "torch": 2,
         "device": 2,
         "silent": 0,
@@ -221,11 +223,9 @@ def test_same_prompts_and_an_a_a_comparison_are_what_the_runs_recorded(
         for name in machines
     }
     assert [name for name, text in said.items() if "an A/A comparison" in text] == ["same"]
-    assert (
-        "torch (2.12.0, not recorded)" in said["torch"]
-        and "device (cuda:0, not recorded)" in said["device"]
-    )
-    assert "held-out problems" in said["heldout"]
+    assert "torch (2.12.0, not recorded)" in said["torch"]
+    assert "device (cuda:0, not recorded)" in said["device"]
+    assert "held-out problems" in said["heldout"] and "differ: traces" in said["traces"]
     assert "training data" in said["data"] and "was not recorded" in said["silent"]
 
 

@@ -404,22 +404,20 @@ def test_an_evaluation_source_replaces_the_held_out_split_and_is_used_whole(tmp_
 
 
 def test_a_problem_on_both_sides_is_said():
-    train = [Example("1+1=?", "2", example_id="t0"), Example("2+2=?", "4", example_id="t1")]
+    talk = [{"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": "4"}]
     held_out = [Example("3+3=?", "6", example_id="h0"), Example("2+2=? ", "4", example_id="h1")]
-    assert (
-        contamination_note(train, held_out)
-        == "Held-out problems that are also trained on: 1, the first is h1; held-out accuracy is"
-        " too high."
-    )
-    assert contamination_note(train, held_out[:1]) is None
+    for same in ("2+2=?", talk):
+        train = [Example("1+1=?", "2"), Example(same, "4")]
+        assert contamination_note(train, held_out) == (
+            "Held-out problems that are also trained on: 1, the first is h1; held-out accuracy is"
+            " too high."
+        )
+        assert contamination_note(train, held_out[:1]) is None
 
 
 def test_the_labs_sides_share_no_problem():
-    lab = config(source="lab")
-    assert (
-        contamination_note(load_examples(lab).examples, load_examples(lab, "heldout").examples)
-        is None
-    )
+    sides = (load_examples(config(source="lab"), side).examples for side in ("train", "heldout"))
+    assert contamination_note(*sides) is None
 
 
 # ---- max_examples

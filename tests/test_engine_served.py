@@ -557,10 +557,9 @@ def test_an_openai_server_is_trained_with_if_it_returns_ids_and_log_probs(
         engine.sync(lab().save_adapter, 0)
         assert len(list(engine.sample([request(3)]))) == 3
     assert OpenAIEngine.preflight(config) == ""
-    server.faults.append(first(9, (200, {"choices": [{"text": "6", "logprobs": None}]})))
-    with pytest.raises(
-        ConfigurationError, match="it returns no token ids with log-probs, and the loss needs"
-    ):
+    texts = {"tokens": ["6"], "token_logprobs": [-1.0]}  # of a server that ignores the field
+    server.faults.append(first(9, (200, {"choices": [{"text": "6", "logprobs": texts}]})))
+    with pytest.raises(ConfigurationError, match="it returns no token ids with log-probs, and"):
         small_run(config, quiet=True)
 
 

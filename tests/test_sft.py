@@ -13,14 +13,17 @@ import torch
 from retrain.analysis.runs import StoredRun
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, dump_toml
-from retrain.data.sources import Reason
+from retrain.data.lab import examples as lab_examples
+from retrain.data.sources import Reason, register_source
 from retrain.data.traces import Trace, TraceSet, load_traces
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.text import TextModel, load_text_model
 from retrain.records.checkpoint import CheckpointStore
 from retrain.report.data import held_out_points
+from retrain.run.saver import steps_at
 from retrain.run.session import Session
 from retrain.run.supervised import SupervisedStage
+from retrain.types import Example
 from tests.learner_models import config_for, distance, gradients, make_learner, make_rows
 from tests.learner_reference import row_scores
 from tests.runs import assert_same_run, lines, small, small_run, timeless
@@ -60,10 +63,14 @@ def parts(trace: Trace, text: TextModel) -> list[tuple[str, bool]]:
 def test_a_trace_is_the_prompt_of_rl_and_a_completion_that_ends_its_turn(
     tmp_path: Path, text: TextModel
 ) -> None:
+    said = {"user": SUM["prompt"], "assistant": SUM["completion"]}
+    talk = [{"role": role, "content": content} for role, content in said.items()]
     rows = [
         SUM,
-        {"prompt": "1 + 2 = ?", "completion": [{"role": "assistant", "content": "It is 3."}]},
-        {"prompt": "1 + 2 = ?", "completion": "It is 3.<|im_end|>"},
+        SUM | {"completion": talk[1:]},
+        SUM | {"completion": "It is 3.<|im_end|>"},
+        {"prompt": json.dumps(talk[:1]), "completion": json.dumps(talk[1:])},
+        {"completion": None, "messages": talk},  # as a data frame of both forms has it
     ]
     data = {"source": "lab", "system_prompt": "Add.", "prompt_template": "Q: {prompt}"}
     head = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nQ: 1 + 2 = ?<|im_end|>\n"
@@ -102,12 +109,8 @@ def test_problems_without_traces_need_a_source_of_traces(sections: dict[str, Any
 def test_each_reply_of_a_conversation_is_learned_at_its_place(
     tmp_path: Path, text: TextModel
 ) -> None:
-    talk = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "content": "d"},
-    ]
+    roles = ["user", "assistant"] * 2
+    talk = [{"role": role, "content": word} for role, word in zip(roles, "abcd", strict=True)]
     (trace,) = traces_of([{"messages": talk}], tmp_path, text).traces
     found = parts(trace, text)
     whole = text.tokenizer.apply_chat_template(talk, tokenize=False)
@@ -116,24 +119,20 @@ def test_each_reply_of_a_conversation_is_learned_at_its_place(
 
 
 def test_rows_that_cannot_be_traces_are_counted_and_named(tmp_path: Path, text: TextModel) -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
-    user = {"role": "user", "content": "a"}
+    call = {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name": "f"}}]}
+    user = {"role": "user", "content": " "}
     rows: list[dict[str, Any]] = [
-        SUM,
-        {"prompt": "1 + 2 = ?", "completion": " "},
-        {"prompt": "1 + 2 = ?", "completion": None},
+        *(SUM | {"completion": one} for one in (SUM["completion"], " ", None, "3" * 100, [call])),
         {"prompt": "1 + 2 = ?"},
-        {"messages": [user]},
-        {"messages": [user, call]},
-        {"prompt": "1 + 2 = ?", "completion": "3" * 100},
+        *({"messages": [user, *reply]} for reply in ([], [call], [user | {"role": "assistant"}])),
     ]
     found = traces_of(rows, tmp_path, text, max_tokens=80)
     assert len(found) == 1
     (note,) = (note for note in found.notes if "Dropped traces" in note)
-    assert f"2 {Reason.NO_COMPLETION} (first: traces.jsonl line 2)" in note
-    assert f"2 {Reason.MALFORMED} (first: traces.jsonl line 4)" in note
-    assert f"1 {Reason.TOOL_CALLS} (traces-5)" in note
-    assert f"1 {Reason.TOO_LONG} (traces-6)" in note
+    assert f"3 {Reason.NO_COMPLETION} (first: traces.jsonl line 2)" in note
+    assert f"2 {Reason.MALFORMED} (first: traces.jsonl line 6)" in note
+    assert f"2 {Reason.TOOL_CALLS} (first: traces.jsonl line 5)" in note
+    assert f"1 {Reason.TOO_LONG} (traces-3)" in note
 
 
 def test_a_template_that_rewrites_earlier_turns_leaves_the_row_out(
@@ -165,20 +164,18 @@ def test_no_usable_trace_is_refused(
     assert says in str(told.value)
 
 
-def test_solutions_of_math_are_its_traces(tmp_path: Path, text: TextModel) -> None:
+def test_solutions_are_traces_and_answers_are_not(tmp_path: Path, text: TextModel) -> None:
     row = {"problem": "1 + 2?", "solution": r"It is \boxed{3}.", "type": "Geometry"}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    config = config_from_mapping(
-        {
-            "model": {"model": "lab"},
-            "data": {"source": "math", "path": str(tmp_path / "train.jsonl")},
-            "sft": {"epochs": 2, "batch_size": 3},
-        }
-    )
+    data = {"source": "math", "path": str(tmp_path / "train.jsonl")}
+    config = config_from_mapping({"data": data, "sft": {"epochs": 2, "batch_size": 3}})
     found = load_traces(config, text)
-    assert found is not None
-    assert found.steps(config) == 1
+    assert found is not None and found.steps(config) == 1
     assert parts(found.traces[0], text)[1] == (r"It is \boxed{3}.<|im_end|>", True)
+    register_source("sums", lambda: [Example("1 + 2 = ?", "3")])
+    config = config_from_mapping({"data": {"source": "sums"}, "sft": {"steps": 1}})
+    with pytest.raises(ConfigurationError, match="no usable trace: 1 without a completion"):
+        load_traces(config, text)
 
 
 # -- learning --------------------------------------------------------------------------------------
@@ -191,7 +188,7 @@ def test_its_gradient_is_the_one_of_cross_entropy_in_float64(family: str, text: 
     config = config_for(family, loss=loss, sft={"steps": 4, "lr": 0.0})
     learner = make_learner(config, 40)
     rows = make_rows()
-    stage = SupervisedStage(config, TraceSet((), ""), None, text)
+    stage = SupervisedStage(config, TraceSet((), ()), None, text)
     learner.begin(stage.learner_config, supervised=True)
     result = learner.train(rows, 0)
     ours = gradients(learner)
@@ -219,6 +216,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"prompt": f"{n} + 1 = ?", "completion": f"It is {n + 1}."}
             for n in range(first, first + 30)
         ]
+        rows[-1]["prompt"] = lab_examples("heldout", 1)[0].prompt
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     return folder
@@ -246,16 +244,16 @@ def test_a_run_learns_its_traces_before_its_first_step(straight: Path) -> None:
     assert steps[0]["lr"] == 3e-3
     assert steps[4]["lr"] < 1e-3
     assert [step["step"] for step in lines(straight / "metrics.jsonl")] == [0, 1, 2, 3]
-    evaluated = dict.fromkeys(line["step"] for line in lines(straight / "sft_evaluation.jsonl"))
-    assert [*evaluated] == [0, 2, 4]
-    evaluated = dict.fromkeys(line["step"] for line in lines(straight / "evaluation.jsonl"))
-    assert [*evaluated] == [0, 4]
+    for name, due in (("sft_evaluation", [0, 2, 4]), ("evaluation", [0, 4])):
+        assert [*dict.fromkeys(line["step"] for line in lines(straight / f"{name}.jsonl"))] == due
     summary = json.loads((straight / "summary.json").read_text(encoding="utf-8"))
     assert summary["evaluation"]["before"]["stage"] == "sft"
     assert summary["evaluation"]["after"]["step"] == 4
     counted = sum(step["tokens"] for step in steps)
     assert summary["tokens"] > counted > 0
-    assert "Supervised step 4 | loss=" in (straight / "output.log").read_text(encoding="utf-8")
+    log = (straight / "output.log").read_text(encoding="utf-8")
+    assert "Supervised step 4 | loss=" in log
+    assert "Held-out problems that are also trained on: 1," in log
 
 
 def stopped(cut: tuple[str, int], config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,11 +287,9 @@ def test_a_resume_in_either_stage_equals_the_straight_run(
     assert_same_run(straight, folder, 4)
     name = "sft_evaluation.jsonl"
     assert (folder / name).read_bytes() == (straight / name).read_bytes()
-    clocks = [
-        [{**step, "step_time_s": 0} for step in lines(one / "sft.jsonl")]
-        for one in (folder, straight)
-    ]
-    assert clocks[0] == clocks[1]
+    assert timeless(folder / "sft.jsonl") == timeless(straight / "sft.jsonl")
+    log = (folder / "output.log").read_text(encoding="utf-8")
+    assert f"Resuming {folder} after {steps_at(cut)}." in log
 
 
 def test_a_kill_costs_the_steps_since_the_last_checkpoint_of_the_stage(
@@ -391,19 +387,19 @@ def test_the_report_and_the_status_tell_the_stage(
     assert main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "supervised stage, 5 steps" in page and "The supervised stage is left of 0." in page
-    steps = [line["step"] - 5 for line in lines(folder / "sft_evaluation.jsonl")]
-    steps += [line["step"] for line in lines(folder / "evaluation.jsonl")]
-    points = held_out_points(StoredRun(folder))
-    assert [point.step for point in points] == list(dict.fromkeys(steps)) and points[0].step == -5
+    assert [point.step for point in held_out_points(StoredRun(folder))] == [-5, -3, -1, 0, 4]
     for name in ("metrics.jsonl", "summary.json"):
         (folder / name).unlink()
     capsys.readouterr()
     main(["status", str(folder)])
     assert "5 supervised steps taken." in capsys.readouterr().out
+    (folder / "sft.jsonl").write_bytes(b"")
+    with pytest.raises(RunFailed, match=r"sft.jsonl has 0 bytes instead of"):
+        _ = StoredRun(folder).sft_tokens
 
 
 def test_reinforcement_draws_what_it_would_draw_without_the_stage(
-    tmp_path: Path, data: Path
+    tmp_path: Path, data: Path, straight: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At a learning rate of 0 the two runs are one."""
     for name, steps in (("with", 3), ("without", 0)):
@@ -412,6 +408,8 @@ def test_reinforcement_draws_what_it_would_draw_without_the_stage(
         config = run(tmp_path / name, data, sft=SFT["sft"] | sft, evaluation=quick)
         small_run(config, quiet=True)
     assert timeless(tmp_path / "with/metrics.jsonl") == timeless(tmp_path / "without/metrics.jsonl")
+    assert main(["diff", str(straight), str(tmp_path / "with")]) == 1
+    assert "They part at step 0, in sft.jsonl." in capsys.readouterr().out
 
 
 def test_its_order_is_the_seed_s_alone(data: Path, text: TextModel) -> None:
@@ -432,12 +430,15 @@ def test_a_plain_supervised_run_ends_after_its_stage(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    small_run(run(folder, data, training={"max_steps": 0}))
+    for more in ({"max_hours": 1e-9}, {}, {}):
+        resume = {"from": str(folder) if folder.exists() else ""}
+        small_run(run(folder, data, training={"max_steps": 0} | more, resume=resume))
     assert not (folder / "metrics.jsonl").exists()
     assert CheckpointStore(folder / "checkpoints").steps() == [0]
     assert (folder / "checkpoints/final/adapter_model.safetensors").is_file()
     printed = capsys.readouterr().out
-    assert "at supervised step 0 -> pass@1=" in printed
+    for words in ("step 0 -> pass@1=", "0 of 5 supervised steps; continue", "--max-steps 1`"):
+        assert words in printed
     assert main(["status", str(folder)]) == 0
     assert "done" in capsys.readouterr().out
 

@@ -190,7 +190,7 @@ def test_a_supervised_step_is_the_services_cross_entropy(
         tmp_path, backend={"options": {"loss_reduction": reduction}}, loss={"mode": "ppo"}
     )
     config = backend.config.with_(sft_steps=2, sft_lr=1e-3)
-    stage = SupervisedStage(config, TraceSet((), ""), None, load_text_model(config.model))
+    stage = SupervisedStage(config, TraceSet((), ()), None, load_text_model(config.model))
     backend.supervise(stage.learner_config)
     rows = [replace(row, advantages=np.ones_like(row.advantages)) for row in make_rows()]
     before = backend.trainer.weights.logits.copy()

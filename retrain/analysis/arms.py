@@ -35,14 +35,15 @@ _RECORDED = {
     "device_name": "device",
     "git": "code revision",
     "data_sha256": "training data",
+    "traces_sha256": "traces",
     "heldout_sha256": "held-out problems",
     "model_sha256": "files of the model",
     "engine": "engine",
     "backend": "backend",
 }
 """Entries of environment.json on which results can depend, and what to call them."""
-_NEWER = frozenset({"instructions", "heldout_sha256"})
-"""Those that older versions do not record, which is not a difference."""
+_NEWER = frozenset({"instructions", "heldout_sha256", "traces_sha256"})
+"""Those that older versions do not record, or a run without [sft], which is not a difference."""
 
 
 @dataclass(frozen=True)
@@ -179,13 +180,13 @@ def _differing_at(one: StoredRun, other: StoredRun, step: int) -> Iterator[str]:
         if ours.get(name) != theirs.get(name) and not is_older:
             # Two hashes side by side, or two tables, tell a reader nothing: the name alone is
             # given.
-            is_short = not name.endswith("sha256") and not any(
+            is_long = name.endswith("sha256") or any(
                 isinstance(recorded.get(name), dict) for recorded in (ours, theirs)
             )
             yield (
-                f"{words} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})"
-                if is_short
-                else words
+                words
+                if is_long
+                else f"{words} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})"
             )
     yield from _differing_code(one, other, Code.of(ours), Code.of(theirs))
     ours, theirs = _packages(ours), _packages(theirs)

@@ -94,9 +94,8 @@ class RunAtBudget(StoredRun):
         """Return [steps + 1] tokens used after 0, 1, ... steps, those of a supervised stage
         included. Raises ConfigurationError if the records lack the numbers.
         """
-        records = list[StepRecord]()
-        if self.folder.metrics.is_file():
-            records = list(StepRecord.read(self.folder.metrics))
+        path = self.folder.metrics
+        records = list(StepRecord.read(path)) if path.is_file() else []
         spent = [_tokens(record) for record in records]
         for record, cost in zip(records, spent, strict=True):
             if cost is None:

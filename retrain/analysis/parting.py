@@ -18,9 +18,16 @@ from retrain.system import read_object, toml_value
 from retrain.types import WHOLE_MODEL
 
 METRICS = "metrics.jsonl"
-ORDER = ("evaluation.jsonl", "the adapter", METRICS, "generations.jsonl", "the stored tokens")
+ORDER = (
+    "sft.jsonl",
+    "evaluation.jsonl",
+    "the adapter",
+    METRICS,
+    "generations.jsonl",
+    "the stored tokens",
+)
 """What is compared at a step. Held-out answers and the adapter are those after so many steps, which
-are made before the step's record."""
+are made before the step's record. The supervised stage is before step 0."""
 Place = tuple[int, str]
 """A step, and a name of `ORDER`."""
 _SHOWN = 4
@@ -75,14 +82,15 @@ def compared(one: StoredRun, other: StoredRun, steps: range) -> FolderComparison
 def _records(run: StoredRun, steps: range) -> dict[Place, Any]:
     """What a run has of the steps: a table of fields, or values of which equal ones are equal."""
     found: dict[Place, Any] = {}
-    evaluation, adapter, metrics, answers, tokens = ORDER
+    sft, evaluation, adapter, metrics, answers, tokens = ORDER
     files = run.folder
-    if files.evaluation.is_file():
-        for record in EvaluationRecord.read(files.evaluation):
-            if steps.start <= record.step <= steps.stop:
-                # Data may repeat an id.
-                problems = found.setdefault((record.step, evaluation), {})
-                problems.setdefault(record.example_id, []).append(record)
+    if run.sft_records and not steps.start:
+        found[0, sft] = [(one.loss, one.grad_norm, one.lr, one.tokens) for one in run.sft_records]
+    for record in EvaluationRecord.read(files.evaluation) if files.evaluation.is_file() else ():
+        if steps.start <= record.step <= steps.stop:
+            # Data may repeat an id.
+            problems = found.setdefault((record.step, evaluation), {})
+            problems.setdefault(record.example_id, []).append(record)
     for step, path in _adapters(run):
         if steps.start <= step <= steps.stop:
             found.setdefault((step, adapter), set()).add(_hash(path))

@@ -188,16 +188,17 @@ class StoredRun:
         """True if its campaign's manifest says that it failed, and it was not continued to its end
         since, by itself.
         """
-        failed = self.planned is not None and self.planned.status == "failed"
-        return failed and not self.is_whole
+        return self.planned is not None and self.planned.status == "failed" and not self.is_whole
 
     @property
     def is_whole(self) -> bool:
         """True if its own summary says that it is done, after its last step. A run that `[training]
         max_hours` ended before may have failed to go on.
         """
-        is_done = self.summary.get("status") == "done"
-        return is_done and self.counted_steps >= self.config.training.max_steps
+        return (
+            self.summary.get("status") == "done"
+            and self.counted_steps >= self.config.training.max_steps
+        )
 
     @property
     def skipped(self) -> bool:
@@ -215,14 +216,11 @@ class StoredRun:
             return "has not started"
         if self.summary and self.summary.get("status") != "done":
             reason = str(self.summary.get("reason") or "").rstrip(".")
-            status, name = self.summary.get("status"), self.folder.summary.name
+            status = self.summary.get("status")
             ended = "failed" if self.failed else f"was {status}"
             if status is None:
-                ended = f"left a {name} without a status"
-            stopped = f"{ended} after {counted(self.steps, 'step')}"
-            if reason:
-                return f"{stopped} ({reason})"
-            return stopped
+                ended = f"left a {self.folder.summary.name} without a status"
+            return f"{ended} after {counted(self.steps, 'step')} ({reason})".removesuffix(" ()")
         # A campaign planned more steps than a run makes that [training] max_hours ended.
         if self.summary and not self.planned:
             return ""
@@ -292,8 +290,7 @@ class StoredRun:
         """Return `path`. Raises RunFailed if its bytes are not those that trainer_state.json
         recorded.
         """
-        problem = self._broken_seal(path)
-        if problem:
+        if problem := self._broken_seal(path):
             raise RunFailed(problem)
         return path
 
@@ -302,8 +299,7 @@ class StoredRun:
         does not.
         """
         ended = bool(self.summary) and not self.unfinished and not Writer.of(self.folder)
-        problem = self.folder.broken_seal(path, ended=ended)
-        if problem:
+        if problem := self.folder.broken_seal(path, ended=ended):
             name = self.folder.trainer_state.name
             return f"{self.path}: {problem}, as {name} recorded it{CHANGED}"
         return ""
@@ -337,10 +333,11 @@ class StoredRun:
 
     @cached_property
     def sft_records(self) -> list[SftRecord]:
-        """The steps of the supervised stage; empty without one."""
-        if not self.folder.sft.is_file():
-            return []
-        return list(SftRecord.read(self.folder.sft))
+        """The steps of the supervised stage; empty without one. Raises RunFailed for a changed
+        file.
+        """
+        path = self.sealed(self.folder.sft)
+        return list(SftRecord.read(path)) if path.is_file() else []
 
     @property
     def sft_tokens(self) -> int:
@@ -360,10 +357,7 @@ class StoredRun:
         """The record of the last step without what the clock and the machine measured, as text; ""
         before the first.
         """
-        last = next(self._backwards(self.folder.metrics), None)
-        if last:
-            return _unmeasured(last)
-        return ""
+        return next(map(_unmeasured, self._backwards(self.folder.metrics)), "")
 
     @cached_property
     def numbers(self) -> str:
@@ -372,7 +366,7 @@ class StoredRun:
         """
         digest = hashlib.sha256()
         for line in read_jsonl(self.folder.metrics):
-            digest.update(_unmeasured(line).encode("utf-8", "backslashreplace"))
+            digest.update(_unmeasured(line).encode())
         if self.folder.evaluation.is_file():
             digest.update(self.folder.evaluation.read_bytes())
         return digest.hexdigest()
@@ -399,9 +393,7 @@ class StoredRun:
         return [StepRecord.from_json(line, self.folder.metrics) for line in recent]
 
     def _backwards(self, path: Path) -> Iterator[Json]:
-        if path.is_file():
-            return read_jsonl_backwards(path)
-        return iter(())
+        return read_jsonl_backwards(path) if path.is_file() else iter(())
 
 
 def _object_or_empty(path: Path) -> Json:

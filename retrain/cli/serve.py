@@ -184,7 +184,9 @@ def _longest_prompt(config: "TrainConfig") -> int:
     with ExitStack() as undo:
         sources = load_sources(config, text, None, print_progress, undo)
         prompts = load_mixed_prompts(text, sources, print_progress)
-        held_out = None
-        if config.evaluation.asked_for:
-            held_out = load_held_out(config, text, sources, prompts, print_progress)
+        held_out = (
+            load_held_out(config, text, sources, prompts.examples, print_progress)
+            if config.evaluation.asked_for
+            else None
+        )
     return longest_prompt(prompts, prompts_of(held_out))

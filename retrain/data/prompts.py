@@ -42,17 +42,14 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     or for an unknown source, and EnvironmentFailure if it cannot reach the hub.
     """
     query = query_of(config, split)
-    data, result = query.data, read_source(query)
+    result = read_source(query)
     if not result.examples:
         details = "; ".join(filter(None, [result.dropped_rows(), *result.notes])) or "it is empty"
         kind = "training" if split == "train" else "held-out"
         raise ConfigurationError(f"{query.key} has no usable {kind} row: {details}.")
-    # Before the cut, so that no id depends on max_examples.
-    named = [
-        example if example.example_id else replace(example, example_id=f"{data.source}-{index}")
-        for index, example in enumerate(result.examples)
-    ]
-    result.examples = subset(named, config.training.max_examples if split == "train" else 0)
+    result.examples = subset(
+        result.examples, config.training.max_examples if split == "train" else 0
+    )
     if result.dropped:
         result.notes.append(f"Dropped rows: {result.dropped_rows()}")
     repeated = len(result.examples) - len({example.example_id for example in result.examples})
@@ -112,9 +109,11 @@ def subset(examples: list[Example], limit: int) -> list[Example]:
 
 
 def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> str | None:
-    """Return one sentence if a held-out problem is also a training problem, word for word."""
-    seen = {_prompt_key(example) for example in train}
-    shared = [example.example_id for example in heldout if _prompt_key(example) in seen]
+    """Return one sentence if a held-out problem is also a training problem, or the beginning of a
+    conversation to learn from, word for word.
+    """
+    seen = set(chain.from_iterable(map(_beginnings, train)))
+    shared = [example.example_id for example in heldout if _beginnings(example)[-1] in seen]
     if not shared:
         return None
     return (
@@ -123,12 +122,12 @@ def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> 
     )
 
 
-def _prompt_key(example: Example) -> str:
-    """Return the prompt with its white space normalised."""
-    if isinstance(example.prompt, str):
-        return json.dumps([["user", example.prompt.split()]])
-    words = [[message["role"], message["content"].split()] for message in example.prompt]
-    return json.dumps(words)
+def _beginnings(example: Example) -> list[str]:
+    """Return the prompt after each of its messages, with its white space normalised."""
+    messages = example.prompt
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    return [*accumulate(json.dumps([one["role"], one["content"].split()]) for one in messages)]
 
 
 def fingerprint(examples: Iterable[Example]) -> str:

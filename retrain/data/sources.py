@@ -374,7 +374,7 @@ def _column_reader(query: Query) -> RowReader:
 
     def read(row: dict[str, Any], example_id: str) -> Example | Reason | None:
         try:
-            prompt = _prompt(_from_json(_column(row, data.prompt_column), '[{"role"'))
+            prompt = _prompt(_column(row, data.prompt_column))
             reference = _reference(_column(row, data.answer_column))
         except KeyError:
             return Reason.MALFORMED
@@ -396,29 +396,27 @@ def _trace_row(
     """Read a prompt and its completion, each a text or messages, or a conversation in `messages`
     whose replies are learned.
     """
-    info = {name: row[name] for name in ("tools",) if row.get(name)} or None
-    if completion_column not in row and "messages" in row:
+    info = {"tools": row["tools"]} if row.get("tools") else None
+    if row.get(completion_column) is None and row.get("messages"):
         talk = _prompt(row["messages"])
-        if not isinstance(talk, list):
-            return Reason.MALFORMED
-        return Example(talk, "", "default", info, example_id)
+        if isinstance(talk, list):
+            return Example(talk, "", "default", info, example_id)
+        return Reason.MALFORMED
     try:
-        completion = _column(row, completion_column)
+        completion = _prompt(_column(row, completion_column))
         prompt = _prompt(
             _column(row, data.prompt_column if data.prompt_column in row else "prompt")
         )
     except KeyError:
         return Reason.MALFORMED
     match completion:
-        case [{"role": "assistant", "content": str(content)}]:
+        case [{"role": "assistant", "tool_calls": _}]:
+            return Reason.TOOL_CALLS
+        case [{"role": "assistant", "content": str(content)}] if content.strip():
             completion = content
-    if not isinstance(completion, str) or not completion.strip():
+    if not isinstance(completion, str):
         return Reason.NO_COMPLETION
-    return (
-        Reason.MALFORMED
-        if prompt is None
-        else Example(prompt, completion, "default", info, example_id)
-    )
+    return Example(prompt, completion, "default", info, example_id) if prompt else Reason.MALFORMED
 
 
 def _take_solutions(read: ReadResult) -> None:
@@ -426,10 +424,10 @@ def _take_solutions(read: ReadResult) -> None:
     examples, read.examples = read.examples, []
     for example in examples:
         solution = (example.info or {}).get("solution")
-        if isinstance(solution, str) and solution.strip():
+        if solution:
             read.examples.append(replace(example, reference=solution))
         else:
-            read.drop(Reason.NO_COMPLETION, example.example_id or read.data.source)
+            read.drop(Reason.NO_COMPLETION, example.example_id)
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
@@ -475,12 +473,12 @@ def _reference(answer: object) -> str | Reason:
 
 def _prompt(value: object) -> str | list[ChatMessage] | None:
     """Read a text or a conversation; None for anything else and for an empty one."""
-    match value:
-        case str():
-            return value if value.strip() else None
-        case [_, *_]:
+    match _from_json(value, '[{"role"'):
+        case str(text):
+            return text if text.strip() else None
+        case [_, *_] as items:
             messages: list[ChatMessage] = []
-            for item in value:
+            for item in items:
                 match item:
                     case {"role": str(role), "content": str(content), **more}:
                         message = ChatMessage(role=role, content=content)
@@ -604,12 +602,14 @@ def register_source(name: str, loader: DataLoader) -> None:
 def _call(query: Query, loader: DataLoader) -> ReadResult:
     from retrain.plugins import source_arguments, user_code
 
-    where = f'[data] source = "{query.data.source}"'
-    given = source_arguments(loader, query.data.params, query.split, where)
+    given = source_arguments(loader, query.data.params, query.split, query.key)
     if query.split == "heldout" and "split" not in given and not query.named_for_evaluation:
         raise query.no_heldout()
-    with user_code(where, ConfigurationError):
-        return _checked(query, _bounded(query, loader(**given)))
+    with user_code(query.key, ConfigurationError):
+        read = _checked(query, _bounded(query, loader(**given)))
+    if query.traces and not query.config.sft.source:  # its references are answers
+        _take_solutions(read)
+    return read
 
 
 MAX_STREAMED = 1_000_000
@@ -652,7 +652,8 @@ def _checked(query: Query, examples: Iterable[Example]) -> ReadResult:
         elif not example.reference.strip():
             result.drop(Reason.NO_ANSWER, where)
         else:
-            result.keep(example, where)
+            named = example.example_id or f"{source}-{len(result.examples)}"
+            result.keep(replace(example, example_id=named), where)
     return result
 
 
@@ -664,8 +665,8 @@ SOURCES: dict[str, Callable[[Query], ReadResult]] = {
     "aime25": Benchmark(HubData("yentinglin/aime_2025", split="train"), _solved_row),
     "gpqa_diamond": Benchmark(HubData("Idavidrein/gpqa", "gpqa_diamond", "train"), _gpqa_row),
     "lab": lambda query: ReadResult(query.data, lab.examples(query.split, query.data.difficulty)),
-    "jsonl": lambda query: _local(query, [".jsonl"]),
-    "parquet": lambda query: _local(query, [".parquet"]),
+    "jsonl": partial(_local, suffixes=[".jsonl"]),
+    "parquet": partial(_local, suffixes=[".parquet"]),
 }
 """The built-in names of `[data] source`."""
 HUB_SOURCES = SOURCES.keys() - {"lab", "jsonl", "parquet"}

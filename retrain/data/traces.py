@@ -7,14 +7,14 @@ model could have sampled there.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from retrain.data.chat import ChatRenderer, encode_texts, messages_of, render_text, rendering
-from retrain.data.prompts import epoch_order, fingerprint
+from retrain.data.prompts import epoch_order
 from retrain.data.readers import Split
 from retrain.data.sources import NoHeldOutSplit, Query, ReadResult, Reason, read_source
 from retrain.errors import ConfigurationError
@@ -66,8 +66,8 @@ class TraceSet:
     """The traces of a run, in the source's order."""
 
     traces: tuple[Trace, ...]
-    fingerprint: str
-    """sha256 over ids, prompts and completions."""
+    examples: Sequence[Example]
+    """The rows that they were made from, and those that did not fit."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the start of the run."""
 
@@ -120,18 +120,13 @@ def load_traces(config: "TrainConfig", text: TextModel, split: Split = "train") 
         read = read_source(query)
     except NoHeldOutSplit:
         return None
-    examples = [
-        example if example.example_id else replace(example, example_id=f"trace-{index}")
-        for index, example in enumerate(read.examples)
-    ]
-    traces = list(_encoded(config, text, read, examples))
+    traces = tuple(_encoded(config, text, read))
     if not traces:
         details = "; ".join(filter(None, [read.dropped_rows(), *read.notes])) or "it is empty"
         raise ConfigurationError(f"{query.key} has no usable trace: {details}.")
-    notes = list(read.notes)
     if read.dropped:
-        notes.append(f"Dropped traces: {read.dropped_rows()}")
-    return TraceSet(tuple(traces), fingerprint(examples), notes)
+        read.notes.append(f"Dropped traces: {read.dropped_rows()}")
+    return TraceSet(traces, read.examples, read.notes)
 
 
 def trace_query(config: "TrainConfig", split: Split) -> Query:
@@ -142,13 +137,11 @@ def trace_query(config: "TrainConfig", split: Split) -> Query:
     return Query(config, data, split, named_for_evaluation=False, traces=True)
 
 
-def _encoded(
-    config: "TrainConfig", text: TextModel, read: ReadResult, examples: Sequence[Example]
-) -> Iterator[Trace]:
+def _encoded(config: "TrainConfig", text: TextModel, read: ReadResult) -> Iterator[Trace]:
     """Yield the traces that fit, and count the others in `read`."""
     limit = min(config.sft.max_tokens or text.context, text.context)
     writer = _Writer(config, text)
-    for example in examples:
+    for example in read.examples:
         found = writer.trace(example)
         if isinstance(found, Reason):
             read.drop(found, example.example_id)
@@ -197,6 +190,8 @@ class _Writer:
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if any(messages[index].get("tool_calls") for index in replies):
             return Reason.TOOL_CALLS
+        if not all(messages[index]["content"].strip() for index in replies):
+            return Reason.NO_COMPLETION
         if (
             not replies
             or not replies[0]

@@ -263,8 +263,9 @@ class OpenAIDialect(VLLMDialect):
         if "content" in logprobs:
             tokens = logprobs["content"]
             return [int(one["id"]) for one in tokens], [float(one["logprob"]) for one in tokens]
+        # Without the prefix it is a token's text, which may be a number too.
         ids = choice.get("token_ids") or [
-            int(token.removeprefix(_TOKEN)) for token in logprobs["tokens"]
+            int(token.partition(_TOKEN)[2]) for token in logprobs["tokens"]
         ]
         return ids, [float(value) for value in logprobs["token_logprobs"]]
 

@@ -499,8 +499,10 @@ class ServedEngine(InferenceEngine):
             self._pool.run(self._pool.on_each(one))
 
     def why_it_differs(self) -> str:
-        reasons = self._pool.run(self._pool.on_each(self._dialect.why_it_differs))
-        return next(filter(None, reasons.values()), "")
+        return next(
+            filter(None, self._pool.run(self._pool.on_each(self._dialect.why_it_differs)).values()),
+            "",
+        )
 
     def close(self) -> None:
         with suppress(ServerFailure):

@@ -104,7 +104,8 @@ class HeldOutPoint:
 
 def held_out_points(run: StoredRun) -> list[HeldOutPoint]:
     """The evaluations of a run that judged something, ordered by step."""
-    begins = {run.folder.sft_evaluation: -len(run.sft_records), run.held_out_file: 0}
+    before = run.sealed(run.folder.sft_evaluation)
+    begins = {before: -len(run.sft_records), run.held_out_file: 0}
     evaluations = [
         Evaluation(begin + step, list(problems))
         for file, begin in begins.items()
@@ -563,8 +564,7 @@ def sampled_runs(arms: Sequence[ConditionCurves], steps_per_run: int) -> list[Sa
     found = []
     for arm in arms[:_MAX_SAMPLED_RUNS]:
         run = next((run for run in arm.runs if run.folder.generations.is_file()), None)
-        steps = sampled_steps(run, steps_per_run) if run else []
-        if run and steps:
+        if run and (steps := sampled_steps(run, steps_per_run)):
             found.append(SampledRun(arm.label, run.name, steps))
     return found
 

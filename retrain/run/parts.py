@@ -32,7 +32,14 @@ from retrain.data import (
     load_examples,
 )
 from retrain.data.chat import ChatRenderer, messages_of
-from retrain.data.prompts import MixedPrompts, as_task, examples_key, of_task, query_of
+from retrain.data.prompts import (
+    MixedPrompts,
+    as_task,
+    examples_key,
+    fingerprint,
+    of_task,
+    query_of,
+)
 from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
 from retrain.data.sources import HUB_SOURCES, SOURCES, Benchmark, Query
@@ -109,7 +116,7 @@ class Parts:
         """The hashes of what the run learns from, as environment.json has them."""
         found = {"data_sha256": self.prompts.fingerprint}
         if self.supervised:
-            found["traces_sha256"] = self.supervised.traces.fingerprint
+            found["traces_sha256"] = fingerprint(self.supervised.traces.examples)
         return found
 
     @property
@@ -224,7 +231,8 @@ def _load_rest(
     held_out = None
     judges: Judges = {}
     if config.evaluation.asked_for:
-        held_out = load_held_out(config, text, sources, prompts, log)
+        learned = supervised.traces.examples if supervised else ()
+        held_out = load_held_out(config, text, sources, [*prompts.examples, *learned], log)
         judges = load_judges(config, sources, scorers, log)
     _log_probes([*scorers.made.values()], log)
     if learns:
@@ -667,7 +675,7 @@ def load_held_out(
     config: TrainConfig,
     text: TextModel,
     sources: Sequence[SourceParts],
-    training: PromptSet,
+    trained: Sequence[Example],
     log: Say,
 ) -> HeldOut:
     """Load `[evaluation] max_examples` of the held-out problems of each source, the same ones in
@@ -683,7 +691,7 @@ def load_held_out(
                 raise
             log(f"The source {task} has no held-out rows, so it is trained on and not evaluated.")
             continue
-        seen = contamination_note(training.examples, prompts.examples)
+        seen = contamination_note(trained, prompts.examples)
         count = min(own.evaluation.max_examples or len(prompts), len(prompts))
         drawn = prompts.batch(0, count, _EVALUATION_ORDER_SEED)
         if len(asked) > 1 and not task:

@@ -67,7 +67,7 @@ class Schedule:
         return step > 0 and (due or step >= self.training.max_steps or self.is_out_of_time(state))
 
 
-def _steps_at(place: tuple[str, int]) -> str:
+def steps_at(place: tuple[str, int]) -> str:
     """Say how many steps are completed: `3 supervised steps`."""
     stage, step = place
     return counted(step, "supervised step" if stage == "sft" else "step")
@@ -102,7 +102,7 @@ class Saver:
 
     def what_is_saved(self, state: TrainerState) -> str:
         """Say what a resume would find, without a full stop."""
-        now = _steps_at(state.place)
+        now = steps_at(state.place)
         if self.saved == state.place and not state.learning:
             return f"The run is saved after {now}"
         lost = f"The state after {now}"
@@ -113,7 +113,7 @@ class Saver:
             return (
                 f"{lost} is not saved, and there is no checkpoint yet, so a resume begins at step 0"
             )
-        return f"{lost} is not saved; the newest checkpoint is that after {_steps_at(self.saved)}"
+        return f"{lost} is not saved; the newest checkpoint is that after {steps_at(self.saved)}"
 
     @property
     def is_behind(self) -> bool:

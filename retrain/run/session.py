@@ -616,10 +616,13 @@ class Session:
         self.parts.guard.check_end()
         if self.world.is_rank_zero:
             self.saver.store.save_final(state, self.parts.backend.save_adapter)
-        if state.step < training.max_steps:
+        (stage, step), planned, name = state.place, training.max_steps, "step"
+        if stage == "sft" and self.parts.supervised:
+            planned, name = self.parts.supervised.steps, "supervised step"
+        if step < planned:
             self.tracker.message(
                 f"Stopped at the [training] max_hours limit ({training.max_hours:g} h) after"
-                f" {state.step} of {counted(training.max_steps, 'step')}; continue with"
+                f" {step} of {counted(planned, name)}; continue with"
                 f" `{self.folder.resume_command} {training.more_hours(state.seconds)}`."
             )
         summary = self._summary("done")

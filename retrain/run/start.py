@@ -29,8 +29,8 @@ from retrain.records.jsonl import aside_of
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, kind_of, writer_lock
 from retrain.records.state import TrainerState
-from retrain.records.terminal import counted
 from retrain.run.pressure import decided_by
+from retrain.run.saver import steps_at
 from retrain.system import Json, read_object
 
 
@@ -175,8 +175,8 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     if store.folder != folder.checkpoints:
         sign(store.folder, folder)
     if checkpoint:
-        notes.append(f"Resuming {folder.path} after {counted(state.step, 'step')}.")
-        if state.step >= config.training.max_steps:
+        notes.append(f"Resuming {folder.path} after {steps_at(state.place)}.")
+        if state.stage == "rl" and state.step >= config.training.max_steps:
             notes.append(_no_step_left(config, folder, state.step))
         folder.cut_to(state, notes.append)
     else:
@@ -249,9 +249,10 @@ def refuse_other_schedule(stored: TrainConfig, config: TrainConfig, step: int) -
 
 def _no_step_left(config: TrainConfig, folder: RunFolder, steps: int) -> str:
     """Say that the run has taken `steps`, as many as it may or more, and how to go on."""
-    more = f"--max-steps {2 * steps}"
+    further = 2 * steps or 1
+    more = f"--max-steps {further}"
     if config.training.lr_schedule != "constant":
-        more += f" --lr-horizon {2 * steps}"
+        more += f" --lr-horizon {further}"
     return (
         f"No step is left: the run has taken {steps}, and [training] max_steps ="
         f" {config.training.max_steps}; train on with `{folder.resume_command} {more}`."

@@ -94,22 +94,17 @@ class SupervisedStage:
         """Return the rows of a step, the same ones for every run of the seed."""
         return self.traces.batch(step, self.config.sft.batch_size, self.config.training.seed)
 
-    def measures_at(self, step: int) -> bool:
-        """True if the held-out traces are scored before a step."""
-        every = self.config.sft.evaluate_every
-        return self.held_out is not None and every > 0 and step % every == 0
-
     def take(self, backend: Backend, step: int) -> tuple[SftRecord, StepResult]:
         """Take one step, in the stage that `Backend.supervise` began."""
         begun, rows = monotonic(), self.batch(step)
         logprob = None
-        if self.held_out is not None and self.measures_at(step):
+        if self.held_out is not None and step % self.config.sft.evaluate_every == 0:
             logprob = mean_logprob(backend, self.held_out.rows())
         result = backend.train(rows, step)
         record = SftRecord(
             step=step,
-            loss=_finite(result.loss),
-            grad_norm=_finite(result.grad_norm),
+            loss=result.loss,
+            grad_norm=result.grad_norm,
             lr=learning_rate(self.learner_config.training, step),
             tokens=sum(len(row.token_ids) for row in rows),
             learned_tokens=sum(row.num_actions for row in rows),
@@ -123,7 +118,3 @@ def mean_logprob(backend: Backend, rows: Sequence[Row]) -> float:
     """Return the mean log-prob of the rows' actions at temperature 1, in nats."""
     found = np.concatenate(backend.logprobs(rows, 1.0)).astype(np.float64)
     return float(found.mean())
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and np.isfinite(value) else None
