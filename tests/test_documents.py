@@ -143,6 +143,7 @@ def test_a_block_marked_run_needs_nothing_but_an_empty_folder(
 ) -> None:
     paste = Paste(tmp_path, checkout / "logs/lab")
     for _, text in blocks(page, marked=True):
+        assert set(re.findall("^model = (.+)", text, re.MULTILINE)) <= {'"lab"'}, "not the hub's"
         paste.shell(text)
     assert not paste.problems
 
