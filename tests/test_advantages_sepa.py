@@ -22,15 +22,8 @@ def sepa(**changes: Any) -> Sepa:
 
 def test_the_ramp_starts_after_the_delay_and_ends_at_one() -> None:
     controller = SEPAController(sepa())
-    assert [controller.resolve(step) for step in (0, 1, 2, 3, 7, 12, 100)] == [
-        0.0,
-        0.0,
-        0.0,
-        0.1,
-        0.5,
-        1.0,
-        1.0,
-    ]
+    resolved = [controller.resolve(step) for step in (0, 1, 2, 3, 7, 12, 100)]
+    assert resolved == [0.0, 0.0, 0.0, 0.1, 0.5, 1.0, 1.0]
 
 
 def test_a_gate_that_opens_acts_from_the_next_resolve_and_stays_open() -> None:
@@ -60,6 +53,8 @@ def test_auto_follows_the_decay_of_the_variance_above_the_linear_floor() -> None
         controller.update_auto([1.0 - spread, 1.0 + spread])
         assert controller.resolve(1) == pytest.approx(expected)
     assert controller.resolve(105) == 0.5
+    said = Sepa.model_fields["var_threshold"].description or ""
+    assert "variance below which pooling starts; it completes as the variance goes to 0" in said
 
 
 def test_one_update_a_step_takes_the_population_variance_of_finite_values() -> None:

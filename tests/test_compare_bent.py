@@ -249,6 +249,7 @@ def train_a_run_on(campaign: Path) -> None:
     answers, folder = problems([1] * 90 + [0] * 10), run(campaign, BETTER, 5)
     write_run(folder, 5, [0.5] * 4, held_out=answers, algorithm=_modes(BETTER))
     seal(folder)
+    edit_manifest(campaign, lambda content: content.update(max_steps=4))
 
 
 def take_the_folders_of_good_seeds(campaign: Path) -> list[str]:
@@ -306,7 +307,7 @@ TRICKS: list[tuple[Edit, str]] = [
         ask_for_a_metric_of_no_direction,
         r"direction \(neither direction is better, planned higher is better\)",
     ),
-    (train_a_run_on, r"Exploratory: .* the steps of the longest run \(4, planned 2\)"),
+    (train_a_run_on, r"max_steps \(4, planned 2\); the steps of the longest run \(4, planned 2\)"),
     (turn_the_direction_in_the_plan, "edited after it was hashed"),
     (
         put_another_seeds_run_into_a_folder,

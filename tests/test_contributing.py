@@ -2,6 +2,7 @@
 names, takes a step of a real run.
 """
 
+import inspect
 import json
 import re
 import shutil
@@ -25,6 +26,7 @@ from retrain.cli.main import main
 from retrain.config import config_from_toml
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import ENGINES
+from retrain.records.entries import StepRecord
 from tests.marks import first_of
 
 ROOT = Path(__file__).parents[1]
@@ -166,6 +168,13 @@ def test_a_built_in_advantage_is_a_function_and_its_line_in_the_table(
     assert CreditPipeline(config, lambda ids: [""] * len(ids)).notes == []
     with pytest.raises(ConfigurationError, match='did you mean "winners_only"'):
         config_from_toml('[algorithm]\nadvantage_mode = "winners_onl"')
+
+
+def test_a_metric_is_a_field_of_the_record_and_its_value_in_the_observer() -> None:
+    text = TEXT.partition("A **metric** is")[2].partition("\n\n")[0]
+    entries, observer = re.findall(r"`(retrain/\w+/\w+\.py)`", text)
+    assert ROOT / entries == Path(inspect.getfile(StepRecord)) and "make docs" in text
+    assert "return StepRecord(" in (ROOT / observer).read_text(encoding="utf-8")
 
 
 def test_a_key_with_an_effect_is_a_field_and_a_need(tmp_path: Path) -> None:

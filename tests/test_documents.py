@@ -51,18 +51,9 @@ def test_every_command_has_an_example_and_its_options_on_the_page_of_commands() 
 
 # -- every block, pasted ---------------------------------------------------------------------------
 
-TINY = [
-    "--batch-size",
-    "1",
-    "--group-size",
-    "2",
-    "--max-tokens",
-    "8",
-    "--evaluation-max-examples",
-    "2",
-    "--reward-type",
-    "random",
-]
+TINY = (
+    "--batch-size 1 --group-size 2 --max-tokens 8 --evaluation-max-examples 2 --reward-type random"
+)
 
 CAMPAIGN = "examples/campaign_lab.toml --log-dir logs/campaign"
 
@@ -101,7 +92,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch(mode=0o755)
     train(
-        load_config(ROOT / "examples/lab.toml", [*TINY, "--log-dir", str(folder / "logs/lab")], {}),
+        load_config(
+            ROOT / "examples/lab.toml", [*TINY.split(), "--log-dir", str(folder / "logs/lab")], {}
+        ),
         quiet=True,
     )
     Paste(folder, folder / "logs/lab").shell(f"retrain {CAMPAIGN}")
@@ -150,6 +143,7 @@ def test_a_block_marked_run_needs_nothing_but_an_empty_folder(
 ) -> None:
     paste = Paste(tmp_path, checkout / "logs/lab")
     for _, text in blocks(page, marked=True):
+        assert set(re.findall("^model = (.+)", text, re.MULTILINE)) <= {'"lab"'}, "not the hub's"
         paste.shell(text)
     assert not paste.problems
 
@@ -163,6 +157,19 @@ def test_agents_are_told_of_every_command_that_prints_json() -> None:
         if name != "help" and any("--json" in head for head, _ in help_records(name))
     }
     assert {f"`{name}`" for name in printing} == set(re.findall("`[a-z-]+`", named))
+
+
+def test_what_agents_are_told_to_add_to_a_campaign_loads(tmp_path: Path) -> None:
+    page = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    conditions = page.partition("<<'END'\n")[2].partition("END")[0]
+    flags, rate, rates = re.findall(r"`(--campaign-parallel .+?|lr = .+?)`", page)
+    labels = []
+    for more in (rate, f"[campaign.grid]\n{rates}"):
+        (tmp_path / "c.toml").write_text(f"{conditions}{more}\n")
+        config = load_config(tmp_path / "c.toml", flags.split(), {})
+        labels.append([condition.label.partition("~")[2] for condition in config.conditions])
+    assert config.campaign and config.campaign.parallel and config.campaign.max_workers == 2
+    assert labels == [["", "lr=0.0005"], ["lr=0.0001", "lr=0.0003"] * 2]
 
 
 def test_what_a_block_needs_is_one_of_three() -> None:

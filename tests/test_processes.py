@@ -78,3 +78,6 @@ def test_a_file_named_like_a_standard_module_replaces_none(tmp_path: Path) -> No
         return done.stdout
 
     python("-P", "-c", COMMANDS)  # as the program `retrain` starts
+    for name in sys.stdlib_module_names - {"json", "random"}:  # runpy imports some of the others
+        (tmp_path / f"{name}.py").unlink()
+    python("-m", "retrain", "version")

@@ -487,10 +487,11 @@ def test_interrupting_twice_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_a_stop_while_loading_stays_one_where_a_library_makes_another_error_of_it() -> None:
-    with pytest.raises(Interrupted), Interrupts() as interrupts, interrupts.at_once():
+    with pytest.raises(Interrupted) as caught, Interrupts() as interrupts, interrupts.at_once():
         with pytest.raises(Interrupted):
             os.kill(os.getpid(), signal.SIGINT)
         raise ImportError
+    assert isinstance(caught.value.__context__, ImportError), "it stopped within the part"
 
 
 def test_a_signal_is_acknowledged_while_the_process_is_in_a_long_call() -> None:

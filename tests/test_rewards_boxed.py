@@ -83,6 +83,11 @@ def test_a_box_in_the_scratchpad_counts_only_when_asked() -> None:
     assert extract_boxed(r"<think>cut short \boxed{1}", after_think=False) == "1"
 
 
+def test_the_ends_of_thoughts_of_known_models_are_known() -> None:
+    ends = "</think> [/THINK] </thinking> </thought> </seed:think> <|channel|>final<|message|>"
+    assert set(ends.split()) <= {closing for _, closing in THOUGHT_TAGS}
+
+
 @pytest.mark.parametrize(("opening", "closing"), THOUGHT_TAGS)
 def test_an_answer_stands_behind_the_last_thought_that_ended(opening: str, closing: str) -> None:
     thought = rf"{opening} maybe \boxed{{1}}"

@@ -59,15 +59,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_the_batch_is_the_one_that_the_step_before_announced(run: Run) -> None:
     records = run.records()
-    assert [record.batch_size for record in records[:7]] == [
-        1,
-        2,
-        4,
-        1,
-        2,
-        4,
-        3,
-    ]  # the sweep twice, then the configured size
+    sizes = [record.batch_size for record in records[:7]]
+    assert sizes == [1, 2, 4, 1, 2, 4, 3]  # the sweep twice, then the configured size
     assert [record.next_batch_size for record in records[:-1]] == [
         record.batch_size for record in records[1:]
     ]

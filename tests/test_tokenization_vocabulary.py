@@ -140,13 +140,8 @@ def test_special_tokens_are_text_but_for_ends_and_the_marks_of_a_turn(written, r
 
 def test_words_without_a_decoder_are_joined_with_spaces():
     ids = words()("let me check 42", add_special_tokens=False)["input_ids"]
-    assert TABLES["words"].pieces([words().eos_token_id, *ids]) == [
-        "",
-        "let",
-        " me",
-        " check",
-        " 42",
-    ]
+    pieces = TABLES["words"].pieces([words().eos_token_id, *ids])
+    assert pieces == ["", "let", " me", " check", " 42"]
 
 
 def test_a_decoder_that_is_not_read_is_asked_what_each_token_adds():

@@ -215,8 +215,8 @@ class LocalBackend(LocalFacts):
         return partial(self._weights.holding, teacher)
 
     def trainable_parameters_line(self) -> str:
-        """Return peft's line: "trainable params: 41,943,040 || all params: 3,951,079,424 ||
-        trainable%: 1.0616".
+        """Return peft's line: "trainable params: 66,060,288 || all params: 4,088,528,384 ||
+        trainable%: 1.6157".
         """
         return self._weights.trainable_line()
 
