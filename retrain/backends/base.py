@@ -208,7 +208,7 @@ class Backend(Offers, ABC):
         raise NotImplementedError
 
     def supervise(self, config: "TrainConfig | None") -> None:
-        """Take supervised steps with the settings of `config` from now on: `train` minimises the
+        """Take supervised steps with the settings of `config` from now on: `train` minimizes the
         mean cross-entropy of the rows' actions. None: turn to reinforcement, with a new optimizer.
 
         Called before `load` where the stored state lies within the supervised stage.

@@ -44,7 +44,7 @@ class NoiseKey:
 @dataclass(frozen=True)
 class Truncation:
     """The tokens that the sampled distribution keeps (`model/truncation.py` has the definition); it
-    is renormalised over them.
+    is renormalized over them.
     """
 
     top_k: int = 0
@@ -142,7 +142,7 @@ class EngineCapabilities:
     entropy: bool = False
     """Shannon entropy of every token's distribution."""
     kept_set: bool = False
-    """Truncated requests are served: log-probs are of the renormalised distribution, and
+    """Truncated requests are served: log-probs are of the renormalized distribution, and
     completions say how many tokens it kept."""
     prefix_cache: bool = False
     """It can compute a prompt once for all of its completions; [inference] prefix_caching switches
