@@ -60,14 +60,14 @@ noun; the passive; more than 25 words, or two of `;` and `:`; a possessive at th
 the subject; "is no X"; a word that the field does not use.
 """
 BUDGETS: dict[str, tuple[int, int]] = {
-    "subject": (11, 145),
+    "subject": (9, 145),
     "noun": (8, 189),
-    "passive": (38, 1697),
-    "length": (81, 655),
+    "passive": (32, 1697),
+    "length": (79, 655),
     "possessive": (2, 49),
     "negation": (5, 86),
     "is no": (0, 9),
-    "word": (8, 176),
+    "word": (6, 176),
 }
 """The most hits of a rule in the manual and in the package. A budget only falls."""
 _PAGES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")
