@@ -193,7 +193,7 @@ class Backend(Offers, ABC):
 
     @abstractmethod
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
-        """Take one step on the rows of one batch: `updates_per_batch` passes of `minibatches`
+        """Take one step on the rows of one batch, with `updates_per_batch` passes of `minibatches`
         optimizer updates.
 
         `rows` are all judged completions of the step, since aggregation = "constant" divides by
@@ -231,7 +231,7 @@ class Backend(Offers, ABC):
     @abstractmethod
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         """Return the learner's log-probs of each row's action tokens, [T] each, without gradient,
-        at the training temperature unless one is given.
+        at `temperature` or else the training temperature.
 
         retrain asks for another temperature only if the engine's log-probs are raw: theirs is 1.
         """

@@ -33,9 +33,10 @@ class NoiseKey:
     prompt: int
 
     def seed_of(self, sample: int, position: int = 0) -> int:
-        """Return a seed of 31 bits for one completion, for a sampler that draws its own noise: the
-        same for every condition of a campaign. `position` is the request's first one: a later turn
-        with the seed of an earlier one would draw by noise that its own history tells of.
+        """Return a seed of 31 bits for one completion, for a sampler with its own random numbers.
+        It is the same for every condition of a campaign. `position` is the request's first one: a
+        later turn with the seed of an earlier one would draw by noise that its own history tells
+        of.
         """
         place = self.step, self.prompt, sample, position
         return int(uniform(self.seed, self.stream, *place) * 2**31)
