@@ -62,12 +62,12 @@ the subject; "is no X"; a word that the field does not use.
 BUDGETS: dict[str, tuple[int, int]] = {
     "subject": (9, 145),
     "noun": (8, 189),
-    "passive": (32, 1697),
-    "length": (79, 655),
+    "passive": (18, 1683),
+    "length": (68, 651),
     "possessive": (2, 49),
     "negation": (5, 86),
     "is no": (0, 9),
-    "word": (6, 176),
+    "word": (5, 175),
 }
 """The most hits of a rule in the manual and in the package. A budget only falls."""
 _PAGES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")
