@@ -3,7 +3,8 @@
 Each point is a fresh process with one thread that samples and learns, and then does so again: one
 prompt of 64 tokens, 8 completions of 96, which are forced. The models are the lab model and one of
 SmolLM2-135M's shapes with random weights. The peak is counted above what Python and the imported
-modules hold. The exit code is 1 if a prediction is off by more than 5%.
+modules hold. The exit code is 1 if a prediction is off by more than 5% and
+16 MiB, which is what the libraries differ by between processors.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from report import add_output, load_average, publish, table, versions_line
 from retrain.model.text import resolve_model
 
 GROUP, PROMPT_TOKENS, TOKENS, STEPS = 8, 64, 96, 2
-LIMIT = 0.05
+LIMIT, LIMIT_MIB = 0.05, 16
 MIB = 2**20
 PARTS = ("weights", "sampler copy", "trained", "KV cache", "sampling pass", "learning pass")
 
@@ -49,7 +50,7 @@ def main() -> int:
                     found = worker.ask(tokens=TOKENS, steps=STEPS, training=training)
                     versions = worker.versions
                 error = found["predicted"] / found["peak"] - 1
-                off = off or abs(error) > LIMIT
+                off = off or (abs(error) > LIMIT and abs(error) * found["peak"] > LIMIT_MIB * MIB)
                 sizes = [found["peak"], found["predicted"], *map(found["parts"].get, PARTS)]
                 line = [name, rank, tokens, *(f"{size / MIB:,.1f}" for size in sizes)]
                 lines.append([*line, f"{error:+.1%}"])

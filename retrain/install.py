@@ -54,9 +54,7 @@ def _target(name: str, extra: str, installed: Distribution | None) -> str:
     """Return the argument of `pip install`: a folder, the repository that the package came from, or
     its version in an index.
     """
-    extras = ""
-    if extra:
-        extras = f"[{extra}]"
+    extras = f"[{extra}]" if extra else ""
     origin = json.loads((installed and installed.read_text("direct_url.json")) or "{}")
     url = origin.get("url", "")
     if (_SOURCE / "pyproject.toml").is_file():
@@ -79,10 +77,7 @@ def _folder(checkout: Path, name: str, extras: str, editable: str = "") -> str:
     """A folder as pip takes it: "." where the current folder is the checkout, else its whole
     path.
     """
-    if Path.cwd() == checkout:
-        base = "."
-    else:
-        base = str(checkout)
+    base = "." if Path.cwd() == checkout else str(checkout)
     if name == _CORE:
         base += "/core"
     if extras or " " in base:

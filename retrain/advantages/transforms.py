@@ -394,10 +394,7 @@ def top_rho(uncertainty: Float64Array, pools: Int64Array, num_pools: int, rho: f
         return TopRho(keep, [None] * num_pools)
     thresholds: list[float | None] = []
     # One pool, the usual case, needs no sort.
-    if num_pools > 1:
-        order = np.argsort(pools, kind="stable")
-    else:
-        order = np.flatnonzero(pools == 0)
+    order = np.argsort(pools, kind="stable") if num_pools > 1 else np.flatnonzero(pools == 0)
     edges = np.searchsorted(pools[order], np.arange(num_pools + 1))
     for start, stop in pairwise(edges):
         members = order[start:stop]

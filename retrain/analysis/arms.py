@@ -369,9 +369,7 @@ def control_label(conditions: Mapping[str, RunsBySeed], place: Path) -> str:
         if runs and all(map(trained_on_chance, runs.values()))
     ]
     if len(labels) != 1:
-        found = "none"
-        if labels:
-            found = f"{len(labels)} ({', '.join(labels)})"
+        found = f"{len(labels)} ({', '.join(labels)})" if labels else "none"
         raise ConfigurationError(
             f'--control needs one condition with [reward] type = "random", and {place} has {found};'
             " name the baseline with --baseline."

@@ -36,9 +36,7 @@ class Budget:
                 f"--at {text} left in 0.10; give tokens=N, what the runs cost to sample."
             )
         found = _FORM.fullmatch(text.strip())
-        size = 0.0
-        if found:
-            size = float(found[1].replace("_", ""))
+        size = float(found[1].replace("_", "")) if found else 0.0
         if size < 1 or size == float("inf"):
             raise ConfigurationError(
                 f"--at {text!r} is not a budget; give tokens=N with N from 1, such as --at"

@@ -322,10 +322,7 @@ def _baseline(
     """
     labels = list(grouped.conditions)
     if given is None:
-        if pairs:
-            given = pairs[0][1]
-        else:
-            given = next(iter(labels), None)
+        given = pairs[0][1] if pairs else next(iter(labels), None)
     if given is None or given not in labels:
         raise ConfigurationError(
             f"--baseline {given} is not a condition of {folder}; the conditions are"

@@ -197,13 +197,8 @@ def arm_table(comparison: Comparison) -> Table:
             done += f" / {arm.failed}"
         if collapsed:
             done += f" / {arm.collapsed}"
-        missing = ""
-        if unjudged:
-            missing = f"{arm.unjudged:,} of {arm.answered:,}"
-        if arm.tokens is None:
-            tokens = ""
-        else:
-            tokens = f"{arm.tokens:,.0f}"
+        missing = f"{arm.unjudged:,} of {arm.answered:,}" if unjudged else ""
+        tokens = "" if arm.tokens is None else f"{arm.tokens:,.0f}"
         return (
             arm.label,
             done,

@@ -76,10 +76,7 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
         return "All differences are equal, so the data do not show how large chance is."
     interval_alone = ""
     if found.interval and not found.interval[0] <= 0 <= found.interval[1]:
-        if len(comparison.contrasts) > 1:
-            p = f"adjusted p over {family}"
-        else:
-            p = "p"
+        p = f"adjusted p over {family}" if len(comparison.contrasts) > 1 else "p"
         interval_alone = (
             f"Its own interval excludes 0, but the {p}, {p_words(found.p_adjusted)}, is not below"
             f" {test.alpha:g}. "

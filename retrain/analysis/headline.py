@@ -41,10 +41,7 @@ def answer(comparison: Comparison) -> str:
     so_far = ""
     if comparison.to_come:
         so_far = f"So far, with {counted(comparison.to_come, 'run')} still to come: "
-    if found:
-        sentence = _decided(found, comparison)
-    else:
-        sentence = _undecided(comparison)
+    sentence = _decided(found, comparison) if found else _undecided(comparison)
     return so_far + sentence
 
 
@@ -139,10 +136,7 @@ def same_runs_words(contrast: Contrast) -> str:
     same, pairs = contrast.same_runs, contrast.conclusion.pairs
     if same < pairs:
         return f"{same} of {pairs} pairs {'is' if same == 1 else 'are'} the same run, byte for byte"
-    if pairs == 1:
-        which = "the pair is"
-    else:
-        which = f"all {pairs} pairs are"
+    which = "the pair is" if pairs == 1 else f"all {pairs} pairs are"
     return (
         f"{which} the same run, byte for byte: what the two set differently changed nothing here,"
         " or they trained on nothing"
@@ -161,10 +155,7 @@ def scope(comparison: Comparison) -> str:
         problems = "on this one problem"
     else:
         problems = f"on these {comparison.problems:,} problems"
-    if comparison.problems:
-        what = problems
-    else:
-        what = f"in {comparison.metric.name}"
+    what = problems if comparison.problems else f"in {comparison.metric.name}"
     if comparison.problems and comparison.metric.k != 1:
         what = f"in {comparison.metric.name} {what}"
     losses = [contrast.losses for contrast in comparison.contrasts if contrast.losses]

@@ -81,10 +81,7 @@ def problems_of(campaign: Path, runs: Iterable[StoredRun]) -> dict[Path, str]:
 def _contradiction(run: StoredRun) -> str:
     """Contradiction between the files of one run's folder, as a predicate; "" if they agree."""
     config = run.config
-    if run.folder.trainer_state.is_file():
-        state = read_object(run.folder.trainer_state)
-    else:
-        state = {}
+    state = read_object(run.folder.trainer_state) if run.folder.trainer_state.is_file() else {}
     for name, source, said in (
         ("seed", run.folder.summary, run.summary.get("seed")),
         ("seed", run.folder.trainer_state, state.get("seed")),

@@ -243,9 +243,7 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
     largest = max(arms, key=lambda arm: len(arm.values))
     if len(largest.values) < 2:
         left_out = [*grouped.left_out, *chain.from_iterable(arm.left_out for arm in arms)]
-        because = ""
-        if left_out:
-            because = f" Left out: {' '.join(left_out)}"
+        because = f" Left out: {' '.join(left_out)}" if left_out else ""
         raise ConfigurationError(
             f"{folder} has no two finished runs of one condition with {metric.name}, so it shows no"
             f" spread; run at least two seeds, or give --sd.{because}"

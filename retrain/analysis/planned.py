@@ -119,9 +119,7 @@ class CampaignRecord:
             stored = _Stored.model_validate_json(json.dumps(own), strict=True)
         except ValidationError as error:
             raise no_campaigns_value(path, error) from error
-        sha256 = ""
-        if stored.plan:
-            sha256 = _sha256(content["plan"])
+        sha256 = _sha256(content["plan"]) if stored.plan else ""
         return cls(
             stored.plan,
             edited=stored.plan is not None and content["plan"].get("sha256") != sha256,
@@ -312,10 +310,7 @@ def planned_line(
             f" {'; '.join(differing)}.{stopped}"
         )
     when = "looked at after every seed" if plan.rule == "evidence" else "tested once"
-    if plan.margin is None:
-        margin = ""
-    else:
-        margin = f", equivalent within {plan.margin:g}"
+    margin = "" if plan.margin is None else f", equivalent within {plan.margin:g}"
     what = (
         f"{plan.metric}, {direction_words(plan.better)}, alpha {plan.alpha:g}{margin},"
         f" {counted(len(plan.seeds), 'seed')}, {when}"

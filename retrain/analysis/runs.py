@@ -495,9 +495,7 @@ def stored_run(folder: Path) -> StoredRun:
 
 def no_run(folder: Path) -> str:
     """Say why a folder is not a run, as the beginning of a sentence."""
-    reason = "no config.toml"
-    if RunFolder(folder).config.is_file():
-        reason = "it is an evaluation's"
+    reason = "it is an evaluation's" if RunFolder(folder).config.is_file() else "no config.toml"
     return f"{folder} holds no run of retrain ({reason})"
 
 

@@ -234,9 +234,7 @@ def _no_pair(
 ) -> ConfigurationError:
     """`some_apart`: some runs were measured in another way than the baseline's first."""
     found = "; ".join(f"{arm.label}: {', '.join(map(str, arm.values)) or 'none'}" for arm in arms)
-    because = ""
-    if left_out:
-        because = f" Left out: {' '.join(left_out[:_SHOWN])}"
+    because = f" Left out: {' '.join(left_out[:_SHOWN])}" if left_out else ""
     if len(left_out) > _SHOWN:
         because += f" And {counted(len(left_out) - _SHOWN, 'more run')}."
     advice = ""

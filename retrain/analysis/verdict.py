@@ -245,9 +245,7 @@ def _conclusion(
     equivalent = all(p is not None and p < test.alpha for p in levels)
     interval = test.interval(paired.by_seed)
     differs = p_adjusted < test.alpha and _excludes_zero(interval)
-    unsure = ""
-    if differs or equivalent:
-        unsure = _unsure(paired, p_at_worst, test, differs=differs)
+    unsure = _unsure(paired, p_at_worst, test, differs=differs) if differs or equivalent else ""
     equivalent = equivalent and unsure != "lost"
     verdict = Verdict.EQUIVALENT if equivalent else Verdict.INCONCLUSIVE
     # A difference that is shown outranks the margin, which `within_margin` then says beside it.

@@ -69,10 +69,7 @@ class EvidenceRule:
 
     def needs(self, run: CampaignRun) -> bool:
         """True for a run that a look to come would use."""
-        if run.seed in self._record.looked:
-            wanted = self._missing(run.seed)
-        else:
-            wanted = self._undecided
+        wanted = self._missing(run.seed) if run.seed in self._record.looked else self._undecided
         return run.condition in wanted or (
             bool(wanted) and run.condition == self._plan.conditions[0]
         )

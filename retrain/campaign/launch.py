@@ -483,15 +483,9 @@ class RayLauncher:
         has none.
         """
         resources = self._ray.cluster_resources()
-        if self._wants_gpus:
-            gpus = resources.get("GPU", 0)
-        else:
-            gpus = 0
+        gpus = resources.get("GPU", 0) if self._wants_gpus else 0
         self._gpus = self._share if gpus else 0
-        if gpus:
-            room = int(gpus / self._share)
-        else:
-            room = int(resources.get("CPU", 1))
+        room = int(gpus / self._share) if gpus else int(resources.get("CPU", 1))
         if room < 1:
             raise ConfigurationError(
                 f"[campaign] devices_per_run = {self._settings.devices_per_run} exceeds the"

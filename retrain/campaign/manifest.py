@@ -17,7 +17,13 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from retrain import __version__
 from retrain.analysis.planned import ALPHA, AnalysisPlan, CampaignRecord
 from retrain.analysis.runs import MANIFEST, no_campaigns_value
-from retrain.campaign.plan import RUNS, CampaignPlan, plan_campaign
+from retrain.campaign.plan import (
+    RUNS,
+    CampaignPlan,
+    Findings,
+    evaluated_where_possible,
+    plan_campaign,
+)
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
 from retrain.config.stored import campaign_command
@@ -131,18 +137,9 @@ class Manifest:
     def write(self) -> None:
         """Replace manifest.json atomically, credentials masked."""
         names = (
-            "timestamp",
-            "retrain_version",
-            "config",
-            "conditions",
-            "seeds",
-            "max_steps",
-            "runs",
-            "squeeze",
-            "plan",
-            "looks",
+            "timestamp retrain_version config conditions seeds max_steps runs squeeze plan looks"
         )
-        values = {name: getattr(self, name) for name in names} | {
+        values = {name: getattr(self, name) for name in names.split()} | {
             "runs": [asdict(entry) for entry in self.runs]
         }
         # The configuration is masked already, in a way that loads again.
@@ -202,10 +199,7 @@ class Manifest:
         }
         lost = [name for name in {**before, **self._by_name} if name not in now]
         if lost:
-            if len(lost) > 1:
-                more = f" and {len(lost) - 1} more"
-            else:
-                more = ""
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             raise ConfigurationError(
                 f"{plan.folder} holds the run {lost[0]}{more}, which the file no longer plans; "
                 "restore its condition and seed (you may add others), or start a new campaign."
@@ -305,24 +299,23 @@ def _now() -> str:
 
 
 @contextmanager
-def open_campaign(config: TrainConfig, now: datetime) -> Iterator[tuple[CampaignPlan, Manifest]]:
+def open_campaign(
+    config: TrainConfig, checked: Findings, now: datetime
+) -> Iterator[tuple[CampaignPlan, Manifest]]:
     """The campaign's plan and its written manifest; the folder is locked against other writers
-    until the context ends.
+    until the context ends. `checked` is what `check` found about the plan.
 
     `[resume] from` names a campaign to continue, `[logging] log_dir` the folder of a new one; the
     default is `logs/campaign_YYYYMMDD_HHMMSS`. Raises ConfigurationError for a folder that may not
     be used.
     """
     resumed = bool(config.resume.from_)
-    if resumed:
-        folder = Path(config.resume.from_)
-    else:
-        folder = _new_folder(config, now)
+    folder = Path(config.resume.from_) if resumed else _new_folder(config, now)
     if resumed and not (folder / MANIFEST).is_file():
         raise ConfigurationError(
             f"--resume {folder} holds no campaign (no {MANIFEST}); name a campaign's folder."
         )
-    plan = plan_campaign(config, folder)
+    plan = evaluated_where_possible(plan_campaign(config, folder), checked)
     mark(folder, "campaign")
     with writer_lock(RunFolder(folder)):
         if resumed:
@@ -340,8 +333,8 @@ def open_campaign(config: TrainConfig, now: datetime) -> Iterator[tuple[Campaign
 
 
 def _new_folder(config: TrainConfig, now: datetime) -> Path:
-    """`[logging] log_dir`, or a folder that is created: logs/campaign_<local time>, with -2, -3,
-    ... if it exists, so that two campaigns started in one second get two folders.
+    """`[logging] log_dir`, or a new folder logs/campaign_<local time>, with -2, -3, ... if that
+    exists.
     """
     if config.is_set("logging.log_dir"):
         folder = Path(config.logging.log_dir)

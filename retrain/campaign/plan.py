@@ -118,9 +118,7 @@ def planned_seeds(settings: Campaign) -> tuple[int, ...]:
     """The seeds of the file; with stop = "evidence" followed by those counted on from the largest,
     up to max_seeds.
     """
-    more = 0
-    if settings.stop == "evidence":
-        more = max(0, settings.max_seeds - len(settings.seeds))
+    more = max(0, settings.max_seeds - len(settings.seeds)) if settings.stop == "evidence" else 0
     return *settings.seeds, *range(max(settings.seeds) + 1, max(settings.seeds) + 1 + more)
 
 

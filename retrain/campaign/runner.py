@@ -4,6 +4,7 @@ conditions.
 A run that fails does not stop the others.
 """
 
+import os
 import shutil
 import time
 from collections import Counter, deque
@@ -18,11 +19,19 @@ from retrain.analysis.runs import StoredRun
 from retrain.backends.base import backend_kind
 from retrain.campaign.board import Board
 from retrain.campaign.evidence import EvidenceRule
-from retrain.campaign.launch import InProcess, Job, Launcher, RunOutcome, not_started, share_devices
-from retrain.campaign.manifest import Manifest, Status, analysis_plan, open_campaign
+from retrain.campaign.launch import (
+    InProcess,
+    Job,
+    Launcher,
+    RunOutcome,
+    not_started,
+    share_devices,
+)
+from retrain.campaign.manifest import Manifest, Status, open_campaign
 from retrain.campaign.plan import (
     CampaignPlan,
     CampaignRun,
+    Findings,
     check,
     evaluated_where_possible,
     plan_campaign,
@@ -49,6 +58,7 @@ from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 Say = Callable[[str], None]
 
 _POLL_S = 0.1
+TASK = "SLURM_ARRAY_TASK_ID"
 
 
 def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
@@ -62,15 +72,13 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
     # What must be refused is refused before a folder is made.
     draft = plan_campaign(config, Path("campaign"))
     checked = check(draft)
+    if draft.settings.launcher == "array":
+        return _task_of_array(config, checked)
     with (
         Interrupts() as interrupts,  # A second signal meets it while the others close.
         closing(_launcher(draft)) as launcher,
-        open_campaign(config, datetime.now().astimezone()) as (planned, manifest),
+        open_campaign(config, checked, datetime.now().astimezone()) as (plan, manifest),
     ):
-        plan = evaluated_where_possible(planned, checked)
-        # The planned metric is another where no condition has a held-out split.
-        if not config.resume.from_:
-            manifest.plan = analysis_plan(plan).to_json()
         resume_hint = f"continue with `{campaign_command(config, plan.folder)}`"
         board = Board(plan, manifest, quiet=quiet)
         with writing_to(plan.folder, resume_hint):
@@ -97,12 +105,38 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
     return manifest
 
 
+def _task_of_array(config: TrainConfig, checked: Findings) -> Manifest:
+    """Plan a new campaign and train nothing; in a task of the array, train its run."""
+    if not config.resume.from_:
+        with open_campaign(config, checked, datetime.now().astimezone()) as (plan, manifest):
+            print(
+                f"{plan.folder} plans {counted(len(plan.runs), 'run')}. Give each task of an array"
+                f" from 0 to {len(plan.runs) - 1} `{campaign_command(config, plan.folder)}`."
+            )
+            return manifest
+    plan = evaluated_where_possible(plan_campaign(config, Path(config.resume.from_)), checked)
+    manifest = Manifest.read(plan.folder)
+    manifest.resumed_with(plan)
+    number = int(os.environ.get(TASK, "-1"))
+    if not 0 <= number < len(plan.runs):
+        raise ConfigurationError(
+            f'[campaign] launcher = "array" trains the run with the number {TASK} ({number});'
+            f" set it to one from 0 to {len(plan.runs) - 1}."
+        )
+    run = plan.runs[number]
+    if not is_finished(run):
+        outcome = InProcess(loads_models=False).start(run, 0).outcome
+        if outcome.stopped_by:
+            raise Interrupted(outcome.reason, outcome.stopped_by)
+        if outcome.status is not Status.DONE:
+            raise RunFailed(f"{run.name}: {outcome.reason} See {run.folder / OUTPUT}.")
+    return manifest
+
+
 def _size(plan: CampaignPlan) -> str:
     """The line that opens a campaign: how many runs and steps, and what was finished before."""
     done = sum(is_finished(run) for run in plan.runs)
-    resumed = ""
-    if done:
-        resumed = f", {done} of them finished before"
+    resumed = f", {done} of them finished before" if done else ""
     return (
         f"Campaign {plan.folder}: {counted(len(plan.conditions), 'condition')} x"
         f" {counted(len(plan.seeds), 'seed')} = {counted(len(plan.runs), 'run')} of"
@@ -170,8 +204,6 @@ class _Execution:
         self._jobs: dict[int, tuple[CampaignRun, Job]] = {}
         """Running runs by slot."""
         self._retries: Counter[str] = Counter()
-        self._told: set[str] = set()
-        """Conditions whose first pair was looked at."""
         self._stopping = False
         self._rule: EvidenceRule | None = None
         self._not_looked: RetrainError | None = None
@@ -298,26 +330,23 @@ class _Execution:
         except OSError as error:
             self._record(run, not_started(run, error))
 
-    def _tell_same_runs(self) -> None:
-        """Say so, once for a condition, where the two runs of its first pair are one: what the
+    def _tell_same_runs(self, ended: CampaignRun) -> None:
+        """Say so where `ended` and the other run of its condition's first pair are one: what the
         condition sets changes nothing.
         """
-        done = {
-            (run.condition, run.seed): run
-            for run in self._plan.runs
-            if self._manifest[run.name].status is Status.DONE
-        }
-        for (condition, seed), run in done.items():
-            baseline = done.get((self._plan.conditions[0], seed), run)
-            if baseline is run or condition in self._told:
+        baseline, *others = self._plan.runs[: len(self._plan.conditions)]
+        for run in others:
+            pair = run, baseline
+            if ended not in pair or any(
+                self._manifest[one.name].status is not Status.DONE for one in pair
+            ):
                 continue
-            self._told.add(condition)
             # The comparison at the end names a damaged file; other runs go on meanwhile.
             with suppress(RetrainError):
                 if are_the_same([(StoredRun(run.folder), StoredRun(baseline.folder))]):
                     self._board.say(
                         f"{run.name} is the same run as {baseline.name}, byte for byte: what"
-                        f" {condition} sets changed nothing here, or both trained on nothing."
+                        f" {run.condition} sets changed nothing here, or both trained on nothing."
                     )
 
     def _record(self, run: CampaignRun, outcome: RunOutcome) -> None:
@@ -346,7 +375,7 @@ class _Execution:
         if outcome.status is Status.DONE:
             if run.config.model.train == "full":
                 CheckpointStore(stored_checkpoints(RunFolder(run.folder))).keep_weights()
-            self._tell_same_runs()
+            self._tell_same_runs(run)
             self._on_done()
         # In this process a signal ends the run before `_stop` is called.
         if self._interrupts.stopped_by is None:
@@ -368,23 +397,21 @@ class AutoSqueeze:
         self._plan = plan
         self._manifest = manifest
         self._say = say
-        self._due = plan.config.is_set("squeeze") and manifest.squeeze is None
-        self._untrained: set[str] = set()
-        """Names of runs whose adapter is still zero."""
+        wanted = plan.config.is_set("squeeze") and manifest.squeeze is None
+        self._runs = [*plan.runs] if wanted else []
+        """In the plan's order, which decides whose adapter is analyzed; not the order in which runs
+        finish."""
 
     def look(self) -> None:
-        """Call when a run has ended. The plan's order decides which adapter is analysed, not the
-        order in which runs finish.
-        """
-        for run in self._plan.runs:
-            status = self._manifest[run.name].status
-            if not self._due or status in (Status.PENDING, Status.RUNNING):
-                return
-            if status is Status.DONE and run.name not in self._untrained:
-                self._squeeze(run)
+        """Call when a run has ended."""
+        not_yet = (Status.PENDING, Status.RUNNING)
+        while self._runs and (status := self._manifest[self._runs[0].name].status) not in not_yet:
+            run = self._runs.pop(0)
+            if status is Status.DONE and self._squeeze(run):
+                self._runs.clear()
 
-    def _squeeze(self, run: CampaignRun) -> None:
-        self._due = False
+    def _squeeze(self, run: CampaignRun) -> bool:
+        """Return True unless the adapter is still zero."""
         self._say(f"LoRA-Squeeze of {run.name}:")
         given = self._plan.config.squeeze.model_dump(exclude_unset=True, exclude={"adapter_path"})
         config = replaced(run.config, {f"squeeze.{name}": value for name, value in given.items()})
@@ -400,17 +427,16 @@ class AutoSqueeze:
                 self._say,
             )
         except UntrainedAdapter as error:
-            self._untrained.add(run.name)
-            self._due = True
             self._say(f"LoRA-Squeeze uses the next run instead: {error}")
-            return
+            return False
         except (RetrainError, OSError) as error:
             self._say(f"LoRA-Squeeze failed; the campaign continues: {error}")
-            return
+            return True
         for line in squeezed.lines():
             self._say(line)
         self._manifest.squeeze = squeezed.to_json()
         self._manifest.write_if_possible()
+        return True
 
 
 def comparison_lines(plan: CampaignPlan) -> list[str]:

@@ -112,9 +112,7 @@ def command(
             " of several seeds, or read both intervals in summary.json."
         )
     test = TestSettings(alpha, margin, effect, power, lower_is_better)
-    budget = None
-    if at is not None:
-        budget = Budget.parse(at)
+    budget = Budget.parse(at) if at is not None else None
     pairs = [pair_of(text) for text in contrast or []]
     comparison = _compare(targets, baseline or [], control, metric, test, pairs, budget)
     _print(comparison, form)

@@ -73,9 +73,7 @@ def difference_lines(
         shorter = min(one, other, key=lambda run: run.steps)
         yield f"They are equal until {shorter.path} ends; it has no step {parting.step}."
     elif parting:
-        fields = ""
-        if parting.fields:
-            fields = f": {first_of(parting.fields)}"
+        fields = f": {first_of(parting.fields)}" if parting.fields else ""
         yield f"They part at step {parting.step}, in {parting.record}{fields}."
     for difference in found.recorded:
         yield f"  {'Other' if parting else 'Other, without effect'}: {difference}."

@@ -54,9 +54,7 @@ def command(
             "retrain power needs the spread of the differences: a pilot's folder, or --sd; give one"
             " of them."
         )
-    found = None
-    if pilot:
-        found = read_pilot(pilot, metric)
+    found = read_pilot(pilot, metric) if pilot else None
     if found and found.sd == 0:
         raise ConfigurationError(
             f"the differences between the runs of {pilot} are all equal, so they show no spread;"

@@ -62,10 +62,7 @@ def command(
                 seen = overview(logs)
             # A pipe has no width, and gets every column.
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-            if form == "json":
-                text = json.dumps(seen.to_json())
-            else:
-                text = "\n".join(lines(seen, width))
+            text = json.dumps(seen.to_json()) if form == "json" else "\n".join(lines(seen, width))
             if watch and form == "text" and sys.stdout.isatty():
                 sys.stdout.write(_CLEAR)
             sys.stdout.write(clean(Redactor().text(text)) + "\n")

@@ -345,9 +345,7 @@ class Reward(Section):
                 ("reward.type",),
                 f'[reward] type names "{name}" twice; give it once, with its weight',
             )
-        cause = ""
-        if "overlong" in self.types:
-            cause = '[reward] type = "overlong" is negative'
+        cause = '[reward] type = "overlong" is negative' if "overlong" in self.types else ""
         if self.combine == "normalise_then_sum":
             cause = '[reward] combine = "normalise_then_sum" gives rewards around 0'
         if cause and "maxrl" in config.advantages:

@@ -92,9 +92,7 @@ def wrong_key(config: "TrainConfig", path: str) -> str:
     allowed = movable()
     if path not in allowed:
         close = nearest(path, allowed)
-        hint = ""
-        if close:
-            hint = f'; did you mean "{close}"?'
+        hint = f'; did you mean "{close}"?' if close else ""
         return (
             f"is not read anew in each step; these are: {', '.join(allowed)}, and the numbers of"
             f" {', '.join(TABLES)}{hint}"

@@ -101,10 +101,8 @@ class Applicability:
         if self.path in config.schedule.points:
             return False
         value = config.value(self.path)
-        if isinstance(value, int | float):
-            shown = f"{value or 0:g}"  # -0.0 is 0
-        else:
-            shown = str(value)
+        # -0.0 is 0
+        shown = f"{value or 0:g}" if isinstance(value, int | float) else str(value)
         return (shown in self.values) == self.unless
 
     @property

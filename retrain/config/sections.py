@@ -214,7 +214,10 @@ class Campaign(Section):
         'Values of keys, such as "training.lr" = [1e-5, 4e-5]: each condition runs with every'
         " combination. Without conditions it varies the file's own algorithm.",
     )
-    launcher: Literal["local", "ray"] = key("local", "What starts the runs.")
+    launcher: Literal["local", "ray", "array"] = key(
+        "local",
+        'What starts the runs; "array": the tasks of a cluster\'s job array, a run each.',
+    )
     ray_address: str = key(
         "",
         "Address of a Ray cluster; empty starts a local one.",
@@ -283,6 +286,12 @@ class Campaign(Section):
             )
         if self.stop != "evidence":
             return
+        if self.launcher == "array":
+            yield Violation(
+                ("campaign.stop", "campaign.launcher"),
+                '[campaign] stop = "evidence" looks between runs, which launcher = "array" trains'
+                " apart; give up either",
+            )
         if 0 < self.max_seeds < len(self.seeds):
             yield Violation(
                 ("campaign.max_seeds", "campaign.seeds"),

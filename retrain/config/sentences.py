@@ -174,9 +174,7 @@ def _value(data: Mapping[str, Any], path: str, detail: ErrorDetails) -> Any:
 def _unknown_section(name: str, data: Mapping[str, Any]) -> str:
     if not isinstance(data[name], dict):
         homes = [key.section for key in all_keys() if key.name == name]
-        where = "every key belongs under a [section]"
-        if homes:
-            where = f"it belongs under [{homes[0]}]"
+        where = f"it belongs under [{homes[0]}]" if homes else "every key belongs under a [section]"
         return f"{name} = {_shown(data[name])} stands outside of a section; {where}"
     near = nearest(name, tuple(section_models()))
     return (
@@ -234,9 +232,7 @@ def _condition_problem(loc: tuple[int | str, ...], details: list[ErrorDetails]) 
         near = nearest(value, choices_of(Condition.model_fields[name], names_of))
     else:
         near = None
-    suffix = "give a built-in name or a dotted plugin path"
-    if near:
-        suffix = f'did you mean "{near}"?'
+    suffix = f'did you mean "{near}"?' if near else "give a built-in name or a dotted plugin path"
     return f"{where}: {name} = {_shown(value)} is not known; {suffix}"
 
 
@@ -287,14 +283,9 @@ def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     if isinstance(value, list):
         word = (refusal or details[0])["input"]
     near = nearest(word, choices_of(key.field, names_of)) if isinstance(word, str) else None
-    if refusal:
-        wrong = str(refusal["ctx"]["problem"])
-    else:
-        wrong = _what_is_wrong(key, value, details[0])
+    wrong = str(refusal["ctx"]["problem"]) if refusal else _what_is_wrong(key, value, details[0])
     allowed = "" if refusal and refusal["ctx"]["whole"] else f"; allowed: {key.allowed}"
-    suffix = ""
-    if near and near != value:
-        suffix = f'; did you mean "{near}"?'
+    suffix = f'; did you mean "{near}"?' if near and near != value else ""
     takers = _takers(key, word)
     if takers:
         suffix = f'; "{word}" is a value of {listed(takers)}'

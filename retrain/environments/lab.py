@@ -78,10 +78,7 @@ class _Guessing(Episode):
 
     def result(self) -> Result:
         found = float(bool(self.guesses) and self.guesses[-1] == self.number)
-        if self.heeded:
-            heeded = {"heeded": sum(self.heeded) / len(self.heeded)}
-        else:
-            heeded = {}
+        heeded = {"heeded": sum(self.heeded) / len(self.heeded)} if self.heeded else {}
         return Result(found, {"turns": len(self.guesses)} | heeded)
 
 

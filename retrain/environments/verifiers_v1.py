@@ -192,10 +192,7 @@ def _result(played: Any) -> Result:
 
 
 def _example(data: Any, split: Split, index: int) -> Example:
-    if data.prompt is not None:
-        prompt = data.prompt
-    else:
-        prompt = data.name or "begin"
+    prompt = data.prompt if data.prompt is not None else data.name or "begin"
     if isinstance(prompt, str):
         messages = [ChatMessage(role="user", content=prompt)]
     else:

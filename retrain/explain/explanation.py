@@ -452,10 +452,7 @@ def _schedule(
     """
     steps_done = 0
     if config.resume.from_:
-        if plan:
-            folders = [run.folder for run in plan.runs]
-        else:
-            folders = [Path(config.resume.from_)]
+        folders = [run.folder for run in plan.runs] if plan else [Path(config.resume.from_)]
         steps_done = sum(StoredRun(folder).steps for folder in folders)
     if plan is None:
         devices = len(config.backend.device_list)

@@ -70,10 +70,7 @@ def _size(seen: "Explanation") -> str:
             f"Campaign: {counted(len(seen.conditions), 'condition')} x"
             f" {counted(len(_seeds(seen)), 'seed')} = {counted(len(seen.runs), 'run')} of {steps}"
         )
-    if run.seed == -1:
-        seed = "a seed drawn at the start"
-    else:
-        seed = f"seed {run.seed}"
+    seed = "a seed drawn at the start" if run.seed == -1 else f"seed {run.seed}"
     return f"Run: {run.condition}, {seed}, {steps}"
 
 
@@ -164,9 +161,7 @@ def _squeeze(seen: "Explanation") -> Iterator[str]:
     kept = f"{settings.min_variance_retention:.0%} of the variance"
     rows.append(("rule", f"the smallest rank at which {judged} {kept}"))
     if settings.output_path:
-        fixed = "the recommended rank"
-        if settings.compress_to:
-            fixed = f"rank {settings.compress_to}"
+        fixed = f"rank {settings.compress_to}" if settings.compress_to else "the recommended rank"
         ranks_written = "a rank for each layer" if settings.per_layer else fixed
         both = ", and evaluates both" if settings.evaluate else ""
         rows.append(("writes", f"{settings.output_path}, {ranks_written}{both}"))
@@ -243,23 +238,15 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
     workers = ""
     if schedule.effective_parallelism > 1:
         workers = f" / {schedule.effective_parallelism} at once"
-    if schedule.total_runs > 1:
-        runs = f"{counted(schedule.total_runs, 'run')} x "
-    else:
-        runs = ""
-    if schedule.steps_done:
-        done = f", less {schedule.steps_done:,} done"
-    else:
-        done = ""
+    runs = f"{counted(schedule.total_runs, 'run')} x " if schedule.total_runs > 1 else ""
+    done = f", less {schedule.steps_done:,} done" if schedule.steps_done else ""
     what = f"{runs}{counted(schedule.steps_per_run, 'step')}{done}{workers}"
     if (
         schedule.step_time is None
         or schedule.estimated_wall_time_s is None
         or schedule.device_hours is None
     ):
-        product = ""
-        if runs or done:
-            product = f"{what}; "
+        product = f"{what}; " if runs or done else ""
         yield (
             "steps",
             f"{schedule.steps_left:,}",

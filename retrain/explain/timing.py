@@ -61,10 +61,7 @@ def from_pilot(folder: Path) -> StepTime:
             f"--pilot {folder} has no step yet, so no time was measured; wait for one, or use"
             " --probe."
         )
-    if len(runs) > 1:
-        where = f"{len(runs)} runs in {folder}"
-    else:
-        where = str(folder)
+    where = f"{len(runs)} runs in {folder}" if len(runs) > 1 else str(folder)
     return StepTime(median(times), f"median of {counted(len(times), 'step')}, {where}")
 
 

@@ -65,6 +65,8 @@ WHOLE_VOCABULARY = Truncation()
 
 @dataclass(frozen=True)
 class SampleRequest:
+    """One prompt and the settings of its completions."""
+
     prompt_ids: Int32Array
     """[P], P >= 1."""
     count: int

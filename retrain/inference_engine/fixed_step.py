@@ -104,9 +104,7 @@ class FixedStep:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # One memory for all graphs: one runs at a time, and its results lie in the buffers.
-        shared = None
-        if self._graphs:
-            shared = next(iter(self._graphs.values())).pool()
+        shared = next(iter(self._graphs.values())).pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=shared, stream=stream, capture_error_mode="thread_local"):
             self.step(rows, variant)
         for name, values in before.items():

@@ -239,11 +239,8 @@ class OpenAIDialect(VLLMDialect):
             if request.noise.stream != Stream.EVALUATION:
                 raise
             message, reason = choice.get("message", {}), choice["finish_reason"]
-            if message:
-                # None at all where everything went into reasoning.
-                text = message.get("content") or ""
-            else:
-                text = choice["text"]
+            # None at all where everything went into reasoning.
+            text = message.get("content") or "" if message else choice["text"]
             declined = message.get("refusal") or message.get("tool_calls")
             if declined or not isinstance(text, str) or reason not in (*_STOPPED, "length"):
                 # Never asked again: what a filter lets through is another distribution.

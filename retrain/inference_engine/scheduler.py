@@ -89,9 +89,7 @@ class DecodeRun(ABC):
             self.admit()
             if not self._late:
                 self._collect(0)
-            under_way = 0
-            if not self._finished and self.launch():
-                under_way = self._late
+            under_way = self._late if not self._finished and self.launch() else 0
             self._collect(under_way)
             if self._finished:
                 finished, self._finished = self._finished, []

@@ -98,9 +98,7 @@ class TorchEngine(PyTorchEngine):
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         """Completions under the base model follow those under the adapter."""
         jobs = self._jobs(requests)
-        most = 1
-        if not self._is_paged:
-            most = MAX_PIECES.get(self._decoder.device.type, 1)
+        most = MAX_PIECES.get(self._decoder.device.type, 1) if not self._is_paged else 1
         for _, completion in self._decode(pieces(jobs, self._limits.rows, most)):
             yield completion
         self._decoder.run_dummy_passes()

@@ -164,9 +164,7 @@ class VLLMDialect(Dialect):
             values = logprobs["token_logprobs"]
         else:
             values = [token["logprob"] for token in logprobs["content"]]
-        kept = None
-        if mask is not None:
-            kept = [len(tokens) for tokens in mask]
+        kept = [len(tokens) for tokens in mask] if mask is not None else None
         stopped = has_stopped(choice["finish_reason"])
         return ServedSample(choice["token_ids"], values, stopped, kept)
 

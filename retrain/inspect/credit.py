@@ -253,9 +253,7 @@ def read_step(
         )
     pieces = Pieces(run.config.model)
     stages: dict[str, Mapping[str, Float32Array]] = {run.condition: table.advantages}
-    planning = None
-    if table.mask is not None:
-        planning = table.mask.astype(np.bool_)
+    planning = table.mask.astype(np.bool_) if table.mask is not None else None
     notes: list[str] = []
     own = run.config_at(step)
     if trust:
@@ -264,10 +262,7 @@ def read_step(
     for name in against:
         config = _under(own, name)
         pipeline = _pipeline(config, name, pieces)
-        if pipeline.uses_sepa_controller:
-            sepa_lambda = _sepa_lambda(run, step, notes)
-        else:
-            sepa_lambda = 0.0
+        sepa_lambda = _sepa_lambda(run, step, notes) if pipeline.uses_sepa_controller else 0.0
         credit = pipeline.assign(_groups(run, table), step, sepa_lambda)
         label = condition_label(config.algorithm.advantage_mode, config.algorithm.transform_mode)
         notes += _begun_anew(pipeline, label, step)

@@ -71,15 +71,9 @@ def heading(completion: CompletionCredit) -> str:
     """The line above a completion, such as: Sample 3, reward 1, 212 tokens, cut off by
     max_tokens.
     """
-    if completion.reward is None:
-        reward = ""
-    else:
-        reward = f", reward {completion.reward:g}"
+    reward = "" if completion.reward is None else f", reward {completion.reward:g}"
     end = ", cut off by max_tokens" if completion.truncated else ""
-    if completion.turns:
-        turns = f" in {counted(len(completion.turns), 'turn')}"
-    else:
-        turns = ""
+    turns = f" in {counted(len(completion.turns), 'turn')}" if completion.turns else ""
     return (
         f"Sample {completion.sample}{reward},"
         f" {counted(len(completion.pieces), 'token')}{turns}{end}"
@@ -101,10 +95,7 @@ def _coloured(credit: StepCredit, completion: CompletionCredit, by: Quantity) ->
     """
     from rich.table import Table
 
-    if by is Quantity.ADVANTAGE:
-        labels = credit.labels
-    else:
-        labels = credit.labels[:1]
+    labels = credit.labels if by is Quantity.ADVANTAGE else credit.labels[:1]
     texts = [_text(credit, completion, by, label) for label in labels]
     if len(texts) == 1:
         return texts[0]

@@ -485,8 +485,6 @@ def _trial_change(module: Any, seed: int, number: int) -> tuple[nn.Parameter, Te
     (adapter,) = module.lora_A
     up: nn.Parameter = module.lora_B[adapter].weight
     size = module.scaling[adapter] * float(module.lora_A[adapter].weight.detach().norm())
-    width = 0.0
-    if size:
-        width = 3**0.5 / size
+    width = 3**0.5 / size if size else 0.0
     unit = symmetric_uniforms(seed, Stream.PARITY, 1, number, up)
     return up, (width * unit).to(up)

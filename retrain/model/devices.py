@@ -139,9 +139,7 @@ def choose_device(backend: "Backend", world: World = ALONE) -> DeviceChoice:
     device = torch.device(names[-1])
     if world.size > 1 and device.type == "cuda":
         device = torch.device("cuda", world.local_rank)
-    sampler = None
-    if len(names) > 1:
-        sampler = torch.device(names[0])
+    sampler = torch.device(names[0]) if len(names) > 1 else None
     if is_present(device) and (sampler is None or is_present(sampler)):
         return DeviceChoice(device, "", sampler)
     if backend.is_set("devices"):

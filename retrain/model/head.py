@@ -172,9 +172,7 @@ class _ChunkedHead(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
         wants_gradient, entropy = ctx.needs_input_grad[0], settings.entropy
         logprobs, entropies = settings.empty_scores(hidden)
-        logprob_gradient = None
-        if wants_gradient:
-            logprob_gradient = torch.empty_like(hidden)
+        logprob_gradient = torch.empty_like(hidden) if wants_gradient else None
         entropy_gradient = None
         if wants_gradient and entropy and settings.entropy_gradient:
             entropy_gradient = torch.empty_like(hidden)

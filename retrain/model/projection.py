@@ -191,9 +191,7 @@ class Projection:
 
         `x` is called for the input where it is needed; `reduced` is the second value of `product`.
         """
-        grad_x = None
-        if wants_input:
-            grad_x = dense_product(grad_output, self.weight.T)
+        grad_x = dense_product(grad_output, self.weight.T) if wants_input else None
         none: list[Tensor | None] = [None] * (len(self.parameters) * self.adapted)
         if reduced is None:
             return grad_x, none

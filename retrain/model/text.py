@@ -191,9 +191,7 @@ def _from_pretrained(
     # transformers raises all three for missing and broken files.
     except (OSError, ValueError, KeyError) as error:
         if online:
-            where = "the Hugging Face hub"
-            if is_local:
-                where = f"the folder {path}"
+            where = f"the folder {path}" if is_local else "the Hugging Face hub"
             raise EnvironmentFailure(
                 f'The {part} of [model] model = "{name}" could not be loaded from {where}:'
                 f" {first_line(error)}"

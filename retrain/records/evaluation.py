@@ -72,13 +72,8 @@ def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, flo
     if n == 0:
         return 0.0, 1.0
     p = float(np.mean(means))
-    variance = 0.0
-    if n > 1:
-        variance = float(np.var(means, ddof=1)) / n
-    if variance > 0:
-        size = min(p * (1 - p) / variance, float(samples))
-    else:
-        size = float(n)
+    variance = float(np.var(means, ddof=1)) / n if n > 1 else 0.0
+    size = min(p * (1 - p) / variance, float(samples)) if variance > 0 else float(n)
     if n >= MIN_FOR_WILSON:
         return wilson_interval(p, size)
     if samples == n or n < 2:
@@ -93,12 +88,8 @@ def exact_interval(p: float, size: float) -> tuple[float, float]:
     from scipy.special import betaincinv
 
     right, wrong = p * size, (1 - p) * size
-    low = 0.0
-    if right > 0:
-        low = float(betaincinv(right, wrong + 1, 0.025))
-    high = 1.0
-    if wrong > 0:
-        high = float(betaincinv(right + 1, wrong, 0.975))
+    low = float(betaincinv(right, wrong + 1, 0.025)) if right > 0 else 0.0
+    high = float(betaincinv(right + 1, wrong, 0.975)) if wrong > 0 else 1.0
     return low, high
 
 

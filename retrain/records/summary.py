@@ -42,9 +42,7 @@ class RunSummary:
         rates = [
             f"{one.pass_at[1]:.1%}" for one in (self.before, self.after) if one and 1 in one.pass_at
         ]
-        held_out = ""
-        if rates:
-            held_out = f", held-out pass@1 {' -> '.join(rates)}"
+        held_out = f", held-out pass@1 {' -> '.join(rates)}" if rates else ""
         return f"{self.status}, {self.condition}, {counted(self.steps, 'step')}{held_out}"
 
     def to_json(self) -> dict[str, Any]:

@@ -104,9 +104,7 @@ def _cause(records: Sequence[StepRecord], known: str) -> str:
     if known and constant:
         return f"all {total:,} completions are wrong; {known}"
     if 0 < cut == total:
-        also = ""
-        if boxed:
-            also = f" and {boxed}"
+        also = f" and {boxed}" if boxed else ""
         return f"all {total:,} completions were cut at [training] max_tokens{also}; raise it"
     if 0 < _sum(records, "groups_identical") == groups:
         return (
@@ -129,9 +127,7 @@ def _no_difference(records: Sequence[StepRecord], total: int, groups: int, seen:
         _sum(records, name) for name in ("groups_skipped_all_wrong", "groups_skipped_all_correct")
     )
     if wrong == groups:
-        shown = ""
-        if seen:
-            shown = f" ({seen})"
+        shown = f" ({seen})" if seen else ""
         return (
             f"all {total:,} completions are wrong{shown}; use easier problems, larger groups or"
             " more tokens"

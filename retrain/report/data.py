@@ -373,14 +373,8 @@ def read_report_data(request: ReportRequest) -> ReportData:
     or metric.
     """
     folder = request.folder
-    if is_run(folder):
-        kind = "run"
-    else:
-        kind = "campaign" if is_campaign(folder) else "runs"
-    if kind == "campaign":
-        planned = campaign_runs(folder)
-    else:
-        planned = find_runs(folder)
+    kind = "run" if is_run(folder) else "campaign" if is_campaign(folder) else "runs"
+    planned = campaign_runs(folder) if kind == "campaign" else find_runs(folder)
     begun = [run for run in planned if is_run(run.path)]
     now, notes = time.time(), list[str]()
     if kind == "campaign":
@@ -569,10 +563,7 @@ def sampled_runs(arms: Sequence[ConditionCurves], steps_per_run: int) -> list[Sa
     found = []
     for arm in arms[:_MAX_SAMPLED_RUNS]:
         run = next((run for run in arm.runs if run.folder.generations.is_file()), None)
-        if run:
-            steps = sampled_steps(run, steps_per_run)
-        else:
-            steps = []
+        steps = sampled_steps(run, steps_per_run) if run else []
         if run and steps:
             found.append(SampledRun(arm.label, run.name, steps))
     return found

@@ -161,10 +161,7 @@ def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
     arms = [(index, arm) for index, arm in enumerate(data.arms) if arm.has(first)]
     if not arms:
         return None
-    if lines.smooth:
-        window = window_for(max(arm.longest for _, arm in arms))
-    else:
-        window = 1
+    window = window_for(max(arm.longest for _, arm in arms)) if lines.smooth else 1
     figure, axes = empty_figure()
     for (index, arm), field in product(arms, lines.fields):
         band = arm.band(field, window)
@@ -203,9 +200,7 @@ def _line_words(data: ReportData, window: int) -> str:
         if window > 1:
             return f"Bold: mean of {window} steps; thin: each step."
         return ""
-    smoothed = ""
-    if window > 1:
-        smoothed = f", mean of {window} steps"
+    smoothed = f", mean of {window} steps" if window > 1 else ""
     return f"Line: mean over the runs{smoothed}{sd_words(data)}."
 
 

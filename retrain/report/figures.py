@@ -193,9 +193,7 @@ def _differences(data: ReportData) -> PageFigure | None:
         return None
     figure, axes = empty_figure(height=0.9 + ROW_HEIGHT * len(comparison.contrasts))
     draw_differences(comparison, [arm.label for arm in data.arms], axes)
-    against = ""
-    if comparison.one_baseline:
-        against = f" from {comparison.baseline}"
+    against = f" from {comparison.baseline}" if comparison.one_baseline else ""
     title = f"Differences{against}, paired by seed"
     return PageFigure("differences", title, _differences_caption(comparison), figure)
 
@@ -208,15 +206,9 @@ def draw_differences(comparison: Comparison, labels: Sequence[str], axes: Axes) 
     for row, contrast in enumerate(contrasts):
         found, place = contrast.conclusion, -float(row)
         # The colour of the condition's curves, where a run of it has begun.
-        if contrast.condition in labels:
-            index = labels.index(contrast.condition)
-        else:
-            index = row + 1
+        index = labels.index(contrast.condition) if contrast.condition in labels else row + 1
         values = scale * np.array(list(contrast.differences.values()))
-        if found.interval:
-            interval = scale * np.array(found.interval)
-        else:
-            interval = None
+        interval = scale * np.array(found.interval) if found.interval else None
         draw_row(axes, place, values, scale * found.mean, interval, series(index))
         weight = "normal" if found.verdict is Verdict.INCONCLUSIVE else "bold"
         words = f"{name_of(contrast, comparison)}: {found.word(comparison.test.alpha)}"
@@ -276,10 +268,7 @@ def _phases(data: ReportData) -> PageFigure | None:
     places = -np.arange(len(arms), dtype=float)
     left = np.zeros(len(arms))
     for column, name in enumerate([*names, "other"]):
-        if name == "other":
-            colour = GRID
-        else:
-            colour = series(column)
+        colour = GRID if name == "other" else series(column)
         axes.barh(places - 0.12, parts[:, column], left=left, height=0.4, color=colour, label=name)
         left += parts[:, column]
     for place, arm, total in zip(places, arms, totals, strict=True):
@@ -343,10 +332,7 @@ def squeeze_figure(curve: SqueezeCurve) -> PageFigure:
     as_percentages(axes)
     axes.set(xlabel="rank", ylabel="variance kept")
     judged = "the mean over the layers" if curve.rule == "mean" else "the worst layer"
-    if curve.adapter:
-        of = f" of {curve.adapter}"
-    else:
-        of = ""
+    of = f" of {curve.adapter}" if curve.adapter else ""
     caption = (
         f"Fraction of the squared singular values of the adapter{of} that each rank keeps; {judged}"
         " decides the recommendation."

@@ -317,9 +317,7 @@ def _run_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
         yield f"supervised stage, {counted(len(taken), 'step')}", losses
     points = arm.held_out[0]
     if points:
-        before = ""
-        if len(points) > 1:
-            before = f"{points[0].accuracy:.1%} → "
+        before = f"{points[0].accuracy:.1%} → " if len(points) > 1 else ""
         last = points[-1]
         yield f"held-out pass@1, step {last.step}", f"{before}{last.accuracy:.1%}"
     curves, tenth = arm.curves[0], last_tenth(arm)

@@ -440,9 +440,7 @@ class LanguageModelJudge:
 def _unreadable(reply: Reply) -> str:
     if not reply.text.strip():
         return "the judge's reply was empty"
-    end = ""
-    if reply.cut:
-        end = f" (cut off after {REPLY_TOKENS} tokens)"
+    end = f" (cut off after {REPLY_TOKENS} tokens)" if reply.cut else ""
     return f"the judge's reply begins with neither yes nor no: {_shown(reply.text)!r}{end}"
 
 

@@ -353,9 +353,7 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
 
             model = LanguageModelJudge(reward, verdicts)
             undo.callback(model.close)
-        source = None
-        if config.source_path:
-            source = str(config.source_path.absolute())
+        source = str(config.source_path.absolute()) if config.source_path else None
         pool = _pool(reward, config.plugins, source, functions)
         of_groups: frozenset[str] = frozenset()
         if pool is not None:

@@ -82,15 +82,9 @@ class Channel:
         Raises TimeoutError if the message is incomplete after `timeout` seconds; the next call
         continues with what has arrived.
         """
-        if timeout is None:
-            end = None
-        else:
-            end = time.monotonic() + timeout
+        end = None if timeout is None else time.monotonic() + timeout
         while (message := self._take(longest)) is None:
-            if end is None:
-                left = None
-            else:
-                left = end - time.monotonic()
+            left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:  # bytes that drip in must not extend the time
                 raise TimeoutError
             self._socket.settimeout(left)

@@ -70,10 +70,7 @@ def evaluate_run(
     found = None
     if stored:
         store = CheckpointStore(stored_checkpoints(folder))
-        if checkpoint is None:
-            found = store.newest_to_read(log)
-        else:
-            found = store.at(checkpoint)
+        found = store.newest_to_read(log) if checkpoint is None else store.at(checkpoint)
         line = f"{folder.path} has no checkpoint: evaluating the untrained model"
         if found:
             line = f"Evaluating {found.folder}"

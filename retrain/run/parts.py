@@ -192,9 +192,7 @@ def load_parts(
     for note in capability_notes(config):
         log(note)
     _connect_engine(config, log, learns)
-    verdicts = None
-    if learns:
-        verdicts = RunFolder(Path(config.logging.log_dir)).verdicts
+    verdicts = RunFolder(Path(config.logging.log_dir)).verdicts if learns else None
     scorers = Scorers(verdicts)
     with ExitStack() as undo:
         undo.callback(scorers.close)
@@ -238,9 +236,7 @@ def _load_rest(
     undo.callback(backend.close)
     backend.engine.log = log
     sampler_of = partial(_sampler, backend.engine, text, world)
-    evaluator = None
-    if held_out:
-        evaluator = build_evaluator(config, sampler_of(judges), held_out)
+    evaluator = build_evaluator(config, sampler_of(judges), held_out) if held_out else None
     parts = Parts(
         text,
         prompts,
@@ -539,9 +535,7 @@ def _text_key(model: Model) -> tuple[Hashable, ...]:
 
 def load_text(model: Model, log: Say) -> TextModel:
     log(LogLine(f"Loading tokenizer for {model.model} ..."))
-    key = None
-    if not model.trust_remote_code:
-        key = _text_key(model)
+    key = _text_key(model) if not model.trust_remote_code else None
     text = shared(key, lambda: load_text_model(model))
     log(LogLine("Loading vocabulary table..."))
     log(LogLine(f"Vocabulary table: {len(text.vocabulary)} entries"))

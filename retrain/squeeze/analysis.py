@@ -178,6 +178,8 @@ Rule = Literal["mean", "min"]
 
 @dataclass(frozen=True)
 class Analysis:
+    """The ranks of an adapter and the rank to keep."""
+
     adapter: Path
     source_rank: int
     """The largest rank of a layer."""

@@ -127,9 +127,7 @@ def compress(
     # The layers' updates are blocks of one matrix, whose norms add in squares.
     total = hypot(*whole)
     settings = _settings(adapter, ranks)
-    error = 0.0
-    if total:
-        error = hypot(*cut) / total
+    error = hypot(*cut) / total if total else 0.0
     _write(output, tensors, settings, _card(adapter, ranks, error))
     storage = _verify(adapter, output, ranks, device)
     keys = chain.from_iterable(weight_names(layer.name) for layer in adapter.layers)

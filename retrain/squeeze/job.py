@@ -74,9 +74,7 @@ class Accuracy:
         return None
 
     def to_json(self) -> dict[str, Any]:
-        difference = None
-        if self.differences:
-            difference = mean(self.differences)
+        difference = mean(self.differences) if self.differences else None
         return {
             "before": self.before.summary(),
             "after": self.after.summary(),
@@ -170,6 +168,8 @@ REPORT_FILE = "squeeze.json"
 
 @dataclass(frozen=True)
 class SqueezeResult:
+    """The results of a squeeze job."""
+
     analysis: Analysis
     compression: Compression | None = None
     """None without `[squeeze] output_path`."""

@@ -52,10 +52,7 @@ def title_of(config: "TrainConfig", condition: str) -> str:
     source = config.environment.provider or config.data.path or config.data.source
     if config.data.mix:
         source = "+".join(map(task_of, config.data.mix))
-    if config.environment.provider or config.data.mix:
-        reward = ""
-    else:
-        reward = f"/{config.reward.type}"
+    reward = "" if config.environment.provider or config.data.mix else f"/{config.reward.type}"
     training = config.training
     steps = counted(training.max_steps, "step")
     batch = f"{steps} of {training.batch_size} prompts x {training.group_size}"

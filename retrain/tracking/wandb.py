@@ -163,9 +163,7 @@ class WandbTracker(ExternalTracker):
         if self._unsent_steps:
             # wandb cannot append to a table of an earlier offline session, and would replace it.
             first = self.settings.first_step
-            key = "completions"
-            if first:
-                key = f"completions_from_step_{first}"
+            key = f"completions_from_step_{first}" if first else "completions"
             self._log_table(key, self._completions, {STEP_METRIC: self._completions.data[-1][0]})
             self._unsent_steps = 0
 

@@ -416,10 +416,7 @@ class Broadcasts:
                 f" sent {shipped} batches: resume the trainer at step {shipped}, or give both sides"
                 " an empty output_dir and start anew."
             )
-        if newest is None:
-            have = "no policy has come yet"
-        else:
-            have = f"the newest is v{newest.version}"
+        have = "no policy has come yet" if newest is None else f"the newest is v{newest.version}"
         raise ServerFailure(
             f"PRIME-RL's trainer did not offer policy v{shipped} in {self.folder} within"
             f" sync_wait_s = {self.wait_s:g} s ({have}): start it with that output_dir, read its"

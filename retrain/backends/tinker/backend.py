@@ -211,9 +211,7 @@ class TinkerBackend(TinkerFacts):
             ]
         # Later minibatches were measured after an update; only the first one's rows had none.
         first = requested[0][1]
-        unmoved = 0
-        if isinstance(first, _UpdateRequest):
-            unmoved = len(first.rows)
+        unmoved = len(first.rows) if isinstance(first, _UpdateRequest) else 0
         result = step_result(updates, log_ratios, log_ratios[:unmoved], training.max_tokens)
         if result.grad_norm is None or np.isfinite(result.grad_norm):
             return result
