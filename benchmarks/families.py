@@ -393,25 +393,20 @@ Find your model's family in the table to see how retrain samples and trains it, 
 
 | the table says | meaning |
 | --- | --- |
-| fused | retrain's fast forward pass samples |
-| its own forward pass | transformers' forward pass samples, in the process of retrain |
+| fused, its own forward pass | retrain's fast pass, or transformers' pass, samples in the process of retrain |
 | a server | `engine = "pytorch"` refuses; a [server](inference-engines.md) samples, if it serves the family |
-| packed | the learner computes rows without padding |
-| padded | the learner pads rows and leaves attention to the model |
+| packed, padded | the learner needs no padding, or pads rows and leaves attention to the model |
 | refused | the family does not train, for the reason given |
 | largest difference | log-probs of the sampler and the learner, or the learner, against transformers in float64 |
 
 Half precision rounds more than these float32 figures. The [parity gate](parity.md) measures your model
-before the first step. retrain tries a family that is not here on four tokens before anything else.
-
-A model of text and images, such as Gemma 3 from 4B on, trains on text: the adapter leaves the vision
-tower alone.
+before the first step. retrain tries a family that is not here on four tokens before anything else. A
+model of text and images, such as Gemma 3 from 4B on, trains on text, without the vision tower.
 
 {table}
 
 The models are tiny, with random weights, a LoRA adapter on every linear layer, and prompts longer than
-every sliding window. `{command}` wrote this page on {date}
-({machine}; {versions}).
+every sliding window. `{command}` wrote this page on {date} ({machine}; {versions}).
 """
 
 

@@ -110,7 +110,7 @@ class Completion:
     """[T] sampled tokens, the sampled EOS included; nothing comes after it."""
     logprobs: Float32Array
     """[T] natural log-probabilities of the sampled distribution: softmax(logits / temperature),
-    renormalised where it is truncated."""
+    renormalized where it is truncated."""
     entropies: Float32Array | None
     """[T] Shannon entropy in nats of the distribution each token was drawn from; None where the
     engine has only log-probs."""

@@ -74,10 +74,7 @@ def _defined_in(module: Any) -> list[str]:
 
 
 def _class(name: str, value: type) -> Iterator[str]:
-    yield f"### {name}"
-    # A dataclass without a docstring has its signature there, which the table below repeats.
-    if (text := _doc(value)) and not text.startswith(f"{name}("):
-        yield text
+    yield f"### {name}\n\n{_doc(value)}"
     if dataclasses.is_dataclass(value):
         docs = field_docs(value)
         rows = [

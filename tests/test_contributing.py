@@ -78,7 +78,7 @@ PROOFS: dict[str, Callable[[Path], bool]] = {
         lines(folder / "metrics.jsonl")[0]["condition"] == "maxrl+make_transform_spec"
     ),
     "An uncertainty": lambda folder: 0 < lines(folder / "metrics.jsonl")[0]["entropy_mean"] < 1,
-    "An algorithm": lambda folder: lines(folder / "metrics.jsonl")[0]["condition"] == "centred",
+    "An algorithm": lambda folder: lines(folder / "metrics.jsonl")[0]["condition"] == "centered",
     "A loss": lambda folder: 1.9 < lines(folder / "metrics.jsonl")[0]["loss_metrics"]["gate"] < 2.1,
     "A reward": lambda folder: lines(folder / "metrics.jsonl")[0]["reward_could_not_judge"] == 0,
     "A reward of a whole group": lambda folder: all(map(_distinct, by_prompt(folder))),

@@ -83,11 +83,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("examples", "retrain"):
         (folder / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "retrain.toml", folder)
-    programs = (
-        "scripts/servers/tinker-setup.sh",
-        "scripts/servers/tinker-start.sh",
-        "home/.cache/retrain/environments/verifiers/bin/python",
-    )
+    programs = ("scripts/servers/tinker-setup.sh", "scripts/servers/tinker-start.sh")
     for name in (".venv/bin/activate", "docs/empty", *programs):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch(mode=0o755)

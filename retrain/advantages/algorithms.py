@@ -123,7 +123,7 @@ class AdvantageContext:
 
     @property
     def turn_rewards(self) -> list[tuple[float, ...]]:
-        """[G][turns] the reward of each turn; empty tuples if only the whole has a reward."""
+        """[G][turns] the reward of each turn. Empty tuples if only the whole has a reward."""
         return [member.score.turn_rewards for member in self._source("turn_rewards").members]
 
     def _source(self, name: str) -> Group:

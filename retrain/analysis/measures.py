@@ -77,7 +77,7 @@ class Metric:
             return ""
         words = judge_words(plan.rewards, config.reward)
         if config.reward.combine != "sum" and self.name not in _RIGHT_BY_SUM:
-            words += ", each normalised within its group"
+            words += ", each normalized within its group"
         return words
 
     def of(self, run: StoredRun) -> float | None:

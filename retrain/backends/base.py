@@ -193,7 +193,7 @@ class Backend(Offers, ABC):
 
     @abstractmethod
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
-        """Take one step on the rows of one batch: `updates_per_batch` passes of `minibatches`
+        """Take one step on the rows of one batch, with `updates_per_batch` passes of `minibatches`
         optimizer updates.
 
         `rows` are all judged completions of the step, since aggregation = "constant" divides by
@@ -208,7 +208,7 @@ class Backend(Offers, ABC):
         raise NotImplementedError
 
     def supervise(self, config: "TrainConfig | None") -> None:
-        """Take supervised steps with the settings of `config` from now on: `train` minimises the
+        """Take supervised steps with the settings of `config` from now on: `train` minimizes the
         mean cross-entropy of the rows' actions. None: turn to reinforcement, with a new optimizer.
 
         Called before `load` where the stored state lies within the supervised stage.
@@ -231,7 +231,7 @@ class Backend(Offers, ABC):
     @abstractmethod
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         """Return the learner's log-probs of each row's action tokens, [T] each, without gradient,
-        at the training temperature unless one is given.
+        at `temperature` or else the training temperature.
 
         retrain asks for another temperature only if the engine's log-probs are raw: theirs is 1.
         """

@@ -1,4 +1,4 @@
-"""`retrain inspect RUN`: the credit of every token of a step, in colour or as a table, under one or
+"""`retrain inspect RUN`: the credit of every token of a step, in color or as a table, under one or
 more transforms.
 """
 
@@ -41,7 +41,7 @@ def command(
     sample: Annotated[
         int | None, typer.Option(help="One completion of the prompt; by default all.")
     ] = None,
-    by: Annotated[Quantity, typer.Option(help="What colours a token.")] = Quantity.ADVANTAGE,
+    by: Annotated[Quantity, typer.Option(help="What colors a token.")] = Quantity.ADVANTAGE,
     detectors: Annotated[
         bool,
         typer.Option("--detectors", help="Show the masks of both planning detectors side by side."),
@@ -51,7 +51,7 @@ def command(
     ] = "",
     table: Annotated[
         bool,
-        typer.Option("--table", help="One line per token; the default where there is no colour."),
+        typer.Option("--table", help="One line per token; the default where there is no color."),
     ] = False,
     trust: Trust = False,
     form: Form = "text",

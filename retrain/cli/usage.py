@@ -13,7 +13,7 @@ COMMANDS = {
     "diff": "the first step and field in which two runs differ",
     "verify": "take recorded steps again, and compare every byte",
     "report": "one HTML page of a run or campaign",
-    "inspect": "the credit of every token of a step, in colour",
+    "inspect": "the credit of every token of a step, in color",
     "audit": "how often a reward errs on answers whose verdict is known",
     "power": "how many seeds it takes to find a difference",
     "xray": "what objective an advantage climbs, before any run",

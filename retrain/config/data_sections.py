@@ -160,7 +160,7 @@ class Reward(Section):
     combine: Literal["sum", "normalise_then_sum"] = key(
         "sum",
         "How the rewards of a completion become one: the weighted sum, or each reward first"
-        " normalised within its group.",
+        " normalized within its group.",
     )
     overlong_buffer: int = key(
         0,
@@ -251,7 +251,7 @@ class Reward(Section):
     )
     normalize: Literal["none", "hendrycks"] = key(
         "none",
-        "Normalisation of both sides before match or majority compares them.",
+        "Normalization of both sides before match or majority compares them.",
         parameter_of=("match", "majority"),
     )
     correct_threshold: float = key(0.5, "A completion is correct when its reward is above this.")

@@ -200,7 +200,7 @@ class TinkerOptions(Section):
     loss_reduction: Literal["sum", "mean"] = key(
         "sum",
         "How the service adds up a loss: sum, as the hosted one does, or mean over positions and"
-        " rows (SkyRL's JAX backend); the gradient is normalised by [loss] aggregation either way.",
+        " rows (SkyRL's JAX backend); the gradient is normalized by [loss] aggregation either way.",
     )
     timeout_s: float = key(1800, "Maximum wait for one answer, in seconds.", gt=0)
 
@@ -295,7 +295,7 @@ class Training(Section):
     )
     top_k: int = key(
         0,
-        "Sample from, and train over, the k most probable tokens at each position, renormalised; 0"
+        "Sample from, and train over, the k most probable tokens at each position, renormalized; 0"
         " is off.",
         ge=0,
         needs="kept_sets",

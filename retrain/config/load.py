@@ -99,7 +99,7 @@ def config_from_mapping(
 
 
 def config_from_toml(text: str, path: Path | None = None) -> TrainConfig:
-    """Build a configuration from a TOML text; `path` is named in errors. No variable is read."""
+    """Build a configuration from a TOML text, without variables. Errors name `path`."""
     return _build(parse_named(text, str(path or "the configuration")), [], path)
 
 
@@ -107,8 +107,8 @@ def load_stored(path: str | Path, *, to_read: bool = False) -> TrainConfig:
     """Load the configuration stored in a run's folder; environment variables do not apply. No code
     that it names is run.
 
-    With `to_read`, a configuration that today's rules would refuse is loaded too, for runs made by
-    an earlier version.
+    With `to_read`, it also loads a configuration that today's rules would refuse, for runs of an
+    earlier version.
     """
     file = Path(path)
     config = _build(read_toml(file), [], file, rules=not to_read)

@@ -360,7 +360,7 @@ class Squeeze(Section):
     )
     adapter_path: PathText = key(
         "",
-        "Adapter to analyse, a PEFT folder or a tinker:// path; a file with this key and no"
+        "Adapter to analyze, a PEFT folder or a tinker:// path; a file with this key and no"
         " [campaign] is a squeeze job.",
     )
     source_rank: int = key(0, "Expected rank of the adapter; 0 reads it from the weights.", ge=0)

@@ -19,8 +19,7 @@ def dump_toml(config: TrainConfig) -> str:
     """Write every key with its value, under canonical names, as TOML. Loading the text gives an
     equal configuration.
 
-    Keys whose being unset says something that no value can say are left out while they are unset,
-    and so are the sections that act by being there.
+    It leaves out unset keys whose absence has a meaning, and sections that act by their presence.
     """
     sections = []
     for section, model in section_models().items():

@@ -270,8 +270,8 @@ def epoch_order(
 
 
 def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) -> PromptSet:
-    """Render every example. Those that may reach the end of the context are encoded, the others
-    only when they are used.
+    """Render every example. It encodes prompts that may reach the end of the context now, and the
+    others at their first use.
 
     It drops a prompt that leaves no room for a token in the model's context. A completion has
     `[training] max_tokens`, or the rest of the context if that is less. Raises ConfigurationError

@@ -42,9 +42,9 @@ Uniforms = npt.NDArray[np.float64]
 
 
 class PromptSampler(ABC):
-    """Chooses the prompts of each step. It is made as `Sampler(examples, params)` of the run's
-    examples and the table `[data] sampler_params`; `size` is the number of examples. `choose` must
-    be a function of its arguments and of what was observed; only `observe` and `load` may change
+    """Chooses the prompts of each step. retrain calls `Sampler(examples, params)` with the run's
+    examples and the table `[data] sampler_params`. `size` is the number of examples. `choose`
+    depends on its arguments and on earlier observations alone; only `observe` and `load` may change
     the sampler.
     """
 

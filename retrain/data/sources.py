@@ -590,8 +590,8 @@ _registered: dict[str, DataLoader] = {}
 
 
 def register_source(name: str, loader: DataLoader) -> None:
-    """Make `[data] source = name` call `loader(**params)`, as a data plugin is called. Raises
-    ValueError if the name is taken.
+    """Make `[data] source = name` call `loader(**params)`, like a data plugin. Raises ValueError if
+    the name exists.
     """
     if name in _registered or name in builtin_names("data"):
         raise ValueError(f"data source {name!r} exists already; choose another name")

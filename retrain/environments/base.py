@@ -57,8 +57,8 @@ class Episode(ABC):
 
     @abstractmethod
     def reset(self, example: Example, seed: int) -> list[ChatMessage] | Observation | None:
-        """Begin with the problem `example`; None opens with the example's prompt, messages open
-        with those instead.
+        """Begin with the problem `example`. None opens with the example's prompt, messages replace
+        it.
 
         `seed` is the same for all episodes of a group, and for the same step of a resumed run.
         """

@@ -33,9 +33,10 @@ class NoiseKey:
     prompt: int
 
     def seed_of(self, sample: int, position: int = 0) -> int:
-        """Return a seed of 31 bits for one completion, for a sampler that draws its own noise: the
-        same for every condition of a campaign. `position` is the request's first one: a later turn
-        with the seed of an earlier one would draw by noise that its own history tells of.
+        """Return a seed of 31 bits for one completion, for a sampler with its own random numbers.
+        It is the same for every condition of a campaign. `position` is the request's first one: a
+        later turn with the seed of an earlier one would draw by noise that its own history tells
+        of.
         """
         place = self.step, self.prompt, sample, position
         return int(uniform(self.seed, self.stream, *place) * 2**31)
@@ -44,7 +45,7 @@ class NoiseKey:
 @dataclass(frozen=True)
 class Truncation:
     """The tokens that the sampled distribution keeps (`model/truncation.py` has the definition); it
-    is renormalised over them.
+    is renormalized over them.
     """
 
     top_k: int = 0
@@ -64,6 +65,8 @@ WHOLE_VOCABULARY = Truncation()
 
 @dataclass(frozen=True)
 class SampleRequest:
+    """One prompt and the settings of its completions."""
+
     prompt_ids: Int32Array
     """[P], P >= 1."""
     count: int
@@ -142,7 +145,7 @@ class EngineCapabilities:
     entropy: bool = False
     """Shannon entropy of every token's distribution."""
     kept_set: bool = False
-    """Truncated requests are served: log-probs are of the renormalised distribution, and
+    """Truncated requests are served: log-probs are of the renormalized distribution, and
     completions say how many tokens it kept."""
     prefix_cache: bool = False
     """It can compute a prompt once for all of its completions; [inference] prefix_caching switches

@@ -52,9 +52,9 @@ class FailureGuard:
     """Watches the rate of could-not-judge over the last `window` steps. The trainer calls `observe`
     once per step.
 
-    The run stops when the failures exceed what `max_failure_rate` allows in a whole window (the
-    first steps are scaled up to one, so that one failure in the first step does not count as 6%),
-    or when nothing at all could be judged. A rate of 1 switches it off.
+    The run stops if the failures of a whole window exceed `max_failure_rate`, or if the reward
+    could judge nothing. The first steps count as a whole window, so that one failure in the first
+    step is not 6%. A rate of 1 switches it off.
     """
 
     def __init__(self, max_failure_rate: float, window: int = WINDOW_STEPS) -> None:
@@ -84,8 +84,8 @@ class FailureGuard:
             raise _too_many_failures(what, reasons, self._max_failure_rate)
 
     def check_end(self) -> None:
-        """Raise RunFailed, with the most frequent reason, if a run ends of whose last completions
-        none could be judged, however few they are.
+        """Raise RunFailed, with the most frequent reason, if the reward could judge none of the
+        last completions at the end of a run.
         """
         reasons, total = Counter[str](), sum(step.total for step in self._steps)
         for step in self._steps:
@@ -97,7 +97,9 @@ class FailureGuard:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return [total, {reason: count}] for each step in the window as JSON, oldest first."""
+        """Return the total and the counts by reason of each step in the window as JSON, oldest
+        first.
+        """
         return {"steps": [[step.total, step.reasons] for step in self._steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

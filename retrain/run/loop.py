@@ -78,14 +78,13 @@ def train(
 ) -> Run:
     """Run `config` to its last step, or resume the run that `[resume] from` names.
 
-    `reward` and `advantage` are functions, of a notebook perhaps, in place of the plugins that
-    `config` names; their source is kept in the run's folder.
+    `reward` and `advantage` are functions, for example from a notebook, instead of the plugins that
+    `config` names. The run's folder keeps their source.
 
-    `overwrite` empties a run folder that carries our marker; `quiet` prints the start, the
-    evaluations and the end alone, as `Verbosity.QUIET` does; `skip_parity` trusts the engine
-    unseen; the lines `said` are printed first. Raises ConfigurationError,
-    EnvironmentFailure, RunFailed or Interrupted, with the steps completed so far saved. A second
-    signal raises StoppedAtOnce, which saves nothing.
+    `overwrite` empties a run folder of retrain. `quiet` prints only the start, the evaluations and
+    the end, like `Verbosity.QUIET`. `skip_parity` trusts the engine unseen. The output begins with
+    the lines `said`. Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted, with
+    the steps completed so far saved. A second signal raises StoppedAtOnce, which saves nothing.
     """
     functions = {"reward.type": reward, "algorithm.advantage_mode": advantage}
     given = {key: function for key, function in functions.items() if function}

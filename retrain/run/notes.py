@@ -384,7 +384,7 @@ def _truncation_note(config: TrainConfig) -> str:
     if config.may_be_positive("loss.kl_coef"):
         kl = "; the KL term is against the whole distribution of [loss] kl_reference"
     return (
-        f"[training] {values}: sampled and trained as the distribution renormalised over the kept"
+        f"[training] {values}: sampled and trained as the distribution renormalized over the kept"
         " tokens, so log-probs, surprisals and entropies are of that distribution, and a position"
         f" where one token is kept trains nothing{kl}."
     )

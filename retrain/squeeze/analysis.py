@@ -78,10 +78,9 @@ class LayerSpectrum:
         return (self.scale * self.singular_values[0]) ** 2 * self._cumulative[-1]
 
     def retained(self, k: int) -> float:
-        """Return V(k), the fraction of the sum of squared singular values in the first k; sqrt(1 -
-        V) is the relative Frobenius error.
-
-        1 from the effective rank on. Raises ValueError for k < 1 and for a layer of zeros.
+        """Return V(k), the fraction of the sum of squared singular values in the first k. sqrt(1 -
+        V) is the relative Frobenius error. V is 1 from the effective rank on. Raises ValueError for
+        k < 1 and for a layer of zeros.
         """
         if k < 1:
             raise ValueError(f"rank {k} is not a rank; give 1 or more")
@@ -93,7 +92,7 @@ class LayerSpectrum:
 
     def lost(self, k: int) -> float:
         """Return 1 - V(k), summed over the values that rank k cuts off, so that a small loss keeps
-        its digits; 0 for a layer of zeros.
+        its digits. A layer of zeros has 0.
 
         Its square root is the relative Frobenius error of the update at rank k. Raises ValueError
         for k < 1.
@@ -179,6 +178,8 @@ Rule = Literal["mean", "min"]
 
 @dataclass(frozen=True)
 class Analysis:
+    """The ranks of an adapter and the rank to keep."""
+
     adapter: Path
     source_rank: int
     """The largest rank of a layer."""

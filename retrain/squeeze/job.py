@@ -168,6 +168,8 @@ REPORT_FILE = "squeeze.json"
 
 @dataclass(frozen=True)
 class SqueezeResult:
+    """The results of a squeeze job."""
+
     analysis: Analysis
     compression: Compression | None = None
     """None without `[squeeze] output_path`."""
@@ -253,7 +255,7 @@ def _print(line: str, file: TextIO | None = None) -> None:
 def squeeze_adapter(
     config: "TrainConfig", adapter_path: Path, *, overwrite: bool = False, progress: Say = _silence
 ) -> SqueezeResult:
-    """Analyse the adapter as `[squeeze]` says; with `output_path` also compress it, with `evaluate`
+    """Analyze the adapter as `[squeeze]` says; with `output_path` also compress it, with `evaluate`
     also evaluate both adapters.
 
     A campaign calls this after its first run, with that run's adapter. Raises ConfigurationError,

@@ -49,7 +49,7 @@ class Xray:
 
     @property
     def coefficients(self) -> Float64Array:
-        """[G] A(right | k+1) - A(wrong | k): the Bernstein coefficients of f'."""
+        """[G] the Bernstein coefficients of f', A(right | k+1) - A(wrong | k)."""
         return self.right[1:] - self.wrong[:-1]
 
     def weight(self, rates: Rates) -> Float64Array:

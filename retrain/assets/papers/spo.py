@@ -8,7 +8,7 @@ from retrain.advantages import StepAdvantageContext
 
 
 class Tracked:
-    """The reward minus the tracked rate of its prompt, standardised over the step."""
+    """The reward minus the tracked rate of its prompt, standardized over the step."""
 
     step_level = True
 
