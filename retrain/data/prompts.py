@@ -109,9 +109,7 @@ def subset(examples: list[Example], limit: int) -> list[Example]:
 
 
 def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> str | None:
-    """Return one sentence if a held-out problem is also a training problem, or the beginning of a
-    conversation to learn from, word for word.
-    """
+    """Return a sentence if a held-out problem is, or begins, a training example, word for word."""
     seen = set(chain.from_iterable(map(_beginnings, train)))
     shared = [example.example_id for example in heldout if _beginnings(example)[-1] in seen]
     if not shared:

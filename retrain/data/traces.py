@@ -67,7 +67,7 @@ class TraceSet:
 
     traces: tuple[Trace, ...]
     examples: Sequence[Example]
-    """The rows that they were made from, and the rows that did not fit."""
+    """Every row that was read, also one that did not fit."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the start of the run."""
 
