@@ -615,7 +615,7 @@ def load_supervised(config: TrainConfig, text: TextModel, log: Say) -> Supervise
         return None
     log(LogLine("Loading traces..."))
     stage = SupervisedStage.load(config, text)
-    log(LogLine(f"Loaded {stage.words}", f"{len(stage.traces):,} traces"))
+    log(LogLine(f"Loaded {stage.words}", counted(len(stage.traces), "trace")))
     for note in stage.traces.notes:
         log(note)
     return stage
