@@ -580,6 +580,7 @@ def test_folders_made_in_one_second_are_numbered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from retrain.campaign.manifest import open_campaign
+    from retrain.campaign.plan import check
 
     monkeypatch.chdir(tmp_path)
     values = sections(tmp_path)
@@ -590,7 +591,9 @@ def test_folders_made_in_one_second_are_numbered(
         "campaign_20261121_120000-2",
         "campaign_20261121_120000-3",
     ):
-        with open_campaign(config_from_mapping(values), now) as (plan, manifest):
+        config = config_from_mapping(values)
+        checked = check(plan_campaign(config, Path("campaign")))
+        with open_campaign(config, checked, now) as (plan, manifest):
             assert plan.folder == Path("logs") / name
             assert [entry.status for entry in Manifest.read(plan.folder).runs] == [
                 Status.PENDING
