@@ -129,9 +129,11 @@ def _run_campaign(config: Any, **_: Any) -> Any:
     from campaigns import problems, write_run
 
     from retrain.campaign.manifest import open_campaign
+    from retrain.campaign.plan import check, plan_campaign
     from retrain.config import dump_toml
 
-    with open_campaign(config, datetime.now().astimezone()) as (plan, manifest):
+    checked = check(plan_campaign(config, Path("campaign")))
+    with open_campaign(config, checked, datetime.now().astimezone()) as (plan, manifest):
         for run in plan.runs:
             right = [int(index < 60 + run.seed * len(run.condition) % 4) for index in range(100)]
             folder = write_run(

@@ -580,18 +580,15 @@ def test_folders_made_in_one_second_are_numbered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from retrain.campaign.manifest import open_campaign
+    from retrain.campaign.plan import check
 
     monkeypatch.chdir(tmp_path)
-    values = sections(tmp_path)
-    values.pop("logging")
-    now = datetime(2026, 11, 21, 12, 0, 0)
-    for name in (
-        "campaign_20261121_120000",
-        "campaign_20261121_120000-2",
-        "campaign_20261121_120000-3",
-    ):
-        with open_campaign(config_from_mapping(values), now) as (plan, manifest):
-            assert plan.folder == Path("logs") / name
+    values = {key: value for key, value in sections(tmp_path).items() if key != "logging"}
+    config, now = config_from_mapping(values), datetime(2026, 11, 21, 12, 0, 0)
+    checked = check(plan_campaign(config, Path("campaign")))
+    for end in ("", "-2", "-3"):
+        with open_campaign(config, checked, now) as (plan, manifest):
+            assert plan.folder == Path(f"logs/campaign_20261121_120000{end}")
             assert [entry.status for entry in Manifest.read(plan.folder).runs] == [
                 Status.PENDING
             ] * 4 and manifest.timestamp
