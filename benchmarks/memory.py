@@ -3,8 +3,7 @@
 Each point is a fresh process with one thread that samples and learns, and then does so again: one
 prompt of 64 tokens, 8 completions of 96, which are forced. The models are the lab model and one of
 SmolLM2-135M's shapes with random weights. The peak is counted above what Python and the imported
-modules hold. The exit code is 1 if a prediction is off by more than 5% and
-16 MiB, which is what the libraries differ by between processors.
+modules hold. The exit code is 1 if a prediction is off by more than 5% and 16 MiB.
 """
 
 import argparse

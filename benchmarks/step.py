@@ -26,7 +26,6 @@ from report import add_output, load_average, publish, table, versions_line
 
 from retrain.model.text import resolve_model
 
-RANK = 16
 _STORY = (
     "A farmer has {a} baskets with {b} apples in each of them. On Monday she sells {c} apples at"
     " the market for {d} cents each, and on Tuesday she gives one third of what is left to her"
@@ -63,6 +62,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="lab", help='a model folder, or "lab"')
+    parser.add_argument("--rank", type=int, default=16, help="0 trains all weights")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
@@ -164,7 +164,7 @@ def main() -> None:
         common: dict[str, Any] = {
             "model": str(Path(folder) / "model"),
             "data": str(data),
-            "rank": RANK,
+            "rank": arguments.rank,
             "prompts": arguments.prompts,
             "group": arguments.group,
             "tokens": arguments.tokens,
@@ -180,17 +180,18 @@ def main() -> None:
         settings = make_settings(arguments, common)
         for _ in range(arguments.repeats):
             versions += [measure(setting, arguments.steps) for setting in settings]
-    head = ["setting", "seconds per step", "retrain's / its", "sample", "learn", "other",
-    "peak GiB", "retrain's / its",
-            "rows x mean tokens"]  # fmt: skip
+    head = ["setting", "seconds per step", "retrain's / its", "sample", "learn", "other", "peak GiB",
+            "retrain's / its", "rows x mean tokens"]  # fmt: skip
     name = Path(arguments.model).name
+    full = "" if arguments.rank else "full-"
+    what = f"LoRA r{arguments.rank} on every linear layer" if arguments.rank else "all weights"
     publish(
-        f"step-{name}-{arguments.prompts}x{arguments.group}x{arguments.tokens}",
+        f"step-{full}{name}-{arguments.prompts}x{arguments.group}x{arguments.tokens}",
         f"A whole step, {name}, {arguments.prompts} prompts x {arguments.group} completions x"
         f" {arguments.tokens} tokens",
         [
             (
-                f"fp32, LoRA r{RANK} on every linear layer, {arguments.threads} threads, best of"
+                f"fp32, {what}, {arguments.threads} threads, best of"
                 f" {arguments.repeats} x {arguments.steps - 1} steps after a warm-up step."
                 f" {versions_line(*versions)}."
             ),

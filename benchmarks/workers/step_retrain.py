@@ -27,7 +27,8 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
                 {
                     "model": {
                         "model": settings["model"],
-                        "lora_rank": settings["rank"],
+                        "train": "lora" if settings["rank"] else "full",
+                        "lora_rank": settings["rank"] or 1,
                         "dtype": settings.get("dtype", "fp32"),
                     },
                     "inference": {"dtype": settings["inference_dtype"]},

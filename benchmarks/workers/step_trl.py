@@ -75,7 +75,8 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
         json.loads(line)["prompt"] for line in Path(settings["data"]).read_text().splitlines()
     ]
     rng = np.random.default_rng(0)
-    on_cpu = settings.get("device", "cpu") == "cpu"
+    on_cpu, rank = settings.get("device", "cpu") == "cpu", settings["rank"]
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         completions = settings["prompts"] * settings["group"]
@@ -92,9 +93,7 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
                     (rng.random(len(completions)) < 0.5).astype(float).tolist()
                 ),
                 train_dataset=Dataset.from_dict({"prompt": prompts}),
-                peft_config=LoraConfig(
-                    r=settings["rank"], lora_alpha=2 * settings["rank"], target_modules="all-linear"
-                ),
+                peft_config=lora,
                 args=GRPOConfig(
                     output_dir=folder,
                     max_steps=request["steps"],
