@@ -52,7 +52,7 @@ BUDGETS: dict[str, int] = {
     "bytes of the package's other files": 6_897_916,
     "lines of tests": 54_594,
     "lines of benchmarks": 5_125,
-    "words of the pages": 66_996,
+    "words of the pages": 66_958,
 }
 """The most of each that there may be. A budget only falls: lower it when you remove something.
 
