@@ -44,7 +44,7 @@ first-look: $(STAMP) ## README's first picture: the standard ablation on the lab
 		--log-dir logs/first-look $(if $(wildcard logs/first-look/manifest.json),--resume logs/first-look)
 	@$(BIN)/python scripts/first_look.py logs/first-look maxrl+gtpo_hicra --output docs/first-look.png
 
-replications: $(STAMP) ## docs/replications: four claims of papers on the lab (an hour on 2 cores; continues where it stopped; ONLY=nsr), or with SMOLLM2=FOLDER on that model (hours)
+replications: $(STAMP) ## benchmarks/results/replications: four claims of papers on the lab (an hour on 2 cores; continues where it stopped; ONLY=nsr), or with SMOLLM2=FOLDER on that model (hours)
 	$(BIN)/python scripts/replications.py $(ONLY) $(if $(SMOLLM2),--smollm2 "$(SMOLLM2)")
 
 test: $(STAMP) ## the tests and the ten slowest, in one process more than there are cores

@@ -46,13 +46,13 @@ BUDGETS: dict[str, int] = {
     "retrain/squeeze/": 6_462,
     "retrain/tracking/": 6_972,
     "retrain/xray/": 1_897,
-    "scripts/": 15_492,
+    "scripts/": 15_489,
     "examples/": 2_116,
     "core/": 132,
     "bytes of the package's other files": 6_897_916,
     "lines of tests": 54_594,
     "lines of benchmarks": 5_125,
-    "words of the pages": 72_314,
+    "words of the pages": 66_958,
 }
 """The most of each that there may be. A budget only falls: lower it when you remove something.
 

@@ -1,5 +1,5 @@
-"""docs/replications: claims of papers, tried on the lab and on a real model, with what was predicted
-before the first run.
+"""benchmarks/results/replications: claims of papers, tried on the lab and on a real model, with
+what was predicted before the first run.
 
     python scripts/replications.py                  # all four, each continued where it stopped
     python scripts/replications.py nsr              # one of them
@@ -33,7 +33,7 @@ from retrain.types import Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "examples" / "replications"
-PAGES = ROOT / "docs" / "replications"
+PAGES = ROOT / "benchmarks/results/replications"
 CLAIMS = ("luck", "nsr", "ranks", "mismatch")
 METRICS = {
     "nsr": ("pass@1", "pass@8", "pass@64"),
@@ -143,7 +143,7 @@ def _head(name: str) -> Iterator[str]:
     lines = [line.removeprefix("# ").removeprefix("#") for line in comment.splitlines()]
     lines = [line for line in lines if line and "make replications" not in line]
     title, *rest = lines
-    lab = "../lab.md"
+    lab = "../../../docs/lab.md"
     if name.endswith(SMOLLM2):  # what was found there
         lab = f"{name.removesuffix(SMOLLM2)}.md"
     yield from (f"# {title.partition(':')[0]}", "")

@@ -179,7 +179,7 @@ def test_a_table_that_a_phone_cannot_show_is_found_in_every_folder(
 ) -> None:
     monkeypatch.setattr(docs_check, "ROOT", tmp_path)
     wide, long = "| a | b | c | d | e |\n", f"| {'x' * 161} |\n"
-    for name in ("docs/one.md", "docs/dev/two.md", "docs/replications/three.md"):
+    for name in ("docs/one.md", "docs/dev/two.md", "docs/a/three.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(wide + long, encoding="utf-8")
     found = [

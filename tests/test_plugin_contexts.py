@@ -32,7 +32,7 @@ from retrain.types import (
 )
 from tests.runs import lines, small, small_run, timeless
 
-CREDIT = Path(__file__).parents[1] / "docs" / "advantages.md"
+PAGE = Path(__file__).parents[1] / "docs" / "plugins.md"
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +164,7 @@ def test_a_wrong_shape_is_named_before_the_first_step(body: str, sentence: str) 
 
 
 def test_the_documents_gdpo_is_the_papers_formula() -> None:
-    (source,) = re.findall(r"```python\n(.*?def gdpo.*?)```", CREDIT.read_text(), re.DOTALL)
+    (source,) = re.findall(r"```python\n((?:(?!```).)*def gdpo.*?)```", PAGE.read_text(), re.DOTALL)
     made = pipeline(source, "gdpo")
     assert made.notes == []
     credit = made.assign(step(), 0, 0.0)

@@ -20,7 +20,9 @@ def test_a_replication_keeps_its_runs_where_the_program_looks_for_them(path: Pat
     assert path.stem.removesuffix(replications.SMOLLM2) in replications.CLAIMS
 
 
-@pytest.mark.parametrize(("name", "link"), [("nsr", "../lab.md"), ("nsr-smollm2", "nsr.md")])
+@pytest.mark.parametrize(
+    ("name", "link"), [("nsr", "../../../docs/lab.md"), ("nsr-smollm2", "nsr.md")]
+)
 def test_a_page_leads_to_the_lab_or_to_what_was_found_there(name: str, link: str) -> None:
     assert f"on [the lab]({link})" in "\n".join(replications._head(name))
 

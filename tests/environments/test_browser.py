@@ -145,8 +145,7 @@ def test_the_tokens_are_read_by_keyboard(browser: Browser, pages: dict[str, Path
 SITE_PAGES = (
     "", "getting-started/", "configuration/", "comparing/", "papers/", "inference-engines/", "reliability/",
     "rewards/", "campaigns/", "capacity-planning/", "resuming/", "coming-from/", "reading-a-run/", "plugins/",
-    "models/", "lab/", "dev/engines/",
-    "replications/mismatch/", "replications/nsr/", "replications/ranks/",
+    "models/", "lab/", "dev/engines/", "replications/",
 )  # fmt: skip
 SIDEWAYS = """[...document.querySelectorAll(".md-typeset__scrollwrap")]
     .filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText.slice(0, 40))"""
