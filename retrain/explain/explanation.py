@@ -71,7 +71,7 @@ ALPHA, POWER = 0.05, 0.8
 
 @dataclass(frozen=True)
 class Power:
-    """The effects that a campaign's seeds can detect if every condition is compared with the
+    """The effects that a campaign's seeds can detect when retrain compares every condition with the
     first.
     """
 
@@ -80,9 +80,10 @@ class Power:
     seeds_needed: int
     """The fewest seeds with which anything can be significant."""
     detectable: float | None
-    """The smallest mean difference found with a probability of POWER, in the pilot's metric, or
-    without a pilot in standard deviations of the paired differences. None if nothing can be
-    significant."""
+    """The smallest mean difference that a campaign finds with a probability of POWER. The unit is
+    the pilot's metric; without a pilot it is the standard deviation of the paired differences; None
+    if no result can be significant.
+    """
     metric: str | None
     """The metric of the pilot; None without a pilot that shows the spread."""
     cheapest: Design | None = None
@@ -166,7 +167,7 @@ def caveats(
 
 
 CAMPAIGN_FOLDER = Path("logs/campaign_<time>")
-"""Placeholder: the real folder is named after the time of the start."""
+"""Placeholder: a campaign names the real folder after the time of its start."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ class Explanation:
     config: TrainConfig
     settings: tuple[Setting, ...]
     unused: tuple[str, ...]
-    """One sentence per key that was set but has no effect."""
+    """One sentence per key that the user set without an effect."""
     refused: tuple[str, ...]
     """One sentence per reason why the configuration would not start."""
     unavailable: tuple[str, ...] = field(default=(), kw_only=True)
@@ -215,13 +216,14 @@ class Explanation:
     """The adapter of a squeeze job."""
     warnings: tuple[str, ...] = field(default=())
     engine: EngineCapabilities | None = None
-    """The declared capabilities of the engine; None if the backend samples by itself or the
-    declaration cannot be read."""
+    """The capabilities that the engine declares; None if the backend samples by itself or retrain
+    cannot read the declaration.
+    """
     backend: BackendCapabilities | None = None
     traces: Sequence[str] = ()
     """The size of the supervised stage, then a few traces with the learned part marked."""
     losses: tuple[str, ...] = ()
-    """One sentence on each plugin of [loss]: what was proved of it, and what it declares."""
+    """One sentence on each plugin of [loss]: what retrain proved of it, and what it declares."""
 
     @property
     def kind(self) -> Literal["run", "campaign", "squeeze"]:
@@ -285,12 +287,12 @@ def explain(
     memory_gib: float | None = None,
     say: Say = lambda line: None,
 ) -> Explanation:
-    """Predict what `config` would do. Nothing is started except the one step of `probe`, and
-    nothing is written.
+    """Predict what `config` would do. This writes no file, and starts only the step of
+    `probe`.
 
-    `pilot` is a folder of runs from which step times are taken; `memory_gib` is the memory of a
-    device on another machine. Raises ConfigurationError for a pilot without steps, and with `probe`
-    whatever a run raises before its first step ends.
+    `pilot` is a folder of runs that gives the step times; `memory_gib` is the memory of a device on
+    another machine. Raises ConfigurationError for a pilot without steps, and with `probe` whatever
+    a run raises before its first step ends.
     """
     note_secrets(config)
     settings, unused = tuple(_settings(config)), tuple(unused_keys(config))
@@ -363,7 +365,7 @@ def _capabilities(
             else _unique(chain.from_iterable(loss_notes(config) for config in configs))
         )
         return declared_engine(configs[0]), declared_backend(configs[0]), problems, losses
-    except ConfigurationError as error:  # a plugin that cannot be loaded
+    except ConfigurationError as error:  # A plugin does not load.
         return None, None, list(error.problems), ()
 
 
@@ -532,7 +534,7 @@ def _memory(
 
 
 def _adapter_of(settings: Squeeze) -> "tuple[LoraAdapter | None, list[str]]":
-    """Read the adapter of a squeeze job, or return why the job would be refused."""
+    """Read the adapter of a squeeze job, or return the reason why retrain would refuse the job."""
     from retrain.squeeze.adapter import read_adapter
     from retrain.squeeze.analysis import checked_ranks, svd_device
     from retrain.squeeze.job import check_settings

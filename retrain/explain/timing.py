@@ -117,14 +117,14 @@ class Schedule:
     total_runs: int
     steps_per_run: int
     steps_done: int
-    """Steps already done, over all runs, when a run or campaign is resumed."""
+    """Steps that earlier sessions took, over all runs, when a run or campaign resumes."""
     effective_parallelism: int
     recommended: Workers | None
     """The number of workers that the machine suggests; None for a single run."""
     devices: int
     """Devices in use at the same time."""
     step_time: StepTime | None
-    """Seconds for one step of one run; None if nothing was measured."""
+    """Seconds for one step of one run; None without a measurement."""
     price_per_hour: float
     """Price of one device hour; 0 if it is not known."""
 
