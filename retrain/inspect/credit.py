@@ -1,7 +1,7 @@
-"""The credit of one step, completion by completion, from its token file; also under other
+"""Compute the credit of one step, completion by completion, from its token file; also under other
 transforms.
 
-Another transform is computed by the training credit pipeline from the stored token ids, log-probs,
+The training credit pipeline computes another transform from the stored token ids, log-probs,
 entropies and rewards.
 """
 
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 
 class Pieces:
     """The text of tokens under a run's tokenizer. Raises EnvironmentFailure if the tokenizer cannot
-    be loaded.
+    load.
     """
 
     def __init__(self, model: "Model") -> None:
-        # No code that the run names is executed.
+        # This executes no code that the run names.
         self._tokenizer = load_tokenizer(model.model, model.revision)
         self.vocabulary = VocabularyTable(self._tokenizer)
 
@@ -98,7 +98,7 @@ class CompletionCredit:
     """The prompt's index in the step."""
     sample: int
     reward: float | None
-    """None in files of versions that did not store it; `truncated` and `log_ratios` likewise."""
+    """None in files of versions that stored no reward; `truncated` and `log_ratios` likewise."""
     truncated: bool | None
     token_ids: npt.NDArray[np.int32]
     pieces: list[str]
@@ -110,12 +110,13 @@ class CompletionCredit:
     planning: npt.NDArray[np.bool_] | None
     """[T] True inside a planning phrase; None if no condition looks for them."""
     detectors: Mapping[str, npt.NDArray[np.bool_]]
-    """Detector -> [T] its mask, where the detectors are compared."""
+    """Detector -> [T] its mask, where `read_step` compares the detectors."""
     log_ratios: Float32Array | None
-    """[T] learner minus sampler log-prob before the step; None if the completion was not trained
-    on."""
+    """[T] learner minus sampler log-prob before the step; None if the step did not train on the
+    completion.
+    """
     kept: npt.NDArray[np.int32] | None
-    """[T] size of the truncated distribution each token was drawn from; None without truncation."""
+    """[T] size of the truncated distribution of each sampled token; None without truncation."""
     stages: Mapping[str, Mapping[str, Float32Array]]
     """Condition -> stage -> [T] advantages, stages in the order of their application."""
     turns: Sequence[TurnText]
@@ -128,7 +129,7 @@ class CompletionCredit:
 
 @dataclass(frozen=True)
 class StepCredit:
-    """The n tokens of one step and their advantages under one or more conditions; texts are decoded
+    """The n tokens of one step and their advantages under one or more conditions; it decodes texts
     on demand.
     """
 
@@ -141,7 +142,7 @@ class StepCredit:
     pieces: Pieces
     notes: Sequence[str]
     detectors: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
-    """Detector -> [n] its mask; empty unless the detectors are compared."""
+    """Detector -> [n] its mask; empty unless `read_step` compares the detectors."""
 
     @property
     def labels(self) -> list[str]:
@@ -161,9 +162,7 @@ class StepCredit:
         return np.flatnonzero(self.table.slot == slot).tolist()
 
     def liveliest_slot(self) -> int:
-        """The prompt with the largest advantage under the run's own condition: the one with most to
-        see.
-        """
+        """The prompt with the largest advantage under the run's own condition."""
         sizes = np.abs(self.finals()[self.labels[0]])
         offsets = self.table.offsets
         largest = {
@@ -234,15 +233,15 @@ def read_step(
     planning_model: str = "",
     trust: bool = False,
 ) -> StepCredit:
-    """A step of `run`, by default the last one stored, under its own condition and the ones in
-    `against`.
+    """Return a step of `run`, by default the last stored step, under its own condition and the
+    conditions in `against`.
 
-    Each of `against` is a transform or "advantage+transform". With `detectors` the masks of both
-    planning detectors are computed, with the sentence encoder `planning_model` in place of the
-    run's own where it is given. With `trust` the plugins that the run names are loaded.
+    Each of `against` is a transform or "advantage+transform". With `detectors`, compute the masks
+    of both planning detectors. The sentence encoder is `planning_model`, or the run's own if that
+    is empty. With `trust`, load the plugins that the run names.
 
     Raises ConfigurationError for an unknown step or condition, EnvironmentFailure if the model's
-    tokenizer cannot be loaded.
+    tokenizer cannot load.
     """
     step = _chosen_step(run, step)
     table = read_tokens(run.folder.step_tokens(step))
@@ -258,7 +257,7 @@ def read_step(
     own = run.config_at(step)
     if trust:
         own = trusted(own)
-    # The run's own credit was stored; any other is computed from the stored tokens.
+    # The file stores the run's own credit; this computes any other from the stored tokens.
     for name in against:
         config = _under(own, name)
         pipeline = _pipeline(config, name, pieces)
@@ -301,7 +300,7 @@ def _begun_anew(pipeline: CreditPipeline, label: str, step: int) -> list[str]:
 
 
 class NoJudgedCompletion(ConfigurationError):
-    """No completion of the step was judged, so there is no credit to show."""
+    """The reward judged none of the step's completions, so there is no credit to show."""
 
 
 def _chosen_step(run: StoredRun, step: int | None) -> int:
@@ -403,7 +402,7 @@ def _under(config: TrainConfig, name: str) -> TrainConfig:
 
 
 def _sepa_lambda(run: StoredRun, step: int, notes: list[str]) -> float:
-    """The lambda that the run used at the step, or else the one on the linear ramp of its [sepa]
+    """The lambda that the run used at the step, or else the lambda on the linear ramp of its [sepa]
     section.
     """
     recorded = read_metrics(run.folder.metrics, ("step", "sepa_lambda")).to_pylist()
@@ -419,8 +418,8 @@ def _sepa_lambda(run: StoredRun, step: int, notes: list[str]) -> float:
 
 
 def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
-    """The judged groups of the step, as credit assignment received them; examples and texts are not
-    stored.
+    """The judged groups of the step, as credit assignment received them; examples and texts are
+    absent from the token file.
     """
     if table.rewards is None or table.truncated is None:
         raise ConfigurationError(

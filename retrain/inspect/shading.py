@@ -11,7 +11,7 @@ from retrain.inspect import Quantity
 from retrain.inspect.credit import CompletionCredit, StepCredit
 
 LEVELS = 5
-"""Shades on each side of 0; more could not be told apart."""
+"""Shades on each side of 0; the eye could not separate more."""
 _STRONGEST = 0.98
 """Quantile that gets the strongest shade; with the maximum, one token of tiny probability would
 make all others pale."""
@@ -19,7 +19,7 @@ Values = npt.NDArray[np.floating] | None
 
 
 def values_of(completion: CompletionCredit, quantity: Quantity, label: str) -> Values:
-    """The quantity [T]; None if it was not stored for the completion."""
+    """The quantity [T]; None if the token file lacks it for the completion."""
     match quantity:
         case Quantity.ADVANTAGE:
             return completion.advantages(label)

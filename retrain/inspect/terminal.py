@@ -1,8 +1,8 @@
 """A step's credit in a terminal: the text of the completions with every token coloured, or a table
 with one line per token.
 
-Model text is never treated as markup; its escape sequences are dropped and direction marks are
-written out.
+The terminal never interprets model text as markup; escape sequences disappear, and direction marks
+appear as text.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ _POSITIVE = ("#d8e9f7", "#aed2ef", "#7db8e4", "#4a9ad6", "#1b75bc")
 _NEGATIVE = ("#fbe3d6", "#f7c4a8", "#f0a077", "#e57a48", "#cf5417")
 """Nearly everyone can tell blue from orange. Text is black, on the strongest shade white."""
 _DETECTOR_MARKS = {"regex": "underline bold", "semantic": "italic overline"}
-"""The style of a token that one of two compared detectors marks."""
+"""The style of a token that only one of two compared detectors marks."""
 _MARKED = 8
 """Rows of the table below a coloured text."""
 
@@ -132,7 +132,7 @@ def _text(credit: StepCredit, completion: CompletionCredit, by: Quantity, label:
 
 
 def _shown(piece: str) -> str:
-    """A token on one line, with a sign in place of one that prints nothing."""
+    """A token on one line, with a sign for a token that prints nothing."""
     return one_line(piece.replace("\n", "↵"), 200) or "◌"
 
 
