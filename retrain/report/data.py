@@ -1,5 +1,6 @@
-"""Everything that a report shows, read from a folder: the metrics of every run by step, their mean
-and standard deviation within a condition, and the rest. Drawing and HTML are elsewhere.
+"""Read everything that a report shows from a folder: the metrics of every run by step, their mean
+and standard deviation within a condition, and the rest. `drawing` and `page` draw the figures and
+write the HTML.
 """
 
 import time
@@ -95,7 +96,7 @@ class Curves:
 @dataclass(frozen=True)
 class HeldOutPoint:
     step: int
-    """Steps completed when the evaluation was made; below 0 in the supervised stage."""
+    """Completed steps at the time of the evaluation; below 0 in the supervised stage."""
     accuracy: float
     """pass@1"""
     interval: tuple[float, float]
@@ -148,8 +149,8 @@ class ConditionCurves:
         """Average a field over the runs at each step, each run smoothed over `window` steps first;
         None if no run has it.
 
-        Steps at which fewer than half of the started runs have a value are left out, so that the
-        curve of an unfinished campaign does not end in the noise of its fastest run.
+        Leaves out steps at which fewer than half of the started runs have a value. Otherwise the
+        curve of an unfinished campaign would end in the noise of its fastest run.
         """
         begun = [curves for curves in self.curves if len(curves.steps)]
         return _band([(curves.steps, smoothed(curves.values[name], window)) for curves in begun])
@@ -170,7 +171,7 @@ class ConditionCurves:
 
 
 def _band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
-    """Average curves (steps [S_i], values [S_i]) that are aligned by step number."""
+    """Average curves (steps [S_i], values [S_i]), aligned by step number."""
     if not curves:
         return None
     steps = np.unique(np.concatenate([own for own, _ in curves]))
@@ -179,7 +180,7 @@ def _band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
         row[np.searchsorted(steps, own)] = values
     known = ~np.isnan(table)
     counts = known.sum(axis=0)
-    # A run without any value has not begun, and is not waited for.
+    # A run without any value has not begun, so the curve does not wait for it.
     enough = counts * 2 >= max(1, known.any(axis=1).sum())
     steps, table, known, counts = steps[enough], table[:, enough], known[:, enough], counts[enough]
     if not len(steps) or not counts.any():
@@ -242,19 +243,19 @@ class ReportRequest:
 
     folder: Path
     baseline: str | None = None
-    """The condition that the others are compared with; the first one if it is None."""
+    """The condition to compare the others with; the first one if it is None."""
     metric: str | None = None
     test: TestSettings = field(default_factory=TestSettings)
     against: Sequence[str] = ()
-    """Transforms shown in the token viewer beside the run's own."""
+    """Transforms that the token viewer shows in addition to the run's own."""
     sampled_steps: int = 4
     """Number of steps per run that show their completions."""
     trust: bool = False
-    """The plugins that a run names may be loaded, for `against`."""
+    """True allows `against` to load the plugins that a run names."""
     control: bool = False
     """The campaign's random-reward condition is the baseline."""
     pairs: Sequence[PairOfLabels] = ()
-    """The contrasts, in place of every condition against the baseline."""
+    """The contrasts to test; empty for every condition against the baseline."""
 
 
 @dataclass(frozen=True)
@@ -433,8 +434,8 @@ def _comparison(
     request: ReportRequest,
     notes: list[str],
 ) -> Comparison | None:
-    """Compare the conditions; None, with a note, if nothing can be compared. A wrong --baseline or
-    --metric is an error.
+    """Compare the conditions; return None, with a note, if the folder allows no comparison. A wrong
+    --baseline or --metric is an error.
     """
     conditions = list(dict.fromkeys(run.condition for run in runs))
     if request.baseline is not None and request.baseline not in conditions:
@@ -474,7 +475,7 @@ def _comparison(
         return compare_runs(
             [run for run in runs if run.condition != baseline], base, request.test, request.metric
         )
-    # A page without a comparison is worth having, unless the comparison was asked for.
+    # A page is useful without a comparison, unless the user asked for one.
     except ConfigurationError as error:
         if request.metric or request.baseline or request.pairs or request.control:
             raise
@@ -486,8 +487,8 @@ def _comparison(
 
 
 def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> SqueezeCurve | None:
-    """Return the squeeze curve of a campaign's manifest, which describes its first run, or of the
-    first final adapter of a run that sets a key of [squeeze].
+    """Return the squeeze curve from a campaign's manifest, which describes its first run.
+    Without it, return the curve of the first final adapter of a run that sets a key of [squeeze].
     """
     if is_campaign(folder):
         squeeze = read_object(folder / MANIFEST).get("squeeze")

@@ -27,8 +27,9 @@ _WIDTH = 5.1
 _HEIGHT = 3.1
 _LEGEND_ROW = 0.23
 ROW_HEIGHT = 0.56
-"""Height of a row in inches. At this width a figure is enlarged in a column of a desktop page and
-hardly shrunk on a phone."""
+"""Height of a row in inches. At this width a desktop page enlarges a figure, and a phone hardly
+shrinks it.
+"""
 _EDGE = 0.02
 """Margin of a rate's axis beyond 0 and 1, so that a line there is visible."""
 INK = "#1d2530"
@@ -156,7 +157,9 @@ class Lines:
 
 
 def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
-    """One line per condition, dashed for a second field. None if no run has the first field."""
+    """One line per condition, dashed for a second field; None if the first field is absent from all
+    runs.
+    """
     first, *second = lines.fields
     arms = [(index, arm) for index, arm in enumerate(data.arms) if arm.has(first)]
     if not arms:
@@ -170,7 +173,7 @@ def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
         colour = series(index)
         if data.single and window > 1 and (raw := arm.band(field)):  # each step, thin
             axes.plot(raw.steps + 1, raw.mean, color=colour, alpha=0.28, linewidth=1)
-        # The legend has the conditions alone; a note says what is dashed.
+        # The legend has the conditions alone; a note explains the dashes.
         style: dict[str, Any] = {"linestyle": (0, (4, 2))}
         if not lines.fields[field]:
             style = {"label": (data.single and lines.single_label) or arm.label}

@@ -1,6 +1,6 @@
 """Pages as one HTML file that loads nothing: the report, with its token-credit viewer (every token
-with a shade per quantity and its numbers). Text from a model is escaped, and its invisible
-characters are shown.
+with a shade per quantity and its numbers). The page escapes text from a model, and shows its
+invisible characters.
 """
 
 import base64
@@ -165,7 +165,7 @@ def _numbers(completion: CompletionCredit, label: str, position: int, planning: 
 
 _TEMPLATES = "templates"
 _FEW_RUNS = 12
-"""Up to this number of runs their table is open at first."""
+"""Up to this number of runs their table opens at first."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def content_policy(script: str) -> str:
 
 
 def asset(name: str) -> str:
-    """A file beside the templates."""
+    """Return a file of the folder `templates`."""
     return resources.files(__package__).joinpath(_TEMPLATES, name).read_text(encoding="utf-8")
 
 
@@ -298,7 +298,7 @@ def _campaign_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
     yield "seeds", str(data.seeds)
     steps = sum(status.steps for status in data.statuses)
     planned = 0
-    if data.kind == "campaign":  # as `retrain status` counts: a run that is skipped takes none
+    if data.kind == "campaign":  # `retrain status` counts the same: a skipped run takes none.
         wanted = sum(status.state != "skipped" for status in data.statuses)
         planned = wanted * max((status.max_steps or 0 for status in data.statuses), default=0)
     yield "steps", f"{steps:,} of {planned:,}" if planned > steps else f"{steps:,}"
@@ -392,7 +392,7 @@ class ReportFiles:
     page: Path
     pictures: list[Path]
     notes: Sequence[str]
-    """What the page could not show, a sentence each."""
+    """The parts that the page could not show, a sentence each."""
 
 
 def build_page(request: ReportRequest) -> str:
@@ -403,7 +403,7 @@ def build_page(request: ReportRequest) -> str:
 
 @contextmanager
 def _writing(output: Path) -> Iterator[None]:
-    """Make the folder of `output`. Raises EnvironmentFailure where it cannot be written."""
+    """Make the folder of `output`. Raises EnvironmentFailure if the disk refuses it."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -415,8 +415,8 @@ def _writing(output: Path) -> Iterator[None]:
 
 
 def write_report(request: ReportRequest, output: Path) -> ReportFiles:
-    """Write the page to `output` and every figure to <its stem>-<figure>.svg and .png beside it.
-    Each file is replaced atomically. Raises EnvironmentFailure if they cannot be written.
+    """Write the page to `output`, and every figure to <its stem>-<figure>.svg and .png in the same
+    folder. Replaces each file atomically. Raises EnvironmentFailure if the disk refuses a file.
     """
     data = read_report_data(request)
     figures = draw_figures(data)
