@@ -73,8 +73,8 @@ class ExternalTracker(Tracker):
     """A tracker that runs in a thread of its own (`Background`). It may raise any exception of its
     library.
 
-    `state` is read from another thread and before `StartEvent`, so it uses only what the
-    constructor knows.
+    Another thread reads `state`, also before `StartEvent`, so it uses only what the constructor
+    knows.
     """
 
     def __init__(self, settings: ExternalSettings) -> None:
@@ -178,7 +178,7 @@ GENERATION_COLUMNS = tuple(field.name for field in fields(GenerationRecord))
 
 
 def check_extra(module: str, extra: str = "") -> None:
-    """Raise EnvironmentFailure if a tracker's library is not installed; nothing is imported."""
+    """Raise EnvironmentFailure if a tracker's library is missing; import no library."""
     if find_spec(module) is None:
         raise _not_installed(module, module, extra)
 
@@ -204,15 +204,16 @@ def import_extra(module: str, extra: str = "") -> ModuleType:
 
 
 class Background(Tracker):
-    """Hands each event to `sink` in another thread. Neither an event nor its failure ever reaches
-    the caller.
+    """Hands each event to `sink` in another thread. An event never blocks the caller, and its
+    failure never reaches the caller.
     """
 
     capacity = 1000
     """Length of the queue: enough for minutes without a server, and some megabytes."""
     patience_s = 30.0
-    """Seconds for which the end of a run waits for a tracker: enough to upload the last steps, but
-    not to wait for a server that is down. """
+    """Seconds for which the end of a run waits for a tracker. This is enough to upload the
+    last steps, and bounds the wait for a server that is down.
+    """
 
     def __init__(
         self, name: str, sink: ExternalTracker, log: Callable[[str], None], files: Path
@@ -301,6 +302,6 @@ class Background(Tracker):
             self._sink.close()
         except Exception as error:  # noqa: BLE001 - a library may raise anything, and none of it may end the run
             self._failure = error
-            # The first failure is reported; a second one adds nothing.
+            # Report the first failure; a second one adds no information.
             with contextlib.suppress(Exception):
                 self._sink.close()

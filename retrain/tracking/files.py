@@ -146,8 +146,8 @@ class RunFiles(Tracker):
 class Output:
     """Keeps the lines that a pipe would get in output.log, from all sessions of a run.
 
-    Lines before the start wait for it, since until then the folder may be refused. A line that the
-    disk refuses is tried again with the next one.
+    Lines before the start wait for it, since until then retrain may refuse the folder. The log
+    writes a line that the disk refuses again with the next line.
     """
 
     def __init__(self, folder: RunFolder, redactor: Redactor, *, all_groups: bool) -> None:

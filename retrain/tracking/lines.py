@@ -14,11 +14,11 @@ from retrain.types import WHOLE_MODEL, Doing
 _LINE = ("loss", "reward", "correct", "datums", "bs", "gs", "sepa_l", "time")
 """The fields of a step's line."""
 MAX_GROUP_LINES = 8
-"""Groups of a step that are printed one by one; of more groups their outcomes are counted."""
+"""Groups of a step that the log prints one by one; it counts the outcomes of more groups."""
 
 
 def lines_of(event: Event, folder: Path, *, all_groups: bool = False) -> list[str]:
-    """Return what is printed of an event; `folder` is the run's."""
+    """Return the printed lines of an event; `folder` is the run's folder."""
     match event:
         case Message(line) if not isinstance(line, Doing):
             return [line]
@@ -145,7 +145,7 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
         )
     ]
     lines += [summary.untrained] if summary.untrained else []
-    # The reason is printed on standard error.
+    # Standard error has the reason.
     if summary.status != "done":
         return [
             *lines,
