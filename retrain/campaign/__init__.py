@@ -1,5 +1,5 @@
-"""Campaigns: conditions times seeds from one file, run one after another, beside each other, or on
-a Ray cluster.
+"""Campaigns: conditions times seeds from one file. The runs go one after another, at the same time,
+or on a Ray cluster.
 
 `run_campaign` runs one, `plan_campaign` only says what would run; `Manifest.read` gives what a
 campaign's folder holds.

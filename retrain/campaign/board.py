@@ -1,5 +1,5 @@
-"""What a running campaign prints: a line where a run starts and ends. `retrain status DIR --watch`
-is the table.
+"""Print the progress of a running campaign: a line when a run starts and when it ends. `retrain
+status DIR --watch` is the table.
 
 The numbers come from the runs' own files, so every launcher looks the same.
 """

@@ -1,10 +1,10 @@
-"""Launchers: the interface that starts the runs of a campaign; in this process, as processes on
-devices of this machine, or as tasks of a Ray cluster.
+"""Start the runs of a campaign: in this process, as processes on devices of this machine, or as
+tasks of a Ray cluster.
 
-A process on this machine ends when the campaign's process ends, however it ends. A Ray cluster is
-the one at `[campaign] ray_address`, or a local one that starts and ends with the campaign: Ray
-places the runs and reports lost ones, and each of its tasks starts the same worker process. All
-machines must have retrain installed and see the campaign's folder under the same path.
+A process on this machine ends when the campaign's process ends, however it ends. The Ray cluster
+runs at `[campaign] ray_address`, or locally, and then it starts and ends with the campaign. Ray
+places the runs and reports lost ones. Each Ray task starts the same worker process. All machines
+must have retrain installed and see the campaign's folder under the same path.
 """
 
 import contextlib
@@ -57,10 +57,11 @@ class RunOutcome:
     status: Status
     """DONE, FAILED or INTERRUPTED."""
     reason: str = ""
-    """One sentence saying why the run is not done."""
+    """The reason why the run did not finish, as one sentence."""
     lost: bool = False
-    """The worker ended without an answer: it was killed, or its machine was lost. A restart may
-    help."""
+    """The worker ended without an answer: a signal killed it, or its machine disappeared. A
+    restart may help.
+    """
     stopped_by: int | None = None
     """The signal that the campaign's own process received while the run had installed its
     handlers."""
@@ -85,8 +86,8 @@ class Launcher(Protocol):
     workers: int
 
     def start(self, run: CampaignRun, slot: int) -> Job:
-        """Start a run. `slot`, from 0 to workers - 1, belongs to no other running run. Raises
-        OSError if its folder cannot be written.
+        """Start a run. No other running run has this `slot`, which is from 0 to workers - 1. Raises
+        OSError if the disk refuses its folder.
         """
 
     def close(self) -> None:
@@ -95,16 +96,16 @@ class Launcher(Protocol):
 
 
 def perform(config: TrainConfig) -> RunOutcome:
-    """Train a run in this process, from its checkpoint if it has been started before. A failed run
-    is an outcome, not an exception.
+    """Train a run in this process, from its checkpoint if an earlier session started it. A failed
+    run is an outcome, not an exception.
     """
     from retrain.run.loop import train
 
     folder = RunFolder(Path(config.logging.log_dir))
     try:
-        # Looked at before too, so that no model is loaded for a run without an hour left.
+        # Check this before too, so that a run without an hour left loads no model.
         if not _used_hours(folder.path, config.training):
-            # A run that was begun has the marker; without a checkpoint it is resumed at step 0.
+            # A started run has the marker; without a checkpoint it resumes at step 0.
             train(
                 replaced(config, {"resume.from": str(folder.path)}, origin="file")
                 if folder.marker.is_file()
@@ -132,8 +133,8 @@ def perform(config: TrainConfig) -> RunOutcome:
 
 
 def _used_hours(folder: Path, training: Training) -> str:
-    """Say that `[training] max_hours` came before a run's last step; "" if it did not, or if its
-    summary.json is damaged, which the next session writes anew.
+    """Say that `[training] max_hours` came before a run's last step. Returns "" if it did not. A
+    damaged summary.json also gives "", since the next session writes that file again.
     """
     try:
         return StoredRun(folder).used_hours(training)
@@ -168,7 +169,7 @@ class EndedJob:
 
 
 def not_started(run: CampaignRun, error: OSError) -> RunOutcome:
-    """The outcome of a run whose output.log cannot be written, or whose process cannot start."""
+    """Return the outcome of a run whose process or whose output.log the system refuses."""
     if is_disk(error):
         reason = f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there"
     else:
@@ -184,8 +185,8 @@ class InProcess:
     workers = 1
 
     def __init__(self, *, loads_models: bool = True) -> None:
-        """`loads_models` is False where a remote service holds the model, so that no model library
-        is imported.
+        """`loads_models` is False if a remote service holds the model, so that the runs import no
+        model library.
         """
         from retrain.run.sharing import shared_parts
 
@@ -213,8 +214,9 @@ class InProcess:
 
 
 MAX_REASON = 8000
-"""Characters of an outcome's reason: a pipe holds the outcome, which is read when its process has
-ended."""
+"""Maximum number of characters of an outcome's reason. A pipe holds the outcome until the campaign
+reads it, after the end of the process.
+"""
 _PIPE_BYTES = 1 << 16
 Devices = tuple[str, ...]
 """Names as torch has them, for example ("cuda:0",); empty leaves the run's configuration
@@ -296,14 +298,16 @@ class Subprocesses(Launcher):
 
 
 def start_worker(run: CampaignRun, threads: int, devices: Devices = ()) -> "Worker":
-    """Start the worker process of a run. `threads` is its OMP_NUM_THREADS unless that is set."""
+    """Start the worker process of a run. `threads` is its OMP_NUM_THREADS unless the environment
+    sets that variable.
+    """
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | visible(devices, os.environ)
     return _worker_for(_request(run, len(devices)), run.folder, environment)
 
 
 def visible(devices: Devices, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the CUDA_VISIBLE_DEVICES that leaves a process these GPUs of those that `environ`
-    leaves this one.
+    """Return the CUDA_VISIBLE_DEVICES that restricts a process to these GPUs; `devices` counts
+    among the GPUs that `environ` leaves this process.
     """
     names = list(filter(None, environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
     indices = [int(device.partition(":")[2] or 0) for device in devices]
@@ -332,7 +336,7 @@ def _worker_for(request: bytes, folder: Path, environment: Mapping[str, str]) ->
 
 @contextmanager
 def _held(number: signal.Signals) -> Iterator[None]:
-    """Let a signal wait, also in a process that is started inside until it takes it."""
+    """Block a signal, also in a process that starts inside, until that process unblocks it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:
         yield
@@ -409,8 +413,8 @@ takes a third of the memory."""
 
 
 class RayLauncher:
-    """Starts each run as a Ray task. Raises EnvironmentFailure if Ray is not installed or no
-    cluster answers.
+    """Starts each run as a Ray task. Raises EnvironmentFailure if Ray is missing or no cluster
+    answers.
     """
 
     def __init__(self, plan: CampaignPlan) -> None:
@@ -556,7 +560,7 @@ def _perform(request: bytes, folder: str, started_in: str) -> RunOutcome:
     """The Ray task: start the worker process and wait for it. The worker ends with this process,
     which holds its standard input.
     """
-    # Paths in a configuration are relative to the folder where the campaign was started.
+    # Paths in a configuration are relative to the folder where the campaign started.
     os.chdir(started_in)
     worker = _worker_for(request, Path(folder), os.environ)
     try:

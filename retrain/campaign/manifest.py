@@ -1,7 +1,7 @@
-"""A campaign's folder and its manifest.json: what was planned, and the status of each run.
+"""Read and write a campaign's folder and its manifest.json: the plan, and the status of each run.
 
-The manifest is written atomically, before the first run and at every change. The truth about a run
-is its own folder: after a kill a run may be further than the manifest says, never less far.
+retrain writes the manifest atomically, before the first run and at every change. The truth about a
+run is its own folder: after a kill a run may be further than the manifest says, never less far.
 """
 
 import json
@@ -37,7 +37,9 @@ from retrain.system import Json, read_object, toml_value
 LOGS = Path("logs")
 TIMESTAMP = "%Y%m%d_%H%M%S"
 _AS_WRITTEN = ConfigDict(extra="forbid")
-"""A manifest with a field that is not known is refused: to write it again would lose the field."""
+"""retrain refuses a manifest with an unknown field, since writing the manifest again would lose
+that field.
+"""
 
 
 class Status(StrEnum):
@@ -50,7 +52,9 @@ class Status(StrEnum):
     INTERRUPTED = "interrupted"
     """Saved and stopped by a signal or `[training] max_hours`; `--resume` continues it."""
     SKIPPED = "skipped"
-    """No longer needed: the evidence had decided its condition, or all of them."""
+    """The campaign no longer needs the run: the evidence had decided its condition, or all
+    conditions.
+    """
 
 
 @dataclass
@@ -63,14 +67,14 @@ class RunEntry:
     seed: int
     status: Status = Status.PENDING
     dir: str = ""
-    """The run's folder, relative to the campaign's, so that the campaign can be moved."""
+    """The run's folder, relative to the campaign's folder, so that the user can move the campaign.
+    """
     started: str | None = None
     ended: str | None = None
     reason: str | None = None
-    """The reason why it failed or was interrupted."""
+    """The reason of a failure or an interruption."""
     attempts: int = 1
-    """Number of times it was begun: one more for each time that it was tried again after it had
-    failed or had been done."""
+    """Number of attempts: one more for each new attempt after the run had failed or was done."""
 
 
 @dataclass
@@ -142,7 +146,7 @@ class Manifest:
         values = {name: getattr(self, name) for name in names.split()} | {
             "runs": [asdict(entry) for entry in self.runs]
         }
-        # The configuration is masked already, in a way that loads again.
+        # The configuration has its masks already, in a form that loads again.
         masked = Redactor().json(values) | {"config": self.config}
         replace_file(self.folder / MANIFEST, json.dumps(masked, indent=1) + "\n")
 
@@ -169,8 +173,8 @@ class Manifest:
         self.write_if_possible()
 
     def write_if_possible(self) -> None:
-        """Write. Where that fails, note why, once until it succeeds: the next change includes this
-        one, and runs that write elsewhere need not stop.
+        """Write the manifest. If that fails, note the reason once until a write succeeds. The next
+        change includes this one, and runs that write elsewhere need not stop.
         """
         try:
             self.write()
@@ -189,7 +193,7 @@ class Manifest:
         Raises ConfigurationError if the plan lacks a run, changes the training of a run, or gives
         earlier looks another meaning.
         """
-        # Both plans in the manifest's form, in which a secret is masked and equals itself.
+        # Compare both plans in the manifest's form, in which a masked secret equals itself.
         before = {run.name: run for run in self._stored_plan().runs}
         now = {
             run.name: run
@@ -228,7 +232,7 @@ class Manifest:
             raise ConfigurationError([f"{place}, {one}" for one in error.problems]) from error
 
     def _check_margin(self, plan: CampaignPlan) -> None:
-        """Raises ConfigurationError for another margin than the one that was planned."""
+        """Raises ConfigurationError if the margin differs from the planned margin."""
         planned, now = (self.plan or {}).get("margin"), plan.settings.margin
         if self.plan and now != planned:
             raise ConfigurationError(
@@ -238,8 +242,8 @@ class Manifest:
             )
 
     def _check_looks(self, plan: CampaignPlan) -> None:
-        """Check a resumed plan. Raises ConfigurationError where its steps, conditions or order of
-        seeds differ from what the looks were taken with.
+        """Check a resumed plan. Raises ConfigurationError if its steps, conditions or order of
+        seeds differ from those at the time of the looks.
         """
         if plan.settings.stop != "evidence":
             return
@@ -252,7 +256,7 @@ class Manifest:
                 f'[campaign] stop = "evidence": {self.folder} was planned to be tested once, after'
                 f" all of its seeds; {otherwise}"
             )
-        # A seed whose failed run was tried again has two looks.
+        # A seed has two looks if the campaign tried its failed run again.
         looked = list(dict.fromkeys(look["seed"] for look in self.looks))
         for key, now, before in (
             ("max_steps", plan.max_steps, self.max_steps),
@@ -271,7 +275,7 @@ def _shown(margin: float | None) -> str:
 
 
 def analysis_plan(plan: CampaignPlan) -> AnalysisPlan:
-    """Every condition against the first; by held-out accuracy, if the runs are evaluated."""
+    """Plan to compare every condition with the first, by held-out accuracy if the runs evaluate."""
     metric = "pass@1" if plan.runs[0].config.evaluation.asked_for else "correct_rate"
     baseline, *others = plan.conditions
     return AnalysisPlan(
@@ -288,8 +292,8 @@ def analysis_plan(plan: CampaignPlan) -> AnalysisPlan:
 
 
 def stored_form(config: TrainConfig) -> Json:
-    """The keys that were given, for JSON, with credentials masked. Defaults are left out: each
-    run's config.toml holds every key.
+    """Return the keys that the user gave, for JSON, with masked credentials. It leaves out
+    defaults: each run's config.toml holds every key.
     """
     return given_values(Redactor().config(config))
 
@@ -302,12 +306,12 @@ def _now() -> str:
 def open_campaign(
     config: TrainConfig, checked: Findings, now: datetime
 ) -> Iterator[tuple[CampaignPlan, Manifest]]:
-    """The campaign's plan and its written manifest; the folder is locked against other writers
-    until the context ends. `checked` is what `check` found about the plan.
+    """Yield the campaign's plan and its written manifest; a lock keeps other writers out of the
+    folder until the context ends. `checked` is what `check` found about the plan.
 
     `[resume] from` names a campaign to continue, `[logging] log_dir` the folder of a new one; the
-    default is `logs/campaign_YYYYMMDD_HHMMSS`. Raises ConfigurationError for a folder that may not
-    be used.
+    default is `logs/campaign_YYYYMMDD_HHMMSS`. Raises ConfigurationError for a folder that the
+    campaign may not use.
     """
     resumed = bool(config.resume.from_)
     folder = Path(config.resume.from_) if resumed else _new_folder(config, now)

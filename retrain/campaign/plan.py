@@ -1,6 +1,6 @@
-"""A campaign's plan: one run for each condition and seed, with its name, its folder and its
-complete configuration; and what is checked and noted before the first run, once for all runs, or
-with the conditions that it concerns.
+"""Plan a campaign: one run for each condition and seed, with its name, its folder and its complete
+configuration. The checks and notes before the first run come once for all runs, or with the
+conditions that they concern.
 
 Planning starts and writes nothing, so `retrain explain` shows the plan that a campaign would run.
 """
@@ -123,8 +123,8 @@ def planned_seeds(settings: Campaign) -> tuple[int, ...]:
 
 
 def max_steps(config: TrainConfig) -> int:
-    """The steps of each run: `[campaign] max_steps`, or else `[training] max_steps` if it is given,
-    or else 500.
+    """Return the steps of each run: `[campaign] max_steps`, or else `[training] max_steps` if the
+    user gave it, or else 500.
     """
     given = settings_of(config).max_steps
     if given is not None:
@@ -138,12 +138,13 @@ def run_name(condition: str, seed: int) -> str:
 
 
 def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> Json:
-    """Keys of [evaluation] that a condition takes from the base: the judge, and how held-out
-    answers are sampled.
+    """Return the keys of [evaluation] that a condition takes from the base: the judge, and the
+    sampling of held-out answers.
 
-    A condition that trains at another temperature, say, is still measured at the base's. What the
-    condition says itself stays. The judge is the base's reward, so that the held-out accuracies of
-    all conditions compare; a base whose reward verifies nothing or is a sum has none to share.
+    For example, a condition that trains at another temperature is still evaluated at the
+    temperature of the base. The condition's own keys of [evaluation] stay. The judge is the base's
+    reward, so that the held-out accuracies of all conditions compare. A base whose reward verifies
+    nothing or is a sum shares no judge.
     """
     echoed = ("temperature", "max_tokens", "top_k", "top_p", "min_p")
     pinned = {
@@ -229,17 +230,18 @@ class Findings:
     lines: tuple[str, ...]
     """Sentences to print before the first run."""
     without_held_out: frozenset[str]
-    """Conditions whose data source has no held-out split, so that the default evaluation at the end
-    is left out."""
+    """Conditions whose data source has no held-out split, so that retrain leaves out the default
+    evaluation at the end.
+    """
 
 
 def check(plan: CampaignPlan) -> Findings:
-    """Check what all runs need. Raises ConfigurationError if a run could not start; NoHeldOutSplit
-    if an evaluation was asked for that has no held-out split.
+    """Check what all runs need. Raises ConfigurationError if a run could not start, and
+    NoHeldOutSplit if the configuration asks for an evaluation without a held-out split.
     """
     about_runs = notes(plan.config)
     lines = [line for line in preflight_lines(plan.config) if line not in about_runs]
-    # before any data, so that a plugin's wrong name is said at once
+    # Check plugins before any data, so that a wrong name fails at once.
     for run in plan.runs[: len(plan.conditions)]:
         cannot = incapable(run.config)
         if cannot:
@@ -298,8 +300,8 @@ def evaluated_where_possible(plan: CampaignPlan, checked: Findings) -> CampaignP
 
 
 def _without_held_out(plan: CampaignPlan) -> dict[str, str]:
-    """Condition -> data source, for conditions that would be evaluated but have no held-out split.
-    Each source is loaded once.
+    """Return condition -> data source, for conditions that ask for an evaluation without a held-out
+    split. It loads each source once.
     """
     known: dict[str, bool] = {}
     lacking: dict[str, str] = {}
