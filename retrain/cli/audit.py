@@ -51,7 +51,7 @@ def command(
         )
     load_dotenv()
     config = load_config(target, overrides)
-    # After the configuration, so that a mistake in it is answered before seconds of imports.
+    # Import after the configuration, so that a mistake in it shows before seconds of imports.
     from retrain.audit.run import audit_reward, to_text
     from retrain.records.run_folder import refuse_foreign_code
 

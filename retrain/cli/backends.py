@@ -1,4 +1,6 @@
-"""`retrain backends`: the engines and backends, what is installed of them, and what each can do."""
+"""`retrain backends`: the engines and backends, what this machine has of them, and what each can
+do.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated

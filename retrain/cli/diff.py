@@ -67,7 +67,9 @@ def refuse_damaged(one: "StoredRun", other: "StoredRun", found: "FolderCompariso
 def difference_lines(
     one: "StoredRun", other: "StoredRun", found: "FolderComparison"
 ) -> Iterator[str]:
-    """The first difference of the records, and each difference of what the runs are made of."""
+    """Yield the first difference of the records, and each difference in the components of the
+    runs.
+    """
     parting = found.parting
     if parting and parting.is_end:
         shorter = min(one, other, key=lambda run: run.steps)

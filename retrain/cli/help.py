@@ -1,6 +1,4 @@
-"""`retrain help [NAME]`: the short page with the names of all keys; or what there is to know about
-one name.
-"""
+"""`retrain help [NAME]`: the short page with the names of all keys, or the page of one name."""
 
 import json
 import textwrap
@@ -65,10 +63,10 @@ def command(
 
 
 def about(name: str) -> str:
-    """Return what there is to know about a name: a topic of the manual, a key in any of its forms
-    (lr, training.lr, --lr), a value of a key, or another trainer's name for a key.
+    """Return the page of a name. The name is a topic of the manual, a key (lr, training.lr, --lr),
+    a value of a key, or another trainer's name for a key.
 
-    Raises ConfigurationError with the nearest name for any other.
+    Raises ConfigurationError with the nearest name for an unknown name.
     """
     pages = {"": _short_page, "config": every_key, "papers": papers_page}
     if name in pages:

@@ -66,7 +66,7 @@ def _unknown(template: str) -> ConfigurationError:
 
 
 def templates() -> dict[str, Path]:
-    """Map each template to its file: those of the package, then the papers'."""
+    """Map each template to its file: the templates of the package, then the papers."""
     own = {path.stem: path for path in sorted((PAPERS.parent / "templates").glob("*.toml"))}
     return own | {f"papers/{path.stem}": path for path in sorted(PAPERS.glob("*.toml"))}
 

@@ -118,8 +118,8 @@ def _sync(*, write: bool) -> None:
 
 
 def synced(source: str) -> str:
-    """The source with its generated parts made anew, each at the end of its topic: what is written
-    by hand stays, and what names nothing any more goes.
+    """Return the source with new generated parts, each at the end of its topic. Handwritten text
+    stays, and parts of topics that no longer exist disappear.
     """
     parts = _generated_parts()
     texts = {name: GENERATED.sub("", topic.source) for name, topic in topics_of(source).items()}
@@ -150,6 +150,6 @@ def _show(text: str) -> None:
         return
     import pydoc
 
-    # As git sets it: less ends at once where all fits, and leaves it on the screen.
+    # git sets the same: less ends at once if all fits, and leaves the text on the screen.
     os.environ.setdefault("LESS", "FRX")
     pydoc.pager(text)

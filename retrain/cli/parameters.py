@@ -39,8 +39,8 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     if any("--format" in parameter.opts for parameter in command.params):
         arguments = ["--format=json" if one == "--json" else one for one in arguments]
     try:
-        # Not typer's `app()`: that would put typer's own hook in place of the one that masks
-        # secrets.
+        # Do not call typer's `app()`: it would replace the hook that masks secrets by its own
+        # hook.
         with command.make_context(f"retrain {name}", list(arguments), **_CONTEXT) as context:
             for parameter in command.params:
                 word, shown = str(parameter.name), parameter.opts[0]

@@ -153,8 +153,8 @@ def _design_line(plan: "SeedPlan", spread: "Spread") -> str:
 
 
 def _seed_lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
-    """The assured number first: at the sd that a pilot shows, the true power is often far below the
-    stated one.
+    """Yield the assured number first: at the sd that a pilot shows, the true power is often far
+    below the stated power.
     """
     from retrain.analysis.pilot import ASSURANCE
 

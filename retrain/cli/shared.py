@@ -53,7 +53,7 @@ Trust = Annotated[
 
 
 def load_dotenv() -> bool:
-    """Set the variables of ./.env that are not set yet; False where there is no such file."""
+    """Set the variables of ./.env that the environment lacks; False without such a file."""
     path = Path(".env")
     if not path.is_file():
         return False
@@ -89,8 +89,8 @@ def load_named(overrides: "Overrides") -> "TrainConfig":
 
 
 def refuse_several(given: Mapping[str, object], otherwise: str) -> None:
-    """Raise ConfigurationError where more than one of the flags is given; `otherwise` says what the
-    command does without any.
+    """Raise ConfigurationError for more than one of the flags; `otherwise` says what the command
+    does without any.
     """
     flags = [flag for flag, value in given.items() if value]
     if len(flags) > 1:
@@ -100,11 +100,11 @@ def refuse_several(given: Mapping[str, object], otherwise: str) -> None:
 
 
 def write_files(files: Mapping[Path, str], instead: str, force: bool = False) -> list[Path]:
-    """Write all of the files or none, with their folders, and return those that were not there with
+    """Write all of the files or none, with their folders, and return the files that did not have
     this text already.
 
-    Raises ConfigurationError for one that would be overwritten, unless `force` is given; `instead`
-    says what to do.
+    Raises ConfigurationError for an existing file with other text, unless `force` is True;
+    `instead` says what to do.
     """
     new = {
         path: text
@@ -140,7 +140,7 @@ def pair_of(text: str) -> tuple[str, str]:
 
 
 def refuse_two_baselines(control: bool, baseline: str | None) -> None:
-    """Raise ConfigurationError for --control beside --baseline."""
+    """Raise ConfigurationError for --control together with --baseline."""
     if control and baseline:
         raise ConfigurationError(
             f"--control and --baseline {baseline} both name the baseline; give one of them."

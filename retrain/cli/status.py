@@ -137,8 +137,8 @@ def campaign_line(campaign: "CampaignStatus") -> str:
 
 
 def _table(runs: Sequence["RunStatus"], root: Path, width: int | None) -> list[str]:
-    """Name and state on the left, numbers on the right; as many expendable columns are left out as
-    the width requires.
+    """Return a table with name and state on the left and numbers on the right. It leaves out as
+    many expendable columns as the width requires.
     """
     from retrain.records.terminal import picked, table_lines
 
