@@ -1,9 +1,9 @@
-"""Checkpoints: folders that are committed by rename and used only if every byte matches their
-manifest.
+"""Write and read checkpoints: folders that a rename commits, and that retrain uses only if every
+byte matches their manifest.
 
-A checkpoint is written as `.tmp-...`, `manifest.json` last (name, size and sha256 of every file),
-each file and the folder synced, renamed and the parent synced: a crash at any instant leaves the
-last good one. No pickle: tensors are safetensors, the rest JSON.
+retrain writes a checkpoint as `.tmp-...`, with `manifest.json` last (name, size and sha256 of every
+file). Then it syncs each file and the folder, renames the folder and syncs the parent. A crash at
+any instant leaves the last good checkpoint. No pickle: tensors are safetensors, the rest JSON.
 """
 
 import hashlib
@@ -58,15 +58,17 @@ def place_folder(state: TrainerState) -> str:
 
 
 def _order(folder: str) -> tuple[bool, int]:
-    """The place of a checkpoint's folder among those of its run: the supervised stage is first."""
+    """Return the place of a checkpoint's folder among all folders of its run: the supervised stage
+    is first.
+    """
     stage, _, number = folder.partition("_")
     return stage == "step", int(number)
 
 
 class CheckpointStore:
-    """The checkpoints of one run, `step_000020/` for 20 completed steps, `sft_000006/` for 6 of the
-    supervised stage, `final/` for the last adapter, and `start/` for the weights before the first
-    step of reinforcement, where the run reads them.
+    """The checkpoints of one run. `step_000020/` is after 20 completed steps, `sft_000006/` after 6
+    of the supervised stage, and `final/` has the last adapter. `start/` has the weights before the
+    first step of reinforcement, if the run reads them.
     """
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
@@ -150,7 +152,7 @@ class CheckpointStore:
         return sorted(filter(_FOLDER.fullmatch, names), key=_order)
 
     def steps(self) -> list[int]:
-        """The step counts of the committed folders, oldest first, but for those of the supervised
+        """Return the step counts of the committed folders, oldest first, without the supervised
         stage.
         """
         return [step for is_step, step in map(_order, self._folders()) if is_step]
@@ -197,8 +199,8 @@ class CheckpointStore:
         return None
 
     def newest_to_read(self, log: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that verifies; None if none was made. Raises RunFailed if none of
-        those made verifies: the untrained model would answer in their place.
+        """Return the newest checkpoint that verifies; None if the run made none. Raises RunFailed
+        if the run made some and none verifies: otherwise the untrained model would answer.
         """
         found = self.newest(log)
         if found is None and self._folders():
@@ -209,10 +211,11 @@ class CheckpointStore:
         return found
 
     def make_room_after(self, state: TrainerState, log: Callable[[str], None]) -> None:
-        """Set the checkpoints after that of `state` aside, and delete what a killed save left.
+        """Set the checkpoints after the step of `state` aside, and delete the remains of a killed
+        save.
 
-        A checkpoint after the one that is resumed was not usable. It is renamed instead of deleted,
-        since a person may still recover something from it.
+        A checkpoint after the resumed checkpoint was not usable. This renames it, since a person
+        may still recover something from it.
         """
         here = _order(place_folder(state))
         for folder in [self.folder / name for name in self._folders() if _order(name) > here]:
@@ -235,8 +238,8 @@ class CheckpointStore:
                 delete(path)
 
     def rehearse(self, num_bytes: int) -> None:
-        """Write and delete a file of a checkpoint's size, so that a full disk is noticed before
-        step 1 instead of after step 20.
+        """Write and delete a file of a checkpoint's size, so that a full disk shows before step 1
+        instead of after step 20.
         """
         path = self.folder / f"{TEMPORARY}rehearsal"
         block = bytes(1 << 20)
@@ -289,9 +292,7 @@ def commit_folder(
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """Hash a manifest's content with sha256, so that damage to the manifest itself is noticed
-    too.
-    """
+    """Hash a manifest's content with sha256, so that damage to the manifest itself shows too."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

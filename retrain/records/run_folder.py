@@ -1,6 +1,5 @@
-"""A run's folder: the places of its files, the marker without which nothing is ever deleted, the
-lock of its one writer, and whether the process that holds the lock is alive, where it runs on this
-machine.
+"""A run's folder: the places of its files and the marker that allows a deletion. It also has the
+lock of the one writer, and says whether the writing process is alive, if that runs on this machine.
 """
 
 import json
@@ -32,8 +31,7 @@ MARKER = ".retrain.json"
 format."""
 _REPLACED = f"{TEMPORARY}replaced"
 _FORMAT = 1
-"""Format of a run folder. It is increased when an older retrain could no longer read the new
-folders."""
+"""Format of a run folder. It grows when an older retrain could no longer read the new folders."""
 
 
 class Place:
@@ -84,7 +82,7 @@ class RunFolder:
     curve = Place("curve.svg")
     """The picture of the learning curve."""
     report = Place("report.html")
-    """The page of `retrain report`; its pictures are named after it."""
+    """The page of `retrain report`; its pictures take its name."""
 
     def step_tokens(self, step: int) -> Path:
         return self.tokens / f"step_{step}.safetensors"
@@ -151,10 +149,10 @@ class RunFolder:
     # -- whose it is: new, a run's, a campaign's, of another kind, or another program's ------------
 
     def holds_run(self, *before: Path) -> bool:
-        """Return True if our marker and any of a run's files are there, but for those written
-        `before` it began. No single file is required: a damaged run may lack it.
+        """Return True if our marker and any of a run's files are there. Files from `before` its
+        begin do not count. A single file may be missing, since the run may be damaged.
         """
-        # The pointer to checkpoints elsewhere is written before the run begins.
+        # retrain writes the pointer to checkpoints elsewhere before the run begins.
         early = {self.checkpoint_pointer, *before}
         return kind_of(self.path) == "run" and not early.issuperset(self.present())
 
@@ -169,7 +167,7 @@ class RunFolder:
         return None
 
     def refuse_run(self, *, resuming: bool) -> None:
-        """Raise ConfigurationError unless a run may be started here, or with `resuming` resumed."""
+        """Raise ConfigurationError unless a run may start here, or resume with `resuming`."""
         path, kind = self.path, kind_of(self.path)
         if kind == "campaign":
             raise ConfigurationError(
@@ -215,7 +213,7 @@ class RunFolder:
 
     def create(self) -> None:
         """Make the folder and mark it. Raises ConfigurationError if a file is in the way,
-        EnvironmentFailure if it cannot be made.
+        EnvironmentFailure if the disk refuses the folder.
         """
         mark(self.path, "run")
 
@@ -234,7 +232,7 @@ class RunFolder:
             begun.rename(self.path / _REPLACED)
 
     def put_back(self) -> None:
-        """Undo `set_aside`, also that of a process that was killed."""
+        """Undo `set_aside`, also after the kill of another process."""
         replaced = self.path / _REPLACED
         if replaced.is_dir():
             self.empty()
@@ -248,7 +246,9 @@ class RunFolder:
         replaced, forgotten = self.path / _REPLACED, self.path / f"{TEMPORARY}forgotten"
         delete(forgotten)
         if replaced.is_dir():
-            replaced.rename(forgotten)  # at once, since a part of it must not be put back
+            replaced.rename(
+                forgotten
+            )  # Rename it at once, since `put_back` must not find a part of it.
             delete(forgotten)
 
     # -- beside a checkpoint -----------------------------------------------------------------------
@@ -262,8 +262,8 @@ class RunFolder:
         return next(filter(None, problems), "")
 
     def broken_seal(self, path: Path, *, ended: bool) -> str:
-        """How a file of JSON lines differs from what trainer_state.json recorded; "" if it does
-        not, or if nothing was recorded.
+        """Return how a file of JSON lines differs from its record in trainer_state.json; "" if it
+        does not, or without a record.
 
         While a run goes on the file may be longer; a run that has `ended` wrote nothing after it
         recorded the file.
@@ -275,7 +275,7 @@ class RunFolder:
         recorded = state.get("files")
         if not recorded:
             return ""
-        # The state in the folder is a copy of its checkpoint's, so an edit of one of them shows.
+        # The folder holds a copy of the checkpoint's state, so an edit of either file shows.
         checkpoint = self.checkpoints / step_folder(state.get("step")) / self.trainer_state.name
         if checkpoint.is_file() and checkpoint.read_bytes() != text:
             return f"{self.trainer_state.name} differs from the one in {checkpoint.parent.name}"
@@ -301,8 +301,8 @@ class RunFolder:
                 " continues."
             )
             step = state.step
-            # An evaluation counts completed steps, and one at `state.step` may have been cut before
-            # the state knew of it.
+            # An evaluation counts completed steps. A crash may have cut the
+            # evaluation at `state.step` before the state knew of it.
             if path == self.evaluation:
                 step = state.last_evaluation + 1
             truncate_to_step(path, step)
@@ -321,7 +321,9 @@ class RunFolder:
         self._cut_tokens(0)
 
     def _extent(self, path: Path, state: TrainerState) -> Extent:
-        """The length of `path` in bytes when `state` was saved; 0 for a file that did not exist."""
+        """Return the length and hash of `path` when the run saved `state`; 0 for a file that did
+        not exist.
+        """
         values = state.files.get(path.relative_to(self.path).as_posix())
         if values:
             return Extent(**values)
@@ -352,8 +354,8 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 
 def kind_of(folder: Path) -> str:
-    """The purpose of a folder that retrain made: run, checkpoints, campaign or squeeze; "" for any
-    other folder.
+    """Return the purpose of a folder that retrain made: run, checkpoints, campaign or squeeze.
+    Return "" for any other folder.
     """
     return str(read_marker(folder).get("kind", ""))
 
@@ -370,7 +372,7 @@ def mark(folder: Path, kind: str, **content: str) -> None:
             f"{folder} cannot be a folder: a file of that name is in the way; choose another path."
         ) from error
     except OSError as error:
-        # Of several starters one may rename the file that another has written.
+        # If several processes start, one may rename the file of another.
         if isinstance(error, FileNotFoundError) and read_marker(folder):
             return
         raise EnvironmentFailure(
@@ -395,7 +397,7 @@ def refuse_foreign_code(config: TrainConfig, doing: str) -> None:
 
 
 def _is_a_runs(folder: Path) -> bool:
-    """True if the folder has our marker, or lost it and still has a run's configuration beside its
+    """True if the folder has our marker, or lost it and still has a run's configuration and
     records.
     """
     run = RunFolder(folder)
@@ -415,12 +417,12 @@ class Liveness(Enum):
     ALIVE = "alive"
     GONE = "gone"
     ELSEWHERE = "elsewhere"
-    """It runs on another machine, which cannot be asked from here."""
+    """It runs on another machine, out of reach from here."""
 
 
 @dataclass(frozen=True)
 class Writer:
-    """The process that holds, or held until it was killed, a run folder's lock."""
+    """The process that holds a run folder's lock, or held it until a kill."""
 
     pid: int
     host: str
@@ -429,8 +431,8 @@ class Writer:
 
     @classmethod
     def of(cls, folder: RunFolder) -> Self | None:
-        """Return the process that holds a run's folder; None if no process does: a run that ends by
-        itself removes its name.
+        """Return the process that holds a run's folder. Return None if no process does: a run that
+        ends by itself removes its name.
         """
         try:
             text = folder.lock_owner.read_text(encoding="utf-8")
@@ -462,7 +464,7 @@ def _runs(pid: int, since: float) -> bool:
         started, status = process.create_time(), process.status()
     except psutil.NoSuchProcess:
         return False
-    except psutil.AccessDenied:  # there, and another user's
+    except psutil.AccessDenied:  # The process exists, and belongs to another user.
         return True
     ended = status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return not ended and started <= since + _CLOCK_SLACK_S

@@ -28,10 +28,11 @@ class TrainerState:
     sft_step: int = 0
     """Steps of the supervised stage completed."""
     learning: bool = False
-    """True from the first change of the weights until the step is recorded. Such a state is never
-    saved."""
+    """True from the first change of the weights until the step has a record. A checkpoint never has
+    such a state.
+    """
     cursor: int = 0
-    """Prompts consumed; the data order itself is computed from (seed, epoch)."""
+    """Consumed prompts; the data order itself follows from (seed, epoch)."""
     batch_size: int = 0
     correct: int = 0
     judged: int = 0
@@ -75,8 +76,8 @@ class TrainerState:
     ) -> Self:
         """Return the state after a step that took `prompts` prompts and `seconds`.
 
-        `finite`: False for a step all of whose updates were skipped. `mismatched`: whether sampler
-        and learner differed by more than the limit; None, where that cannot be said, leaves the
+        `finite`: False for a step without a finite update. `mismatched`: True if sampler and
+        learner differed by more than the limit. None, for a step without a comparison, leaves the
         count of such steps.
         """
         mismatch_streak = self.mismatch_streak + bool(mismatched)
@@ -98,7 +99,7 @@ class TrainerState:
 
     @property
     def place(self) -> tuple[Literal["sft", "rl"], int]:
-        """The stage, and how many of its steps are completed."""
+        """The stage, and the number of its completed steps."""
         return self.stage, self.sft_step if self.stage == "sft" else self.step
 
     def after_sft_step(self, *, tokens: int, seconds: float, finite: bool, ends: bool) -> Self:

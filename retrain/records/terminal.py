@@ -32,8 +32,8 @@ def clean(text: str) -> str:
     """Make a sentence or a table safe to print or store, whatever the names and messages in it
     contain.
 
-    Escape sequences and controls are dropped, direction marks and Unicode's own ends of a line
-    shown as <U+202E>; line breaks and tabs stay.
+    It drops escape sequences and controls, and shows direction marks and Unicode's own ends of a
+    line as <U+202E>. Line breaks and tabs stay.
     """
     return _ESCAPE_SEQUENCES.sub("", text).translate(_HARMLESS)
 
@@ -49,8 +49,8 @@ def one_line(text: str, limit: int = 120) -> str:
 
 
 def without_escapes(pieces: Sequence[str]) -> list[str]:
-    """Remove the escape sequences of one text that is given in pieces; a sequence may run over
-    several of them.
+    """Remove the escape sequences of one text in pieces; a sequence may run over several of
+    them.
     """
     text = _ESCAPE_SEQUENCES.sub(lambda sequence: "\0" * len(sequence.group()), "".join(pieces))
     ends = accumulate(map(len, pieces))
@@ -109,8 +109,8 @@ def filled_columns(rows: Sequence[Sequence[str]]) -> list[int]:
 def table_lines(
     rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: str = ""
 ) -> Iterator[str]:
-    """Yield the lines of a table for a terminal: columns as wide as their widest cell, aligned left
-    except those in `right`, empty ones left out.
+    """Yield the lines of a table for a terminal, with columns as wide as their widest cell. Columns
+    align left except for those in `right`, and empty columns disappear.
     """
     from rich.cells import cell_len  # a CJK character takes two places
 
@@ -131,7 +131,7 @@ def picked(row: Sequence[str], columns: Iterable[int]) -> list[str]:
 
 
 def markdown_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A Markdown table whose columns are aligned in its source too."""
+    """Yield a Markdown table whose columns align in its source too."""
     clean = [[cell.replace("|", "\\|") for cell in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*clean, strict=True)]
     for index, row in enumerate(clean):

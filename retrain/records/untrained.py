@@ -25,7 +25,7 @@ _SKIPPED = (
 
 def untrained_streak(newest_first: Iterable[StepRecord]) -> list[StepRecord]:
     """Return the records since the last step that trained something, newest first."""
-    # With a KL term alone rows are trained, and none for its reward.
+    # With a KL term alone the learner trains rows, but no row for its reward.
     return list(
         takewhile(
             lambda one: 0 in (one.num_datums, one.informative_fraction) or _is_skipped(one),
@@ -35,7 +35,7 @@ def untrained_streak(newest_first: Iterable[StepRecord]) -> list[StepRecord]:
 
 
 def _is_skipped(record: StepRecord) -> bool:
-    """Return True if all updates of a step were skipped, since a number was not finite."""
+    """Return True if the learner skipped all updates of a step, since a number was not finite."""
     return bool(record.nonfinite_updates) and (record.loss is None or isnan(record.loss))
 
 
@@ -47,8 +47,8 @@ def _is_solved(record: StepRecord) -> bool:
 
 
 def is_news(streak: Sequence[StepRecord]) -> bool:
-    """Return True if the newest step of a streak makes it long enough to be told: with as many
-    unsolved steps, or all of them solved.
+    """Return True if the newest step makes a streak long enough for a message. A streak counts its
+    unsolved steps, or all its steps if the model solves every one.
     """
     unsolved = sum(not _is_solved(record) for record in streak)
     if not unsolved:
@@ -57,9 +57,8 @@ def is_news(streak: Sequence[StepRecord]) -> bool:
 
 
 def untrained_line(streak: Sequence[StepRecord], known: str = "") -> str:
-    """Say how many steps of a streak trained nothing, and why; of a streak that is solved
-    throughout, that it is; "" for none. `known`: the cause of wrong answers alone, where the data
-    show it.
+    """Say how many steps of a streak trained nothing, and why. If the model solves all of them, say
+    that; "" for an empty streak. `known`: the cause of only wrong answers, if the data show it.
     """
     unsolved = [record for record in streak if not _is_solved(record)]
     if unsolved and _is_skipped(unsolved[0]):
