@@ -38,9 +38,9 @@ def evaluate_run(
     """Evaluate the run in the folder `path` at a checkpoint (the newest by default), or the
     untrained model of a TOML.
 
-    Nothing is written; `keep` gets the answers. Code named by a stored configuration, whose author
-    may be anyone, is executed only with `trust`. Raises ConfigurationError for a folder without a
-    run, for untrusted code, and for `checkpoint` beside a TOML.
+    It writes no file; `keep` gets the answers. It executes code from a stored configuration, whose
+    author may be anyone, only with `trust`. Raises ConfigurationError for a folder without a run,
+    for untrusted code, and for `checkpoint` together with a TOML.
     """
     folder, stored = RunFolder(path), path.is_dir()
     if stored and not folder.config.is_file():

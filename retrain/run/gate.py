@@ -1,12 +1,12 @@
-"""The parity gate: before the first optimizer step, engine and learner must be the same policy.
+"""Run the parity gate: before the first optimizer step, engine and learner must be the same policy.
 
-It asks one question: under an adapter that shows, are the engine's log-probs the learner's? At a
-fresh start every lora_B is 0, so an engine that ignores the adapter would pass. The gate therefore
-gives the adapter a seeded trial value, compares, restores it byte for byte, and compares again, on
-completions that follow an answer, so that some end. Both are at a temperature at which few tokens
-are certain: a wrong log-prob of a certain one would not show. What noise could explain is looked at
-again with other noise; what fails twice stops the run, in one sentence. Besides, gold answers have
-to score.
+It asks one question: under an adapter with a visible effect, do engine and learner give the same
+log-probs? At a fresh start every lora_B is 0, so an engine that ignores the adapter would pass. The
+gate therefore gives the adapter a seeded trial value, compares, and restores it byte for byte. Then
+it compares again, on completions that follow an answer, so that some end. Both comparisons use a
+temperature at which few tokens are certain: a wrong log-prob of a certain token would not show. The
+gate tests a difference that noise could explain again, with other noise. A check that fails twice
+stops the run with one sentence. The gate also requires that reference answers score.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,10 +64,11 @@ class GateResult:
     longest_prompt: int
     """Tokens."""
     gold: str = _NOT_APPLICABLE
-    """"<right>/<asked>" gold answers, unless the reward does not compare answers."""
+    """"<right>/<asked>" reference answers, unless the reward does not compare answers."""
     max_difference: float | None = None
-    """None, as the next four are, where the backend cannot score rows, so that nothing was
-    compared."""
+    """The largest difference in nats. This and the next four fields are None if the backend cannot
+    score rows, so that the gate compared no log-probs.
+    """
     mean_difference: float | None = None
     tolerance: float | None = None
     """For the mean in half precision, else for the largest difference."""
@@ -81,8 +82,9 @@ class GateResult:
     """Nats by which the trial adapter changed the log-probs on average; None where the backend
     cannot change its adapter."""
     half_precision: bool = False
-    """Engine and learner were compared as in half precision, since a key says so or since they
-    differ just so."""
+    """True if the gate used the half-precision tolerance: a key asks for it, or the differences
+    look like half-precision rounding.
+    """
     endings: int = 0
     """Completions that ended at EOS."""
 
@@ -122,7 +124,7 @@ class GateResult:
 
 
 def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
-    """Run the gate. Raises RunFailed in one sentence. The adapter's bytes are restored in any
+    """Run the gate. Raises RunFailed in one sentence. It restores the adapter's bytes in any
     case.
     """
     prompts = prompts[:PROMPTS]
@@ -192,8 +194,8 @@ def _result(found: GateSample, longest_prompt: int) -> GateResult:
 
 
 def _first_look(inputs: GateInputs, asked: Sequence[Asked]) -> GateSample:
-    """Compare with the adapter as it is. A server whose precision no key gives is compared in half
-    precision from then on if it differs as half precision makes this model differ.
+    """Compare with the adapter as it is. A server without a key for its precision may differ as
+    half precision makes this model differ. The gate then uses half precision from there on.
     """
     when = "after the first step's adapter was synced, " if inputs.trained else ""
     try:
@@ -233,8 +235,8 @@ def _compare(
 
 
 def _hot_fault(part: GateSample, *, raw_is_right: bool, bare: Bare | None = None) -> str:
-    """Return what is wrong with completions that are hotter than the run's. `raw_is_right`: the
-    run's temperature is 1, for which log-probs before the temperature are right too.
+    """Return the fault of completions at a higher temperature than the run uses; "" without one.
+    `raw_is_right`: the run's temperature is 1, so log-probs before the temperature are right too.
     """
     found = fault(part, bare)
     if found and raw_is_right:
@@ -275,8 +277,8 @@ def _visible(trial: TrialAdapter, sample: GateSample) -> tuple[float, Bare]:
 
 
 def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
-    """Play the replies that the environment itself calls right; each episode must be scored as
-    right.
+    """Play the replies that the environment itself calls right, and raise RunFailed unless each
+    episode scores as right.
     """
     with environment_code("[environment] asking for its gold replies", host.timeout_s):
         asked = [(prompt, host.environment.gold(prompt.example)) for prompt in prompts]

@@ -1,11 +1,11 @@
-"""What the parity gate holds against a server's completions: differences from the learner's
-log-probs that rounding does not explain, and kept counts that are not those of the learner's
-distribution.
+"""Find the faults of a server's completions in the parity gate. One fault is a difference from the
+learner's log-probs that rounding does not explain. Another is a kept count that does not fit the
+learner's distribution.
 
-How much rounding is, the learner says: half precision may move log-probs as far as it moves the
-learner's own on the same tokens, within a factor. Half precision hides part of a fault in its
-tolerance, so two faults are looked for there by their direction, which rounding does not have:
-another temperature, and a part of the adapter's effect that is missing.
+The learner measures the rounding: half precision may move log-probs as far as it moves the
+learner's own on the same tokens, within a factor. The tolerance of half precision hides part of a
+fault. So the gate looks for two faults by their direction, which rounding does not have: another
+temperature, and a missing part of the adapter's effect.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +25,9 @@ _FP32_IN_PROCESS, _FP32_SERVER = 1e-4, 1e-3
 """Nats by which float32 may move a log-prob at temperature 1 and above, if the model is no more
 sensitive than most. Below 1, log-probs are so many times as sensitive to the logits' rounding."""
 _FP32_MEAN = 5e-5
-"""The same for the mean: a served head alone in bf16 moves no token by 1e-3 where the policy is
-sharp, and gave 1e-4 on average."""
+"""The same for the mean. A server with the head alone in bf16 moves no token by 1e-3 if the policy
+is sharp, and gave 1e-4 on average.
+"""
 _HALF, _EIGHT_BITS = 0.005, 0.02
 """The same for the mean in 16 bits; and where [inference] says 8 bits, or the learner knows one
 precision only."""
@@ -40,16 +41,19 @@ _FP32_SHARE = 2.0**-13
 _SHOWS = 5.0
 """The gate looks for a share of an effect that is so many times the learner's own rounding."""
 _MISSING = 0.25
-"""Share of the trial adapter's effect that may be missing or too much; where the engine applies the
-adapter, it is within a few hundredths of 0. Of a temperature a tenth higher it is half."""
+"""Share of the trial adapter's effect that may be missing or too much. If the engine applies the
+adapter, the share is within a few hundredths of 0. For a temperature that is a tenth higher, the
+share may be half.
+"""
 _SIGNIFICANT = 5.0
 """Standard errors by which such a share must differ from 0."""
 _MISCOUNTED, _MISCOUNTED_IN_HALF = 0.01, 0.1
 """Share of tokens, and at least two of them, whose kept count may be outside of what rounding
 allows. Half precision is known by its mean alone, and single tokens move by several times that."""
 _IMPOSSIBLE = 1e-6
-"""Chance of identical completions, in each of two looks, below which they are not drawn one by
-one."""
+"""Chance of identical completions, in each of two looks, below which the engine does not sample
+independently.
+"""
 _MAX_SLACK = 500.0
 """Nats of rounding that a count allows for: near temperature 0 no float would hold e to it."""
 
@@ -84,8 +88,8 @@ def tolerance(part: GateSample) -> float:
 
 
 def _measures(part: GateSample) -> Iterator[tuple[str, float, float]]:
-    """Yield what is measured, by how many nats engine and learner differ in it, and how many are
-    permitted.
+    """Yield for each measure its name, the difference of engine and learner in nats, and the
+    permitted difference.
     """
     inputs, off = part.inputs, np.abs(part.off)
     if not inputs.half_precision:
@@ -114,9 +118,9 @@ def _measures(part: GateSample) -> Iterator[tuple[str, float, float]]:
 
 
 def _direction(part: GateSample, bare: Bare | None) -> str:
-    """Look for a fault that is smaller than half precision's tolerance by its direction, which
-    rounding does not have: by least squares, the differences contain a share of an effect. A token
-    may have an error of its own.
+    """Look for a fault below half precision's tolerance by its direction, which rounding does not
+    have. By least squares, the differences contain a share of an effect. Single tokens may have
+    their own errors.
     """
     inputs, off = part.inputs, part.off
     hotter = inputs.backend.logprobs(part.rows, 1.1 * inputs.engine_temperature)
@@ -169,8 +173,8 @@ def _miscount(part: GateSample) -> str:
 
 
 def _moved(cuts: Truncation, slack: float) -> Truncation:
-    """Cuts that keep as many tokens, at most or (with `slack` below 0) at least, as `cuts` do if
-    logits move by |slack| / 2 nats.
+    """Return cuts that keep at most as many tokens as `cuts` do if logits move by |slack| / 2 nats.
+    With `slack` below 0, they keep at least as many.
 
     The odds of a set's probability then change by a factor of at most e^|slack|, and so does the
     ratio of two probabilities.

@@ -1,5 +1,5 @@
-"""What the parity gate asks an engine for: a few completions of the run's prompts and of a long
-one, as rows beside the learner's log-probs.
+"""Ask an engine for the completions of the parity gate, as rows with the learner's log-probs. They
+answer a few prompts of the run and a long prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,12 +34,14 @@ FEW_TOKENS = 16
 """Tokens per completion after the long prompt, and where the adapter is as it was."""
 SAMPLES = 2
 _DRAWS = 4
-"""Of one prompt, of which none may equal another by chance."""
+"""Completions of one prompt, of which no two may be equal by chance."""
 _SERVED_ROOM = 512
 """Tokens that a server takes at least: prompt and completion together, as `retrain serve` starts
 one."""
 PAGE = 256
-"""Tokens. No server's KV cache has longer blocks, and a block that is not full is never reused."""
+"""Tokens. No server's KV cache has longer blocks, and a server never reuses a block that is not
+full.
+"""
 _ROUNDED_LOGPROB = 1e-3
 """Nats above 0 that rounding may give a log-prob."""
 
@@ -48,8 +50,9 @@ _ROUNDED_LOGPROB = 1e-3
 class GateInputs:
     backend: Backend
     check_gold: Callable[[Sequence[Prompt]], str]
-    """Says how many gold answers score, or "not applicable"; raises RunFailed for one that does
-    not."""
+    """Says how many reference answers score, or "not applicable"; raises RunFailed for a reference
+    answer that does not.
+    """
     eos_ids: Sequence[int]
     answers: Callable[[Prompt], list[Int32Array]]
     """Token ids of answers to a prompt, after which a completion may well end; none where no answer
@@ -60,16 +63,17 @@ class GateInputs:
     """Tokens of the run's longest prompt and completion together."""
     seed: int
     half_precision: bool
-    """Weights, activations or the KV cache of either side are rounded to 16 bits or fewer."""
+    """True if either side rounds weights, activations or the KV cache to 16 bits or fewer."""
     eight_bits: bool
-    """The sampler's weights or KV cache are rounded to 8 bits or fewer."""
+    """True if the sampler rounds its weights or its KV cache to 8 bits or fewer."""
     dtype_set: bool
     """[inference] dtype says in what the sampler computes."""
     step: int
     """Training steps behind the weights."""
     trained: bool
-    """The engine already serves these weights, and is checked with them before it is given the
-    trial adapter."""
+    """The engine already serves these weights, and the gate checks it with them before the trial
+    adapter.
+    """
 
     @property
     def in_process(self) -> bool:
@@ -124,8 +128,9 @@ class GateSample:
 
 
 Samples = dict[str, GateSample]
-"""Address of a server, or "" -> its completions. Judged together, those of sound servers would hide
-the fault of one."""
+"""Address of a server, or "" -> its completions. A judgment of all servers together would hide the
+fault of one server among sound ones.
+"""
 
 
 class Asked(NamedTuple):
@@ -231,8 +236,8 @@ def _problem(completion: Completion, request: SampleRequest, eos_ids: Sequence[i
 
 
 def long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
-    """Return the prompts' tokens, repeated to more than a page of a KV cache, and past the model's
-    sliding window if the run gets that far.
+    """Return the prompts' tokens, repeated to more than a page of a KV cache. If the run gets past
+    the model's sliding window, the prompt does too.
     """
     room, wanted = positions(inputs) - FEW_TOKENS, PAGE
     _, window = inputs.backend.reach
@@ -241,7 +246,7 @@ def long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
     length = max(1, min(wanted + 1, room))
     ids = np.resize(np.concatenate([prompt.token_ids for prompt in prompts]), length)
     ids = ids.astype(np.int32)
-    # Whole prompts where text is sent: cut anywhere else, it may encode to other ids.
+    # Use whole prompts if the server takes text: a cut prompt may encode to other ids.
     if not inputs.backend.engine.capabilities.token_ids_in:
         ids = prompts[0].token_ids
         for prompt in cycle([*prompts[1:], prompts[0]]):
@@ -256,7 +261,7 @@ def endings(inputs: GateInputs, prompts: Sequence[Prompt]) -> list[Asked]:
     completions of the gate's length end by themselves.
     """
     asked = [Asked(prompts[0], PROMPTS + 1, _DRAWS, TOKENS)]
-    # A prompt that is cut anywhere may not be encoded to the same ids again.
+    # A cut prompt may not encode to the same ids again.
     if not inputs.backend.engine.capabilities.token_ids_in:
         return asked
     for prompt in prompts:
@@ -273,7 +278,8 @@ def _own_prompt(ids: Int32Array) -> Prompt:
 
 def positions(inputs: GateInputs) -> int:
     """Return the number of tokens that prompt and completion may have together: in the model's
-    context, and in the length for which a server was started. MLX-LM's, which takes text, has none.
+    context, and in the length of the server's context. MLX-LM, which takes text, has no such
+    length.
     """
     known, _ = inputs.backend.reach
     if not inputs.in_process and inputs.backend.engine.capabilities.token_ids_in:

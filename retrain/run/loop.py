@@ -1,8 +1,8 @@
 """The training loop: one step is sample, score, assign credit, learn, record.
 
-Everything that does not fit on this page is in the nouns that it calls: `session` opens the run,
-samples, learns and holds the run's state, `advantages` turns rewards into token credit, `observer`
-writes the step down, and `saver` says what is due and writes checkpoints.
+Everything that does not fit on this page is in the nouns that it calls. `session` opens the run,
+samples, learns and holds the run's state, and `advantages` turns rewards into token credit.
+`observer` writes the step down, and `saver` says what is due and writes checkpoints.
 """
 
 from collections.abc import Callable, Sequence

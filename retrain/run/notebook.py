@@ -33,9 +33,9 @@ def with_functions(
 ) -> Iterator[TrainConfig]:
     """Yield the configuration with each function as the plugin of its key, such as "reward.type".
 
-    Writes notebook_<hash>.py into the run's folder, and deletes it if the run is refused. Raises
-    ConfigurationError for a function whose source cannot stand alone, and for a folder that is not
-    the run's.
+    Writes notebook_<hash>.py into the run's folder, and deletes it if retrain refuses the run.
+    Raises ConfigurationError for a function whose source cannot stand alone, and for a folder that
+    does not belong to the run.
     """
     if not functions:
         yield config
@@ -57,7 +57,7 @@ def with_functions(
     if "algorithm.advantage_mode" in values and config.algorithm.algorithm_mode:
         values["algorithm.algorithm_mode"] = ""
     config = replaced(config, values)
-    # A plugin is looked for beside the configuration's file.
+    # retrain looks for a plugin in the folder of the configuration's file.
     config._provenance = replace(config._provenance, path=folder.config)
     try:
         with no_trace_of_a_refusal(folder, made):
@@ -84,8 +84,8 @@ def module_source(functions: Any) -> str:
 
 
 def _collect(function: Callable[..., Any], lines: dict[str, str], asked: str) -> None:
-    """Add a function's source to `lines`, after what it uses; `asked` is the name that train was
-    given.
+    """Add a function's source to `lines`, after the names that it uses; `asked` is the name of the
+    function that train got.
     """
     if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
         raise ConfigurationError(
@@ -110,7 +110,7 @@ def _collect(function: Callable[..., Any], lines: dict[str, str], asked: str) ->
             f"{asked}: two functions are called {function.__name__}, and a module holds one of"
             " them; rename one."
         )
-    lines[function.__name__] = ""  # so that a function that calls itself is not collected twice
+    lines[function.__name__] = ""  # A function that calls itself must not come twice.
     for name in sorted(_names(function.__code__) | signature):
         if name in function.__globals__ and name not in lines:
             _define(name, function.__globals__[name], lines, asked)

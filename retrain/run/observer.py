@@ -71,7 +71,7 @@ class StepObserver:
         """The newest steps, newest first, if they trained nothing."""
 
     def restore(self, newest_first: Iterable[StepRecord]) -> None:
-        """Take up the records of an earlier session; no more of them are read than needed."""
+        """Take up the records of an earlier session; it reads no more of them than it needs."""
         records = iter(newest_first)
         last = next(records, None)
         if last is not None:
@@ -103,8 +103,8 @@ class StepObserver:
         state: TrainerState,
         decision: Mapping[str, Any],
     ) -> None:
-        """Write a step down. `state`: the run's state after it; `decision`: the fields of the back
-        pressure's decision.
+        """Write a step down. `state` is the run's state after the step, and `decision` has the
+        fields of the back pressure's decision.
         """
         also: dict[str, Any] = {"scheduled": self.plan.moved(step.number) or None}
         if self.config.data.mix:
@@ -230,8 +230,8 @@ def mismatch_limit(
 ) -> float | None:
     """Return the limit of a run in nats; None if there is none.
 
-    Dropout and weights that are one step old move the ratio by themselves, so only a limit that was
-    set holds there.
+    Dropout and weights that are one step old move the ratio by themselves, so there only a limit
+    from the user holds.
     """
     if inference.mismatch_limit is not None:
         return inference.mismatch_limit or None
@@ -278,8 +278,8 @@ def check_mismatch(
 
 
 def untrained_mismatch_line(number: int, result: StepResult, limit: float | None) -> str:
-    """Warn of a step whose tokens were not trained, and are further off than the limit of those
-    that are.
+    """Warn of a step that trained no token and whose tokens differ by more than the limit for
+    trained tokens.
     """
     return (
         f"Step {number} trained nothing; sampler and learner differed by"

@@ -1,4 +1,4 @@
-"""One process's share of a run: it opens the run, samples, evaluates, saves and sums up;
+"""Hold one process's share of a run: it opens the run, samples, evaluates, saves and sums up.
 `loop.take_step` goes through one step.
 """
 
@@ -182,7 +182,7 @@ class Session:
                             session._keep_start()
                         with closing(session.prefetched) if session.prefetched else nullcontext():
                             yield session
-                    # Of any kind: the summary names it, and it goes on to the command.
+                    # The summary names an error of any kind, and the command gets it too.
                     except Exception as error:
                         session._sum_up_failure(error)
                         raise
@@ -245,7 +245,7 @@ class Session:
             line = LogLine(result.line(), result.brief)
         self.tracker.message(line)
         self._describe(result)
-        self.folder.forget()  # what is replaced was kept until nothing refuses the run
+        self.folder.forget()  # The replaced run stays until the last check has passed.
         take(self.saver.store.folder, self.folder)
         self.saver.rehearse()
 
@@ -320,7 +320,7 @@ class Session:
     # -- one step: sample, turn to learning, learn, record -----------------------------------------
 
     def sample(self) -> Rollout:
-        """Return the scored groups of this step, drawn now unless they were prefetched."""
+        """Return the scored groups of this step: the prefetched ones, or new samples."""
         rollout = self.prefetched.take() if self.prefetched else None
         if rollout is None:
             prompts, plan = self._prompts(self.state.step), self._sampling(self.state.step)
@@ -328,7 +328,7 @@ class Session:
             step, completions = self.state.step, len(prompts) * plan.group_size
             watcher = self._watch(f"Step {step}: sampling", completions)
             rollout = self.parts.sampler.draw(prompts, step, plan, watcher)
-            self._check_again()  # before anything is learned from what it sampled
+            self._check_again()  # Check before the learner trains on its samples.
         if self.config.schedule.points:
             self.parts.credit.use(self._settings)
         scores = [
@@ -339,12 +339,12 @@ class Session:
         return rollout
 
     def turn_to_learning(self, used: int) -> None:
-        """Stop for a signal, for the last time in this step, which used `used` prompts; in split
+        """Stop for a signal, for the last time in this step, which used `used` prompts. In split
         mode start to sample the next step.
 
-        Nothing is prefetched across a checkpoint or an evaluation, so a resumed run samples with
-        the weights of the undisturbed one. Raises Interrupted in every process, if one of them got
-        a signal.
+        It never prefetches across a checkpoint or an evaluation, so a resumed run samples with the
+        same weights as a run without a stop. Raises Interrupted in every process, if any process
+        got a signal.
         """
         self.interrupts.adopt(self.world.gather(self.interrupts.stopped_by))
         self.interrupts.check()
@@ -372,8 +372,8 @@ class Session:
 
     @contextmanager
     def _moved(self) -> Iterator[None]:
-        """The backend has the settings of this step inside. The gate and evaluations are at those
-        of the file.
+        """Give the backend the settings of this step inside the context. The gate and evaluations
+        use the settings of the file.
         """
         backend = self.parts.backend
         if not (self.config.schedule.points and backend.capabilities.moves_settings):
@@ -422,8 +422,8 @@ class Session:
             raise
 
     def _untrained_mismatch(self, rows: list[Row], rollout: Rollout) -> dict[str, Any]:
-        """Return the log_ratio_* of a few completions of a step without a trained row; {} in any
-        other step, and where the learner cannot score what the engine samples, with the weights
+        """Return the log_ratio_* of a few completions of a step without a trained row. Return {} in
+        any other step, and if the learner cannot score what the engine samples, with the weights
         that sampled it.
         """
         backend = self.parts.backend
@@ -438,7 +438,9 @@ class Session:
 
     @property
     def _mismatch_limit(self) -> float | None:
-        """Nats that sampler and learner may differ by in three steps in a row; None: any."""
+        """Nats that sampler and learner may differ by in three steps in a row; None allows any
+        difference.
+        """
         config, backend = self.config, self.parts.backend
         return mismatch_limit(
             config.inference,
@@ -490,8 +492,8 @@ class Session:
         return self.pressure.batch_size if self.pressure else self.state.batch_size
 
     def _prompts(self, step: int, after: int = 0) -> list[Prompt]:
-        """Return the batch of a step, in the shuffle `after` prompts past the cursor. A sampler is
-        asked by rank 0, which tells the others.
+        """Return the batch of a step, in the shuffle `after` prompts past the cursor. Rank 0 asks
+        the sampler and tells the other ranks.
         """
         count, seed, indices = self.state.batch_size, self.state.seed, None
         if self.world.is_rank_zero:
@@ -500,12 +502,11 @@ class Session:
         return self.choice.take(step, self.state.cursor + after, count, seed, indices)
 
     def _sync(self) -> None:
-        """Give the engine the learner's weights of this moment; once per step, since a server reads
-        the adapter from a disk.
+        """Give the engine the learner's current weights, once per step, since a server reads the
+        adapter from a disk.
 
-        An engine outside this process is checked again at its first new adapter: so far the gate
-        saw adapters that it had made itself. It is also checked after a server woke up or came
-        back.
+        It checks an engine outside this process again at its first new adapter: so far the gate saw
+        only adapters of its own making. It also checks a server that woke up or came back.
         """
         step, engine = self.state.step, self.parts.backend.engine
         if self._synced == self.state.place:
@@ -521,7 +522,7 @@ class Session:
 
     @property
     def _compares(self) -> bool:
-        """True if the engine may serve another policy than the learner's, and the learner can
+        """True if the engine may serve another policy than the learner has, and the learner can
         tell.
         """
         backend = self.parts.backend
@@ -589,8 +590,8 @@ class Session:
             )
 
     def save_now(self) -> str:
-        """Save a checkpoint between two steps; within a step there is none to save. Return what is
-        saved now, in a sentence.
+        """Save a checkpoint between two steps; within a step there is none to save. Return a
+        sentence about the saved state.
         """
         current = self.saver.holds(self.state)
         if self.world.is_rank_zero and not (current or self.state.learning):

@@ -55,8 +55,8 @@ class RunStart:
 def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
     """Hold the run folder's lock for as long as the context lasts.
 
-    Raises ConfigurationError for a folder that may not be used, and for keys that may not change at
-    resume.
+    Raises ConfigurationError for a folder that the run may not use, and for keys that may not
+    change at resume.
     """
     if config.kind == "campaign":
         raise ConfigurationError(
@@ -95,7 +95,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
 def no_trace_of_a_refusal(
     folder: RunFolder, made: Sequence[Path], elsewhere: Sequence[Path] = ()
 ) -> Iterator[None]:
-    """Delete the folders `made` for a run that is refused before it begins, so that the corrected
+    """Delete the folders `made` if retrain refuses the run before it begins, so that the corrected
     command is a first one.
 
     `elsewhere`: the folders of its checkpoints, outside of its own.
@@ -103,7 +103,7 @@ def no_trace_of_a_refusal(
     try:
         yield
     except RetrainError as error:
-        # A mistake in the configuration may show after the files are opened, but before the first
+        # A mistake in the configuration may show after this opens the files, but before the first
         # line of numbers.
         files = [folder.config]
         if isinstance(error, ConfigurationError):
@@ -121,7 +121,7 @@ def no_trace_of_a_refusal(
 
 
 def missing_folders(path: Path) -> Iterator[Path]:
-    """The folders that are made with `path`, each one before its parent."""
+    """Yield the folders that making `path` creates, each one before its parent."""
     while not path.exists():
         yield path
         path = path.parent
@@ -132,7 +132,7 @@ def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite:
     checkpoints = checkpoint_folder(config.backend, folder, overwrite)
     folder.set_aside()
     store = CheckpointStore(checkpoints, config.training.keep_checkpoints)
-    if not store.steps():  # those of a run that is replaced are kept as long as its files are
+    if not store.steps():  # Keep the checkpoints of a replaced run as long as its files.
         take(checkpoints, folder)
     notes = []
     if resuming:
@@ -156,8 +156,8 @@ def _no_checkpoint_line(folder: RunFolder) -> str:
 
 
 def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
-    """Open a folder to resume its run. Nothing in it changes before it is certain that the run can
-    continue.
+    """Open a folder to resume its run. The folder does not change before it is certain that the run
+    can continue.
     """
     _refuse_damaged(folder)
     config = _resumed_config(config, folder)
@@ -280,8 +280,8 @@ def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
 def refuse_other_data(
     opened: RunStart, fingerprints: Mapping[str, str], heldout: Mapping[str, str] | None
 ) -> None:
-    """Raise ConfigurationError if the run was trained or evaluated on other examples so far: its
-    place among them, what a sampler saw of them, and its earlier results would mean others.
+    """Raise ConfigurationError if the run has trained or evaluated on other examples so far. Its
+    place among them, a sampler's view of them, and its earlier results would have another meaning.
     """
     if opened.checkpoint is None or not opened.folder.environment.exists():
         return
@@ -312,7 +312,7 @@ def other_heldout(
 
 
 def _named(config: TrainConfig) -> list[Any]:
-    """Return what says which held-out examples are read."""
+    """Return the settings that decide which held-out examples the run reads."""
     data, evaluation = config.data, config.evaluation
     tasks = {
         task: {name: own[name] for name in ("path", "max_examples") if name in own}
@@ -329,8 +329,8 @@ def _named(config: TrainConfig) -> list[Any]:
 
 
 def part_of_session(environment: Json, *, goes_on: bool) -> Json:
-    """Return the part of environment.json's content that is about this session: all of it, or its
-    entry among the later ones if the run `goes_on` from a checkpoint.
+    """Return the part of environment.json's content about this session. This is the whole content,
+    or its entry among the later ones if the run `goes_on` from a checkpoint.
     """
     later = environment.get("resumed")
     return later[-1] if goes_on and later else environment
@@ -339,8 +339,8 @@ def part_of_session(environment: Json, *, goes_on: bool) -> Json:
 def _newest(
     store: CheckpointStore, folder: RunFolder, log: Callable[[str], None]
 ) -> Checkpoint | None:
-    """Return the checkpoint to resume from; None if none was made. Raises ConfigurationError if
-    none of those made can be used.
+    """Return the checkpoint to resume from; None if the run made none. Raises ConfigurationError if
+    no checkpoint is usable.
     """
     put_back(store.folder)
     passed_over: list[str] = []

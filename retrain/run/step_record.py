@@ -58,7 +58,7 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Step:
-    """Everything about one step that was taken, from sampling to learning, for `StepObserver`."""
+    """Everything about one finished step, from sampling to learning, for `StepObserver`."""
 
     number: int
     """The step's number, counted from 0."""
@@ -68,8 +68,9 @@ class Step:
     rows: list[Row]
     """One entry per judged completion, in the order of `credit.sources`."""
     log_ratios: Mapping[RowKey, Float32Array] | None
-    """[T] of each row: learner - sampler log-prob before the step; None if nobody stores the
-    tokens."""
+    """[T] of each row: learner - sampler log-prob before the step. Absent (None) if no sink stores
+    the tokens.
+    """
     result: StepResult
     clock: StepClock
 
@@ -78,9 +79,9 @@ class Step:
 class RewardStatistics:
     """Statistics over the first draw of every prompt of a step, skipped groups included.
 
-    Redraws are selected by their rewards, so the last draws would be biased. In all draws together
-    a prompt would weigh more the more often it is drawn, that is, the nearer its success rate is to
-    0 or 1.
+    Rewards select the redraws, so the last draws would bias the statistics. Over all draws, a
+    prompt would weigh more the more draws it has, that is, the nearer its success rate is to 0 or
+    1.
     """
 
     judged: int
@@ -177,8 +178,8 @@ def identical_chance(groups: Sequence[Group]) -> float:
 
 
 def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
-    """Return what credit assignment reports, over all groups of the step. `dropped_groups` could
-    not be judged, so they count as skipped for a reason other than their rewards.
+    """Return what credit assignment reports, over all groups of the step. The reward could not
+    judge `dropped_groups`, so they count as skipped for a reason other than their rewards.
     """
     fields = asdict(credit.statistics)
     fields["groups_skipped_other"] += dropped_groups
@@ -189,8 +190,8 @@ def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
 
 
 def reward_fields(statistics: RewardStatistics, result: StepResult) -> dict[str, Any]:
-    """Return statistics of the samples. The learner's entropy stands in where the engine records
-    none.
+    """Return statistics of the samples. If the engine records no entropy, the learner's entropy
+    replaces it.
     """
     fields = asdict(statistics)
     del fields["judged"], fields["correct"]
@@ -254,7 +255,7 @@ def generation_records(
     """Return every trajectory of the step as text, with its advantage; with `in_turns` also what
     its environment reports about it.
     """
-    # Of the judged groups alone: a completion outside of them has none.
+    # Only judged groups have advantages: a completion outside of them has none.
     advantages = {
         (source.slot, trajectory.sample): advantage
         for source, given in zip(credit.sources, credit.groups, strict=True)
@@ -284,8 +285,8 @@ def generation_records(
 def token_table(
     credit: Credit, with_planning: bool, log_ratios: Mapping[RowKey, Float32Array] | None = None
 ) -> TokenTable:
-    """Collect every judged token of the step with its advantage after each stage. `log_ratios`: row
-    key -> [T], for the trained rows; the tokens of the others have NaN.
+    """Collect every judged token of the step with its advantage after each stage. `log_ratios` maps
+    row keys to [T] for the trained rows; the tokens of other rows have NaN.
     """
     tokens, entropies = credit.tokens, credit.tokens.entropies
     prompts = [group.prompt.token_ids for group in credit.sources]
@@ -314,7 +315,7 @@ def token_table(
 
 
 def _joined_ratios(credit: Credit, log_ratios: Mapping[RowKey, Float32Array]) -> Float32Array:
-    """[n] log-ratios in the order of the step's tokens; NaN for the rows that were not trained."""
+    """[n] log-ratios in the order of the step's tokens; NaN for untrained rows."""
     pieces = [np.zeros(0, np.float32)]
     for number, group in enumerate(credit.sources):
         for trajectory in group.trajectories:

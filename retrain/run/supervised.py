@@ -27,8 +27,8 @@ _OPENS, _CLOSES = "[learned: ", "]"
 class SupervisedStage:
     """Supervised fine-tuning before the first step of reinforcement learning.
 
-    At ratio 1 and advantage 1 the policy gradient over the mean of a batch's tokens is the gradient
-    of cross-entropy, so the learner of reinforcement takes these steps too.
+    At ratio 1 and advantage 1, the policy gradient over the mean of a batch's tokens is the
+    gradient of cross-entropy. So the learner of reinforcement takes these steps too.
     """
 
     config: TrainConfig
@@ -39,9 +39,9 @@ class SupervisedStage:
 
     @classmethod
     def load(cls, config: TrainConfig, text: TextModel) -> Self:
-        """Load the traces of [sft]. Raises ConfigurationError if none can be used."""
+        """Load the traces of [sft]. Raises ConfigurationError without a usable trace."""
         traces, held_out = load_traces(config, text), None
-        assert traces is not None  # a source without training rows is refused
+        assert traces is not None  # `load_traces` refuses a source without training rows.
         if config.sft.evaluate_every:
             held_out = load_traces(config, text, "heldout")
         return cls(config, traces, held_out, text)

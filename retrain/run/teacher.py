@@ -1,6 +1,6 @@
-"""The teacher of `[algorithm] reference`: log-probs of a step's sampled tokens by the frozen base,
-by the policy of the start, by another adapter, or by the policy itself with the answer in its
-prompt. No second model is held.
+"""Score a step's sampled tokens with the teacher of `[algorithm] reference`. The teacher is the
+frozen base, the policy of the start, another adapter, or the policy itself with the answer in its
+prompt. It needs no second model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,17 +37,17 @@ class Teacher:
 
     @classmethod
     def of(cls, config: "TrainConfig", text: TextModel, backend: Backend) -> "Teacher | None":
-        """Return the teacher of a run; None if none is named."""
+        """Return the teacher of a run; None without `[algorithm] reference`."""
         if config.algorithm.reference:
             return cls(config.algorithm, text, backend)
         return None
 
     def logprobs(self, groups: Sequence[Group]) -> Float64Array:
-        """[n] log-probs of the groups' action tokens, in order. Raises RunFailed for a prompt that
-        cannot be given the answer.
+        """Return [n] log-probs of the groups' action tokens, in order. Raises RunFailed for a
+        prompt that has no place for the answer.
         """
         rows = list(chain.from_iterable(map(self._rows, groups, count())))
-        self.backend.engine.sleep()  # sampling has ended; its memory is the learner's
+        self.backend.engine.sleep()  # Sampling has ended, so the learner may use its memory.
         return flatten(self.backend.reference_logprobs(rows))
 
     def _rows(self, group: Group, number: int) -> Iterator[Row]:
@@ -97,14 +97,14 @@ class Teacher:
 def _place(question: str, given: str, prompt: Prompt) -> int:
     """Return where the question begins in the text before a row's first action; -1 if nowhere."""
     place = prompt.text.rfind(question)
-    # Of a turn that restarts, a reply before it may hold the question once more.
+    # In a turn that restarts, an earlier reply may hold the question once more.
     if place >= 0 and given.startswith(prompt.text[: place + len(question)]):
         return place
     return given.rfind(question)
 
 
 def _filled(template: str, question: str, answer: str) -> str:
-    """Fill the places by plain replacement; what is put into one is not looked at for the other."""
+    """Fill the places by plain replacement, without looking for places in the inserted texts."""
     parts = template.split("{prompt}")
     return question.join(part.replace("{answer}", answer) for part in parts)
 
@@ -114,7 +114,7 @@ _BASE = "base_model_name_or_path"
 
 def check_teacher(config: "TrainConfig") -> None:
     """Raise ConfigurationError for an adapter that cannot teach this run, as far as its settings
-    tell; its weights are looked at when the model is loaded.
+    show. Loading the model checks its weights.
     """
     reference = config.algorithm.reference
     if not reference or reference in TEACHERS:
