@@ -1,6 +1,6 @@
-"""The arms of a comparison: the finished runs of each condition, one per seed, the runs that failed
-or cannot be compared, and what differs between the two runs of a pair: prompts, noise,
-configuration keys, and the recorded environments (environment.json).
+"""Sort runs into the arms of a comparison: the finished runs of each condition, one per seed, and
+the runs without a result. The module also finds the differences between the two runs of a pair:
+prompts, noise, configuration keys, and the recorded environments (environment.json).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,8 +48,8 @@ _NEWER = frozenset({"instructions", "heldout_sha256", "traces_sha256"})
 
 @dataclass(frozen=True)
 class Overlap:
-    """Data and noise that the two runs of a pair share: how many pairs saw the same prompts,
-    how many also drew the same sampling noise, and what else differed.
+    """Data and noise that the two runs of a pair share. It counts the pairs with the same prompts
+    and the pairs that also drew the same sampling noise, and names the other differences.
     """
 
     pairs: int
@@ -99,8 +99,8 @@ def _data(run: StoredRun) -> Any:
 
 
 def _same_prompts(one: StoredRun, other: StoredRun) -> bool:
-    """True if two runs of one seed saw the same prompts: the same recorded data in batches of the
-    same size, which back pressure would vary, and in the shuffle's order.
+    """True if two runs of one seed saw the same prompts. They need the same recorded data, in the
+    shuffle's order, in batches of the same size, which back pressure would vary.
     """
     if chosen_prompts(one) or chosen_prompts(other):
         return False
@@ -168,7 +168,7 @@ def differing_environment(
     """
     steps = steps or range(max(one.steps, other.steps, 1))
     began = {step for step, _ in (*one.resumes, *other.resumes) if step in steps}
-    # A run that is resumed may go on in another environment.
+    # A resumed run may go on in another environment.
     found = [list(_differing_at(one, other, step)) for step in sorted({steps.start, *began})]
     yield from dict.fromkeys(chain.from_iterable(found))
 
@@ -199,7 +199,7 @@ def _differing_code(one: StoredRun, other: StoredRun, code: Code, others: Code) 
     if code.revision != others.revision:
         yield f"retrain's revision ({_shown(code.revision)}, {_shown(others.revision)})"
     for name in sorted({*code.plugins, *others.plugins}):
-        # Where one configuration alone names it, its keys differ and not its code.
+        # If only one configuration names it, the keys differ, not the code.
         both = len({f'"{name}"' in run.config.model_dump_json() for run in (one, other)}) == 1
         if both and code.plugins.get(name) != others.plugins.get(name):
             yield f"the plugin {name}"
@@ -233,7 +233,7 @@ class Arm:
     left_out: tuple[str, ...] = ()
     """A sentence for each run without the metric, and for each that collapsed."""
     collapsed: frozenset[int] = frozenset()
-    """Seeds whose runs are left out because they collapsed."""
+    """Seeds whose runs have no pair because they collapsed."""
 
     @property
     def lost(self) -> frozenset[int]:
@@ -268,7 +268,7 @@ class Arm:
 
     @property
     def unjudged(self) -> int:
-        """The number of held-out answers that could not be judged."""
+        """The number of held-out answers that the reward could not judge."""
         return sum(int(run.answers.unjudged.sum()) for run in self.runs.values() if run.answers)
 
     @property
@@ -292,7 +292,7 @@ class RunsByCondition:
     to_come: int = 0
     """Runs of a campaign that have not ended."""
     not_counted: set[Path] = field(default_factory=set)
-    """Folders of the runs that are not what they are named for."""
+    """Folders of runs that differ from the plan of their campaign."""
 
     @property
     def runs(self) -> list[StoredRun]:
@@ -309,7 +309,7 @@ def group_by_condition(
     """
     grouped = RunsByCondition()
     for run in runs:
-        # Before the run is judged: a condition none of whose runs counts is still an arm.
+        # Add the condition first: a condition without a run that counts is still an arm.
         by_seed = grouped.conditions.setdefault(run.condition, {})
         if run.skipped:
             continue
@@ -395,15 +395,15 @@ def judged_by(
 
 
 def evaluated_as(run: StoredRun) -> str:
-    """How a run's held-out answers were sampled, in words. Runs that were sampled alike get the
+    """Return the sampling of a run's held-out answers in words. Runs with the same sampling get the
     same words.
     """
     return evaluation_words(run.config.evaluation, run.config.training)
 
 
 def evaluation_words(evaluation: Evaluation, training: Training) -> str:
-    """Describe how held-out answers are sampled, such as "temperature 1, 4 samples, at most 1,024
-    tokens". Tasks that differ are described one by one, each after its name.
+    """Describe the sampling of held-out answers, such as "temperature 1, 4 samples, at most 1,024
+    tokens". It describes tasks that differ one by one, each after its name.
     """
     parts = {
         source_task(source): _words_of(part, training)
@@ -465,8 +465,8 @@ def _which(seeds: list[int], runs: RunsBySeed) -> str:
 
 
 def check_one_condition(label: str, runs: RunsBySeed) -> None:
-    """Raises ConfigurationError if the runs of an arm were trained with different values of a key
-    that no resume may change.
+    """Raises ConfigurationError if the runs of an arm trained with different values of a key that
+    no resume may change.
     """
     different = [f"{path} differs between {seeds}" for path, seeds in mixed_keys(runs, fixed=True)]
     if different:
@@ -476,8 +476,8 @@ def check_one_condition(label: str, runs: RunsBySeed) -> None:
 
 
 def mixed_keys(runs: RunsBySeed, *, fixed: bool) -> Iterator[tuple[str, str]]:
-    """Each key that changes the training and differs within an arm, with the seeds; `fixed` are
-    those that may not change at a resume.
+    """Yield each key that changes the training and differs within an arm, with the seeds. `fixed`
+    selects the keys that may not change at a resume.
     """
     for key in all_keys():
         # Evaluation and length have sentences of their own (evaluated_alike, comparison_notes).
@@ -494,7 +494,7 @@ def check_same_problems(runs: Iterable[StoredRun]) -> None:
     evaluation: other ids, or other texts or references under the same ids.
     """
     asked = [(run, run.answers.ids) for run in runs if run.answers]
-    # Folders of 0.9 have no fingerprint, so the others are compared with one that has.
+    # Folders of 0.9 have no fingerprint, so compare the others with a folder that has it.
     asked.sort(key=lambda each: not each[0].heldout_sha256)
     for run, problems in asked[1:]:
         first, expected = asked[0]

@@ -69,7 +69,7 @@ def comparison_notes(
     runs = list(chain.from_iterable(arm.runs.values() for arm in arms.values()))
     yield from (run.damage for run in runs if run.damage)
     if grouped.to_come:
-        # An e-process stays valid however often it is looked at.
+        # An e-process stays valid at any number of looks.
         peeking = ""
         if test.rule != "evidence":
             peeking = " Peeking inflates the false-positive rate above alpha."
@@ -177,14 +177,14 @@ class ArmSummary:
     sd: float | None
     """The standard deviation over the runs, ddof = 1."""
     unjudged: int
-    """Held-out answers that could not be judged, of `answered`."""
+    """Held-out answers that the reward could not judge, of `answered`."""
     answered: int
     tokens: float | None
     """The tokens sampled in training, mean per run; None if no run recorded them."""
     hours: float | None
     """The hours that a run took, mean per run."""
     tasks: TaskAggregate | None
-    """None unless the held-out problems come from several tasks."""
+    """The scores by task; None unless the held-out problems come from several tasks."""
 
 
 @dataclass(frozen=True)
@@ -201,11 +201,11 @@ class Contrast:
     wide: Interval | None
     """The interval for new seeds and new problems; None without held-out problems."""
     parts: TwoWay | None
-    """Where the spread of the differences comes from; None without held-out problems."""
+    """The sources of the spread of the differences; None without held-out problems."""
     pairing: Pairing | None
     losses: Losses | None
     tasks: TaskContrast | None
-    """None unless the held-out problems come from several tasks."""
+    """The contrast by task; None unless the held-out problems come from several tasks."""
     shared: Overlap
     same_runs: int
     """Pairs whose two runs are one: equal in every number but for what the clock measured."""
@@ -218,7 +218,7 @@ class Comparison:
     """The reward that decides the metric, the same in all arms; "" for a metric that does not
     depend on a reward."""
     evaluated: str
-    """How held-out answers were sampled; "" for a training metric."""
+    """The sampling of held-out answers in words; "" for a training metric."""
     problems: int
     """Held-out problems on which some pair has a difference; 0 for a training metric."""
     test: TestSettings
@@ -236,13 +236,13 @@ class Comparison:
     looks: Sequence[Look] = ()
     """The looks of the campaign; empty unless the comparison is as planned."""
     budget: Budget | None = None
-    """The budget at which runs are compared; None: at their end."""
+    """The budget at which to compare runs; None compares them at their end."""
     grid: Sequence[str] = ()
-    """The keys that [campaign.grid] varies, whose conditions are ranked."""
+    """The keys that [campaign.grid] varies, whose conditions get a rank."""
 
     @property
     def family(self) -> int:
-        """The number of comparisons over which p is adjusted."""
+        """The number of comparisons in the adjustment of p."""
         return len(self.contrasts) + self.test.absent
 
     @property
@@ -338,7 +338,9 @@ def compare_runs(
     metric: str | None = None,
     budget: Budget | None = None,
 ) -> Comparison:
-    """The conditions of `candidates` against the one condition of `baselines`, paired by seed."""
+    """Compare the conditions of `candidates` with the condition of `baselines`, paired by
+    seed.
+    """
     both = {run.path.resolve() for run in candidates} & {run.path.resolve() for run in baselines}
     if both:
         raise ConfigurationError(f"{min(both)} is on both sides of --baseline; name it once.")
@@ -431,7 +433,7 @@ def _per_run(arm: Arm, name: str) -> float | None:
 
 
 def _contrasts(selection: Selection, *, by_task: bool) -> list[Contrast]:
-    """One contrast per candidate; the p values are adjusted over all of them."""
+    """Return one contrast per candidate, with p values adjusted over all of them."""
     family, metric, test = selection.family, selection.metric, selection.test
     size = len(family) + test.absent
     paired = [pairs.paired(test.alpha, size) for pairs in family]

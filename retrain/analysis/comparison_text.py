@@ -1,8 +1,8 @@
-"""A comparison for its readers: aligned text for a terminal, Markdown, and one JSON object with
-stable keys.
+"""Write a comparison for its readers: aligned text for a terminal, Markdown, and one JSON object
+with stable keys.
 
-The texts begin with the answer; then follow the conditions, every seed, the contrasts, what
-qualifies the verdicts, and how it was computed.
+The texts begin with the answer. The conditions, every seed, the contrasts, the limits of the
+verdicts, and the computation follow.
 """
 
 import textwrap
@@ -42,7 +42,9 @@ class Block:
 
 
 def _blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
-    """The answer first. What `contrasts` leaves out of `contrast_table` follows as sentences."""
+    """Yield the answer first. The columns of `contrast_table` that `contrasts` leaves out follow as
+    sentences.
+    """
     yield Block([answer(comparison)])
     if comparison.planned:
         yield Block([comparison.planned])
@@ -168,7 +170,7 @@ def _task_title(comparison: Comparison) -> str:
 
 
 def seed_line(contrast: Contrast, comparison: Comparison) -> str:
-    """Every seed's difference, and the one that speaks most against the mean."""
+    """Return every seed's difference, and the difference that speaks most against the mean."""
     metric, found = comparison.metric, contrast.differences
     unit = " pp" if metric.is_rate else ""
     values = " ".join(
@@ -209,7 +211,7 @@ def arm_table(comparison: Comparison) -> Table:
             "" if arm.hours is None else f"{arm.hours * (60 if minutes else 1):.2g}",
         )
 
-    # At a budget the runs are cut, but not what they cost.
+    # A budget cuts the runs, but not their cost.
     run = "whole run" if comparison.budget else "run"
     head = (
         "condition",
@@ -243,7 +245,7 @@ def ranked(comparison: Comparison) -> list[ArmSummary]:
 
 
 def ranking(comparison: Comparison) -> Iterator[str]:
-    """Write the order of a grid's conditions, and say that the order is not tested."""
+    """Write the order of a grid's conditions, and say that no test supports the order."""
     order = ranked(comparison)
     if len(order) < 2:
         return
@@ -280,7 +282,7 @@ def _sd_words(variance: float | None, metric: Metric) -> str:
 def _contrast_columns(
     comparison: Comparison,
 ) -> Iterator[tuple[str, Callable[[Contrast], str]]]:
-    """Head and cell of each column; one that no contrast fills is left out."""
+    """Yield head and cell of each column that some contrast fills."""
     metric, test, contrasts = comparison.metric, comparison.test, comparison.contrasts
     label = "condition" if comparison.one_baseline else "contrast"
     yield label, lambda one: name_of(one, comparison)

@@ -1,16 +1,16 @@
-"""Evidence that may be looked at after every seed: an e-process for paired differences, its
-correction over a family, and the confidence sequence that it gives.
+"""Test paired differences with an e-process, which allows a look after every seed. The module also
+corrects it over a family and gives its confidence sequence.
 
-The null hypothesis is the exact sign-flip test's: given the sizes |d_s| of the differences so
-far and the past, the sign of each difference is as likely to be + as -. A bet multiplies its
-capital by 1 + sign(d_s) * b_s, where |b_s| <= 1 depends only on the sizes up to and with seed s.
+The null hypothesis is the same as in the exact sign-flip test. Given the past and the sizes |d_s|
+of the differences so far, the sign of each difference is as likely to be + as -. A bet multiplies
+its capital by 1 + sign(d_s) * b_s. Here |b_s| <= 1 depends only on the sizes up to and with seed s.
 Under the null hypothesis the expected factor is 1, so the capital is a nonnegative martingale that
-starts at 1, and so is the mean of several. By Ville's inequality such a capital ever reaches 1 /
-alpha with a probability of at most alpha, however often it is looked at and whenever the campaign
-stops.
+starts at 1. The mean of several is one too. By Ville's inequality such a capital ever reaches 1 /
+alpha with a probability of at most alpha. This holds for any number of looks and any time at which
+the campaign stops.
 
-Sources: Vovk and Wang, arXiv 2208.08925 (nonparametric e-tests: Fisher, sign and Wilcoxon); Ville
-1939; Vovk and Wang 2021, Annals of Statistics 49 (closed testing with means of e-values).
+Sources: Vovk and Wang, arXiv 2208.08925 (nonparametric e-tests: Fisher, sign and Wilcoxon). Ville
+1939. Vovk and Wang 2021, Annals of Statistics 49 (closed testing with means of e-values).
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,14 @@ import numpy.typing as npt
 from retrain.analysis.statistics import Differences, Floats, Interval, Numbers, numbers
 
 _STRENGTHS = (1.5, 3.0)
-"""Multiples of the size in b = tanh(strength * size). tanh(c |d|) is the likelihood ratio's bet for
-a normal shift; these two are near the best for effects of 1 to 3 standard deviations
-(benchmarks/results/looking-2026-11-22.md)."""
+"""Multiples of the size in b = tanh(strength * size). The bet tanh(c |d|) is the likelihood ratio's
+for a normal shift. These two are near the best for effects of 1 to 3 standard deviations
+(benchmarks/results/looking-2026-11-22.md).
+"""
 _TIE = 1e-12
-"""A difference this small beside the largest so far is 0: it is what rounding leaves of equal
-rates."""
+"""A difference this small relative to the largest so far is 0, since rounding leaves such a rest of
+equal rates.
+"""
 
 
 def capital(differences: Floats) -> Floats:
@@ -81,14 +83,14 @@ def _ranks(sizes: Floats, present: npt.NDArray[np.bool_]) -> Floats:
 
 
 def adjust(capitals: Floats) -> Floats:
-    """[..., contrasts, seeds] capitals -> the evidence for each contrast over the whole family, the
-    largest up to each seed.
+    """Turn [..., contrasts, seeds] capitals into the evidence for each contrast over the whole
+    family, the largest up to each seed.
 
-    Evidence of 1 / alpha or more rejects a contrast's null hypothesis; the probability that any
-    true one is ever rejected is at most alpha, whatever the contrasts have in common. By closed
-    testing, evidence is the least mean capital of any part of the family that holds the contrast:
-    itself with the j smallest others, for j = 0, 1, ... A mean of e-processes is an e-process, so
-    each part's mean obeys Ville's inequality at all looks together.
+    Evidence of 1 / alpha or more rejects a contrast's null hypothesis. The probability of ever
+    rejecting a true one is at most alpha, whatever the contrasts have in common. By closed testing,
+    evidence is the least mean capital of any part of the family that holds the contrast. Such a
+    part is the contrast with the j smallest others, for j = 0, 1, ... A mean of e-processes is an
+    e-process, so each part's mean obeys Ville's inequality at all looks together.
     """
     contrasts = capitals.shape[-2]
     evidence = np.empty_like(capitals)
@@ -104,11 +106,11 @@ def adjust(capitals: Floats) -> Floats:
 
 
 def evidence(family: Sequence[Differences], looks: int) -> list[float]:
-    """The evidence for each contrast after so many looks; a contrast maps the number of a look,
-    from 0, to its difference there.
+    """Return the evidence for each contrast after so many looks; a contrast maps the number of a
+    look, from 0, to its difference there.
 
-    A contrast that lacks a look bets nothing there: a run failed, or the contrast was decided
-    before.
+    A contrast that lacks a look bets nothing there: a run failed, or an earlier look decided the
+    contrast.
     """
     if not family or not looks:
         return [1.0] * len(family)
@@ -133,17 +135,17 @@ it."""
 
 
 def confidence_sequence(differences: Numbers, confidence: float = 0.95) -> Interval | None:
-    """The interval after one or more differences, in the order of the looks; None while it is not
-    bounded, as below six seeds at 95%.
+    """Return the interval after one or more differences, in the order of the looks. Return None
+    without a bound, for example below six seeds at 95%.
 
     A value is in the interval after n seeds if no look up to then has found evidence of 1 / alpha
-    against it: the e-process of the differences minus that value never reached 1 / alpha. The true
-    centre of the differences is in every interval of the sequence with a probability of at least 1
-    - alpha, if the differences are symmetric about it. The ends are rounded outwards to the next
-    candidate, by at most half a percent of the range of the differences near their median.
+    against it. The e-process of the differences minus that value then never reached 1 / alpha. If
+    the differences are symmetric about their true center, every interval of the sequence covers it
+    with a probability of at least 1 - alpha. The ends go outwards to the next candidate, by at most
+    half a percent of the range of the differences near their median.
 
     Source: Waudby-Smith and Ramdas, arXiv 2010.09686 (confidence sequences by betting). Their bets
-    for bounded means assume no symmetry, but with differences between -1 and 1 and ten seeds their
+    for bounded means assume no symmetry. But with differences between -1 and 1 and ten seeds their
     intervals are tens of points wide, whatever the spread of the differences.
     """
     d = numbers(differences)
@@ -153,7 +155,7 @@ def confidence_sequence(differences: Numbers, confidence: float = 0.95) -> Inter
     kept = np.flatnonzero(
         (capital(d - candidates[:, np.newaxis]) < 1 / (1 - confidence)).all(axis=1)
     )
-    # The interval lies between two candidates, most likely at the median, where it is looked for.
+    # The interval lies between two candidates, most likely at the median.
     if len(kept) == 0:
         kept = np.array([_POINTS // 2])
     # An end at the outermost candidate may lie anywhere beyond it.

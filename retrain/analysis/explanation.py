@@ -1,5 +1,5 @@
-"""The sentences of a comparison: the conclusion of each contrast, the caveats, and how the numbers
-were computed.
+"""Write the sentences of a comparison: the conclusion of each contrast, the caveats, and the
+computation of the numbers.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,9 @@ def explanation(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def lost_words(contrast: Contrast, comparison: Comparison) -> str:
-    """How many runs of each condition have no pair, such as: 1 failed of grpo+none; "" for none."""
+    """Return the number of runs of each condition without a pair, such as "1 failed of grpo+none";
+    "" without any.
+    """
     parts = []
     for arm in comparison.arms:
         if arm.label in (contrast.condition, contrast.baseline):
@@ -83,7 +85,7 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
         )
     if found.detectable is None:
         return interval_alone
-    # At both ends of the sd's interval: at the observed sd alone the power would be overstated.
+    # Use both ends of the sd's interval: the observed sd alone would overstate the power.
     low, high = (size_words(end, metric).removesuffix(" pp") for end in found.detectable)
     unit = " points" if metric.is_rate else ""
     return (
@@ -125,8 +127,8 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def remarks(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
-    """Return the sentences on each contrast, its conclusion first, and those that several have in
-    common.
+    """Return the sentences on each contrast, its conclusion first, and the sentences that several
+    contrasts have in common.
     """
     own = [
         [explanation(contrast, comparison), *_caveats(contrast, comparison)]
@@ -189,7 +191,7 @@ def _about_outliers(contrast: Contrast, metric: Metric) -> Iterator[str]:
 
 def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     metric, found = comparison.metric, contrast.conclusion
-    # An event in this fraction of the runs is missed by all pairs with a probability of 5%.
+    # All pairs miss an event in this fraction of the runs with a probability of 5%.
     unseen = 1 - 0.05 ** (1 / found.pairs)
     better = comparison.test.direction(metric.better)
     own = next(arm for arm in comparison.arms if arm.label == contrast.condition)
@@ -294,7 +296,7 @@ def looks_taken(comparison: Comparison) -> Iterator[str]:
 
 
 def computed(comparison: Comparison) -> Iterator[str]:
-    """Sentences on how the numbers were computed."""
+    """Yield sentences on the computation of the numbers."""
     metric, test = comparison.metric, comparison.test
     judge = f", judged by {comparison.judge}" if comparison.judge else ""
     how = f", sampled at {comparison.evaluated}" if comparison.evaluated else ""

@@ -30,8 +30,8 @@ _WHY_UNSURE = {
 
 
 def answer(comparison: Comparison) -> str:
-    """The answer in a sentence, such as: 1 of 4 conditions beats grpo+none on these 200 problems:
-    maxrl+none +13.2 pp [+9.1, +17.3] (8 seeds); 3 undecided.
+    """Return the answer in a sentence, such as `1 of 4 conditions beats grpo+none on these 200
+    problems: maxrl+none +13.2 pp [+9.1, +17.3] (8 seeds); 3 undecided`.
     """
     found = [
         contrast
@@ -130,7 +130,9 @@ def _undecided(comparison: Comparison) -> str:
 
 
 def same_runs_words(contrast: Contrast) -> str:
-    """For example: all 6 pairs are the same run, byte for byte; "" if none is."""
+    """Say how many pairs are the same run, such as "all 6 pairs are the same run, byte for byte";
+    "" without any.
+    """
     if not contrast.same_runs:
         return ""
     same, pairs = contrast.same_runs, contrast.conclusion.pairs

@@ -1,10 +1,9 @@
-"""The held-out answers of a run as arrays over problems, and the difference of two runs on the
-problems that both have judged.
+"""Store the held-out answers of a run as arrays over problems, and compute the difference of two
+runs on the problems that both have judged.
 
-An answer that could not be judged is neither right nor wrong. The difference of a pair is taken
-over the problems that were judged in both runs; how far the unjudged answers could move it is
-bounded by counting all of them against one arm and for the other. Source of the bounds: Manski
-1990, American Economic Review 80.
+An answer that the reward could not judge is neither right nor wrong. The difference of a pair is
+over the problems with judged answers in both runs. Its bounds count all unjudged answers against
+one arm, and then for that arm. Source of the bounds: Manski 1990, American Economic Review 80.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class UnjudgedRule(Enum):
-    """How to count an answer that could not be judged."""
+    """The value of an answer that the reward could not judge."""
 
     NOTHING = "nothing"
     RIGHT = "right"

@@ -36,8 +36,8 @@ _MODES = ("advantage_mode", "transform_mode", "algorithm_mode")
 
 
 def given_keys(campaign: Path) -> Mapping[str, Any]:
-    """The sections of a campaign's configuration, with the keys that were given, as its manifest
-    holds them. Raises RunFailed for a [campaign] section that no campaign wrote.
+    """Return the sections of a campaign's configuration with the keys that the user gave, from its
+    manifest. Raises RunFailed for a [campaign] section that no campaign wrote.
     """
     path = campaign / MANIFEST
     config = read_object(path).get("config")
@@ -63,8 +63,8 @@ def _is_section(section: Any) -> bool:
 
 
 def problem_of(run: StoredRun, given: Mapping[str, Any]) -> str:
-    """Why a run is not what its campaign planned, or contradicts itself, as a predicate; "" if it
-    has not begun or is as it should be.
+    """Return why a run differs from its campaign's plan, or contradicts itself, as a predicate.
+    Return "" if it has not begun or has no such problem.
     """
     if not is_run(run.path):
         return ""
@@ -162,7 +162,7 @@ def _condition(tables: Mapping[str, Any], label: str) -> Json:
             f"{MANIFEST} plans a condition that cannot be read ({error.errors()[0]['msg']}): the"
             " file was changed, or another version of retrain wrote it."
         ) from error
-    # A grid without conditions varies the one algorithm of the file.
+    # A grid without conditions varies the file's only algorithm.
     if campaign.get("grid"):
         keys = keys_by_path()
         algorithm = tables.get("algorithm", {})
@@ -279,5 +279,5 @@ def absent_line(runs: Sequence[StoredRun], campaigns: Mapping[Path, Sequence[Sto
 
 
 def absent_words(absent: Mapping[str, Sequence[int]]) -> str:
-    """For example: seeds 3, 7 of maxrl+none; seed 2 of grpo+none."""
+    """List absent seeds by condition, such as "seeds 3, 7 of maxrl+none; seed 2 of grpo+none"."""
     return "; ".join(f"{seeds_words(seeds)} of {condition}" for condition, seeds in absent.items())

@@ -1,9 +1,9 @@
-"""The pairs of a contrast: two runs with one seed, one of each arm, and their difference, over all
-held-out problems or by task.
+"""Pair the runs of a contrast: two runs with one seed from the two arms, and their difference, over
+all held-out problems or by task.
 
-A run's score on a task is its mean accuracy over the task's problems. The interquartile mean over
-tasks is moved less than the mean by one task that is always right or always wrong. Source: Agarwal
-et al. 2021, arXiv 2108.13264.
+A run's score on a task is its mean accuracy over the task's problems. A single task that is always
+right or always wrong moves the interquartile mean over tasks less than the mean. Source: Agarwal et
+al. 2021, arXiv 2108.13264.
 """
 
 from collections import defaultdict
@@ -53,10 +53,10 @@ class TaskContrast:
 
 
 def iqm(scores: Sequence[float] | Sequence[Sequence[float]] | Floats) -> float:
-    """The interquartile mean of all runs x tasks scores: a quarter of them, rounded down, is cut
-    off at either end.
+    """Return the interquartile mean of all runs x tasks scores, without a quarter of them, rounded
+    down, at either end.
 
-    Raises ValueError without scores and for one that is not finite.
+    Raises ValueError without scores and for a score that is not finite.
     """
     flat = np.sort(np.asarray(scores, dtype=np.float64), axis=None)
     if flat.size == 0 or not np.isfinite(flat).all():
@@ -76,12 +76,12 @@ def iqm_rows(scores: Floats) -> Floats:
 def run_interval(
     scores: Floats, statistic: Statistic = iqm_rows, confidence: float = 0.95
 ) -> Interval:
-    """The percentile interval of a statistic of [runs, ...] scores, two runs or more; a resample
-    draws runs whole, for all tasks at once.
+    """Return the percentile interval of a statistic of [runs, ...] scores, two runs or more; a
+    resample draws runs whole, for all tasks at once.
 
-    One run answers all tasks, so its luck is in all of its scores: drawn within each task, as
-    Agarwal et al. do, the runs average out and the interval covers the truth 46 to 67% of the time.
-    The percentiles are moved away from the estimate: a resample of n runs shows (n - 1) / n of
+    One run answers all tasks, so its luck is in all of its scores. Agarwal et al. resample within
+    each task; then the runs average out, and the interval covers the truth 46 to 67% of the time. A
+    factor moves the percentiles away from the estimate. A resample of n runs shows (n - 1) / n of
     their variance, and percentiles ignore Student's t. Source of the factor: Hesterberg 2015, arXiv
     1411.5279.
     """
@@ -199,7 +199,7 @@ class Pairs:
     answers: Mapping[int, AnswerDifference]
     """Seed -> its difference by problem, for each of `differences`; empty for a training metric."""
     looks: Mapping[int, int] | None = None
-    """Seed -> number of the look that took it, from 0; None where nothing was looked at."""
+    """Seed -> number of the look that took it, from 0; None for a comparison without looks."""
     loses_too_many: bool = False
     """More than a quarter of the runs of an arm failed or collapsed, which leaves no verdict."""
 
@@ -253,7 +253,7 @@ class Pairs:
         if any(one.unjudged for one in found.values()):
             least = self._keyed({seed: one.least for seed, one in found.items()})
             most = self._keyed({seed: one.most for seed, one in found.items()})
-        unbounded = (-np.inf, np.inf)  # one problem, or too few that were judged
+        unbounded = (-np.inf, np.inf)  # One problem, or too few judged ones.
         return PairedDifferences(
             self._keyed(self.differences),
             least,
@@ -314,7 +314,7 @@ def pair_up(candidate: Arm, baseline: Arm, metric: Metric) -> Pairs:
     answers = {
         seed: _between(candidate.runs[seed], baseline.runs[seed], metric.k) for seed in seeds
     }
-    # A difference is NaN where no problem was judged in both runs.
+    # A difference is NaN if no problem has judged answers in both runs.
     known = {seed: one for seed, one in answers.items() if not np.isnan(one.mean)}
     return Pairs(candidate, baseline, {seed: one.mean for seed, one in known.items()}, known)
 

@@ -26,8 +26,9 @@ ORDER = (
     "generations.jsonl",
     "the stored tokens",
 )
-"""What is compared at a step. Held-out answers and the adapter are those after so many steps, which
-are made before the step's record. The supervised stage is before step 0."""
+"""The parts of a step to compare, in order. Held-out answers and the adapter belong to the number
+of completed steps, so they come before the step's record. The supervised stage is before step 0.
+"""
 Place = tuple[int, str]
 """A step, and a name of `ORDER`."""
 _SHOWN = 4
@@ -54,11 +55,13 @@ class Parting:
 @dataclass(frozen=True)
 class FolderComparison:
     parting: Parting | None
-    """None if all that both runs have is equal, but for what a clock or the machine measured."""
+    """The first difference; None if the shared records are equal, apart from values that a clock or
+    the machine measured.
+    """
     recorded: tuple[str, ...]
     """Each difference of the keys, the data, the versions and the machine, in words."""
     alone: tuple[tuple[str, ...], tuple[str, ...]]
-    """What the first and the second run alone have, in words."""
+    """Records that only the first run has, and records that only the second run has, in words."""
 
 
 def compared(one: StoredRun, other: StoredRun, steps: range) -> FolderComparison:
@@ -80,7 +83,7 @@ def compared(one: StoredRun, other: StoredRun, steps: range) -> FolderComparison
 
 
 def _records(run: StoredRun, steps: range) -> dict[Place, Any]:
-    """What a run has of the steps: a table of fields, or values of which equal ones are equal."""
+    """Return a run's records of the steps: a table of fields, or values to compare for equality."""
     found: dict[Place, Any] = {}
     sft, evaluation, adapter, metrics, answers, tokens = ORDER
     files = run.folder
@@ -150,7 +153,7 @@ def _recorded(one: StoredRun, other: StoredRun, steps: range) -> Iterator[str]:
     for run in (one, other):
         for began, session in run.resumes:
             changed = session.get("changed")
-            # The keys of config.toml are those of the last session.
+            # config.toml has the keys of the last session.
             if isinstance(changed, list) and changed and steps.stop <= began:
                 yield (
                     f"keys that {run.path} had otherwise before it was resumed at step {began}:"

@@ -1,8 +1,8 @@
-"""A pilot: what earlier runs show about the spread of differences, the cheapest design that finds a
-difference of a given size, and the plan of a campaign that rests on both.
+"""Estimate from a pilot, that is earlier runs, the spread of differences. It gives the cheapest
+design that finds a difference of a given size, and the plan of a campaign that rests on both.
 
-A design is how many seeds, held-out problems and samples. Var(d) = luck + (interaction + sampling /
-K) / P for the difference d of a pair evaluated on P problems with K samples each. Seeds average out
+A design is a number of seeds, held-out problems and samples. The difference d of a pair on P
+problems with K samples each has Var(d) = luck + (interaction + sampling / K) / P. Seeds average out
 all of it, problems the second part, samples the sampling. A seed costs a training run of each arm,
 an answer next to nothing.
 """
@@ -40,7 +40,7 @@ MAX_DESIGN_SEEDS = 40
 
 @dataclass(frozen=True)
 class Spread:
-    """Where the variance of a pair's difference comes from, and what makes it smaller."""
+    """The sources of the variance of a pair's difference, and the cost of a run and an answer."""
 
     luck: float
     """Variance that no evaluation removes."""
@@ -137,7 +137,7 @@ def _with_fewest_seeds(
         assert found is not None  # from the fewest on
         return found
 
-    # More seeds find smaller differences, so that the fewest can be found by bisection.
+    # More seeds find smaller differences, so bisection finds the fewest.
     counts = range(rule.fewest, MAX_DESIGN_SEEDS + 1)
     first = bisect_left(counts, True, key=lambda seeds: detectable(seeds) <= effect)
     if first == len(counts):
@@ -169,14 +169,15 @@ class Pilot:
     freedom: int
     """Degrees of freedom of `sd`."""
     source: str
-    """The runs that it was estimated from, in words."""
+    """The runs behind the estimate, in words."""
     comparisons: int
     """Conditions besides the baseline."""
     sd_by_contrast: Mapping[str, float] = field(default_factory=dict)
     """Condition -> the sd of its differences from the baseline."""
     spread: Spread | None = None
-    """Where the variance comes from and what it costs to lower it; None where the runs do not show
-    it."""
+    """The sources of the variance and the cost of lowering it; None if the runs do not show
+    them.
+    """
 
     @property
     def sd_interval(self) -> tuple[float, float]:
@@ -267,7 +268,7 @@ def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
     squares = [sd**2 * count for sd, count in zip(sds.values(), freedom, strict=True)]
     sd = float(np.sqrt(sum(squares) / sum(freedom)))
     source = f"{max(freedom) + 1} pairs of {base.label} and {', '.join(differences)}"
-    # Only the rate of single answers has parts from the problems and from the samples.
+    # Only the rate of single answers has components for problems and samples.
     if metric.k != 1:
         return Pilot(metric, sd, max(freedom), source, len(paired), sds)
     spread = Spread.of([pair_up(arm, base, metric) for arm in paired])

@@ -1,5 +1,5 @@
-"""Runs on disk: one run, a campaign's runs, or every run below a folder; `load_runs` gives their
-metrics as a pandas frame.
+"""Read runs on disk: one run, a campaign's runs, or every run below a folder. `load_runs` gives
+their metrics as a pandas frame.
 
 A run is a folder with config.toml. A campaign is a folder with manifest.json, whose `runs` name
 each run's folder, condition and seed. Properties read files on demand.
@@ -53,8 +53,7 @@ class PlannedRun:
     status: str
     reason: str
     attempts: int = 1
-    """Number of times it was begun, but for the times that it went on after it was interrupted or
-    killed."""
+    """Number of attempts, without resumes after an interruption or a kill."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Code:
     """The code of a run."""
 
     revision: str | None
-    """Of the package; None where it was not recorded."""
+    """The revision of the package; None without a record."""
     plugins: Mapping[str, Any]
     """Dotted name -> sha256 of its file."""
 
@@ -79,7 +78,7 @@ class Code:
 
 
 RECENT = 20
-"""Steps at the end of a run over which the medians of step time and throughput are taken."""
+"""Steps at the end of a run that enter the medians of step time and throughput."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,8 @@ class StoredRun:
 
     @property
     def name(self) -> str:
-        """Its name in its campaign; of a folder that was given, whose name others may share, the
-        path.
+        """Its name in its campaign. A folder from the command line gives its path, since other
+        folders may share its name.
         """
         return self.path.name if self.planned else str(self.path)
 
@@ -126,8 +125,8 @@ class StoredRun:
 
     @cached_property
     def summary(self) -> Json:
-        """The content of summary.json, which is written when a session ends without being killed;
-        empty if there is none.
+        """The content of summary.json, which a session writes at its end unless a kill ends it;
+        empty without the file.
         """
         return _object_or_empty(self.folder.summary)
 
@@ -143,9 +142,9 @@ class StoredRun:
 
     @cached_property
     def resumes(self) -> list[tuple[int, Json]]:
-        """Return the step at which each later session began, and what it recorded.
+        """Return the step at which each later session began, and its record.
 
-        A session of an old version, which recorded no step, is left out.
+        It leaves out a session of an old version, which recorded no step.
         """
         listed = self.environment.get("resumed")
         found = [
@@ -185,14 +184,14 @@ class StoredRun:
 
     @cached_property
     def _failed_in_campaign(self) -> bool:
-        """True if its campaign's manifest says that it failed, and it was not continued to its end
-        since, by itself.
+        """True if its campaign's manifest says that it failed, and no later session of the run
+        alone has completed it.
         """
         return self.planned is not None and self.planned.status == "failed" and not self.is_whole
 
     @property
     def is_whole(self) -> bool:
-        """True if its own summary says that it is done, after its last step. A run that `[training]
+        """True if its own summary has the status done, after its last step. A run that `[training]
         max_hours` ended before may have failed to go on.
         """
         return (
@@ -234,8 +233,8 @@ class StoredRun:
         return f"stopped after {self.counted_steps} of {counted(planned, 'step')}"
 
     def used_hours(self, training: Training) -> str:
-        """Say that the max_hours of `training` came before its last step; "" if they did not, or if
-        summary.json does not say how long the run took.
+        """Say that the max_hours of `training` came before its last step. Return "" if they did
+        not, or if summary.json does not say how long the run took.
         """
         steps, seconds = self.counted_steps, self.summary.get("seconds")
         if not training.max_hours or steps >= training.max_steps:
@@ -259,7 +258,7 @@ class StoredRun:
         and as many as summary.json counts.
         """
         path, told = self.folder.metrics, self.summary.get("steps")
-        # A torn last line is left out: it has no line end, and a crash may leave one.
+        # Leave out a torn last line: it has no line end, and a crash may leave one.
         steps = [int(step) for step in _STEP.findall(path.read_bytes())] if path.is_file() else []
         wrong = next((index for index, step in enumerate(steps) if step != index), None)
         problem = ""
@@ -281,14 +280,14 @@ class StoredRun:
 
     @cached_property
     def held_out_file(self) -> Path:
-        """evaluation.jsonl. Raises RunFailed if its bytes are not those whose sha256
-        trainer_state.json holds.
+        """The path of evaluation.jsonl. Raises RunFailed if its bytes do not match the sha256 in
+        trainer_state.json.
         """
         return self.sealed(self.folder.evaluation)
 
     def sealed(self, path: Path) -> Path:
-        """Return `path`. Raises RunFailed if its bytes are not those that trainer_state.json
-        recorded.
+        """Return `path`. Raises RunFailed if its bytes do not match the record in
+        trainer_state.json.
         """
         if problem := self._broken_seal(path):
             raise RunFailed(problem)
@@ -372,8 +371,8 @@ class StoredRun:
         return digest.hexdigest()
 
     def config_at(self, step: int) -> TrainConfig:
-        """The configuration with the values that `[schedule]` gave to a step; the file's where the
-        step is not recorded.
+        """Return the configuration with the values that `[schedule]` gave to a step; without a
+        record of the step, the file's values.
         """
         config = self.config
         if not self.folder.metrics.is_file():
@@ -420,7 +419,7 @@ looks at every line of every run."""
 
 
 def seeds_words(seeds: Sequence[int]) -> str:
-    """For example: seed 4; seeds 1 to 4, 8."""
+    """Write seeds in words, such as "seed 4" or "seeds 1 to 4, 8"."""
     parts: list[list[int]] = []
     for seed in sorted(seeds):
         if parts and seed == parts[-1][-1] + 1:
@@ -443,8 +442,8 @@ def is_campaign(folder: Path) -> bool:
 
 
 def unreadable_manifest(folder: Path) -> RunFailed | None:
-    """Return why manifest.json in a folder cannot be read, or None. A pipe is not opened, since
-    that would wait for its writer.
+    """Return the reason why manifest.json in a folder is unreadable, or None. It does not open a
+    pipe, since that would wait for its writer.
     """
     manifest = folder / MANIFEST
     # A link to nothing counts: what it led to may be on a disk that is gone.
@@ -474,7 +473,7 @@ def is_run(folder: Path) -> bool:
         return False
     try:
         return not is_evaluation(folder)
-    except RunFailed:  # a marker that was damaged
+    except RunFailed:  # The marker is damaged.
         return True
 
 
@@ -505,9 +504,10 @@ def no_campaigns_value(path: Path, error: "ValidationError", *above: str) -> Run
 
 
 def campaign_runs(folder: Path) -> list[StoredRun]:
-    """The runs of a campaign in the manifest's order, including those that have not started.
+    """Return the runs of a campaign in the manifest's order, including runs that have not started.
 
-    Raises ConfigurationError unless `folder` is a campaign's, RunFailed for a damaged manifest.
+    Raises ConfigurationError unless `folder` belongs to a campaign, RunFailed for a damaged
+    manifest.
     """
     manifest = folder / MANIFEST
     if not is_campaign(folder):
@@ -515,7 +515,7 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
     entries = read_object(manifest).get("runs")
     if not isinstance(entries, list):
         raise RunFailed(f"{manifest} lists no runs: the file was changed or the disk is damaged.")
-    # Kinds are compared with `is`, since true is an int to isinstance.
+    # Compare kinds with `is`, since true is an int to isinstance.
     runs, shape = [], {"name": str, "condition": str, "seed": int}
     for entry in entries:
         whole = isinstance(entry, dict) and all(
@@ -540,10 +540,11 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
 
 
 def find_runs(folder: Path) -> list[StoredRun]:
-    """Every run in or below `folder`, ordered by path; a campaign's runs in its manifest's order.
+    """Return every run in or below `folder`, ordered by path; a campaign's runs in its manifest's
+    order.
 
-    Raises ConfigurationError if there is none, RunFailed if the manifest that may list them is
-    damaged.
+    Raises ConfigurationError without a run, and RunFailed for a damaged manifest that may list
+    them.
     """
     if not folder.is_dir():
         raise ConfigurationError(
@@ -586,12 +587,13 @@ _KINDS = {
 }
 """Fields that are one value."""
 _SUSPECT = re.compile(rb"^[^{]|:\s*-?(?:NaN|Inf)", re.MULTILINE)
-"""A line that does not begin as a line of metrics.jsonl does, or a number that JSON does not have
-and that Arrow would call missing."""
+"""Pattern of a line that does not begin like a line of metrics.jsonl. It also matches a number that
+JSON does not have and that Arrow would call missing.
+"""
 
 
 def _raise_damage(path: Path) -> None:
-    """Raise the error that names the damaged line, or its step; return where none is damaged."""
+    """Raise the error that names the damaged line, or its step; return without damage."""
     for _ in StepRecord.read(path):
         pass
 

@@ -1,27 +1,27 @@
 """Paired statistics of conditions across seeds: pure functions of numbers.
 
-The unit is the training run: completions are nested in prompts, prompts in steps and steps in a
-run, so a test on pooled completions mistakes the variance between runs for an effect. A difference
-d_s = candidate - baseline is between two runs of seed s, which saw the same prompts. Every function
+The unit is the training run. Completions belong to prompts, prompts to steps and steps to a run. A
+test on pooled completions would mistake the variance between runs for an effect. A difference d_s =
+candidate - baseline is between two runs of seed s, which saw the same prompts. Every function
 raises ValueError for an empty list and for a number that is not finite.
 
 Joint sign flips of whole seeds over a family of contrasts: the step-down max-T of Westfall and
 Young.
 
 If an arm does not differ from its baseline, its difference at a seed is as likely as its negative.
-A flip turns the sign of a seed in every contrast at once, so the flips keep what the contrasts have
+A flip turns the sign of a seed in every contrast at once. So the flips keep what the contrasts have
 in common, such as a lucky run of the baseline. Contrasts that hardly vary together with the winner
-cost it nothing: six seeds can suffice for a family of any size, where Holm's correction asks for
+cost it nothing. Six seeds can suffice for a family of any size, whereas Holm's correction asks for
 more with each contrast. Source: Westfall and Young 1993, Resampling-Based Multiple Testing,
 algorithm 2.8.
 
-Two-way analysis of variance of paired differences [seeds, problems]: an interval for new seeds
-and new problems, and where the spread between seeds comes from.
+Two-way analysis of variance of paired differences [seeds, problems]. It gives an interval for new
+seeds and new problems, and the sources of the spread between seeds.
 
-Every run answers the same held-out problems, so seeds and problems are crossed. With mean squares
-of seeds, problems and residual, Var(mean) = (MS_seed + MS_problem - MS_residual) / (seeds *
-problems), whose degrees of freedom are Satterthwaite's. Source: Searle, Casella and McCulloch 1992,
-Variance Components, chapter 4; Satterthwaite 1946, doi 10.2307/3002019.
+Every run answers the same held-out problems, so the design crosses seeds and problems. With mean
+squares of seeds, problems and residual, Var(mean) = (MS_seed + MS_problem - MS_residual) / (seeds *
+problems). Its degrees of freedom follow Satterthwaite. Sources: Searle, Casella and McCulloch 1992,
+Variance Components, chapter 4. Satterthwaite 1946, doi 10.2307/3002019.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ Differences = Mapping[int, float]
 Key = TypeVar("Key", bound=Hashable)
 
 EXACT_SEEDS = 20
-"""Up to this many seeds all 2^n sign flips are counted; beyond, a sample of them."""
+"""Up to this many seeds a test counts all 2^n sign flips; beyond, a sample of them."""
 _MONTE_CARLO_FLIPS = 100_000
 _FLIPS_AT_ONCE = 1000
 """A block, since 100,000 flips of 1,000 seeds would take 0.8 GB."""
@@ -81,7 +81,7 @@ def sample_sd(differences: Numbers) -> float:
     if len(d) < 2:
         raise ValueError("a standard deviation needs at least two differences")
     largest = _largest(d)
-    scaled = d / largest  # the squares of tiny numbers would be 0, those of huge ones infinite
+    scaled = d / largest  # Without this, squares could be 0 or infinite.
     if np.ptp(scaled) > _TIE:
         return largest * float(np.std(scaled, ddof=1))
     return 0.0
@@ -120,7 +120,7 @@ def sign_flip_p(differences: Numbers) -> float:
     sizes, counts = np.unique(np.abs(d), return_counts=True)
     as_far = 0
     for _ in range(_MONTE_CARLO_FLIPS // _FLIPS_AT_ONCE):
-        # Answers to many problems differ by few sizes: how many of each are turned is drawn.
+        # Answers to many problems differ by few sizes: draw how many of each size to turn.
         if len(sizes) < len(d) / 4:
             turned = rng.binomial(counts, 0.5, size=(_FLIPS_AT_ONCE, len(sizes)))
             sums = (counts - 2 * turned) @ sizes
@@ -184,15 +184,15 @@ def corrected_dz(differences: Numbers) -> float:
 
 
 def hedges_correction(n: int) -> float:
-    """J = 1 - 3 / (4 (n - 1) - 1) for n >= 2 differences; J * mean / sd is unbiased to about 1%
-    from n = 4 on.
+    """Return J = 1 - 3 / (4 (n - 1) - 1) for n >= 2 differences. J * mean / sd has a bias of at
+    most about 1% from n = 4 on.
     """
     return 1 - 3 / (4 * (n - 1) - 1)
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """The adjusted p values of one family, in the order given: step-down (m - i) * p_(i), made
-    monotone, at most 1; empty for an empty family.
+    """Return the adjusted p values of one family, in the order given. They are step-down (m - i) *
+    p_(i), made monotone, at most 1; empty for an empty family.
 
     Raises ValueError for a p outside [0, 1]. Source: Holm 1979, Scand. J. Statist. 6.
     """
@@ -240,12 +240,12 @@ _FLIP_TIE = 1e-9
 
 
 def max_t(family: Sequence[Differences]) -> list[float]:
-    """The adjusted two-sided p of each contrast, in the order given. A contrast maps a seed to its
-    difference, one seed or more.
+    """Return the adjusted two-sided p of each contrast, in the order given. A contrast maps a seed
+    to its difference, one seed or more.
 
     The statistic is sum(d) / sqrt(sum(d^2)). Flips leave its denominator as it is, so a family of
-    one gets the p of the mean. Up to EXACT_SEEDS seeds all flips are counted; beyond, (b + 1) / (m
-    + 1) from a fixed sample of m.
+    one gets the p of the mean. Up to EXACT_SEEDS seeds it counts all flips; beyond, it returns (b +
+    1) / (m + 1) from a fixed sample of m.
     """
     if not family:
         return []
@@ -338,11 +338,11 @@ class TwoWay:
 
     @classmethod
     def of(cls, differences: Floats) -> "TwoWay | None":
-        """Analyse a table; it has NaN where a problem was not judged in both runs of a pair. None
-        below two seeds or two problems, or with too few cells.
+        """Analyze a table; a cell is NaN without a judged answer to its problem in both runs of a
+        pair. Return None below two seeds or two problems, or with too few cells.
 
         A missing cell takes its value from the additive fit of the others and costs a degree of
-        freedom (Yates 1933); a problem or a seed without any cell is left out.
+        freedom (Yates 1933). It drops a problem or a seed without any cell.
         """
         known = ~np.isnan(differences)
         table = differences[known.any(axis=1)][:, known.any(axis=0)]
@@ -376,10 +376,10 @@ class TwoWay:
         return max(0.0, self.seed_square - self.residual_square) / self.problems
 
     def interval(self, confidence: float = 0.95) -> Interval:
-        """The interval of the mean over new seeds and new problems.
+        """Return the interval of the mean over new seeds and new problems.
 
-        Never narrower than Student's intervals over the seeds alone and over the problems alone:
-        where a mean square is small by chance, the estimated variance is too.
+        It is never narrower than Student's intervals over the seeds alone and over the problems
+        alone. If a mean square is small by chance, the estimated variance is small too.
         """
         from scipy.special import stdtrit
 

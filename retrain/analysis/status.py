@@ -33,8 +33,9 @@ from retrain.records.untrained import untrained_line, untrained_streak
 from retrain.system import Json
 
 _PATIENCE_S = 600.0
-"""A live process is stalled after writing nothing for this long and for _PATIENCE_STEPS step times:
-a model may take minutes to load."""
+"""A live process stalls if it writes nothing for this long and for _PATIENCE_STEPS step times,
+since a model may take minutes to load.
+"""
 _PATIENCE_STEPS = 10
 _SMALL_LOSS = 0.05
 
@@ -48,13 +49,13 @@ class State(StrEnum):
     STALLED = "stalled"
     """A live process, or one on another machine, that has not written for long."""
     DEAD = "dead"
-    """Its process ended without releasing the run: it was killed, or the machine went down."""
+    """Its process ended without releasing the run, by a kill or because the machine went down."""
     STOPPED = "stopped"
     """Interrupted."""
     FAILED = "failed"
     DONE = "done"
     SKIPPED = "skipped"
-    """No longer needed by its campaign."""
+    """Its campaign no longer needs it."""
     UNREADABLE = "unreadable"
 
 
@@ -192,7 +193,7 @@ class Overview:
 
 
 def overview(folder: Path) -> Overview:
-    """Read every run and campaign in and below `folder`; nothing is written. Raises
+    """Read every run and campaign in and below `folder`, and write nothing. Raises
     ConfigurationError unless it is a folder.
     """
     if not folder.is_dir():
@@ -212,14 +213,14 @@ def overview(folder: Path) -> Overview:
                 campaigns.append(CampaignStatus.of(path, now))
         except (RunFailed, OSError) as error:
             runs.append(_unreadable(StoredRun(path), error))
-    # Where nothing else is found, whoever wrote it.
+    # Without any other row, show it, even if another program wrote it.
     if not (campaigns or runs) and (found := unreadable_manifest(folder)):
         runs.append(_unreadable(StoredRun(folder), found))
     return Overview(folder, tuple(campaigns), tuple(runs))
 
 
 def _found(folder: Path) -> Iterator[Path]:
-    """The folders of runs and campaigns, ordered by path; what lies inside one is not searched."""
+    """Yield the folders of runs and campaigns, ordered by path, without searching inside one."""
     # A checkpoint has a manifest.json too; under `[backend] adapter_path` it lies outside its run,
     # below a marker of its own.
     is_checkpoint = (folder.parent / MARKER).is_file() and not (folder / MARKER).is_file()
@@ -241,8 +242,9 @@ def _found(folder: Path) -> Iterator[Path]:
 
 
 def manifest_damage(folder: Path) -> RunFailed | None:
-    """Return why the manifest of a campaign's folder cannot be read, or None. A manifest.json
-    without a folder `runs` beside it is another program's, and is not looked into.
+    """Return the reason why the manifest of a campaign's folder is unreadable, or None. It ignores
+    a manifest.json without a folder `runs` in the same place, since that belongs to another
+    program.
     """
     return unreadable_manifest(folder) if (folder / "runs").is_dir() else None
 
@@ -259,8 +261,8 @@ def _lost_its_config(folder: Path) -> bool:
 
 
 def run_status(run: StoredRun, now: float, given: Mapping[str, Any] | None = None) -> RunStatus:
-    """The state of one run at `now`, in seconds since 1970; `given` are its campaign's keys. A run
-    with damaged files, or another user's, is UNREADABLE; it raises nothing.
+    """Return the state of one run at `now`, in seconds since 1970; `given` are its campaign's keys.
+    A run with damaged files, or files of another user, is UNREADABLE; this raises nothing.
     """
     try:
         status = _read(run, now)
@@ -286,7 +288,7 @@ def _read(run: StoredRun, now: float) -> RunStatus:
     folder, writer = run.folder, Writer.of(run.folder)
     if run.skipped:
         return RunStatus(run.path, run.condition, None, State.SKIPPED)
-    # A run writes its configuration once the model is loaded.
+    # A run writes its configuration after loading the model.
     if not folder.config.is_file():
         return _without_config(run, writer)
     recent = run.last_metrics(RECENT)
@@ -326,8 +328,8 @@ def _read(run: StoredRun, now: float) -> RunStatus:
 
 
 def _last_written(folder: RunFolder, now: float) -> float:
-    """When a run last wrote a file; `now` where all are gone since, as a run that begins anew has
-    them.
+    """Return the time at which a run last wrote a file; `now` if all files are gone, for example
+    when the run starts over.
     """
     files = (
         folder.metrics,

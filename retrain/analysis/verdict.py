@@ -1,10 +1,10 @@
-"""From paired differences to verdicts: pure numbers, no runs.
+"""Turn paired differences into verdicts: pure numbers, no runs.
 
 A contrast is an improvement (or worse) only if
 
 - its t interval over the seeds excludes 0,
 - its sign-flip p, adjusted over all contrasts, is below alpha,
-- both still hold with every answer that could not be judged counted against it,
+- both still hold if every unjudged answer counts against it,
 - with few held-out problems, the interval for new problems excludes 0 as well, and
 - no more than a quarter of the runs of either condition failed or collapsed.
 
@@ -41,24 +41,26 @@ class Verdict(StrEnum):
 class TestSettings:
     """Settings of the test, fixed before looking at the results."""
 
-    __test__ = False  # its name is not that of a test case
+    __test__ = False  # pytest must not collect it as a test case.
 
     alpha: float = 0.05
     margin: float | None = None
-    """Differences below this are equivalent, in the metric's units; None: no verdict of
-    equivalence."""
+    """Differences below this are equivalent, in the metric's units; None allows no verdict of
+    equivalence.
+    """
     effect: float | None = None
-    """The number of seeds is computed for this difference; None: not computed."""
+    """The difference for which to compute the number of seeds; None computes none."""
     power: float = 0.8
     lower_is_better: bool = False
     """Overrides the metric's own direction."""
     rule: Literal["maxt", "evidence"] = "maxt"
-    """Joint sign flips, or the e-process of a campaign that was looked at."""
+    """Joint sign flips, or the e-process of a campaign with looks."""
     looks: int = 0
     """The number of looks, for the rule "evidence"."""
     absent: int = 0
-    """The planned contrasts without a pair so far, for the rule "evidence": each may still have
-    one, so it stays in the family and has bet nothing."""
+    """The planned contrasts without a pair so far, for the rule "evidence". Each may still have
+    one, so it stays in the family and has bet nothing.
+    """
 
     def direction(self, better: Direction) -> Direction:
         """The better end of a metric, where `better` is the metric's own."""
@@ -133,8 +135,9 @@ class PairedDifferences:
     by_seed: Differences
     """Seed -> difference; with the rule "evidence" by the number of the look instead."""
     least: Differences | None = None
-    """The differences with every unjudged answer counted against the candidate; None where all
-    answers were judged."""
+    """The differences if every unjudged answer counts against the candidate; None without unjudged
+    answers.
+    """
     most: Differences | None = None
     """The same with every unjudged answer counted for it."""
     problem_interval: Interval | None = None
@@ -190,11 +193,13 @@ class Conclusion:
     equivalence_p_adjusted: float | None
     """The p of the claim of equivalence; None without a margin."""
     bounds: Interval | None
-    """The mean with every unjudged answer counted against the candidate, and for it; None where all
-    were judged."""
+    """The mean if every unjudged answer counts against the candidate, and if it counts for the
+    candidate; None without unjudged answers.
+    """
     unsure: str
-    """Why a verdict that the seeds alone would give is withheld: "lost", "unjudged" or "problems";
-    else ""."""
+    """The reason to withhold a verdict that the seeds alone would give: "lost", "unjudged" or
+    "problems". Otherwise "".
+    """
     within_margin: bool
     """A difference that is also smaller than the margin."""
     verdict: Verdict
@@ -203,9 +208,7 @@ class Conclusion:
         return self.smallest_p_adjusted is None or self.smallest_p_adjusted < alpha
 
     def word(self, alpha: float) -> str:
-        """The verdict, or whether nothing could be concluded by design or was looked for and not
-        decided.
-        """
+        """The verdict, or else "cannot conclude" by design, or "undecided" by the data."""
         if self.verdict is not Verdict.INCONCLUSIVE:
             return str(self.verdict)
         return "undecided" if self.can_conclude(alpha) else "cannot conclude"
@@ -214,8 +217,8 @@ class Conclusion:
 def conclude(
     family: Sequence[PairedDifferences], test: TestSettings, better: Direction = "higher"
 ) -> list[Conclusion]:
-    """One conclusion per contrast; the p values are adjusted over the whole family. `better` is the
-    metric's own direction.
+    """Return one conclusion per contrast, with p values adjusted over the whole family.
+    `better` is the metric's own direction.
     """
     adjusted = test.adjusted([paired.by_seed for paired in family])
     at_worst = adjusted
@@ -248,7 +251,7 @@ def _conclusion(
     unsure = _unsure(paired, p_at_worst, test, differs=differs) if differs or equivalent else ""
     equivalent = equivalent and unsure != "lost"
     verdict = Verdict.EQUIVALENT if equivalent else Verdict.INCONCLUSIVE
-    # A difference that is shown outranks the margin, which `within_margin` then says beside it.
+    # A significant difference outranks the margin, which `within_margin` then adds.
     if differs and not unsure:
         if better is None:
             verdict = Verdict.DIFFERENT
@@ -300,11 +303,12 @@ def _unsure(
 
 
 def _equivalence(family: Sequence[PairedDifferences], margin: float | None) -> list[float | None]:
-    """Holm-adjusted p of the claim |mean| < margin, per contrast; None without a margin and for a
-    single pair.
+    """Return the Holm-adjusted p of the claim |mean| < margin, per contrast; None without a margin
+    and for a single pair.
 
-    No p is below 2^-n, which n pairs can give by sign flips: equal and nearly equal differences are
-    treated alike. Unjudged answers are counted in the direction that takes the mean away from 0.
+    Each p is at least 2^-n, the least that n pairs can give by sign flips. So equal and nearly
+    equal differences get the same p. Unjudged answers count in the direction that takes the mean
+    away from 0.
     """
     if margin is None:
         return [None] * len(family)

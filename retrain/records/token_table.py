@@ -73,7 +73,7 @@ class TokenTable:
     kept: npt.NDArray[np.int32] | None = None
     """[n] size of the truncated distribution of each token; None without truncation."""
     turns: TurnTable | None = None
-    """Absent (None) if every trajectory is one reply to its prompt."""
+    """The turns; None if every trajectory is one reply to its prompt."""
 
 
 _TURN_FIELDS = tuple(item.name for item in fields(TurnTable))

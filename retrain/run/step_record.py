@@ -68,8 +68,8 @@ class Step:
     rows: list[Row]
     """One entry per judged completion, in the order of `credit.sources`."""
     log_ratios: Mapping[RowKey, Float32Array] | None
-    """[T] of each row: learner - sampler log-prob before the step. Absent (None) if no sink stores
-    the tokens.
+    """[T] of each row: learner - sampler log-prob before the step; None if no sink stores the
+    tokens.
     """
     result: StepResult
     clock: StepClock
