@@ -92,7 +92,7 @@ class Overlap:
 
 
 def _data(run: StoredRun) -> Any:
-    """The hash of the training data that a run recorded: ids, prompts and references in the
+    """Return the hash of the training data that a run recorded: ids, prompts and references in the
     source's order.
     """
     return run.environment.get("data_sha256")
@@ -116,13 +116,13 @@ def _same_prompts(one: StoredRun, other: StoredRun) -> bool:
 
 
 def chosen_prompts(run: StoredRun) -> str:
-    """The sampler that chose the prompts by their rewards; "" for the shuffle."""
+    """Return the sampler that chose the prompts by their rewards; "" for the shuffle."""
     sampler = run.config.data.sampler
     return "" if sampler == "shuffle" else sampler
 
 
 def differing_keys(pairs: Sequence[Pair]) -> list[str]:
-    """The keys that change the training and differ between the runs of some pair."""
+    """Return the keys that change the training and differ between the runs of some pair."""
     keys = [key.path for key in all_keys() if not key.traits.own_to_a_run]
     return [
         key
@@ -132,7 +132,9 @@ def differing_keys(pairs: Sequence[Pair]) -> list[str]:
 
 
 def mixed_values(values: Mapping[int, Any]) -> str:
-    """The seeds that differ in value, such as "seeds 1 to 4 and 5 to 8"; "" if all are alike."""
+    """Return the seeds that differ in value, such as "seeds 1 to 4 and 5 to 8"; "" if all values
+    are equal.
+    """
     groups: dict[str, list[int]] = {}
     for seed in sorted(values):
         groups.setdefault(repr(values[seed]), []).append(seed)
@@ -144,8 +146,8 @@ def mixed_values(values: Mapping[int, Any]) -> str:
 
 
 def mixed_code(label: str, runs: RunsBySeed) -> Iterator[str]:
-    """A sentence for each part of the code, and one for the model, in which the runs of one arm
-    differ by their environment.json.
+    """Yield a sentence for each part of the code, and one for the model, that differs between the
+    runs of one arm. The values come from environment.json.
     """
     models = {seed: run.environment.get("model_sha256") for seed, run in runs.items()}
     seeds = mixed_values({seed: sha256 for seed, sha256 in models.items() if sha256})
@@ -348,7 +350,7 @@ def arm_of(
     metric: Metric,
     failed: Iterable[int] = (),
 ) -> Arm:
-    """The runs that have the metric."""
+    """Return the runs that have the metric."""
     found = {seed: metric.of(run) for seed, run in runs.items()}
     values = {seed: value for seed, value in found.items() if value is not None}
     return Arm(
@@ -361,8 +363,8 @@ def arm_of(
 
 
 def control_label(conditions: Mapping[str, RunsBySeed], place: Path) -> str:
-    """The condition trained on random rewards. Raises ConfigurationError unless there is exactly
-    one.
+    """Return the condition trained on random rewards. Raises ConfigurationError unless there is
+    exactly one.
     """
     labels = [
         label
@@ -384,7 +386,7 @@ def control_label(conditions: Mapping[str, RunsBySeed], place: Path) -> str:
 def judged_by(
     label: str, runs: RunsBySeed, metric: Metric, judge: str
 ) -> tuple[dict[int, StoredRun], list[str]]:
-    """The runs whose metric `judge` decides, and a sentence for each other judge."""
+    """Return the runs whose metric `judge` decides, and a sentence for each other judge."""
     alike = {seed: run for seed, run in runs.items() if metric.judge(run) == judge}
     sentences = [
         f"{label}{_which(seeds, runs)} is judged by {other}, and the baseline by {judge}:"
@@ -429,8 +431,8 @@ def _words_of(evaluation: Evaluation, training: Training) -> str:
 def evaluated_alike(
     label: str, runs: RunsBySeed, way: str, *, insist: bool
 ) -> tuple[dict[int, StoredRun], list[str]]:
-    """The runs evaluated in this way, with `insist` all of them, and a sentence for each other
-    way.
+    """Return the runs with this evaluation, with `insist` all of them, and a sentence for each
+    other way.
     """
     end = (
         "the difference between them includes the difference in evaluation."
@@ -465,8 +467,8 @@ def _which(seeds: list[int], runs: RunsBySeed) -> str:
 
 
 def check_one_condition(label: str, runs: RunsBySeed) -> None:
-    """Raises ConfigurationError if the runs of an arm trained with different values of a key that
-    no resume may change.
+    """Raise ConfigurationError if the runs of an arm trained with different values of a key that no
+    resume may change.
     """
     different = [f"{path} differs between {seeds}" for path, seeds in mixed_keys(runs, fixed=True)]
     if different:
@@ -490,7 +492,7 @@ def mixed_keys(runs: RunsBySeed, *, fixed: bool) -> Iterator[tuple[str, str]]:
 
 
 def check_same_problems(runs: Iterable[StoredRun]) -> None:
-    """Raises ConfigurationError if two runs answered different held-out problems at their last
+    """Raise ConfigurationError if two runs answered different held-out problems at their last
     evaluation: other ids, or other texts or references under the same ids.
     """
     asked = [(run, run.answers.ids) for run in runs if run.answers]

@@ -30,7 +30,7 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
-        """Raises ConfigurationError for a text that is not of the form tokens=N."""
+        """Parse `tokens=N`. Raises ConfigurationError for any other text."""
         if text.strip().startswith("updates="):
             raise ConfigurationError(
                 f"--at {text} left in 0.10; give tokens=N, what the runs cost to sample."

@@ -95,7 +95,9 @@ def comparison_notes(
 def _unequal_runs(
     arms: Mapping[str, Arm], runs: Sequence[StoredRun], budget: Budget | None
 ) -> Iterator[str]:
-    """Sentences on differences in what should be equal: code, keys, attempts, length."""
+    """Yield sentences on differences in values that should be equal: code, keys, attempts,
+    length.
+    """
     for arm in arms.values():
         yield from mixed_code(arm.label, arm.runs)
         mixed = [f"{path} ({seeds})" for path, seeds in mixed_keys(arm.runs, fixed=False)]
@@ -292,7 +294,7 @@ def compare_campaign(
 
 
 def _check_contrasts(pairs: Sequence[PairOfLabels], grouped: RunsByCondition, folder: Path) -> None:
-    """Raises ConfigurationError for an unknown condition, a pair named twice, and a campaign of one
+    """Raise ConfigurationError for an unknown condition, a pair named twice, and a campaign of one
     condition.
     """
     labels = list(grouped.conditions)
@@ -424,7 +426,7 @@ def _summary(arm: Arm, metric: Metric, confidence: float, budget: Budget | None)
 
 
 def _per_run(arm: Arm, name: str) -> float | None:
-    """The mean of a number of summary.json; None if no run has it."""
+    """Return the mean of a number of summary.json; None if no run has it."""
     values = [run.summary.get(name) for run in arm.runs.values()]
     found = [value for value in values if isinstance(value, int | float)]
     if found:

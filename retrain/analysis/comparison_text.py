@@ -98,7 +98,7 @@ def to_text(comparison: Comparison, width: int = 80) -> str:
 
 
 def _narrowed(table: Table, width: int) -> Table:
-    """The columns of `contrast_table` that a terminal has room for."""
+    """Return the columns of `contrast_table` that a terminal has room for."""
     head, rows = narrow = _without(table, _HIDDEN)
     if max(map(len, table_lines([head[1:], *(row[1:] for row in rows)]))) > width - 2:
         return _without(narrow, _PARTS)
@@ -112,7 +112,7 @@ def _without(table: Table, names: Collection[str]) -> Table:
 
 
 def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
-    """The title and sentences of each section that follows the verdicts."""
+    """Yield the title and sentences of each section that follows the verdicts."""
     shared = list(dict.fromkeys(sharing(contrast) for contrast in comparison.contrasts))
     together = shared
     if len(shared) > 1:
@@ -238,7 +238,7 @@ def _mean_words(arm: ArmSummary, metric: Metric) -> str:
 
 
 def ranked(comparison: Comparison) -> list[ArmSummary]:
-    """The conditions of a grid from the best mean to the worst; empty without a grid."""
+    """Return the conditions of a grid from the best mean to the worst; empty without a grid."""
     measured = [arm for arm in comparison.arms if arm.mean is not None and comparison.grid]
     lower = comparison.test.direction(comparison.metric.better) == "lower"
     return sorted(measured, key=lambda arm: arm.mean or 0.0, reverse=not lower)
@@ -267,7 +267,7 @@ def ranking(comparison: Comparison) -> Iterator[str]:
 
 
 def contrast_table(comparison: Comparison) -> Table:
-    """One row per contrast, the verdict last."""
+    """Return one row per contrast, the verdict last."""
     columns = dict(_contrast_columns(comparison))
     rows = [[cell(contrast) for cell in columns.values()] for contrast in comparison.contrasts]
     return list(columns), rows
@@ -315,7 +315,7 @@ def _contrast_columns(
 
 
 def task_table(comparison: Comparison) -> Table:
-    """One row per arm whose held-out problems come from several tasks."""
+    """Return one row per arm whose held-out problems come from several tasks."""
     metric = comparison.metric
     # The last two columns are about the baseline, and a contrast of --contrast may have another.
     contrasts = {
@@ -353,8 +353,8 @@ def task_table(comparison: Comparison) -> Table:
 
 
 def to_json(comparison: Comparison) -> Json:
-    """The comparison as JSON values, differences and means in the metric's own units; what does not
-    exist is null.
+    """Return the comparison as JSON values, differences and means in the metric's own units; absent
+    values are null.
     """
     test = comparison.test
     at = {}

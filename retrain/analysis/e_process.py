@@ -32,8 +32,8 @@ equal rates.
 
 
 def capital(differences: Floats) -> Floats:
-    """[..., seeds] differences in the order of the looks -> [..., seeds] capital of the e-process
-    after each of them.
+    """Turn [..., seeds] differences in the order of the looks into the [..., seeds] capital of the
+    e-process after each of them.
 
     NaN is a seed without a pair, at which nothing is bet. The capital is the mean over bets of two
     kinds (sized by |d| and by its rank), two strengths and both directions. Multiplying all
@@ -68,8 +68,8 @@ def _sizes(differences: Floats, present: npt.NDArray[np.bool_]) -> Floats:
 
 
 def _ranks(sizes: Floats, present: npt.NDArray[np.bool_]) -> Floats:
-    """The rank of each size among those so far, over their number + 1; ties take their mean
-    rank.
+    """Return the rank of each size among the sizes so far, over their number + 1; ties take their
+    mean rank.
     """
     ranks = np.zeros_like(sizes)
     for seed in range(sizes.shape[-1]):
@@ -121,7 +121,9 @@ def evidence(family: Sequence[Differences], looks: int) -> list[float]:
 
 
 def anytime_p(value: float) -> float:
-    """min(1, 1 / evidence): below alpha as soon as the evidence is above 1 / alpha, at any look."""
+    """Return min(1, 1 / evidence): below alpha as soon as the evidence is above 1 / alpha, at any
+    look.
+    """
     if value > 0:
         return min(1.0, 1.0 / value)
     return 1.0

@@ -24,8 +24,8 @@ _DIFFERENCES = (Verdict.IMPROVEMENT, Verdict.WORSE, Verdict.DIFFERENT)
 
 
 def explanation(contrast: Contrast, comparison: Comparison) -> str:
-    """The conclusion of one contrast: its verdict with the numbers behind it, or why there is
-    none.
+    """Return the conclusion of one contrast: its verdict with the numbers behind it, or the reason
+    why it has none.
     """
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     shown = f"{difference_words(found.mean, metric)} in {counted(found.pairs, 'pair')}"
@@ -96,7 +96,7 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
-    """Why a significant difference is not a verdict: unjudged answers, or few problems."""
+    """Return why a significant difference is not a verdict: unjudged answers, or few problems."""
     metric, found = comparison.metric, contrast.conclusion
     p = p_words(found.p_adjusted)
     if found.unsure == "lost":
@@ -139,7 +139,7 @@ def remarks(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
 
 
 def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    """The caveats of a contrast, one sentence each."""
+    """Yield the caveats of a contrast, one sentence each."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     words = same_runs_words(contrast)
     if words:
@@ -220,8 +220,8 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
 
 
 def sharing(contrast: Contrast) -> str:
-    """A sentence on the prompts and the noise that the two runs of a pair shared, and on the
-    environments where they differ.
+    """Return a sentence on the prompts and the noise that the two runs of a pair shared, and on
+    differences between their environments.
     """
     shared = contrast.shared
     if shared.samplers:
@@ -263,7 +263,7 @@ benchmarks/robust.py."""
 
 
 def known_limits(comparison: Comparison) -> Iterator[str]:
-    """Sentences on how often a verdict is wrong where its test's assumptions do not hold; none
+    """Yield sentences on the rate of wrong verdicts when a test's assumptions do not hold; none
     without a verdict.
     """
     if not any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
@@ -280,7 +280,7 @@ def known_limits(comparison: Comparison) -> Iterator[str]:
 
 
 def looks_taken(comparison: Comparison) -> Iterator[str]:
-    """A sentence for each look: the evidence, and what it decided."""
+    """Yield a sentence for each look: the evidence, and what it decided."""
     for number, look in enumerate(comparison.looks, start=1):
         parts = []
         for condition, value in look.evidence.items():

@@ -46,7 +46,7 @@ class Answers:
         return cls(tuple(item.example_id for item in ordered), *counts.T)
 
     def rates(self, k: int = 1, unjudged: UnjudgedRule = UnjudgedRule.NOTHING) -> Floats:
-        """[problems] unbiased pass@k; NaN with fewer than k answers that count."""
+        """Return [problems] unbiased pass@k; NaN with fewer than k answers that count."""
         right, counts = self.right, self.judged
         if unjudged is not UnjudgedRule.NOTHING:
             counts = counts + self.unjudged
@@ -67,7 +67,7 @@ class Answers:
 
 
 def mean_of_known(values: Floats) -> float:
-    """The mean of the values that are not NaN; NaN if there is none."""
+    """Return the mean of the values that are not NaN; NaN if there is none."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else float("nan")
 

@@ -59,7 +59,7 @@ class Metric:
         return None
 
     def judge(self, run: StoredRun) -> str:
-        """The reward that decides the metric in a run, in words that are equal for equal rewards;
+        """Return the reward that decides the metric in a run, with equal words for equal rewards;
         "" if no reward does.
         """
         config = run.config
@@ -81,7 +81,7 @@ class Metric:
         return words
 
     def of(self, run: StoredRun) -> float | None:
-        """The metric of a run; None if it has none."""
+        """Return the metric of a run; None if it has none."""
         if self.k is not None:
             return held_out(run, self.k)
         run.sealed(run.folder.metrics)
@@ -95,7 +95,7 @@ class Metric:
 
 
 def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
-    """The metric called `name`; by default held-out pass@1 if any run has it, else the training
+    """Return the metric `name`. The default is held-out pass@1 if any run has it, else the training
     correct rate.
 
     Raises ConfigurationError for a name that is not a metric.
@@ -165,8 +165,8 @@ def learning_curve_mean(points: Floats) -> float | None:
 
 
 def difference_words(value: float, metric: Metric) -> str:
-    """A difference in words, such as +13.2 pp; a small difference has two digits that say
-    something, +0.042 pp.
+    """Return a difference in words, such as +13.2 pp; a small difference has two significant
+    digits, +0.042 pp.
     """
     if metric.is_rate:
         return f"{_points(value, '+')} pp"

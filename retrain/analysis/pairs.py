@@ -66,7 +66,7 @@ def iqm(scores: Sequence[float] | Sequence[Sequence[float]] | Floats) -> float:
 
 
 def iqm_rows(scores: Floats) -> Floats:
-    """[resamples, runs, tasks] scores -> [resamples] interquartile means."""
+    """Turn [resamples, runs, tasks] scores into [resamples] interquartile means."""
     flat = np.sort(scores.reshape(len(scores), -1), axis=1)
     cut = flat.shape[1] // 4
     means: Floats = flat[:, cut : flat.shape[1] - cut].mean(axis=1)
@@ -99,8 +99,8 @@ def run_interval(
 def iqm_difference_interval(
     candidate: Floats, baseline: Floats, confidence: float = 0.95
 ) -> Interval:
-    """The interval of iqm(candidate) - iqm(baseline), both [seeds, tasks]; a resample takes the
-    same seeds of both arms.
+    """Return the interval of iqm(candidate) - iqm(baseline), both [seeds, tasks]; a resample takes
+    the same seeds of both arms.
     """
     pairs = np.stack([candidate, baseline], axis=-1)
     return run_interval(
@@ -109,8 +109,8 @@ def iqm_difference_interval(
 
 
 def probability_of_improvement(candidate: Floats, baseline: Floats) -> float:
-    """The probability that a run of the candidate beats a run of the baseline, averaged over tasks;
-    ties count half. Both [runs, tasks].
+    """Return the probability that a run of the candidate beats a run of the baseline, averaged over
+    tasks; ties count half. Both [runs, tasks].
     """
     above = candidate[:, np.newaxis, :] > baseline[np.newaxis, :, :]
     equal = candidate[:, np.newaxis, :] == baseline[np.newaxis, :, :]
@@ -152,7 +152,7 @@ def _problems(run: StoredRun) -> Sequence[EvaluationRecord]:
 
 
 def _scores(runs: Sequence[StoredRun]) -> tuple[list[str], Floats]:
-    """The tasks with a judged problem in every run, and [runs, tasks] mean accuracies."""
+    """Return the tasks with a judged problem in every run, and [runs, tasks] mean accuracies."""
     by_run: list[dict[str, list[float]]] = []
     for run in runs:
         rates: dict[str, list[float]] = defaultdict(list)
@@ -210,15 +210,15 @@ class Pairs:
         return [(ours[seed], theirs[seed]) for seed in self.differences]
 
     def with_losses_judged(self) -> "Pairs":
-        """The contrast, which has no verdict where an arm loses too many runs."""
+        """Return the contrast without a verdict if an arm loses too many runs."""
         return replace(
             self,
             loses_too_many=self.candidate.loses_too_many or self.baseline.loses_too_many,
         )
 
     def at_looks(self, looks: Mapping[int, int]) -> "Pairs":
-        """The contrast as an e-process has seen it: the seeds of `looks`, which gives the number of
-        the look of each, in their order.
+        """Return the contrast as an e-process has seen it: the seeds of `looks`, in their order.
+        `looks` gives the number of each look.
         """
         return replace(
             self,
@@ -244,8 +244,8 @@ class Pairs:
         return int((~np.isnan(self.by_problem)).any(axis=0).sum())
 
     def paired(self, alpha: float, family: int) -> PairedDifferences:
-        """The input of a verdict. The interval for new problems, where a verdict needs one, has
-        Bonferroni's level over the family.
+        """Return the input of a verdict. The interval for new problems, where a verdict needs one,
+        has Bonferroni's level over the family.
         """
         wide = self.wide_interval(1 - alpha / family)
         few = 0 < self.problems < FEW_PROBLEMS
@@ -273,8 +273,8 @@ class Pairs:
         return TwoWay.of(self.by_problem)
 
     def wide_interval(self, confidence: float) -> Interval | None:
-        """The interval for new seeds and new held-out problems; None without held-out answers of
-        two pairs to two problems.
+        """Return the interval for new seeds and new held-out problems; None without held-out
+        answers of two pairs to two problems.
         """
         table = self.two_way()
         if table is None:
@@ -282,7 +282,7 @@ class Pairs:
         return table.interval(confidence)
 
     def pairing(self) -> Pairing | None:
-        """The effect of pairing; None below three pairs, or where an arm does not vary."""
+        """Return the effect of pairing; None below three pairs, or if an arm does not vary."""
         if len(self.differences) < 3:
             return None
         both = (self.candidate, self.baseline)
@@ -293,7 +293,7 @@ class Pairs:
         return Pairing(float(np.corrcoef(arms)[0, 1]), float(np.sqrt(variances.sum())))
 
     def losses(self) -> Losses | None:
-        """The seeds whose run failed or collapsed; None if no run did."""
+        """Return the seeds whose run failed or collapsed; None if no run did."""
         ours, theirs = self.candidate.lost, self.baseline.lost
         if not ours and not theirs:
             return None
@@ -325,8 +325,8 @@ def _between(candidate: StoredRun, baseline: StoredRun, k: int) -> AnswerDiffere
 
 
 def outlying_seeds(differences: Differences) -> Sequence[int]:
-    """Seeds whose difference lies far from the others: a robust z score above 8, from five pairs
-    on.
+    """Return seeds whose difference lies far from the others: a robust z score above 8, from five
+    pairs on.
 
     Source of the score and of the fallback where half of the differences are equal: Iglewicz and
     Hoaglin 1993.

@@ -60,8 +60,8 @@ class Spread:
 
     @classmethod
     def of(cls, family: Sequence[Pairs]) -> "Spread | None":
-        """The spread, averaged over contrasts; None without held-out answers to several samples, or
-        where the runs did not record their times.
+        """Return the spread, averaged over contrasts. Return None without held-out answers to
+        several samples, or if the runs did not record their times.
         """
         parts = list(filter(None, map(_parts, family)))
         runs = list(chain.from_iterable(chain.from_iterable(pairs.runs for pairs in family)))
@@ -85,8 +85,8 @@ class Spread:
 
 
 def _parts(pairs: Pairs) -> tuple[float, float, float] | None:
-    """The variances of luck, interaction and sampling of one contrast; None with one sample per
-    problem, which cannot tell the last two apart.
+    """Return the variances of luck, interaction and sampling of one contrast. Return None with one
+    sample per problem, which cannot separate the last two.
     """
     table = pairs.two_way()
     found = [run.answers for run in chain.from_iterable(pairs.runs)]
@@ -117,8 +117,8 @@ class Design:
 
 
 def cheapest(spread: Spread, effect: float, rule: Rule) -> Design | None:
-    """The design that finds `effect` in the least time; None if none of at most MAX_DESIGN_SEEDS
-    seeds does.
+    """Return the design that finds `effect` in the least time; None if no design with at most
+    MAX_DESIGN_SEEDS seeds does.
     """
     designs = (
         _with_fewest_seeds(spread, problems, samples, effect, rule)
@@ -203,7 +203,7 @@ class SeedPlan:
     rule: Rule
 
     def seeds(self, sd: float) -> int | None:
-        """Seeds that find the effect at this sd; None if more than MAX_SEEDS. Requires an
+        """Return seeds that find the effect at this sd; None if more than MAX_SEEDS. Requires an
         effect.
         """
         assert self.effect is not None
@@ -212,22 +212,24 @@ class SeedPlan:
         return seeds_needed(self.effect, sd, self.rule)
 
     def detectable(self) -> dict[int, float | None]:
-        """Seeds -> the smallest difference they find; None if so few can conclude nothing."""
+        """Map numbers of seeds to the smallest difference that they find; None if so few can
+        conclude nothing.
+        """
         return {
             seeds: minimal_detectable_effect(seeds, self.sd, self.rule) for seeds in SEED_COUNTS
         }
 
     def cheapest(self, spread: Spread) -> Design | None:
-        """The seeds, problems and samples that find the effect in the least time. Requires an
-        effect.
+        """Return the seeds, problems and samples that find the effect in the least time. Requires
+        an effect.
         """
         assert self.effect is not None
         return cheapest(spread, self.effect, self.rule)
 
 
 def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
-    """The spread between the runs in or below `folder`: of paired differences if there are two
-    conditions, else between the seeds of one.
+    """Return the spread between the runs in or below `folder`. Two conditions give the spread of
+    paired differences, one condition the spread between its seeds.
 
     Raises ConfigurationError if no condition has two finished runs.
     """
@@ -259,8 +261,8 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
 
 
 def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
-    """The differences of all contrasts pooled. They share the baseline's runs, so the longest
-    contrast gives the degrees of freedom.
+    """Return the pooled differences of all contrasts. They share the baseline's runs, so the
+    longest contrast gives the degrees of freedom.
     """
     differences = {arm.label: paired_differences(arm.values, base.values) for arm in paired}
     sds = {label: sample_sd(list(by_seed.values())) for label, by_seed in differences.items()}

@@ -51,7 +51,7 @@ class AnalysisPlan:
     """
 
     def to_json(self) -> Json:
-        """The plan with `sha256`, the hash of the rest."""
+        """Return the plan with `sha256`, the hash of the rest."""
         content = asdict(self)
         return content | {"sha256": _sha256(content)}
 
@@ -113,7 +113,7 @@ class CampaignRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "CampaignRecord":
-        """Raises RunFailed for a damaged manifest."""
+        """Read the record of a campaign. Raises RunFailed for a damaged manifest."""
         path = folder / MANIFEST
         content = read_object(path)
         try:
@@ -159,8 +159,8 @@ class CampaignRecord:
         )
 
     def looks_of(self, condition: str) -> dict[int, int]:
-        """Seed -> number of the look, from 0, at which the e-process of a condition took the pair
-        of that seed.
+        """Map each seed to the number of the look, from 0, at which the e-process of a condition
+        took its pair.
         """
         first: dict[int, int] = {}
         for number, look in enumerate(self.looks[: self.decided_at(condition)]):
@@ -187,7 +187,7 @@ def deviations(
     runs: Iterable[StoredRun],
     absences: "Absences | None" = None,
 ) -> Iterator[str]:
-    """The ways in which a comparison differs from the plan, such as "metric (auc, planned
+    """Yield the ways in which a comparison differs from the plan, such as "metric (auc, planned
     pass@1)".
     """
     plan = record.plan
@@ -356,7 +356,9 @@ def not_looked_at(record: CampaignRecord, pairs: Mapping[str, Collection[int]]) 
 
 
 def evidence_line(record: CampaignRecord) -> str:
-    """The newest evidence for each condition and the decisions so far; "" before the first look."""
+    """Return the newest evidence for each condition and the decisions so far; "" before the first
+    look.
+    """
     if record.plan is None or not record.looks:
         return ""
     newest: dict[str, float] = {}

@@ -132,7 +132,7 @@ def _power_of_flips(seeds: int, effect: float, alpha: float, family: int) -> flo
 
 
 def _power_of_t(seeds: int, effect: float, level: float) -> float:
-    """The power of a two-sided paired t test at the largest sign-flip p below `level`."""
+    """Return the power of a two-sided paired t test at the largest sign-flip p below `level`."""
     from scipy.special import nctdtr, stdtrit
 
     if seeds <= 50:  # a multiple of 2 / 2^n; beyond 50 seeds it is next to `level`
@@ -143,8 +143,8 @@ def _power_of_t(seeds: int, effect: float, level: float) -> float:
 
 
 def minimal_detectable_effect(seeds: int, sd: float, rule: Rule = _ALONE) -> float | None:
-    """The smallest mean difference that `seeds` pairs find with the rule's power; None if so few
-    can conclude nothing.
+    """Return the smallest mean difference that `seeds` pairs find with the rule's power; None if so
+    few can conclude nothing.
     """
     units = _detectable_units(seeds, rule)
     if units is None:
@@ -175,7 +175,7 @@ def seeds_needed(effect: float, sd: float, rule: Rule = _ALONE) -> int:
 
 
 def _first_count(enough: Callable[[int], bool], fewest: int, start: int) -> int:
-    """The first count from `fewest` on that is enough: doubled steps away from `start`, then
+    """Return the first count from `fewest` on that is enough: doubled steps away from `start`, then
     bisection.
     """
     step = 1
@@ -193,8 +193,8 @@ def _first_count(enough: Callable[[int], bool], fewest: int, start: int) -> int:
 
 
 def normal_seeds(effect: float, sd: float, alpha: float = 0.05, power: float = 0.8) -> float:
-    """The normal approximation ((z_{1 - alpha/2} + z_power) sd / effect)^2, not rounded; about two
-    too few for a t test.
+    """Return the normal approximation ((z_{1 - alpha/2} + z_power) sd / effect)^2, without
+    rounding; about two too few for a t test.
     """
     from scipy.special import ndtri
 
@@ -202,8 +202,8 @@ def normal_seeds(effect: float, sd: float, alpha: float = 0.05, power: float = 0
 
 
 def sd_interval(sd: float, freedom: int, confidence: float = 0.95) -> Interval:
-    """The confidence interval of a normal population's standard deviation, estimated as `sd` with
-    `freedom` >= 1 degrees of freedom.
+    """Return the confidence interval of a normal population's standard deviation, estimated as `sd`
+    with `freedom` >= 1 degrees of freedom.
     """
     from scipy.special import chdtri
 
@@ -214,7 +214,7 @@ def sd_interval(sd: float, freedom: int, confidence: float = 0.95) -> Interval:
 
 @lru_cache(maxsize=256)
 def _detectable_units(seeds: int, rule: Rule) -> float | None:
-    """The minimal detectable effect in standard deviations, by bisection."""
+    """Return the minimal detectable effect in standard deviations, by bisection."""
     if seeds < rule.fewest:
         return None
     low, high = 0.0, 1.0
@@ -231,8 +231,8 @@ def _detectable_units(seeds: int, rule: Rule) -> float | None:
 
 @lru_cache(maxsize=2 * SIMULATED_SEEDS)
 def _noise(seeds: int, family: int) -> Floats:
-    """[campaigns, seeds, contrasts] standard normal, the same in every call so that power rises
-    smoothly with the effect.
+    """Return [campaigns, seeds, contrasts] standard normal noise, the same in every call so that
+    power rises smoothly with the effect.
     """
     rng = np.random.default_rng(seeds)
     if family == 1:

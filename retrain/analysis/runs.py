@@ -294,7 +294,7 @@ class StoredRun:
         return path
 
     def _broken_seal(self, path: Path) -> str:
-        """A sentence on how a file differs from what trainer_state.json recorded of it; "" if it
+        """Return a sentence on how a file differs from its record in trainer_state.json; "" if it
         does not.
         """
         ended = bool(self.summary) and not self.unfinished and not Writer.of(self.folder)
@@ -344,8 +344,8 @@ class StoredRun:
         return sum(record.tokens for record in self.sft_records)
 
     def curve(self, name: str) -> Floats:
-        """[2, steps] step numbers and values of a numeric field, without the steps that have no
-        value.
+        """Return [2, steps] step numbers and values of a numeric field, without the steps that have
+        no value.
         """
         table = read_metrics(self.folder.metrics, ("step", name))
         points = np.stack([table["step"].to_numpy(), table[name].to_numpy()])
@@ -385,7 +385,7 @@ class StoredRun:
         return with_values(config, known)
 
     def last_metrics(self, window: int) -> list[StepRecord]:
-        """The records of the last `window` step numbers, newest first."""
+        """Return the records of the last `window` step numbers, newest first."""
         recent = takewhile(
             lambda line: line["step"] >= self.steps - window, self._backwards(self.folder.metrics)
         )
@@ -491,7 +491,9 @@ def no_run(folder: Path) -> str:
 
 
 def no_campaigns_value(path: Path, error: "ValidationError", *above: str) -> RunFailed:
-    """The error that names the first wrong or absent value of a manifest, in its entry `above`."""
+    """Return the error that names the first wrong or absent value of a manifest, in its entry
+    `above`.
+    """
     first = error.errors()[0]
     place = ".".join(map(str, (*above, *first["loc"])))
     problem = f"{place} = {str(first['input'])[:80]}, which no campaign wrote ({first['msg']})"
@@ -572,8 +574,8 @@ def _walk(folder: Path) -> Iterator[StoredRun]:
 
 
 def subfolders(folder: Path) -> Iterator[Path]:
-    """The folders in `folder` that may hold runs, in order of their names; no links and no hidden
-    ones.
+    """Yield the folders in `folder` that may hold runs, in order of their names, without links and
+    hidden folders.
     """
     for child in sorted(folder.iterdir()):
         if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
@@ -659,7 +661,7 @@ def _is_plausible(table: Any) -> bool:
 
 
 def load_runs(folder: str | Path) -> "pd.DataFrame":
-    """The metrics of every run in or below `folder`: one row per step, oldest first.
+    """Return the metrics of every run in or below `folder`: one row per step, oldest first.
 
     Columns: `run` (path below `folder`), `condition`, `seed`, then the other fields of a
     StepRecord. A null in the file is missing in the frame, never 0. Times are in seconds, entropies
@@ -703,7 +705,7 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
 
 
 def _column(values: Any, kind: Any) -> Any:
-    """An Arrow column in the record's type, missing values kept missing."""
+    """Return an Arrow column in the record's type, with missing values as missing."""
     if kind is int:
         return values.to_pandas().astype("int64")
     if kind == int | None:

@@ -111,7 +111,7 @@ def _arms(
 
 
 def _where_asked(grouped: RunsByCondition, request: Request) -> tuple[RunsByCondition, Metric]:
-    """The runs and the metric, at the request's budget if it has one."""
+    """Return the runs and the metric, at the request's budget if it has one."""
     metric = choose_metric(request.metric, grouped.runs)
     if request.budget:
         return at_budget(grouped, request.budget, metric)
@@ -147,7 +147,7 @@ def _with_differences(
     metric: Metric,
     record: CampaignRecord | None,
 ) -> list[Pairs]:
-    """The contrasts that have a difference."""
+    """Return the contrasts that have a difference."""
     family = [pair_up(arms[ours], arms[theirs], metric) for ours, theirs in wanted]
     if _has_rule_of_losses(record):
         family = [pairs.with_losses_judged() for pairs in family]
@@ -162,7 +162,9 @@ def _has_rule_of_losses(record: CampaignRecord | None) -> bool:
 
 
 def _without_collapsed(arms: dict[str, Arm], request: Request, metric: Metric) -> dict[str, Arm]:
-    """The arms without runs that fell towards 0, for a rate of which more is better."""
+    """Return the arms without runs that fell towards 0, for a rate whose higher values are
+    better.
+    """
     higher = request.test.direction(metric.better) == "higher"
     if not (metric.is_rate and higher and _has_rule_of_losses(request.record)):
         return arms
@@ -209,14 +211,14 @@ def _measured_alike(
 
 
 def check_levels(alpha: float, power: float) -> None:
-    """Raises ConfigurationError for a level or a power that is not a probability."""
+    """Raise ConfigurationError for a level or a power that is not a probability."""
     for name, value, example in (("alpha", alpha, 0.05), ("power", power, 0.8)):
         if not 0 < value < 1:
             raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
 
 
 def check_sizes(test: TestSettings, metric: Metric) -> None:
-    """Raises ConfigurationError for a level, margin or effect outside its range."""
+    """Raise ConfigurationError for a level, margin or effect outside its range."""
     check_levels(test.alpha, test.power)
     for name, size in (("margin", test.margin), ("effect", test.effect)):
         if size is not None and not 0 < size < float("inf"):

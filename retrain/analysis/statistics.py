@@ -50,8 +50,8 @@ binary only."""
 
 
 def numbers(values: Numbers) -> Floats:
-    """`values` as [n] float64. Raises ValueError unless they are one or more finite numbers in one
-    dimension.
+    """Return `values` as [n] float64. Raises ValueError unless they are one or more finite numbers
+    in one dimension.
     """
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0 or not np.isfinite(array).all():
@@ -62,20 +62,20 @@ def numbers(values: Numbers) -> Floats:
 def paired_differences(
     candidate: Mapping[Key, float], baseline: Mapping[Key, float]
 ) -> dict[Key, float]:
-    """Seed -> candidate - baseline, for the seeds that both have, in the baseline's order."""
+    """Map each seed that both have to candidate - baseline, in the baseline's order."""
     return {key: candidate[key] - value for key, value in baseline.items() if key in candidate}
 
 
 def mean(values: Numbers) -> float:
-    """The mean of n >= 1 numbers, scaled so that a sum of huge ones does not overflow."""
+    """Return the mean of n >= 1 numbers, scaled so that a sum of huge numbers does not overflow."""
     x = numbers(values)
     largest = _largest(x)
     return largest * float((x / largest).mean())
 
 
 def sample_sd(differences: Numbers) -> float:
-    """The standard deviation (ddof = 1) of n >= 2 differences; exactly 0 if they are equal up to
-    rounding.
+    """Return the standard deviation (ddof = 1) of n >= 2 differences; exactly 0 if they are equal
+    up to rounding.
     """
     d = numbers(differences)
     if len(d) < 2:
@@ -88,7 +88,7 @@ def sample_sd(differences: Numbers) -> float:
 
 
 def _largest(values: Floats) -> float:
-    """The largest |value|, 1 where all are 0."""
+    """Return the largest |value|, 1 if all are 0."""
     return float(np.abs(values).max()) or 1.0
 
 
@@ -132,8 +132,8 @@ def sign_flip_p(differences: Numbers) -> float:
 
 
 def sign_flip_p_rows(differences: Floats) -> Floats:
-    """[rows, n] differences -> [rows] exact p, n <= EXACT_SEEDS; takes memory for rows * 2^(n-1)
-    sums.
+    """Turn [rows, n] differences into [rows] exact p, n <= EXACT_SEEDS; it takes memory for rows *
+    2^(n-1) sums.
     """
     d = _scaled(differences)
     sums = d[:, :1]  # the first sign stays: a flip and its mirror image are equally far from zero
@@ -146,7 +146,7 @@ def sign_flip_p_rows(differences: Floats) -> Floats:
 
 
 def _scaled(d: Floats) -> Floats:
-    """Each row divided by its largest |d|, so that no sum overflows; p does not depend on the
+    """Divide each row by its largest |d|, so that no sum overflows; p does not depend on the
     scale.
     """
     largest = np.abs(d).max(axis=-1, keepdims=True)
@@ -155,12 +155,12 @@ def _scaled(d: Floats) -> Floats:
 
 
 def smallest_p(seeds: int) -> float:
-    """The smallest two-sided p that sign flips of n differences can give: 2 / 2^n."""
+    """Return the smallest two-sided p that sign flips of n differences can give: 2 / 2^n."""
     return min(1.0, 2.0 ** (1 - seeds))
 
 
 def seeds_to_reach(alpha: float) -> int:
-    """The fewest seeds with which a p can be below `alpha`, in a family of any size."""
+    """Return the fewest seeds whose p can be below `alpha`, in a family of any size."""
     seeds = 1
     while smallest_p(seeds) >= alpha:
         seeds += 1
@@ -207,8 +207,8 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def tost(differences: Numbers, margin: float) -> float:
-    """p of the claim |mean| < margin: the larger of two one-sided paired t tests, against -margin
-    and against +margin.
+    """Return p of the claim |mean| < margin: the larger of two one-sided paired t tests, against
+    -margin and against +margin.
 
     n >= 2, margin > 0. Equal differences have no t statistic: inside the margin their p is 2^-n,
     the best that sign flips can give, else 1. Source: Schuirmann 1987, doi 10.1007/BF01068419.
@@ -227,7 +227,7 @@ def tost(differences: Numbers, margin: float) -> float:
 
 
 def standard_error(values: Numbers) -> float:
-    """The standard error of the mean of n >= 2 values: sqrt(var / n), ddof = 1."""
+    """Return the standard error of the mean of n >= 2 values: sqrt(var / n), ddof = 1."""
     return sample_sd(values) / float(np.sqrt(len(values)))
 
 
@@ -267,7 +267,9 @@ def max_t(family: Sequence[Differences]) -> list[float]:
 
 
 def _unit_columns(family: Sequence[Differences]) -> Floats:
-    """[seeds, contrasts] differences, each contrast of unit length; 0 where it lacks the seed."""
+    """Return [seeds, contrasts] differences, each contrast of unit length; 0 where it lacks the
+    seed.
+    """
     seeds = list(dict.fromkeys(chain.from_iterable(family)))
     columns = np.array([[contrast.get(seed, 0.0) for contrast in family] for seed in seeds])
     if not np.isfinite(columns).all():
@@ -281,8 +283,8 @@ def _unit_columns(family: Sequence[Differences]) -> Floats:
 
 
 def max_t_rows(differences: Floats) -> Floats:
-    """[campaigns, seeds, contrasts] differences -> [campaigns] p of the first contrast, adjusted
-    over all (the first step alone).
+    """Turn [campaigns, seeds, contrasts] differences into [campaigns] p of the first contrast,
+    adjusted over all (the first step alone).
 
     For simulations with at most EXACT_SEEDS seeds.
     """
@@ -403,7 +405,7 @@ class TwoWay:
 
 
 def _filled(table: Floats) -> Floats:
-    """`table` with its NaN cells at the additive fit of rows and columns."""
+    """Return `table` with the additive fit of rows and columns in its NaN cells."""
     missing = np.isnan(table)
     if not missing.any():
         return table

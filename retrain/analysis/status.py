@@ -348,8 +348,8 @@ def _last_written(folder: RunFolder, now: float) -> float:
 
 
 def _without_config(run: StoredRun, writer: Writer | None) -> RunStatus:
-    """A run that is pending, loads its model, or failed before it began; raises RunFailed for one
-    that lost its config.toml.
+    """Return a run that is pending, loads its model, or failed before it began. Raises RunFailed
+    for a run that lost its config.toml.
     """
     if writer and writer.liveness() is not Liveness.GONE:
         return RunStatus(run.path, _planned_condition(run), None, State.STARTING)

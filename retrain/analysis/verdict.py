@@ -63,29 +63,31 @@ class TestSettings:
     """
 
     def direction(self, better: Direction) -> Direction:
-        """The better end of a metric, where `better` is the metric's own."""
+        """Return the better end of a metric; `better` is the metric's own."""
         return "lower" if self.lower_is_better else better
 
     def adjusted(self, family: Sequence[Differences]) -> list[float]:
-        """The p of each contrast, adjusted over the family."""
+        """Return the p of each contrast, adjusted over the family."""
         if self.rule == "evidence":
             return [anytime_p(value) for value in self.evidence_for(family)]
         return max_t(family)
 
     def evidence_for(self, family: Sequence[Differences]) -> list[float]:
-        """The evidence for each contrast over the planned family; `family` has a pair in each."""
+        """Return the evidence for each contrast over the planned family; `family` has a pair in
+        each.
+        """
         return evidence([*family, *[{}] * self.absent], self.looks)[: len(family)]
 
     def smallest_adjusted(self, pairs: Sequence[int]) -> list[float] | list[None]:
-        """The smallest adjusted p that any differences of so many pairs in each contrast could
-        give; None where looks may follow.
+        """Return the smallest adjusted p that any differences of so many pairs in each contrast
+        could give; None if looks may follow.
         """
         if self.rule == "evidence":
             return [None] * len(pairs)
         return [statistics.smallest_p(count) for count in pairs]
 
     def p(self, differences: Differences) -> float:
-        """The p of one contrast alone."""
+        """Return the p of one contrast alone."""
         if self.rule == "evidence":
             return anytime_p(*evidence([differences], self.looks))
         return statistics.sign_flip_p([*differences.values()])
@@ -106,8 +108,8 @@ class TestSettings:
         return Rule(comparisons, self.alpha, self.power, self.rule)
 
     def detectable(self, pairs: int, sd: float, comparisons: int) -> Interval | None:
-        """The difference found with the stated power, over the 95% interval of the sd; None if
-        nothing could be significant.
+        """Return the difference found with the stated power, over the 95% interval of the sd; None
+        if no result could be significant.
         """
         # Looks do not fix the number of seeds, so that there is no such difference.
         if self.rule == "evidence":
@@ -119,8 +121,8 @@ class TestSettings:
         return units * low, units * high
 
     def seeds_needed(self, sd: float, comparisons: int) -> int | None:
-        """Seeds that find `effect` at this sd; None without an effect, under looks, and where it is
-        out of reach.
+        """Return the seeds that find `effect` at this sd; None without an effect, under looks, and
+        if it is out of reach.
         """
         rule = self.of_family(comparisons)
         if self.effect is None or self.rule == "evidence" or rule.out_of_reach(self.effect, sd):
@@ -208,7 +210,7 @@ class Conclusion:
         return self.smallest_p_adjusted is None or self.smallest_p_adjusted < alpha
 
     def word(self, alpha: float) -> str:
-        """The verdict, or else "cannot conclude" by design, or "undecided" by the data."""
+        """Return the verdict, or else "cannot conclude" by design, or "undecided" by the data."""
         if self.verdict is not Verdict.INCONCLUSIVE:
             return str(self.verdict)
         return "undecided" if self.can_conclude(alpha) else "cannot conclude"
@@ -283,8 +285,8 @@ def _excludes_zero(interval: Interval | None) -> bool:
 def _unsure(
     paired: PairedDifferences, p_at_worst: float, test: TestSettings, *, differs: bool
 ) -> str:
-    """Why what is shown by the seeds alone makes no verdict; "" if it does. Only a difference can
-    be undone by answers or problems.
+    """Return why the evidence of the seeds alone makes no verdict; "" if it does. Only a difference
+    can be undone by answers or problems.
     """
     if paired.loses_too_many:
         return "lost"

@@ -60,7 +60,7 @@ class EvidenceRule:
         ]
 
     def _missing(self, seed: int) -> list[str]:
-        """The undecided conditions whose pair the looks at a seed went without."""
+        """Return the undecided conditions whose pair the looks at a seed lacked."""
         return [
             condition
             for condition in self._undecided
@@ -92,7 +92,8 @@ class EvidenceRule:
 
     def _due(self) -> int | None:
         """Return the seed to look at now: a seed whose failed run now has a result, or else the
-        next seed; None if every condition has a decision or runs of that seed have not ended.
+        next seed. The result is None if every condition has a decision or runs of that seed have
+        not ended.
         """
         if not self._undecided:
             return None
@@ -111,7 +112,7 @@ class EvidenceRule:
         )
 
     def _failed(self, seed: int) -> list[str]:
-        """The undecided conditions with a run in this seed's pair that has no result."""
+        """Return the undecided conditions with a run in this seed's pair that has no result."""
         baseline = self._plan.conditions[0]
         pairs = {
             condition: [self._runs[label, seed] for label in (condition, baseline)]
@@ -173,7 +174,7 @@ class EvidenceRule:
         )
 
     def _lines(self, look: Look, comparison: Comparison) -> Iterator[str]:
-        """A line for each condition, for example: maxrl+none +8.2 pp, evidence 12.4 of 20."""
+        """Yield a line for each condition, such as "maxrl+none +8.2 pp, evidence 12.4 of 20"."""
         for contrast in comparison.contrasts:
             condition = contrast.condition
             if condition not in look.evidence:

@@ -71,7 +71,7 @@ class Job(Protocol):
     """A started run."""
 
     def poll(self) -> RunOutcome | None:
-        """The run's outcome; None while it is running."""
+        """Return the run's outcome; None while it is running."""
 
     def stop(self, signal_number: int) -> None:
         """Ask the run to save a checkpoint and end."""
@@ -226,7 +226,7 @@ _DEVICES = ("", "gpu:0", "gpu:0,gpu:1")
 
 
 def share_devices(plan: CampaignPlan) -> list[Devices]:
-    """The devices of each worker: groups of `devices_per_run` GPUs, assigned in turn.
+    """Return the devices of each worker: groups of `devices_per_run` GPUs, assigned in turn.
 
     The GPUs are those named by `[backend] devices`, or all of the machine. Without a GPU only
     `max_workers` limits the workers (0: one for each run). Raises ConfigurationError for more
@@ -345,7 +345,7 @@ def _held(number: signal.Signals) -> Iterator[None]:
 
 
 def _request(run: CampaignRun, gpus: int, **given: str) -> bytes:
-    """The run as its worker reads it: on `gpus` GPUs, and with the keys `given`."""
+    """Return the run in the form for its worker: on `gpus` GPUs, and with the keys `given`."""
     if gpus:
         given["backend.devices"] = _DEVICES[gpus]
     path = run.config.source_path
@@ -362,7 +362,7 @@ class Worker:
         self._process = process
 
     def poll(self) -> RunOutcome | None:
-        """The run's outcome; None while it is running."""
+        """Return the run's outcome; None while it is running."""
         code = self._process.poll()
         if code is None:
             return None
@@ -513,8 +513,8 @@ class RayLauncher:
 
 
 def gpu_share(settings: Campaign) -> float:
-    """The GPUs of a run: below 1 if several runs share one. Raises ConfigurationError if a run
-    should have several GPUs and share them.
+    """Return the GPUs of a run: below 1 if several runs share one. Raises ConfigurationError if a
+    run should have several GPUs and share them.
     """
     if settings.devices_per_run > 1 and settings.workers_per_device > 1:
         raise ConfigurationError(
@@ -533,7 +533,7 @@ class RayJob:
         self._task = task
 
     def poll(self) -> RunOutcome | None:
-        """The run's outcome; None while it is running."""
+        """Return the run's outcome; None while it is running."""
         done, _ = self._ray.wait([self._task], timeout=0)
         if not done:
             return None
@@ -557,7 +557,7 @@ class RayJob:
 
 
 def _perform(request: bytes, folder: str, started_in: str) -> RunOutcome:
-    """The Ray task: start the worker process and wait for it. The worker ends with this process,
+    """Start the worker process of a Ray task and wait for it. The worker ends with this process,
     which holds its standard input.
     """
     # Paths in a configuration are relative to the folder where the campaign started.

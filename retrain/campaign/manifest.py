@@ -109,7 +109,7 @@ class Manifest:
 
     @classmethod
     def of_plan(cls, plan: CampaignPlan, now: datetime) -> "Manifest":
-        """A manifest with every run pending."""
+        """Return a manifest with every run pending."""
         runs = [
             RunEntry(run.name, run.condition, run.seed, dir=f"{RUNS}/{run.name}")
             for run in plan.runs
@@ -222,7 +222,7 @@ class Manifest:
         self.seeds, self.max_steps = fresh.seeds, fresh.max_steps
 
     def _stored_plan(self) -> CampaignPlan:
-        """The plan of the stored configuration. Raises ConfigurationError, which names the
+        """Return the plan of the stored configuration. Raises ConfigurationError, which names the
         manifest, for one that this version refuses.
         """
         try:
@@ -232,7 +232,7 @@ class Manifest:
             raise ConfigurationError([f"{place}, {one}" for one in error.problems]) from error
 
     def _check_margin(self, plan: CampaignPlan) -> None:
-        """Raises ConfigurationError if the margin differs from the planned margin."""
+        """Raise ConfigurationError if the margin differs from the planned margin."""
         planned, now = (self.plan or {}).get("margin"), plan.settings.margin
         if self.plan and now != planned:
             raise ConfigurationError(
@@ -337,8 +337,8 @@ def open_campaign(
 
 
 def _new_folder(config: TrainConfig, now: datetime) -> Path:
-    """`[logging] log_dir`, or a new folder logs/campaign_<local time>, with -2, -3, ... if that
-    exists.
+    """Return `[logging] log_dir`, or a new folder logs/campaign_<local time>, with -2, -3, ... if
+    that exists.
     """
     if config.is_set("logging.log_dir"):
         folder = Path(config.logging.log_dir)

@@ -106,7 +106,7 @@ def plan_campaign(config: TrainConfig, folder: Path) -> CampaignPlan:
 
 
 def settings_of(config: TrainConfig) -> Campaign:
-    """The [campaign] section. Raises ConfigurationError if there is none."""
+    """Return the [campaign] section. Raises ConfigurationError if there is none."""
     if config.campaign is None:
         raise ConfigurationError(
             f"{config.source_path or 'the configuration'} has no [campaign] section; add one."
@@ -115,8 +115,8 @@ def settings_of(config: TrainConfig) -> Campaign:
 
 
 def planned_seeds(settings: Campaign) -> tuple[int, ...]:
-    """The seeds of the file; with stop = "evidence" followed by those counted on from the largest,
-    up to max_seeds.
+    """Return the seeds of the file. With stop = "evidence" further seeds follow, counted on from
+    the largest, up to max_seeds.
     """
     more = max(0, settings.max_seeds - len(settings.seeds)) if settings.stop == "evidence" else 0
     return *settings.seeds, *range(max(settings.seeds) + 1, max(settings.seeds) + 1 + more)
@@ -133,7 +133,9 @@ def max_steps(config: TrainConfig) -> int:
 
 
 def run_name(condition: str, seed: int) -> str:
-    """The name of a run, `{condition}_s{seed}`, in characters that a folder's name may have."""
+    """Return the name of a run, `{condition}_s{seed}`, in characters that a folder's name may
+    have.
+    """
     return f"{folder_name(condition)}_s{seed}"
 
 
@@ -173,7 +175,7 @@ def _run(
     folder: Path,
     shared: Json,
 ) -> CampaignRun:
-    """One run; `view` is the campaign's configuration with the keys of this condition."""
+    """Return one run; `view` is the campaign's configuration with the keys of this condition."""
     label = condition.label
     name = run_name(label, seed)
     data = given_values(view)
@@ -204,8 +206,8 @@ def _run(
 
 
 def _tracking(given: Logging, name: str, label: str, seed: int) -> dict[str, str]:
-    """Keys of [logging] that name a run in its trackers; the user's group wins, and the user's tags
-    come first.
+    """Return the keys of [logging] that name a run in its trackers; the user's group wins, and the
+    user's tags come first.
     """
     keys: dict[str, str] = {}
     trackers = set(tracker_names(given))
@@ -272,8 +274,8 @@ def _design_lines(plan: CampaignPlan) -> Iterator[str]:
 
 
 def condition_notes(plan: CampaignPlan) -> list[str]:
-    """The notes about the runs, each once, preceded by its conditions unless it concerns all of
-    them.
+    """Return the notes about the runs, each once, after the names of its conditions unless it
+    concerns all of them.
     """
     found: dict[str, list[str]] = {}
     for run in plan.runs[: len(plan.conditions)]:  # the first seed's
@@ -286,7 +288,7 @@ def condition_notes(plan: CampaignPlan) -> list[str]:
 
 
 def evaluated_where_possible(plan: CampaignPlan, checked: Findings) -> CampaignPlan:
-    """The plan without the default evaluation for conditions that have no held-out split."""
+    """Return the plan without the default evaluation for conditions that have no held-out split."""
     no_evaluation = {"evaluation.at_end": False}
     runs = [
         (

@@ -210,7 +210,9 @@ class _Execution:
         """The reason why a look failed: a file of an ended run is damaged."""
 
     def run(self) -> None:
-        """Raises Interrupted after a signal, RunFailed where a look met a damaged file."""
+        """Run the campaign. Raises Interrupted after a signal, and RunFailed if a look finds a
+        damaged file.
+        """
         self._queue_unfinished()
         settings, next_start = self._plan.settings, 0.0
         stagger = (
@@ -350,8 +352,8 @@ class _Execution:
                     )
 
     def _record(self, run: CampaignRun, outcome: RunOutcome) -> None:
-        """The campaign queues a lost run again up to max_retries times; any other outcome is final
-        for this session.
+        """Record the outcome of a run. The campaign queues a lost run again up to max_retries
+        times; any other outcome is final for this session.
         """
         if (
             outcome.lost
@@ -441,8 +443,8 @@ class AutoSqueeze:
 
 
 def comparison_lines(plan: CampaignPlan) -> list[str]:
-    """Every condition against the first, as `retrain compare` prints it, or a sentence that says
-    why there is no comparison.
+    """Compare every condition with the first, as `retrain compare` prints it, or return a sentence
+    that says why there is no comparison.
     """
     if len(plan.conditions) < 2:
         return []

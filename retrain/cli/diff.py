@@ -82,6 +82,6 @@ def difference_lines(
 
 
 def first_of(names: tuple[str, ...]) -> str:
-    """The first names of many, and how many more there are."""
+    """Return the first of many names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -72,5 +72,5 @@ def templates() -> dict[str, Path]:
 
 
 def template_text(name: str) -> str:
-    """The text of a template, such as `lab` or `papers/dapo`."""
+    """Return the text of a template, such as `lab` or `papers/dapo`."""
     return f"{_SCHEMA_LINE}\n{templates()[name].read_text(encoding='utf-8')}"

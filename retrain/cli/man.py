@@ -84,7 +84,7 @@ def _print(name: str, form: str, names_only: bool) -> None:
 
 
 def _as_json(topic: Topic, *, contents: bool) -> dict[str, Any]:
-    """A topic; a section of the configuration with its keys as data."""
+    """Return a topic, or a section of the configuration with its keys as data."""
     row: dict[str, Any] = {"name": topic.name, "kind": topic.kind, "summary": topic.summary}
     if not contents:
         return row

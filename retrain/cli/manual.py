@@ -51,6 +51,6 @@ def read_source() -> str:
 
 
 def topics_of(source: str) -> dict[str, Topic]:
-    """The topics of a source by their names, in its order."""
+    """Return the topics of a source by their names, in its order."""
     _, *parts = HEADING.split(source)
     return {name: Topic(name, text) for name, text in zip(parts[::2], parts[1::2], strict=True)}

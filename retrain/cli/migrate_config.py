@@ -172,13 +172,15 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
 
 
 def _keys_that_left(sections: Json) -> list[str]:
-    """Each "section.key" that left the configuration."""
+    """Return each "section.key" that left the configuration."""
     given = by_path(sections)
     return [path for path in removed() if path in given]
 
 
 def _left_to_decide(sections: Json) -> list[str]:
-    """Each value that left, and each key that left in a condition or the grid of a campaign."""
+    """Return each value that left, and each key that left in a condition or the grid of a
+    campaign.
+    """
     named = [f"{path} = {value}" for path, value in by_path(sections).items()]
     campaign = sections.get("campaign")
     if isinstance(campaign, dict):

@@ -90,8 +90,8 @@ def _uncollected() -> Iterator[None]:
 
 
 def lines(seen: "Overview", width: int | None = None) -> list[str]:
-    """The text for a person: a table for each campaign and one for the other runs, then what
-    stopped and what a small loss means.
+    """Return the text for a person: a table for each campaign and one for the other runs. Then it
+    lists the stopped runs and explains a small loss.
     """
     if not seen.all_runs and not seen.campaigns:
         return [f"No runs in {seen.folder}."]

@@ -129,7 +129,9 @@ def _refuse_served(run: "StoredRun") -> None:
 
 
 def _range(text: str, run: "StoredRun") -> tuple[int, int]:
-    """The steps to verify. Raises ConfigurationError for a range that the run does not hold."""
+    """Return the steps to verify. Raises ConfigurationError for a range that the run does not
+    hold.
+    """
     from retrain.run.replay import nearest_checkpoint
 
     taken = run.steps

@@ -81,7 +81,7 @@ class Power:
     """The fewest seeds with which anything can be significant."""
     detectable: float | None
     """The smallest mean difference that a campaign finds with a probability of POWER. The unit is
-    the pilot's metric; without a pilot it is the standard deviation of the paired differences; None
+    the pilot's metric, or else the standard deviation of the paired differences. The value is None
     if no result can be significant.
     """
     metric: str | None
@@ -383,7 +383,7 @@ class InputProblems:
 
     @classmethod
     def of(cls, configs: Sequence[TrainConfig], *, here: bool) -> Self:
-        """The problems of all runs."""
+        """Return the problems of all runs."""
         found = cls()
         for config in configs:
             found.check(config, here=here)

@@ -66,7 +66,7 @@ def from_pilot(folder: Path) -> StepTime:
 
 
 def pilot_differences(folder: Path, config: "TrainConfig") -> Iterator[str]:
-    """One sentence per key that affects the time of a step and differs in the pilot."""
+    """Yield one sentence per key that affects the time of a step and differs in the pilot."""
     from retrain.analysis.runs import find_runs
     from retrain.config.keys import all_keys
     from retrain.system import toml_value

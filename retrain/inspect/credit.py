@@ -58,8 +58,8 @@ class Pieces:
         self.vocabulary = VocabularyTable(self._tokenizer)
 
     def of(self, token_ids: TokenIds) -> list[str]:
-        """[T] one string per token: a special token's name, "" for a part of an unfinished code
-        point.
+        """Return [T] one string per token: a special token's name, "" for a part of an unfinished
+        code point.
         """
         pieces = self.vocabulary.pieces(token_ids)
         return [
@@ -98,7 +98,7 @@ class CompletionCredit:
     """The prompt's index in the step."""
     sample: int
     reward: float | None
-    """None in files of versions that stored no reward; `truncated` and `log_ratios` likewise."""
+    """The reward; None in files of older versions, like `truncated` and `log_ratios`."""
     truncated: bool | None
     token_ids: npt.NDArray[np.int32]
     pieces: list[str]
@@ -123,7 +123,7 @@ class CompletionCredit:
     """Empty where the trajectory is one reply to its prompt."""
 
     def advantages(self, label: str) -> Float32Array:
-        """The advantages [T] as the loss uses them."""
+        """Return the advantages [T] as the loss uses them."""
         return list(self.stages[label].values())[-1]
 
 
@@ -154,15 +154,15 @@ class StepCredit:
         return list(dict.fromkeys(self.table.slot.tolist()))
 
     def finals(self) -> dict[str, Float32Array]:
-        """Condition -> [n] advantages as the loss uses them."""
+        """Map each condition to [n] advantages as the loss uses them."""
         return {label: list(stages.values())[-1] for label, stages in self.stages.items()}
 
     def of_slot(self, slot: int) -> list[int]:
-        """The indices of a prompt's completions."""
+        """Return the indices of a prompt's completions."""
         return np.flatnonzero(self.table.slot == slot).tolist()
 
     def liveliest_slot(self) -> int:
-        """The prompt with the largest advantage under the run's own condition."""
+        """Return the prompt with the largest advantage under the run's own condition."""
         sizes = np.abs(self.finals()[self.labels[0]])
         offsets = self.table.offsets
         largest = {
@@ -175,8 +175,8 @@ class StepCredit:
         return max(self.slots, key=lambda slot: largest[slot])
 
     def prompt(self, slot: int) -> str | None:
-        """The prompt as the model saw it, with the names of special tokens; None if the file does
-        not store it.
+        """Return the prompt as the model saw it, with the names of special tokens; None if the file
+        does not store it.
         """
         table = self.table
         if table.prompt_offsets is None or table.prompt_token_ids is None:
@@ -219,7 +219,7 @@ class StepCredit:
 
 
 def stored_steps(folder: RunFolder) -> list[int]:
-    """The steps whose tokens a run stored, in increasing order."""
+    """Return the steps whose tokens a run stored, in increasing order."""
     numbers = [path.stem.removeprefix("step_") for path in folder.tokens.glob("step_*.safetensors")]
     return sorted(int(number) for number in numbers if number.isdecimal())
 
@@ -328,7 +328,9 @@ def _chosen_step(run: StoredRun, step: int | None) -> int:
 def _detected(
     planning: "Planning", table: TokenTable, pieces: Pieces, model: str
 ) -> dict[str, npt.NDArray[np.bool_]]:
-    """Detector -> [n] its mask, with the run's own phrases, threshold and least similarity."""
+    """Map each detector to its mask [n], with the run's own phrases, threshold and least
+    similarity.
+    """
     ends = table.offsets.tolist()
     completions = [
         pieces.vocabulary.pieces(table.token_ids[start:stop]) for start, stop in pairwise(ends)
@@ -349,7 +351,7 @@ def _detected(
 
 
 def agreement(masks: Mapping[str, npt.NDArray[np.bool_]]) -> str:
-    """The share of tokens on which two masks [n] agree, and Cohen's kappa.
+    """Return the share of tokens on which two masks [n] agree, and Cohen's kappa.
 
     Kappa is the agreement beyond what two independent masks of the same rates would have.
     """
@@ -376,8 +378,8 @@ _NO_PROMPT = Prompt(Example(prompt="", reference=""), "", np.zeros(0, np.int32))
 
 
 def _under(config: TrainConfig, name: str) -> TrainConfig:
-    """The run's configuration with another transform, and with another advantage if `name` gives
-    one.
+    """Return the run's configuration with another transform, and with another advantage if `name`
+    gives one.
     """
     advantage, _, transform = name.rpartition("+")
     own, _ = config.algorithm.modes
@@ -402,8 +404,8 @@ def _under(config: TrainConfig, name: str) -> TrainConfig:
 
 
 def _sepa_lambda(run: StoredRun, step: int, notes: list[str]) -> float:
-    """The lambda that the run used at the step, or else the lambda on the linear ramp of its [sepa]
-    section.
+    """Return the lambda that the run used at the step, or else the lambda on the linear ramp of its
+    [sepa] section.
     """
     recorded = read_metrics(run.folder.metrics, ("step", "sepa_lambda")).to_pylist()
     value = next((row["sepa_lambda"] for row in recorded if row["step"] == step), None)
@@ -418,8 +420,8 @@ def _sepa_lambda(run: StoredRun, step: int, notes: list[str]) -> float:
 
 
 def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
-    """The judged groups of the step, as credit assignment received them; examples and texts are
-    absent from the token file.
+    """Return the judged groups of the step, as credit assignment received them; examples and texts
+    are absent from the token file.
     """
     if table.rewards is None or table.truncated is None:
         raise ConfigurationError(
@@ -440,8 +442,8 @@ def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
 
 
 def turns_of(table: TokenTable, number: int) -> list[tuple[int, int, Int32Array, bool]]:
-    """(start, stop, context, restarts) of each turn of a trajectory, counted from its first token;
-    empty for one reply to its prompt.
+    """Return (start, stop, context, restarts) of each turn of a trajectory, counted from its first
+    token; empty for one reply to its prompt.
     """
     turns = table.turns
     if turns is None:

@@ -43,8 +43,8 @@ class Checkpoint:
 
 
 def step_folder(step: Any) -> str:
-    """The name of the checkpoint's folder after so many steps; of no folder for what counts no
-    steps.
+    """Return the name of the checkpoint's folder after so many steps; "no step", which no folder
+    has, for any other value.
     """
     if type(step) is int:
         return f"step_{step:06d}"
@@ -52,7 +52,9 @@ def step_folder(step: Any) -> str:
 
 
 def place_folder(state: TrainerState) -> str:
-    """The name of the checkpoint's folder of a state: `sft_000006` within the supervised stage."""
+    """Return the name of the checkpoint's folder of a state: `sft_000006` within the supervised
+    stage.
+    """
     stage, step = state.place
     return f"sft_{step:06d}" if stage == "sft" else step_folder(step)
 
@@ -113,7 +115,7 @@ class CheckpointStore:
         commit_folder(self.folder / START, write, step=0, config_hash=state.config_hash)
 
     def start(self) -> Path:
-        """The folder of `save_start`. Raises RunFailed if it does not verify."""
+        """Return the folder of `save_start`. Raises RunFailed if it does not verify."""
         folder = self.folder / START
         problem = verify(folder)
         if problem:
@@ -145,7 +147,7 @@ class CheckpointStore:
             delete(self.folder / name)
 
     def _folders(self) -> list[str]:
-        """The names of the committed folders, oldest first, verified or not."""
+        """Return the names of the committed folders, oldest first, verified or not."""
         if not self.folder.is_dir():
             return []
         names = [path.name for path in self.folder.iterdir()]
@@ -158,7 +160,7 @@ class CheckpointStore:
         return [step for is_step, step in map(_order, self._folders()) if is_step]
 
     def at(self, step: int) -> Checkpoint:
-        """The checkpoint of `step` completed steps. Raises, naming the steps there are,
+        """Return the checkpoint of `step` completed steps. Raises, naming the steps there are,
         ConfigurationError for a step without one, and RunFailed if it does not verify.
         """
         folder = self.folder / step_folder(step)
@@ -182,8 +184,8 @@ class CheckpointStore:
         *,
         until: float = float("inf"),
     ) -> Checkpoint | None:
-        """The newest checkpoint that verifies, after at most `until` steps; `log` receives a line
-        about each newer one that does not.
+        """Return the newest checkpoint that verifies, after at most `until` steps; `log` receives a
+        line about each newer one that fails.
 
         `beside` returns a problem outside of a checkpoint's folder that makes it unusable, or "".
         """
@@ -297,7 +299,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def verify(folder: Path, *needed: str) -> str:
-    """The first difference between `folder` and its manifest, or the file that is `needed` besides;
+    """Return the first difference between `folder` and its manifest, or an absent file of `needed`;
     "" if every byte matches.
     """
     for name in (MANIFEST, *needed):

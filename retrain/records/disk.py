@@ -112,7 +112,7 @@ def safetensors_io() -> Iterator[None]:
 
 
 def was_deleted(folder: Path) -> str:
-    """The sentence on a folder that is gone."""
+    """Return the sentence about a deleted folder."""
     return f"{folder} was deleted or moved while it was written to."
 
 

@@ -20,7 +20,7 @@ from retrain.records.jsonl import read_jsonl
 @dataclass(frozen=True)
 class _Record:
     def to_json(self) -> dict[str, Any]:
-        """One line of the file, keys in the order of the fields."""
+        """Return one line of the file, keys in the order of the fields."""
         return asdict(self)
 
     @classmethod
@@ -53,15 +53,15 @@ class _Record:
 
     @classmethod
     def contradiction(cls, values: Mapping[str, Any]) -> str:  # noqa: ARG003 - of the record types that have a rule
-        """The part of a sentence that says which values of a line cannot be true together; "" if
-        there are none.
+        """Return the part of a sentence that names contradicting values of a line; "" without
+        any.
         """
         return ""
 
     @classmethod
     def read(cls, path: Path) -> Iterator[Self]:
-        """The records of a file, oldest first. Raises RunFailed for a damaged line, with the file,
-        and its line or step.
+        """Return the records of a file, oldest first. Raises RunFailed for a damaged line, with the
+        file, and its line or step.
         """
         return (cls.from_json(line, path) for line in read_jsonl(path))
 
@@ -91,7 +91,9 @@ Direction = Literal["higher", "lower"] | None
 
 
 def better(direction: Direction) -> Any:
-    """A number that may be missing, and which direction of it is an improvement."""
+    """Return a field for a number that may be absent; `direction` says which direction is an
+    improvement.
+    """
     return field(default=None, metadata={"better": direction})
 
 

@@ -96,8 +96,8 @@ def _package_versions(
 
 
 def git_revision(folder: Path) -> dict[str, Any] | None:
-    """{"revision", "changed"} of the repository around `folder`; None outside one or without
-    git.
+    """Return {"revision", "changed"} of the repository around `folder`; None outside a repository
+    or without git.
     """
     try:
         revision = _git(folder, "rev-parse", "HEAD")

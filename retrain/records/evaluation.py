@@ -82,8 +82,8 @@ def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, flo
 
 
 def exact_interval(p: float, size: float) -> tuple[float, float]:
-    """The 95% interval of Clopper and Pearson for a proportion p of `size` draws, which may be an
-    effective number.
+    """Return the 95% interval of Clopper and Pearson for a proportion p of `size` draws, which may
+    be an effective number.
     """
     from scipy.special import betaincinv
 
@@ -94,7 +94,7 @@ def exact_interval(p: float, size: float) -> tuple[float, float]:
 
 
 def wilson_interval(p: float, size: float) -> tuple[float, float]:
-    """The 95% score interval of a proportion p that rests on `size` independent draws, which may be
+    """Return the 95% score interval of a proportion p from `size` independent draws, which may be
     an effective number.
     """
     centre = (p + Z_95**2 / (2 * size)) / (1 + Z_95**2 / size)
@@ -119,7 +119,7 @@ class Evaluation:
     stage: Literal["sft", "rl"] = "rl"
 
     def _with_samples(self, k: int) -> list[EvaluationRecord]:
-        """The problems with at least k judged samples."""
+        """Return the problems with at least k judged samples."""
         return [problem for problem in self.problems if problem.samples >= k]
 
     @property

@@ -89,8 +89,8 @@ class Extent:
         return cls(path.stat().st_size, digest)
 
     def problem(self, path: Path, *, whole: bool = False) -> str:
-        """The reason why the file `path` no longer begins with these bytes, or with `whole` no
-        longer is these bytes; "" if there is none.
+        """Return why the file `path` no longer begins with these bytes; with `whole`, why it has
+        other bytes. Return "" if there is no difference.
         """
         if not (self.size or whole):
             return ""

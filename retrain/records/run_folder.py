@@ -100,8 +100,8 @@ class RunFolder:
             return False
 
     def written(self) -> tuple[Path, ...]:
-        """Every file and folder that a run or its report writes here, except the marker and the
-        lock.
+        """Return every file and folder that a run or its report writes here, without the marker and
+        the lock.
         """
         own_output = () if self.prints_to_output else (self.output,)
         return (
@@ -128,11 +128,11 @@ class RunFolder:
         )
 
     def folders(self) -> tuple[Path, ...]:
-        """The folders whose content a resume cuts or continues."""
+        """Return the folders whose content a resume cuts or continues."""
         return (self.emergence_steps.parent, self.tokens, self.checkpoints)
 
     def lines(self) -> tuple[Path, ...]:
-        """The files of JSON lines."""
+        """Return the files of JSON lines."""
         return (
             self.metrics,
             self.evaluation,
@@ -143,7 +143,7 @@ class RunFolder:
         )
 
     def present(self) -> list[Path]:
-        """The files and folders there that have the names of a run's."""
+        """Return the existing files and folders with names that a run uses."""
         return [path for path in self.written() if os.path.lexists(path)]
 
     # -- whose it is: new, a run's, a campaign's, of another kind, or another program's ------------
@@ -157,7 +157,7 @@ class RunFolder:
         return kind_of(self.path) == "run" and not early.issuperset(self.present())
 
     def outer_run(self) -> "RunFolder | None":
-        """The run inside whose folder this one lies."""
+        """Return the run inside whose folder this one lies."""
         for parent in self.path.resolve().parents:
             try:
                 if kind_of(parent) == "run":
@@ -471,7 +471,7 @@ def _runs(pid: int, since: float) -> bool:
 
 
 def written_by(folder: RunFolder, who: str) -> ConfigurationError:
-    """The refusal to write into a folder that `who` writes."""
+    """Return the refusal to write into a folder that `who` writes."""
     return ConfigurationError(
         f"{folder.path} is being written by {who}; wait for it, or choose another [logging]"
         " log_dir."

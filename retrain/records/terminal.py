@@ -126,7 +126,7 @@ def table_lines(
 
 
 def picked(row: Sequence[str], columns: Iterable[int]) -> list[str]:
-    """The cells of these columns."""
+    """Return the cells of these columns."""
     return [row[column] for column in columns]
 
 

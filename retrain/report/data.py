@@ -104,7 +104,7 @@ class HeldOutPoint:
 
 
 def held_out_points(run: StoredRun) -> list[HeldOutPoint]:
-    """The evaluations of a run that judged something, ordered by step."""
+    """Return the evaluations of a run with a judged answer, ordered by step."""
     before = run.sealed(run.folder.sft_evaluation)
     begins = {before: -len(run.sft_records), run.held_out_file: 0}
     evaluations = [
@@ -214,7 +214,7 @@ def smoothed(values: Floats, window: int) -> Floats:
 
 
 def curves_by_condition(labelled: Iterable[tuple[str, StoredRun]]) -> list[ConditionCurves]:
-    """The curves of (label, run) pairs, one ConditionCurves per label in order of first
+    """Return the curves of (label, run) pairs, one ConditionCurves per label in order of first
     appearance.
     """
     by_label: dict[str, list[StoredRun]] = {}
@@ -559,7 +559,7 @@ def _tokens(
 
 
 def sampled_runs(arms: Sequence[ConditionCurves], steps_per_run: int) -> list[SampledRun]:
-    """The first run with completions of each condition; in a campaign these share a seed and
+    """Return the first run with completions of each condition; in a campaign these share a seed and
     therefore their prompts.
     """
     found = []

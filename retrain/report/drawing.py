@@ -157,8 +157,8 @@ class Lines:
 
 
 def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
-    """One line per condition, dashed for a second field; None if the first field is absent from all
-    runs.
+    """Return one line per condition, dashed for a second field; None if the first field is absent
+    from all runs.
     """
     first, *second = lines.fields
     arms = [(index, arm) for index, arm in enumerate(data.arms) if arm.has(first)]
@@ -198,7 +198,9 @@ def _scale(axes: Axes, lines: Lines) -> None:
 
 
 def _line_words(data: ReportData, window: int) -> str:
-    """A sentence on what the lines average; `window` is the number of steps in a running mean."""
+    """Return a sentence on what the lines average; `window` is the number of steps in a running
+    mean.
+    """
     if data.single:
         if window > 1:
             return f"Bold: mean of {window} steps; thin: each step."

@@ -80,7 +80,7 @@ _SPEED = Lines(
 
 
 def draw_figures(data: ReportData) -> list[PageFigure]:
-    """Every figure that has data."""
+    """Return every figure that has data."""
     makers: Sequence[Callable[[ReportData], PageFigure | None]] = (
         _held_out,
         _differences,

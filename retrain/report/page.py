@@ -179,7 +179,7 @@ class ShownFigure:
 
 
 def render(data: ReportData, figures: Sequence[PageFigure], made: datetime) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     script, style = asset("report.js"), asset("report.css")
     # matplotlib escapes the texts in a figure; they are labels of conditions, made visible as all
     # text is.
@@ -223,7 +223,7 @@ def render(data: ReportData, figures: Sequence[PageFigure], made: datetime) -> s
 
 
 def _verdicts(comparison: Comparison) -> dict[str, Any]:
-    """The variables of the template's section "verdicts"."""
+    """Return the variables of the template's section "verdicts"."""
     own, shared = remarks(comparison)
     return {
         "answer": answer(comparison),
@@ -241,7 +241,7 @@ def _verdicts(comparison: Comparison) -> dict[str, Any]:
 
 
 def content_policy(script: str) -> str:
-    """A content security policy: load nothing, and run only this script."""
+    """Return a content security policy: load nothing, and run only this script."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src"
@@ -291,7 +291,7 @@ def _number(value: float | None, form: str = ".3g") -> str:
 
 
 def _campaign_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
-    """The (name, value) pairs that a reader wants to know first."""
+    """Yield the (name, value) pairs that a reader wants to know first."""
     runs = len(data.statuses)
     yield "runs done", f"{sum(status.state == 'done' for status in data.statuses)} of {runs}"
     yield "conditions", str(len(data.arms))
@@ -332,7 +332,7 @@ def _run_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
 
 
 def _arm_rows(arms: Sequence[ConditionCurves]) -> list[tuple[str, ...]]:
-    """One row per condition under `arm_head`; rates are means over the runs.
+    """Return one row per condition under `arm_head`; rates are means over the runs.
 
     Training accuracy counts only the runs that have reached the condition's last step: one that has
     not would pull it down.

@@ -236,7 +236,7 @@ class ScoredReply:
         )
 
     def end(self) -> None:
-        """One reply is the end already."""
+        """Do nothing, since one reply is the end already."""
 
     @property
     def ready(self) -> bool:

@@ -93,7 +93,7 @@ class GateInputs:
         self.backend.engine.sync(self.backend.save_adapter, self.step)
 
     def learner_logprobs(self, rows: Sequence[Row]) -> Float32Array:
-        """[n] of all tokens of the rows, at the temperature of the engine's log-probs."""
+        """Return [n] of all tokens of the rows, at the temperature of the engine's log-probs."""
         return np.concatenate(self.backend.logprobs(rows, self.engine_temperature))
 
 

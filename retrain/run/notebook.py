@@ -157,13 +157,13 @@ def _reads_back(value: Any) -> bool:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Names that the code and the functions inside it may take from their module."""
+    """Return the names that the code and the functions inside it may take from their module."""
     inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
     return set(code.co_names).union(*inner)
 
 
 def _names_of_signature(source: str) -> set[str]:
-    """Names in the decorators, defaults and annotations of a function."""
+    """Return the names in the decorators, defaults and annotations of a function."""
     (node,) = ast.parse(source).body
     parts: Iterator[ast.AST] = ast.iter_child_nodes(node)
     outside = [part for part in parts if part not in getattr(node, "body", [])]

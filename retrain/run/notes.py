@@ -112,8 +112,8 @@ def notes(config: TrainConfig) -> list[str]:
 
 
 def sharding_note(config: TrainConfig, *, evaluates: bool = False) -> str:
-    """A sentence on what [backend] shard_base = true costs a run, or on `retrain eval`, which has
-    no use for it; "" where it is false.
+    """Return a sentence on the cost of [backend] shard_base = true, or on `retrain eval`, which
+    does not use it; "" if it is false.
     """
     if not config.backend.shard_base or config.kind == "squeeze":
         return ""

@@ -717,7 +717,7 @@ def _held_out_sources(
 
 
 def prompts_of(held_out: HeldOut | None) -> list[Prompt]:
-    """The held-out prompts of all sources."""
+    """Return the held-out prompts of all sources."""
     return list(chain.from_iterable(prompts for _, prompts in held_out or ()))
 
 

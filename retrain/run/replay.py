@@ -100,7 +100,7 @@ class _Recorded(Schedule):
 
 
 def _evaluated(folder: RunFolder) -> set[int]:
-    """The steps of the evaluations that a run recorded."""
+    """Return the steps of the evaluations that a run recorded."""
     if not folder.evaluation.is_file():
         return set()
     return {line["step"] for line in read_jsonl(folder.evaluation)}

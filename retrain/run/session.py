@@ -386,7 +386,7 @@ class Session:
             backend.use(self.config)
 
     def taught(self, groups: Sequence[Group]) -> Float64Array:
-        """[n] log-probs of the groups' action tokens by the teacher, which the run has."""
+        """Return [n] log-probs of the groups' action tokens from the run's teacher."""
         assert self.parts.teacher is not None
         with self._moved():
             return self.parts.teacher.logprobs(groups)

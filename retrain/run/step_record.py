@@ -100,7 +100,9 @@ class RewardStatistics:
 
 
 def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> RewardStatistics:
-    """`boxes` finds the answer in a completion; None if the reward does not."""
+    """Compute the statistics of a step. `boxes` finds the answer in a completion; None if the
+    reward does not.
+    """
     members = list(chain.from_iterable(group.members for group in rollout.first_draws))
     trajectories = [member.trajectory for member in members]
     is_cut = [one.finish_reason is FinishReason.LENGTH for one in trajectories]
@@ -137,14 +139,14 @@ def _rewards(members: Iterable[Scored]) -> list[float]:
 
 
 def _deviation(rewards: Sequence[float]) -> float | None:
-    """The standard deviation, exactly 0 where all rewards are equal; None without any."""
+    """Return the standard deviation, exactly 0 if all rewards are equal; None without any."""
     if not rewards:
         return None
     return float(np.std(rewards)) if min(rewards) < max(rewards) else 0.0
 
 
 def _token_mean(rows: Sequence[Float32Array | None]) -> float | None:
-    """The mean over all tokens; None without any, or where a completion has no values."""
+    """Return the mean over all tokens; None without any, or if a completion has no values."""
     values = joined_or_none(rows)
     if values is None or not len(values):
         return None
@@ -315,7 +317,7 @@ def token_table(
 
 
 def _joined_ratios(credit: Credit, log_ratios: Mapping[RowKey, Float32Array]) -> Float32Array:
-    """[n] log-ratios in the order of the step's tokens; NaN for untrained rows."""
+    """Return [n] log-ratios in the order of the step's tokens; NaN for untrained rows."""
     pieces = [np.zeros(0, np.float32)]
     for number, group in enumerate(credit.sources):
         for trajectory in group.trajectories:
@@ -327,7 +329,7 @@ def _joined_ratios(credit: Credit, log_ratios: Mapping[RowKey, Float32Array]) ->
 
 
 def _offsets(lengths: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """[N + 1] offsets of N pieces that lie one after the other."""
+    """Return [N + 1] offsets of N pieces that lie one after the other."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 

@@ -45,7 +45,7 @@ _SERVICE = "wandb-core"
 """The program of that process."""
 _STORES = ("WANDB_DATA_DIR", "WANDB_CACHE_DIR")
 """Variables of the folders where wandb prepares and keeps tables. By default wandb uses the home
-folder, which may be read-only.
+folder, which may refuse writes.
 """
 _MAX_TAG_LENGTH = 64
 """Maximum number of characters of a tag that wandb accepts."""
