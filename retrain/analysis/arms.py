@@ -419,7 +419,7 @@ def evaluation_words(evaluation: Evaluation, training: Training) -> str:
 def _words_of(evaluation: Evaluation, training: Training) -> str:
     way = evaluation.over(training)
     temperature, tokens = way.temperature, way.max_tokens
-    kept = []  # what truncates the sampled distribution
+    kept = []  # The keys that truncate the sampled distribution.
     for name, off in {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}.items():
         value = getattr(way, name)
         if temperature and value != off:

@@ -250,7 +250,7 @@ def ranking(comparison: Comparison) -> Iterator[str]:
     if len(order) < 2:
         return
     means = [arm.mean for arm in order]
-    for arm in order:  # equal means share a place
+    for arm in order:  # Equal means share a place.
         place = 1 + means.index(arm.mean)
         yield f"{place}. {arm.label} {_mean_words(arm, comparison.metric)}"
     best, other = order[0].label, comparison.baseline

@@ -44,7 +44,7 @@ def capital(differences: Floats) -> Floats:
     present = ~np.isnan(differences)
     sizes = _sizes(differences, present)
     signs = np.where(sizes > 0, np.sign(np.where(present, differences, 0.0)), 0.0)
-    # over the seeds so far, since a bet may know no later one
+    # Use the seeds so far, since a bet may know no later one.
     so_far = np.maximum(np.cumsum(present, axis=-1), 1)
     root_mean_square = np.sqrt(np.cumsum(sizes**2, axis=-1) / so_far)
     relative = sizes / np.where(root_mean_square > 0, root_mean_square, 1.0)

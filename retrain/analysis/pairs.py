@@ -320,7 +320,7 @@ def pair_up(candidate: Arm, baseline: Arm, metric: Metric) -> Pairs:
 
 
 def _between(candidate: StoredRun, baseline: StoredRun, k: int) -> AnswerDifference:
-    assert candidate.answers and baseline.answers  # a run without answers has no such metric
+    assert candidate.answers and baseline.answers  # A run without answers has no such metric.
     return AnswerDifference.between(candidate.answers, baseline.answers, k)
 
 

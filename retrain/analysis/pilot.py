@@ -67,8 +67,8 @@ class Spread:
         runs = list(chain.from_iterable(chain.from_iterable(pairs.runs for pairs in family)))
         times = [run.summary.get("seconds") for run in runs]
         seconds = [time for time in times if isinstance(time, int | float)]
-        # per run that recorded it, the median time to sample an answer in the last steps
-        # of training
+        # Take the median time to sample an answer in the last training steps, for each
+        # run that recorded it.
         answers = []
         for run in runs:
             found = [
@@ -134,7 +134,7 @@ def _with_fewest_seeds(
 
     def detectable(seeds: int) -> float:
         found = minimal_detectable_effect(seeds, sd, rule)
-        assert found is not None  # from the fewest on
+        assert found is not None  # The counts start at the fewest.
         return found
 
     # More seeds find smaller differences, so bisection finds the fewest.

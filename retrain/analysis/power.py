@@ -125,7 +125,7 @@ def _power_of_flips(seeds: int, effect: float, alpha: float, family: int) -> flo
     critical = float(stdtrit(seeds - 1, 1 - alpha / 2))
     t = first.mean(axis=1) * np.sqrt(seeds) / first.std(axis=1, ddof=1)
     candidates = differences[t > critical]
-    # in parts, since each row and contrast takes 2^(n-1) sums
+    # Work in parts, since each row and contrast takes 2^(n-1) sums.
     parts = [part for part in np.array_split(candidates, 16) if len(part)]
     found = sum(int(np.count_nonzero(max_t_rows(part) < alpha)) for part in parts)
     return found / len(differences)
@@ -135,7 +135,7 @@ def _power_of_t(seeds: int, effect: float, level: float) -> float:
     """Return the power of a two-sided paired t test at the largest sign-flip p below `level`."""
     from scipy.special import nctdtr, stdtrit
 
-    if seeds <= 50:  # a multiple of 2 / 2^n; beyond 50 seeds it is next to `level`
+    if seeds <= 50:  # It is a multiple of 2 / 2^n; beyond 50 seeds it is near `level`.
         flips = 2.0 ** (seeds - 1)
         level = (ceil(level * flips) - 1) / flips
     critical = float(stdtrit(seeds - 1, 1 - level / 2))

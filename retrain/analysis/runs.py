@@ -437,7 +437,7 @@ def is_campaign(folder: Path) -> bool:
     manifest = folder / MANIFEST
     try:
         return manifest.is_file() and "runs" in read_object(manifest)
-    except RunFailed:  # another program's manifest.json may hold anything
+    except RunFailed:  # Another program's manifest.json may hold anything.
         return False
 
 
@@ -619,7 +619,7 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     }
     schema = pa.schema([(name, types.get(_KINDS[name], pa.string())) for name in names])
     data = path.read_bytes() if path.is_file() else b""
-    whole = data[: data.rfind(b"\n") + 1]  # without a torn last line
+    whole = data[: data.rfind(b"\n") + 1]  # Leave out a torn last line.
     if not whole:
         return schema.empty_table()
     # A null line and deep nesting are suspect too, since they would crash Arrow.

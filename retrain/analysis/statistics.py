@@ -136,7 +136,7 @@ def sign_flip_p_rows(differences: Floats) -> Floats:
     2^(n-1) sums.
     """
     d = _scaled(differences)
-    sums = d[:, :1]  # the first sign stays: a flip and its mirror image are equally far from zero
+    sums = d[:, :1]  # The first sign stays: a flip and its mirror image are equally far from zero.
     for column in range(1, d.shape[1]):
         one = d[:, column : column + 1]
         sums = np.concatenate([sums + one, sums - one], axis=1)
@@ -255,7 +255,7 @@ def max_t(family: Sequence[Differences]) -> list[float]:
     as_far, flips = np.zeros(len(family)), 0
     for signs in _signs(len(columns)):
         values = np.abs(signs @ columns[:, order])
-        # over the contrasts not yet decided
+        # The maximum is over the undecided contrasts.
         largest = np.maximum.accumulate(values[:, ::-1], axis=1)[:, ::-1]
         as_far += (largest >= observed[order] - _FLIP_TIE).sum(axis=0)
         flips += len(signs)
@@ -274,7 +274,7 @@ def _unit_columns(family: Sequence[Differences]) -> Floats:
     columns = np.array([[contrast.get(seed, 0.0) for contrast in family] for seed in seeds])
     if not np.isfinite(columns).all():
         raise ValueError("expected finite differences")
-    # first by the largest, since the squares of tiny or huge numbers would be 0 or infinite
+    # Divide by the largest first, since squares could be 0 or infinite.
     largest = np.abs(columns).max(axis=0)
     columns = columns / np.where(largest > 0, largest, 1.0)
     norms = np.sqrt((columns**2).sum(axis=0))

@@ -119,7 +119,7 @@ class CampaignStatus:
         runs = tuple(run_status(run, now, given) for run in planned)
         try:
             record = CampaignRecord.read(folder)
-        except RunFailed:  # a damaged plan, which `retrain compare` reports
+        except RunFailed:  # The plan is damaged, which `retrain compare` reports.
             return cls(folder, runs)
         return cls(folder, runs, evidence_line(record), record.max_steps or 0)
 
@@ -237,7 +237,7 @@ def _found(folder: Path) -> Iterator[Path]:
     for child in subfolders(folder):
         try:
             yield from _found(child)
-        except PermissionError:  # another user's; reading it again says so in its row
+        except PermissionError:  # It belongs to another user; reading it again says so in its row.
             yield child
 
 
@@ -256,7 +256,7 @@ def _lost_its_config(folder: Path) -> bool:
     try:
         # A campaign's worker writes its log before the run begins.
         return not is_run(folder) and RunFolder(folder).holds_run(RunFolder(folder).output)
-    except RunFailed:  # a marker of another program
+    except RunFailed:  # Another program wrote the marker.
         return False
 
 

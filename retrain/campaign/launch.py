@@ -203,7 +203,7 @@ class InProcess:
                 outcome = perform(run.config)
         except OSError as error:
             outcome = not_started(run, error)
-        gc.collect()  # frees the optimizer and caches, which are in reference cycles
+        gc.collect()  # This frees the optimizer and caches, which are in reference cycles.
         return EndedJob(outcome)
 
     def close(self) -> None:
@@ -377,7 +377,7 @@ class Worker:
         try:
             values = json.loads(answer)
             return RunOutcome(Status(values["status"]), values["reason"])
-        except ValueError:  # nothing, or not all of it
+        except ValueError:  # The pipe has no answer, or only a part.
             pass
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
@@ -449,7 +449,7 @@ class RayLauncher:
         try:
             self._connect()
             self.workers = self._room(len(plan.runs))
-        except BaseException:  # an interrupt too leaves no cluster behind
+        except BaseException:  # An interrupt too leaves no cluster behind.
             self.close()
             raise
 

@@ -130,7 +130,7 @@ class Manifest:
     def read(cls, folder: Path) -> "Manifest":
         """Read `folder`/manifest.json. Raises RunFailed for one that no campaign wrote."""
         path = folder / MANIFEST
-        CampaignRecord.read(folder)  # checks the plan and the looks
+        CampaignRecord.read(folder)  # This checks the plan and the looks.
         text = json.dumps(read_object(path) | {"folder": str(folder)}, ensure_ascii=False)
         try:
             # A reason may quote half a character, which a model wrote and pydantic refuses.

@@ -213,7 +213,7 @@ def _tracking(given: Logging, name: str, label: str, seed: int) -> dict[str, str
     trackers = set(tracker_names(given))
     if trackers & {"wandb", "trackio"}:
         keys = {"wandb_run_name": name, "wandb_group": given.wandb_group or label}
-    if "wandb" in trackers:  # trackio has no tags
+    if "wandb" in trackers:  # trackio has no tags.
         keys["wandb_tags"] = ",".join(dict.fromkeys((*given.tags, label, f"seed{seed}")))
     return keys
 
@@ -278,7 +278,7 @@ def condition_notes(plan: CampaignPlan) -> list[str]:
     concerns all of them.
     """
     found: dict[str, list[str]] = {}
-    for run in plan.runs[: len(plan.conditions)]:  # the first seed's
+    for run in plan.runs[: len(plan.conditions)]:  # These runs have the first seed.
         for note in notes(run.config):
             found.setdefault(note, []).append(run.condition)
     return [

@@ -57,7 +57,7 @@ def command(
 
     if not trust:
         refuse_foreign_code(config, "its audit")
-    with redirect_stdout(sys.stderr):  # what plugins print is not part of the result
+    with redirect_stdout(sys.stderr):  # The result must not contain the output of plugins.
         audit = audit_reward(config, examples, print_progress)
     if form == "json":
         print_json(audit.to_json())

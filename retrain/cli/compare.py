@@ -46,7 +46,7 @@ def repeated(arguments: Sequence[str], flag: str) -> list[str]:
     a, --baseline, b].
     """
     result: list[str] = []
-    values = None  # since the flag; None where another flag or nothing came before
+    values = None  # Count since the flag; None after another flag or at the start.
     for argument in arguments:
         if argument.startswith("-"):
             values = 0 if argument == flag else None

@@ -72,7 +72,7 @@ def _answer(arguments: list[str]) -> int:
         return code
     except (RetrainError, StoppedAtOnce) as error:
         return _ended_by(error, arguments)
-    except KeyboardInterrupt:  # before there are handlers, and anything to save
+    except KeyboardInterrupt:  # There are no handlers yet, and nothing to save.
         return _ended_by(Interrupted("Interrupted by SIGINT.", signal.SIGINT), arguments)
     except (ModuleNotFoundError, AttributeError) as error:
         absent = _absent(error)
@@ -151,7 +151,7 @@ def is_path(argument: str) -> bool:
         return True
     try:
         return Path(argument).exists()
-    except OSError:  # too long to be one
+    except OSError:  # The text is too long for a path.
         return False
 
 
@@ -167,7 +167,7 @@ def _ended_by(error: RetrainError | StoppedAtOnce, arguments: Sequence[str]) -> 
     if isinstance(error, ConfigurationError):
         problems = error.problems
     sentences = [shortened(clean(mask(problem))) for problem in problems]
-    with suppress(OSError):  # the terminal may be gone, and the exit code says it too
+    with suppress(OSError):  # The terminal may be gone, and the exit code says it too.
         for sentence in sentences:
             print(f"retrain: {sentence}", file=sys.stderr)
         if _asks_for_json(arguments):

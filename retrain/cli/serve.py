@@ -135,7 +135,7 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
         model, 4 if dtype == "float32" else 2, config.inference.kv_cache_dtype
     )
     share = None
-    if device.type == "cuda" and not device.index:  # a server takes the first GPU too
+    if device.type == "cuda" and not device.index:  # A server takes the first GPU too.
         share = left_by_learner(config, prompt_tokens)
     path = resolve_model(config.model.model)
     return ServerNeeds(path, dtype, device.type, context, kv_bytes, share)

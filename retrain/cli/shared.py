@@ -61,7 +61,7 @@ def load_dotenv() -> bool:
 
     try:
         load(path, override=False)
-    except (ValueError, OSError) as error:  # not UTF-8, or a NUL, which no variable can hold
+    except (ValueError, OSError) as error:  # It is not UTF-8, or has a NUL.
         raise ConfigurationError(
             f"{path} cannot be read ({error}); it holds lines NAME=value in UTF-8: correct or"
             " remove it."
@@ -122,7 +122,7 @@ def write_files(files: Mapping[Path, str], instead: str, force: bool = False) ->
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text.encode())
-        except FileNotFoundError as error:  # such as below /proc
+        except FileNotFoundError as error:  # For example, the path is below /proc.
             raise EnvironmentFailure(f"{path} cannot be written; name another place.") from error
     return list(new)
 

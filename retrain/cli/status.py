@@ -71,7 +71,7 @@ def command(
                 return
             time.sleep(interval)
     except KeyboardInterrupt:
-        if not watch:  # how one stops watching
+        if not watch:  # Ctrl-C stops watching.
             raise
 
 
@@ -106,7 +106,7 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
     if seen.runs:
         printed += [*_table(seen.runs, seen.folder, width), ""]
     printed += [f"{run.name}: {run.note}" for run in seen.all_runs if run.note]
-    explained: dict[str, list[str]] = {}  # what a loss means -> names of the runs
+    explained: dict[str, list[str]] = {}  # Meaning of a loss -> names of the runs.
     for run in seen.all_runs:
         if run.loss_note:
             explained.setdefault(run.loss_note, []).append(run.name)

@@ -280,7 +280,7 @@ def _pipeline(config: TrainConfig, name: str, pieces: Pieces) -> CreditPipeline:
     try:
         return CreditPipeline(config, pieces.vocabulary.pieces, load_sentence_encoder)
     except ForeignCode as error:
-        if "." not in name:  # the code is the run's own
+        if "." not in name:  # The code belongs to the run.
             raise
         raise ForeignCode(
             f"--against {name} names code, which is also looked for in the run's folder, and"

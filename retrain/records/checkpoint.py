@@ -303,7 +303,7 @@ def verify(folder: Path, *needed: str) -> str:
     "" if every byte matches.
     """
     for name in (MANIFEST, *needed):
-        if not (folder / name).is_file():  # not a pipe either, which has no end to read to
+        if not (folder / name).is_file():  # This refuses a pipe too, which has no end to read to.
             return f"{name} is missing"
     try:
         manifest = parse_json((folder / MANIFEST).read_bytes())

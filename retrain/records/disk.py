@@ -34,9 +34,9 @@ def path_error(error: OSError) -> RetrainError | None:
     """Return the error to show for an OSError that concerns a path or a disk. Return None for any
     other, which may be a fault of this program.
     """
-    # a write, unlike an open, does not know its name
+    # A write, unlike an open, does not know its name.
     where = str(error.filename or "Standard output, or a file,")
-    # a plugin that makes a folder which is there meets the same error
+    # A plugin that makes an existing folder meets the same error.
     is_folder = error.errno == errno.EEXIST and Path(where).is_dir()
     if error.errno in _PATH_PROBLEMS and not is_folder:
         return ConfigurationError(f"{where} cannot be used: {_PATH_PROBLEMS[error.errno]}.")
@@ -71,7 +71,7 @@ def reader_may_leave() -> Iterator[None]:
         yield
     except OSError as error:
         if not is_reader_gone(error):
-            error.filename = "Standard output"  # a full disk under `> log.txt`, and no other
+            error.filename = "Standard output"  # A disk under `> log.txt` is full.
             raise
 
 
@@ -177,7 +177,7 @@ def replacing_folder(target: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())
         sync_folder(aside)
         replaced = target.parent / f"{_REPLACED}{target.name}"
-        if target.exists():  # rename(2) cannot replace a folder that holds files
+        if target.exists():  # rename(2) cannot replace a folder that holds files.
             target.rename(replaced)
         aside.rename(target)
         sync_folder(target.parent)

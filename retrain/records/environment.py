@@ -90,7 +90,7 @@ def _package_versions(
     for requirement in requirements:
         match = _DISTRIBUTION_NAME.match(requirement)
         if match:
-            with suppress(metadata.PackageNotFoundError):  # an absent extra
+            with suppress(metadata.PackageNotFoundError):  # The extra may be absent.
                 versions[match.group()] = metadata.version(match.group())
     return dict(sorted(versions.items()))
 

@@ -64,7 +64,7 @@ def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
             ]
         case Integral():
             return int(value)
-        case Real():  # numpy's scalars register as Real
+        case Real():  # numpy's scalars register as Real.
             if math.isfinite(value):
                 return float(value)
             nonfinite.append(name)
@@ -140,7 +140,7 @@ class JsonlWriter:
 
     def append(self, line: bytes) -> None:
         self._unwritten += line
-        with suppress(OSError):  # is_behind tells, and sync raises it
+        with suppress(OSError):  # `is_behind` says so, and `sync` raises it.
             self._write_out()
 
     def sync(self) -> Extent:

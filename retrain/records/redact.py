@@ -146,7 +146,7 @@ class Redactor:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         values = secret_values(environment)
         forms = set(values)
-        for value in values:  # with the escapes of JSON and TOML or of Python, and in a URL
+        for value in values:  # A secret may have the escapes of JSON, TOML, Python or a URL.
             escaped = (json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value))
             forms |= {
                 *(form[1:-1] for form in escaped),
@@ -154,7 +154,7 @@ class Redactor:
                 quote(value, safe=""),
                 quote_plus(value),
             }
-        ordered = sorted(forms, key=len, reverse=True)  # a secret that contains another goes first
+        ordered = sorted(forms, key=len, reverse=True)  # A secret that contains another goes first.
         self._values = None
         if ordered:
             self._values = re.compile("|".join(re.escape(value) for value in ordered))

@@ -96,7 +96,7 @@ class RunFolder:
         """True if this process's standard output is already `output`, as in a campaign."""
         try:
             return os.path.samestat(os.fstat(sys.stdout.fileno()), self.output.stat())
-        except (OSError, ValueError):  # no such file, or an output without a descriptor
+        except (OSError, ValueError):  # The file is absent, or the output has no descriptor.
             return False
 
     def written(self) -> tuple[Path, ...]:
@@ -162,7 +162,7 @@ class RunFolder:
             try:
                 if kind_of(parent) == "run":
                     return RunFolder(parent)
-            except RunFailed:  # a file of that name which another program made
+            except RunFailed:  # Another program made a file of that name.
                 continue
         return None
 
@@ -270,7 +270,7 @@ class RunFolder:
         """
         if not self.trainer_state.is_file():
             return ""
-        text = self.trainer_state.read_bytes()  # once: a run that goes on replaces it
+        text = self.trainer_state.read_bytes()  # Read it once: a running run replaces it.
         state = object_of(text, self.trainer_state)
         recorded = state.get("files")
         if not recorded:
@@ -307,7 +307,7 @@ class RunFolder:
                 step = state.last_evaluation + 1
             truncate_to_step(path, step)
         self._cut_tokens(state.step)
-        # safetensors, which most readers of folders do without
+        # Most readers of folders need no safetensors.
         from retrain.records.token_table import damage_of
 
         for damage in filter(None, map(damage_of, sorted(self.tokens.glob("step_*.safetensors")))):
@@ -491,7 +491,7 @@ def writer_lock(folder: RunFolder) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         who = "another process"
-        with suppress(FileNotFoundError):  # it goes before the lock does
+        with suppress(FileNotFoundError):  # It goes before the lock does.
             who = owner.read_text(encoding="utf-8").strip()
         raise written_by(folder, who) from None
     try:

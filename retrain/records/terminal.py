@@ -21,7 +21,7 @@ _MARKS = {
 _HARMLESS = _MARKS | dict.fromkeys([*_C0, *range(0x7F, 0xA0)], "")
 _VISIBLE = (
     _MARKS
-    | {code: chr(0x2400 + code) for code in _C0}  # control pictures
+    | {code: chr(0x2400 + code) for code in _C0}  # These are control pictures.
     | {0x7F: "\u2421"}
     | {code: f"<U+{code:04X}>" for code in (*range(0x80, 0xA0), *range(0xD800, 0xE000))}
 )
@@ -112,7 +112,7 @@ def table_lines(
     """Yield the lines of a table for a terminal, with columns as wide as their widest cell. Columns
     align left except for those in `right`, and empty columns disappear.
     """
-    from rich.cells import cell_len  # a CJK character takes two places
+    from rich.cells import cell_len  # A CJK character takes two places.
 
     columns = filled_columns(rows)
     widths = {column: max(cell_len(row[column]) for row in rows) for column in columns}

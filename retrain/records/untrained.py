@@ -133,7 +133,7 @@ def _no_difference(records: Sequence[StepRecord], total: int, groups: int, seen:
         )
     seen = f"({right:,} groups all right, {wrong:,} all wrong, {groups - right - wrong:,} neither)"
     solve = "use a larger [training] group_size, or problems that are sometimes solved"
-    if right + wrong < groups:  # rewards may differ in the others, and the advantages do not
+    if right + wrong < groups:  # Rewards may differ in the others, and the advantages do not.
         return (
             f"every advantage is 0 {seen}; {solve}, or look at the advantage if rewards differ"
             " within a group"

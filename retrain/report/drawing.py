@@ -61,7 +61,7 @@ _STYLE: dict[str, Any] = {
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "text.color": INK,
-    "text.parse_math": False,  # a label is text, whatever it holds
+    "text.parse_math": False,  # A label is text, whatever it holds.
     "axes.unicode_minus": True,
     "legend.frameon": False,
     "legend.fontsize": 11,
@@ -171,7 +171,7 @@ def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
         if band is None:
             continue
         colour = series(index)
-        if data.single and window > 1 and (raw := arm.band(field)):  # each step, thin
+        if data.single and window > 1 and (raw := arm.band(field)):  # Draw each step, thin.
             axes.plot(raw.steps + 1, raw.mean, color=colour, alpha=0.28, linewidth=1)
         # The legend has the conditions alone; a note explains the dashes.
         style: dict[str, Any] = {"linestyle": (0, (4, 2))}

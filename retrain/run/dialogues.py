@@ -247,7 +247,7 @@ class ScoredReply:
         if self._score is None:
             return Observation([])
         while not wait([self._score], _SCORE_POLL_S).done:
-            check()  # a judge may take minutes, and a signal should not
+            check()  # A judge may take minutes, and a signal should not.
         return self._score.result()
 
 
@@ -350,7 +350,7 @@ class Dialogues:
                 return True
             try:
                 dialogue.hear(answer, stage.renderer)
-            except ConfigurationError as error:  # the chat template refuses the conversation
+            except ConfigurationError as error:  # The chat template refuses the conversation.
                 answer = could_not_judge(str(error))
             else:
                 fits = len(dialogue.context_ids) < stage.context
@@ -359,7 +359,7 @@ class Dialogues:
                 dialogue.cut = True  # Another reply has no room.
                 exchange.end()
                 answer = exchange.answer(self._watcher.check)
-        assert isinstance(answer, Score)  # the end of an exchange is a verdict
+        assert isinstance(answer, Score)  # The end of an exchange is a verdict.
         trajectory = dialogue.trajectory
         alone = len(trajectory.turns) == 1 and not trajectory.turns[0].restarts
         if alone or stage is None:

@@ -102,7 +102,7 @@ def evaluate_weights(
         if found:
             parts.backend.load(found.folder)
         parts.backend.engine.sync(parts.backend.save_adapter, step)
-        assert parts.evaluator is not None  # evaluation.at_end asked for it
+        assert parts.evaluator is not None  # The configuration sets evaluation.at_end.
         with Interrupts() as interrupts:
             told = counting("Evaluation", parts.evaluator.completions, log)
             evaluation, groups = parts.evaluator.run(step, Watcher(interrupts.check, told))

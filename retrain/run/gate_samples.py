@@ -185,7 +185,8 @@ def completed(inputs: GateInputs, asked: Sequence[Asked], look: int) -> list[Com
             truncation=inputs.truncation,
         )
         for prompt, slot, count, max_tokens in asked
-        for _ in range(engine.replicas)  # shared out in turn, so each server gets each
+        # The engine assigns copies in turn, so each server gets each.
+        for _ in range(engine.replicas)
     ]
     completions = sorted(engine.sample(requests), key=lambda item: (item.request, item.sample))
     wanted = sum(one.count for one in requests)
@@ -241,7 +242,7 @@ def long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
     """
     room, wanted = positions(inputs) - FEW_TOKENS, PAGE
     _, window = inputs.backend.reach
-    if window + FEW_TOKENS < inputs.longest_row:  # a server has room for the longest row alone
+    if window + FEW_TOKENS < inputs.longest_row:  # A server has room for the longest row alone.
         wanted = max(wanted, window)
     length = max(1, min(wanted + 1, room))
     ids = np.resize(np.concatenate([prompt.token_ids for prompt in prompts]), length)

@@ -34,7 +34,7 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in _STOPPING:
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                    continue  # nohup: the run outlives its terminal
+                    continue  # Under nohup the run outlives its terminal.
                 self._previous[number] = signal.signal(number, self._handle)
             self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._handle)
             heard, self._told = os.pipe()
@@ -45,7 +45,7 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         if self._previous:
-            signal.set_wakeup_fd(self._woken)  # another loop's, as a notebook has
+            signal.set_wakeup_fd(self._woken)  # Another loop may use it, for example in a notebook.
             os.close(self._told)
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned

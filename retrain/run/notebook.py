@@ -100,7 +100,7 @@ def _collect(function: Callable[..., Any], lines: dict[str, str], asked: str) ->
     try:
         source = textwrap.dedent(inspect.getsource(function)).rstrip()
         signature = _names_of_signature(source)
-    except (OSError, TypeError, SyntaxError):  # or text inside that begins left of the function
+    except (OSError, TypeError, SyntaxError):  # The text may also begin left of the function.
         raise ConfigurationError(
             f"{asked}: the source of {function.__name__} is not known here; write it into a file"
             " and name it in the configuration, such as my_module.my_function."
@@ -128,7 +128,8 @@ def _define(name: str, value: Any, lines: dict[str, str], asked: str) -> None:
         lines.setdefault("re", "import re")
         lines[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})"
     elif isinstance(value, FunctionType) and home == "__main__":
-        if value.__name__ not in lines or lines[value.__name__]:  # not on the way to it
+        # Skip a name that waits for this one.
+        if value.__name__ not in lines or lines[value.__name__]:
             _collect(value, lines, asked)
         if name != value.__name__:
             lines[name] = f"{name} = {value.__name__}"
@@ -152,7 +153,7 @@ def _import_line(module: str, name: str) -> str:
 def _reads_back(value: Any) -> bool:
     try:
         return bool(ast.literal_eval(repr(value)) == value)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last ones: too deep
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # The last two mean too deep.
         return False
 
 

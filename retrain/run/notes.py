@@ -294,7 +294,7 @@ def _clips_nothing(config: TrainConfig) -> bool:
         return False
     room = _ROOM
     if loss.mode == "gspo" and not config.is_set("loss.old_logprobs"):
-        room = min(DEFAULT_CLIPS["gspo"])  # half precision recomputes them
+        room = min(DEFAULT_CLIPS["gspo"])  # Half precision recomputes them.
     return min(low, high) >= room
 
 

@@ -205,7 +205,7 @@ def load_parts(
     with ExitStack() as undo:
         undo.callback(scorers.close)
         for source in sources_of(config):
-            scorers.of(source.config)  # its workers start while the model loads
+            scorers.of(source.config)  # Its workers start while the model loads.
         return _load_rest(config, choices, log, world, scorers, learns=learns, undo=undo)
 
 
@@ -453,7 +453,7 @@ def explained_traces(config: TrainConfig) -> SupervisedStage | None:
 
 def check_model(config: TrainConfig) -> None:
     """Raise as the run would for a model that is not to be had."""
-    if not config.model.trust_remote_code:  # whose code checking does not run
+    if not config.model.trust_remote_code:  # Checking runs no remote code.
         load_model_config(config.model.model, config.model.revision)
 
 

@@ -256,7 +256,7 @@ class Session:
         store, backend = self.saver.store, self.parts.backend
         if self.world.is_rank_zero and not self.state.step:
             store.save_start(self.state, backend.save_adapter)
-        self.world.broadcast(None)  # every rank reads what the first has written
+        self.world.broadcast(None)  # Every rank reads what the first has written.
         backend.keep_start(store.start())
 
     def _describe(self, gate: GateResult | None) -> None:
@@ -414,11 +414,12 @@ class Session:
             scored = zip(trained, backend.logprobs(trained), strict=True)
             log_ratios = {row.key: own - row.logprobs for row, own in scored}
         compared = self._untrained_mismatch(rows, rollout)
-        self.state = replace(before, learning=True)  # until `record` has moved past the step
+        # It stays so until `record` has moved past the step.
+        self.state = replace(before, learning=True)
         try:
             return log_ratios, replace(backend.train(rows, before.step), **compared)
         except NotReached:
-            self.state = before  # nothing has left this process
+            self.state = before  # The batch has not left this process.
             raise
 
     def _untrained_mismatch(self, rows: list[Row], rollout: Rollout) -> dict[str, Any]:
@@ -633,7 +634,7 @@ class Session:
     def _sum_up_failure(self, error: Exception) -> None:
         """Write a summary that says why the run ended."""
         if not self.folder.config.is_file():
-            return  # it has not begun
+            return  # The run has not begun.
         reason = str(error)
         if not isinstance(error, RetrainError):
             reason = f"{type(error).__name__}: {error}"
@@ -676,7 +677,7 @@ def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[RunS
     if not world.is_rank_zero:
         found: RunStart | RetrainError | None = world.broadcast(None)
         if isinstance(found, RetrainError):
-            raise SystemExit(found.exit_code)  # rank 0 prints the sentence
+            raise SystemExit(found.exit_code)  # Rank 0 prints the sentence.
         assert found is not None
         yield found
         return

@@ -86,7 +86,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
             try:
                 yield _open_new(config, folder, resuming, overwrite)
             except BaseException:
-                folder.put_back()  # what --overwrite would replace, if nothing has begun
+                folder.put_back()  # Restore what --overwrite would replace, if no run has begun.
                 raise
             folder.forget()
 
@@ -165,7 +165,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     store = CheckpointStore(stored_checkpoints(folder), config.training.keep_checkpoints)
     checkpoint = _newest(store, folder, notes.append)
     state = _first_state(config)
-    if checkpoint:  # other max_steps may come with another end of a falling rate
+    if checkpoint:  # Other max_steps may come with another end of a falling rate.
         state = replace(checkpoint.state(), config_hash=state.config_hash)
     refuse_other_schedule(load_stored(folder.config), config, state.step)
     replayed = {}
@@ -214,9 +214,9 @@ def _resumed_config(config: TrainConfig, folder: RunFolder) -> TrainConfig:
     """
     stored = load_stored(folder.config)
     changes: dict[str, object] = {"logging.log_dir": str(folder.path)}
-    if config.training.seed == -1:  # drawn when the run began
+    if config.training.seed == -1:  # The run drew its seed when it began.
         changes["training.seed"] = stored.training.seed
-    config = replaced(config, changes, origin="file")  # the run's own file
+    config = replaced(config, changes, origin="file")  # The values come from the run's own file.
     # config.toml masks credentials, so they must not count as a difference.
     masked = config_from_toml(dump_toml(Redactor().config(config)))
     differences = resume_differences(stored, masked)
@@ -269,7 +269,7 @@ def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
     day, campaign = None, folder.path.resolve().parent.parent
     if folder.environment.exists():
         day = read_object(folder.environment).get("prompt_date")
-    with suppress(RunFailed):  # of a file that is not ours
+    with suppress(RunFailed):  # The file may not be ours.
         if day is None and kind_of(campaign) == "campaign":
             begun = str(read_object(campaign / "manifest.json").get("timestamp"))
             day = re.sub(r"(\d{4})(\d\d)(\d\d)_\d+", r"\1-\2-\3", begun)

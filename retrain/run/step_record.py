@@ -161,8 +161,8 @@ def _is_identical(group: Group) -> bool:
 def result_fields(result: StepResult) -> dict[str, Any]:
     """Return the learner's report under the record's names, which are its own."""
     fields = asdict(result)
-    del fields["updates"], fields["nonfinite_tensor"]  # for the screen alone
-    del fields["entropy_mean"]  # which `reward_fields` takes
+    del fields["updates"], fields["nonfinite_tensor"]  # Only the screen shows them.
+    del fields["entropy_mean"]  # `reward_fields` takes it.
     loss = None if result.loss_is_placeholder else result.loss
     return fields | {"loss": loss, "reported_loss": result.loss}
 
@@ -310,7 +310,7 @@ def token_table(
         log_ratios=None if log_ratios is None else _joined_ratios(credit, log_ratios),
         prompt_offsets=_offsets([len(ids) for ids in prompts]),
         prompt_token_ids=_joined_ids(prompts),
-        # of all completions or of none: the array has no gaps
+        # The array has no gaps: it holds all completions or none.
         kept=np.concatenate(kept) if kept and len(kept) == len(trajectories) else None,
         turns=_turn_table(trajectories),
     )

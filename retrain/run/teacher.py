@@ -68,7 +68,8 @@ class Teacher:
         # The text itself where it is known: decoded tokens need not give it back exactly.
         if np.array_equal(row.token_ids[:start], prompt.token_ids):
             given = prompt.text
-        question = prompt.text  # else the last user message, as the chat template writes it
+        # Otherwise use the last user message, as the chat template writes it.
+        question = prompt.text
         for message in prompt.messages:
             if message["role"] == "user":
                 question = message["content"].strip()

@@ -174,7 +174,7 @@ class Output:
 
     def close(self) -> None:
         if self._writer is not None:
-            with suppress(OSError):  # a full disk, and the run has said so
+            with suppress(OSError):  # The disk is full, and the run has said so.
                 self._writer.sync()
             self._writer.close()
 

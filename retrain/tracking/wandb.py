@@ -54,7 +54,8 @@ _MAX_TAG_LENGTH = 64
 class WandbTracker(ExternalTracker):
     def __init__(self, settings: ExternalSettings) -> None:
         super().__init__(settings)
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # disables its Sentry reporting
+        # This disables its Sentry reporting.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self._wandb = import_extra("wandb")
         self._run: Any = None
         # wandb does not choose the id: retrain may seal the first checkpoint before wandb answers.
