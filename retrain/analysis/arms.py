@@ -41,9 +41,11 @@ _RECORDED = {
     "engine": "engine",
     "backend": "backend",
 }
-"""Entries of environment.json on which results can depend, and what to call them."""
+"""Entries of environment.json that results can depend on, and their names."""
 _NEWER = frozenset({"instructions", "heldout_sha256", "traces_sha256"})
-"""Those that older versions do not record, or a run without [sft], which is not a difference."""
+"""Entries that older versions do not record, or that a run without [sft] lacks. Their absence is
+not a difference.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ class Overlap:
     prompts: int
     noise: int
     samplers: tuple[str, ...]
-    """Samplers that chose the prompts of some run by what its rewards showed."""
+    """Samplers that chose the prompts of some run by its rewards."""
     unrecorded: int
-    """Pairs with a run that did not record its data, so the prompts are not known."""
+    """Pairs with a run that did not record its data, so the prompts are unknown."""
     differing_keys: tuple[str, ...]
     """Keys that change the training and differ between the runs of some pair."""
     environment: tuple[str, ...]
@@ -66,7 +68,7 @@ class Overlap:
 
     @property
     def is_same(self) -> bool:
-        """True if no key and nothing recorded differs: an A/A comparison."""
+        """True if no key and no recorded value differs: an A/A comparison."""
         return self.prompts == self.pairs > 0 and not self.differing_keys and not self.environment
 
     @classmethod
@@ -165,8 +167,8 @@ def mixed_code(label: str, runs: RunsBySeed) -> Iterator[str]:
 def differing_environment(
     one: StoredRun, other: StoredRun, steps: range | None = None
 ) -> Iterator[str]:
-    """Yield each difference between two recorded environments in words such as "torch (2.12.0,
-    2.13.0)": of the sessions that took `steps`, by default all.
+    """Yield each difference between two recorded environments, such as "torch (2.12.0, 2.13.0)". It
+    covers the sessions that took `steps`, by default all.
     """
     steps = steps or range(max(one.steps, other.steps, 1))
     began = {step for step, _ in (*one.resumes, *other.resumes) if step in steps}
@@ -233,7 +235,7 @@ class Arm:
     failed: frozenset[int] = frozenset()
     """Seeds whose runs failed."""
     left_out: tuple[str, ...] = ()
-    """A sentence for each run without the metric, and for each that collapsed."""
+    """A sentence for each run without the metric, and for each collapsed run."""
     collapsed: frozenset[int] = frozenset()
     """Seeds whose runs have no pair because they collapsed."""
 
@@ -244,7 +246,7 @@ class Arm:
 
     @property
     def loses_too_many(self) -> bool:
-        """More than a quarter of the runs failed or collapsed."""
+        """True if more than a quarter of the runs failed or collapsed."""
         return 4 * len(self.lost) > len(self.lost) + len(self.values)
 
     def without_collapsed(self) -> "Arm":
@@ -283,8 +285,8 @@ class Arm:
 
 @dataclass
 class RunsByCondition:
-    """Finished runs by condition and seed, conditions in the order of their first run, and a
-    sentence for each run left out.
+    """Finished runs by condition and seed, with conditions in the order of their first run, and a
+    sentence for each other run.
     """
 
     conditions: dict[str, dict[int, StoredRun]] = field(default_factory=dict)
@@ -450,8 +452,8 @@ def evaluated_alike(
 def _seeds_by(
     runs: RunsBySeed, words: Callable[[StoredRun], str], expected: str
 ) -> dict[str, list[int]]:
-    """Groups the seeds by the description that `words` gives their run, and leaves out the group
-    whose description is `expected`.
+    """Group the seeds by the description that `words` gives their run, without the group whose
+    description is `expected`.
     """
     seeds: dict[str, list[int]] = {}
     for seed, run in runs.items():

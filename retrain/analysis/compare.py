@@ -184,7 +184,7 @@ class ArmSummary:
     tokens: float | None
     """The tokens sampled in training, mean per run; None if no run recorded them."""
     hours: float | None
-    """The hours that a run took, mean per run."""
+    """The hours of a run, mean per run."""
     tasks: TaskAggregate | None
     """The scores by task; None unless the held-out problems come from several tasks."""
 
@@ -210,7 +210,7 @@ class Contrast:
     """The contrast by task; None unless the held-out problems come from several tasks."""
     shared: Overlap
     same_runs: int
-    """Pairs whose two runs are one: equal in every number but for what the clock measured."""
+    """Pairs whose two runs are one, with equal numbers apart from the times."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class Comparison:
     """A sentence that calls the comparison planned before the first run, or exploratory; ""
     without a plan."""
     looks: Sequence[Look] = ()
-    """The looks of the campaign; empty unless the comparison is as planned."""
+    """The looks of the campaign; empty unless the comparison follows the plan."""
     budget: Budget | None = None
     """The budget at which to compare runs; None compares them at their end."""
     grid: Sequence[str] = ()

@@ -82,7 +82,7 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def to_text(comparison: Comparison, width: int = 80) -> str:
-    """Lines of at most `width` columns, unless a single word or table cell is longer."""
+    """Return lines of at most `width` columns, unless a single word or table cell is longer."""
     lines: list[str] = []
     for block in _blocks(comparison, _narrowed(contrast_table(comparison), width)):
         if lines:

@@ -9,7 +9,7 @@ starts at 1. The mean of several is one too. By Ville's inequality such a capita
 alpha with a probability of at most alpha. This holds for any number of looks and any time at which
 the campaign stops.
 
-Sources: Vovk and Wang, arXiv 2208.08925 (nonparametric e-tests: Fisher, sign and Wilcoxon). Ville
+Sources: Vovk and Wang, arXiv 2208.08925 (nonparametric e-tests of Fisher, sign and Wilcoxon). Ville
 1939. Vovk and Wang 2021, Annals of Statistics 49 (closed testing with means of e-values).
 """
 
@@ -35,7 +35,7 @@ def capital(differences: Floats) -> Floats:
     """Turn [..., seeds] differences in the order of the looks into the [..., seeds] capital of the
     e-process after each of them.
 
-    NaN is a seed without a pair, at which nothing is bet. The capital is the mean over bets of two
+    NaN marks a seed without a pair, which gets no bet. The capital is the mean over bets of two
     kinds (sized by |d| and by its rank), two strengths and both directions. Multiplying all
     differences by a number leaves it unchanged.
     """
@@ -59,7 +59,9 @@ def capital(differences: Floats) -> Floats:
 
 
 def _sizes(differences: Floats, present: npt.NDArray[np.bool_]) -> Floats:
-    """|d| over the largest of all seeds, 0 for an absent one and for a tie up to rounding."""
+    """Return |d| over the largest of all seeds, and 0 for an absent seed and for a tie up to
+    rounding.
+    """
     sizes = np.where(present, np.abs(differences), 0.0)
     largest = np.maximum.accumulate(sizes, axis=-1)
     scale = np.where(largest[..., -1:] > 0, largest[..., -1:], 1.0)

@@ -19,7 +19,9 @@ from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
 
 _MIN_CORRELATED = 6
-"""Minimum number of pairs whose correlation is shown; with three it is mostly chance."""
+"""Least number of pairs for which a comparison shows the correlation; with three pairs it is mostly
+chance.
+"""
 _DIFFERENCES = (Verdict.IMPROVEMENT, Verdict.WORSE, Verdict.DIFFERENT)
 
 

@@ -14,7 +14,7 @@ _VERBS = {
     Verdict.DIFFERENT: ("differs from", "differ from"),
     Verdict.EQUIVALENT: ("is equivalent to", "are equivalent to"),
 }
-"""For one condition and for several."""
+"""The verb for one condition and for several."""
 _SHORT = {
     Verdict.IMPROVEMENT: "better",
     Verdict.WORSE: "worse",

@@ -77,10 +77,11 @@ class AnswerDifference:
     """The difference candidate - baseline of two runs that answered the same problems."""
 
     by_problem: Floats
-    """[problems]; NaN where a run judged fewer than k answers."""
+    """[problems]; NaN if a run judged fewer than k answers."""
     least: float
-    """The mean with every unjudged answer counted against the candidate: wrong there, right in the
-    baseline."""
+    """The mean if every unjudged answer counts against the candidate: wrong there, right in the
+    baseline.
+    """
     most: float
     unjudged: int
     """Answers of both runs."""

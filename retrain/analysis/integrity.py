@@ -1,8 +1,8 @@
-"""Checks a run against its campaign's plan and against its own files, before it counts for a
+"""Check a run against its campaign's plan and against its own files, before it counts for a
 condition and a seed.
 
-The manifest says which run a folder should hold; its config.toml, its summary and its trainer state
-say which one it does hold. Anybody can write all of them alike, so this finds accidents and
+The manifest says which run a folder should hold. Its config.toml, its summary and its trainer state
+say which run it does hold. Anybody can write all of them alike, so this finds accidents and
 half-done edits, not forgery.
 """
 
@@ -121,7 +121,7 @@ def planned_values(given: Mapping[str, Any], condition: str) -> Json:
     """Map each key that a campaign's configuration gives to a condition, and that no resume may
     change, to its value.
 
-    Defaults are not among them: another version of retrain may have others.
+    The result leaves out defaults, since another version of retrain may have others.
     """
     tables = {name: table for name, table in given.items() if isinstance(table, dict)}
     values = by_path(tables)

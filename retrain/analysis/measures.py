@@ -38,7 +38,7 @@ _BY_REWARD = frozenset(
 )  # fmt: skip
 """Training metrics that depend on the training reward."""
 _RIGHT_BY_SUM = frozenset({"correct_rate", "auc"})
-"""Those of right completions, which the plain sum of several rewards decides."""
+"""Rates of right completions, which the plain sum of several rewards decides."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Metric:
     """pass@K, correct_rate, auc, or another numeric field of a StepRecord."""
     description: str
     is_rate: bool
-    """Between 0 and 1, shown as a percentage."""
+    """True if it lies between 0 and 1; a comparison shows it as a percentage."""
     better: Direction = "higher"
 
     @property
@@ -95,8 +95,8 @@ class Metric:
 
 
 def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
-    """Return the metric `name`. The default is held-out pass@1 if any run has it, else the training
-    correct rate.
+    """Return the metric `name`. By default, choose held-out pass@1 if any run has it, else the
+    training correct rate.
 
     Raises ConfigurationError for a name that is not a metric.
     """

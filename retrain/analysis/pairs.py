@@ -201,7 +201,9 @@ class Pairs:
     looks: Mapping[int, int] | None = None
     """Seed -> number of the look that took it, from 0; None for a comparison without looks."""
     loses_too_many: bool = False
-    """More than a quarter of the runs of an arm failed or collapsed, which leaves no verdict."""
+    """True if more than a quarter of the runs of an arm failed or collapsed, which leaves no
+    verdict.
+    """
 
     @property
     def runs(self) -> list[Pair]:
@@ -328,7 +330,7 @@ def outlying_seeds(differences: Differences) -> Sequence[int]:
     """Return seeds whose difference lies far from the others: a robust z score above 8, from five
     pairs on.
 
-    Source of the score and of the fallback where half of the differences are equal: Iglewicz and
+    Source of the score, and of the fallback if half of the differences are equal: Iglewicz and
     Hoaglin 1993.
     """
     values = np.array(list(differences.values()))

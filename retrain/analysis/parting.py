@@ -1,5 +1,5 @@
-"""Compares the folders of two runs: the keys, data and versions that they record, and the first
-step and field in which their records differ.
+"""Compare the folders of two runs: the keys, data and versions that they record, and the first step
+and field in which their records differ.
 """
 
 from collections.abc import Iterator
@@ -43,8 +43,9 @@ class Parting:
     record: str
     """A name of `ORDER`."""
     fields: tuple[str, ...]
-    """The differing columns of metrics.jsonl or problems of evaluation.jsonl; empty for a step that
-    one run does not have, and for any other record."""
+    """The differing columns of metrics.jsonl or problems of evaluation.jsonl. Empty for a step that
+    one run does not have, and for any other record.
+    """
 
     @property
     def is_end(self) -> bool:
@@ -112,7 +113,7 @@ def _records(run: StoredRun, steps: range) -> dict[Place, Any]:
 
 
 def _adapters(run: StoredRun) -> Iterator[tuple[int, Path]]:
-    """Yield the steps behind each stored adapter, and its file; the last one is there twice."""
+    """Yield the steps behind each stored adapter, and its file. The last adapter comes twice."""
     store = CheckpointStore(stored_checkpoints(run.folder))
     kept = [(step, store.folder / step_folder(step)) for step in store.steps()]
     last = store.folder / FINAL

@@ -2,9 +2,9 @@
 design that finds a difference of a given size, and the plan of a campaign that rests on both.
 
 A design is a number of seeds, held-out problems and samples. The difference d of a pair on P
-problems with K samples each has Var(d) = luck + (interaction + sampling / K) / P. Seeds average out
-all of it, problems the second part, samples the sampling. A seed costs a training run of each arm,
-an answer next to nothing.
+problems with K samples each has Var(d) = luck + (interaction + sampling / K) / P. More seeds reduce
+all of it, more problems the second term, and more samples the sampling. A seed costs a training run
+of each arm; an answer costs little.
 """
 
 from bisect import bisect_left
@@ -188,8 +188,8 @@ class Pilot:
 
     @property
     def assured_sd(self) -> float:
-        """The upper limit that four of five pilots put above the true sd: seeds planned with it
-        have the stated power as often.
+        """The upper limit that is above the true sd in four of five pilots. Plans with it reach the
+        stated power as often.
         """
         return sd_interval(self.sd, self.freedom, 2 * ASSURANCE - 1)[1]
 

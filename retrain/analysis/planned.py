@@ -66,14 +66,14 @@ def _sha256(plan: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Look:
-    """One look at the evidence, after a seed, and the conditions that it decided."""
+    """One look at the evidence, after a seed, and its decisions."""
 
     seed: int
     evidence: Mapping[str, float]
     """Condition -> evidence over the family, for those still running; 1 / alpha decides
     (e_process.adjust)."""
     decided: Mapping[str, str]
-    """Condition -> its verdict, for those decided at this look; they run no more."""
+    """Condition -> its verdict, for the conditions decided at this look; they run no more."""
     missing: Sequence[str] = ()
     """Conditions absent from the look because a run of their pair had failed or stopped. A later
     look at the seed may take them.
@@ -105,7 +105,7 @@ class CampaignRecord:
     """The seeds of the campaign as it is now."""
     max_steps: int | None
     sha256: str = ""
-    """The hash that the plan has."""
+    """The hash of the plan."""
     removed: bool = False
     """True if the plan is absent although the version that wrote the manifest recorded one."""
     grid: Sequence[str] = ()
@@ -244,7 +244,7 @@ def _margin(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Absences:
-    """The planned runs that a comparison goes without: condition -> seeds."""
+    """The planned runs that are absent from a comparison: condition -> seeds."""
 
     bent: Mapping[str, Sequence[int]]
     """Planned runs that the manifest does not list, or that differ from the plan."""

@@ -40,7 +40,7 @@ to nothing.
 """
 _MAX_LOOKS = 64
 MAX_SEEDS = 100_000
-"""A difference that needs more is out of reach."""
+"""A difference that needs more seeds is out of reach."""
 SEED_COUNTS = (4, 6, 8, 12, 16, 24, 32)
 """Rows of the table of detectable differences."""
 
@@ -78,7 +78,7 @@ _ALONE = Rule()
 
 def seeds_to_conclude(rule: Rule = _ALONE) -> int:
     """Return the fewest pairs with which a contrast of a family can be significant. For a campaign
-    with looks, that is where the other contrasts have no evidence for or against.
+    with looks, this assumes that the other contrasts have no evidence for or against.
     """
     family, alpha = rule.comparisons, rule.alpha
     if rule.correction == "evidence":
@@ -115,8 +115,8 @@ def _power_of_looks(seeds: int, effect: float, alpha: float, family: int) -> flo
 
 
 def _power_of_flips(seeds: int, effect: float, alpha: float, family: int) -> float:
-    """Simulated: the t interval of the first contrast excludes 0 and its joint sign-flip p is below
-    `alpha`.
+    """Return the share of simulated campaigns whose first contrast has a t interval without 0 and a
+    joint sign-flip p below `alpha`.
     """
     from scipy.special import stdtrit
 

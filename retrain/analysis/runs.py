@@ -165,8 +165,8 @@ class StoredRun:
         """True if the engine declared in environment.json that its noise depends on each token's
         coordinates alone.
 
-        In a folder written before engines declared it, the built-in engine's name decides; a
-        plugin's code is never run for it.
+        In a folder of a version before engines declared it, the built-in engine's name decides. It
+        never runs a plugin's code.
         """
         recorded = self.environment.get("engine")
         if isinstance(recorded, dict):
@@ -206,8 +206,8 @@ class StoredRun:
 
     @cached_property
     def unfinished(self) -> str:
-        """Why the run has no final result, as a predicate ("stopped after 3 of 9 steps"); "" if it
-        has one.
+        """The reason why the run has no final result, as a predicate ("stopped after 3 of 9
+        steps"); "" with a final result.
         """
         if self.planned and self._failed_in_campaign:
             return f"failed ({self.planned.reason})".removesuffix(" ()")
@@ -254,8 +254,8 @@ class StoredRun:
 
     @cached_property
     def lost_steps(self) -> str:
-        """A sentence on what metrics.jsonl lacks or holds twice; "" if its steps are 0, 1, 2, ...
-        and as many as summary.json counts.
+        """A sentence on steps that metrics.jsonl lacks or holds twice. It is "" if the steps are 0,
+        1, 2, ... and as many as summary.json counts.
         """
         path, told = self.folder.metrics, self.summary.get("steps")
         # Leave out a torn last line: it has no line end, and a crash may leave one.
@@ -353,15 +353,13 @@ class StoredRun:
 
     @cached_property
     def ending(self) -> str:
-        """The record of the last step without what the clock and the machine measured, as text; ""
-        before the first.
-        """
+        """The record of the last step as text, without times and memory; "" before the first."""
         return next(map(_unmeasured, self._backwards(self.folder.metrics)), "")
 
     @cached_property
     def numbers(self) -> str:
-        """A hash of every step and every evaluation, but for what the clock and the machine
-        measured: equal for equal runs.
+        """A hash of all steps and evaluations, without times and memory. Equal runs have equal
+        hashes.
         """
         digest = hashlib.sha256()
         for line in read_jsonl(self.folder.metrics):
@@ -414,8 +412,9 @@ def _unmeasured(line: Json) -> str:
 
 
 _STEP = re.compile(rb'^\{"step": ?(\d{1,18})\b[^\n]*\n', re.MULTILINE)
-"""A whole line of metrics.jsonl, whose first field is the step; matched as bytes, since status
-looks at every line of every run."""
+"""A whole line of metrics.jsonl, whose first field is the step. It matches bytes, since status
+looks at every line of every run.
+"""
 
 
 def seeds_words(seeds: Sequence[int]) -> str:
@@ -468,12 +467,12 @@ def no_campaign(folder: Path) -> str:
 
 
 def is_run(folder: Path) -> bool:
-    """True for a folder with a configuration that is not what `retrain eval` wrote."""
+    """True for a folder with a configuration that `retrain eval` did not write."""
     if not RunFolder(folder).config.is_file():
         return False
     try:
         return not is_evaluation(folder)
-    except RunFailed:  # The marker is damaged.
+    except RunFailed:  # The marker is unreadable.
         return True
 
 
@@ -604,8 +603,8 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     """Read fields of metrics.jsonl as an Arrow table, numbers as float64; empty if there is no
     file.
 
-    About four times as fast as reading line by line, which matters over a thousand runs. Raises
-    RunFailed for a damaged line.
+    It is about four times as fast as reading line by line, which matters over a thousand runs.
+    Raises RunFailed for a damaged line.
     """
     import pyarrow as pa
     from pyarrow import json as arrow_json
@@ -646,8 +645,8 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
 
 
 def _is_plausible(table: Any) -> bool:
-    """False where a line has no step, or one that does not count steps, and where a number is too
-    large for a float.
+    """Return False if a line lacks a step or has a wrong one, or if a number is too large for a
+    float.
     """
     numbers = {
         name: table[name].to_numpy()

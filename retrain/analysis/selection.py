@@ -26,7 +26,7 @@ from retrain.errors import ConfigurationError
 from retrain.records.terminal import counted
 
 _SHOWN = 3
-"""Names of left-out runs in the sentence of an error."""
+"""Maximum number of left-out runs in the sentence of an error."""
 PairOfLabels = tuple[str, str]
 """(candidate, baseline)"""
 
@@ -38,7 +38,7 @@ class Request:
     baseline: str
     test: TestSettings
     metric: str | None = None
-    """None: held-out pass@1 if the runs have it."""
+    """The name of the metric; None selects held-out pass@1 if the runs have it."""
     pairs: Sequence[PairOfLabels] = ()
     """The family of contrasts; empty for every condition against the baseline."""
     record: CampaignRecord | None = None
@@ -53,15 +53,15 @@ class Selection:
 
     metric: Metric
     test: TestSettings
-    """With the rule that the campaign's looks ask for."""
+    """The settings with the rule that the campaign's looks ask for."""
     reference: StoredRun | None
     """The baseline's first run; the other runs need the same evaluation and judge."""
     arms: Mapping[str, Arm]
     """Label -> arm, the baseline first."""
     family: Sequence[Pairs]
-    """One or more, each with a difference."""
+    """One or more pairs of arms, each with a difference."""
     differing: Sequence[str]
-    """How the comparison differs from the campaign's plan."""
+    """The differences from the campaign's plan."""
     left_out: Sequence[str]
     notes: Sequence[str]
 

@@ -2,8 +2,8 @@
 
 The unit is the training run. Completions belong to prompts, prompts to steps and steps to a run. A
 test on pooled completions would mistake the variance between runs for an effect. A difference d_s =
-candidate - baseline is between two runs of seed s, which saw the same prompts. Every function
-raises ValueError for an empty list and for a number that is not finite.
+candidate - baseline compares two runs of seed s, which saw the same prompts. Every function raises
+ValueError for an empty list and for a number that is not finite.
 
 Joint sign flips of whole seeds over a family of contrasts: the step-down max-T of Westfall and
 Young.
@@ -43,7 +43,7 @@ EXACT_SEEDS = 20
 """Up to this many seeds a test counts all 2^n sign flips; beyond, a sample of them."""
 _MONTE_CARLO_FLIPS = 100_000
 _FLIPS_AT_ONCE = 1000
-"""A block, since 100,000 flips of 1,000 seeds would take 0.8 GB."""
+"""Number of flips in a block, since 100,000 flips of 1,000 seeds would take 0.8 GB."""
 _TIE = 1e-12
 """Sums this close, relative to the sum of all |d|, count as equal: 0.1 + 0.2 and 0.3 differ in
 binary only."""
@@ -95,8 +95,8 @@ def _largest(values: Floats) -> float:
 def t_interval(differences: Numbers, confidence: float = 0.95) -> Interval:
     """Student's interval for the mean of n >= 2 differences, n - 1 degrees of freedom.
 
-    Not a percentile bootstrap, whose coverage is too low below about ten runs (Colas et al., arXiv
-    1806.08295).
+    It is not a percentile bootstrap, whose coverage is too low below about ten runs (Colas et al.,
+    arXiv 1806.08295).
     """
     from scipy.special import stdtrit
 
@@ -322,8 +322,9 @@ def _signs(seeds: int) -> Iterator[Floats]:
 
 
 _FILLINGS = 30
-"""Passes over the missing cells; each shrinks their error by about the fraction of cells that is
-missing."""
+"""Passes over the missing cells; each shrinks their error by about the fraction of missing
+cells.
+"""
 
 
 @dataclass(frozen=True)
@@ -367,14 +368,14 @@ class TwoWay:
 
     @property
     def noise_variance(self) -> float:
-        """The part of the variance between a seed's differences that the evaluation makes: its
+        """The part of the variance between a seed's differences that comes from the evaluation: its
         problems and samples.
         """
         return min(self.residual_square, self.seed_square) / self.problems
 
     @property
     def luck_variance(self) -> float:
-        """The rest of it, run-to-run (seed) variance, which no larger evaluation removes."""
+        """The rest of that variance, between runs (seeds), which no larger evaluation removes."""
         return max(0.0, self.seed_square - self.residual_square) / self.problems
 
     def interval(self, confidence: float = 0.95) -> Interval:

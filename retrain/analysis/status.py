@@ -42,12 +42,12 @@ _SMALL_LOSS = 0.05
 
 class State(StrEnum):
     PENDING = "pending"
-    """Planned by a campaign, not started."""
+    """A run that a campaign planned, and that has not started."""
     STARTING = "starting"
     """A live process without a step."""
     RUNNING = "running"
     STALLED = "stalled"
-    """A live process, or one on another machine, that has not written for long."""
+    """A live process, or a process on another machine, that has not written for long."""
     DEAD = "dead"
     """Its process ended without releasing the run, by a kill or because the machine went down."""
     STOPPED = "stopped"
@@ -64,7 +64,7 @@ LIVE = frozenset({State.STARTING, State.RUNNING, State.STALLED})
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of one run; a field that is not known is None.
+    """The state of one run; an unknown field is None.
 
     `correct_rate`, `mean_reward` and `loss` belong to the last step, the medians to the last
     RECENT.
@@ -90,10 +90,11 @@ class RunStatus:
     idle_s: float | None = None
     """Seconds since it last wrote a file."""
     note: str = ""
-    """Why it stopped, and what to do."""
+    """The reason why it stopped, and the advice."""
     loss_note: str = ""
-    """Why the last steps trained nothing, or what a loss near 0 or a missing one means; "" for any
-    other."""
+    """The reason why the last steps trained nothing, or the meaning of a loss near 0 or a missing
+    loss; "" for any other.
+    """
 
     @property
     def name(self) -> str:
@@ -110,16 +111,16 @@ class CampaignStatus:
     evidence: str = ""
     """A sentence on the looks of a campaign with stop = "evidence"; "" before the first."""
     steps_of_run: int = 0
-    """The steps that the manifest plans for each run; 0 if it does not say."""
+    """The planned steps of each run; 0 if the manifest does not say."""
 
     @classmethod
     def of(cls, folder: Path, now: float) -> Self:
-        """Read a campaign and its runs. Raises RunFailed for a manifest that lists none."""
+        """Read a campaign and its runs. Raises RunFailed for a manifest without runs."""
         planned, given = campaign_runs(folder), given_keys(folder)
         runs = tuple(run_status(run, now, given) for run in planned)
         try:
             record = CampaignRecord.read(folder)
-        except RunFailed:  # The plan is damaged, which `retrain compare` reports.
+        except RunFailed:  # The plan is unreadable; `retrain compare` reports it.
             return cls(folder, runs)
         return cls(folder, runs, evidence_line(record), record.max_steps or 0)
 
@@ -134,8 +135,8 @@ class CampaignStatus:
 
     @property
     def max_steps(self) -> int:
-        """The steps planned over all runs but those skipped; one that has not started counts like
-        the longest.
+        """The planned steps over all runs without the skipped ones; a run that has not started
+        counts like the longest.
         """
         longest = max([self.steps_of_run, *(run.max_steps or 0 for run in self.runs)])
         return sum(run.max_steps or longest for run in self.runs if run.state is not State.SKIPPED)
@@ -365,7 +366,7 @@ def _without_config(run: StoredRun, writer: Writer | None) -> RunStatus:
 
 
 def _supervised(run: StoredRun) -> str:
-    """Say how far the supervised stage came, in a run that has taken no other step."""
+    """Say how far the supervised stage came, in a run without another step."""
     if run.steps or not run.sft_records:
         return ""
     return f"{counted(len(run.sft_records), 'supervised step')} taken."

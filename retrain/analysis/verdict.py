@@ -8,7 +8,7 @@ A contrast is an improvement (or worse) only if
 - with few held-out problems, the interval for new problems excludes 0 as well, and
 - no more than a quarter of the runs of either condition failed or collapsed.
 
-It is equivalent only within a stated margin; otherwise inconclusive. The verdict is never "no
+It is equivalent only within a stated margin; otherwise it is inconclusive. The verdict is never "no
 effect".
 """
 
@@ -93,7 +93,7 @@ class TestSettings:
         return statistics.sign_flip_p([*differences.values()])
 
     def interval(self, differences: Differences) -> Interval | None:
-        """Student's t interval of the mean or, under looks, the confidence sequence of the centre.
+        """Student's t interval of the mean or, under looks, the confidence sequence of the center.
         None: too few pairs.
         """
         if self.rule == "evidence":
@@ -141,11 +141,11 @@ class PairedDifferences:
     answers.
     """
     most: Differences | None = None
-    """The same with every unjudged answer counted for it."""
+    """The same if every unjudged answer counts for the candidate."""
     problem_interval: Interval | None = None
-    """The interval for new problems as well; None where a verdict does not need it."""
+    """The interval for new problems as well; None if a verdict does not need it."""
     loses_too_many: bool = False
-    """More than a quarter of the runs of a condition failed or collapsed."""
+    """True if more than a quarter of the runs of a condition failed or collapsed."""
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> "PairedDifferences":
@@ -157,14 +157,16 @@ class PairedDifferences:
 
     @property
     def bounds(self) -> Interval | None:
-        """The mean with every unjudged answer counted against the candidate, and for it."""
+        """The mean if every unjudged answer counts against the candidate, and if it counts for the
+        candidate.
+        """
         if not (self.least and self.most):
             return None
         return statistics.mean([*self.least.values()]), statistics.mean([*self.most.values()])
 
     @property
     def at_worst(self) -> Differences:
-        """The differences with every unjudged answer counted against the sign of their mean."""
+        """The differences if every unjudged answer counts against the sign of their mean."""
         bound = self.least if statistics.mean(self.values) > 0 else self.most
         return self.by_seed if bound is None else bound
 
@@ -179,17 +181,21 @@ class Conclusion:
     mean: float
     sd: float | None
     interval: Interval | None
-    """Student's t, at confidence 1 - alpha."""
+    """The interval of the mean, by Student's t, at confidence 1 - alpha."""
     p: float
     p_adjusted: float
     smallest_p_adjusted: float | None
-    """The smallest that any differences could give with this many pairs in every contrast; None for
-    evidence, since looks may follow."""
+    """The smallest p that any differences could give with this many pairs in every contrast; None
+    for evidence, since looks may follow.
+    """
     d_z: float | None
-    """With Hedges' correction, which is 0 for two pairs: None below three."""
+    """The effect size d_z with Hedges' correction; None below three pairs, since the correction is
+    0 for two.
+    """
     detectable: Interval | None
-    """The difference found with the stated power, over the 95% interval of the sd; None if nothing
-    could be significant or all differences are equal."""
+    """The difference found with the stated power, over the 95% interval of the sd. The value is
+    None if no result could be significant or all differences are equal.
+    """
     seeds_needed: int | None
     """Seeds that find the stated effect at this sd; None without an effect or out of reach."""
     equivalence_p_adjusted: float | None
@@ -203,7 +209,7 @@ class Conclusion:
     "problems". Otherwise "".
     """
     within_margin: bool
-    """A difference that is also smaller than the margin."""
+    """True for a difference that is also smaller than the margin."""
     verdict: Verdict
 
     def can_conclude(self, alpha: float) -> bool:

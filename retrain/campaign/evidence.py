@@ -37,8 +37,8 @@ class EvidenceRule:
     def __init__(
         self, plan: CampaignPlan, manifest: Manifest, workers: int, say: Callable[[str], None]
     ) -> None:
-        """`workers` run at a time. A worker that would be idle takes a run of a later seed, unless
-        there is one worker for every run.
+        """`workers` run at a time. An idle worker takes a run of a later seed, unless there is one
+        worker for every run.
         """
         self._plan = plan
         self._manifest = manifest
@@ -68,7 +68,7 @@ class EvidenceRule:
         ]
 
     def needs(self, run: CampaignRun) -> bool:
-        """True for a run that a look to come would use."""
+        """True for a run that a later look would use."""
         wanted = self._missing(run.seed) if run.seed in self._record.looked else self._undecided
         return run.condition in wanted or (
             bool(wanted) and run.condition == self._plan.conditions[0]

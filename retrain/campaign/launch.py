@@ -63,8 +63,7 @@ class RunOutcome:
     restart may help.
     """
     stopped_by: int | None = None
-    """The signal that the campaign's own process received while the run had installed its
-    handlers."""
+    """The signal that the campaign's own process received while the run's handlers were active."""
 
 
 class Job(Protocol):
@@ -77,7 +76,7 @@ class Job(Protocol):
         """Ask the run to save a checkpoint and end."""
 
     def kill(self) -> None:
-        """End the run at once; does nothing if it has ended."""
+        """End the run immediately; does nothing if it has ended."""
 
 
 class Launcher(Protocol):
@@ -86,12 +85,12 @@ class Launcher(Protocol):
     workers: int
 
     def start(self, run: CampaignRun, slot: int) -> Job:
-        """Start a run. No other running run has this `slot`, which is from 0 to workers - 1. Raises
-        OSError if the disk refuses its folder.
+        """Start a run. The `slot`, from 0 to workers - 1, differs from the slots of other running
+        runs. Raises OSError if the disk refuses its folder.
         """
 
     def close(self) -> None:
-        """Release what the launcher holds: nothing, unless it says otherwise."""
+        """Release the resources of the launcher: by default nothing."""
         return
 
 
@@ -178,7 +177,7 @@ def not_started(run: CampaignRun, error: OSError) -> RunOutcome:
 
 
 class InProcess:
-    """Trains one run after the other in this process, and keeps the base model, the tokenizer and
+    """Trains one run after the other in this process. It keeps the base model, the tokenizer and
     the prompts loaded between them.
     """
 
@@ -219,16 +218,17 @@ reads it, after the end of the process.
 """
 _PIPE_BYTES = 1 << 16
 Devices = tuple[str, ...]
-"""Names as torch has them, for example ("cuda:0",); empty leaves the run's configuration
-unchanged."""
+"""Device names of torch, for example ("cuda:0",); empty leaves the run's configuration
+unchanged.
+"""
 _DEVICES = ("", "gpu:0", "gpu:0,gpu:1")
-"""`[backend] devices` by their number: a run sees its own GPUs alone."""
+"""`[backend] devices` by the number of GPUs: a run sees only its own GPUs."""
 
 
 def share_devices(plan: CampaignPlan) -> list[Devices]:
     """Return the devices of each worker: groups of `devices_per_run` GPUs, assigned in turn.
 
-    The GPUs are those named by `[backend] devices`, or all of the machine. Without a GPU only
+    The GPUs come from `[backend] devices`, or else are all GPUs of the machine. Without a GPU only
     `max_workers` limits the workers (0: one for each run). Raises ConfigurationError for more
     workers than the GPUs can hold.
     """

@@ -1,7 +1,7 @@
 """Read and write a campaign's folder and its manifest.json: the plan, and the status of each run.
 
 retrain writes the manifest atomically, before the first run and at every change. The truth about a
-run is its own folder: after a kill a run may be further than the manifest says, never less far.
+run is in its own folder: after a kill a run may be further than the manifest says, never less far.
 """
 
 import json
@@ -50,7 +50,7 @@ class Status(StrEnum):
     DONE = "done"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """Saved and stopped by a signal or `[training] max_hours`; `--resume` continues it."""
+    """A signal or `[training] max_hours` stopped it after a save; `--resume` continues it."""
     SKIPPED = "skipped"
     """The campaign no longer needs the run: the evidence had decided its condition, or all
     conditions.
@@ -59,7 +59,7 @@ class Status(StrEnum):
 
 @dataclass
 class RunEntry:
-    """One run. Times are ISO 8601 with the offset; null where there is none."""
+    """One run. Times are ISO 8601 with the offset; a missing time is null."""
 
     __pydantic_config__ = _AS_WRITTEN
     name: str
@@ -74,7 +74,7 @@ class RunEntry:
     reason: str | None = None
     """The reason of a failure or an interruption."""
     attempts: int = 1
-    """Number of attempts: one more for each new attempt after the run had failed or was done."""
+    """Number of attempts: one more for each new attempt after a failure or a completed run."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Manifest:
     """Local time of the start, YYYYMMDD_HHMMSS."""
     retrain_version: str
     config: Json
-    """The keys given by file, environment variables and flags, with credentials masked."""
+    """The keys from file, environment variables and flags, with masked credentials."""
     conditions: list[str]
     seeds: list[int]
     max_steps: int
@@ -95,12 +95,13 @@ class Manifest:
     squeeze: Json | None = None
     """recommended_rank, rule, threshold, table, ...; null without [squeeze]."""
     plan: Json | None = None
-    """The comparison as planned before the first run, with its hash (analysis/planned.py); a
-    resumed campaign keeps it."""
+    """The planned comparison from before the first run, with its hash (analysis/planned.py); a
+    resumed campaign keeps it.
+    """
     looks: list[Json] = field(default_factory=list)
-    """With stop = "evidence": what each look found and decided."""
+    """With stop = "evidence": the findings and decisions of each look."""
     notes: list[str] = field(default_factory=list, init=False, repr=False)
-    """Not stored: sentences for the runner to print once and remove."""
+    """Sentences for the runner to print once and remove; the file does not have them."""
     _is_behind: bool = field(default=False, init=False, repr=False)
     _by_name: dict[str, RunEntry] = field(init=False, repr=False)
 
@@ -128,7 +129,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read `folder`/manifest.json. Raises RunFailed for one that no campaign wrote."""
+        """Read `folder`/manifest.json. Raises RunFailed for a manifest that no campaign wrote."""
         path = folder / MANIFEST
         CampaignRecord.read(folder)  # This checks the plan and the looks.
         text = json.dumps(read_object(path) | {"folder": str(folder)}, ensure_ascii=False)
@@ -190,8 +191,8 @@ class Manifest:
     def resumed_with(self, plan: CampaignPlan) -> None:
         """Adopt the plan of a resumed campaign, which may have more conditions, seeds or steps.
 
-        Raises ConfigurationError if the plan lacks a run, changes the training of a run, or gives
-        earlier looks another meaning.
+        Raises ConfigurationError if the plan lacks a run, changes the training of a run, or changes
+        the meaning of earlier looks.
         """
         # Compare both plans in the manifest's form, in which a masked secret equals itself.
         before = {run.name: run for run in self._stored_plan().runs}
@@ -223,7 +224,7 @@ class Manifest:
 
     def _stored_plan(self) -> CampaignPlan:
         """Return the plan of the stored configuration. Raises ConfigurationError, which names the
-        manifest, for one that this version refuses.
+        manifest, for a configuration that this version refuses.
         """
         try:
             return plan_campaign(config_from_mapping(self.config), self.folder)

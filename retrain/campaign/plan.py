@@ -258,7 +258,7 @@ def check(plan: CampaignPlan) -> Findings:
 
 def _design_lines(plan: CampaignPlan) -> Iterator[str]:
     """Yield sentences on the differences that the campaign's seeds can find, and on a margin that
-    they are too few for.
+    needs more seeds.
     """
     from retrain.analysis.power import Rule, design_line, equivalence_line
 
@@ -339,8 +339,8 @@ def _has_held_out(config: TrainConfig, campaign: TrainConfig) -> bool:
 
 
 def _load_held_out(config: TrainConfig) -> None:
-    """Load the held-out problems; raise NoHeldOutSplit where there are none. A source of a mixture
-    may lack them, but not all.
+    """Load the held-out problems; raise NoHeldOutSplit without any. A source of a mixture may lack
+    them, but not all.
     """
     if config.data.mix and not config.evaluation.source:
         sources = Plan.of(config).sources

@@ -1,4 +1,4 @@
-"""Running a campaign: start its runs, record how they end, squeeze the first adapter, compare the
+"""Run a campaign: start its runs, record how they end, squeeze the first adapter, compare the
 conditions.
 
 A run that fails does not stop the others.
@@ -207,7 +207,7 @@ class _Execution:
         self._stopping = False
         self._rule: EvidenceRule | None = None
         self._not_looked: RetrainError | None = None
-        """The reason why a look failed: a file of an ended run is damaged."""
+        """The error of a look that met a damaged file of an ended run."""
 
     def run(self) -> None:
         """Run the campaign. Raises Interrupted after a signal, and RunFailed if a look finds a
@@ -274,7 +274,7 @@ class _Execution:
             job.stop(number)
 
     def lacks(self, run: CampaignRun) -> bool:
-        """True for a run that is not done, unless no remaining look would use it."""
+        """True for a run without the status done, unless no remaining look would use it."""
         ended = self._manifest[run.name].status in (Status.DONE, Status.SKIPPED)
         return not ended and (self._rule is None or self._rule.needs(run))
 
@@ -306,7 +306,7 @@ class _Execution:
         self._manifest.write()
 
     def _look(self) -> None:
-        """Take the looks that are due, and drop the runs that they make needless."""
+        """Take the due looks, and drop the runs that they make needless."""
         if self._rule is None or self._not_looked:
             return
         try:
@@ -333,8 +333,8 @@ class _Execution:
             self._record(run, not_started(run, error))
 
     def _tell_same_runs(self, ended: CampaignRun) -> None:
-        """Say so where `ended` and the other run of its condition's first pair are one: what the
-        condition sets changes nothing.
+        """Say so if `ended` and the other run of its condition's first pair are one run: the keys
+        of the condition change nothing.
         """
         baseline, *others = self._plan.runs[: len(self._plan.conditions)]
         for run in others:
@@ -388,8 +388,8 @@ class _Execution:
 
 
 class AutoSqueeze:
-    """Analyses one adapter if the campaign has a `[squeeze]` section: prints the table, and sends
-    it to the manifest and the trackers.
+    """Analyzes one adapter if the campaign has a `[squeeze]` section. It prints the table, and
+    sends it to the manifest and the trackers.
 
     It takes the adapter of the first run. An adapter that is still zero has no rank to analyze, so
     the next run's adapter follows. It prints a failure and stops nothing.

@@ -1,4 +1,4 @@
-"""The worker process of one run, `python -m retrain.campaign.worker`, started by `launch`.
+"""Run the worker process of one run, `python -m retrain.campaign.worker`, which `launch` starts.
 
 It reads the run's configuration as one line of JSON from standard input, which then stays open. End
 of file means that the campaign has ended, and ends this process too. It writes the outcome to
@@ -19,7 +19,7 @@ from typing import IO
 from retrain.system import prepare_torch
 
 INTERRUPTED = {"status": "interrupted", "reason": "Interrupted by SIGINT."}
-"""The outcome of a run that the signal reached before it had handlers of its own."""
+"""The outcome of a run that got the signal before it had handlers."""
 
 
 def main() -> None:

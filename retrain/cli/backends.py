@@ -53,7 +53,7 @@ def _all(entries: "Sequence[Entry]") -> Iterator[str]:
 
 
 def _one(entry: "Entry") -> Iterator[str]:
-    """Print one engine or backend with what becomes of each key."""
+    """Print one engine or backend with its use of each key."""
     from retrain.config.names import bracketed
     from retrain.records.terminal import GAP, table_lines
 

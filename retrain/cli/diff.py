@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from retrain.analysis.runs import StoredRun
 
 _SHOWN = 6
-"""Fields, or records of one run alone, that a line names."""
+"""Maximum number of fields, or of records of one run alone, in a line."""
 
 
 def command(
@@ -50,7 +50,7 @@ def command(
 
 
 def refuse_damaged(one: "StoredRun", other: "StoredRun", found: "FolderComparison") -> None:
-    """Raise RunFailed if damage to the records of a run may be why two runs look equal, or why one
+    """Raise RunFailed if damage to the records may explain why two runs look equal, or why a run
     seems to end earlier.
     """
     from retrain.errors import RunFailed

@@ -1,4 +1,4 @@
-"""Advice on a command line whose first word is neither a command nor a file."""
+"""Give advice on a command line whose first word is neither a command nor a file."""
 
 import shlex
 from collections.abc import Sequence

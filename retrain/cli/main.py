@@ -40,8 +40,8 @@ def _absent(error: ModuleNotFoundError | AttributeError) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. An exception that is a bug propagates: Python
-    prints it and exits with 1.
+    """Run one command and return its exit code. An exception from a bug propagates: Python prints
+    it and exits with 1.
     """
     _replace_missing_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -72,7 +72,7 @@ def _answer(arguments: list[str]) -> int:
         return code
     except (RetrainError, StoppedAtOnce) as error:
         return _ended_by(error, arguments)
-    except KeyboardInterrupt:  # There are no handlers yet, and nothing to save.
+    except KeyboardInterrupt:  # The process has no handler yet, and no state to save.
         return _ended_by(Interrupted("Interrupted by SIGINT.", signal.SIGINT), arguments)
     except (ModuleNotFoundError, AttributeError) as error:
         absent = _absent(error)

@@ -67,7 +67,7 @@ def command(
 
 
 def _print(name: str, form: str, names_only: bool) -> None:
-    """Print one topic or, without a name, all of them."""
+    """Print one topic, or all topics without a name."""
     topics = topics_of(read_source())
     found = list(topics.values())
     if name:
@@ -102,7 +102,7 @@ def _as_json(topic: Topic, *, contents: bool) -> dict[str, Any]:
 
 
 def _sync(*, write: bool) -> None:
-    """Refresh the source or, without `write`, say whether it needs that and exit with 1 if so."""
+    """Refresh the source. Without `write`, say whether it needs that and exit with 1 if so."""
     from retrain.records.disk import replace_file
 
     path, old = source_path(), read_source()

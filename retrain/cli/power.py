@@ -153,7 +153,7 @@ def _design_line(plan: "SeedPlan", spread: "Spread") -> str:
 
 
 def _seed_lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
-    """Yield the assured number first: at the sd that a pilot shows, the true power is often far
+    """Yield the assured number first: at the sd that a pilot shows, the true power often lies far
     below the stated power.
     """
     from retrain.analysis.pilot import ASSURANCE

@@ -70,8 +70,8 @@ def load_dotenv() -> bool:
 
 
 def flags_after(context: typer.Context, takes: str, places: int = 0) -> "Overrides":
-    """Read what follows a command's own options. Raises ConfigurationError for more than `places`
-    words that are not flags; `takes` says what the command takes.
+    """Read the arguments after a command's own options. Raises ConfigurationError for more than
+    `places` words that are not flags; `takes` says what the command takes.
     """
     from retrain.config.overrides import parse_overrides
 
@@ -82,7 +82,7 @@ def flags_after(context: typer.Context, takes: str, places: int = 0) -> "Overrid
 
 
 def load_named(overrides: "Overrides") -> "TrainConfig":
-    """Load the file that stands among the flags, or else ./retrain.toml."""
+    """Load the file among the flags, or else ./retrain.toml."""
     from retrain.config import load_config
 
     return load_config(next((given_path(word, "FILE") for word in overrides.rest), None), overrides)
@@ -128,8 +128,8 @@ def write_files(files: Mapping[Path, str], instead: str, force: bool = False) ->
 
 
 def pair_of(text: str) -> tuple[str, str]:
-    """Split a --contrast. Raises ConfigurationError unless it is two labels with a colon between
-    them.
+    """Split a --contrast. Raises ConfigurationError unless it has the form of two labels with a
+    colon between them.
     """
     candidate, colon, baseline = text.partition(":")
     if not (candidate and colon and baseline) or candidate == baseline:

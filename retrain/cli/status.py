@@ -32,7 +32,7 @@ _HEADER = (
     "left",
 )
 _EXPENDABLE = ("reward", "tokens/s", "loss", "s/step")
-"""Columns dropped on a narrow terminal, in this order; --json has them."""
+"""Columns that a narrow terminal drops, in this order; --json has them."""
 
 
 def command(
@@ -77,8 +77,8 @@ def command(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Look for no garbage meanwhile: what modules and records make stays, and looking through it
-    takes a tenth of the time.
+    """Pause garbage collection inside: modules and records stay, and looking through them takes a
+    tenth of the time.
     """
     collects = gc.isenabled()
     gc.disable()

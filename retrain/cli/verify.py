@@ -1,4 +1,4 @@
-"""`retrain verify`: takes recorded steps again and compares every number, token and adapter."""
+"""`retrain verify`: take recorded steps again and compare every number, token and adapter."""
 
 import re
 from dataclasses import asdict

@@ -1,5 +1,5 @@
-"""The data that `retrain explain` shows, with its warnings about a campaign: too few seeds to
-conclude anything, more workers than recommended, shared device memory.
+"""Collect the data that `retrain explain` shows. It includes the warnings about a campaign: too few
+seeds to conclude anything, more workers than recommended, shared device memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -78,7 +78,7 @@ class Power:
     seeds: int
     comparisons: int
     seeds_needed: int
-    """The fewest seeds with which anything can be significant."""
+    """The fewest seeds that allow a significant result."""
     detectable: float | None
     """The smallest mean difference that a campaign finds with a probability of POWER. The unit is
     the pilot's metric, or else the standard deviation of the paired differences. The value is None
@@ -87,8 +87,9 @@ class Power:
     metric: str | None
     """The metric of the pilot; None without a pilot that shows the spread."""
     cheapest: Design | None = None
-    """The seeds, problems and samples that find the same difference in the least time; None where
-    the pilot does not show it."""
+    """The seeds, problems and samples that find the same difference in the least time; None if the
+    pilot does not show it.
+    """
 
     def to_json(self) -> Json:
         return asdict(self) | {"alpha": ALPHA, "power": POWER}
@@ -191,7 +192,7 @@ class ExplainedCondition:
     maximal_lambda: float | None
     """The largest lambda on SEPA's ramp; None unless the condition uses it."""
     weights: str = ""
-    """The advantage's weight of a prompt by its pass rate; "" where there is none to tell."""
+    """The weight of a prompt in the advantage by its pass rate; "" if the advantage has none."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ class Explanation:
     schedule: Schedule | None = None
     memory: "Memory | None" = None
     memory_unknown: str = ""
-    """Why there is no prediction of the memory; empty if there is one."""
+    """The reason why there is no prediction of the memory; empty with a prediction."""
     power: Power | None = None
     adapter: "LoraAdapter | None" = None
     """The adapter of a squeeze job."""
@@ -221,7 +222,7 @@ class Explanation:
     """
     backend: BackendCapabilities | None = None
     traces: Sequence[str] = ()
-    """The size of the supervised stage, then a few traces with the learned part marked."""
+    """The size of the supervised stage, then a few traces with marks around the learned part."""
     losses: tuple[str, ...] = ()
     """One sentence on each plugin of [loss]: what retrain proved of it, and what it declares."""
 
@@ -343,7 +344,7 @@ def _unique(sentences: Iterable[str]) -> tuple[str, ...]:
 def _step_time(
     config: TrainConfig, pilot: Path | None, say: Say, *, probe: bool
 ) -> tuple[StepTime | None, Iterable[str]]:
-    """Return the time of a step where it can be known, and how the pilot differs from `config`."""
+    """Return the time of a step if it can be known, and how the pilot differs from `config`."""
     if probe:
         return from_probe(config, say), ()
     if pilot:
@@ -354,8 +355,8 @@ def _step_time(
 def _capabilities(
     configs: Sequence[TrainConfig],
 ) -> tuple[EngineCapabilities | None, BackendCapabilities | None, list[str], tuple[str, ...]]:
-    """Return the declarations of engine and backend, one sentence for everything that the runs need
-    beyond them, and one for each plugin of [loss].
+    """Return the declarations of engine and backend, a sentence for each need of the runs beyond
+    them, and a sentence for each plugin of [loss].
     """
     try:
         problems = list(chain.from_iterable(incapable(config) for config in configs))
@@ -374,9 +375,9 @@ class InputProblems:
     """Warnings of runs about their plugins, rewards, data files and packages."""
 
     refused: list[str] = field(default_factory=list)
-    """Refused by the run, exit 2."""
+    """The run refuses them with exit code 2."""
     lacking: list[str] = field(default_factory=list)
-    """Missing on this machine, exit 3."""
+    """This machine lacks them, which gives exit code 3."""
     warnings: list[str] = field(default_factory=list)
     traces: list[str] = field(default_factory=list)
     """Lines about the supervised stage of the first run that has one."""
@@ -392,7 +393,7 @@ class InputProblems:
     def check(self, config: TrainConfig, *, here: bool) -> None:
         """Add the problems of one run.
 
-        `here` is False where the prediction is for another machine, whose devices are not known.
+        `here` is False if the prediction is for another machine, whose devices are unknown.
         """
         for check in (
             check_inputs,
@@ -499,7 +500,7 @@ def _conditions(
 def _memory(
     configs: Sequence[TrainConfig], memory_gib: float | None
 ) -> "tuple[Memory | None, str]":
-    """Predict the memory of the largest run, or return a sentence that says why it is not known."""
+    """Predict the memory of the largest run, or return a sentence that says why it is unknown."""
     backend = configs[0].backend.backend
     if not backend_kind(backend).in_process:
         return None, f'The "{backend}" backend does not hold the model on this machine.'

@@ -126,7 +126,7 @@ class Schedule:
     step_time: StepTime | None
     """Seconds for one step of one run; None without a measurement."""
     price_per_hour: float
-    """Price of one device hour; 0 if it is not known."""
+    """Price of one device hour; 0 if it is unknown."""
 
     @property
     def total_campaign_steps(self) -> int:

@@ -77,7 +77,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class TurnText:
-    """The place at which a reply begins, and what the environment said before it."""
+    """The place at which a reply begins, and the environment's text before it."""
 
     start: int
     """The place of the reply's first token among the T tokens."""
@@ -90,8 +90,8 @@ class TurnText:
 
 @dataclass(frozen=True)
 class CompletionCredit:
-    """One completion, or the replies of one trajectory, of T tokens with everything that is known
-    about each.
+    """One completion, or the replies of one trajectory, of T tokens with everything known about
+    each.
     """
 
     slot: int
@@ -102,7 +102,7 @@ class CompletionCredit:
     truncated: bool | None
     token_ids: npt.NDArray[np.int32]
     pieces: list[str]
-    """[T] the text of each token; a special token's name."""
+    """[T] the text of each token; special tokens have names."""
     surprisals: npt.NDArray[np.float64]
     """[T] nats."""
     entropies: Float32Array | None
@@ -120,7 +120,7 @@ class CompletionCredit:
     stages: Mapping[str, Mapping[str, Float32Array]]
     """Condition -> stage -> [T] advantages, stages in the order of their application."""
     turns: Sequence[TurnText]
-    """Empty where the trajectory is one reply to its prompt."""
+    """Empty if the trajectory is one reply to its prompt."""
 
     def advantages(self, label: str) -> Float32Array:
         """Return the advantages [T] as the loss uses them."""
@@ -374,7 +374,7 @@ def agreement(masks: Mapping[str, npt.NDArray[np.bool_]]) -> str:
 # -- other transforms on the same completions ------------------------------------------------------
 
 _NO_PROMPT = Prompt(Example(prompt="", reference=""), "", np.zeros(0, np.int32))
-"""Credit assignment does not read it."""
+"""An empty prompt for the groups, since credit assignment does not read the prompt."""
 
 
 def _under(config: TrainConfig, name: str) -> TrainConfig:

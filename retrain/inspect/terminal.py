@@ -1,5 +1,5 @@
-"""A step's credit in a terminal: the text of the completions with every token coloured, or a table
-with one line per token.
+"""Show a step's credit in a terminal: the text of the completions with every token colored, or a
+table with one line per token.
 
 The terminal never interprets model text as markup; escape sequences disappear, and direction marks
 appear as text.
@@ -26,7 +26,7 @@ _POSITIVE = ("#d8e9f7", "#aed2ef", "#7db8e4", "#4a9ad6", "#1b75bc")
 _NEGATIVE = ("#fbe3d6", "#f7c4a8", "#f0a077", "#e57a48", "#cf5417")
 """Nearly everyone can tell blue from orange. Text is black, on the strongest shade white."""
 _DETECTOR_MARKS = {"regex": "underline bold", "semantic": "italic overline"}
-"""The style of a token with the mark of only one of two compared detectors."""
+"""The style of a token on which two compared detectors differ."""
 _MARKED = 8
 """Rows of the table below a coloured text."""
 
@@ -34,7 +34,7 @@ _MARKED = 8
 def show(
     credit: StepCredit, numbers: Sequence[int], by: Quantity, console: "Console", *, table: bool
 ) -> None:
-    """Print the completions `numbers`, coloured or as a `table` with one line per token."""
+    """Print the completions `numbers`, colored or as a `table` with one line per token."""
     for note in credit.notes:
         console.print(note, markup=False, highlight=False)
     if not table:
@@ -90,7 +90,7 @@ def most_marked(completion: CompletionCredit) -> list[int]:
 
 
 def _coloured(credit: StepCredit, completion: CompletionCredit, by: Quantity) -> "RenderableType":
-    """One column per condition for advantages; the other quantities do not depend on the
+    """Return one column per condition for advantages; the other quantities do not depend on the
     condition.
     """
     from rich.table import Table

@@ -11,5 +11,5 @@ nothing here imports a trainer.
 - `jsonl`, `disk`: how lines and whole files reach the disk, and the error of a disk that refuses
   them
 - `redact`: masks for secrets in everything that retrain writes or prints
-- `terminal`: text made harmless for a terminal, numbers in words, rows in tables
+- `terminal`: safe text for a terminal, numbers in words, rows in tables
 """

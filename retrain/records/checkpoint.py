@@ -3,7 +3,8 @@ byte matches their manifest.
 
 retrain writes a checkpoint as `.tmp-...`, with `manifest.json` last (name, size and sha256 of every
 file). Then it syncs each file and the folder, renames the folder and syncs the parent. A crash at
-any instant leaves the last good checkpoint. No pickle: tensors are safetensors, the rest JSON.
+any instant leaves the last good checkpoint. It uses no pickle: tensors are safetensors, the rest
+JSON.
 """
 
 import hashlib
@@ -98,8 +99,8 @@ class CheckpointStore:
         return target
 
     def save_final(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
-        """Commit the last weights, replacing earlier ones. Those of a whole model are a hard link
-        to the checkpoint of this step, where the file system has links. Raises OSError.
+        """Commit the last weights, and replace earlier ones. The weights of a whole model are a
+        hard link to the checkpoint of this step, if the file system has links. Raises OSError.
         """
         target = self.folder / FINAL
 
@@ -127,8 +128,8 @@ class CheckpointStore:
         return folder
 
     def keep_weights(self) -> None:
-        """Keep of whole models the newest alone, and of its checkpoint what an evaluation or an
-        export reads.
+        """Keep only the newest whole model, and only the part of its checkpoint that an evaluation
+        or an export reads.
         """
         *others, newest = self._folders()
         folder = self.folder / newest
@@ -160,8 +161,8 @@ class CheckpointStore:
         return [step for is_step, step in map(_order, self._folders()) if is_step]
 
     def at(self, step: int) -> Checkpoint:
-        """Return the checkpoint of `step` completed steps. Raises, naming the steps there are,
-        ConfigurationError for a step without one, and RunFailed if it does not verify.
+        """Return the checkpoint of `step` completed steps. Raises ConfigurationError for a step
+        without a checkpoint, naming the existing steps, and RunFailed if it does not verify.
         """
         folder = self.folder / step_folder(step)
         steps = self.steps()
@@ -264,7 +265,9 @@ class CheckpointStore:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Make `target` a hard link; False where there is no source, or the file system has none."""
+    """Make `target` a hard link; return False without a source, or if the file system has no
+    links.
+    """
     try:
         target.hardlink_to(source)
     except OSError:

@@ -34,7 +34,7 @@ def take(target: Path, folder: RunFolder) -> None:
 
 def checkpoint_folder(backend: Backend, folder: RunFolder, overwrite: bool) -> Path:
     """Return `<adapter_path>/<last part of log_dir>`, or the run's own folder. Raises
-    ConfigurationError if it holds another run's.
+    ConfigurationError if that folder belongs to another run.
     """
     if not backend.adapter_path:
         return folder.checkpoints
@@ -83,7 +83,7 @@ def sign(target: Path, folder: RunFolder, run_id: str = "") -> None:
 
 def stored_checkpoints(folder: RunFolder) -> Path:
     """Return the checkpoint folder of an existing run. Raises ConfigurationError if the pointer
-    names another run's.
+    names the folder of another run.
     """
     if not folder.checkpoint_pointer.is_file():
         return folder.checkpoints
@@ -99,7 +99,9 @@ def stored_checkpoints(folder: RunFolder) -> Path:
 
 
 def _pointer(folder: RunFolder) -> tuple[Path, str]:
-    """Read the path and run id in checkpoint_pointer. Raises RunFailed for a file without them."""
+    """Read the path and the run id from checkpoint_pointer. Raises RunFailed for a file without
+    these two.
+    """
     content = read_object(folder.checkpoint_pointer)
     path, run_id = content.get("path"), content.get("run_id")
     if not is_path_text(path) or not isinstance(run_id, str):

@@ -64,8 +64,8 @@ def is_reader_gone(error: OSError) -> bool:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Ignore a reader of standard output that goes away (`| head`, a closed terminal); any other
-    error gets its name.
+    """Ignore a reader of standard output that goes away (`| head`, a closed terminal). Any other
+    error gets the name of the stream.
     """
     try:
         yield
@@ -96,8 +96,8 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 @contextmanager
 def safetensors_io() -> Iterator[None]:
-    """Raise the OSError that safetensors wraps in an error of its own, and tokenizers in a bare
-    Exception.
+    """Raise the OSError inside an error of safetensors, or inside a bare Exception of
+    tokenizers.
     """
     from safetensors import SafetensorError
 

@@ -120,7 +120,7 @@ class StepRecord(_Record):
     """The loss that the backend reported, which an asynchronous backend has not computed from this
     step's rows."""
     loss_is_placeholder: bool = False
-    """True where `reported_loss` is not this step's loss; `loss` is null then."""
+    """True if `reported_loss` is not this step's loss; `loss` is null then."""
 
     mean_reward: float | None = better("higher")
     """Mean reward of the judged completions of the first draw of every prompt, skipped groups
@@ -129,10 +129,11 @@ class StepRecord(_Record):
     over the same completions, and so are `reward_std`, `answer_found_rate` and `groups_identical`.
     """
     reward_std: float | None = better(None)
-    """Standard deviation of the same rewards; exactly 0 where all are equal."""
+    """Standard deviation of the same rewards; exactly 0 if all are equal."""
     correct_rate: float | None = better("higher")
-    """Fraction of the judged completions whose reward exceeds `[reward] correct_threshold`; SEPA's
-    gate opens by it."""
+    """Fraction of the judged completions whose reward exceeds `[reward] correct_threshold`; it
+    opens SEPA's gate.
+    """
     running_correct_rate: float | None = better("higher")
     """The same over all steps so far, so it lags behind the policy."""
     sepa_lambda: float | None = better(None)
@@ -155,8 +156,9 @@ class StepRecord(_Record):
     truncated_reward_mean: float | None = better("higher")
     """Mean reward of the completions that reached `[training] max_tokens`."""
     answer_found_rate: float | None = better("higher")
-    """Fraction of the completions that hold a `\\boxed{}`, without which `match` and `math` give 0;
-    null where neither is the reward."""
+    """Fraction of the completions that hold a `\\boxed{}`, without which `match` and `math` give 0.
+    Null if the reward is another.
+    """
     batch_size: int | None = better(None)
     """Prompts used in this step."""
     next_batch_size: int | None = better(None)
@@ -164,7 +166,7 @@ class StepRecord(_Record):
     group_size: int | None = better(None)
     """Completions sampled per prompt."""
     groups_redrawn: int | None = better("lower")
-    """Groups that `[training] dynamic_sampling` drew again, each redraw counted."""
+    """Groups that `[training] dynamic_sampling` drew again; it counts each redraw."""
     completion_tokens_mean: float | None = better(None)
     """Mean number of sampled tokens per completion."""
 
@@ -198,7 +200,7 @@ class StepRecord(_Record):
     """
     log_ratio_mean: float | None = better("lower")
     """Mean of |learner log-prob - sampler log-prob| before the step's first update, over the
-    trained rows of its first minibatch. Its quantiles follow. `[inference] mismatch_limit` is about
+    trained rows of its first minibatch. Its quantiles follow. `[inference] mismatch_limit` limits
     this number. In a step without a trained row it is over 4 completions, and the limit does not
     count the step.
     """
@@ -209,7 +211,7 @@ class StepRecord(_Record):
     log_ratio_p99: float | None = better("lower")
     """99th percentile of the same."""
     log_ratio_tokens: int | None = better(None)
-    """Action tokens that the same is over."""
+    """Number of action tokens behind these figures."""
     log_ratio_by_depth: list[float | None] | None = None
     """The mean of the same in each quarter of the positions up to `[training] max_tokens`, since a
     difference may grow with the context. Null in a quarter without tokens.
@@ -254,8 +256,9 @@ class StepRecord(_Record):
     plan_surprisal_var: float | None = better(None)
     """Variance of the same."""
     plan_token_fraction: float | None = better(None)
-    """Fraction of the action tokens inside planning phrases; null where the condition does not look
-    for them."""
+    """Fraction of the action tokens inside planning phrases; null if the condition does not look
+    for them.
+    """
     uncertainty_kind: str | None = None
     """The uncertainty that weights tokens, `[algorithm] uncertainty_kind`."""
     surprisal_kept_fraction: float | None = better(None)
@@ -272,15 +275,17 @@ class StepRecord(_Record):
     like the rest of judge_*.
     """
     judge_cached: int | None = better(None)
-    """Verdicts taken from the cache, as for steps that a resume repeats, or from an identical
-    completion."""
+    """Verdicts from the cache, for example for steps that a resume repeats, or from an identical
+    completion.
+    """
     judge_prompt_tokens: int | None = better(None)
     """Tokens that the judge read."""
     judge_completion_tokens: int | None = better(None)
     """Tokens that the judge wrote."""
     judge_cost: float | None = better("lower")
-    """Price of the step's requests by [reward] judge_prices, else as the server reports it; null
-    where neither says."""
+    """Price of the step's requests by [reward] judge_prices, else from the server's report; null
+    without both.
+    """
     groups_skipped_all_correct: int | None = better(None)
     """Groups without an advantage because every completion is right."""
     groups_skipped_all_wrong: int | None = better(None)
@@ -299,9 +304,10 @@ class StepRecord(_Record):
     """
     loss_metrics: dict[str, float] | None = None
     """Mean of each quantity that a plugin of `[loss] mode` reports, over the tokens or sequences of
-    all updates; null without one."""
+    all updates; null without a plugin.
+    """
     scheduled: dict[str, float] | None = None
-    """The values of the keys that `[schedule]` moved in this step; absent without one."""
+    """The values of the keys that `[schedule]` moved in this step; absent without a schedule."""
     by_task: dict[str, float] | None = None
     """For each source of `[[data.mix]]`: prompts/NAME counts its prompts in this step. Over their
     first draws, reward/NAME is the mean reward and correct/NAME the fraction of right completions.
@@ -327,7 +333,7 @@ class StepRecord(_Record):
     bp_r2: float | None = better(None)
     """Fraction of the throughput's variance that the fitted law explains."""
     bp_utilization: float | None = better(None)
-    """Smoothed throughput as a fraction of the best that the fitted law predicts."""
+    """Smoothed throughput as a fraction of the highest throughput that the fitted law predicts."""
     bp_step_time_s: float | None = better(None)
     """The step time behind the decision. For a step that a resume repeats it is the first measured
     time.
@@ -336,8 +342,9 @@ class StepRecord(_Record):
     time_sample_s: float | None = better("lower")
     """Time of sampling; rewards run during it too."""
     time_layout_s: float | None = better("lower")
-    """Time of laying out changed weights for the sampler, a part of time_sample_s; None unless
-    `[model] train = "full"`."""
+    """Time to lay out changed weights for the sampler, a part of time_sample_s; None unless
+    `[model] train = "full"`.
+    """
     time_reward_s: float | None = better("lower")
     """Time of waiting for rewards after the last completion."""
     time_credit_s: float | None = better("lower")
@@ -349,8 +356,9 @@ class StepRecord(_Record):
     tokens_per_s: float | None = better("higher")
     """Prompt and completion tokens of everything sampled, per second of the step."""
     peak_memory_gib: float | None = better("lower")
-    """Peak memory since the start: of the CUDA device, elsewhere of this process without its
-    workers."""
+    """Peak memory since the start: of the CUDA device, or else of this process without its
+    workers.
+    """
 
 
 MEASURED = frozenset(
@@ -378,7 +386,7 @@ class SftRecord(_Record):
     tokens: int
     """Tokens of the batch, prompts included."""
     learned_tokens: int
-    """Tokens of the batch that the loss is over."""
+    """Number of tokens in the loss."""
     step_time_s: float
     """Seconds of the step."""
     heldout_logprob: float | None = None
@@ -416,7 +424,7 @@ class EvaluationRecord(_Record):
     judge_completion_tokens: int | None = None
     """Tokens that the judge wrote."""
     judge_cost: float | None = None
-    """By `[reward] judge_prices`, else as the server reports it; null where neither says."""
+    """Price by `[reward] judge_prices`, else from the server's report; null without both."""
 
     @classmethod
     def contradiction(cls, values: Mapping[str, Any]) -> str:
@@ -435,7 +443,7 @@ class SampleRecord(_Record):
     task: str
     """Name of its task."""
     sample: int
-    """Number of the answer among those to the problem, from 0."""
+    """Number of the answer among the answers to the problem, from 0."""
     prompt: str
     """The prompt as text, chat template included."""
     completion: str
@@ -449,7 +457,7 @@ class SampleRecord(_Record):
     reason: str
     """The reason why the reward could not judge it; empty otherwise."""
     finish_reason: str
-    """The reason of its end: a stop token, or the length."""
+    """The reason why it ended: a stop token, or the length."""
     num_tokens: int
     """Sampled tokens."""
 
@@ -479,13 +487,13 @@ class GenerationRecord(_Record):
     train on it.
     """
     finish_reason: str
-    """The reason of its end: a stop token, or the length."""
+    """The reason why it ended: a stop token, or the length."""
     num_tokens: int
     """Sampled tokens."""
     turns: int | None = None
     """Replies of the model; null, like the next two fields, without an environment."""
     turn_rewards: list[float] | None = None
-    """Reward of each reply, where the environment gives one."""
+    """Reward of each reply, if the environment gives one."""
     metrics: dict[str, float] | None = None
     """The quantities that the environment reports for this trajectory."""
 

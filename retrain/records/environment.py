@@ -1,5 +1,5 @@
-"""environment.json: what results depend on beyond the configuration. It never holds the value of an
-environment variable.
+"""Write environment.json: everything beyond the configuration that results depend on. It never
+holds the value of an environment variable.
 """
 
 import os

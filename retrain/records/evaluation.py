@@ -43,8 +43,8 @@ of 95% of some simulated cases."""
 
 @lru_cache(maxsize=4096)
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return unbiased pass@k, the probability that at least one of k samples is right: 1 - C(n-c,
-    k) / C(n, k) for c right samples of n.
+    """Return unbiased pass@k, the probability that k samples contain a right one. For c right
+    samples of n it is 1 - C(n-c, k) / C(n, k).
 
     Source: Chen et al. 2021, arXiv 2107.03374, equation 1. Raises ValueError unless 0 <= c <= n and
     1 <= k <= n.
@@ -59,10 +59,10 @@ def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, flo
     judged completions in all.
 
     It is a Wilson score interval on the effective sample size p(1-p)/SE**2, with SE from the spread
-    of the problems' means. It stays inside [0, 1] and does not collapse at 0 or 1. The size is n
-    where that spread is zero, and never above `samples`. Below MIN_FOR_WILSON problems the spread
-    says little, so this is the exact interval of a proportion. Its size is n if each problem has
-    one answer. Otherwise it is the effective size times (z/t)**2 with n - 1 degrees of freedom
+    of the problems' means. It stays inside [0, 1] and does not collapse at 0 or 1. The size is n if
+    that spread is zero, and never above `samples`. Below MIN_FOR_WILSON problems the spread says
+    little, so this is the exact interval of a proportion. Its size is n if each problem has one
+    answer. Otherwise it is the effective size times (z/t)**2 with n - 1 degrees of freedom
     (benchmarks/results/one-evaluation-2026-11-24.md). Sources: Dean and Pagano 2015, doi
     10.1093/jssam/smv024. Clopper and Pearson 1934. Korn and Graubard 1998, Survey Methodology 24.
     """
@@ -155,7 +155,7 @@ class Evaluation:
         """Return the mean difference in accuracy over the problems that both have judged, and
         Student's 95% interval over these problems; None below two shared problems.
 
-        Paired by problem, so it is narrower than two intervals side by side suggest.
+        It pairs by problem, so it is narrower than two separate intervals suggest.
         """
         from scipy.special import stdtrit
 
@@ -167,7 +167,9 @@ class Evaluation:
         return float(d.mean()), (float(d.mean()) - half, float(d.mean()) + half)
 
     def _rates(self) -> dict[tuple[str, int], float]:
-        """Id and number among the problems of that id, which data may repeat -> judged accuracy."""
+        """Map each id, with its number among the problems of that id, to the judged accuracy; data
+        may repeat an id.
+        """
         seen, rates = Counter[str](), dict[tuple[str, int], float]()
         for item in self.problems:
             if item.samples:
@@ -176,7 +178,7 @@ class Evaluation:
         return rates
 
     def _scores(self, without: int = 0) -> dict[str, Any]:
-        """Return pass@k and the intervals for summary.json, but for the interval at `without`; a
+        """Return pass@k and the intervals for summary.json, without the interval at `without`; a
         task without a judged problem has none.
         """
         rates = {f"pass@{k}": rate for k, rate in sorted(self.pass_at.items())}
@@ -244,7 +246,7 @@ class EvaluationFolder:
         """Choose an unused folder: `output`, or evaluations/<number> in the run's folder `target`,
         or logs/evaluations/<name>-<number>.
 
-        Raises ConfigurationError for an `output` that holds something.
+        Raises ConfigurationError for an `output` that is not empty.
         """
         if output is not None:
             if output.exists() and (not output.is_dir() or any(output.iterdir())):

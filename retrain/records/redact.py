@@ -27,8 +27,9 @@ _HARMLESS_NAME = re.compile(
     r"|KEYWORD|KEYBOARD|KEYMAP|MONKEY|PASSAGE|COMPASS|BYPASS|PASS@|AUTHOR(?!I)|.*_(?:PATH|FILE|DIR|SOCK|ENV|COLUMN)$",
     re.IGNORECASE,
 )
-"""Parts of names that only look like a secret's: max_tokens, or judge_api_key_env, which names a
-variable."""
+"""Parts of names that only look like a secret's name: max_tokens, or judge_api_key_env, which names
+a variable.
+"""
 _MIN_LENGTH = 6
 """A shorter value occurs in ordinary text by chance: masking "1" would destroy every number."""
 _MIN_NOTED_LENGTH = 8
@@ -70,7 +71,7 @@ _URL_PARAMETER = re.compile(
 
 
 _noted: set[str] = set()
-"""Secrets of the configurations that this process has used; its environment has others."""
+"""Secrets of the configurations that this process has used; the environment has other secrets."""
 
 
 def note_secrets(config: "TrainConfig") -> None:
@@ -106,8 +107,8 @@ def _secrets_in(value: Any, name: str = "") -> Iterator[str]:
 
 
 def secret_values(environment: Mapping[str, str] | None = None) -> set[str]:
-    """Return the secrets of the environment (by default this process's, and then the noted ones
-    too), as they are.
+    """Return the secrets of the environment, unmasked; by default the secrets of this process and
+    the noted ones.
     """
     given = os.environ if environment is None else environment
     values = {

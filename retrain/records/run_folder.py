@@ -1,5 +1,6 @@
-"""A run's folder: the places of its files and the marker that allows a deletion. It also has the
-lock of the one writer, and says whether the writing process is alive, if that runs on this machine.
+"""Manage a run's folder: the places of its files and the marker that allows a deletion. It also has
+the lock of the only writer, and says whether the writing process is alive, if that runs on this
+machine.
 """
 
 import json
@@ -51,8 +52,9 @@ class RunFolder:
     marker = Place(MARKER)
     lock = Place(".lock")
     lock_owner = Place(".lock.owner")
-    """The file that names the process holding the lock. It is separate since taking a lock empties
-    the lock's file."""
+    """The file that names the process with the lock. It is separate because taking a lock empties
+    the lock's file.
+    """
     metrics = Place("metrics.jsonl")
     evaluation = Place("evaluation.jsonl")
     sft = Place("sft.jsonl")
@@ -150,7 +152,7 @@ class RunFolder:
 
     def holds_run(self, *before: Path) -> bool:
         """Return True if our marker and any of a run's files are there. Files from `before` its
-        begin do not count. A single file may be missing, since the run may be damaged.
+        begin do not count. A single file may be missing, since damage may have removed it.
         """
         # retrain writes the pointer to checkpoints elsewhere before the run begins.
         early = {self.checkpoint_pointer, *before}
@@ -202,7 +204,7 @@ class RunFolder:
             raise ConfigurationError(f"{inside}; choose another [logging] log_dir.")
 
     def doomed(self) -> str:
-        """Say that the folder lies in one that the run around it deletes; "" if it does not."""
+        """Say that the folder lies in a folder that the outer run deletes; "" if it does not."""
         path, outer = self.path, self.outer_run()
         if outer is None:
             return ""
@@ -338,7 +340,7 @@ class RunFolder:
 
 def read_marker(folder: Path) -> dict[str, Any]:
     """Read the content of our marker; empty if there is none. Raises RunFailed for a marker that is
-    no JSON object, and for a folder that a newer retrain wrote in a format of its own.
+    not a JSON object, and for a folder that a newer retrain wrote in its own format.
     """
     marker = folder / MARKER
     if not marker.is_file():
@@ -383,7 +385,7 @@ def mark(folder: Path, kind: str, **content: str) -> None:
 
 def refuse_foreign_code(config: TrainConfig, doing: str) -> None:
     """Raise ConfigurationError if the configuration's file lies in a folder of a run or a campaign,
-    which anyone may have made, and names code. `doing` is what would execute it.
+    which anyone may have made, and names code. `doing` names the command that would execute it.
     """
     path = config.source_path
     if path is None or not any(map(_is_a_runs, path.resolve().parents)):
@@ -480,7 +482,7 @@ def written_by(folder: RunFolder, who: str) -> ConfigurationError:
 
 @contextmanager
 def writer_lock(folder: RunFolder) -> Iterator[None]:
-    """Hold the lock that makes this process the run's only writer. Raises ConfigurationError where
+    """Hold the lock that makes this process the run's only writer. Raises ConfigurationError if
     another process holds it.
     """
     from filelock import FileLock, Timeout

@@ -16,7 +16,7 @@ SCHEMA_VERSION = 1
 @dataclass(frozen=True)
 class TrainerState:
     """The state of a run between two steps, apart from the backend's own. All else follows from it
-    and the configuration. It is a value: what changes a run returns another state.
+    and the configuration. It is a value: a change of the run returns another state.
     """
 
     seed: int
@@ -103,8 +103,8 @@ class TrainerState:
         return self.stage, self.sft_step if self.stage == "sft" else self.step
 
     def after_sft_step(self, *, tokens: int, seconds: float, finite: bool, ends: bool) -> Self:
-        """Return the state after a step of the supervised stage. `ends`: it was the last one, after
-        which the new weights have no evaluation in their stage.
+        """Return the state after a step of the supervised stage. `ends` means that it was the last
+        step, after which the new weights have no evaluation in their stage.
         """
         return replace(
             self,
@@ -138,6 +138,6 @@ class TrainerState:
 
 
 def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what another version has stored and this one does not know."""
+    """Leave out fields that another version has stored and this version does not know."""
     names = {item.name for item in fields(kind)}
     return {name: value for name, value in values.items() if name in names}

@@ -31,7 +31,7 @@ class RunSummary:
     last: StepRecord | None
     adapter: str
     """The folder of the last adapter, relative to the run's folder if it lies inside; empty before
-    the run is done.
+    the end of the last step.
     """
     reason: str = ""
     """The reason why the run did not finish."""

@@ -29,8 +29,7 @@ GAP = "  "
 
 
 def clean(text: str) -> str:
-    """Make a sentence or a table safe to print or store, whatever the names and messages in it
-    contain.
+    """Make a sentence or a table safe to print or store, whatever names and messages it contains.
 
     It drops escape sequences and controls, and shows direction marks and Unicode's own ends of a
     line as <U+202E>. Line breaks and tabs stay.
@@ -64,8 +63,8 @@ def visible(text: str) -> str:
     """Write out the invisible characters of `text`: controls as their pictures, direction marks and
     unpaired surrogates as <U+202E>.
 
-    Line breaks and tabs stay. For a page, where an escape sequence is harmless and its text is
-    shown.
+    Line breaks and tabs stay. This is for a page, which shows the text of an escape sequence
+    without harm.
     """
     return text.translate(_VISIBLE)
 
@@ -84,7 +83,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """Write a number; a missing one is a dash."""
+    """Write a number, or a dash for a missing one."""
     if value is None:
         return "-"
     return format(value, form)

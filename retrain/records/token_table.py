@@ -53,15 +53,15 @@ class TokenTable:
     logprobs: npt.NDArray[np.float32]
     """[n] log-probs as sampled, in nats."""
     entropies: npt.NDArray[np.float32] | None
-    """[n] Shannon entropy in nats; None where the engine has none."""
+    """[n] Shannon entropy in nats; None if the engine has none."""
     mask: npt.NDArray[np.uint8] | None
-    """[n] 1 inside a planning phrase; None where the condition does not look for them."""
+    """[n] 1 inside a planning phrase; None if the condition does not look for them."""
     advantages: Mapping[str, npt.NDArray[np.float32]]
     """Stage -> [n] token advantages after it, in the order of the stages."""
     rewards: npt.NDArray[np.float64] | None = None
-    """[N] None, like all fields below, in files of versions that did not store it."""
+    """[N] rewards; None, like all fields below, in files of versions without it."""
     truncated: npt.NDArray[np.uint8] | None = None
-    """[N] 1 where a completion ended by length."""
+    """[N] 1 if a completion ended by length."""
     log_ratios: npt.NDArray[np.float32] | None = None
     """[n] learner - sampler log-prob before the step; NaN if the step did not train on the
     token.

@@ -1,5 +1,5 @@
-"""Steps that trained nothing, and the cause that their records show. This warns and never stops a
-run: an arm that stops itself biases a verdict.
+"""Find steps that trained nothing, and the cause in their records. This warns and never stops a
+run, since a condition that stops itself biases a verdict.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,11 +10,12 @@ from retrain.records.entries import StepRecord
 from retrain.records.terminal import counted
 
 ENOUGH = 3
-"""Steps in a row without a trained row after which a run says so."""
+"""Number of consecutive steps without a trained row after which a run says so."""
 ASKING = r"Put the final answer in \boxed{}."
 ASKING_TEMPLATE = f"'{{prompt}} {ASKING}'"
-"""A [data] prompt_template, as TOML, for problems that do not ask for the box that match and math
-read."""
+"""A [data] prompt_template, as TOML, for problems that do not ask for the box that `match` and
+`math` read.
+"""
 
 
 _SKIPPED = (
@@ -80,7 +81,7 @@ def untrained_line(streak: Sequence[StepRecord], known: str = "") -> str:
 
 
 def _cause(records: Sequence[StepRecord], known: str) -> str:
-    """Return what the records have in common and what to do, the most telling first."""
+    """Return the common cause of the records and the advice, with the clearest cause first."""
     total, cut = _completions(records), _counted(records, "max_token_hit_rate")
     groups = _sum(records, "batch_size")
     boxed = ""
@@ -121,7 +122,7 @@ def _cause(records: Sequence[StepRecord], known: str) -> str:
 
 
 def _no_difference(records: Sequence[StepRecord], total: int, groups: int, seen: str) -> str:
-    """Return the cause where no completion of a group is better than another."""
+    """Return the cause if no completion of a group is better than another."""
     wrong, right = (
         _sum(records, name) for name in ("groups_skipped_all_wrong", "groups_skipped_all_correct")
     )
@@ -153,7 +154,7 @@ def _completions(records: Sequence[StepRecord]) -> int:
 
 
 def _counted(records: Sequence[StepRecord], rate: str) -> int:
-    """Return the number of completions that a recorded rate stands for."""
+    """Return the number of completions behind a recorded rate."""
     return sum(round((getattr(record, rate) or 0.0) * _completions([record])) for record in records)
 
 

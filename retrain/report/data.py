@@ -1,6 +1,6 @@
-"""Read everything that a report shows from a folder: the metrics of every run by step, their mean
-and standard deviation within a condition, and the rest. `drawing` and `page` draw the figures and
-write the HTML.
+"""Read everything that a report shows from a folder. This is the metrics of every run by step,
+their mean and standard deviation within a condition, and the rest. `drawing` and `page` draw the
+figures and write the HTML.
 """
 
 import time
@@ -234,7 +234,7 @@ def curves_by_condition(labelled: Iterable[tuple[str, StoredRun]]) -> list[Condi
 _MAX_TOKEN_RUNS = 3
 _MAX_SAMPLED_RUNS = 6
 _MAX_CHARACTERS = 4000
-"""Characters of a completion's text that are shown."""
+"""Maximum number of characters of a completion's text."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class ReportRequest:
     trust: bool = False
     """True allows `against` to load the plugins that a run names."""
     control: bool = False
-    """The campaign's random-reward condition is the baseline."""
+    """True makes the campaign's random-reward condition the baseline."""
     pairs: Sequence[PairOfLabels] = ()
     """The contrasts to test; empty for every condition against the baseline."""
 
@@ -273,8 +273,8 @@ class SqueezeCurve:
 
     @classmethod
     def from_json(cls, adapter: str, squeeze: Mapping[str, Any]) -> "SqueezeCurve":
-        """Read the curve from what Analysis.to_json gives and a campaign's manifest stores. Raises
-        ValidationError for anything else.
+        """Read the curve from the form of Analysis.to_json, which a campaign's manifest stores.
+        Raises ValidationError for anything else.
         """
         found = _StoredSqueeze.model_validate(squeeze, strict=True)
         return cls(
@@ -363,7 +363,7 @@ class ReportData:
     config: str
     """config.toml of a single run; "" otherwise."""
     notes: Sequence[str]
-    """One sentence for each thing that could not be shown."""
+    """One sentence for each part that the report could not show."""
 
     @property
     def single(self) -> bool:
@@ -371,8 +371,8 @@ class ReportData:
 
 
 def read_report_data(request: ReportRequest) -> ReportData:
-    """Read the folder. Raises ConfigurationError if it holds no runs, or not the requested baseline
-    or metric.
+    """Read the folder. Raises ConfigurationError if the folder has no runs, or lacks the requested
+    baseline or metric.
     """
     folder = request.folder
     kind = "run" if is_run(folder) else "campaign" if is_campaign(folder) else "runs"

@@ -1,8 +1,8 @@
-"""How a report draws: colours and sizes, figures as SVG, PDF and PNG, curves with bands, rates as
-percentages, rows of dots, legends.
+"""Draw the parts of a report: colors and sizes, figures as SVG, PDF and PNG, curves with bands,
+rates as percentages, rows of dots, legends.
 
-In the page every colour is a CSS variable, so one drawing serves the light and the dark theme; a
-PNG has the light colours.
+In the page every color is a CSS variable, so one drawing serves the light and the dark theme. A PNG
+has the light colors.
 """
 
 import math
@@ -37,10 +37,11 @@ MUTED = "#5d6877"
 GRID = "#dfe3e9"
 PAPER = "#ffffff"
 MARKERS = ("o", "s", "^", "v", "P", "X", "p", "*")
-"""Marks of the series, for a reader who does not see their colours; a diamond is a mean."""
+"""Marks of the series, for a reader who does not see their colors; a diamond is a mean."""
 SERIES = ("#0069a8", "#cc4e00", "#007a57", "#a63d84", "#8a6500", "#3b3fb6", "#5f6670", "#b3261e")
-"""Colours of the series, after Okabe and Ito, but darker: nearly everyone can tell them apart, and
-their contrast with white is at least 4.5:1."""
+"""Colors of the series, after Okabe and Ito, but darker. Nearly everyone can distinguish them, and
+their contrast with white is at least 4.5:1.
+"""
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--paper"} | {
     colour: f"--series-{index}" for index, colour in enumerate(SERIES)
@@ -131,7 +132,7 @@ def to_picture(figure: Figure, name: str, form: str = "png") -> bytes:
 @dataclass(frozen=True)
 class PageFigure:
     name: str
-    """Names its file and its anchor in the page."""
+    """The name of its file and its anchor in the page."""
     title: str
     caption: str
     figure: Figure
@@ -139,19 +140,19 @@ class PageFigure:
 
 @dataclass(frozen=True)
 class Lines:
-    """A figure of lines over the steps: which fields it shows, and how."""
+    """A figure of lines over the steps: its fields and their form."""
 
     name: str
     title: str
     fields: Mapping[str, str]
-    """Field -> "" for the first, and what the dashed line of a second one is."""
+    """Field -> "" for the first field, and the meaning of the dashed line for a second one."""
     ylabel: str = ""
     percent: bool = False
     smooth: bool = True
     limits: tuple[float, float] | None = None
     from_zero: bool = False
     note: str = ""
-    """On the dashed line if there is a second field, else on the figure."""
+    """The note on the dashed line if there is a second field, else on the figure."""
     single_label: str = ""
     """Label of the line in the report of a single run."""
 
@@ -186,7 +187,7 @@ def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
 
 
 def _scale(axes: Axes, lines: Lines) -> None:
-    """Steps to the right, and the values over the range that suits them."""
+    """Scale the steps to the right, and the values over the range that suits them."""
     axes.set(xlabel="step", ylabel=lines.ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if lines.percent:

@@ -170,7 +170,7 @@ _FEW_RUNS = 12
 
 @dataclass(frozen=True)
 class ShownFigure:
-    """A figure as the page shows it."""
+    """A figure in the form for the page."""
 
     name: str
     title: str
@@ -255,9 +255,7 @@ def asset(name: str) -> str:
 
 
 def environment() -> Environment:
-    """Load the templates so that every expression in them becomes text that is harmless and without
-    secrets.
-    """
+    """Load the templates so that every expression in them becomes safe text without secrets."""
     assert __package__
     redactor = Redactor()
 
@@ -334,8 +332,8 @@ def _run_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
 def _arm_rows(arms: Sequence[ConditionCurves]) -> list[tuple[str, ...]]:
     """Return one row per condition under `arm_head`; rates are means over the runs.
 
-    Training accuracy counts only the runs that have reached the condition's last step: one that has
-    not would pull it down.
+    Training accuracy counts only the runs that have reached the condition's last step, since any
+    other run would lower it.
     """
     return [
         (

@@ -36,8 +36,9 @@ from retrain.types import (
 _NO_TOKENS = np.zeros(0, np.int32)
 
 _LEFT_OPEN = 8
-"""Replies that may wait for the environment while others decode; the next one waits for the oldest
-of them."""
+"""Replies that may wait for the environment while others decode; the next reply waits for the
+oldest of them.
+"""
 _POLL_S = 0.01
 DialogueKey = tuple[int, int]
 """(slot, sample): names a dialogue within a draw."""
@@ -83,7 +84,7 @@ class Stage:
     decode: Callable[[Int32Array], str]
     """Token ids to text, special tokens by their names."""
     context: int
-    """Positions that the model has; 0 if it names no limit."""
+    """Positions of the model; 0 if it names no limit."""
 
 
 # -- one dialogue ----------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ class Dialogue:
         """`stage` is the environment that answers; None for a problem of the data."""
         self.prompt, self.slot, self.sample, self.stage = prompt, slot, sample, stage
         self.context_ids: Int32Array = prompt.token_ids
-        """[P] what the next reply follows."""
+        """[P] tokens before the next reply."""
         self.extends = 0
         """Length of `context_ids` when the newest reply ended, if these tokens are still the same;
         else 0.
@@ -104,7 +105,7 @@ class Dialogue:
         self.used = 0
         """Action tokens so far: the noise coordinate of the next one."""
         self.cut = False
-        """It ended because there was no room for another reply."""
+        """True if the dialogue ended because another reply had no room."""
         self._turns: list[Turn] = []
         self._context, self._restarts = _NO_TOKENS, False
         self._text = prompt.text
@@ -155,8 +156,8 @@ class Dialogue:
         self.used += len(completion.token_ids)
 
     def hear(self, heard: Observation, renderer: ChatRenderer) -> None:
-        """Add what the environment answers to the newest reply, or the messages with which it opens
-        the conversation.
+        """Add the environment's answer to the newest reply, or the messages that open the
+        conversation.
         """
         known = self._messages
         # An opening that is the prompt itself: its tokens stand already.
@@ -195,7 +196,9 @@ class Exchange(Protocol):
     """The other side of one dialogue. A `RunningEpisode` is one."""
 
     def reply(self, text: str, *, last: bool) -> None:
-        """Pass on the model's reply, without waiting. `last`: the tokens have run out."""
+        """Pass on the model's reply, without waiting. `last` means that the dialogue has no tokens
+        left.
+        """
 
     def end(self) -> None:
         """Ask for the verdict without a further reply."""
@@ -206,8 +209,8 @@ class Exchange(Protocol):
         ...
 
     def answer(self, check: Callable[[], None]) -> Observation | Score:
-        """Wait for what came of the newest call, first of all for the opening; `check` raises to
-        stop the run.
+        """Wait for the answer to the newest call, or first for the opening. `check` raises to stop
+        the run.
         """
 
 
@@ -215,7 +218,7 @@ class ScoredReply:
     """The exchange of a problem of the data: no opening, one reply, and its score."""
 
     def __init__(self, group: ScoreGroup, dialogue: Dialogue, step: int) -> None:
-        """`group` waits for the other replies to the same prompt, where a reward needs them."""
+        """`group` waits for the other replies to the same prompt, if a reward needs them."""
         self._group, self._dialogue, self._step = group, dialogue, step
         self._score: Future[Score] | None = None
 
@@ -392,7 +395,7 @@ class Dialogues:
 
 
 def _merged(first: SampleRequest, second: SampleRequest) -> SampleRequest | None:
-    """Return one request for the samples of both, where they follow the same tokens; else None."""
+    """Return one request for the samples of both if they follow the same tokens; else None."""
     after = first.first_sample + first.count
     follows = first.noise == second.noise and second.first_sample == after
     same = first.prompt_ids is second.prompt_ids and first.first_position == second.first_position

@@ -92,8 +92,8 @@ def evaluate_weights(
     log: Callable[[str], None],
     keep: Keep = lambda *_: None,
 ) -> Evaluation:
-    """Evaluate a checkpoint, or the weights that a run of `config`, which asks for an evaluation,
-    begins with.
+    """Evaluate a checkpoint, or the initial weights of a run of `config`, which asks for an
+    evaluation.
     """
     step, choices = 0, None
     if found:

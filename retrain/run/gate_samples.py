@@ -28,16 +28,18 @@ from retrain.types import (
 
 PROMPTS = 4
 TOKENS = 32
-"""Per completion, also where the run's are shorter: of a few tokens rounding alone can look like a
-fault."""
+"""Tokens per completion, even if the run's completions are shorter: over few tokens, rounding alone
+can look like a fault.
+"""
 FEW_TOKENS = 16
-"""Tokens per completion after the long prompt, and where the adapter is as it was."""
+"""Tokens per completion after the long prompt, and with the current adapter."""
 SAMPLES = 2
 _DRAWS = 4
 """Completions of one prompt, of which no two may be equal by chance."""
 _SERVED_ROOM = 512
-"""Tokens that a server takes at least: prompt and completion together, as `retrain serve` starts
-one."""
+"""Least number of tokens of prompt and completion that a server takes, as `retrain serve` starts
+it.
+"""
 PAGE = 256
 """Tokens. No server's KV cache has longer blocks, and a server never reuses a block that is not
 full.
@@ -55,8 +57,9 @@ class GateInputs:
     """
     eos_ids: Sequence[int]
     answers: Callable[[Prompt], list[Int32Array]]
-    """Token ids of answers to a prompt, after which a completion may well end; none where no answer
-    is known."""
+    """Token ids of answers to a prompt, after which a completion may well end; empty without a
+    known answer.
+    """
     temperature: float
     truncation: Truncation
     longest_row: int
@@ -67,7 +70,7 @@ class GateInputs:
     eight_bits: bool
     """True if the sampler rounds its weights or its KV cache to 8 bits or fewer."""
     dtype_set: bool
-    """[inference] dtype says in what the sampler computes."""
+    """True if [inference] dtype says in which type the sampler computes."""
     step: int
     """Training steps behind the weights."""
     trained: bool
@@ -81,7 +84,9 @@ class GateInputs:
 
     @property
     def engine_temperature(self) -> float:
-        """The temperature of the engine's log-probs: raw ones are at 1, whatever the run's."""
+        """The temperature of the engine's log-probs: raw log-probs are at 1, at any temperature of
+        the run.
+        """
         return 1.0 if self.backend.engine.capabilities.logprobs == "raw" else self.temperature
 
     @property
@@ -99,7 +104,7 @@ class GateInputs:
 
 @dataclass(frozen=True)
 class GateSample:
-    """Completions as rows, and the learner's log-probs with the adapter of that moment."""
+    """Completions as rows, and the learner's log-probs under the same adapter."""
 
     inputs: GateInputs
     rows: list[Row]
@@ -119,8 +124,8 @@ class GateSample:
 
     @cached_property
     def rounding(self) -> Float32Array:
-        """[n] what half precision changes in the learner's log-probs; 0 where that is not known.
-        Ask for it before the adapter changes.
+        """[n] effect of half precision on the learner's log-probs; 0 if it is unknown. Ask for it
+        before the adapter changes.
         """
         inputs = self.inputs
         other = inputs.backend.rounded_logprobs(self.rows, inputs.engine_temperature)
@@ -136,14 +141,15 @@ fault of one server among sound ones.
 class Asked(NamedTuple):
     prompt: Prompt
     slot: int
-    """Of the noise. The same in every look: an engine may know the prompt by it, and hold its old
-    keys and values."""
+    """The slot of the noise. It is the same in every look: an engine may know the prompt by it, and
+    hold its old keys and values.
+    """
     draws: int
     max_tokens: int
 
 
 def sampled(inputs: GateInputs, asked: Sequence[Asked], look: int) -> Samples:
-    """Sample, and score with the learner. Each look has other samples."""
+    """Sample completions, and score them with the learner. Each look has other samples."""
     rows, replicas = dict[str, list[Row]](), inputs.backend.engine.replicas
     for item in completed(inputs, asked, look):
         nothing = np.zeros(len(item.token_ids), np.float32)
@@ -170,7 +176,7 @@ def joined(samples: Samples) -> GateSample:
 
 
 def completed(inputs: GateInputs, asked: Sequence[Asked], look: int) -> list[Completion]:
-    """Sample every request on each of the engine's servers; `Completion.request` counts those
+    """Sample every request on each of the engine's servers; `Completion.request` numbers these
     copies. Raises RunFailed for completions that no policy of this model and these requests gives.
     """
     engine = inputs.backend.engine

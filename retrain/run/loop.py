@@ -82,7 +82,7 @@ def train(
     `config` names. The run's folder keeps their source.
 
     `overwrite` empties a run folder of retrain. `quiet` prints only the start, the evaluations and
-    the end, like `Verbosity.QUIET`. `skip_parity` trusts the engine unseen. The output begins with
+    the end, like `Verbosity.QUIET`. `skip_parity` skips the parity gate. The output begins with
     the lines `said`. Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted, with
     the steps completed so far saved. A second signal raises StoppedAtOnce, which saves nothing.
     """
@@ -130,8 +130,8 @@ def next_step(session: Session) -> None:
 
 
 def take_step(session: Session) -> None:
-    """Take one step: sample and score a batch, assign credit, learn, and record it. Interrupted
-    before the learning, it has changed nothing.
+    """Take one step: sample and score a batch, assign credit, learn, and record it. A step that
+    stops before the learning has changed nothing.
     """
     parts, number, clock = session.parts, session.state.step, StepClock("sample")
     rollout = session.sample()

@@ -53,7 +53,7 @@ def _recipe_line(config: TrainConfig) -> list[str]:
 
 
 def departure_note(config: TrainConfig) -> str:
-    """Name the keys of the recipe that the user has set otherwise; "" if there are none."""
+    """Name the keys of the recipe that the user set differently; "" if there are none."""
     name, moved = config.algorithm.algorithm_mode, config.schedule.points
     found = departures(name, config.value)
     yours = {path: toml_value(value) for path, value in found.items()}
@@ -208,12 +208,12 @@ def trust_note(model: Model) -> str:
 
 
 CERTAINTY = "certainty.json"
-"""A file in a model's folder: its `top_share` at temperature 1."""
+"""A file in a model's folder that holds its `top_share` at temperature 1."""
 
 
 def _certainty_note(config: TrainConfig, chosen: bool) -> str:
-    """Warn of a mask or a `chosen` transform on a model that is sure of nearly all its tokens, if
-    its folder says so.
+    """Warn of a mask or a `chosen` transform if the model's folder says that it is certain of
+    nearly all its tokens.
     """
     algorithm = config.algorithm
     transform = algorithm.modes[1]
@@ -230,7 +230,7 @@ def _certainty_note(config: TrainConfig, chosen: bool) -> str:
 
 
 def _full_note(config: TrainConfig) -> str:
-    """Say what `[model] train = "full"` decides where the user does not."""
+    """Say what `[model] train = "full"` decides if the user does not."""
     training = config.training
     decided = {
         "lr": toml_value(training.lr),
@@ -249,7 +249,7 @@ def _full_note(config: TrainConfig) -> str:
 
 
 def _lab_note(config: TrainConfig) -> str:
-    """Warn of the second lab model on other problems than its own."""
+    """Warn if the second lab model gets other problems than it knows."""
     data = config.data
     if config.model.model != "lab2" or data.source != "lab" or data.difficulty == MAX_DIFFICULTY:
         return ""

@@ -38,7 +38,7 @@ from retrain.types import StepResult
 
 _NONFINITE_LIMIT = 3
 _IMPOSSIBLE = 1e-9
-"""A chance that no step of a thousand runs has."""
+"""A chance so small that no step of a thousand runs reaches it."""
 _MISMATCH_STEPS = 3
 
 _LIMIT_FACTOR = 10
@@ -66,7 +66,7 @@ class StepObserver:
         self._said_identical = False
         self._laid_out = parts.backend.engine.layout_seconds
         self.last: StepRecord | None = None
-        """The record of the newest step, an earlier session's too."""
+        """The record of the newest step, also from an earlier session."""
         self.untrained: list[StepRecord] = []
         """The newest steps, newest first, if they trained nothing."""
 
@@ -78,8 +78,8 @@ class StepObserver:
             self.last, self.untrained = last, untrained_streak(chain([last], records))
 
     def unlearned(self, steps: int) -> str:
-        """Return the line about a run of `steps` steps that ends with some that trained nothing, or
-        has no other; "" for any other run.
+        """Return the line about the last steps of a run if they trained nothing; "" for any other
+        run. `steps` is the length of the run.
         """
         if len(self.untrained) >= min(ENOUGH, steps):
             return self._untrained_line()
@@ -93,7 +93,7 @@ class StepObserver:
         return untrained_line(self.untrained, known)
 
     def rewards(self, step: Step) -> RewardStatistics:
-        """Summarise the rewards of a step."""
+        """Summarize the rewards of a step."""
         return reward_statistics(step.rollout, self._boxes)
 
     def observe(
@@ -197,7 +197,7 @@ class StepObserver:
 
     def _identical_chance(self, step: Step, fields: Mapping[str, Any]) -> float | None:
         """Return the record's identical_chance, and say once that completions cannot be identical
-        by chance. `fields` are others of the record.
+        by chance. `fields` are the other fields of the record.
         """
         scheduled = fields.get("scheduled") or {}
         temperature = scheduled.get("training.temperature", self.config.training.temperature)

@@ -85,7 +85,9 @@ Say = Callable[[str], None]
 
 
 Judges = Mapping[str, tuple[Scorer | None, Stage | None]]
-"""Task of a source -> the scorer or the environment that judges its answers; "" is any other."""
+"""Task of a source -> the scorer or the environment that judges its answers; "" stands for any
+other task.
+"""
 _EVALUATION_ORDER_SEED = 0
 """Seed that shuffles held-out problems, which sources sort by subject; it is the same for every
 run."""
@@ -113,7 +115,7 @@ class Parts:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """The hashes of what the run learns from, as environment.json has them."""
+        """The hashes of the run's training data, under the names of environment.json."""
         found = {"data_sha256": self.prompts.fingerprint}
         if self.supervised:
             found["traces_sha256"] = fingerprint(self.supervised.traces.examples)
@@ -141,9 +143,9 @@ class SourceParts:
     """A source of problems, and what judges the answers to them."""
 
     task: str
-    """Its name in `[[data.mix]]`; "" where it is the only one."""
+    """Its name in `[[data.mix]]`; "" if it is the only source."""
     config: TrainConfig
-    """The configuration of a run on it alone."""
+    """The configuration of a run on this source alone."""
     scorer: Scorer | None
     """Scores training completions; None if an environment judges."""
     stage: Stage | None
@@ -301,7 +303,7 @@ def load_mixed_prompts(text: TextModel, sources: Sequence[SourceParts], log: Say
 
 
 def _log_context(training: Training, positions: int, log: Say) -> None:
-    """Say that max_tokens is more than the model has positions."""
+    """Say that max_tokens exceeds the positions of the model."""
     if training.max_tokens >= positions:
         log(
             f"[training] max_tokens = {training.max_tokens:,}, and the model has {positions:,}"
@@ -452,14 +454,14 @@ def explained_traces(config: TrainConfig) -> SupervisedStage | None:
 
 
 def check_model(config: TrainConfig) -> None:
-    """Raise as the run would for a model that is not to be had."""
+    """Raise as the run would for an unavailable model."""
     if not config.model.trust_remote_code:  # Checking runs no remote code.
         load_model_config(config.model.model, config.model.revision)
 
 
 def check_packages(config: TrainConfig) -> None:
-    """Raise as the run would for a package of its environment, its trackers or its planning
-    detector that is not here.
+    """Raise as the run would for a missing package of its environment, its trackers or its planning
+    detector.
     """
     for source in sources_of(config):
         check_package(source.config.environment.provider)
@@ -472,8 +474,8 @@ def check_packages(config: TrainConfig) -> None:
 
 
 def check_device(config: TrainConfig) -> None:
-    """Raise as the run would for a device that is not here, and for what the engine of this process
-    cannot do on it.
+    """Raise as the run would for a missing device, and for an unsupported use of it by the engine
+    of this process.
     """
     if backend_kind(config.backend.backend).in_process:
         from retrain.model.devices import choose_device, choose_dtype, engine_options
@@ -526,7 +528,7 @@ def build_backend(
 
 def load_encoder(backend: BackendSettings, name: str, world: World) -> Encoder:
     """Load the sentence encoder of the semantic planning detector, on the learner's device if that
-    is ours.
+    is in this process.
     """
     from retrain.model.sentences import load_sentence_encoder
 
@@ -724,7 +726,9 @@ def prompts_of(held_out: HeldOut | None) -> list[Prompt]:
 def load_judges(
     config: TrainConfig, sources: Sequence[SourceParts], scorers: Scorers, log: Say
 ) -> Judges:
-    """Return the judges of held-out answers: training's own, unless those have a random part."""
+    """Return the judges of held-out answers. They are the judges of training, unless those have a
+    random part.
+    """
     asked = [(source.config, source.stage, source.task) for source in sources]
     if config.data.mix and not _judged_by_source(config):
         asked = [(config, None, "")]
@@ -825,7 +829,7 @@ def gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> 
 
 
 def _check_gold(parts: Parts, prompts: Sequence[Prompt]) -> str:
-    """Score the right answers to these prompts as their source does."""
+    """Score the right answers to these prompts with the judge of their source."""
     found = []
     for source in parts.sources:
         own = [each for each in prompts if source.task in ("", each.example.task)]

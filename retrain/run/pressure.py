@@ -26,7 +26,9 @@ _RECOMPUTED = 2.0
 
 
 class Pressure:
-    """Chooses the batch size of the next step; made only where `[backpressure] enabled` is true."""
+    """Chooses the batch size of the next step; it exists only if `[backpressure] enabled` is
+    true.
+    """
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class Pressure:
         return roofline(flops, size, seconds, settings.peak_gflops, settings.peak_bw_gb_s)
 
     def _passes(self, step: "Step", trained: int) -> int:
-        """Count the readings of all weights: one per decoding step of the rows that run together,
+        """Count the passes over all weights: one per decoding step of the rows that run together,
         and a pass forward and back per micro-batch.
 
         It leaves out KV traffic, so memory-bound steps are rather more so.

@@ -1,4 +1,4 @@
-"""Takes steps of a stored run again, from its nearest checkpoint, in another folder."""
+"""Take steps of a stored run again, from its nearest checkpoint, in another folder."""
 
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -34,7 +34,7 @@ def replayed(
     folder: RunFolder, config: TrainConfig, start: int, stop: int, scratch: Path
 ) -> Iterator[Session]:
     """Take the steps from `start` to before `stop` again in `scratch`, an absent folder, and yield
-    the run as it is then. `start` is 0 or the step of a checkpoint. This only reads the run in
+    the run in that state. `start` is 0 or the step of a checkpoint. This only reads the run in
     `folder`, which has `config`.
     """
     # The run's configuration in another folder, without trackers of its own. It ends where it is
@@ -134,8 +134,8 @@ def _sessions(folder: RunFolder) -> list[Json]:
 
 
 def _copy(source: RunFolder, target: RunFolder, config: TrainConfig, start: int) -> None:
-    """Copy what a resume reads: the records, and one checkpoint. Not environment.json, so that the
-    replay describes its own.
+    """Copy what a resume reads: the records, and one checkpoint. It leaves out environment.json, so
+    that the replay describes its own environment.
     """
     target.create()
     for path in (*source.lines(), source.verdicts):

@@ -35,7 +35,7 @@ FEW = 4
 
 @dataclass
 class Rollout:
-    """The groups of one step in prompt order, with what they cost."""
+    """The groups of one step in prompt order, with their cost in time."""
 
     groups: list[Group]
     """The last draw of each prompt, which gets the credit."""
@@ -47,7 +47,7 @@ class Rollout:
 
     @property
     def first_draws(self) -> list[Group]:
-        """One draw of each prompt, which no reward has selected."""
+        """One draw of each prompt, selected by no reward."""
         return self.drawn[: len(self.groups)]
 
     @property
@@ -58,7 +58,7 @@ class Rollout:
 
     @property
     def redrawn(self) -> int:
-        """Draws beyond the first of a prompt."""
+        """Number of draws beyond the first of a prompt."""
         return len(self.drawn) - len(self.groups)
 
     @property
@@ -72,7 +72,7 @@ class Rollout:
 
     def few_rows(self, seed: int, step: int) -> list[Row]:
         """Choose FEW completions of the first draws by counter noise, and return their rows that
-        have a token, in the order of the groups. A choice that knew the rewards would select.
+        have a token, in the order of the groups. A choice by rewards would bias the sample.
         """
         members = [(group, one) for group in self.first_draws for one in group.trajectories]
         places = np.array([(group.slot, one.sample) for group, one in members], np.int64)
@@ -101,8 +101,8 @@ class Sampler:
         stage: Stage | None = None,
         by_task: Mapping[str, tuple[Scorer | None, Stage | None]] | None = None,
     ) -> None:
-        """`text` decodes the token ids of a reply. With a `stage` its environment answers and
-        judges, else the scorer; `by_task` has both of each source of a mixture.
+        """`text` decodes the token ids of a reply. The environment of `stage` answers and judges,
+        or else the scorer. `by_task` has both for each source of a mixture.
         """
         self.engine = engine
         self.scorer = scorer

@@ -54,8 +54,8 @@ class Schedule:
         return due or (step == 0 and (self.evaluation.at_start or self.sft.evaluate_every > 0))
 
     def saves(self, state: TrainerState) -> bool:
-        """Return True if a checkpoint of `state` is due; the end of the supervised stage has
-        one.
+        """Return True if a checkpoint of `state` is due, which includes the end of the supervised
+        stage.
         """
         stage, step = state.place
         if stage == "rl":

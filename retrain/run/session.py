@@ -79,8 +79,8 @@ from retrain.types import (
 
 
 class Session:
-    """A run in progress in this process. Between steps, `state` and the backend are all that
-    changes, and nothing else holds the state.
+    """A run in progress in this process. Between steps, only `state` and the backend change, and no
+    other part holds the state.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Session:
         self.tracker.emit(StartEvent(backend.device_name))
 
     def _restore_records(self) -> None:
-        """Take up what an earlier session wrote of steps and evaluations."""
+        """Take up the records of steps and evaluations from an earlier session."""
         metrics, evaluation = self.folder.metrics, self.folder.evaluation
         ks = self.config.evaluation.k
         if self.folder.sft_evaluation.exists():
@@ -250,7 +250,7 @@ class Session:
         self.saver.rehearse()
 
     def _keep_start(self) -> None:
-        """Hold the weights before the first step of reinforcement, where a reference is "start"."""
+        """Hold the weights before the first step of reinforcement, if a reference is "start"."""
         if not self.config.reads_start:
             return
         store, backend = self.saver.store, self.parts.backend
@@ -260,7 +260,7 @@ class Session:
         backend.keep_start(store.start())
 
     def _describe(self, gate: GateResult | None) -> None:
-        """Complete environment.json, also by what is this session's alone."""
+        """Complete environment.json, including the data of this session."""
         model, prompts = self.config.model, self.parts.prompts
         environment = read_object(self.folder.environment) | {
             **self.parts.fingerprints,
@@ -397,8 +397,8 @@ class Session:
         """Train on the rows of `rollout`. Return, for each trained row, [T] learner - sampler
         log-prob before the step, and the learner's report.
 
-        The log-ratios are None in a step that does not want them, since they cost a forward pass,
-        and where the backend cannot score rows.
+        The log-ratios are None if the step does not need them, since they cost a forward pass, and
+        if the backend cannot score rows.
         """
         with self._moved():
             return self._learned(rows, rollout)
@@ -489,7 +489,7 @@ class Session:
 
     @property
     def _next_batch_size(self) -> int:
-        """Prompts of the next step: the controller's choice, otherwise as before."""
+        """Prompts of the next step: the controller's choice, otherwise the same as before."""
         return self.pressure.batch_size if self.pressure else self.state.batch_size
 
     def _prompts(self, step: int, after: int = 0) -> list[Prompt]:
@@ -530,7 +530,7 @@ class Session:
         return backend.capabilities.scores_rows and not backend.engine.capabilities.in_process
 
     def _check_again(self) -> None:
-        """Check the engine again where a server woke up or came back since the last look."""
+        """Check the engine again if a server woke up or came back since the last check."""
         engine = self.parts.backend.engine
         if engine.unchecked and self._compares and not self._skip_parity:
             check_again(self.config, self.parts, self.state.step)
@@ -582,7 +582,7 @@ class Session:
             self.save_now()
 
     def _compare_ranks(self) -> None:
-        """Raise RunFailed, in every process, if they do not have the same weights."""
+        """Raise RunFailed in every process if the processes do not have the same weights."""
         if self.world.size > 1 and len({*self.world.gather(self.parts.backend.digest())}) > 1:
             raise RunFailed(
                 f"The processes of this run have different weights after step {self.state.step}, so"

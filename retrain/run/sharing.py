@@ -1,5 +1,5 @@
-"""Share the parts that consecutive runs of a process load only once: tokenizers and prompts, while
-`shared_parts` is open.
+"""Share the parts that consecutive runs of a process load only once: tokenizers and prompts, inside
+`shared_parts`.
 
 `model.load.shared_models` keeps the weights.
 """

@@ -1,4 +1,4 @@
-"""The start of a run, new or resumed, in a folder that is ours and locked."""
+"""Start a run, new or resumed, in a locked folder of its own."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class RunStart:
     """A locked run folder, with what an earlier session left in it."""
 
     config: TrainConfig
-    """The configuration with the seed drawn, and with the log_dir of the resumed run."""
+    """The configuration with the drawn seed, and with the log_dir of the resumed run."""
     folder: RunFolder
     store: CheckpointStore
     state: TrainerState
@@ -193,8 +193,8 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
 
 
 def _refuse_damaged(folder: RunFolder) -> None:
-    """Raise ConfigurationError for a folder in which a resume would write at other places than its
-    own, or that lost its config.toml.
+    """Raise ConfigurationError for a folder in which a resume would write outside its own files, or
+    that lost its config.toml.
     """
     folders = folder.folders()
     for path in (*folders, *folder.lines(), folder.verdicts, folder.output):
@@ -226,8 +226,8 @@ def _resumed_config(config: TrainConfig, folder: RunFolder) -> TrainConfig:
 
 
 def refuse_other_schedule(stored: TrainConfig, config: TrainConfig, step: int) -> None:
-    """Raise ConfigurationError where other max_steps would move the end of a falling learning rate
-    that nobody named: `config` goes on after `step` steps.
+    """Raise ConfigurationError if other max_steps would move the end of a falling learning rate
+    that the user did not set. `config` continues after `step` steps.
     """
     before, after = stored.training, config.training
     same_end = before.max_steps == after.max_steps or before.lr_schedule == "constant"
@@ -248,7 +248,7 @@ def refuse_other_schedule(stored: TrainConfig, config: TrainConfig, step: int) -
 
 
 def _no_step_left(config: TrainConfig, folder: RunFolder, steps: int) -> str:
-    """Say that the run has taken `steps`, as many as it may or more, and how to go on."""
+    """Say that the run has taken `steps`, the maximum or more, and how to continue."""
     further = 2 * steps or 1
     more = f"--max-steps {further}"
     if config.training.lr_schedule != "constant":
@@ -304,7 +304,9 @@ def refuse_other_data(
 def other_heldout(
     folder: RunFolder, config: TrainConfig, heldout: Mapping[str, str] | None
 ) -> bool:
-    """True if the run's last session named the same held-out examples, and they were others."""
+    """True if the run's last session named the same held-out examples, but their content
+    differed.
+    """
     if not folder.environment.exists() or _named(load_stored(folder.config)) != _named(config):
         return False
     newest = part_of_session(read_object(folder.environment), goes_on=True)

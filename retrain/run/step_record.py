@@ -1,5 +1,5 @@
-"""The record of a step: the numbers of rollout, credit, learning and machine under the names of the
-records' fields.
+"""Build the record of a step: the numbers of rollout, credit, learning and machine under the names
+of the record's fields.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,7 +68,7 @@ class Step:
     rows: list[Row]
     """One entry per judged completion, in the order of `credit.sources`."""
     log_ratios: Mapping[RowKey, Float32Array] | None
-    """[T] of each row: learner - sampler log-prob before the step; None if no sink stores the
+    """[T] of each row, learner - sampler log-prob before the step; None if no sink stores the
     tokens.
     """
     result: StepResult
@@ -159,7 +159,7 @@ def _is_identical(group: Group) -> bool:
 
 
 def result_fields(result: StepResult) -> dict[str, Any]:
-    """Return the learner's report under the record's names, which are its own."""
+    """Return the learner's report under the names of the record, which equal its own."""
     fields = asdict(result)
     del fields["updates"], fields["nonfinite_tensor"]  # Only the screen shows them.
     del fields["entropy_mean"]  # `reward_fields` takes it.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from retrain.config.schema import Algorithm
 
 TEACHERS = ("base", "start", "gold")
-"""`[algorithm] reference` apart from the folder of an adapter."""
+"""Values of `[algorithm] reference` that are not the folder of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Teacher:
                     yield row
 
     def _with_answer(self, row: Row, prompt: Prompt) -> Row:
-        """Put the answer into the row's prompt: all tokens before its first action. The sampled
-        tokens stay what they are.
+        """Put the answer into the row's prompt, that is, into the tokens before its first action.
+        The sampled tokens stay what they are.
         """
         start = row.spans[0][0]
         given = self.text.decode(row.token_ids[:start])
@@ -148,7 +148,7 @@ def check_teacher(config: "TrainConfig") -> None:
 
 
 def check_answers(config: "TrainConfig", examples: Sequence[Example]) -> None:
-    """Raise ConfigurationError where a teacher needs the answer of a problem that has none."""
+    """Raise ConfigurationError if a teacher needs the answer of a problem without one."""
     if config.algorithm.reference != "gold":
         return
     for example in examples:
@@ -160,7 +160,7 @@ def check_answers(config: "TrainConfig", examples: Sequence[Example]) -> None:
 
 
 def teacher_note(config: "TrainConfig") -> str:
-    """Say at the start what a teacher costs; "" without one."""
+    """Say at the start what a teacher costs; "" without a teacher."""
     reference = config.algorithm.reference
     if not reference:
         return ""

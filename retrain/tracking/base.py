@@ -1,5 +1,5 @@
-"""One event, many sinks: the trainer emits what happens, and every sink takes what it has a use
-for.
+"""Emit one event to many sinks: the trainer emits each event, and every sink takes the events that
+it uses.
 """
 
 from collections.abc import Sequence
@@ -128,8 +128,8 @@ class Tracker:
         return False
 
     def sync(self) -> dict[str, dict[str, Any]]:
-        """Flush everything emitted so far to the disk, and return how far each of the run's files
-        reaches. Raises OSError.
+        """Flush everything emitted so far to the disk, and return the extent of each of the run's
+        files. Raises OSError.
         """
         return {}
 

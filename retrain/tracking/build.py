@@ -91,7 +91,7 @@ def track_squeeze(
 
 
 def _external_trackers(settings: ExternalSettings, log: Callable[[str], None]) -> list[Tracker]:
-    """Make each tracker in a thread of its own, so that its failures and delays do not reach the
+    """Make each tracker with a separate thread, so that its failures and delays do not reach the
     run.
     """
     return [

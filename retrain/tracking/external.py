@@ -1,5 +1,5 @@
-"""Parts that trackers outside of the run's folder share: settings, metric names, a missing extra,
-and the thread that each runs in.
+"""Share the parts of trackers outside of the run's folder: settings, metric names, the check for an
+extra, and their threads.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 STEP_METRIC = "trainer/step"
 """The x axis of training metrics. The trackers' own step counters drop values for steps that a
-resumed run makes again."""
+resumed run repeats.
+"""
 SFT_METRIC = "sft/step"
 """The x axis of the supervised stage."""
 RANK_METRIC = "squeeze/rank"
@@ -161,7 +162,7 @@ def squeeze_summary(result: SqueezeSummary) -> dict[str, float]:
 
 
 def squeeze_metrics(row: TableRow) -> dict[str, float]:
-    """Return one point of each curve over RANK_METRIC: what a rank keeps."""
+    """Return one point of each curve over RANK_METRIC for a rank."""
     return {f"squeeze/variance_{name}": getattr(row, name) for name in ("mean", "min", "max")} | {
         "squeeze/variance_whole": row.energy,
         "squeeze/error": row.error,
@@ -191,7 +192,7 @@ def _not_installed(module: str, missing: str | None, extra: str) -> EnvironmentF
 
 
 def import_extra(module: str, extra: str = "") -> ModuleType:
-    """Import a tracker's library; `extra` is "" for one that comes with retrain itself."""
+    """Import a tracker's library; `extra` is "" for a library that comes with retrain itself."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -218,7 +219,7 @@ class Background(Tracker):
     def __init__(
         self, name: str, sink: ExternalTracker, log: Callable[[str], None], files: Path
     ) -> None:
-        """`files` is the folder to name in a complaint: it holds what the tracker misses."""
+        """`files` is the folder to name in a warning: it holds the data that the tracker misses."""
         self._name = name
         self._sink = sink
         self._say = log

@@ -97,7 +97,7 @@ class RunFiles(Tracker):
         replace_file(self._folder.environment, _pretty(environment))
 
     def _changed_keys(self) -> list[str]:
-        """Name the keys that earlier sessions of the run had otherwise, with both values."""
+        """Name the keys with other values in earlier sessions of the run, with both values."""
         from retrain.config import load_stored
         from retrain.config.stored import differing_keys, shown_value
 

@@ -1,4 +1,4 @@
-"""The lines of a run where no terminal shows it: in a pipe, in a file, and in output.log."""
+"""Write the lines of a run without a terminal: in a pipe, in a file, and in output.log."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,8 +36,8 @@ def lines_of(event: Event, folder: Path, *, all_groups: bool = False) -> list[st
 
 
 def group_lines(groups: Sequence[GroupScore], *, all_groups: bool) -> list[str]:
-    """Return a line per group; one line with their outcomes where a step has more than
-    MAX_GROUP_LINES, unless `all_groups`.
+    """Return a line per group. A step with more than MAX_GROUP_LINES has one line with their
+    outcomes, unless `all_groups`.
     """
     if all_groups or len(groups) <= MAX_GROUP_LINES:
         return [
@@ -119,7 +119,7 @@ def pass_at_1(result: Evaluation) -> str:
 
 
 def task_lines(result: Evaluation) -> list[str]:
-    """Lines with the pass@1 of each task and its interval; none if there is only one task."""
+    """Yield lines with the pass@1 of each task and its interval; none if there is only one task."""
     tasks = result.by_task
     if len(tasks) < 2:
         return []

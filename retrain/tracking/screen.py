@@ -44,7 +44,7 @@ _BESIDE_WORDS = 46
 """Columns of a bar's counts, times and the bar itself."""
 _REFRESHES_PER_S = 2
 _ETA_PERIOD_S = 86400.0
-"""The ETA goes by the mean time of the steps since; rich's own 30 s may hold none."""
+"""The ETA uses the mean time of the steps in this period; rich's own 30 s may contain no step."""
 
 
 def title_of(config: "TrainConfig", condition: str) -> str:
@@ -172,7 +172,7 @@ class Terminal:
         self._console.print(Text(text, style), soft_wrap=True)
 
     def show(self, doing: str, done: int) -> None:
-        """Say in the bar how many steps are done, and what runs now."""
+        """Show the number of completed steps, and the current work, in the bar."""
         words = one_line(doing, max(_width() - _BESIDE_WORDS, 1))
         self._bar.update(self._task, description=words, completed=done)
         self._bar.start()

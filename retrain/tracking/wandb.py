@@ -125,7 +125,7 @@ class WandbTracker(ExternalTracker):
             config=settings.masked_config(),
             id=run_id,
             resume="allow",
-            # A campaign's runs share a process, so another run may still be open.
+            # A campaign's runs share a process, so another run may still exist.
             reinit="create_new",
             mode=mode,
             settings=self._wandb.Settings(
@@ -168,7 +168,7 @@ class WandbTracker(ExternalTracker):
             self._unsent_steps = 0
 
     def _log_table(self, key: str, table: Any, at: dict[str, float]) -> None:
-        """Log a table. One that fails costs itself alone: the numbers go on."""
+        """Log a table. A failure costs only the table: the numbers continue."""
         try:
             self._run.log({key: table} | at)
         except Exception as error:  # noqa: BLE001 - wandb may raise anything here
@@ -200,7 +200,9 @@ class WandbTracker(ExternalTracker):
         self._end(0 if summary.status == "done" else 1)
 
     def close(self) -> None:
-        """Finish the wandb run. Without a `RunSummary` the run never began, so there is none."""
+        """Finish the wandb run. A run without a `RunSummary` never began, so its exit code is
+        1.
+        """
         if self._run is not None:
             self._send_completions()
             self._end(1)
