@@ -225,8 +225,8 @@ class Conclusion:
 def conclude(
     family: Sequence[PairedDifferences], test: TestSettings, better: Direction = "higher"
 ) -> list[Conclusion]:
-    """Return one conclusion per contrast, with p values adjusted over the whole family.
-    `better` is the metric's own direction.
+    """Return one conclusion per contrast, with p values adjusted over the whole family. `better` is
+    the metric's own direction.
     """
     adjusted = test.adjusted([paired.by_seed for paired in family])
     at_worst = adjusted

@@ -59,8 +59,8 @@ class RunOutcome:
     reason: str = ""
     """The reason why the run did not finish, as one sentence."""
     lost: bool = False
-    """The worker ended without an answer: a signal killed it, or its machine disappeared. A
-    restart may help.
+    """The worker ended without an answer: a signal killed it, or its machine disappeared. A restart
+    may help.
     """
     stopped_by: int | None = None
     """The signal that the campaign's own process received while the run's handlers were active."""

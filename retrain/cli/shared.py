@@ -89,8 +89,8 @@ def load_named(overrides: "Overrides") -> "TrainConfig":
 
 
 def refuse_several(given: Mapping[str, object], otherwise: str) -> None:
-    """Raise ConfigurationError for several of the flags; `otherwise` says what the command
-    does without any.
+    """Raise ConfigurationError for several of the flags; `otherwise` says what the command does
+    without any.
     """
     flags = [flag for flag, value in given.items() if value]
     if len(flags) > 1:

@@ -288,8 +288,7 @@ def explain(
     memory_gib: float | None = None,
     say: Say = lambda line: None,
 ) -> Explanation:
-    """Predict what `config` would do. This writes no file, and starts only the step of
-    `probe`.
+    """Predict what `config` would do. This writes no file, and starts only the step of `probe`.
 
     `pilot` is a folder of runs that gives the step times; `memory_gib` is the memory of a device on
     another machine. Raises ConfigurationError for a pilot without steps, and with `probe` whatever

@@ -28,7 +28,7 @@ _NEGATIVE = ("#fbe3d6", "#f7c4a8", "#f0a077", "#e57a48", "#cf5417")
 _DETECTOR_MARKS = {"regex": "underline bold", "semantic": "italic overline"}
 """The style of a token on which two compared detectors differ."""
 _MARKED = 8
-"""Rows of the table below a coloured text."""
+"""Rows of the table below a colored text."""
 
 
 def show(

@@ -124,9 +124,9 @@ class StepRecord(_Record):
 
     mean_reward: float | None = better("higher")
     """Mean reward of the judged completions of the first draw of every prompt, skipped groups
-    included. Later draws would bias it, since rewards decide which groups get one.
-    `correct_rate`, `max_token_hit_rate`, `truncated_reward_mean` and `completion_tokens_mean` are
-    over the same completions, and so are `reward_std`, `answer_found_rate` and `groups_identical`.
+    included. Later draws would bias it, since rewards decide which groups get one. `correct_rate`,
+    `max_token_hit_rate`, `truncated_reward_mean` and `completion_tokens_mean` are over the same
+    completions, and so are `reward_std`, `answer_found_rate` and `groups_identical`.
     """
     reward_std: float | None = better(None)
     """Standard deviation of the same rewards; exactly 0 if all are equal."""

@@ -207,8 +207,8 @@ class Redactor:
     def config(self, config: "TrainConfig") -> "TrainConfig":
         """Return the configuration with masked secrets, in a form that a file may hold.
 
-        A value whose masked form the schema refuses, such as a word of a fixed set, is not a
-        secret and stays.
+        A value whose masked form the schema refuses, such as a word of a fixed set, is not a secret
+        and stays.
         """
         from retrain.config import replaced
         from retrain.config.load import given_values

@@ -487,8 +487,8 @@ def _comparison(
 
 
 def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> SqueezeCurve | None:
-    """Return the squeeze curve from a campaign's manifest, which describes its first run.
-    Without it, return the curve of the first final adapter of a run that sets a key of [squeeze].
+    """Return the squeeze curve from a campaign's manifest, which describes its first run. Without
+    it, return the curve of the first final adapter of a run that sets a key of [squeeze].
     """
     if is_campaign(folder):
         squeeze = read_object(folder / MANIFEST).get("squeeze")

@@ -101,7 +101,7 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     with drawing(name):
         figure.savefig(out, format="svg", metadata=_NO_METADATA)
     text = out.getvalue()
-    # The page has the namespaces, the size and the colours, and all figures share its ids.
+    # The page has the namespaces, the size and the colors, and all figures share its ids.
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = (

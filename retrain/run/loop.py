@@ -82,9 +82,9 @@ def train(
     `config` names. The run's folder keeps their source.
 
     `overwrite` empties a run folder of retrain. `quiet` prints only the start, the evaluations and
-    the end, like `Verbosity.QUIET`. `skip_parity` skips the parity gate. The output begins with
-    the lines `said`. Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted, with
-    the steps completed so far saved. A second signal raises StoppedAtOnce, which saves nothing.
+    the end, like `Verbosity.QUIET`. `skip_parity` skips the parity gate. The output begins with the
+    lines `said`. Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted, with the
+    steps completed so far saved. A second signal raises StoppedAtOnce, which saves nothing.
     """
     functions = {"reward.type": reward, "algorithm.advantage_mode": advantage}
     given = {key: function for key, function in functions.items() if function}

@@ -212,8 +212,8 @@ class Background(Tracker):
     capacity = 1000
     """Length of the queue: enough for minutes without a server, and some megabytes."""
     patience_s = 30.0
-    """Seconds for which the end of a run waits for a tracker. This is enough to upload the
-    last steps, and bounds the wait for a server that is down.
+    """Seconds for which the end of a run waits for a tracker. This is enough to upload the last
+    steps, and bounds the wait for a server that is down.
     """
 
     def __init__(

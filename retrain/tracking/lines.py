@@ -119,7 +119,7 @@ def pass_at_1(result: Evaluation) -> str:
 
 
 def task_lines(result: Evaluation) -> list[str]:
-    """Yield lines with the pass@1 of each task and its interval; none if there is only one task."""
+    """Return lines with the pass@1 of each task and its interval; empty for a single task."""
     tasks = result.by_task
     if len(tasks) < 2:
         return []
