@@ -30,8 +30,8 @@ class RunSummary:
     after: Evaluation | None
     last: StepRecord | None
     adapter: str
-    """The folder of the last adapter, relative to the run's folder if it lies inside; empty before
-    the end of the last step.
+    """The folder of the last adapter, relative to the run's folder if it lies inside; empty unless
+    the run has the status done.
     """
     reason: str = ""
     """The reason why the run did not finish."""
