@@ -1,6 +1,6 @@
-"""The arms of a comparison: the finished runs of each condition, one per seed, the runs that failed
-or cannot be compared, and what differs between the two runs of a pair: prompts, noise,
-configuration keys, and the recorded environments (environment.json).
+"""Sort runs into the arms of a comparison: the finished runs of each condition, one per seed, and
+the runs without a result. The module also finds the differences between the two runs of a pair:
+prompts, noise, configuration keys, and the recorded environments (environment.json).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,24 +41,26 @@ _RECORDED = {
     "engine": "engine",
     "backend": "backend",
 }
-"""Entries of environment.json on which results can depend, and what to call them."""
+"""Entries of environment.json that results can depend on, and their names."""
 _NEWER = frozenset({"instructions", "heldout_sha256", "traces_sha256"})
-"""Those that older versions do not record, or a run without [sft], which is not a difference."""
+"""Entries that older versions do not record, or that a run without [sft] lacks. Their absence is
+not a difference.
+"""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Data and noise that the two runs of a pair share: how many pairs saw the same prompts,
-    how many also drew the same sampling noise, and what else differed.
+    """Data and noise that the two runs of a pair share. It counts the pairs with the same prompts
+    and the pairs that also drew the same sampling noise, and names the other differences.
     """
 
     pairs: int
     prompts: int
     noise: int
     samplers: tuple[str, ...]
-    """Samplers that chose the prompts of some run by what its rewards showed."""
+    """Samplers that chose the prompts of some run by its rewards."""
     unrecorded: int
-    """Pairs with a run that did not record its data, so the prompts are not known."""
+    """Pairs with a run that did not record its data, so the prompts are unknown."""
     differing_keys: tuple[str, ...]
     """Keys that change the training and differ between the runs of some pair."""
     environment: tuple[str, ...]
@@ -66,7 +68,7 @@ class Overlap:
 
     @property
     def is_same(self) -> bool:
-        """True if no key and nothing recorded differs: an A/A comparison."""
+        """True if no key and no recorded value differs: an A/A comparison."""
         return self.prompts == self.pairs > 0 and not self.differing_keys and not self.environment
 
     @classmethod
@@ -92,15 +94,15 @@ class Overlap:
 
 
 def _data(run: StoredRun) -> Any:
-    """The hash of the training data that a run recorded: ids, prompts and references in the
+    """Return the hash of the training data that a run recorded: ids, prompts and references in the
     source's order.
     """
     return run.environment.get("data_sha256")
 
 
 def _same_prompts(one: StoredRun, other: StoredRun) -> bool:
-    """True if two runs of one seed saw the same prompts: the same recorded data in batches of the
-    same size, which back pressure would vary, and in the shuffle's order.
+    """True if two runs of one seed saw the same prompts. They need the same recorded data, in the
+    shuffle's order, in batches of the same size, which back pressure would vary.
     """
     if chosen_prompts(one) or chosen_prompts(other):
         return False
@@ -116,13 +118,13 @@ def _same_prompts(one: StoredRun, other: StoredRun) -> bool:
 
 
 def chosen_prompts(run: StoredRun) -> str:
-    """The sampler that chose the prompts by their rewards; "" for the shuffle."""
+    """Return the sampler that chose the prompts by their rewards; "" for the shuffle."""
     sampler = run.config.data.sampler
     return "" if sampler == "shuffle" else sampler
 
 
 def differing_keys(pairs: Sequence[Pair]) -> list[str]:
-    """The keys that change the training and differ between the runs of some pair."""
+    """Return the keys that change the training and differ between the runs of some pair."""
     keys = [key.path for key in all_keys() if not key.traits.own_to_a_run]
     return [
         key
@@ -132,7 +134,9 @@ def differing_keys(pairs: Sequence[Pair]) -> list[str]:
 
 
 def mixed_values(values: Mapping[int, Any]) -> str:
-    """The seeds that differ in value, such as "seeds 1 to 4 and 5 to 8"; "" if all are alike."""
+    """Return the seeds that differ in value, such as "seeds 1 to 4 and 5 to 8"; "" if all values
+    are equal.
+    """
     groups: dict[str, list[int]] = {}
     for seed in sorted(values):
         groups.setdefault(repr(values[seed]), []).append(seed)
@@ -144,8 +148,8 @@ def mixed_values(values: Mapping[int, Any]) -> str:
 
 
 def mixed_code(label: str, runs: RunsBySeed) -> Iterator[str]:
-    """A sentence for each part of the code, and one for the model, in which the runs of one arm
-    differ by their environment.json.
+    """Yield a sentence for each part of the code, and one for the model, that differs between the
+    runs of one arm. The values come from environment.json.
     """
     models = {seed: run.environment.get("model_sha256") for seed, run in runs.items()}
     seeds = mixed_values({seed: sha256 for seed, sha256 in models.items() if sha256})
@@ -163,12 +167,12 @@ def mixed_code(label: str, runs: RunsBySeed) -> Iterator[str]:
 def differing_environment(
     one: StoredRun, other: StoredRun, steps: range | None = None
 ) -> Iterator[str]:
-    """Yield each difference between two recorded environments in words such as "torch (2.12.0,
-    2.13.0)": of the sessions that took `steps`, by default all.
+    """Yield each difference between two recorded environments, such as "torch (2.12.0, 2.13.0)". It
+    covers the sessions that took `steps`, by default all.
     """
     steps = steps or range(max(one.steps, other.steps, 1))
     began = {step for step, _ in (*one.resumes, *other.resumes) if step in steps}
-    # A run that is resumed may go on in another environment.
+    # A resumed run may go on in another environment.
     found = [list(_differing_at(one, other, step)) for step in sorted({steps.start, *began})]
     yield from dict.fromkeys(chain.from_iterable(found))
 
@@ -199,7 +203,7 @@ def _differing_code(one: StoredRun, other: StoredRun, code: Code, others: Code) 
     if code.revision != others.revision:
         yield f"retrain's revision ({_shown(code.revision)}, {_shown(others.revision)})"
     for name in sorted({*code.plugins, *others.plugins}):
-        # Where one configuration alone names it, its keys differ and not its code.
+        # If only one configuration names it, the keys differ, not the code.
         both = len({f'"{name}"' in run.config.model_dump_json() for run in (one, other)}) == 1
         if both and code.plugins.get(name) != others.plugins.get(name):
             yield f"the plugin {name}"
@@ -231,9 +235,9 @@ class Arm:
     failed: frozenset[int] = frozenset()
     """Seeds whose runs failed."""
     left_out: tuple[str, ...] = ()
-    """A sentence for each run without the metric, and for each that collapsed."""
+    """A sentence for each run without the metric, and for each collapsed run."""
     collapsed: frozenset[int] = frozenset()
-    """Seeds whose runs are left out because they collapsed."""
+    """Seeds whose runs have no pair because they collapsed."""
 
     @property
     def lost(self) -> frozenset[int]:
@@ -242,7 +246,7 @@ class Arm:
 
     @property
     def loses_too_many(self) -> bool:
-        """More than a quarter of the runs failed or collapsed."""
+        """True if more than a quarter of the runs failed or collapsed."""
         return 4 * len(self.lost) > len(self.lost) + len(self.values)
 
     def without_collapsed(self) -> "Arm":
@@ -268,7 +272,7 @@ class Arm:
 
     @property
     def unjudged(self) -> int:
-        """The number of held-out answers that could not be judged."""
+        """The number of held-out answers that the reward could not judge."""
         return sum(int(run.answers.unjudged.sum()) for run in self.runs.values() if run.answers)
 
     @property
@@ -281,8 +285,8 @@ class Arm:
 
 @dataclass
 class RunsByCondition:
-    """Finished runs by condition and seed, conditions in the order of their first run, and a
-    sentence for each run left out.
+    """Finished runs by condition and seed, with conditions in the order of their first run, and a
+    sentence for each other run.
     """
 
     conditions: dict[str, dict[int, StoredRun]] = field(default_factory=dict)
@@ -292,7 +296,7 @@ class RunsByCondition:
     to_come: int = 0
     """Runs of a campaign that have not ended."""
     not_counted: set[Path] = field(default_factory=set)
-    """Folders of the runs that are not what they are named for."""
+    """Folders of runs that differ from the plan of their campaign."""
 
     @property
     def runs(self) -> list[StoredRun]:
@@ -309,7 +313,7 @@ def group_by_condition(
     """
     grouped = RunsByCondition()
     for run in runs:
-        # Before the run is judged: a condition none of whose runs counts is still an arm.
+        # Add the condition first: a condition without a run that counts is still an arm.
         by_seed = grouped.conditions.setdefault(run.condition, {})
         if run.skipped:
             continue
@@ -348,7 +352,7 @@ def arm_of(
     metric: Metric,
     failed: Iterable[int] = (),
 ) -> Arm:
-    """The runs that have the metric."""
+    """Return the runs that have the metric."""
     found = {seed: metric.of(run) for seed, run in runs.items()}
     values = {seed: value for seed, value in found.items() if value is not None}
     return Arm(
@@ -361,8 +365,8 @@ def arm_of(
 
 
 def control_label(conditions: Mapping[str, RunsBySeed], place: Path) -> str:
-    """The condition trained on random rewards. Raises ConfigurationError unless there is exactly
-    one.
+    """Return the condition trained on random rewards. Raises ConfigurationError unless there is
+    exactly one.
     """
     labels = [
         label
@@ -384,7 +388,7 @@ def control_label(conditions: Mapping[str, RunsBySeed], place: Path) -> str:
 def judged_by(
     label: str, runs: RunsBySeed, metric: Metric, judge: str
 ) -> tuple[dict[int, StoredRun], list[str]]:
-    """The runs whose metric `judge` decides, and a sentence for each other judge."""
+    """Return the runs whose metric `judge` decides, and a sentence for each other judge."""
     alike = {seed: run for seed, run in runs.items() if metric.judge(run) == judge}
     sentences = [
         f"{label}{_which(seeds, runs)} is judged by {other}, and the baseline by {judge}:"
@@ -395,15 +399,15 @@ def judged_by(
 
 
 def evaluated_as(run: StoredRun) -> str:
-    """How a run's held-out answers were sampled, in words. Runs that were sampled alike get the
+    """Return the sampling of a run's held-out answers in words. Runs with the same sampling get the
     same words.
     """
     return evaluation_words(run.config.evaluation, run.config.training)
 
 
 def evaluation_words(evaluation: Evaluation, training: Training) -> str:
-    """Describe how held-out answers are sampled, such as "temperature 1, 4 samples, at most 1,024
-    tokens". Tasks that differ are described one by one, each after its name.
+    """Describe the sampling of held-out answers, such as "temperature 1, 4 samples, at most 1,024
+    tokens". It describes tasks that differ one by one, each after its name.
     """
     parts = {
         source_task(source): _words_of(part, training)
@@ -417,7 +421,7 @@ def evaluation_words(evaluation: Evaluation, training: Training) -> str:
 def _words_of(evaluation: Evaluation, training: Training) -> str:
     way = evaluation.over(training)
     temperature, tokens = way.temperature, way.max_tokens
-    kept = []  # what truncates the sampled distribution
+    kept = []  # The keys that truncate the sampled distribution.
     for name, off in {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}.items():
         value = getattr(way, name)
         if temperature and value != off:
@@ -429,8 +433,8 @@ def _words_of(evaluation: Evaluation, training: Training) -> str:
 def evaluated_alike(
     label: str, runs: RunsBySeed, way: str, *, insist: bool
 ) -> tuple[dict[int, StoredRun], list[str]]:
-    """The runs evaluated in this way, with `insist` all of them, and a sentence for each other
-    way.
+    """Return the runs with this evaluation, with `insist` all of them, and a sentence for each
+    other way.
     """
     end = (
         "the difference between them includes the difference in evaluation."
@@ -448,8 +452,8 @@ def evaluated_alike(
 def _seeds_by(
     runs: RunsBySeed, words: Callable[[StoredRun], str], expected: str
 ) -> dict[str, list[int]]:
-    """Groups the seeds by the description that `words` gives their run, and leaves out the group
-    whose description is `expected`.
+    """Group the seeds by the description that `words` gives their run, without the group whose
+    description is `expected`.
     """
     seeds: dict[str, list[int]] = {}
     for seed, run in runs.items():
@@ -465,8 +469,8 @@ def _which(seeds: list[int], runs: RunsBySeed) -> str:
 
 
 def check_one_condition(label: str, runs: RunsBySeed) -> None:
-    """Raises ConfigurationError if the runs of an arm were trained with different values of a key
-    that no resume may change.
+    """Raise ConfigurationError if the runs of an arm trained with different values of a key that no
+    resume may change.
     """
     different = [f"{path} differs between {seeds}" for path, seeds in mixed_keys(runs, fixed=True)]
     if different:
@@ -476,8 +480,8 @@ def check_one_condition(label: str, runs: RunsBySeed) -> None:
 
 
 def mixed_keys(runs: RunsBySeed, *, fixed: bool) -> Iterator[tuple[str, str]]:
-    """Each key that changes the training and differs within an arm, with the seeds; `fixed` are
-    those that may not change at a resume.
+    """Yield each key that changes the training and differs within an arm, with the seeds. `fixed`
+    selects the keys that may not change at a resume.
     """
     for key in all_keys():
         # Evaluation and length have sentences of their own (evaluated_alike, comparison_notes).
@@ -490,11 +494,11 @@ def mixed_keys(runs: RunsBySeed, *, fixed: bool) -> Iterator[tuple[str, str]]:
 
 
 def check_same_problems(runs: Iterable[StoredRun]) -> None:
-    """Raises ConfigurationError if two runs answered different held-out problems at their last
+    """Raise ConfigurationError if two runs answered different held-out problems at their last
     evaluation: other ids, or other texts or references under the same ids.
     """
     asked = [(run, run.answers.ids) for run in runs if run.answers]
-    # Folders of 0.9 have no fingerprint, so the others are compared with one that has.
+    # Folders of 0.9 have no fingerprint, so compare the others with a folder that has it.
     asked.sort(key=lambda each: not each[0].heldout_sha256)
     for run, problems in asked[1:]:
         first, expected = asked[0]

@@ -1,7 +1,7 @@
 """Compare runs after equal numbers of tokens: `retrain compare --at tokens=N`.
 
-A problem's rate at N is interpolated linearly between the evaluations before and after N. A
-training metric is averaged over the last steps that are complete at N.
+It interpolates a problem's rate at N linearly between the evaluations before and after N. It
+averages a training metric over the last steps that are complete at N.
 """
 
 import re
@@ -30,7 +30,7 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
-        """Raises ConfigurationError for a text that is not of the form tokens=N."""
+        """Parse `tokens=N`. Raises ConfigurationError for any other text."""
         if text.strip().startswith("updates="):
             raise ConfigurationError(
                 f"--at {text} left in 0.10; give tokens=N, what the runs cost to sample."
@@ -48,7 +48,7 @@ class Budget:
         return f"{self.tokens:,} prompt and completion tokens sampled in training"
 
     def rule(self, metric: Metric) -> str:
-        """Say at which point a run's number is taken, as the end of a sentence."""
+        """Say at which point the comparison takes a run's number, as the end of a sentence."""
         if metric.k is None:
             return f"up to the last whole step within {self}"
         return (
@@ -91,8 +91,8 @@ class RunAtBudget(StoredRun):
 
     @cached_property
     def costs(self) -> Floats:
-        """Return [steps + 1] tokens used after 0, 1, ... steps, those of a supervised stage
-        included. Raises ConfigurationError if the records lack the numbers.
+        """Return [steps + 1] tokens used after 0, 1, ... steps, including a supervised stage.
+        Raises ConfigurationError if the records lack the numbers.
         """
         path = self.folder.metrics
         records = list(StepRecord.read(path)) if path.is_file() else []
@@ -143,8 +143,8 @@ class RunAtBudget(StoredRun):
         return InterpolatedAnswers.between(before, after, weight)
 
     def _evaluations(self) -> Iterator[tuple[float, Answers]]:
-        """Yield the cost before each evaluation, and its answers. Raises RunFailed for one of steps
-        that are not recorded.
+        """Yield the cost before each evaluation, and its answers. Raises RunFailed for an
+        evaluation of steps without a record.
         """
         # The step of an evaluation is the number of steps completed before it, the index into
         # `costs`.

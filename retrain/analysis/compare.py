@@ -69,7 +69,7 @@ def comparison_notes(
     runs = list(chain.from_iterable(arm.runs.values() for arm in arms.values()))
     yield from (run.damage for run in runs if run.damage)
     if grouped.to_come:
-        # An e-process stays valid however often it is looked at.
+        # An e-process stays valid at any number of looks.
         peeking = ""
         if test.rule != "evidence":
             peeking = " Peeking inflates the false-positive rate above alpha."
@@ -95,7 +95,9 @@ def comparison_notes(
 def _unequal_runs(
     arms: Mapping[str, Arm], runs: Sequence[StoredRun], budget: Budget | None
 ) -> Iterator[str]:
-    """Sentences on differences in what should be equal: code, keys, attempts, length."""
+    """Yield sentences on differences in values that should be equal: code, keys, attempts,
+    length.
+    """
     for arm in arms.values():
         yield from mixed_code(arm.label, arm.runs)
         mixed = [f"{path} ({seeds})" for path, seeds in mixed_keys(arm.runs, fixed=False)]
@@ -177,14 +179,14 @@ class ArmSummary:
     sd: float | None
     """The standard deviation over the runs, ddof = 1."""
     unjudged: int
-    """Held-out answers that could not be judged, of `answered`."""
+    """Held-out answers that the reward could not judge, of `answered`."""
     answered: int
     tokens: float | None
     """The tokens sampled in training, mean per run; None if no run recorded them."""
     hours: float | None
-    """The hours that a run took, mean per run."""
+    """The hours of a run, mean per run."""
     tasks: TaskAggregate | None
-    """None unless the held-out problems come from several tasks."""
+    """The scores by task; None unless the held-out problems come from several tasks."""
 
 
 @dataclass(frozen=True)
@@ -201,14 +203,14 @@ class Contrast:
     wide: Interval | None
     """The interval for new seeds and new problems; None without held-out problems."""
     parts: TwoWay | None
-    """Where the spread of the differences comes from; None without held-out problems."""
+    """The sources of the spread of the differences; None without held-out problems."""
     pairing: Pairing | None
     losses: Losses | None
     tasks: TaskContrast | None
-    """None unless the held-out problems come from several tasks."""
+    """The contrast by task; None unless the held-out problems come from several tasks."""
     shared: Overlap
     same_runs: int
-    """Pairs whose two runs are one: equal in every number but for what the clock measured."""
+    """Pairs whose two runs are one, with equal numbers apart from the times."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ class Comparison:
     """The reward that decides the metric, the same in all arms; "" for a metric that does not
     depend on a reward."""
     evaluated: str
-    """How held-out answers were sampled; "" for a training metric."""
+    """The sampling of held-out answers in words; "" for a training metric."""
     problems: int
     """Held-out problems on which some pair has a difference; 0 for a training metric."""
     test: TestSettings
@@ -234,15 +236,15 @@ class Comparison:
     """A sentence that calls the comparison planned before the first run, or exploratory; ""
     without a plan."""
     looks: Sequence[Look] = ()
-    """The looks of the campaign; empty unless the comparison is as planned."""
+    """The looks of the campaign; empty unless the comparison follows the plan."""
     budget: Budget | None = None
-    """The budget at which runs are compared; None: at their end."""
+    """The budget at which to compare runs; None compares them at their end."""
     grid: Sequence[str] = ()
-    """The keys that [campaign.grid] varies, whose conditions are ranked."""
+    """The keys that [campaign.grid] varies, whose conditions get a rank."""
 
     @property
     def family(self) -> int:
-        """The number of comparisons over which p is adjusted."""
+        """The number of comparisons in the adjustment of p."""
         return len(self.contrasts) + self.test.absent
 
     @property
@@ -292,7 +294,7 @@ def compare_campaign(
 
 
 def _check_contrasts(pairs: Sequence[PairOfLabels], grouped: RunsByCondition, folder: Path) -> None:
-    """Raises ConfigurationError for an unknown condition, a pair named twice, and a campaign of one
+    """Raise ConfigurationError for an unknown condition, a pair named twice, and a campaign of one
     condition.
     """
     labels = list(grouped.conditions)
@@ -338,7 +340,9 @@ def compare_runs(
     metric: str | None = None,
     budget: Budget | None = None,
 ) -> Comparison:
-    """The conditions of `candidates` against the one condition of `baselines`, paired by seed."""
+    """Compare the conditions of `candidates` with the condition of `baselines`, paired by
+    seed.
+    """
     both = {run.path.resolve() for run in candidates} & {run.path.resolve() for run in baselines}
     if both:
         raise ConfigurationError(f"{min(both)} is on both sides of --baseline; name it once.")
@@ -422,7 +426,7 @@ def _summary(arm: Arm, metric: Metric, confidence: float, budget: Budget | None)
 
 
 def _per_run(arm: Arm, name: str) -> float | None:
-    """The mean of a number of summary.json; None if no run has it."""
+    """Return the mean of a number of summary.json; None if no run has it."""
     values = [run.summary.get(name) for run in arm.runs.values()]
     found = [value for value in values if isinstance(value, int | float)]
     if found:
@@ -431,7 +435,7 @@ def _per_run(arm: Arm, name: str) -> float | None:
 
 
 def _contrasts(selection: Selection, *, by_task: bool) -> list[Contrast]:
-    """One contrast per candidate; the p values are adjusted over all of them."""
+    """Return one contrast per candidate, with p values adjusted over all of them."""
     family, metric, test = selection.family, selection.metric, selection.test
     size = len(family) + test.absent
     paired = [pairs.paired(test.alpha, size) for pairs in family]

@@ -1,8 +1,8 @@
-"""A comparison for its readers: aligned text for a terminal, Markdown, and one JSON object with
-stable keys.
+"""Write a comparison for its readers: aligned text for a terminal, Markdown, and one JSON object
+with stable keys.
 
-The texts begin with the answer; then follow the conditions, every seed, the contrasts, what
-qualifies the verdicts, and how it was computed.
+The texts begin with the answer. The conditions, every seed, the contrasts, the limits of the
+verdicts, and the computation follow.
 """
 
 import textwrap
@@ -42,7 +42,9 @@ class Block:
 
 
 def _blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
-    """The answer first. What `contrasts` leaves out of `contrast_table` follows as sentences."""
+    """Yield the answer first. The columns of `contrast_table` that `contrasts` leaves out follow as
+    sentences.
+    """
     yield Block([answer(comparison)])
     if comparison.planned:
         yield Block([comparison.planned])
@@ -80,7 +82,7 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def to_text(comparison: Comparison, width: int = 80) -> str:
-    """Lines of at most `width` columns, unless a single word or table cell is longer."""
+    """Return lines of at most `width` columns, unless a single word or table cell is longer."""
     lines: list[str] = []
     for block in _blocks(comparison, _narrowed(contrast_table(comparison), width)):
         if lines:
@@ -96,7 +98,7 @@ def to_text(comparison: Comparison, width: int = 80) -> str:
 
 
 def _narrowed(table: Table, width: int) -> Table:
-    """The columns of `contrast_table` that a terminal has room for."""
+    """Return the columns of `contrast_table` that a terminal has room for."""
     head, rows = narrow = _without(table, _HIDDEN)
     if max(map(len, table_lines([head[1:], *(row[1:] for row in rows)]))) > width - 2:
         return _without(narrow, _PARTS)
@@ -110,7 +112,7 @@ def _without(table: Table, names: Collection[str]) -> Table:
 
 
 def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
-    """The title and sentences of each section that follows the verdicts."""
+    """Yield the title and sentences of each section that follows the verdicts."""
     shared = list(dict.fromkeys(sharing(contrast) for contrast in comparison.contrasts))
     together = shared
     if len(shared) > 1:
@@ -168,7 +170,7 @@ def _task_title(comparison: Comparison) -> str:
 
 
 def seed_line(contrast: Contrast, comparison: Comparison) -> str:
-    """Every seed's difference, and the one that speaks most against the mean."""
+    """Return every seed's difference, and the difference that speaks most against the mean."""
     metric, found = comparison.metric, contrast.differences
     unit = " pp" if metric.is_rate else ""
     values = " ".join(
@@ -209,7 +211,7 @@ def arm_table(comparison: Comparison) -> Table:
             "" if arm.hours is None else f"{arm.hours * (60 if minutes else 1):.2g}",
         )
 
-    # At a budget the runs are cut, but not what they cost.
+    # A budget cuts the runs, but not their cost.
     run = "whole run" if comparison.budget else "run"
     head = (
         "condition",
@@ -236,19 +238,19 @@ def _mean_words(arm: ArmSummary, metric: Metric) -> str:
 
 
 def ranked(comparison: Comparison) -> list[ArmSummary]:
-    """The conditions of a grid from the best mean to the worst; empty without a grid."""
+    """Return the conditions of a grid from the best mean to the worst; empty without a grid."""
     measured = [arm for arm in comparison.arms if arm.mean is not None and comparison.grid]
     lower = comparison.test.direction(comparison.metric.better) == "lower"
     return sorted(measured, key=lambda arm: arm.mean or 0.0, reverse=not lower)
 
 
 def ranking(comparison: Comparison) -> Iterator[str]:
-    """Write the order of a grid's conditions, and say that the order is not tested."""
+    """Write the order of a grid's conditions, and say that no test supports the order."""
     order = ranked(comparison)
     if len(order) < 2:
         return
     means = [arm.mean for arm in order]
-    for arm in order:  # equal means share a place
+    for arm in order:  # Equal means share a place.
         place = 1 + means.index(arm.mean)
         yield f"{place}. {arm.label} {_mean_words(arm, comparison.metric)}"
     best, other = order[0].label, comparison.baseline
@@ -265,7 +267,7 @@ def ranking(comparison: Comparison) -> Iterator[str]:
 
 
 def contrast_table(comparison: Comparison) -> Table:
-    """One row per contrast, the verdict last."""
+    """Return one row per contrast, the verdict last."""
     columns = dict(_contrast_columns(comparison))
     rows = [[cell(contrast) for cell in columns.values()] for contrast in comparison.contrasts]
     return list(columns), rows
@@ -280,7 +282,7 @@ def _sd_words(variance: float | None, metric: Metric) -> str:
 def _contrast_columns(
     comparison: Comparison,
 ) -> Iterator[tuple[str, Callable[[Contrast], str]]]:
-    """Head and cell of each column; one that no contrast fills is left out."""
+    """Yield head and cell of each column that some contrast fills."""
     metric, test, contrasts = comparison.metric, comparison.test, comparison.contrasts
     label = "condition" if comparison.one_baseline else "contrast"
     yield label, lambda one: name_of(one, comparison)
@@ -313,7 +315,7 @@ def _contrast_columns(
 
 
 def task_table(comparison: Comparison) -> Table:
-    """One row per arm whose held-out problems come from several tasks."""
+    """Return one row per arm whose held-out problems come from several tasks."""
     metric = comparison.metric
     # The last two columns are about the baseline, and a contrast of --contrast may have another.
     contrasts = {
@@ -351,8 +353,8 @@ def task_table(comparison: Comparison) -> Table:
 
 
 def to_json(comparison: Comparison) -> Json:
-    """The comparison as JSON values, differences and means in the metric's own units; what does not
-    exist is null.
+    """Return the comparison as JSON values, differences and means in the metric's own units; absent
+    values are null.
     """
     test = comparison.test
     at = {}

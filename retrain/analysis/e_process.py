@@ -1,16 +1,16 @@
-"""Evidence that may be looked at after every seed: an e-process for paired differences, its
-correction over a family, and the confidence sequence that it gives.
+"""Test paired differences with an e-process, which allows a look after every seed. The module also
+corrects it over a family and gives its confidence sequence.
 
-The null hypothesis is the exact sign-flip test's: given the sizes |d_s| of the differences so
-far and the past, the sign of each difference is as likely to be + as -. A bet multiplies its
-capital by 1 + sign(d_s) * b_s, where |b_s| <= 1 depends only on the sizes up to and with seed s.
+The null hypothesis is the same as in the exact sign-flip test. Given the past and the sizes |d_s|
+of the differences so far, the sign of each difference is as likely to be + as -. A bet multiplies
+its capital by 1 + sign(d_s) * b_s. Here |b_s| <= 1 depends only on the sizes up to and with seed s.
 Under the null hypothesis the expected factor is 1, so the capital is a nonnegative martingale that
-starts at 1, and so is the mean of several. By Ville's inequality such a capital ever reaches 1 /
-alpha with a probability of at most alpha, however often it is looked at and whenever the campaign
-stops.
+starts at 1. The mean of several is one too. By Ville's inequality such a capital ever reaches 1 /
+alpha with a probability of at most alpha. This holds for any number of looks and any time at which
+the campaign stops.
 
-Sources: Vovk and Wang, arXiv 2208.08925 (nonparametric e-tests: Fisher, sign and Wilcoxon); Ville
-1939; Vovk and Wang 2021, Annals of Statistics 49 (closed testing with means of e-values).
+Sources: Vovk and Wang, arXiv 2208.08925 (nonparametric e-tests of Fisher, sign and Wilcoxon). Ville
+1939. Vovk and Wang 2021, Annals of Statistics 49 (closed testing with means of e-values).
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,21 @@ import numpy.typing as npt
 from retrain.analysis.statistics import Differences, Floats, Interval, Numbers, numbers
 
 _STRENGTHS = (1.5, 3.0)
-"""Multiples of the size in b = tanh(strength * size). tanh(c |d|) is the likelihood ratio's bet for
-a normal shift; these two are near the best for effects of 1 to 3 standard deviations
-(benchmarks/results/looking-2026-11-22.md)."""
+"""Multiples of the size in b = tanh(strength * size). The bet tanh(c |d|) is the likelihood ratio's
+for a normal shift. These two are near the best for effects of 1 to 3 standard deviations
+(benchmarks/results/looking-2026-11-22.md).
+"""
 _TIE = 1e-12
-"""A difference this small beside the largest so far is 0: it is what rounding leaves of equal
-rates."""
+"""A difference this small relative to the largest so far is 0, since rounding leaves such a rest of
+equal rates.
+"""
 
 
 def capital(differences: Floats) -> Floats:
-    """[..., seeds] differences in the order of the looks -> [..., seeds] capital of the e-process
-    after each of them.
+    """Turn [..., seeds] differences in the order of the looks into the [..., seeds] capital of the
+    e-process after each of them.
 
-    NaN is a seed without a pair, at which nothing is bet. The capital is the mean over bets of two
+    NaN marks a seed without a pair, which gets no bet. The capital is the mean over bets of two
     kinds (sized by |d| and by its rank), two strengths and both directions. Multiplying all
     differences by a number leaves it unchanged.
     """
@@ -42,7 +44,7 @@ def capital(differences: Floats) -> Floats:
     present = ~np.isnan(differences)
     sizes = _sizes(differences, present)
     signs = np.where(sizes > 0, np.sign(np.where(present, differences, 0.0)), 0.0)
-    # over the seeds so far, since a bet may know no later one
+    # Use the seeds so far, since a bet may know no later one.
     so_far = np.maximum(np.cumsum(present, axis=-1), 1)
     root_mean_square = np.sqrt(np.cumsum(sizes**2, axis=-1) / so_far)
     relative = sizes / np.where(root_mean_square > 0, root_mean_square, 1.0)
@@ -57,7 +59,9 @@ def capital(differences: Floats) -> Floats:
 
 
 def _sizes(differences: Floats, present: npt.NDArray[np.bool_]) -> Floats:
-    """|d| over the largest of all seeds, 0 for an absent one and for a tie up to rounding."""
+    """Return |d| over the largest of all seeds, and 0 for an absent seed and for a tie up to
+    rounding.
+    """
     sizes = np.where(present, np.abs(differences), 0.0)
     largest = np.maximum.accumulate(sizes, axis=-1)
     scale = np.where(largest[..., -1:] > 0, largest[..., -1:], 1.0)
@@ -66,8 +70,8 @@ def _sizes(differences: Floats, present: npt.NDArray[np.bool_]) -> Floats:
 
 
 def _ranks(sizes: Floats, present: npt.NDArray[np.bool_]) -> Floats:
-    """The rank of each size among those so far, over their number + 1; ties take their mean
-    rank.
+    """Return the rank of each size among the sizes so far, over their number + 1; ties take their
+    mean rank.
     """
     ranks = np.zeros_like(sizes)
     for seed in range(sizes.shape[-1]):
@@ -81,14 +85,14 @@ def _ranks(sizes: Floats, present: npt.NDArray[np.bool_]) -> Floats:
 
 
 def adjust(capitals: Floats) -> Floats:
-    """[..., contrasts, seeds] capitals -> the evidence for each contrast over the whole family, the
-    largest up to each seed.
+    """Turn [..., contrasts, seeds] capitals into the evidence for each contrast over the whole
+    family, the largest up to each seed.
 
-    Evidence of 1 / alpha or more rejects a contrast's null hypothesis; the probability that any
-    true one is ever rejected is at most alpha, whatever the contrasts have in common. By closed
-    testing, evidence is the least mean capital of any part of the family that holds the contrast:
-    itself with the j smallest others, for j = 0, 1, ... A mean of e-processes is an e-process, so
-    each part's mean obeys Ville's inequality at all looks together.
+    Evidence of 1 / alpha or more rejects a contrast's null hypothesis. The probability of ever
+    rejecting a true one is at most alpha, whatever the contrasts have in common. By closed testing,
+    evidence is the least mean capital of any part of the family that holds the contrast. Such a
+    part is the contrast with the j smallest others, for j = 0, 1, ... A mean of e-processes is an
+    e-process, so each part's mean obeys Ville's inequality at all looks together.
     """
     contrasts = capitals.shape[-2]
     evidence = np.empty_like(capitals)
@@ -104,11 +108,11 @@ def adjust(capitals: Floats) -> Floats:
 
 
 def evidence(family: Sequence[Differences], looks: int) -> list[float]:
-    """The evidence for each contrast after so many looks; a contrast maps the number of a look,
-    from 0, to its difference there.
+    """Return the evidence for each contrast after so many looks; a contrast maps the number of a
+    look, from 0, to its difference there.
 
-    A contrast that lacks a look bets nothing there: a run failed, or the contrast was decided
-    before.
+    A contrast that lacks a look bets nothing there: a run failed, or an earlier look decided the
+    contrast.
     """
     if not family or not looks:
         return [1.0] * len(family)
@@ -119,7 +123,9 @@ def evidence(family: Sequence[Differences], looks: int) -> list[float]:
 
 
 def anytime_p(value: float) -> float:
-    """min(1, 1 / evidence): below alpha as soon as the evidence is above 1 / alpha, at any look."""
+    """Return min(1, 1 / evidence): below alpha as soon as the evidence is above 1 / alpha, at any
+    look.
+    """
     if value > 0:
         return min(1.0, 1.0 / value)
     return 1.0
@@ -133,17 +139,17 @@ it."""
 
 
 def confidence_sequence(differences: Numbers, confidence: float = 0.95) -> Interval | None:
-    """The interval after one or more differences, in the order of the looks; None while it is not
-    bounded, as below six seeds at 95%.
+    """Return the interval after one or more differences, in the order of the looks. Return None
+    without a bound, for example below six seeds at 95%.
 
     A value is in the interval after n seeds if no look up to then has found evidence of 1 / alpha
-    against it: the e-process of the differences minus that value never reached 1 / alpha. The true
-    centre of the differences is in every interval of the sequence with a probability of at least 1
-    - alpha, if the differences are symmetric about it. The ends are rounded outwards to the next
-    candidate, by at most half a percent of the range of the differences near their median.
+    against it. The e-process of the differences minus that value then never reached 1 / alpha. If
+    the differences are symmetric about their true center, every interval of the sequence covers it
+    with a probability of at least 1 - alpha. The ends go outwards to the next candidate, by at most
+    half a percent of the range of the differences near their median.
 
     Source: Waudby-Smith and Ramdas, arXiv 2010.09686 (confidence sequences by betting). Their bets
-    for bounded means assume no symmetry, but with differences between -1 and 1 and ten seeds their
+    for bounded means assume no symmetry. But with differences between -1 and 1 and ten seeds their
     intervals are tens of points wide, whatever the spread of the differences.
     """
     d = numbers(differences)
@@ -153,7 +159,7 @@ def confidence_sequence(differences: Numbers, confidence: float = 0.95) -> Inter
     kept = np.flatnonzero(
         (capital(d - candidates[:, np.newaxis]) < 1 / (1 - confidence)).all(axis=1)
     )
-    # The interval lies between two candidates, most likely at the median, where it is looked for.
+    # The interval lies between two candidates, most likely at the median.
     if len(kept) == 0:
         kept = np.array([_POINTS // 2])
     # An end at the outermost candidate may lie anywhere beyond it.

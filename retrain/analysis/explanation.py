@@ -1,5 +1,5 @@
-"""The sentences of a comparison: the conclusion of each contrast, the caveats, and how the numbers
-were computed.
+"""Write the sentences of a comparison: the conclusion of each contrast, the caveats, and the
+computation of the numbers.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,15 @@ from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
 
 _MIN_CORRELATED = 6
-"""Minimum number of pairs whose correlation is shown; with three it is mostly chance."""
+"""Least number of pairs for which a comparison shows the correlation; with three pairs it is mostly
+chance.
+"""
 _DIFFERENCES = (Verdict.IMPROVEMENT, Verdict.WORSE, Verdict.DIFFERENT)
 
 
 def explanation(contrast: Contrast, comparison: Comparison) -> str:
-    """The conclusion of one contrast: its verdict with the numbers behind it, or why there is
-    none.
+    """Return the conclusion of one contrast: its verdict with the numbers behind it, or the reason
+    why it has none.
     """
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     shown = f"{difference_words(found.mean, metric)} in {counted(found.pairs, 'pair')}"
@@ -46,7 +48,9 @@ def explanation(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def lost_words(contrast: Contrast, comparison: Comparison) -> str:
-    """How many runs of each condition have no pair, such as: 1 failed of grpo+none; "" for none."""
+    """Return the number of runs of each condition without a pair, such as "1 failed of grpo+none";
+    "" without any.
+    """
     parts = []
     for arm in comparison.arms:
         if arm.label in (contrast.condition, contrast.baseline):
@@ -83,7 +87,7 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
         )
     if found.detectable is None:
         return interval_alone
-    # At both ends of the sd's interval: at the observed sd alone the power would be overstated.
+    # Use both ends of the sd's interval: the observed sd alone would overstate the power.
     low, high = (size_words(end, metric).removesuffix(" pp") for end in found.detectable)
     unit = " points" if metric.is_rate else ""
     return (
@@ -94,7 +98,7 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
-    """Why a significant difference is not a verdict: unjudged answers, or few problems."""
+    """Return why a significant difference is not a verdict: unjudged answers, or few problems."""
     metric, found = comparison.metric, contrast.conclusion
     p = p_words(found.p_adjusted)
     if found.unsure == "lost":
@@ -125,8 +129,8 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def remarks(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
-    """Return the sentences on each contrast, its conclusion first, and those that several have in
-    common.
+    """Return the sentences on each contrast, its conclusion first, and the sentences that several
+    contrasts have in common.
     """
     own = [
         [explanation(contrast, comparison), *_caveats(contrast, comparison)]
@@ -137,7 +141,7 @@ def remarks(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
 
 
 def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    """The caveats of a contrast, one sentence each."""
+    """Yield the caveats of a contrast, one sentence each."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     words = same_runs_words(contrast)
     if words:
@@ -189,7 +193,7 @@ def _about_outliers(contrast: Contrast, metric: Metric) -> Iterator[str]:
 
 def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     metric, found = comparison.metric, contrast.conclusion
-    # An event in this fraction of the runs is missed by all pairs with a probability of 5%.
+    # All pairs miss an event in this fraction of the runs with a probability of 5%.
     unseen = 1 - 0.05 ** (1 / found.pairs)
     better = comparison.test.direction(metric.better)
     own = next(arm for arm in comparison.arms if arm.label == contrast.condition)
@@ -218,8 +222,8 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
 
 
 def sharing(contrast: Contrast) -> str:
-    """A sentence on the prompts and the noise that the two runs of a pair shared, and on the
-    environments where they differ.
+    """Return a sentence on the prompts and the noise that the two runs of a pair shared, and on
+    differences between their environments.
     """
     shared = contrast.shared
     if shared.samplers:
@@ -261,7 +265,7 @@ benchmarks/robust.py."""
 
 
 def known_limits(comparison: Comparison) -> Iterator[str]:
-    """Sentences on how often a verdict is wrong where its test's assumptions do not hold; none
+    """Yield sentences on the rate of wrong verdicts when a test's assumptions do not hold; none
     without a verdict.
     """
     if not any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
@@ -278,7 +282,7 @@ def known_limits(comparison: Comparison) -> Iterator[str]:
 
 
 def looks_taken(comparison: Comparison) -> Iterator[str]:
-    """A sentence for each look: the evidence, and what it decided."""
+    """Yield a sentence for each look: the evidence, and what it decided."""
     for number, look in enumerate(comparison.looks, start=1):
         parts = []
         for condition, value in look.evidence.items():
@@ -294,7 +298,7 @@ def looks_taken(comparison: Comparison) -> Iterator[str]:
 
 
 def computed(comparison: Comparison) -> Iterator[str]:
-    """Sentences on how the numbers were computed."""
+    """Yield sentences on the computation of the numbers."""
     metric, test = comparison.metric, comparison.test
     judge = f", judged by {comparison.judge}" if comparison.judge else ""
     how = f", sampled at {comparison.evaluated}" if comparison.evaluated else ""

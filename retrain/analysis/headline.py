@@ -14,7 +14,7 @@ _VERBS = {
     Verdict.DIFFERENT: ("differs from", "differ from"),
     Verdict.EQUIVALENT: ("is equivalent to", "are equivalent to"),
 }
-"""For one condition and for several."""
+"""The verb for one condition and for several."""
 _SHORT = {
     Verdict.IMPROVEMENT: "better",
     Verdict.WORSE: "worse",
@@ -30,8 +30,8 @@ _WHY_UNSURE = {
 
 
 def answer(comparison: Comparison) -> str:
-    """The answer in a sentence, such as: 1 of 4 conditions beats grpo+none on these 200 problems:
-    maxrl+none +13.2 pp [+9.1, +17.3] (8 seeds); 3 undecided.
+    """Return the answer in a sentence, such as `1 of 4 conditions beats grpo+none on these 200
+    problems: maxrl+none +13.2 pp [+9.1, +17.3] (8 seeds); 3 undecided`.
     """
     found = [
         contrast
@@ -61,7 +61,7 @@ def _decided(found: Sequence[Contrast], comparison: Comparison) -> str:
 
 
 def _first_part(verdict: Verdict, items: Sequence[Contrast], comparison: Comparison) -> str:
-    """The sentence's beginning, which names the baseline and the scope of the comparison."""
+    """Return the sentence's beginning, which names the baseline and the scope of the comparison."""
     several = len(items) > 1
     within = ""
     if verdict is Verdict.EQUIVALENT:
@@ -94,8 +94,8 @@ def _within_margin(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def _undecided(comparison: Comparison) -> str:
-    """The answer where no contrast has a verdict: the design cannot give one, or the data did not
-    decide.
+    """Return the answer if no contrast has a verdict: the design cannot give one, or the data did
+    not decide.
     """
     contrasts, test = comparison.contrasts, comparison.test
     # The surest reason first: runs that are the same, a design that is too small, then the data.
@@ -130,7 +130,9 @@ def _undecided(comparison: Comparison) -> str:
 
 
 def same_runs_words(contrast: Contrast) -> str:
-    """For example: all 6 pairs are the same run, byte for byte; "" if none is."""
+    """Say how many pairs are the same run, such as "all 6 pairs are the same run, byte for byte";
+    "" without any.
+    """
     if not contrast.same_runs:
         return ""
     same, pairs = contrast.same_runs, contrast.conclusion.pairs
@@ -148,8 +150,8 @@ def _baselines(comparison: Comparison) -> str:
 
 
 def scope(comparison: Comparison) -> str:
-    """The scope of a verdict: "on these 200 problems" or "in correct_rate", and "among the runs
-    that finished" where arms lost runs.
+    """Return the scope of a verdict: "on these 200 problems" or "in correct_rate". It adds "among
+    the runs that finished" if arms lost runs.
     """
     if comparison.problems == 1:
         problems = "on this one problem"
@@ -178,7 +180,7 @@ def item_words(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def difference_and_interval(contrast: Contrast, comparison: Comparison) -> str:
-    """The difference in words, such as: +13.2 pp [+9.1, +17.3] (8 seeds)."""
+    """Return the difference in words, such as: +13.2 pp [+9.1, +17.3] (8 seeds)."""
     metric, found = comparison.metric, contrast.conclusion
     ends = ""
     if found.interval:
@@ -188,8 +190,8 @@ def difference_and_interval(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def p_words(value: float | None) -> str:
-    """A p value in two digits, or in as many as it takes to stay on its side of ALPHA; "" for
-    None.
+    """Return a p value in two digits, or in as many as it takes to stay on its side of ALPHA; ""
+    for None.
     """
     if value is None:
         return ""

@@ -1,10 +1,9 @@
-"""The held-out answers of a run as arrays over problems, and the difference of two runs on the
-problems that both have judged.
+"""Store the held-out answers of a run as arrays over problems, and compute the difference of two
+runs on the problems that both have judged.
 
-An answer that could not be judged is neither right nor wrong. The difference of a pair is taken
-over the problems that were judged in both runs; how far the unjudged answers could move it is
-bounded by counting all of them against one arm and for the other. Source of the bounds: Manski
-1990, American Economic Review 80.
+An answer that the reward could not judge is neither right nor wrong. The difference of a pair is
+over the problems with judged answers in both runs. Its bounds count all unjudged answers against
+one arm, and then for that arm. Source of the bounds: Manski 1990, American Economic Review 80.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class UnjudgedRule(Enum):
-    """How to count an answer that could not be judged."""
+    """The value of an answer that the reward could not judge."""
 
     NOTHING = "nothing"
     RIGHT = "right"
@@ -47,7 +46,7 @@ class Answers:
         return cls(tuple(item.example_id for item in ordered), *counts.T)
 
     def rates(self, k: int = 1, unjudged: UnjudgedRule = UnjudgedRule.NOTHING) -> Floats:
-        """[problems] unbiased pass@k; NaN with fewer than k answers that count."""
+        """Return [problems] unbiased pass@k; NaN with fewer than k answers that count."""
         right, counts = self.right, self.judged
         if unjudged is not UnjudgedRule.NOTHING:
             counts = counts + self.unjudged
@@ -68,7 +67,7 @@ class Answers:
 
 
 def mean_of_known(values: Floats) -> float:
-    """The mean of the values that are not NaN; NaN if there is none."""
+    """Return the mean of the values that are not NaN; NaN if there is none."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else float("nan")
 
@@ -78,10 +77,11 @@ class AnswerDifference:
     """The difference candidate - baseline of two runs that answered the same problems."""
 
     by_problem: Floats
-    """[problems]; NaN where a run judged fewer than k answers."""
+    """[problems]; NaN if a run judged fewer than k answers."""
     least: float
-    """The mean with every unjudged answer counted against the candidate: wrong there, right in the
-    baseline."""
+    """The mean if every unjudged answer counts against the candidate: wrong there, right in the
+    baseline.
+    """
     most: float
     unjudged: int
     """Answers of both runs."""

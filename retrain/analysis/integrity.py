@@ -1,8 +1,8 @@
-"""Checks a run against its campaign's plan and against its own files, before it counts for a
+"""Check a run against its campaign's plan and against its own files, before it counts for a
 condition and a seed.
 
-The manifest says which run a folder should hold; its config.toml, its summary and its trainer state
-say which one it does hold. Anybody can write all of them alike, so this finds accidents and
+The manifest says which run a folder should hold. Its config.toml, its summary and its trainer state
+say which run it does hold. Anybody can write all of them alike, so this finds accidents and
 half-done edits, not forgery.
 """
 
@@ -36,8 +36,8 @@ _MODES = ("advantage_mode", "transform_mode", "algorithm_mode")
 
 
 def given_keys(campaign: Path) -> Mapping[str, Any]:
-    """The sections of a campaign's configuration, with the keys that were given, as its manifest
-    holds them. Raises RunFailed for a [campaign] section that no campaign wrote.
+    """Return the sections of a campaign's configuration with the keys that the user gave, from its
+    manifest. Raises RunFailed for a [campaign] section that no campaign wrote.
     """
     path = campaign / MANIFEST
     config = read_object(path).get("config")
@@ -63,8 +63,8 @@ def _is_section(section: Any) -> bool:
 
 
 def problem_of(run: StoredRun, given: Mapping[str, Any]) -> str:
-    """Why a run is not what its campaign planned, or contradicts itself, as a predicate; "" if it
-    has not begun or is as it should be.
+    """Return why a run differs from its campaign's plan, or contradicts itself, as a predicate.
+    Return "" if it has not begun or has no such problem.
     """
     if not is_run(run.path):
         return ""
@@ -72,7 +72,7 @@ def problem_of(run: StoredRun, given: Mapping[str, Any]) -> str:
 
 
 def problems_of(campaign: Path, runs: Iterable[StoredRun]) -> dict[Path, str]:
-    """Folder -> `problem_of` its run, for the runs of a campaign that have one."""
+    """Map the folder of each run of a campaign with a problem to its `problem_of`."""
     given = given_keys(campaign)
     problems = {run.path: problem_of(run, given) for run in runs}
     return {path: problem for path, problem in problems.items() if problem}
@@ -94,7 +94,7 @@ def _contradiction(run: StoredRun) -> str:
 
 
 def _not_as_planned(run: StoredRun, given: Mapping[str, Any]) -> str:
-    """How a run's stored configuration differs from its entry in the manifest and from the
+    """Return how a run's stored configuration differs from its entry in the manifest and from the
     campaign's keys; "" if it does not.
     """
     planned, config = run.planned, run.config
@@ -118,10 +118,10 @@ def _not_as_planned(run: StoredRun, given: Mapping[str, Any]) -> str:
 
 
 def planned_values(given: Mapping[str, Any], condition: str) -> Json:
-    """Key -> value of the keys that a campaign's configuration gives to a condition and that no
-    resume may change.
+    """Map each key that a campaign's configuration gives to a condition, and that no resume may
+    change, to its value.
 
-    Defaults are not among them: another version of retrain may have others.
+    The result leaves out defaults, since another version of retrain may have others.
     """
     tables = {name: table for name, table in given.items() if isinstance(table, dict)}
     values = by_path(tables)
@@ -147,7 +147,7 @@ def _is_fixed(path: str) -> bool:
 
 
 def _condition(tables: Mapping[str, Any], label: str) -> Json:
-    """The keys of the campaign's condition of this label."""
+    """Return the keys of the campaign's condition of this label."""
     campaign = tables["campaign"]
     try:
         given = [
@@ -162,7 +162,7 @@ def _condition(tables: Mapping[str, Any], label: str) -> Json:
             f"{MANIFEST} plans a condition that cannot be read ({error.errors()[0]['msg']}): the"
             " file was changed, or another version of retrain wrote it."
         ) from error
-    # A grid without conditions varies the one algorithm of the file.
+    # A grid without conditions varies the file's only algorithm.
     if campaign.get("grid"):
         keys = keys_by_path()
         algorithm = tables.get("algorithm", {})
@@ -182,7 +182,7 @@ def _condition(tables: Mapping[str, Any], label: str) -> Json:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON holds it."""
+    """Return the value as JSON holds it."""
     return json.loads(json.dumps(value, default=lambda item: item.model_dump()))
 
 
@@ -190,7 +190,7 @@ def _plain(value: Any) -> Any:
 
 
 def repeated_numbers(runs: Iterable[StoredRun]) -> Iterator[list[StoredRun]]:
-    """Groups of finished runs of different seeds whose numbers are equal, which two seeds do not
+    """Yield groups of finished runs of different seeds with equal numbers, which two seeds do not
     give.
     """
     for ended_alike in _grouped(runs, lambda run: run.ending):
@@ -200,8 +200,8 @@ def repeated_numbers(runs: Iterable[StoredRun]) -> Iterator[list[StoredRun]]:
 
 
 def are_the_same(pairs: Sequence[Pair]) -> int:
-    """The number of pairs that hold one run twice: equal numbers in every step and every
-    evaluation, but for what the clock measured.
+    """Return the number of pairs that hold one run twice: equal numbers in every step and every
+    evaluation, apart from times.
     """
     return sum(
         bool(one.ending) and one.ending == other.ending and one.numbers == other.numbers
@@ -217,7 +217,7 @@ def _grouped(runs: Iterable[StoredRun], value: Any) -> Iterator[list[StoredRun]]
 
 
 def not_listed(campaign: Path, runs: Iterable[StoredRun]) -> list[str]:
-    """Names of the runs in the campaign's folder that its manifest does not list."""
+    """Return the names of the runs in the campaign's folder that its manifest does not list."""
     listed = {run.path.resolve() for run in runs}
     folders = sorted((campaign / "runs").glob("*"))
     return [folder.name for folder in folders if is_run(folder) and folder.resolve() not in listed]
@@ -227,7 +227,7 @@ def not_listed(campaign: Path, runs: Iterable[StoredRun]) -> list[str]:
 
 
 def campaigns_of(runs: Iterable[StoredRun]) -> dict[Path, list[StoredRun]]:
-    """Campaign -> its listed runs, for the campaigns in whose `runs` folders these runs lie."""
+    """Map each campaign in whose `runs` folder these runs lie to its listed runs."""
     above = dict.fromkeys(run.path.resolve().parent.parent for run in runs)
     return {folder: campaign_runs(folder) for folder in above if is_campaign(folder)}
 
@@ -235,7 +235,7 @@ def campaigns_of(runs: Iterable[StoredRun]) -> dict[Path, list[StoredRun]]:
 def as_planned(
     runs: Iterable[StoredRun], campaigns: Mapping[Path, Sequence[StoredRun]]
 ) -> tuple[list[StoredRun], dict[Path, str]]:
-    """The runs with their campaign's entry, and why some of them do not count (folder ->
+    """Return the runs with their campaign's entry, and why some of them do not count (folder ->
     predicate).
     """
     entries = {run.path.resolve(): run for run in chain.from_iterable(campaigns.values())}
@@ -256,8 +256,8 @@ def as_planned(
 
 
 def absent_line(runs: Sequence[StoredRun], campaigns: Mapping[Path, Sequence[StoredRun]]) -> str:
-    """A sentence that names the campaigns of runs given by folder, and their seeds that are absent;
-    "" for runs of no campaign.
+    """Return a sentence that names the campaigns of runs from the command line, and their absent
+    seeds; "" for runs of no campaign.
     """
     sentences = []
     for folder, listed in campaigns.items():
@@ -279,5 +279,5 @@ def absent_line(runs: Sequence[StoredRun], campaigns: Mapping[Path, Sequence[Sto
 
 
 def absent_words(absent: Mapping[str, Sequence[int]]) -> str:
-    """For example: seeds 3, 7 of maxrl+none; seed 2 of grpo+none."""
+    """List absent seeds by condition, such as "seeds 3, 7 of maxrl+none; seed 2 of grpo+none"."""
     return "; ".join(f"{seeds_words(seeds)} of {condition}" for condition, seeds in absent.items())

@@ -1,7 +1,7 @@
-"""The number by which runs are compared, chosen before looking at any, and its words: held-out
-accuracy, else the training correct rate.
+"""Choose the metric of a comparison before looking at any, and its words: held-out accuracy, else
+the training correct rate.
 
-`running_correct_rate` is not offered: a cumulative mean lags and favours early learning.
+`running_correct_rate` is not available: a cumulative mean lags and favors early learning.
 """
 
 import re
@@ -20,7 +20,7 @@ from retrain.errors import ConfigurationError
 from retrain.records.entries import Direction, StepRecord
 
 WINDOW = 50
-"""Steps at the end of training over which a training metric is averaged."""
+"""Steps at the end of training that enter the mean of a training metric."""
 _PASS_AT = re.compile(r"pass@([1-9]\d*)")
 SYNONYMS = {"accuracy": "pass@1"}
 DIRECTIONS: dict[str, Direction] = {
@@ -38,7 +38,7 @@ _BY_REWARD = frozenset(
 )  # fmt: skip
 """Training metrics that depend on the training reward."""
 _RIGHT_BY_SUM = frozenset({"correct_rate", "auc"})
-"""Those of right completions, which the plain sum of several rewards decides."""
+"""Rates of right completions, which the plain sum of several rewards decides."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Metric:
     """pass@K, correct_rate, auc, or another numeric field of a StepRecord."""
     description: str
     is_rate: bool
-    """Between 0 and 1, shown as a percentage."""
+    """True if it lies between 0 and 1; a comparison shows it as a percentage."""
     better: Direction = "higher"
 
     @property
@@ -59,7 +59,7 @@ class Metric:
         return None
 
     def judge(self, run: StoredRun) -> str:
-        """The reward that decides the metric in a run, in words that are equal for equal rewards;
+        """Return the reward that decides the metric in a run, with equal words for equal rewards;
         "" if no reward does.
         """
         config = run.config
@@ -69,7 +69,7 @@ class Metric:
         return self._words(config)
 
     def _words(self, config: TrainConfig) -> str:
-        """Return the reward of the one source of a run, as `judge`."""
+        """Return the reward of a run with one source, as `judge` does."""
         plan = Plan.of(config)
         if self.k is not None:
             return judge_words(plan.judges, config.reward)
@@ -81,7 +81,7 @@ class Metric:
         return words
 
     def of(self, run: StoredRun) -> float | None:
-        """The metric of a run; None if it has none."""
+        """Return the metric of a run; None if it has none."""
         if self.k is not None:
             return held_out(run, self.k)
         run.sealed(run.folder.metrics)
@@ -95,8 +95,8 @@ class Metric:
 
 
 def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
-    """The metric called `name`; by default held-out pass@1 if any run has it, else the training
-    correct rate.
+    """Return the metric `name`. By default, choose held-out pass@1 if any run has it, else the
+    training correct rate.
 
     Raises ConfigurationError for a name that is not a metric.
     """
@@ -132,11 +132,11 @@ def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
 
 
 def held_out(run: StoredRun, k: int) -> float | None:
-    """pass@k at the run's last evaluation of trained weights, over the problems with k judged
-    samples; None without one.
+    """Return pass@k at the run's last evaluation of trained weights, over the problems with k
+    judged samples; None without an evaluation.
 
-    It is computed from the stored samples, so any k that they suffice for can be asked for,
-    whatever `[evaluation] k` said.
+    It reads the stored samples, so it works for every k up to their number, whatever `[evaluation]
+    k` said.
     """
     if run.answers is None:
         return None
@@ -145,13 +145,13 @@ def held_out(run: StoredRun, k: int) -> float | None:
 
 
 def trained_on_chance(run: StoredRun) -> bool:
-    """True if training had the random reward alone. Held-out answers are judged without it."""
+    """True if training had the random reward alone. Held-out answers have another judge."""
     return set(run.config.reward.types) == {"random"}
 
 
 def learning_curve_mean(points: Floats) -> float | None:
-    """The area under the curve [2, steps] of step numbers and rates, divided by its span; missing
-    steps are interpolated.
+    """Return the area under the curve [2, steps] of step numbers and rates, divided by its span; it
+    interpolates missing steps.
     """
     steps, rates = points
     if len(steps) < 2:
@@ -165,8 +165,8 @@ def learning_curve_mean(points: Floats) -> float | None:
 
 
 def difference_words(value: float, metric: Metric) -> str:
-    """A difference in words, such as +13.2 pp; a small difference has two digits that say
-    something, +0.042 pp.
+    """Return a difference in words, such as +13.2 pp; a small difference has two significant
+    digits, +0.042 pp.
     """
     if metric.is_rate:
         return f"{_points(value, '+')} pp"

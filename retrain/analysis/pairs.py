@@ -1,9 +1,9 @@
-"""The pairs of a contrast: two runs with one seed, one of each arm, and their difference, over all
-held-out problems or by task.
+"""Pair the runs of a contrast: two runs with one seed from the two arms, and their difference, over
+all held-out problems or by task.
 
-A run's score on a task is its mean accuracy over the task's problems. The interquartile mean over
-tasks is moved less than the mean by one task that is always right or always wrong. Source: Agarwal
-et al. 2021, arXiv 2108.13264.
+A run's score on a task is its mean accuracy over the task's problems. A single task that is always
+right or always wrong moves the interquartile mean over tasks less than the mean. Source: Agarwal et
+al. 2021, arXiv 2108.13264.
 """
 
 from collections import defaultdict
@@ -53,10 +53,10 @@ class TaskContrast:
 
 
 def iqm(scores: Sequence[float] | Sequence[Sequence[float]] | Floats) -> float:
-    """The interquartile mean of all runs x tasks scores: a quarter of them, rounded down, is cut
-    off at either end.
+    """Return the interquartile mean of all runs x tasks scores, without a quarter of them, rounded
+    down, at either end.
 
-    Raises ValueError without scores and for one that is not finite.
+    Raises ValueError without scores and for a score that is not finite.
     """
     flat = np.sort(np.asarray(scores, dtype=np.float64), axis=None)
     if flat.size == 0 or not np.isfinite(flat).all():
@@ -66,7 +66,7 @@ def iqm(scores: Sequence[float] | Sequence[Sequence[float]] | Floats) -> float:
 
 
 def iqm_rows(scores: Floats) -> Floats:
-    """[resamples, runs, tasks] scores -> [resamples] interquartile means."""
+    """Turn [resamples, runs, tasks] scores into [resamples] interquartile means."""
     flat = np.sort(scores.reshape(len(scores), -1), axis=1)
     cut = flat.shape[1] // 4
     means: Floats = flat[:, cut : flat.shape[1] - cut].mean(axis=1)
@@ -76,12 +76,12 @@ def iqm_rows(scores: Floats) -> Floats:
 def run_interval(
     scores: Floats, statistic: Statistic = iqm_rows, confidence: float = 0.95
 ) -> Interval:
-    """The percentile interval of a statistic of [runs, ...] scores, two runs or more; a resample
-    draws runs whole, for all tasks at once.
+    """Return the percentile interval of a statistic of [runs, ...] scores, two runs or more; a
+    resample draws runs whole, for all tasks at once.
 
-    One run answers all tasks, so its luck is in all of its scores: drawn within each task, as
-    Agarwal et al. do, the runs average out and the interval covers the truth 46 to 67% of the time.
-    The percentiles are moved away from the estimate: a resample of n runs shows (n - 1) / n of
+    One run answers all tasks, so its luck is in all of its scores. Agarwal et al. resample within
+    each task; then the runs average out, and the interval covers the truth 46 to 67% of the time. A
+    factor moves the percentiles away from the estimate. A resample of n runs shows (n - 1) / n of
     their variance, and percentiles ignore Student's t. Source of the factor: Hesterberg 2015, arXiv
     1411.5279.
     """
@@ -99,8 +99,8 @@ def run_interval(
 def iqm_difference_interval(
     candidate: Floats, baseline: Floats, confidence: float = 0.95
 ) -> Interval:
-    """The interval of iqm(candidate) - iqm(baseline), both [seeds, tasks]; a resample takes the
-    same seeds of both arms.
+    """Return the interval of iqm(candidate) - iqm(baseline), both [seeds, tasks]; a resample takes
+    the same seeds of both arms.
     """
     pairs = np.stack([candidate, baseline], axis=-1)
     return run_interval(
@@ -109,8 +109,8 @@ def iqm_difference_interval(
 
 
 def probability_of_improvement(candidate: Floats, baseline: Floats) -> float:
-    """The probability that a run of the candidate beats a run of the baseline, averaged over tasks;
-    ties count half. Both [runs, tasks].
+    """Return the probability that a run of the candidate beats a run of the baseline, averaged over
+    tasks; ties count half. Both [runs, tasks].
     """
     above = candidate[:, np.newaxis, :] > baseline[np.newaxis, :, :]
     equal = candidate[:, np.newaxis, :] == baseline[np.newaxis, :, :]
@@ -152,7 +152,7 @@ def _problems(run: StoredRun) -> Sequence[EvaluationRecord]:
 
 
 def _scores(runs: Sequence[StoredRun]) -> tuple[list[str], Floats]:
-    """The tasks with a judged problem in every run, and [runs, tasks] mean accuracies."""
+    """Return the tasks with a judged problem in every run, and [runs, tasks] mean accuracies."""
     by_run: list[dict[str, list[float]]] = []
     for run in runs:
         rates: dict[str, list[float]] = defaultdict(list)
@@ -199,9 +199,11 @@ class Pairs:
     answers: Mapping[int, AnswerDifference]
     """Seed -> its difference by problem, for each of `differences`; empty for a training metric."""
     looks: Mapping[int, int] | None = None
-    """Seed -> number of the look that took it, from 0; None where nothing was looked at."""
+    """Seed -> number of the look that took it, from 0; None for a comparison without looks."""
     loses_too_many: bool = False
-    """More than a quarter of the runs of an arm failed or collapsed, which leaves no verdict."""
+    """True if more than a quarter of the runs of an arm failed or collapsed, which leaves no
+    verdict.
+    """
 
     @property
     def runs(self) -> list[Pair]:
@@ -210,15 +212,15 @@ class Pairs:
         return [(ours[seed], theirs[seed]) for seed in self.differences]
 
     def with_losses_judged(self) -> "Pairs":
-        """The contrast, which has no verdict where an arm loses too many runs."""
+        """Return the contrast without a verdict if an arm loses too many runs."""
         return replace(
             self,
             loses_too_many=self.candidate.loses_too_many or self.baseline.loses_too_many,
         )
 
     def at_looks(self, looks: Mapping[int, int]) -> "Pairs":
-        """The contrast as an e-process has seen it: the seeds of `looks`, which gives the number of
-        the look of each, in their order.
+        """Return the contrast as an e-process has seen it: the seeds of `looks`, in their order.
+        `looks` gives the number of each look.
         """
         return replace(
             self,
@@ -244,8 +246,8 @@ class Pairs:
         return int((~np.isnan(self.by_problem)).any(axis=0).sum())
 
     def paired(self, alpha: float, family: int) -> PairedDifferences:
-        """The input of a verdict. The interval for new problems, where a verdict needs one, has
-        Bonferroni's level over the family.
+        """Return the input of a verdict. The interval for new problems, where a verdict needs one,
+        has Bonferroni's level over the family.
         """
         wide = self.wide_interval(1 - alpha / family)
         few = 0 < self.problems < FEW_PROBLEMS
@@ -253,7 +255,7 @@ class Pairs:
         if any(one.unjudged for one in found.values()):
             least = self._keyed({seed: one.least for seed, one in found.items()})
             most = self._keyed({seed: one.most for seed, one in found.items()})
-        unbounded = (-np.inf, np.inf)  # one problem, or too few that were judged
+        unbounded = (-np.inf, np.inf)  # One problem, or too few judged ones.
         return PairedDifferences(
             self._keyed(self.differences),
             least,
@@ -273,8 +275,8 @@ class Pairs:
         return TwoWay.of(self.by_problem)
 
     def wide_interval(self, confidence: float) -> Interval | None:
-        """The interval for new seeds and new held-out problems; None without held-out answers of
-        two pairs to two problems.
+        """Return the interval for new seeds and new held-out problems; None without held-out
+        answers of two pairs to two problems.
         """
         table = self.two_way()
         if table is None:
@@ -282,7 +284,7 @@ class Pairs:
         return table.interval(confidence)
 
     def pairing(self) -> Pairing | None:
-        """The effect of pairing; None below three pairs, or where an arm does not vary."""
+        """Return the effect of pairing; None below three pairs, or if an arm does not vary."""
         if len(self.differences) < 3:
             return None
         both = (self.candidate, self.baseline)
@@ -293,7 +295,7 @@ class Pairs:
         return Pairing(float(np.corrcoef(arms)[0, 1]), float(np.sqrt(variances.sum())))
 
     def losses(self) -> Losses | None:
-        """The seeds whose run failed or collapsed; None if no run did."""
+        """Return the seeds whose run failed or collapsed; None if no run did."""
         ours, theirs = self.candidate.lost, self.baseline.lost
         if not ours and not theirs:
             return None
@@ -314,21 +316,21 @@ def pair_up(candidate: Arm, baseline: Arm, metric: Metric) -> Pairs:
     answers = {
         seed: _between(candidate.runs[seed], baseline.runs[seed], metric.k) for seed in seeds
     }
-    # A difference is NaN where no problem was judged in both runs.
+    # A difference is NaN if no problem has judged answers in both runs.
     known = {seed: one for seed, one in answers.items() if not np.isnan(one.mean)}
     return Pairs(candidate, baseline, {seed: one.mean for seed, one in known.items()}, known)
 
 
 def _between(candidate: StoredRun, baseline: StoredRun, k: int) -> AnswerDifference:
-    assert candidate.answers and baseline.answers  # a run without answers has no such metric
+    assert candidate.answers and baseline.answers  # A run without answers has no such metric.
     return AnswerDifference.between(candidate.answers, baseline.answers, k)
 
 
 def outlying_seeds(differences: Differences) -> Sequence[int]:
-    """Seeds whose difference lies far from the others: a robust z score above 8, from five pairs
-    on.
+    """Return seeds whose difference lies far from the others: a robust z score above 8, from five
+    pairs on.
 
-    Source of the score and of the fallback where half of the differences are equal: Iglewicz and
+    Source of the score, and of the fallback if half of the differences are equal: Iglewicz and
     Hoaglin 1993.
     """
     values = np.array(list(differences.values()))

@@ -1,5 +1,5 @@
-"""Compares the folders of two runs: the keys, data and versions that they record, and the first
-step and field in which their records differ.
+"""Compare the folders of two runs: the keys, data and versions that they record, and the first step
+and field in which their records differ.
 """
 
 from collections.abc import Iterator
@@ -26,8 +26,9 @@ ORDER = (
     "generations.jsonl",
     "the stored tokens",
 )
-"""What is compared at a step. Held-out answers and the adapter are those after so many steps, which
-are made before the step's record. The supervised stage is before step 0."""
+"""The parts of a step to compare, in order. Held-out answers and the adapter belong to the number
+of completed steps, so they come before the step's record. The supervised stage is before step 0.
+"""
 Place = tuple[int, str]
 """A step, and a name of `ORDER`."""
 _SHOWN = 4
@@ -42,8 +43,9 @@ class Parting:
     record: str
     """A name of `ORDER`."""
     fields: tuple[str, ...]
-    """The differing columns of metrics.jsonl or problems of evaluation.jsonl; empty for a step that
-    one run does not have, and for any other record."""
+    """The differing columns of metrics.jsonl or problems of evaluation.jsonl. Empty for a step that
+    one run does not have, and for any other record.
+    """
 
     @property
     def is_end(self) -> bool:
@@ -54,11 +56,13 @@ class Parting:
 @dataclass(frozen=True)
 class FolderComparison:
     parting: Parting | None
-    """None if all that both runs have is equal, but for what a clock or the machine measured."""
+    """The first difference; None if the shared records are equal, apart from values that a clock or
+    the machine measured.
+    """
     recorded: tuple[str, ...]
     """Each difference of the keys, the data, the versions and the machine, in words."""
     alone: tuple[tuple[str, ...], tuple[str, ...]]
-    """What the first and the second run alone have, in words."""
+    """Records that only the first run has, and records that only the second run has, in words."""
 
 
 def compared(one: StoredRun, other: StoredRun, steps: range) -> FolderComparison:
@@ -80,7 +84,7 @@ def compared(one: StoredRun, other: StoredRun, steps: range) -> FolderComparison
 
 
 def _records(run: StoredRun, steps: range) -> dict[Place, Any]:
-    """What a run has of the steps: a table of fields, or values of which equal ones are equal."""
+    """Return a run's records of the steps: a table of fields, or values to compare for equality."""
     found: dict[Place, Any] = {}
     sft, evaluation, adapter, metrics, answers, tokens = ORDER
     files = run.folder
@@ -109,7 +113,7 @@ def _records(run: StoredRun, steps: range) -> dict[Place, Any]:
 
 
 def _adapters(run: StoredRun) -> Iterator[tuple[int, Path]]:
-    """Yield the steps behind each stored adapter, and its file; the last one is there twice."""
+    """Yield the steps behind each stored adapter, and its file. The last adapter comes twice."""
     store = CheckpointStore(stored_checkpoints(run.folder))
     kept = [(step, store.folder / step_folder(step)) for step in store.steps()]
     last = store.folder / FINAL
@@ -150,7 +154,7 @@ def _recorded(one: StoredRun, other: StoredRun, steps: range) -> Iterator[str]:
     for run in (one, other):
         for began, session in run.resumes:
             changed = session.get("changed")
-            # The keys of config.toml are those of the last session.
+            # config.toml has the keys of the last session.
             if isinstance(changed, list) and changed and steps.stop <= began:
                 yield (
                     f"keys that {run.path} had otherwise before it was resumed at step {began}:"

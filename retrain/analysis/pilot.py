@@ -1,10 +1,10 @@
-"""A pilot: what earlier runs show about the spread of differences, the cheapest design that finds a
-difference of a given size, and the plan of a campaign that rests on both.
+"""Estimate from a pilot, that is earlier runs, the spread of differences. It gives the cheapest
+design that finds a difference of a given size, and the plan of a campaign that rests on both.
 
-A design is how many seeds, held-out problems and samples. Var(d) = luck + (interaction + sampling /
-K) / P for the difference d of a pair evaluated on P problems with K samples each. Seeds average out
-all of it, problems the second part, samples the sampling. A seed costs a training run of each arm,
-an answer next to nothing.
+A design is a number of seeds, held-out problems and samples. The difference d of a pair on P
+problems with K samples each has Var(d) = luck + (interaction + sampling / K) / P. More seeds reduce
+all of it, more problems the second term, and more samples the sampling. A seed costs a training run
+of each arm; an answer costs little.
 """
 
 from bisect import bisect_left
@@ -40,7 +40,7 @@ MAX_DESIGN_SEEDS = 40
 
 @dataclass(frozen=True)
 class Spread:
-    """Where the variance of a pair's difference comes from, and what makes it smaller."""
+    """The sources of the variance of a pair's difference, and the cost of a run and an answer."""
 
     luck: float
     """Variance that no evaluation removes."""
@@ -60,15 +60,15 @@ class Spread:
 
     @classmethod
     def of(cls, family: Sequence[Pairs]) -> "Spread | None":
-        """The spread, averaged over contrasts; None without held-out answers to several samples, or
-        where the runs did not record their times.
+        """Return the spread, averaged over contrasts. Return None without held-out answers to
+        several samples, or if the runs did not record their times.
         """
         parts = list(filter(None, map(_parts, family)))
         runs = list(chain.from_iterable(chain.from_iterable(pairs.runs for pairs in family)))
         times = [run.summary.get("seconds") for run in runs]
         seconds = [time for time in times if isinstance(time, int | float)]
-        # per run that recorded it, the median time to sample an answer in the last steps
-        # of training
+        # Take the median time to sample an answer in the last training steps, for each
+        # run that recorded it.
         answers = []
         for run in runs:
             found = [
@@ -85,8 +85,8 @@ class Spread:
 
 
 def _parts(pairs: Pairs) -> tuple[float, float, float] | None:
-    """The variances of luck, interaction and sampling of one contrast; None with one sample per
-    problem, which cannot tell the last two apart.
+    """Return the variances of luck, interaction and sampling of one contrast. Return None with one
+    sample per problem, which cannot separate the last two.
     """
     table = pairs.two_way()
     found = [run.answers for run in chain.from_iterable(pairs.runs)]
@@ -117,8 +117,8 @@ class Design:
 
 
 def cheapest(spread: Spread, effect: float, rule: Rule) -> Design | None:
-    """The design that finds `effect` in the least time; None if none of at most MAX_DESIGN_SEEDS
-    seeds does.
+    """Return the design that finds `effect` in the least time; None if no design with at most
+    MAX_DESIGN_SEEDS seeds does.
     """
     designs = (
         _with_fewest_seeds(spread, problems, samples, effect, rule)
@@ -134,10 +134,10 @@ def _with_fewest_seeds(
 
     def detectable(seeds: int) -> float:
         found = minimal_detectable_effect(seeds, sd, rule)
-        assert found is not None  # from the fewest on
+        assert found is not None  # The counts start at the fewest.
         return found
 
-    # More seeds find smaller differences, so that the fewest can be found by bisection.
+    # More seeds find smaller differences, so bisection finds the fewest.
     counts = range(rule.fewest, MAX_DESIGN_SEEDS + 1)
     first = bisect_left(counts, True, key=lambda seeds: detectable(seeds) <= effect)
     if first == len(counts):
@@ -169,14 +169,15 @@ class Pilot:
     freedom: int
     """Degrees of freedom of `sd`."""
     source: str
-    """The runs that it was estimated from, in words."""
+    """The runs behind the estimate, in words."""
     comparisons: int
     """Conditions besides the baseline."""
     sd_by_contrast: Mapping[str, float] = field(default_factory=dict)
     """Condition -> the sd of its differences from the baseline."""
     spread: Spread | None = None
-    """Where the variance comes from and what it costs to lower it; None where the runs do not show
-    it."""
+    """The sources of the variance and the cost of lowering it; None if the runs do not show
+    them.
+    """
 
     @property
     def sd_interval(self) -> tuple[float, float]:
@@ -187,8 +188,8 @@ class Pilot:
 
     @property
     def assured_sd(self) -> float:
-        """The upper limit that four of five pilots put above the true sd: seeds planned with it
-        have the stated power as often.
+        """The upper limit that is above the true sd in four of five pilots. Plans with it reach the
+        stated power as often.
         """
         return sd_interval(self.sd, self.freedom, 2 * ASSURANCE - 1)[1]
 
@@ -202,7 +203,7 @@ class SeedPlan:
     rule: Rule
 
     def seeds(self, sd: float) -> int | None:
-        """Seeds that find the effect at this sd; None if more than MAX_SEEDS. Requires an
+        """Return seeds that find the effect at this sd; None if more than MAX_SEEDS. Requires an
         effect.
         """
         assert self.effect is not None
@@ -211,22 +212,24 @@ class SeedPlan:
         return seeds_needed(self.effect, sd, self.rule)
 
     def detectable(self) -> dict[int, float | None]:
-        """Seeds -> the smallest difference they find; None if so few can conclude nothing."""
+        """Map numbers of seeds to the smallest difference that they find; None if so few can
+        conclude nothing.
+        """
         return {
             seeds: minimal_detectable_effect(seeds, self.sd, self.rule) for seeds in SEED_COUNTS
         }
 
     def cheapest(self, spread: Spread) -> Design | None:
-        """The seeds, problems and samples that find the effect in the least time. Requires an
-        effect.
+        """Return the seeds, problems and samples that find the effect in the least time. Requires
+        an effect.
         """
         assert self.effect is not None
         return cheapest(spread, self.effect, self.rule)
 
 
 def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
-    """The spread between the runs in or below `folder`: of paired differences if there are two
-    conditions, else between the seeds of one.
+    """Return the spread between the runs in or below `folder`. Two conditions give the spread of
+    paired differences, one condition the spread between its seeds.
 
     Raises ConfigurationError if no condition has two finished runs.
     """
@@ -258,8 +261,8 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
 
 
 def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
-    """The differences of all contrasts pooled. They share the baseline's runs, so the longest
-    contrast gives the degrees of freedom.
+    """Return the pooled differences of all contrasts. They share the baseline's runs, so the
+    longest contrast gives the degrees of freedom.
     """
     differences = {arm.label: paired_differences(arm.values, base.values) for arm in paired}
     sds = {label: sample_sd(list(by_seed.values())) for label, by_seed in differences.items()}
@@ -267,7 +270,7 @@ def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
     squares = [sd**2 * count for sd, count in zip(sds.values(), freedom, strict=True)]
     sd = float(np.sqrt(sum(squares) / sum(freedom)))
     source = f"{max(freedom) + 1} pairs of {base.label} and {', '.join(differences)}"
-    # Only the rate of single answers has parts from the problems and from the samples.
+    # Only the rate of single answers has components for problems and samples.
     if metric.k != 1:
         return Pilot(metric, sd, max(freedom), source, len(paired), sds)
     spread = Spread.of([pair_up(arm, base, metric) for arm in paired])

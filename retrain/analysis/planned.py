@@ -1,8 +1,8 @@
-"""The plan of a comparison, which a campaign's manifest holds from before its first run, and the
-looks that were taken on the way.
+"""Read the plan of a comparison, which a campaign's manifest holds from before its first run, and
+the looks so far.
 
-A plan is hashed, so that an edit shows. A comparison that differs from it is exploratory: its p is
-computed as if it had been planned.
+The plan has a hash, so that an edit shows. A comparison that differs from the plan is exploratory:
+its p is the p of a planned one.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class AnalysisPlan:
 
     baseline: str
     conditions: tuple[str, ...]
-    """The others; each is compared with the baseline."""
+    """The other conditions, each against the baseline."""
     metric: str
     alpha: Annotated[float, Field(gt=0, lt=1)]
     rule: Literal["seeds", "evidence"]
@@ -44,20 +44,21 @@ class AnalysisPlan:
     better: Direction = "higher"
     """The direction of the metric that is an improvement."""
     margin: Annotated[float | None, Field(gt=0)] = None
-    """Differences below this are equivalent; None: no verdict of equivalence is planned."""
+    """Differences below this are equivalent; None plans no verdict of equivalence."""
     leaves_out: Literal["failed", "failed and collapsed"] = "failed"
-    """The runs whose pairs are left out. Plans of 0.9 are without this, leave out failed runs, and
-    set no limit to their number."""
+    """The runs that have no pair. Plans of 0.9 lack this field, leave out failed runs, and set no
+    limit to their number.
+    """
 
     def to_json(self) -> Json:
-        """The plan with `sha256`, the hash of the rest."""
+        """Return the plan with `sha256`, the hash of the rest."""
         content = asdict(self)
         return content | {"sha256": _sha256(content)}
 
 
 def _sha256(plan: Mapping[str, Any]) -> str:
-    """The hash of a plan as it is stored, so that plans of versions with fewer fields keep
-    theirs.
+    """Return the hash of a plan in its stored form, so that plans of versions with fewer fields
+    keep their hash.
     """
     content = {name: value for name, value in plan.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -65,17 +66,18 @@ def _sha256(plan: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Look:
-    """One look at the evidence, after a seed, and the conditions that it decided."""
+    """One look at the evidence, after a seed, and its decisions."""
 
     seed: int
     evidence: Mapping[str, float]
     """Condition -> evidence over the family, for those still running; 1 / alpha decides
     (e_process.adjust)."""
     decided: Mapping[str, str]
-    """Condition -> its verdict, for those decided at this look; they run no more."""
+    """Condition -> its verdict, for the conditions decided at this look; they run no more."""
     missing: Sequence[str] = ()
-    """Conditions that the look went without, since a run of their pair had failed or was stopped; a
-    later look at the seed may take it."""
+    """Conditions absent from the look because a run of their pair had failed or stopped. A later
+    look at the seed may take them.
+    """
 
     def to_json(self) -> Json:
         return asdict(self)
@@ -97,21 +99,21 @@ class CampaignRecord:
     plan: AnalysisPlan | None
     """The plan; None in manifests of versions that recorded none."""
     edited: bool
-    """The plan is not the one that was hashed."""
+    """True if somebody edited the plan after it got its hash."""
     looks: Sequence[Look]
     seeds: Sequence[int]
     """The seeds of the campaign as it is now."""
     max_steps: int | None
     sha256: str = ""
-    """The hash that the plan has."""
+    """The hash of the plan."""
     removed: bool = False
-    """There is no plan, and the version that wrote the manifest recorded one."""
+    """True if the plan is absent although the version that wrote the manifest recorded one."""
     grid: Sequence[str] = ()
     """The keys that [campaign.grid] varies."""
 
     @classmethod
     def read(cls, folder: Path) -> "CampaignRecord":
-        """Raises RunFailed for a damaged manifest."""
+        """Read the record of a campaign. Raises RunFailed for a damaged manifest."""
         path = folder / MANIFEST
         content = read_object(path)
         try:
@@ -127,14 +129,14 @@ class CampaignRecord:
             seeds=stored.seeds,
             max_steps=stored.max_steps,
             sha256=sha256,
-            # Every version that writes "looks" writes a plan beside them.
+            # Every version that writes "looks" writes a plan too.
             removed=stored.plan is None and "looks" in content,
             grid=[*(given_keys(folder).get("campaign", {}).get("grid") or {})],
         )
 
     @property
     def looked(self) -> tuple[int, ...]:
-        """The seeds that were looked at, in the order of their first looks."""
+        """The seeds of the looks, in the order of their first looks."""
         return tuple(dict.fromkeys(look.seed for look in self.looks))
 
     @property
@@ -144,7 +146,9 @@ class CampaignRecord:
         return [condition for condition in planned if self.decided_at(condition) is None]
 
     def decided_at(self, condition: str) -> int | None:
-        """The number of looks after which the condition was decided; None while it is not."""
+        """Return the number of looks after which the condition had a verdict; None while it has
+        none.
+        """
         return next(
             (
                 number
@@ -155,8 +159,8 @@ class CampaignRecord:
         )
 
     def looks_of(self, condition: str) -> dict[int, int]:
-        """Seed -> number of the look, from 0, at which the e-process of a condition took the pair
-        of that seed.
+        """Map each seed to the number of the look, from 0, at which the e-process of a condition
+        took its pair.
         """
         first: dict[int, int] = {}
         for number, look in enumerate(self.looks[: self.decided_at(condition)]):
@@ -183,7 +187,7 @@ def deviations(
     runs: Iterable[StoredRun],
     absences: "Absences | None" = None,
 ) -> Iterator[str]:
-    """The ways in which a comparison differs from the plan, such as "metric (auc, planned
+    """Yield the ways in which a comparison differs from the plan, such as "metric (auc, planned
     pass@1)".
     """
     plan = record.plan
@@ -199,7 +203,7 @@ def deviations(
         yield f"its looks (at seeds {', '.join(map(str, record.looked))}, planned {planned})"
     if test.margin != plan.margin:
         yield f"margin ({_margin(test.margin)}, {_margin(plan.margin)} planned)"
-    # Another baseline is reported above, and changes the family by itself.
+    # The lines above report another baseline, which changes the family by itself.
     contrasts = {(condition, plan.baseline) for condition in plan.conditions}
     if baseline == plan.baseline and set(pairs) != contrasts:
         yield f"the family of comparisons ({len(pairs)}, planned {len(contrasts)})"
@@ -227,7 +231,7 @@ def _settings(
     yield "direction", direction_words(better), direction_words(plan.better)
     yield "alpha", f"{test.alpha:g}", f"{plan.alpha:g}"
     yield "max_steps", record.max_steps, plan.max_steps
-    # A run may go on after its campaign, and its last evaluation is then a later one.
+    # A run may go on after its campaign, and then evaluates again.
     longest = max([plan.max_steps, *(run.steps for run in runs)])
     yield "the steps of the longest run", longest, plan.max_steps
 
@@ -240,10 +244,10 @@ def _margin(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Absences:
-    """The planned runs that a comparison goes without: condition -> seeds."""
+    """The planned runs that are absent from a comparison: condition -> seeds."""
 
     bent: Mapping[str, Sequence[int]]
-    """No run that the manifest lists and that is what was planned."""
+    """Planned runs that the manifest does not list, or that differ from the plan."""
     failed: Mapping[str, Sequence[int]]
     to_come: Mapping[str, Sequence[int]]
     not_listed: Sequence[str]
@@ -257,8 +261,8 @@ class Absences:
         not_counted: Collection[Path],
         not_listed: Sequence[str] = (),
     ) -> "Absences | None":
-        """`runs` are the manifest's, `not_counted` the folders of runs that are not what was
-        planned. None without a plan.
+        """`runs` are the runs of the manifest, and `not_counted` the folders of runs that differ
+        from the plan. Return None without a plan.
         """
         plan = record.plan
         if plan is None:
@@ -287,8 +291,8 @@ class Absences:
 def planned_line(
     record: CampaignRecord, differing: Sequence[str], absences: Absences | None = None
 ) -> str:
-    """The sentence that says whether a comparison is as planned or exploratory, in what, and which
-    seeds were added or are absent. "" without a recorded plan.
+    """Say whether a comparison follows the plan or is exploratory, and why. The sentence also names
+    added and absent seeds. "" without a recorded plan.
     """
     plan = record.plan
     if plan is None:
@@ -335,8 +339,8 @@ def planned_line(
 
 
 def not_looked_at(record: CampaignRecord, pairs: Mapping[str, Collection[int]]) -> Iterator[str]:
-    """A sentence for each condition that has a pair now which a look went without; `pairs` are its
-    seeds that are done.
+    """Yield a sentence for each condition that now has a pair which a look lacked; `pairs` are its
+    finished seeds.
     """
     for condition, seeds in pairs.items():
         if record.decided_at(condition) is None:
@@ -352,7 +356,9 @@ def not_looked_at(record: CampaignRecord, pairs: Mapping[str, Collection[int]]) 
 
 
 def evidence_line(record: CampaignRecord) -> str:
-    """The newest evidence for each condition and the decisions so far; "" before the first look."""
+    """Return the newest evidence for each condition and the decisions so far; "" before the first
+    look.
+    """
     if record.plan is None or not record.looks:
         return ""
     newest: dict[str, float] = {}

@@ -1,11 +1,11 @@
-"""How small a difference a number of seeds can find, and how many seeds a difference needs, given
-the spread of the differences.
+"""Compute how small a difference a number of seeds can find, and how many seeds a difference needs,
+given the spread of the differences.
 
-The decision rule is the one of `compare`: the t interval excludes 0, and the adjusted sign-flip p
-is below alpha, for the one arm of the family that differs. With few seeds the sign flips are coarse
-and the rule has less power than a t test, so it is simulated up to SIMULATED_SEEDS; beyond, a t
-test at the level that the flips can reach agrees with it within about five points
-(benchmarks/results/calibration-2026-11-22.md).
+The decision rule is the same as in `compare`: the t interval excludes 0, and the adjusted sign-flip
+p is below alpha. The computation assumes that one arm of the family differs. With few seeds the
+sign flips are coarse and the rule has less power than a t test, so this simulates it up to
+SIMULATED_SEEDS. Beyond, it uses a t test at the level that the flips can reach. The two agree
+within about five points (benchmarks/results/calibration-2026-11-22.md).
 """
 
 from bisect import bisect_left
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from retrain.config.schema import Campaign
 
 Correction = Literal["maxt", "evidence"]
-"""How p is adjusted over a family: joint sign flips, or the e-process of a campaign that is looked
-at."""
+"""The adjustment of p over a family: joint sign flips, or the e-process of a campaign with
+looks.
+"""
 
 SIMULATED_SEEDS = 10
 _CAMPAIGNS = 4000
@@ -34,18 +35,19 @@ _CAMPAIGNS = 4000
 _LEVELS = 100_000
 """Simulated campaigns for a joint level: a standard error of 0.07 points at an alpha of 0.05."""
 _MAX_FAMILY = 20
-"""A larger family is simulated as one of this size: under joint flips each further arm costs next
-to nothing."""
+"""Simulations replace a larger family by this size: under joint flips each further arm costs next
+to nothing.
+"""
 _MAX_LOOKS = 64
 MAX_SEEDS = 100_000
-"""A difference that needs more is out of reach."""
+"""A difference that needs more seeds is out of reach."""
 SEED_COUNTS = (4, 6, 8, 12, 16, 24, 32)
 """Rows of the table of detectable differences."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """When a difference counts as found, and how often it is to be found."""
+    """The criterion for finding a difference, and the required probability of finding it."""
 
     comparisons: int = 1
     """The size of the family."""
@@ -55,12 +57,12 @@ class Rule:
 
     @property
     def fewest(self) -> int:
-        """Return the fewest seeds with which a difference can be found at all."""
+        """Return the fewest seeds that can find a difference at all."""
         return max(2, seeds_to_conclude(self))
 
     def out_of_reach(self, effect: float, sd: float) -> bool:
-        """Return True if more than MAX_SEEDS seeds are needed to find the effect; `sd` is the
-        standard deviation of the paired differences.
+        """Return True if the effect needs more than MAX_SEEDS seeds; `sd` is the standard deviation
+        of the paired differences.
         """
         return self.normal_seeds(effect, sd) > MAX_SEEDS
 
@@ -76,7 +78,7 @@ _ALONE = Rule()
 
 def seeds_to_conclude(rule: Rule = _ALONE) -> int:
     """Return the fewest pairs with which a contrast of a family can be significant. For a campaign
-    with looks, that is where the other contrasts have no evidence for or against.
+    with looks, this assumes that the other contrasts have no evidence for or against.
     """
     family, alpha = rule.comparisons, rule.alpha
     if rule.correction == "evidence":
@@ -88,11 +90,12 @@ def seeds_to_conclude(rule: Rule = _ALONE) -> int:
 
 
 def power_of(seeds: int, effect: float, rule: Rule = _ALONE) -> float:
-    """The probability that `seeds` pairs find a mean difference of `effect` standard deviations
-    (normal differences).
+    """Return the probability that `seeds` pairs find a mean difference of `effect` standard
+    deviations (normal differences).
 
-    With the correction "evidence", that one of `seeds` looks finds it. The other contrasts of the
-    family do not differ; all share the baseline, so that their differences correlate by a half.
+    With the correction "evidence", return the probability that a look up to `seeds` finds it. The
+    other contrasts of the family do not differ; all share the baseline, so that their differences
+    correlate by a half.
     """
     if seeds < rule.fewest:
         return 0.0
@@ -112,8 +115,8 @@ def _power_of_looks(seeds: int, effect: float, alpha: float, family: int) -> flo
 
 
 def _power_of_flips(seeds: int, effect: float, alpha: float, family: int) -> float:
-    """Simulated: the t interval of the first contrast excludes 0 and its joint sign-flip p is below
-    `alpha`.
+    """Return the share of simulated campaigns whose first contrast has a t interval without 0 and a
+    joint sign-flip p below `alpha`.
     """
     from scipy.special import stdtrit
 
@@ -122,17 +125,17 @@ def _power_of_flips(seeds: int, effect: float, alpha: float, family: int) -> flo
     critical = float(stdtrit(seeds - 1, 1 - alpha / 2))
     t = first.mean(axis=1) * np.sqrt(seeds) / first.std(axis=1, ddof=1)
     candidates = differences[t > critical]
-    # in parts, since each row and contrast takes 2^(n-1) sums
+    # Work in parts, since each row and contrast takes 2^(n-1) sums.
     parts = [part for part in np.array_split(candidates, 16) if len(part)]
     found = sum(int(np.count_nonzero(max_t_rows(part) < alpha)) for part in parts)
     return found / len(differences)
 
 
 def _power_of_t(seeds: int, effect: float, level: float) -> float:
-    """The power of a two-sided paired t test at the largest sign-flip p below `level`."""
+    """Return the power of a two-sided paired t test at the largest sign-flip p below `level`."""
     from scipy.special import nctdtr, stdtrit
 
-    if seeds <= 50:  # a multiple of 2 / 2^n; beyond 50 seeds it is next to `level`
+    if seeds <= 50:  # It is a multiple of 2 / 2^n; beyond 50 seeds it is near `level`.
         flips = 2.0 ** (seeds - 1)
         level = (ceil(level * flips) - 1) / flips
     critical = float(stdtrit(seeds - 1, 1 - level / 2))
@@ -140,8 +143,8 @@ def _power_of_t(seeds: int, effect: float, level: float) -> float:
 
 
 def minimal_detectable_effect(seeds: int, sd: float, rule: Rule = _ALONE) -> float | None:
-    """The smallest mean difference that `seeds` pairs find with the rule's power; None if so few
-    can conclude nothing.
+    """Return the smallest mean difference that `seeds` pairs find with the rule's power; None if so
+    few can conclude nothing.
     """
     units = _detectable_units(seeds, rule)
     if units is None:
@@ -150,10 +153,10 @@ def minimal_detectable_effect(seeds: int, sd: float, rule: Rule = _ALONE) -> flo
 
 
 def seeds_needed(effect: float, sd: float, rule: Rule = _ALONE) -> int:
-    """The fewest seeds that find a mean difference of `effect` with the rule's power, given the sd
-    of the differences.
+    """Return the fewest seeds that find a mean difference of `effect` with the rule's power, given
+    the sd of the differences.
 
-    Raises ValueError unless effect > 0 and sd >= 0, and if more than MAX_SEEDS would be needed.
+    Raises ValueError unless effect > 0 and sd >= 0, and if the effect needs more than MAX_SEEDS.
     """
     if not effect > 0 or not sd >= 0:
         raise ValueError(f"the effect must be above 0 and the sd at least 0, got {effect} and {sd}")
@@ -172,7 +175,7 @@ def seeds_needed(effect: float, sd: float, rule: Rule = _ALONE) -> int:
 
 
 def _first_count(enough: Callable[[int], bool], fewest: int, start: int) -> int:
-    """The first count from `fewest` on that is enough: doubled steps away from `start`, then
+    """Return the first count from `fewest` on that is enough: doubled steps away from `start`, then
     bisection.
     """
     step = 1
@@ -190,8 +193,8 @@ def _first_count(enough: Callable[[int], bool], fewest: int, start: int) -> int:
 
 
 def normal_seeds(effect: float, sd: float, alpha: float = 0.05, power: float = 0.8) -> float:
-    """The normal approximation ((z_{1 - alpha/2} + z_power) sd / effect)^2, not rounded; about two
-    too few for a t test.
+    """Return the normal approximation ((z_{1 - alpha/2} + z_power) sd / effect)^2, without
+    rounding; about two too few for a t test.
     """
     from scipy.special import ndtri
 
@@ -199,8 +202,8 @@ def normal_seeds(effect: float, sd: float, alpha: float = 0.05, power: float = 0
 
 
 def sd_interval(sd: float, freedom: int, confidence: float = 0.95) -> Interval:
-    """The confidence interval of a normal population's standard deviation, estimated as `sd` with
-    `freedom` >= 1 degrees of freedom.
+    """Return the confidence interval of a normal population's standard deviation, estimated as `sd`
+    with `freedom` >= 1 degrees of freedom.
     """
     from scipy.special import chdtri
 
@@ -211,7 +214,7 @@ def sd_interval(sd: float, freedom: int, confidence: float = 0.95) -> Interval:
 
 @lru_cache(maxsize=256)
 def _detectable_units(seeds: int, rule: Rule) -> float | None:
-    """The minimal detectable effect in standard deviations, by bisection."""
+    """Return the minimal detectable effect in standard deviations, by bisection."""
     if seeds < rule.fewest:
         return None
     low, high = 0.0, 1.0
@@ -228,8 +231,8 @@ def _detectable_units(seeds: int, rule: Rule) -> float | None:
 
 @lru_cache(maxsize=2 * SIMULATED_SEEDS)
 def _noise(seeds: int, family: int) -> Floats:
-    """[campaigns, seeds, contrasts] standard normal, the same in every call so that power rises
-    smoothly with the effect.
+    """Return [campaigns, seeds, contrasts] standard normal noise, the same in every call so that
+    power rises smoothly with the effect.
     """
     rng = np.random.default_rng(seeds)
     if family == 1:
@@ -241,13 +244,14 @@ def _noise(seeds: int, family: int) -> Floats:
 
 @lru_cache(maxsize=256)
 def _joint_level(seeds: int, alpha: float, family: int) -> float:
-    """The level of a single t test at which any of `family` that share a baseline is below it with
-    probability alpha (Dunnett's), from _LEVELS simulated campaigns of three seeds or more.
+    """Return the level of Dunnett's test for `family` contrasts with one baseline. With probability
+    alpha, the p of at least one contrast is below it. The estimate uses _LEVELS simulated campaigns
+    of three seeds or more.
 
-    Drawn are the numbers that t is made of instead of the runs, so the cost does not grow with the
-    seeds. sqrt(n) times an arm's mean is normal. The baseline's sum of squares about its mean is
-    chi-square with n - 1 degrees of freedom. An arm's splits into the part along the baseline's,
-    the square of a normal, and a chi-square with n - 2 (Bartlett's decomposition).
+    It draws the components of t instead of the runs, so the cost does not grow with the seeds. The
+    component sqrt(n) times an arm's mean is normal. The baseline's sum of squares about its mean is
+    chi-square with n - 1 degrees of freedom. An arm's sum of squares splits into the square of a
+    normal, along the baseline's, and a chi-square with n - 2 (Bartlett's decomposition).
     """
     from scipy.special import stdtr
 
@@ -264,8 +268,8 @@ def _joint_level(seeds: int, alpha: float, family: int) -> float:
 
 
 def equivalence_line(seeds: int, comparisons: int, settings: "Campaign") -> Iterator[str]:
-    """Say that so few seeds can call no condition equivalent, however alike they are; yield nothing
-    if they can, without a margin, or where looks decide the number of seeds.
+    """Say that so few seeds can call no condition equivalent, however alike they are. Yield nothing
+    if they can, without a margin, or if looks decide the number of seeds.
     """
     margin, rule = settings.margin, Rule(comparisons)
     if not margin or settings.stop != "seeds":
@@ -282,10 +286,10 @@ def equivalence_line(seeds: int, comparisons: int, settings: "Campaign") -> Iter
 
 
 def design_line(seeds: int, rule: Rule, problems: int = 0, samples: int = 1) -> str:
-    """A line on the effects that a campaign can find, every condition being compared with the
+    """Return a line on the effects that a campaign can find by comparing every condition with the
     first.
 
-    `problems` is 0 where their number is not known.
+    `problems` is 0 if their number is unknown.
     """
     family = counted(rule.comparisons, "comparison")
     units = minimal_detectable_effect(seeds, 1.0, rule)

@@ -1,5 +1,5 @@
-"""Runs on disk: one run, a campaign's runs, or every run below a folder; `load_runs` gives their
-metrics as a pandas frame.
+"""Read runs on disk: one run, a campaign's runs, or every run below a folder. `load_runs` gives
+their metrics as a pandas frame.
 
 A run is a folder with config.toml. A campaign is a folder with manifest.json, whose `runs` name
 each run's folder, condition and seed. Properties read files on demand.
@@ -53,8 +53,7 @@ class PlannedRun:
     status: str
     reason: str
     attempts: int = 1
-    """Number of times it was begun, but for the times that it went on after it was interrupted or
-    killed."""
+    """Number of attempts, without resumes after an interruption or a kill."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Code:
     """The code of a run."""
 
     revision: str | None
-    """Of the package; None where it was not recorded."""
+    """The revision of the package; None without a record."""
     plugins: Mapping[str, Any]
     """Dotted name -> sha256 of its file."""
 
@@ -79,7 +78,7 @@ class Code:
 
 
 RECENT = 20
-"""Steps at the end of a run over which the medians of step time and throughput are taken."""
+"""Steps at the end of a run that enter the medians of step time and throughput."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,8 @@ class StoredRun:
 
     @property
     def name(self) -> str:
-        """Its name in its campaign; of a folder that was given, whose name others may share, the
-        path.
+        """Its name in its campaign. A folder from the command line gives its path, since other
+        folders may share its name.
         """
         return self.path.name if self.planned else str(self.path)
 
@@ -126,8 +125,8 @@ class StoredRun:
 
     @cached_property
     def summary(self) -> Json:
-        """The content of summary.json, which is written when a session ends without being killed;
-        empty if there is none.
+        """The content of summary.json, which a session writes at its end unless a kill ends it;
+        empty without the file.
         """
         return _object_or_empty(self.folder.summary)
 
@@ -143,9 +142,9 @@ class StoredRun:
 
     @cached_property
     def resumes(self) -> list[tuple[int, Json]]:
-        """Return the step at which each later session began, and what it recorded.
+        """Return the step at which each later session began, and its record.
 
-        A session of an old version, which recorded no step, is left out.
+        It leaves out a session of an old version, which recorded no step.
         """
         listed = self.environment.get("resumed")
         found = [
@@ -166,8 +165,8 @@ class StoredRun:
         """True if the engine declared in environment.json that its noise depends on each token's
         coordinates alone.
 
-        In a folder written before engines declared it, the built-in engine's name decides; a
-        plugin's code is never run for it.
+        In a folder of a version before engines declared it, the built-in engine's name decides. It
+        never runs a plugin's code.
         """
         recorded = self.environment.get("engine")
         if isinstance(recorded, dict):
@@ -185,14 +184,14 @@ class StoredRun:
 
     @cached_property
     def _failed_in_campaign(self) -> bool:
-        """True if its campaign's manifest says that it failed, and it was not continued to its end
-        since, by itself.
+        """True if its campaign's manifest says that it failed, and no later session of the run
+        alone has completed it.
         """
         return self.planned is not None and self.planned.status == "failed" and not self.is_whole
 
     @property
     def is_whole(self) -> bool:
-        """True if its own summary says that it is done, after its last step. A run that `[training]
+        """True if its own summary has the status done, after its last step. A run that `[training]
         max_hours` ended before may have failed to go on.
         """
         return (
@@ -207,8 +206,8 @@ class StoredRun:
 
     @cached_property
     def unfinished(self) -> str:
-        """Why the run has no final result, as a predicate ("stopped after 3 of 9 steps"); "" if it
-        has one.
+        """The reason why the run has no final result, as a predicate ("stopped after 3 of 9
+        steps"); "" with a final result.
         """
         if self.planned and self._failed_in_campaign:
             return f"failed ({self.planned.reason})".removesuffix(" ()")
@@ -234,8 +233,8 @@ class StoredRun:
         return f"stopped after {self.counted_steps} of {counted(planned, 'step')}"
 
     def used_hours(self, training: Training) -> str:
-        """Say that the max_hours of `training` came before its last step; "" if they did not, or if
-        summary.json does not say how long the run took.
+        """Say that the max_hours of `training` came before its last step. Return "" if they did
+        not, or if summary.json does not say how long the run took.
         """
         steps, seconds = self.counted_steps, self.summary.get("seconds")
         if not training.max_hours or steps >= training.max_steps:
@@ -255,11 +254,11 @@ class StoredRun:
 
     @cached_property
     def lost_steps(self) -> str:
-        """A sentence on what metrics.jsonl lacks or holds twice; "" if its steps are 0, 1, 2, ...
-        and as many as summary.json counts.
+        """A sentence on steps that metrics.jsonl lacks or holds twice. It is "" if the steps are 0,
+        1, 2, ... and as many as summary.json counts.
         """
         path, told = self.folder.metrics, self.summary.get("steps")
-        # A torn last line is left out: it has no line end, and a crash may leave one.
+        # Leave out a torn last line: it has no line end, and a crash may leave one.
         steps = [int(step) for step in _STEP.findall(path.read_bytes())] if path.is_file() else []
         wrong = next((index for index, step in enumerate(steps) if step != index), None)
         problem = ""
@@ -281,21 +280,21 @@ class StoredRun:
 
     @cached_property
     def held_out_file(self) -> Path:
-        """evaluation.jsonl. Raises RunFailed if its bytes are not those whose sha256
-        trainer_state.json holds.
+        """The path of evaluation.jsonl. Raises RunFailed if its bytes do not match the sha256 in
+        trainer_state.json.
         """
         return self.sealed(self.folder.evaluation)
 
     def sealed(self, path: Path) -> Path:
-        """Return `path`. Raises RunFailed if its bytes are not those that trainer_state.json
-        recorded.
+        """Return `path`. Raises RunFailed if its bytes do not match the record in
+        trainer_state.json.
         """
         if problem := self._broken_seal(path):
             raise RunFailed(problem)
         return path
 
     def _broken_seal(self, path: Path) -> str:
-        """A sentence on how a file differs from what trainer_state.json recorded of it; "" if it
+        """Return a sentence on how a file differs from its record in trainer_state.json; "" if it
         does not.
         """
         ended = bool(self.summary) and not self.unfinished and not Writer.of(self.folder)
@@ -345,8 +344,8 @@ class StoredRun:
         return sum(record.tokens for record in self.sft_records)
 
     def curve(self, name: str) -> Floats:
-        """[2, steps] step numbers and values of a numeric field, without the steps that have no
-        value.
+        """Return [2, steps] step numbers and values of a numeric field, without the steps that have
+        no value.
         """
         table = read_metrics(self.folder.metrics, ("step", name))
         points = np.stack([table["step"].to_numpy(), table[name].to_numpy()])
@@ -354,15 +353,13 @@ class StoredRun:
 
     @cached_property
     def ending(self) -> str:
-        """The record of the last step without what the clock and the machine measured, as text; ""
-        before the first.
-        """
+        """The record of the last step as text, without times and memory; "" before the first."""
         return next(map(_unmeasured, self._backwards(self.folder.metrics)), "")
 
     @cached_property
     def numbers(self) -> str:
-        """A hash of every step and every evaluation, but for what the clock and the machine
-        measured: equal for equal runs.
+        """A hash of all steps and evaluations, without times and memory. Equal runs have equal
+        hashes.
         """
         digest = hashlib.sha256()
         for line in read_jsonl(self.folder.metrics):
@@ -372,8 +369,8 @@ class StoredRun:
         return digest.hexdigest()
 
     def config_at(self, step: int) -> TrainConfig:
-        """The configuration with the values that `[schedule]` gave to a step; the file's where the
-        step is not recorded.
+        """Return the configuration with the values that `[schedule]` gave to a step; without a
+        record of the step, the file's values.
         """
         config = self.config
         if not self.folder.metrics.is_file():
@@ -386,7 +383,7 @@ class StoredRun:
         return with_values(config, known)
 
     def last_metrics(self, window: int) -> list[StepRecord]:
-        """The records of the last `window` step numbers, newest first."""
+        """Return the records of the last `window` step numbers, newest first."""
         recent = takewhile(
             lambda line: line["step"] >= self.steps - window, self._backwards(self.folder.metrics)
         )
@@ -415,12 +412,13 @@ def _unmeasured(line: Json) -> str:
 
 
 _STEP = re.compile(rb'^\{"step": ?(\d{1,18})\b[^\n]*\n', re.MULTILINE)
-"""A whole line of metrics.jsonl, whose first field is the step; matched as bytes, since status
-looks at every line of every run."""
+"""A whole line of metrics.jsonl, whose first field is the step. It matches bytes, since status
+looks at every line of every run.
+"""
 
 
 def seeds_words(seeds: Sequence[int]) -> str:
-    """For example: seed 4; seeds 1 to 4, 8."""
+    """Write seeds in words, such as "seed 4" or "seeds 1 to 4, 8"."""
     parts: list[list[int]] = []
     for seed in sorted(seeds):
         if parts and seed == parts[-1][-1] + 1:
@@ -438,13 +436,13 @@ def is_campaign(folder: Path) -> bool:
     manifest = folder / MANIFEST
     try:
         return manifest.is_file() and "runs" in read_object(manifest)
-    except RunFailed:  # another program's manifest.json may hold anything
+    except RunFailed:  # Another program's manifest.json may hold anything.
         return False
 
 
 def unreadable_manifest(folder: Path) -> RunFailed | None:
-    """Return why manifest.json in a folder cannot be read, or None. A pipe is not opened, since
-    that would wait for its writer.
+    """Return the reason why manifest.json in a folder is unreadable, or None. It does not open a
+    pipe, since that would wait for its writer.
     """
     manifest = folder / MANIFEST
     # A link to nothing counts: what it led to may be on a disk that is gone.
@@ -469,12 +467,12 @@ def no_campaign(folder: Path) -> str:
 
 
 def is_run(folder: Path) -> bool:
-    """True for a folder with a configuration that is not what `retrain eval` wrote."""
+    """True for a folder with a configuration that `retrain eval` did not write."""
     if not RunFolder(folder).config.is_file():
         return False
     try:
         return not is_evaluation(folder)
-    except RunFailed:  # a marker that was damaged
+    except RunFailed:  # The marker is unreadable.
         return True
 
 
@@ -492,7 +490,9 @@ def no_run(folder: Path) -> str:
 
 
 def no_campaigns_value(path: Path, error: "ValidationError", *above: str) -> RunFailed:
-    """The error that names the first wrong or absent value of a manifest, in its entry `above`."""
+    """Return the error that names the first wrong or absent value of a manifest, in its entry
+    `above`.
+    """
     first = error.errors()[0]
     place = ".".join(map(str, (*above, *first["loc"])))
     problem = f"{place} = {str(first['input'])[:80]}, which no campaign wrote ({first['msg']})"
@@ -505,9 +505,10 @@ def no_campaigns_value(path: Path, error: "ValidationError", *above: str) -> Run
 
 
 def campaign_runs(folder: Path) -> list[StoredRun]:
-    """The runs of a campaign in the manifest's order, including those that have not started.
+    """Return the runs of a campaign in the manifest's order, including runs that have not started.
 
-    Raises ConfigurationError unless `folder` is a campaign's, RunFailed for a damaged manifest.
+    Raises ConfigurationError unless `folder` belongs to a campaign, RunFailed for a damaged
+    manifest.
     """
     manifest = folder / MANIFEST
     if not is_campaign(folder):
@@ -515,7 +516,7 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
     entries = read_object(manifest).get("runs")
     if not isinstance(entries, list):
         raise RunFailed(f"{manifest} lists no runs: the file was changed or the disk is damaged.")
-    # Kinds are compared with `is`, since true is an int to isinstance.
+    # Compare kinds with `is`, since true is an int to isinstance.
     runs, shape = [], {"name": str, "condition": str, "seed": int}
     for entry in entries:
         whole = isinstance(entry, dict) and all(
@@ -540,10 +541,11 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
 
 
 def find_runs(folder: Path) -> list[StoredRun]:
-    """Every run in or below `folder`, ordered by path; a campaign's runs in its manifest's order.
+    """Return every run in or below `folder`, ordered by path; a campaign's runs in its manifest's
+    order.
 
-    Raises ConfigurationError if there is none, RunFailed if the manifest that may list them is
-    damaged.
+    Raises ConfigurationError without a run, and RunFailed for a damaged manifest that may list
+    them.
     """
     if not folder.is_dir():
         raise ConfigurationError(
@@ -571,8 +573,8 @@ def _walk(folder: Path) -> Iterator[StoredRun]:
 
 
 def subfolders(folder: Path) -> Iterator[Path]:
-    """The folders in `folder` that may hold runs, in order of their names; no links and no hidden
-    ones.
+    """Yield the folders in `folder` that may hold runs, in order of their names, without links and
+    hidden folders.
     """
     for child in sorted(folder.iterdir()):
         if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
@@ -586,12 +588,13 @@ _KINDS = {
 }
 """Fields that are one value."""
 _SUSPECT = re.compile(rb"^[^{]|:\s*-?(?:NaN|Inf)", re.MULTILINE)
-"""A line that does not begin as a line of metrics.jsonl does, or a number that JSON does not have
-and that Arrow would call missing."""
+"""Pattern of a line that does not begin like a line of metrics.jsonl. It also matches a number that
+JSON does not have and that Arrow would call missing.
+"""
 
 
 def _raise_damage(path: Path) -> None:
-    """Raise the error that names the damaged line, or its step; return where none is damaged."""
+    """Raise the error that names the damaged line, or its step; return without damage."""
     for _ in StepRecord.read(path):
         pass
 
@@ -600,8 +603,8 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     """Read fields of metrics.jsonl as an Arrow table, numbers as float64; empty if there is no
     file.
 
-    About four times as fast as reading line by line, which matters over a thousand runs. Raises
-    RunFailed for a damaged line.
+    It is about four times as fast as reading line by line, which matters over a thousand runs.
+    Raises RunFailed for a damaged line.
     """
     import pyarrow as pa
     from pyarrow import json as arrow_json
@@ -615,7 +618,7 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     }
     schema = pa.schema([(name, types.get(_KINDS[name], pa.string())) for name in names])
     data = path.read_bytes() if path.is_file() else b""
-    whole = data[: data.rfind(b"\n") + 1]  # without a torn last line
+    whole = data[: data.rfind(b"\n") + 1]  # Leave out a torn last line.
     if not whole:
         return schema.empty_table()
     # A null line and deep nesting are suspect too, since they would crash Arrow.
@@ -642,8 +645,8 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
 
 
 def _is_plausible(table: Any) -> bool:
-    """False where a line has no step, or one that does not count steps, and where a number is too
-    large for a float.
+    """Return False if a line lacks a step or has a wrong one, or if a number is too large for a
+    float.
     """
     numbers = {
         name: table[name].to_numpy()
@@ -657,7 +660,7 @@ def _is_plausible(table: Any) -> bool:
 
 
 def load_runs(folder: str | Path) -> "pd.DataFrame":
-    """The metrics of every run in or below `folder`: one row per step, oldest first.
+    """Return the metrics of every run in or below `folder`: one row per step, oldest first.
 
     Columns: `run` (path below `folder`), `condition`, `seed`, then the other fields of a
     StepRecord. A null in the file is missing in the frame, never 0. Times are in seconds, entropies
@@ -701,7 +704,7 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
 
 
 def _column(values: Any, kind: Any) -> Any:
-    """An Arrow column in the record's type, missing values kept missing."""
+    """Return an Arrow column in the record's type, with missing values as missing."""
     if kind is int:
         return values.to_pandas().astype("int64")
     if kind == int | None:

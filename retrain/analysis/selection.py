@@ -1,4 +1,6 @@
-"""The runs of a comparison: those that were measured alike, in arms and in pairs."""
+"""Select the runs of a comparison: the runs with the same evaluation and judge, in arms and in
+pairs.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,53 +26,55 @@ from retrain.errors import ConfigurationError
 from retrain.records.terminal import counted
 
 _SHOWN = 3
-"""Names of left-out runs in the sentence of an error."""
+"""Maximum number of left-out runs in the sentence of an error."""
 PairOfLabels = tuple[str, str]
 """(candidate, baseline)"""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The comparison that was asked for."""
+    """The comparison that the user asked for."""
 
     baseline: str
     test: TestSettings
     metric: str | None = None
-    """None: held-out pass@1 if the runs have it."""
+    """The name of the metric; None selects held-out pass@1 if the runs have it."""
     pairs: Sequence[PairOfLabels] = ()
-    """The family of contrasts; empty: every condition against the baseline."""
+    """The family of contrasts; empty for every condition against the baseline."""
     record: CampaignRecord | None = None
     absences: Absences | None = None
     budget: Budget | None = None
-    """The budget at which runs are compared; None: at their end."""
+    """The budget at which to compare runs; None compares them at their end."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The arms and pairs of a comparison, and what was left out of them."""
+    """The arms and pairs of a comparison, and the runs that it leaves out."""
 
     metric: Metric
     test: TestSettings
-    """With the rule that the campaign's looks ask for."""
+    """The settings with the rule that the campaign's looks ask for."""
     reference: StoredRun | None
-    """The baseline's first run; the others are measured as it was."""
+    """The baseline's first run; the other runs need the same evaluation and judge."""
     arms: Mapping[str, Arm]
     """Label -> arm, the baseline first."""
     family: Sequence[Pairs]
-    """One or more, each with a difference."""
+    """One or more pairs of arms, each with a difference."""
     differing: Sequence[str]
-    """How the comparison differs from the campaign's plan."""
+    """The differences from the campaign's plan."""
     left_out: Sequence[str]
     notes: Sequence[str]
 
 
 def select(grouped: RunsByCondition, request: Request) -> Selection:
-    """Raises ConfigurationError for runs that cannot be compared, and if there is no pair."""
+    """Select runs and pairs. Raises ConfigurationError for runs that do not compare, and without a
+    pair.
+    """
     test = request.test
     grouped, metric = _where_asked(grouped, request)
     _check_comparable(grouped, metric, test)
     reference = next(iter(grouped.conditions[request.baseline].values()), None)
-    # A metric that was asked for by name is compared however it was sampled; the notes say so.
+    # A metric that the user named compares runs despite other sampling; the notes say so.
     asked = request.metric is not None
     alike, apart, otherwise = _measured_alike(grouped, reference, metric, insist=asked)
     named = list(chain.from_iterable(request.pairs)) or alike
@@ -107,7 +111,7 @@ def _arms(
 
 
 def _where_asked(grouped: RunsByCondition, request: Request) -> tuple[RunsByCondition, Metric]:
-    """The runs and the metric, at the request's budget if it has one."""
+    """Return the runs and the metric, at the request's budget if it has one."""
     metric = choose_metric(request.metric, grouped.runs)
     if request.budget:
         return at_budget(grouped, request.budget, metric)
@@ -117,8 +121,9 @@ def _where_asked(grouped: RunsByCondition, request: Request) -> tuple[RunsByCond
 def _at_looks(
     family: Sequence[Pairs], record: CampaignRecord, planned: int, test: TestSettings
 ) -> tuple[list[Pairs], TestSettings, Sequence[str]]:
-    """The contrasts with their pairs in the planned order of the looks, the settings of the
-    e-process over the `planned` contrasts, and the notes on seeds that no look has seen.
+    """Return the contrasts with their pairs in the planned order of the looks, and the settings of
+    the e-process over the `planned` contrasts. The third part holds the notes on seeds that no look
+    has seen.
     """
     seeds = {pairs.candidate.label: [*pairs.differences] for pairs in family}
     looked = [pairs.at_looks(record.looks_of(pairs.candidate.label)) for pairs in family]
@@ -142,7 +147,7 @@ def _with_differences(
     metric: Metric,
     record: CampaignRecord | None,
 ) -> list[Pairs]:
-    """The contrasts that have a difference."""
+    """Return the contrasts that have a difference."""
     family = [pair_up(arms[ours], arms[theirs], metric) for ours, theirs in wanted]
     if _has_rule_of_losses(record):
         family = [pairs.with_losses_judged() for pairs in family]
@@ -150,14 +155,16 @@ def _with_differences(
 
 
 def _has_rule_of_losses(record: CampaignRecord | None) -> bool:
-    """True unless the plan was stored by a version that left out failed runs alone, and any number
-    of them.
+    """True unless the version that stored the plan left out failed runs alone, and any number of
+    them.
     """
     return record is None or record.plan is None or record.plan.leaves_out != "failed"
 
 
 def _without_collapsed(arms: dict[str, Arm], request: Request, metric: Metric) -> dict[str, Arm]:
-    """The arms without runs that fell towards 0, for a rate of which more is better."""
+    """Return the arms without runs that fell towards 0, for a rate whose higher values are
+    better.
+    """
     higher = request.test.direction(metric.better) == "higher"
     if not (metric.is_rate and higher and _has_rule_of_losses(request.record)):
         return arms
@@ -186,8 +193,9 @@ def _deviations(
 def _measured_alike(
     grouped: RunsByCondition, reference: StoredRun | None, metric: Metric, *, insist: bool
 ) -> tuple[Mapping[str, RunsBySeed], list[str], list[str]]:
-    """The runs that the reference's reward judged and, for a held-out metric, that were evaluated
-    as it was; and the sentences on the runs judged and evaluated otherwise.
+    """Return the runs with the judge of the reference and, for a held-out metric, with its
+    evaluation. The other two parts are the sentences on runs with another judge or another
+    evaluation.
     """
     if reference is None:
         return grouped.conditions, [], []
@@ -203,14 +211,14 @@ def _measured_alike(
 
 
 def check_levels(alpha: float, power: float) -> None:
-    """Raises ConfigurationError for a level or a power that is not a probability."""
+    """Raise ConfigurationError for a level or a power that is not a probability."""
     for name, value, example in (("alpha", alpha, 0.05), ("power", power, 0.8)):
         if not 0 < value < 1:
             raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
 
 
 def check_sizes(test: TestSettings, metric: Metric) -> None:
-    """Raises ConfigurationError for a level, margin or effect outside its range."""
+    """Raise ConfigurationError for a level, margin or effect outside its range."""
     check_levels(test.alpha, test.power)
     for name, size in (("margin", test.margin), ("effect", test.effect)):
         if size is not None and not 0 < size < float("inf"):
@@ -232,7 +240,7 @@ def check_sizes(test: TestSettings, metric: Metric) -> None:
 def _no_pair(
     arms: Iterable[Arm], left_out: Sequence[str], metric: Metric, *, some_apart: bool
 ) -> ConfigurationError:
-    """`some_apart`: some runs were measured in another way than the baseline's first."""
+    """`some_apart`: some runs have another evaluation or judge than the baseline's first run."""
     found = "; ".join(f"{arm.label}: {', '.join(map(str, arm.values)) or 'none'}" for arm in arms)
     because = f" Left out: {' '.join(left_out[:_SHOWN])}" if left_out else ""
     if len(left_out) > _SHOWN:

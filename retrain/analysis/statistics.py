@@ -1,27 +1,27 @@
 """Paired statistics of conditions across seeds: pure functions of numbers.
 
-The unit is the training run: completions are nested in prompts, prompts in steps and steps in a
-run, so a test on pooled completions mistakes the variance between runs for an effect. A difference
-d_s = candidate - baseline is between two runs of seed s, which saw the same prompts. Every function
-raises ValueError for an empty list and for a number that is not finite.
+The unit is the training run. Completions belong to prompts, prompts to steps and steps to a run. A
+test on pooled completions would mistake the variance between runs for an effect. A difference d_s =
+candidate - baseline compares two runs of seed s, which saw the same prompts. Every function raises
+ValueError for an empty list and for a number that is not finite.
 
 Joint sign flips of whole seeds over a family of contrasts: the step-down max-T of Westfall and
 Young.
 
 If an arm does not differ from its baseline, its difference at a seed is as likely as its negative.
-A flip turns the sign of a seed in every contrast at once, so the flips keep what the contrasts have
+A flip turns the sign of a seed in every contrast at once. So the flips keep what the contrasts have
 in common, such as a lucky run of the baseline. Contrasts that hardly vary together with the winner
-cost it nothing: six seeds can suffice for a family of any size, where Holm's correction asks for
+cost it nothing. Six seeds can suffice for a family of any size, whereas Holm's correction asks for
 more with each contrast. Source: Westfall and Young 1993, Resampling-Based Multiple Testing,
 algorithm 2.8.
 
-Two-way analysis of variance of paired differences [seeds, problems]: an interval for new seeds
-and new problems, and where the spread between seeds comes from.
+Two-way analysis of variance of paired differences [seeds, problems]. It gives an interval for new
+seeds and new problems, and the sources of the spread between seeds.
 
-Every run answers the same held-out problems, so seeds and problems are crossed. With mean squares
-of seeds, problems and residual, Var(mean) = (MS_seed + MS_problem - MS_residual) / (seeds *
-problems), whose degrees of freedom are Satterthwaite's. Source: Searle, Casella and McCulloch 1992,
-Variance Components, chapter 4; Satterthwaite 1946, doi 10.2307/3002019.
+Every run answers the same held-out problems, so the design crosses seeds and problems. With mean
+squares of seeds, problems and residual, Var(mean) = (MS_seed + MS_problem - MS_residual) / (seeds *
+problems). Its degrees of freedom follow Satterthwaite. Sources: Searle, Casella and McCulloch 1992,
+Variance Components, chapter 4. Satterthwaite 1946, doi 10.2307/3002019.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -40,18 +40,18 @@ Differences = Mapping[int, float]
 Key = TypeVar("Key", bound=Hashable)
 
 EXACT_SEEDS = 20
-"""Up to this many seeds all 2^n sign flips are counted; beyond, a sample of them."""
+"""Up to this many seeds a test counts all 2^n sign flips; beyond, a sample of them."""
 _MONTE_CARLO_FLIPS = 100_000
 _FLIPS_AT_ONCE = 1000
-"""A block, since 100,000 flips of 1,000 seeds would take 0.8 GB."""
+"""Number of flips in a block, since 100,000 flips of 1,000 seeds would take 0.8 GB."""
 _TIE = 1e-12
 """Sums this close, relative to the sum of all |d|, count as equal: 0.1 + 0.2 and 0.3 differ in
 binary only."""
 
 
 def numbers(values: Numbers) -> Floats:
-    """`values` as [n] float64. Raises ValueError unless they are one or more finite numbers in one
-    dimension.
+    """Return `values` as [n] float64. Raises ValueError unless they are one or more finite numbers
+    in one dimension.
     """
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0 or not np.isfinite(array).all():
@@ -62,41 +62,41 @@ def numbers(values: Numbers) -> Floats:
 def paired_differences(
     candidate: Mapping[Key, float], baseline: Mapping[Key, float]
 ) -> dict[Key, float]:
-    """Seed -> candidate - baseline, for the seeds that both have, in the baseline's order."""
+    """Map each seed that both have to candidate - baseline, in the baseline's order."""
     return {key: candidate[key] - value for key, value in baseline.items() if key in candidate}
 
 
 def mean(values: Numbers) -> float:
-    """The mean of n >= 1 numbers, scaled so that a sum of huge ones does not overflow."""
+    """Return the mean of n >= 1 numbers, scaled so that a sum of huge numbers does not overflow."""
     x = numbers(values)
     largest = _largest(x)
     return largest * float((x / largest).mean())
 
 
 def sample_sd(differences: Numbers) -> float:
-    """The standard deviation (ddof = 1) of n >= 2 differences; exactly 0 if they are equal up to
-    rounding.
+    """Return the standard deviation (ddof = 1) of n >= 2 differences; exactly 0 if they are equal
+    up to rounding.
     """
     d = numbers(differences)
     if len(d) < 2:
         raise ValueError("a standard deviation needs at least two differences")
     largest = _largest(d)
-    scaled = d / largest  # the squares of tiny numbers would be 0, those of huge ones infinite
+    scaled = d / largest  # Without this, squares could be 0 or infinite.
     if np.ptp(scaled) > _TIE:
         return largest * float(np.std(scaled, ddof=1))
     return 0.0
 
 
 def _largest(values: Floats) -> float:
-    """The largest |value|, 1 where all are 0."""
+    """Return the largest |value|, 1 if all are 0."""
     return float(np.abs(values).max()) or 1.0
 
 
 def t_interval(differences: Numbers, confidence: float = 0.95) -> Interval:
     """Student's interval for the mean of n >= 2 differences, n - 1 degrees of freedom.
 
-    Not a percentile bootstrap, whose coverage is too low below about ten runs (Colas et al., arXiv
-    1806.08295).
+    It is not a percentile bootstrap, whose coverage is too low below about ten runs (Colas et al.,
+    arXiv 1806.08295).
     """
     from scipy.special import stdtrit
 
@@ -120,7 +120,7 @@ def sign_flip_p(differences: Numbers) -> float:
     sizes, counts = np.unique(np.abs(d), return_counts=True)
     as_far = 0
     for _ in range(_MONTE_CARLO_FLIPS // _FLIPS_AT_ONCE):
-        # Answers to many problems differ by few sizes: how many of each are turned is drawn.
+        # Answers to many problems differ by few sizes: draw how many of each size to turn.
         if len(sizes) < len(d) / 4:
             turned = rng.binomial(counts, 0.5, size=(_FLIPS_AT_ONCE, len(sizes)))
             sums = (counts - 2 * turned) @ sizes
@@ -132,11 +132,11 @@ def sign_flip_p(differences: Numbers) -> float:
 
 
 def sign_flip_p_rows(differences: Floats) -> Floats:
-    """[rows, n] differences -> [rows] exact p, n <= EXACT_SEEDS; takes memory for rows * 2^(n-1)
-    sums.
+    """Turn [rows, n] differences into [rows] exact p, n <= EXACT_SEEDS; it takes memory for rows *
+    2^(n-1) sums.
     """
     d = _scaled(differences)
-    sums = d[:, :1]  # the first sign stays: a flip and its mirror image are equally far from zero
+    sums = d[:, :1]  # The first sign stays: a flip and its mirror image are equally far from zero.
     for column in range(1, d.shape[1]):
         one = d[:, column : column + 1]
         sums = np.concatenate([sums + one, sums - one], axis=1)
@@ -146,7 +146,7 @@ def sign_flip_p_rows(differences: Floats) -> Floats:
 
 
 def _scaled(d: Floats) -> Floats:
-    """Each row divided by its largest |d|, so that no sum overflows; p does not depend on the
+    """Divide each row by its largest |d|, so that no sum overflows; p does not depend on the
     scale.
     """
     largest = np.abs(d).max(axis=-1, keepdims=True)
@@ -155,12 +155,12 @@ def _scaled(d: Floats) -> Floats:
 
 
 def smallest_p(seeds: int) -> float:
-    """The smallest two-sided p that sign flips of n differences can give: 2 / 2^n."""
+    """Return the smallest two-sided p that sign flips of n differences can give: 2 / 2^n."""
     return min(1.0, 2.0 ** (1 - seeds))
 
 
 def seeds_to_reach(alpha: float) -> int:
-    """The fewest seeds with which a p can be below `alpha`, in a family of any size."""
+    """Return the fewest seeds whose p can be below `alpha`, in a family of any size."""
     seeds = 1
     while smallest_p(seeds) >= alpha:
         seeds += 1
@@ -184,15 +184,15 @@ def corrected_dz(differences: Numbers) -> float:
 
 
 def hedges_correction(n: int) -> float:
-    """J = 1 - 3 / (4 (n - 1) - 1) for n >= 2 differences; J * mean / sd is unbiased to about 1%
-    from n = 4 on.
+    """Return J = 1 - 3 / (4 (n - 1) - 1) for n >= 2 differences. J * mean / sd has a bias of at
+    most about 1% from n = 4 on.
     """
     return 1 - 3 / (4 * (n - 1) - 1)
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """The adjusted p values of one family, in the order given: step-down (m - i) * p_(i), made
-    monotone, at most 1; empty for an empty family.
+    """Return the adjusted p values of one family, in the order given. They are step-down (m - i) *
+    p_(i), made monotone, at most 1; empty for an empty family.
 
     Raises ValueError for a p outside [0, 1]. Source: Holm 1979, Scand. J. Statist. 6.
     """
@@ -207,8 +207,8 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def tost(differences: Numbers, margin: float) -> float:
-    """p of the claim |mean| < margin: the larger of two one-sided paired t tests, against -margin
-    and against +margin.
+    """Return p of the claim |mean| < margin: the larger of two one-sided paired t tests, against
+    -margin and against +margin.
 
     n >= 2, margin > 0. Equal differences have no t statistic: inside the margin their p is 2^-n,
     the best that sign flips can give, else 1. Source: Schuirmann 1987, doi 10.1007/BF01068419.
@@ -227,7 +227,7 @@ def tost(differences: Numbers, margin: float) -> float:
 
 
 def standard_error(values: Numbers) -> float:
-    """The standard error of the mean of n >= 2 values: sqrt(var / n), ddof = 1."""
+    """Return the standard error of the mean of n >= 2 values: sqrt(var / n), ddof = 1."""
     return sample_sd(values) / float(np.sqrt(len(values)))
 
 
@@ -240,12 +240,12 @@ _FLIP_TIE = 1e-9
 
 
 def max_t(family: Sequence[Differences]) -> list[float]:
-    """The adjusted two-sided p of each contrast, in the order given. A contrast maps a seed to its
-    difference, one seed or more.
+    """Return the adjusted two-sided p of each contrast, in the order given. A contrast maps a seed
+    to its difference, one seed or more.
 
     The statistic is sum(d) / sqrt(sum(d^2)). Flips leave its denominator as it is, so a family of
-    one gets the p of the mean. Up to EXACT_SEEDS seeds all flips are counted; beyond, (b + 1) / (m
-    + 1) from a fixed sample of m.
+    one gets the p of the mean. Up to EXACT_SEEDS seeds it counts all flips; beyond, it returns (b +
+    1) / (m + 1) from a fixed sample of m.
     """
     if not family:
         return []
@@ -255,7 +255,7 @@ def max_t(family: Sequence[Differences]) -> list[float]:
     as_far, flips = np.zeros(len(family)), 0
     for signs in _signs(len(columns)):
         values = np.abs(signs @ columns[:, order])
-        # over the contrasts not yet decided
+        # The maximum is over the undecided contrasts.
         largest = np.maximum.accumulate(values[:, ::-1], axis=1)[:, ::-1]
         as_far += (largest >= observed[order] - _FLIP_TIE).sum(axis=0)
         flips += len(signs)
@@ -267,12 +267,14 @@ def max_t(family: Sequence[Differences]) -> list[float]:
 
 
 def _unit_columns(family: Sequence[Differences]) -> Floats:
-    """[seeds, contrasts] differences, each contrast of unit length; 0 where it lacks the seed."""
+    """Return [seeds, contrasts] differences, each contrast of unit length; 0 where it lacks the
+    seed.
+    """
     seeds = list(dict.fromkeys(chain.from_iterable(family)))
     columns = np.array([[contrast.get(seed, 0.0) for contrast in family] for seed in seeds])
     if not np.isfinite(columns).all():
         raise ValueError("expected finite differences")
-    # first by the largest, since the squares of tiny or huge numbers would be 0 or infinite
+    # Divide by the largest first, since squares could be 0 or infinite.
     largest = np.abs(columns).max(axis=0)
     columns = columns / np.where(largest > 0, largest, 1.0)
     norms = np.sqrt((columns**2).sum(axis=0))
@@ -281,8 +283,8 @@ def _unit_columns(family: Sequence[Differences]) -> Floats:
 
 
 def max_t_rows(differences: Floats) -> Floats:
-    """[campaigns, seeds, contrasts] differences -> [campaigns] p of the first contrast, adjusted
-    over all (the first step alone).
+    """Turn [campaigns, seeds, contrasts] differences into [campaigns] p of the first contrast,
+    adjusted over all (the first step alone).
 
     For simulations with at most EXACT_SEEDS seeds.
     """
@@ -320,8 +322,9 @@ def _signs(seeds: int) -> Iterator[Floats]:
 
 
 _FILLINGS = 30
-"""Passes over the missing cells; each shrinks their error by about the fraction of cells that is
-missing."""
+"""Passes over the missing cells; each shrinks their error by about the fraction of missing
+cells.
+"""
 
 
 @dataclass(frozen=True)
@@ -338,11 +341,11 @@ class TwoWay:
 
     @classmethod
     def of(cls, differences: Floats) -> "TwoWay | None":
-        """Analyse a table; it has NaN where a problem was not judged in both runs of a pair. None
-        below two seeds or two problems, or with too few cells.
+        """Analyze a table; a cell is NaN without a judged answer to its problem in both runs of a
+        pair. Return None below two seeds or two problems, or with too few cells.
 
         A missing cell takes its value from the additive fit of the others and costs a degree of
-        freedom (Yates 1933); a problem or a seed without any cell is left out.
+        freedom (Yates 1933). It drops a problem or a seed without any cell.
         """
         known = ~np.isnan(differences)
         table = differences[known.any(axis=1)][:, known.any(axis=0)]
@@ -365,21 +368,21 @@ class TwoWay:
 
     @property
     def noise_variance(self) -> float:
-        """The part of the variance between a seed's differences that the evaluation makes: its
+        """The part of the variance between a seed's differences that comes from the evaluation: its
         problems and samples.
         """
         return min(self.residual_square, self.seed_square) / self.problems
 
     @property
     def luck_variance(self) -> float:
-        """The rest of it, run-to-run (seed) variance, which no larger evaluation removes."""
+        """The rest of that variance, between runs (seeds), which no larger evaluation removes."""
         return max(0.0, self.seed_square - self.residual_square) / self.problems
 
     def interval(self, confidence: float = 0.95) -> Interval:
-        """The interval of the mean over new seeds and new problems.
+        """Return the interval of the mean over new seeds and new problems.
 
-        Never narrower than Student's intervals over the seeds alone and over the problems alone:
-        where a mean square is small by chance, the estimated variance is too.
+        It is never narrower than Student's intervals over the seeds alone and over the problems
+        alone. If a mean square is small by chance, the estimated variance is small too.
         """
         from scipy.special import stdtrit
 
@@ -403,7 +406,7 @@ class TwoWay:
 
 
 def _filled(table: Floats) -> Floats:
-    """`table` with its NaN cells at the additive fit of rows and columns."""
+    """Return `table` with the additive fit of rows and columns in its NaN cells."""
     missing = np.isnan(table)
     if not missing.any():
         return table

@@ -33,28 +33,29 @@ from retrain.records.untrained import untrained_line, untrained_streak
 from retrain.system import Json
 
 _PATIENCE_S = 600.0
-"""A live process is stalled after writing nothing for this long and for _PATIENCE_STEPS step times:
-a model may take minutes to load."""
+"""A live process stalls if it writes nothing for this long and for _PATIENCE_STEPS step times,
+since a model may take minutes to load.
+"""
 _PATIENCE_STEPS = 10
 _SMALL_LOSS = 0.05
 
 
 class State(StrEnum):
     PENDING = "pending"
-    """Planned by a campaign, not started."""
+    """A run that a campaign planned, and that has not started."""
     STARTING = "starting"
     """A live process without a step."""
     RUNNING = "running"
     STALLED = "stalled"
-    """A live process, or one on another machine, that has not written for long."""
+    """A live process, or a process on another machine, that has not written for long."""
     DEAD = "dead"
-    """Its process ended without releasing the run: it was killed, or the machine went down."""
+    """Its process ended without releasing the run, by a kill or because the machine went down."""
     STOPPED = "stopped"
     """Interrupted."""
     FAILED = "failed"
     DONE = "done"
     SKIPPED = "skipped"
-    """No longer needed by its campaign."""
+    """Its campaign no longer needs it."""
     UNREADABLE = "unreadable"
 
 
@@ -63,7 +64,7 @@ LIVE = frozenset({State.STARTING, State.RUNNING, State.STALLED})
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of one run; a field that is not known is None.
+    """The state of one run; an unknown field is None.
 
     `correct_rate`, `mean_reward` and `loss` belong to the last step, the medians to the last
     RECENT.
@@ -89,10 +90,11 @@ class RunStatus:
     idle_s: float | None = None
     """Seconds since it last wrote a file."""
     note: str = ""
-    """Why it stopped, and what to do."""
+    """The reason why it stopped, and the advice."""
     loss_note: str = ""
-    """Why the last steps trained nothing, or what a loss near 0 or a missing one means; "" for any
-    other."""
+    """The reason why the last steps trained nothing, or the meaning of a loss near 0 or a missing
+    loss; "" for any other.
+    """
 
     @property
     def name(self) -> str:
@@ -109,16 +111,16 @@ class CampaignStatus:
     evidence: str = ""
     """A sentence on the looks of a campaign with stop = "evidence"; "" before the first."""
     steps_of_run: int = 0
-    """The steps that the manifest plans for each run; 0 if it does not say."""
+    """The planned steps of each run; 0 if the manifest does not say."""
 
     @classmethod
     def of(cls, folder: Path, now: float) -> Self:
-        """Read a campaign and its runs. Raises RunFailed for a manifest that lists none."""
+        """Read a campaign and its runs. Raises RunFailed for a manifest without runs."""
         planned, given = campaign_runs(folder), given_keys(folder)
         runs = tuple(run_status(run, now, given) for run in planned)
         try:
             record = CampaignRecord.read(folder)
-        except RunFailed:  # a damaged plan, which `retrain compare` reports
+        except RunFailed:  # The plan is unreadable; `retrain compare` reports it.
             return cls(folder, runs)
         return cls(folder, runs, evidence_line(record), record.max_steps or 0)
 
@@ -133,8 +135,8 @@ class CampaignStatus:
 
     @property
     def max_steps(self) -> int:
-        """The steps planned over all runs but those skipped; one that has not started counts like
-        the longest.
+        """The planned steps over all runs without the skipped ones; a run that has not started
+        counts like the longest.
         """
         longest = max([self.steps_of_run, *(run.max_steps or 0 for run in self.runs)])
         return sum(run.max_steps or longest for run in self.runs if run.state is not State.SKIPPED)
@@ -192,7 +194,7 @@ class Overview:
 
 
 def overview(folder: Path) -> Overview:
-    """Read every run and campaign in and below `folder`; nothing is written. Raises
+    """Read every run and campaign in and below `folder`, and write nothing. Raises
     ConfigurationError unless it is a folder.
     """
     if not folder.is_dir():
@@ -212,14 +214,14 @@ def overview(folder: Path) -> Overview:
                 campaigns.append(CampaignStatus.of(path, now))
         except (RunFailed, OSError) as error:
             runs.append(_unreadable(StoredRun(path), error))
-    # Where nothing else is found, whoever wrote it.
+    # Without any other row, show it, even if another program wrote it.
     if not (campaigns or runs) and (found := unreadable_manifest(folder)):
         runs.append(_unreadable(StoredRun(folder), found))
     return Overview(folder, tuple(campaigns), tuple(runs))
 
 
 def _found(folder: Path) -> Iterator[Path]:
-    """The folders of runs and campaigns, ordered by path; what lies inside one is not searched."""
+    """Yield the folders of runs and campaigns, ordered by path, without searching inside one."""
     # A checkpoint has a manifest.json too; under `[backend] adapter_path` it lies outside its run,
     # below a marker of its own.
     is_checkpoint = (folder.parent / MARKER).is_file() and not (folder / MARKER).is_file()
@@ -236,13 +238,14 @@ def _found(folder: Path) -> Iterator[Path]:
     for child in subfolders(folder):
         try:
             yield from _found(child)
-        except PermissionError:  # another user's; reading it again says so in its row
+        except PermissionError:  # It belongs to another user; reading it again says so in its row.
             yield child
 
 
 def manifest_damage(folder: Path) -> RunFailed | None:
-    """Return why the manifest of a campaign's folder cannot be read, or None. A manifest.json
-    without a folder `runs` beside it is another program's, and is not looked into.
+    """Return the reason why the manifest of a campaign's folder is unreadable, or None. It ignores
+    a manifest.json without a folder `runs` in the same place, since that belongs to another
+    program.
     """
     return unreadable_manifest(folder) if (folder / "runs").is_dir() else None
 
@@ -254,13 +257,13 @@ def _lost_its_config(folder: Path) -> bool:
     try:
         # A campaign's worker writes its log before the run begins.
         return not is_run(folder) and RunFolder(folder).holds_run(RunFolder(folder).output)
-    except RunFailed:  # a marker of another program
+    except RunFailed:  # Another program wrote the marker.
         return False
 
 
 def run_status(run: StoredRun, now: float, given: Mapping[str, Any] | None = None) -> RunStatus:
-    """The state of one run at `now`, in seconds since 1970; `given` are its campaign's keys. A run
-    with damaged files, or another user's, is UNREADABLE; it raises nothing.
+    """Return the state of one run at `now`, in seconds since 1970; `given` are its campaign's keys.
+    A run with damaged files, or files of another user, is UNREADABLE; this raises nothing.
     """
     try:
         status = _read(run, now)
@@ -286,7 +289,7 @@ def _read(run: StoredRun, now: float) -> RunStatus:
     folder, writer = run.folder, Writer.of(run.folder)
     if run.skipped:
         return RunStatus(run.path, run.condition, None, State.SKIPPED)
-    # A run writes its configuration once the model is loaded.
+    # A run writes its configuration after loading the model.
     if not folder.config.is_file():
         return _without_config(run, writer)
     recent = run.last_metrics(RECENT)
@@ -326,8 +329,8 @@ def _read(run: StoredRun, now: float) -> RunStatus:
 
 
 def _last_written(folder: RunFolder, now: float) -> float:
-    """When a run last wrote a file; `now` where all are gone since, as a run that begins anew has
-    them.
+    """Return the time at which a run last wrote a file; `now` if all files are gone, for example
+    when the run starts over.
     """
     files = (
         folder.metrics,
@@ -346,8 +349,8 @@ def _last_written(folder: RunFolder, now: float) -> float:
 
 
 def _without_config(run: StoredRun, writer: Writer | None) -> RunStatus:
-    """A run that is pending, loads its model, or failed before it began; raises RunFailed for one
-    that lost its config.toml.
+    """Return a run that is pending, loads its model, or failed before it began. Raises RunFailed
+    for a run that lost its config.toml.
     """
     if writer and writer.liveness() is not Liveness.GONE:
         return RunStatus(run.path, _planned_condition(run), None, State.STARTING)
@@ -363,7 +366,7 @@ def _without_config(run: StoredRun, writer: Writer | None) -> RunStatus:
 
 
 def _supervised(run: StoredRun) -> str:
-    """Say how far the supervised stage came, in a run that has taken no other step."""
+    """Say how far the supervised stage came, in a run without another step."""
     if run.steps or not run.sft_records:
         return ""
     return f"{counted(len(run.sft_records), 'supervised step')} taken."

@@ -1,14 +1,14 @@
-"""From paired differences to verdicts: pure numbers, no runs.
+"""Turn paired differences into verdicts: pure numbers, no runs.
 
 A contrast is an improvement (or worse) only if
 
 - its t interval over the seeds excludes 0,
 - its sign-flip p, adjusted over all contrasts, is below alpha,
-- both still hold with every answer that could not be judged counted against it,
+- both still hold if every unjudged answer counts against it,
 - with few held-out problems, the interval for new problems excludes 0 as well, and
 - no more than a quarter of the runs of either condition failed or collapsed.
 
-It is equivalent only within a stated margin; otherwise inconclusive. The verdict is never "no
+It is equivalent only within a stated margin; otherwise it is inconclusive. The verdict is never "no
 effect".
 """
 
@@ -41,55 +41,59 @@ class Verdict(StrEnum):
 class TestSettings:
     """Settings of the test, fixed before looking at the results."""
 
-    __test__ = False  # its name is not that of a test case
+    __test__ = False  # pytest must not collect it as a test case.
 
     alpha: float = 0.05
     margin: float | None = None
-    """Differences below this are equivalent, in the metric's units; None: no verdict of
-    equivalence."""
+    """Differences below this are equivalent, in the metric's units; None allows no verdict of
+    equivalence.
+    """
     effect: float | None = None
-    """The number of seeds is computed for this difference; None: not computed."""
+    """The difference for which to compute the number of seeds; None computes none."""
     power: float = 0.8
     lower_is_better: bool = False
     """Overrides the metric's own direction."""
     rule: Literal["maxt", "evidence"] = "maxt"
-    """Joint sign flips, or the e-process of a campaign that was looked at."""
+    """Joint sign flips, or the e-process of a campaign with looks."""
     looks: int = 0
     """The number of looks, for the rule "evidence"."""
     absent: int = 0
-    """The planned contrasts without a pair so far, for the rule "evidence": each may still have
-    one, so it stays in the family and has bet nothing."""
+    """The planned contrasts without a pair so far, for the rule "evidence". Each may still have
+    one, so it stays in the family and has bet nothing.
+    """
 
     def direction(self, better: Direction) -> Direction:
-        """The better end of a metric, where `better` is the metric's own."""
+        """Return the better end of a metric; `better` is the metric's own."""
         return "lower" if self.lower_is_better else better
 
     def adjusted(self, family: Sequence[Differences]) -> list[float]:
-        """The p of each contrast, adjusted over the family."""
+        """Return the p of each contrast, adjusted over the family."""
         if self.rule == "evidence":
             return [anytime_p(value) for value in self.evidence_for(family)]
         return max_t(family)
 
     def evidence_for(self, family: Sequence[Differences]) -> list[float]:
-        """The evidence for each contrast over the planned family; `family` has a pair in each."""
+        """Return the evidence for each contrast over the planned family; `family` has a pair in
+        each.
+        """
         return evidence([*family, *[{}] * self.absent], self.looks)[: len(family)]
 
     def smallest_adjusted(self, pairs: Sequence[int]) -> list[float] | list[None]:
-        """The smallest adjusted p that any differences of so many pairs in each contrast could
-        give; None where looks may follow.
+        """Return the smallest adjusted p that any differences of so many pairs in each contrast
+        could give; None if looks may follow.
         """
         if self.rule == "evidence":
             return [None] * len(pairs)
         return [statistics.smallest_p(count) for count in pairs]
 
     def p(self, differences: Differences) -> float:
-        """The p of one contrast alone."""
+        """Return the p of one contrast alone."""
         if self.rule == "evidence":
             return anytime_p(*evidence([differences], self.looks))
         return statistics.sign_flip_p([*differences.values()])
 
     def interval(self, differences: Differences) -> Interval | None:
-        """Student's t interval of the mean or, under looks, the confidence sequence of the centre.
+        """Student's t interval of the mean or, under looks, the confidence sequence of the center.
         None: too few pairs.
         """
         if self.rule == "evidence":
@@ -104,8 +108,8 @@ class TestSettings:
         return Rule(comparisons, self.alpha, self.power, self.rule)
 
     def detectable(self, pairs: int, sd: float, comparisons: int) -> Interval | None:
-        """The difference found with the stated power, over the 95% interval of the sd; None if
-        nothing could be significant.
+        """Return the difference found with the stated power, over the 95% interval of the sd; None
+        if no result could be significant.
         """
         # Looks do not fix the number of seeds, so that there is no such difference.
         if self.rule == "evidence":
@@ -117,8 +121,8 @@ class TestSettings:
         return units * low, units * high
 
     def seeds_needed(self, sd: float, comparisons: int) -> int | None:
-        """Seeds that find `effect` at this sd; None without an effect, under looks, and where it is
-        out of reach.
+        """Return the seeds that find `effect` at this sd; None without an effect, under looks, and
+        if it is out of reach.
         """
         rule = self.of_family(comparisons)
         if self.effect is None or self.rule == "evidence" or rule.out_of_reach(self.effect, sd):
@@ -133,14 +137,15 @@ class PairedDifferences:
     by_seed: Differences
     """Seed -> difference; with the rule "evidence" by the number of the look instead."""
     least: Differences | None = None
-    """The differences with every unjudged answer counted against the candidate; None where all
-    answers were judged."""
+    """The differences if every unjudged answer counts against the candidate; None without unjudged
+    answers.
+    """
     most: Differences | None = None
-    """The same with every unjudged answer counted for it."""
+    """The same if every unjudged answer counts for the candidate."""
     problem_interval: Interval | None = None
-    """The interval for new problems as well; None where a verdict does not need it."""
+    """The interval for new problems as well; None if a verdict does not need it."""
     loses_too_many: bool = False
-    """More than a quarter of the runs of a condition failed or collapsed."""
+    """True if more than a quarter of the runs of a condition failed or collapsed."""
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> "PairedDifferences":
@@ -152,14 +157,16 @@ class PairedDifferences:
 
     @property
     def bounds(self) -> Interval | None:
-        """The mean with every unjudged answer counted against the candidate, and for it."""
+        """The mean if every unjudged answer counts against the candidate, and if it counts for the
+        candidate.
+        """
         if not (self.least and self.most):
             return None
         return statistics.mean([*self.least.values()]), statistics.mean([*self.most.values()])
 
     @property
     def at_worst(self) -> Differences:
-        """The differences with every unjudged answer counted against the sign of their mean."""
+        """The differences if every unjudged answer counts against the sign of their mean."""
         bound = self.least if statistics.mean(self.values) > 0 else self.most
         return self.by_seed if bound is None else bound
 
@@ -174,38 +181,42 @@ class Conclusion:
     mean: float
     sd: float | None
     interval: Interval | None
-    """Student's t, at confidence 1 - alpha."""
+    """The interval of the mean, by Student's t, at confidence 1 - alpha."""
     p: float
     p_adjusted: float
     smallest_p_adjusted: float | None
-    """The smallest that any differences could give with this many pairs in every contrast; None for
-    evidence, since looks may follow."""
+    """The smallest p that any differences could give with this many pairs in every contrast; None
+    for evidence, since looks may follow.
+    """
     d_z: float | None
-    """With Hedges' correction, which is 0 for two pairs: None below three."""
+    """The effect size d_z with Hedges' correction; None below three pairs, since the correction is
+    0 for two.
+    """
     detectable: Interval | None
-    """The difference found with the stated power, over the 95% interval of the sd; None if nothing
-    could be significant or all differences are equal."""
+    """The difference found with the stated power, over the 95% interval of the sd. The value is
+    None if no result could be significant or all differences are equal.
+    """
     seeds_needed: int | None
     """Seeds that find the stated effect at this sd; None without an effect or out of reach."""
     equivalence_p_adjusted: float | None
     """The p of the claim of equivalence; None without a margin."""
     bounds: Interval | None
-    """The mean with every unjudged answer counted against the candidate, and for it; None where all
-    were judged."""
+    """The mean if every unjudged answer counts against the candidate, and if it counts for the
+    candidate; None without unjudged answers.
+    """
     unsure: str
-    """Why a verdict that the seeds alone would give is withheld: "lost", "unjudged" or "problems";
-    else ""."""
+    """The reason to withhold a verdict that the seeds alone would give: "lost", "unjudged" or
+    "problems". Otherwise "".
+    """
     within_margin: bool
-    """A difference that is also smaller than the margin."""
+    """True for a difference that is also smaller than the margin."""
     verdict: Verdict
 
     def can_conclude(self, alpha: float) -> bool:
         return self.smallest_p_adjusted is None or self.smallest_p_adjusted < alpha
 
     def word(self, alpha: float) -> str:
-        """The verdict, or whether nothing could be concluded by design or was looked for and not
-        decided.
-        """
+        """Return the verdict, or else "cannot conclude" by design, or "undecided" by the data."""
         if self.verdict is not Verdict.INCONCLUSIVE:
             return str(self.verdict)
         return "undecided" if self.can_conclude(alpha) else "cannot conclude"
@@ -214,8 +225,8 @@ class Conclusion:
 def conclude(
     family: Sequence[PairedDifferences], test: TestSettings, better: Direction = "higher"
 ) -> list[Conclusion]:
-    """One conclusion per contrast; the p values are adjusted over the whole family. `better` is the
-    metric's own direction.
+    """Return one conclusion per contrast, with p values adjusted over the whole family. `better` is
+    the metric's own direction.
     """
     adjusted = test.adjusted([paired.by_seed for paired in family])
     at_worst = adjusted
@@ -248,7 +259,7 @@ def _conclusion(
     unsure = _unsure(paired, p_at_worst, test, differs=differs) if differs or equivalent else ""
     equivalent = equivalent and unsure != "lost"
     verdict = Verdict.EQUIVALENT if equivalent else Verdict.INCONCLUSIVE
-    # A difference that is shown outranks the margin, which `within_margin` then says beside it.
+    # A significant difference outranks the margin, which `within_margin` then adds.
     if differs and not unsure:
         if better is None:
             verdict = Verdict.DIFFERENT
@@ -280,8 +291,8 @@ def _excludes_zero(interval: Interval | None) -> bool:
 def _unsure(
     paired: PairedDifferences, p_at_worst: float, test: TestSettings, *, differs: bool
 ) -> str:
-    """Why what is shown by the seeds alone makes no verdict; "" if it does. Only a difference can
-    be undone by answers or problems.
+    """Return why the evidence of the seeds alone makes no verdict; "" if it does. Only a difference
+    can be undone by answers or problems.
     """
     if paired.loses_too_many:
         return "lost"
@@ -300,11 +311,12 @@ def _unsure(
 
 
 def _equivalence(family: Sequence[PairedDifferences], margin: float | None) -> list[float | None]:
-    """Holm-adjusted p of the claim |mean| < margin, per contrast; None without a margin and for a
-    single pair.
+    """Return the Holm-adjusted p of the claim |mean| < margin, per contrast; None without a margin
+    and for a single pair.
 
-    No p is below 2^-n, which n pairs can give by sign flips: equal and nearly equal differences are
-    treated alike. Unjudged answers are counted in the direction that takes the mean away from 0.
+    Each p is at least 2^-n, the least that n pairs can give by sign flips. So equal and nearly
+    equal differences get the same p. Unjudged answers count in the direction that takes the mean
+    away from 0.
     """
     if margin is None:
         return [None] * len(family)

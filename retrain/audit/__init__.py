@@ -1,3 +1,3 @@
-"""How often a reward errs. It is run on answers with a known verdict: right ones in other forms,
-and wrong ones that look right.
+"""Measure how often a reward errs. The audit runs it on answers with a known verdict: right ones in
+other forms, and wrong ones that look right.
 """

@@ -1,5 +1,6 @@
-"""Runs a reward on completions whose verdict is known, and counts how often it errs: families of
-answers that people and models write (answers.jsonl), and the user's own reference answers.
+"""Runs a reward on completions with a known verdict and counts its errors. The completions come
+from families of answers that people and models write (answers.jsonl), and from the user's own
+reference answers.
 """
 
 import json
@@ -144,7 +145,9 @@ def audit_reward(config: TrainConfig, examples: int, log: Callable[[str], None])
 
 
 def _own_cases(examples: Iterable[Example]) -> Iterator[Case]:
-    """Yield each reference answer as it stands, that of another example, and no answer."""
+    """Yield each reference answer unchanged, the reference answer of another example, and no
+    answer.
+    """
     every = list(examples)
     for example, other in zip(every, [*every[1:], *every[:1]], strict=True):
         yield Case(_OWN, True, example, gold_response(example.reference))

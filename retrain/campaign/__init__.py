@@ -1,8 +1,8 @@
-"""Campaigns: conditions times seeds from one file, run one after another, beside each other, or on
-a Ray cluster.
+"""Campaigns: conditions times seeds from one file. The runs go one after another, at the same time,
+or on a Ray cluster.
 
-`run_campaign` runs one, `plan_campaign` only says what would run; `Manifest.read` gives what a
-campaign's folder holds.
+`run_campaign` runs a campaign, and `plan_campaign` only says what would run. `Manifest.read` reads
+the folder of a campaign.
 """
 
 from retrain.campaign.manifest import Manifest, RunEntry, Status

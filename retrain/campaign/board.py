@@ -1,5 +1,5 @@
-"""What a running campaign prints: a line where a run starts and ends. `retrain status DIR --watch`
-is the table.
+"""Print the progress of a running campaign: a line when a run starts and when it ends. `retrain
+status DIR --watch` is the table.
 
 The numbers come from the runs' own files, so every launcher looks the same.
 """
@@ -21,7 +21,9 @@ _REASON_LENGTH = 400
 
 
 class Board:
-    """Prints lines; a quiet one leaves out where runs start. The campaign outlives its reader."""
+    """Prints lines; a quiet board leaves out the starts of runs. The campaign outlives its
+    reader.
+    """
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class Board:
 
 
 def progress_words(stored: StoredRun, max_steps: int, status: Status) -> str:
-    """Say how far a run came, for example: step 50/50, correct so far 45.3%, held-out 61.0%."""
+    """Say how far a run came, such as "step 50/50, correct so far 45.3%, held-out 61.0%"."""
     words = f"step {stored.steps}/{max_steps}"
     for record in stored.last_metrics(1):
         if record.running_correct_rate is not None:

@@ -1,15 +1,15 @@
-"""Looking after every seed: which runs of a campaign with stop = "evidence" still start, and when
-it ends.
+"""Interim looks after every seed: which runs of a campaign with stop = "evidence" still start, and
+when the campaign ends.
 
-A seed is looked at once all of its needed runs have ended, in the order of the seeds. What a look
-decides depends only on these runs, so a campaign that was killed and resumed decides the same. The
-looks are stored in the manifest and are not taken again.
+The rule takes the look at a seed once all needed runs of that seed have ended, in the order of the
+seeds. The decision of a look depends only on these runs, so a campaign that resumes after a kill
+decides the same. The manifest stores the looks, and a resumed campaign does not repeat them.
 
-A run that failed or was stopped is left out of the look at its seed: nothing is bet on its pair. A
-resumed campaign tries it again, and looks at the seed once more if it now ends; that look takes
-only the pairs that were missing. A run has one result however often it is tried, so trying again
-chooses nothing. As with every comparison among the runs that finished, what must not depend on how
-good a run would have been is whether it fails.
+The look at a seed leaves out a run that failed or stopped: the test bets nothing on its pair. A
+resumed campaign tries that run again. If the run now ends, the campaign looks at the seed once
+more, at the missing pairs only. A run has one result however often the campaign tries it, so trying
+again selects no result. Like every comparison among finished runs, this one assumes that a failure
+does not depend on how good the run would have been.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,15 +30,15 @@ _ENDED = {Status.DONE} | _WITHOUT_RESULT
 
 
 class EvidenceRule:
-    """Looks as soon as it can, drops decided conditions, and says when nothing is left to
-    decide.
+    """Looks as soon as it can, drops decided conditions, and says when every condition has a
+    decision.
     """
 
     def __init__(
         self, plan: CampaignPlan, manifest: Manifest, workers: int, say: Callable[[str], None]
     ) -> None:
-        """`workers` run at a time. A worker that would be idle takes a run of a later seed, unless
-        there is one worker for every run.
+        """`workers` run at a time. An idle worker takes a run of a later seed, unless there is one
+        worker for every run.
         """
         self._plan = plan
         self._manifest = manifest
@@ -60,7 +60,7 @@ class EvidenceRule:
         ]
 
     def _missing(self, seed: int) -> list[str]:
-        """The undecided conditions whose pair the looks at a seed went without."""
+        """Return the undecided conditions whose pair the looks at a seed lacked."""
         return [
             condition
             for condition in self._undecided
@@ -68,14 +68,14 @@ class EvidenceRule:
         ]
 
     def needs(self, run: CampaignRun) -> bool:
-        """True for a run that a look to come would use."""
+        """True for a run that a later look would use."""
         wanted = self._missing(run.seed) if run.seed in self._record.looked else self._undecided
         return run.condition in wanted or (
             bool(wanted) and run.condition == self._plan.conditions[0]
         )
 
     def may_start(self, run: CampaignRun) -> bool:
-        """True for a run that is needed and whose turn has come."""
+        """True for a needed run whose turn has come."""
         return self.needs(run) and self._place[run.seed] < len(self._record.looked) + self._ahead
 
     def look(self) -> None:
@@ -91,8 +91,9 @@ class EvidenceRule:
                 self._say(f"All {seeds} were looked at; not decided: {', '.join(self._undecided)}.")
 
     def _due(self) -> int | None:
-        """The seed to look at now: one whose failed run was tried again and is done, else the next
-        one. None while runs have not ended.
+        """Return the seed to look at now: a seed whose failed run now has a result, or else the
+        next seed. The result is None if every condition has a decision or runs of that seed have
+        not ended.
         """
         if not self._undecided:
             return None
@@ -111,7 +112,7 @@ class EvidenceRule:
         )
 
     def _failed(self, seed: int) -> list[str]:
-        """The undecided conditions with a run in this seed's pair that has no result."""
+        """Return the undecided conditions with a run in this seed's pair that has no result."""
         baseline = self._plan.conditions[0]
         pairs = {
             condition: [self._runs[label, seed] for label in (condition, baseline)]
@@ -127,7 +128,7 @@ class EvidenceRule:
         return self._manifest[run.name].status
 
     def _take(self, seed: int) -> Look:
-        # The comparison reads the looks, so this one stands among them before it is judged.
+        # The comparison reads the looks, so this look is among them before its result.
         look = Look(seed, {}, {}, self._failed(seed))
         record = replace(CampaignRecord.read(self._plan.folder), looks=[*self._record.looks, look])
         name = (
@@ -136,7 +137,7 @@ class EvidenceRule:
         )
         try:
             comparison = compare_campaign(self._plan.folder, TestSettings(), record=record)
-        # No pair so far; the comparison at the end says why.
+        # The look has no pair so far; the comparison at the end says why.
         except ConfigurationError:
             self._say(f"{name}: no pair yet, since runs have no result.")
             return look
@@ -173,7 +174,7 @@ class EvidenceRule:
         )
 
     def _lines(self, look: Look, comparison: Comparison) -> Iterator[str]:
-        """A line for each condition, for example: maxrl+none +8.2 pp, evidence 12.4 of 20."""
+        """Yield a line for each condition, such as "maxrl+none +8.2 pp, evidence 12.4 of 20"."""
         for contrast in comparison.contrasts:
             condition = contrast.condition
             if condition not in look.evidence:

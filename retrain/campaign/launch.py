@@ -1,10 +1,10 @@
-"""Launchers: the interface that starts the runs of a campaign; in this process, as processes on
-devices of this machine, or as tasks of a Ray cluster.
+"""Start the runs of a campaign: in this process, as processes on devices of this machine, or as
+tasks of a Ray cluster.
 
-A process on this machine ends when the campaign's process ends, however it ends. A Ray cluster is
-the one at `[campaign] ray_address`, or a local one that starts and ends with the campaign: Ray
-places the runs and reports lost ones, and each of its tasks starts the same worker process. All
-machines must have retrain installed and see the campaign's folder under the same path.
+A process on this machine ends when the campaign's process ends, however it ends. The Ray cluster
+runs at `[campaign] ray_address`, or locally, and then it starts and ends with the campaign. Ray
+places the runs and reports lost ones. Each Ray task starts the same worker process. All machines
+must have retrain installed and see the campaign's folder under the same path.
 """
 
 import contextlib
@@ -57,26 +57,26 @@ class RunOutcome:
     status: Status
     """DONE, FAILED or INTERRUPTED."""
     reason: str = ""
-    """One sentence saying why the run is not done."""
+    """The reason why the run did not finish, as one sentence."""
     lost: bool = False
-    """The worker ended without an answer: it was killed, or its machine was lost. A restart may
-    help."""
+    """The worker ended without an answer: a signal killed it, or its machine disappeared. A restart
+    may help.
+    """
     stopped_by: int | None = None
-    """The signal that the campaign's own process received while the run had installed its
-    handlers."""
+    """The signal that the campaign's own process received while the run's handlers were active."""
 
 
 class Job(Protocol):
     """A started run."""
 
     def poll(self) -> RunOutcome | None:
-        """The run's outcome; None while it is running."""
+        """Return the run's outcome; None while it is running."""
 
     def stop(self, signal_number: int) -> None:
         """Ask the run to save a checkpoint and end."""
 
     def kill(self) -> None:
-        """End the run at once; does nothing if it has ended."""
+        """End the run immediately; does nothing if it has ended."""
 
 
 class Launcher(Protocol):
@@ -85,26 +85,26 @@ class Launcher(Protocol):
     workers: int
 
     def start(self, run: CampaignRun, slot: int) -> Job:
-        """Start a run. `slot`, from 0 to workers - 1, belongs to no other running run. Raises
-        OSError if its folder cannot be written.
+        """Start a run. The `slot`, from 0 to workers - 1, differs from the slots of other running
+        runs. Raises OSError if the disk refuses its folder.
         """
 
     def close(self) -> None:
-        """Release what the launcher holds: nothing, unless it says otherwise."""
+        """Release the resources of the launcher: by default nothing."""
         return
 
 
 def perform(config: TrainConfig) -> RunOutcome:
-    """Train a run in this process, from its checkpoint if it has been started before. A failed run
-    is an outcome, not an exception.
+    """Train a run in this process, from its checkpoint if an earlier session started it. A failed
+    run is an outcome, not an exception.
     """
     from retrain.run.loop import train
 
     folder = RunFolder(Path(config.logging.log_dir))
     try:
-        # Looked at before too, so that no model is loaded for a run without an hour left.
+        # Check this before too, so that a run without an hour left loads no model.
         if not _used_hours(folder.path, config.training):
-            # A run that was begun has the marker; without a checkpoint it is resumed at step 0.
+            # A started run has the marker; without a checkpoint it resumes at step 0.
             train(
                 replaced(config, {"resume.from": str(folder.path)}, origin="file")
                 if folder.marker.is_file()
@@ -132,8 +132,8 @@ def perform(config: TrainConfig) -> RunOutcome:
 
 
 def _used_hours(folder: Path, training: Training) -> str:
-    """Say that `[training] max_hours` came before a run's last step; "" if it did not, or if its
-    summary.json is damaged, which the next session writes anew.
+    """Say that `[training] max_hours` came before a run's last step. Returns "" if it did not. A
+    damaged summary.json also gives "", since the next session writes that file again.
     """
     try:
         return StoredRun(folder).used_hours(training)
@@ -168,7 +168,7 @@ class EndedJob:
 
 
 def not_started(run: CampaignRun, error: OSError) -> RunOutcome:
-    """The outcome of a run whose output.log cannot be written, or whose process cannot start."""
+    """Return the outcome of a run whose process or whose output.log the system refuses."""
     if is_disk(error):
         reason = f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there"
     else:
@@ -177,15 +177,15 @@ def not_started(run: CampaignRun, error: OSError) -> RunOutcome:
 
 
 class InProcess:
-    """Trains one run after the other in this process, and keeps the base model, the tokenizer and
+    """Trains one run after the other in this process. It keeps the base model, the tokenizer and
     the prompts loaded between them.
     """
 
     workers = 1
 
     def __init__(self, *, loads_models: bool = True) -> None:
-        """`loads_models` is False where a remote service holds the model, so that no model library
-        is imported.
+        """`loads_models` is False if a remote service holds the model, so that the runs import no
+        model library.
         """
         from retrain.run.sharing import shared_parts
 
@@ -202,7 +202,7 @@ class InProcess:
                 outcome = perform(run.config)
         except OSError as error:
             outcome = not_started(run, error)
-        gc.collect()  # frees the optimizer and caches, which are in reference cycles
+        gc.collect()  # This frees the optimizer and caches, which are in reference cycles.
         return EndedJob(outcome)
 
     def close(self) -> None:
@@ -213,20 +213,22 @@ class InProcess:
 
 
 MAX_REASON = 8000
-"""Characters of an outcome's reason: a pipe holds the outcome, which is read when its process has
-ended."""
+"""Maximum number of characters of an outcome's reason. A pipe holds the outcome until the campaign
+reads it, after the end of the process.
+"""
 _PIPE_BYTES = 1 << 16
 Devices = tuple[str, ...]
-"""Names as torch has them, for example ("cuda:0",); empty leaves the run's configuration
-unchanged."""
+"""Device names of torch, for example ("cuda:0",); empty leaves the run's configuration
+unchanged.
+"""
 _DEVICES = ("", "gpu:0", "gpu:0,gpu:1")
-"""`[backend] devices` by their number: a run sees its own GPUs alone."""
+"""`[backend] devices` by the number of GPUs: a run sees only its own GPUs."""
 
 
 def share_devices(plan: CampaignPlan) -> list[Devices]:
-    """The devices of each worker: groups of `devices_per_run` GPUs, assigned in turn.
+    """Return the devices of each worker: groups of `devices_per_run` GPUs, assigned in turn.
 
-    The GPUs are those named by `[backend] devices`, or all of the machine. Without a GPU only
+    The GPUs come from `[backend] devices`, or else are all GPUs of the machine. Without a GPU only
     `max_workers` limits the workers (0: one for each run). Raises ConfigurationError for more
     workers than the GPUs can hold.
     """
@@ -296,14 +298,16 @@ class Subprocesses(Launcher):
 
 
 def start_worker(run: CampaignRun, threads: int, devices: Devices = ()) -> "Worker":
-    """Start the worker process of a run. `threads` is its OMP_NUM_THREADS unless that is set."""
+    """Start the worker process of a run. `threads` is its OMP_NUM_THREADS unless the environment
+    sets that variable.
+    """
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | visible(devices, os.environ)
     return _worker_for(_request(run, len(devices)), run.folder, environment)
 
 
 def visible(devices: Devices, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the CUDA_VISIBLE_DEVICES that leaves a process these GPUs of those that `environ`
-    leaves this one.
+    """Return the CUDA_VISIBLE_DEVICES that restricts a process to these GPUs; `devices` counts
+    among the GPUs that `environ` leaves this process.
     """
     names = list(filter(None, environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
     indices = [int(device.partition(":")[2] or 0) for device in devices]
@@ -332,7 +336,7 @@ def _worker_for(request: bytes, folder: Path, environment: Mapping[str, str]) ->
 
 @contextmanager
 def _held(number: signal.Signals) -> Iterator[None]:
-    """Let a signal wait, also in a process that is started inside until it takes it."""
+    """Block a signal, also in a process that starts inside, until that process unblocks it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:
         yield
@@ -341,7 +345,7 @@ def _held(number: signal.Signals) -> Iterator[None]:
 
 
 def _request(run: CampaignRun, gpus: int, **given: str) -> bytes:
-    """The run as its worker reads it: on `gpus` GPUs, and with the keys `given`."""
+    """Return the run in the form for its worker: on `gpus` GPUs, and with the keys `given`."""
     if gpus:
         given["backend.devices"] = _DEVICES[gpus]
     path = run.config.source_path
@@ -358,7 +362,7 @@ class Worker:
         self._process = process
 
     def poll(self) -> RunOutcome | None:
-        """The run's outcome; None while it is running."""
+        """Return the run's outcome; None while it is running."""
         code = self._process.poll()
         if code is None:
             return None
@@ -373,7 +377,7 @@ class Worker:
         try:
             values = json.loads(answer)
             return RunOutcome(Status(values["status"]), values["reason"])
-        except ValueError:  # nothing, or not all of it
+        except ValueError:  # The pipe has no answer, or only a part.
             pass
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
@@ -409,8 +413,8 @@ takes a third of the memory."""
 
 
 class RayLauncher:
-    """Starts each run as a Ray task. Raises EnvironmentFailure if Ray is not installed or no
-    cluster answers.
+    """Starts each run as a Ray task. Raises EnvironmentFailure if Ray is missing or no cluster
+    answers.
     """
 
     def __init__(self, plan: CampaignPlan) -> None:
@@ -445,7 +449,7 @@ class RayLauncher:
         try:
             self._connect()
             self.workers = self._room(len(plan.runs))
-        except BaseException:  # an interrupt too leaves no cluster behind
+        except BaseException:  # An interrupt too leaves no cluster behind.
             self.close()
             raise
 
@@ -509,8 +513,8 @@ class RayLauncher:
 
 
 def gpu_share(settings: Campaign) -> float:
-    """The GPUs of a run: below 1 if several runs share one. Raises ConfigurationError if a run
-    should have several GPUs and share them.
+    """Return the GPUs of a run: below 1 if several runs share one. Raises ConfigurationError if a
+    run should have several GPUs and share them.
     """
     if settings.devices_per_run > 1 and settings.workers_per_device > 1:
         raise ConfigurationError(
@@ -529,7 +533,7 @@ class RayJob:
         self._task = task
 
     def poll(self) -> RunOutcome | None:
-        """The run's outcome; None while it is running."""
+        """Return the run's outcome; None while it is running."""
         done, _ = self._ray.wait([self._task], timeout=0)
         if not done:
             return None
@@ -553,10 +557,10 @@ class RayJob:
 
 
 def _perform(request: bytes, folder: str, started_in: str) -> RunOutcome:
-    """The Ray task: start the worker process and wait for it. The worker ends with this process,
+    """Start the worker process of a Ray task and wait for it. The worker ends with this process,
     which holds its standard input.
     """
-    # Paths in a configuration are relative to the folder where the campaign was started.
+    # Paths in a configuration are relative to the folder where the campaign started.
     os.chdir(started_in)
     worker = _worker_for(request, Path(folder), os.environ)
     try:

@@ -1,7 +1,7 @@
-"""A campaign's folder and its manifest.json: what was planned, and the status of each run.
+"""Read and write a campaign's folder and its manifest.json: the plan, and the status of each run.
 
-The manifest is written atomically, before the first run and at every change. The truth about a run
-is its own folder: after a kill a run may be further than the manifest says, never less far.
+retrain writes the manifest atomically, before the first run and at every change. The truth about a
+run is in its own folder: after a kill a run may be further than the manifest says, never less far.
 """
 
 import json
@@ -37,7 +37,9 @@ from retrain.system import Json, read_object, toml_value
 LOGS = Path("logs")
 TIMESTAMP = "%Y%m%d_%H%M%S"
 _AS_WRITTEN = ConfigDict(extra="forbid")
-"""A manifest with a field that is not known is refused: to write it again would lose the field."""
+"""retrain refuses a manifest with an unknown field, since writing the manifest again would lose
+that field.
+"""
 
 
 class Status(StrEnum):
@@ -48,14 +50,16 @@ class Status(StrEnum):
     DONE = "done"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """Saved and stopped by a signal or `[training] max_hours`; `--resume` continues it."""
+    """A signal or `[training] max_hours` stopped it after a save; `--resume` continues it."""
     SKIPPED = "skipped"
-    """No longer needed: the evidence had decided its condition, or all of them."""
+    """The campaign no longer needs the run: the evidence had decided its condition, or all
+    conditions.
+    """
 
 
 @dataclass
 class RunEntry:
-    """One run. Times are ISO 8601 with the offset; null where there is none."""
+    """One run. Times are ISO 8601 with the offset; a missing time is null."""
 
     __pydantic_config__ = _AS_WRITTEN
     name: str
@@ -63,14 +67,14 @@ class RunEntry:
     seed: int
     status: Status = Status.PENDING
     dir: str = ""
-    """The run's folder, relative to the campaign's, so that the campaign can be moved."""
+    """The run's folder, relative to the campaign's folder, so that the user can move the campaign.
+    """
     started: str | None = None
     ended: str | None = None
     reason: str | None = None
-    """The reason why it failed or was interrupted."""
+    """The reason of a failure or an interruption."""
     attempts: int = 1
-    """Number of times it was begun: one more for each time that it was tried again after it had
-    failed or had been done."""
+    """Number of attempts: one more for each new attempt after a failure or a completed run."""
 
 
 @dataclass
@@ -83,7 +87,7 @@ class Manifest:
     """Local time of the start, YYYYMMDD_HHMMSS."""
     retrain_version: str
     config: Json
-    """The keys given by file, environment variables and flags, with credentials masked."""
+    """The keys from file, environment variables and flags, with masked credentials."""
     conditions: list[str]
     seeds: list[int]
     max_steps: int
@@ -91,12 +95,13 @@ class Manifest:
     squeeze: Json | None = None
     """recommended_rank, rule, threshold, table, ...; null without [squeeze]."""
     plan: Json | None = None
-    """The comparison as planned before the first run, with its hash (analysis/planned.py); a
-    resumed campaign keeps it."""
+    """The planned comparison from before the first run, with its hash (analysis/planned.py); a
+    resumed campaign keeps it.
+    """
     looks: list[Json] = field(default_factory=list)
-    """With stop = "evidence": what each look found and decided."""
+    """With stop = "evidence": the findings and decisions of each look."""
     notes: list[str] = field(default_factory=list, init=False, repr=False)
-    """Not stored: sentences for the runner to print once and remove."""
+    """Sentences for the runner to print once and remove; the file does not have them."""
     _is_behind: bool = field(default=False, init=False, repr=False)
     _by_name: dict[str, RunEntry] = field(init=False, repr=False)
 
@@ -105,7 +110,7 @@ class Manifest:
 
     @classmethod
     def of_plan(cls, plan: CampaignPlan, now: datetime) -> "Manifest":
-        """A manifest with every run pending."""
+        """Return a manifest with every run pending."""
         runs = [
             RunEntry(run.name, run.condition, run.seed, dir=f"{RUNS}/{run.name}")
             for run in plan.runs
@@ -124,9 +129,9 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read `folder`/manifest.json. Raises RunFailed for one that no campaign wrote."""
+        """Read `folder`/manifest.json. Raises RunFailed for a manifest that no campaign wrote."""
         path = folder / MANIFEST
-        CampaignRecord.read(folder)  # checks the plan and the looks
+        CampaignRecord.read(folder)  # This checks the plan and the looks.
         text = json.dumps(read_object(path) | {"folder": str(folder)}, ensure_ascii=False)
         try:
             # A reason may quote half a character, which a model wrote and pydantic refuses.
@@ -142,7 +147,7 @@ class Manifest:
         values = {name: getattr(self, name) for name in names.split()} | {
             "runs": [asdict(entry) for entry in self.runs]
         }
-        # The configuration is masked already, in a way that loads again.
+        # The configuration has its masks already, in a form that loads again.
         masked = Redactor().json(values) | {"config": self.config}
         replace_file(self.folder / MANIFEST, json.dumps(masked, indent=1) + "\n")
 
@@ -169,8 +174,8 @@ class Manifest:
         self.write_if_possible()
 
     def write_if_possible(self) -> None:
-        """Write. Where that fails, note why, once until it succeeds: the next change includes this
-        one, and runs that write elsewhere need not stop.
+        """Write the manifest. If that fails, note the reason once until a write succeeds. The next
+        change includes this one, and runs that write elsewhere need not stop.
         """
         try:
             self.write()
@@ -186,10 +191,10 @@ class Manifest:
     def resumed_with(self, plan: CampaignPlan) -> None:
         """Adopt the plan of a resumed campaign, which may have more conditions, seeds or steps.
 
-        Raises ConfigurationError if the plan lacks a run, changes the training of a run, or gives
-        earlier looks another meaning.
+        Raises ConfigurationError if the plan lacks a run, changes the training of a run, or changes
+        the meaning of earlier looks.
         """
-        # Both plans in the manifest's form, in which a secret is masked and equals itself.
+        # Compare both plans in the manifest's form, in which a masked secret equals itself.
         before = {run.name: run for run in self._stored_plan().runs}
         now = {
             run.name: run
@@ -218,8 +223,8 @@ class Manifest:
         self.seeds, self.max_steps = fresh.seeds, fresh.max_steps
 
     def _stored_plan(self) -> CampaignPlan:
-        """The plan of the stored configuration. Raises ConfigurationError, which names the
-        manifest, for one that this version refuses.
+        """Return the plan of the stored configuration. Raises ConfigurationError, which names the
+        manifest, for a configuration that this version refuses.
         """
         try:
             return plan_campaign(config_from_mapping(self.config), self.folder)
@@ -228,7 +233,7 @@ class Manifest:
             raise ConfigurationError([f"{place}, {one}" for one in error.problems]) from error
 
     def _check_margin(self, plan: CampaignPlan) -> None:
-        """Raises ConfigurationError for another margin than the one that was planned."""
+        """Raise ConfigurationError if the margin differs from the planned margin."""
         planned, now = (self.plan or {}).get("margin"), plan.settings.margin
         if self.plan and now != planned:
             raise ConfigurationError(
@@ -238,8 +243,8 @@ class Manifest:
             )
 
     def _check_looks(self, plan: CampaignPlan) -> None:
-        """Check a resumed plan. Raises ConfigurationError where its steps, conditions or order of
-        seeds differ from what the looks were taken with.
+        """Check a resumed plan. Raises ConfigurationError if its steps, conditions or order of
+        seeds differ from those at the time of the looks.
         """
         if plan.settings.stop != "evidence":
             return
@@ -252,7 +257,7 @@ class Manifest:
                 f'[campaign] stop = "evidence": {self.folder} was planned to be tested once, after'
                 f" all of its seeds; {otherwise}"
             )
-        # A seed whose failed run was tried again has two looks.
+        # A seed has two looks if the campaign tried its failed run again.
         looked = list(dict.fromkeys(look["seed"] for look in self.looks))
         for key, now, before in (
             ("max_steps", plan.max_steps, self.max_steps),
@@ -271,7 +276,7 @@ def _shown(margin: float | None) -> str:
 
 
 def analysis_plan(plan: CampaignPlan) -> AnalysisPlan:
-    """Every condition against the first; by held-out accuracy, if the runs are evaluated."""
+    """Plan to compare every condition with the first, by held-out accuracy if the runs evaluate."""
     metric = "pass@1" if plan.runs[0].config.evaluation.asked_for else "correct_rate"
     baseline, *others = plan.conditions
     return AnalysisPlan(
@@ -288,8 +293,8 @@ def analysis_plan(plan: CampaignPlan) -> AnalysisPlan:
 
 
 def stored_form(config: TrainConfig) -> Json:
-    """The keys that were given, for JSON, with credentials masked. Defaults are left out: each
-    run's config.toml holds every key.
+    """Return the keys that the user gave, for JSON, with masked credentials. It leaves out
+    defaults: each run's config.toml holds every key.
     """
     return given_values(Redactor().config(config))
 
@@ -302,12 +307,12 @@ def _now() -> str:
 def open_campaign(
     config: TrainConfig, checked: Findings, now: datetime
 ) -> Iterator[tuple[CampaignPlan, Manifest]]:
-    """The campaign's plan and its written manifest; the folder is locked against other writers
-    until the context ends. `checked` is what `check` found about the plan.
+    """Yield the campaign's plan and its written manifest; a lock keeps other writers out of the
+    folder until the context ends. `checked` is what `check` found about the plan.
 
     `[resume] from` names a campaign to continue, `[logging] log_dir` the folder of a new one; the
-    default is `logs/campaign_YYYYMMDD_HHMMSS`. Raises ConfigurationError for a folder that may not
-    be used.
+    default is `logs/campaign_YYYYMMDD_HHMMSS`. Raises ConfigurationError for a folder that the
+    campaign may not use.
     """
     resumed = bool(config.resume.from_)
     folder = Path(config.resume.from_) if resumed else _new_folder(config, now)
@@ -333,8 +338,8 @@ def open_campaign(
 
 
 def _new_folder(config: TrainConfig, now: datetime) -> Path:
-    """`[logging] log_dir`, or a new folder logs/campaign_<local time>, with -2, -3, ... if that
-    exists.
+    """Return `[logging] log_dir`, or a new folder logs/campaign_<local time>, with -2, -3, ... if
+    that exists.
     """
     if config.is_set("logging.log_dir"):
         folder = Path(config.logging.log_dir)

@@ -1,6 +1,6 @@
-"""A campaign's plan: one run for each condition and seed, with its name, its folder and its
-complete configuration; and what is checked and noted before the first run, once for all runs, or
-with the conditions that it concerns.
+"""Plan a campaign: one run for each condition and seed, with its name, its folder and its complete
+configuration. The checks and notes before the first run come once for all runs, or with the
+conditions that they concern.
 
 Planning starts and writes nothing, so `retrain explain` shows the plan that a campaign would run.
 """
@@ -106,7 +106,7 @@ def plan_campaign(config: TrainConfig, folder: Path) -> CampaignPlan:
 
 
 def settings_of(config: TrainConfig) -> Campaign:
-    """The [campaign] section. Raises ConfigurationError if there is none."""
+    """Return the [campaign] section. Raises ConfigurationError if there is none."""
     if config.campaign is None:
         raise ConfigurationError(
             f"{config.source_path or 'the configuration'} has no [campaign] section; add one."
@@ -115,16 +115,16 @@ def settings_of(config: TrainConfig) -> Campaign:
 
 
 def planned_seeds(settings: Campaign) -> tuple[int, ...]:
-    """The seeds of the file; with stop = "evidence" followed by those counted on from the largest,
-    up to max_seeds.
+    """Return the seeds of the file. With stop = "evidence" further seeds follow, counted on from
+    the largest, up to max_seeds.
     """
     more = max(0, settings.max_seeds - len(settings.seeds)) if settings.stop == "evidence" else 0
     return *settings.seeds, *range(max(settings.seeds) + 1, max(settings.seeds) + 1 + more)
 
 
 def max_steps(config: TrainConfig) -> int:
-    """The steps of each run: `[campaign] max_steps`, or else `[training] max_steps` if it is given,
-    or else 500.
+    """Return the steps of each run: `[campaign] max_steps`, or else `[training] max_steps` if the
+    user gave it, or else 500.
     """
     given = settings_of(config).max_steps
     if given is not None:
@@ -133,17 +133,20 @@ def max_steps(config: TrainConfig) -> int:
 
 
 def run_name(condition: str, seed: int) -> str:
-    """The name of a run, `{condition}_s{seed}`, in characters that a folder's name may have."""
+    """Return the name of a run, `{condition}_s{seed}`, in characters that a folder's name may
+    have.
+    """
     return f"{folder_name(condition)}_s{seed}"
 
 
 def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> Json:
-    """Keys of [evaluation] that a condition takes from the base: the judge, and how held-out
-    answers are sampled.
+    """Return the keys of [evaluation] that a condition takes from the base: the judge, and the
+    sampling of held-out answers.
 
-    A condition that trains at another temperature, say, is still measured at the base's. What the
-    condition says itself stays. The judge is the base's reward, so that the held-out accuracies of
-    all conditions compare; a base whose reward verifies nothing or is a sum has none to share.
+    For example, a condition that trains at another temperature is still evaluated at the
+    temperature of the base. The condition's own keys of [evaluation] stay. The judge is the base's
+    reward, so that the held-out accuracies of all conditions compare. A base whose reward verifies
+    nothing or is a sum shares no judge.
     """
     echoed = ("temperature", "max_tokens", "top_k", "top_p", "min_p")
     pinned = {
@@ -172,7 +175,7 @@ def _run(
     folder: Path,
     shared: Json,
 ) -> CampaignRun:
-    """One run; `view` is the campaign's configuration with the keys of this condition."""
+    """Return one run; `view` is the campaign's configuration with the keys of this condition."""
     label = condition.label
     name = run_name(label, seed)
     data = given_values(view)
@@ -203,14 +206,14 @@ def _run(
 
 
 def _tracking(given: Logging, name: str, label: str, seed: int) -> dict[str, str]:
-    """Keys of [logging] that name a run in its trackers; the user's group wins, and the user's tags
-    come first.
+    """Return the keys of [logging] that name a run in its trackers; the user's group wins, and the
+    user's tags come first.
     """
     keys: dict[str, str] = {}
     trackers = set(tracker_names(given))
     if trackers & {"wandb", "trackio"}:
         keys = {"wandb_run_name": name, "wandb_group": given.wandb_group or label}
-    if "wandb" in trackers:  # trackio has no tags
+    if "wandb" in trackers:  # trackio has no tags.
         keys["wandb_tags"] = ",".join(dict.fromkeys((*given.tags, label, f"seed{seed}")))
     return keys
 
@@ -229,17 +232,18 @@ class Findings:
     lines: tuple[str, ...]
     """Sentences to print before the first run."""
     without_held_out: frozenset[str]
-    """Conditions whose data source has no held-out split, so that the default evaluation at the end
-    is left out."""
+    """Conditions whose data source has no held-out split, so that retrain leaves out the default
+    evaluation at the end.
+    """
 
 
 def check(plan: CampaignPlan) -> Findings:
-    """Check what all runs need. Raises ConfigurationError if a run could not start; NoHeldOutSplit
-    if an evaluation was asked for that has no held-out split.
+    """Check what all runs need. Raises ConfigurationError if a run could not start, and
+    NoHeldOutSplit if the configuration asks for an evaluation without a held-out split.
     """
     about_runs = notes(plan.config)
     lines = [line for line in preflight_lines(plan.config) if line not in about_runs]
-    # before any data, so that a plugin's wrong name is said at once
+    # Check plugins before any data, so that a wrong name fails at once.
     for run in plan.runs[: len(plan.conditions)]:
         cannot = incapable(run.config)
         if cannot:
@@ -254,7 +258,7 @@ def check(plan: CampaignPlan) -> Findings:
 
 def _design_lines(plan: CampaignPlan) -> Iterator[str]:
     """Yield sentences on the differences that the campaign's seeds can find, and on a margin that
-    they are too few for.
+    needs more seeds.
     """
     from retrain.analysis.power import Rule, design_line, equivalence_line
 
@@ -270,11 +274,11 @@ def _design_lines(plan: CampaignPlan) -> Iterator[str]:
 
 
 def condition_notes(plan: CampaignPlan) -> list[str]:
-    """The notes about the runs, each once, preceded by its conditions unless it concerns all of
-    them.
+    """Return the notes about the runs, each once, after the names of its conditions unless it
+    concerns all of them.
     """
     found: dict[str, list[str]] = {}
-    for run in plan.runs[: len(plan.conditions)]:  # the first seed's
+    for run in plan.runs[: len(plan.conditions)]:  # These runs have the first seed.
         for note in notes(run.config):
             found.setdefault(note, []).append(run.condition)
     return [
@@ -284,7 +288,7 @@ def condition_notes(plan: CampaignPlan) -> list[str]:
 
 
 def evaluated_where_possible(plan: CampaignPlan, checked: Findings) -> CampaignPlan:
-    """The plan without the default evaluation for conditions that have no held-out split."""
+    """Return the plan without the default evaluation for conditions that have no held-out split."""
     no_evaluation = {"evaluation.at_end": False}
     runs = [
         (
@@ -298,8 +302,8 @@ def evaluated_where_possible(plan: CampaignPlan, checked: Findings) -> CampaignP
 
 
 def _without_held_out(plan: CampaignPlan) -> dict[str, str]:
-    """Condition -> data source, for conditions that would be evaluated but have no held-out split.
-    Each source is loaded once.
+    """Return condition -> data source, for conditions that ask for an evaluation without a held-out
+    split. It loads each source once.
     """
     known: dict[str, bool] = {}
     lacking: dict[str, str] = {}
@@ -335,8 +339,8 @@ def _has_held_out(config: TrainConfig, campaign: TrainConfig) -> bool:
 
 
 def _load_held_out(config: TrainConfig) -> None:
-    """Load the held-out problems; raise NoHeldOutSplit where there are none. A source of a mixture
-    may lack them, but not all.
+    """Load the held-out problems; raise NoHeldOutSplit without any. A source of a mixture may lack
+    them, but not all.
     """
     if config.data.mix and not config.evaluation.source:
         sources = Plan.of(config).sources

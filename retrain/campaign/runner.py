@@ -1,4 +1,4 @@
-"""Running a campaign: start its runs, record how they end, squeeze the first adapter, compare the
+"""Run a campaign: start its runs, record how they end, squeeze the first adapter, compare the
 conditions.
 
 A run that fails does not stop the others.
@@ -69,7 +69,7 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
     if a run failed. After a signal it raises Interrupted, once the running runs have saved.
     """
     note_secrets(config)
-    # What must be refused is refused before a folder is made.
+    # Refuse a wrong plan before making a folder.
     draft = plan_campaign(config, Path("campaign"))
     checked = check(draft)
     if draft.settings.launcher == "array":
@@ -134,7 +134,9 @@ def _task_of_array(config: TrainConfig, checked: Findings) -> Manifest:
 
 
 def _size(plan: CampaignPlan) -> str:
-    """The line that opens a campaign: how many runs and steps, and what was finished before."""
+    """Return the line that opens a campaign: how many runs and steps, and how many runs finished
+    before.
+    """
     done = sum(is_finished(run) for run in plan.runs)
     resumed = f", {done} of them finished before" if done else ""
     return (
@@ -159,9 +161,9 @@ def _launcher(plan: CampaignPlan) -> Launcher:
 
 
 def is_finished(run: CampaignRun) -> bool:
-    """True if the run's own folder says so, and holds the run that is planned: after a kill the
-    manifest may be older than the folder. A run whose summary.json is damaged goes on from its last
-    checkpoint, which writes that anew.
+    """True if the run's own folder says so, and holds the planned run. The folder decides, because
+    after a kill the manifest may be older. A run with a damaged summary.json continues from its
+    last checkpoint, which writes that file again.
     """
     stored = StoredRun(run.folder)
     try:
@@ -180,9 +182,7 @@ def is_finished(run: CampaignRun) -> bool:
 
 
 class _Execution:
-    """Starts the runs that are not finished, and waits until all have ended or a signal asks for a
-    stop.
-    """
+    """Starts the unfinished runs, and waits until all have ended or a signal asks for a stop."""
 
     def __init__(
         self,
@@ -207,10 +207,12 @@ class _Execution:
         self._stopping = False
         self._rule: EvidenceRule | None = None
         self._not_looked: RetrainError | None = None
-        """Why a look could not be taken: a file of a run that had ended is damaged."""
+        """The error of a look that met a damaged file of an ended run."""
 
     def run(self) -> None:
-        """Raises Interrupted after a signal, RunFailed where a look met a damaged file."""
+        """Run the campaign. Raises Interrupted after a signal, and RunFailed if a look finds a
+        damaged file.
+        """
         self._queue_unfinished()
         settings, next_start = self._plan.settings, 0.0
         stagger = (
@@ -263,7 +265,7 @@ class _Execution:
         return False
 
     def _stop(self, number: int) -> None:
-        """Start no more runs, and pass the signal on to those that run."""
+        """Start no more runs, and pass the signal on to the running ones."""
         self._stopping = True
         self._waiting.clear()
         if self._jobs:
@@ -272,15 +274,15 @@ class _Execution:
             job.stop(number)
 
     def lacks(self, run: CampaignRun) -> bool:
-        """True for a run that is not done, unless no look to come would use it."""
+        """True for a run without the status done, unless no remaining look would use it."""
         ended = self._manifest[run.name].status in (Status.DONE, Status.SKIPPED)
         return not ended and (self._rule is None or self._rule.needs(run))
 
     def _queue_unfinished(self) -> None:
-        """Queue the runs that are to be made: finished ones stay as they are; a run that failed or
-        was interrupted in an earlier session is pending again.
+        """Queue the unfinished runs. Finished runs stay as they are; a run that failed or stopped
+        in an earlier session is pending again.
         """
-        # Where the folder cannot be written this raises, before the first run.
+        # This raises before the first run if the disk refuses the manifest.
         self._manifest.write()
         if self._plan.settings.stop == "evidence" and len(self._plan.conditions) > 1:
             self._rule = EvidenceRule(
@@ -288,7 +290,7 @@ class _Execution:
             )
         for run in self._plan.runs:
             entry = self._manifest[run.name]
-            # No look to come would use the run, so it is not tried again.
+            # Skip the run: the remaining looks would not use it.
             if (
                 self._rule
                 and not self._rule.needs(run)
@@ -304,13 +306,13 @@ class _Execution:
         self._manifest.write()
 
     def _look(self) -> None:
-        """Take the looks that are due, and drop the runs that they make needless."""
+        """Take the due looks, and drop the runs that they make needless."""
         if self._rule is None or self._not_looked:
             return
         try:
             self._rule.look()
         except RetrainError as error:
-            # Runs that are under way end first; which others are needed no look can say.
+            # Running runs end first; no look can say which others the campaign needs.
             self._not_looked = error
             self._waiting.clear()
             return
@@ -331,8 +333,8 @@ class _Execution:
             self._record(run, not_started(run, error))
 
     def _tell_same_runs(self, ended: CampaignRun) -> None:
-        """Say so where `ended` and the other run of its condition's first pair are one: what the
-        condition sets changes nothing.
+        """Say so if `ended` and the other run of its condition's first pair are one run: the keys
+        of the condition change nothing.
         """
         baseline, *others = self._plan.runs[: len(self._plan.conditions)]
         for run in others:
@@ -350,8 +352,8 @@ class _Execution:
                     )
 
     def _record(self, run: CampaignRun, outcome: RunOutcome) -> None:
-        """A lost run is queued again up to max_retries times; any other outcome is final for this
-        session.
+        """Record the outcome of a run. The campaign queues a lost run again up to max_retries
+        times; any other outcome is final for this session.
         """
         if (
             outcome.lost
@@ -364,7 +366,7 @@ class _Execution:
             )
             self._waiting.appendleft(run)
             return
-        # A run that was killed while it saved has not failed.
+        # A kill during the save of a stop is not a failure.
         killed_by_stop = outcome.lost and self._stopping
         self._manifest.ended(
             run.name, Status.INTERRUPTED if killed_by_stop else outcome.status, outcome.reason
@@ -377,7 +379,7 @@ class _Execution:
                 CheckpointStore(stored_checkpoints(RunFolder(run.folder))).keep_weights()
             self._tell_same_runs(run)
             self._on_done()
-        # In this process a signal ends the run before `_stop` is called.
+        # In this process a signal ends the run before the loop calls `_stop`.
         if self._interrupts.stopped_by is None:
             self._look()
 
@@ -386,11 +388,11 @@ class _Execution:
 
 
 class AutoSqueeze:
-    """Analyses one adapter if the campaign has a `[squeeze]` section: prints the table, and sends
-    it to the manifest and the trackers.
+    """Analyzes one adapter if the campaign has a `[squeeze]` section. It prints the table, and
+    sends it to the manifest and the trackers.
 
-    It takes the adapter of the first run. An adapter that is still zero has no rank to analyse, so
-    the next run's is taken. A failure is printed and stops nothing.
+    It takes the adapter of the first run. An adapter that is still zero has no rank to analyze, so
+    the next run's adapter follows. It prints a failure and stops nothing.
     """
 
     def __init__(self, plan: CampaignPlan, manifest: Manifest, say: Say) -> None:
@@ -399,8 +401,9 @@ class AutoSqueeze:
         self._say = say
         wanted = plan.config.is_set("squeeze") and manifest.squeeze is None
         self._runs = [*plan.runs] if wanted else []
-        """In the plan's order, which decides whose adapter is analyzed; not the order in which runs
-        finish."""
+        """In the order of the plan, which decides whose adapter it analyzes; not the order in which
+        runs finish.
+        """
 
     def look(self) -> None:
         """Call when a run has ended."""
@@ -440,8 +443,8 @@ class AutoSqueeze:
 
 
 def comparison_lines(plan: CampaignPlan) -> list[str]:
-    """Every condition against the first, as `retrain compare` prints it, or a sentence that says
-    why there is no comparison.
+    """Compare every condition with the first, as `retrain compare` prints it, or return a sentence
+    that says why there is no comparison.
     """
     if len(plan.conditions) < 2:
         return []

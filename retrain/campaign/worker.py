@@ -1,7 +1,7 @@
-"""The worker process of one run, `python -m retrain.campaign.worker`, started by `launch`.
+"""Run the worker process of one run, `python -m retrain.campaign.worker`, which `launch` starts.
 
-It reads the run's configuration as one line of JSON from standard input, which then stays open: end
-of file means that the campaign has ended, and ends this process too. The outcome is written to
+It reads the run's configuration as one line of JSON from standard input, which then stays open. End
+of file means that the campaign has ended, and ends this process too. It writes the outcome to
 standard output as JSON. Everything that the run prints goes to standard error, which is the run's
 log.
 """
@@ -19,7 +19,7 @@ from typing import IO
 from retrain.system import prepare_torch
 
 INTERRUPTED = {"status": "interrupted", "reason": "Interrupted by SIGINT."}
-"""The outcome of a run that the signal reached before it had handlers of its own."""
+"""The outcome of a run that got the signal before it had handlers."""
 
 
 def main() -> None:
@@ -31,8 +31,8 @@ def main() -> None:
 
     def end_with_campaign() -> None:
         """Kill this process when the campaign ends, so that the run's folder is free for a campaign
-        that is resumed a moment later. It reads below sys.stdin, whose lock an interpreter that
-        ends would wait for and die.
+        that resumes a moment later. It reads below sys.stdin: an interpreter that ends would wait
+        for the lock of sys.stdin and die.
         """
         while os.read(sys.stdin.fileno(), 4096):
             pass

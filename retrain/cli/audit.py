@@ -51,13 +51,13 @@ def command(
         )
     load_dotenv()
     config = load_config(target, overrides)
-    # After the configuration, so that a mistake in it is answered before seconds of imports.
+    # Import after the configuration, so that a mistake in it shows before seconds of imports.
     from retrain.audit.run import audit_reward, to_text
     from retrain.records.run_folder import refuse_foreign_code
 
     if not trust:
         refuse_foreign_code(config, "its audit")
-    with redirect_stdout(sys.stderr):  # what plugins print is not part of the result
+    with redirect_stdout(sys.stderr):  # The result must not contain the output of plugins.
         audit = audit_reward(config, examples, print_progress)
     if form == "json":
         print_json(audit.to_json())

@@ -1,4 +1,6 @@
-"""`retrain backends`: the engines and backends, what is installed of them, and what each can do."""
+"""`retrain backends`: the engines and backends, what this machine has of them, and what each can
+do.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -51,7 +53,7 @@ def _all(entries: "Sequence[Entry]") -> Iterator[str]:
 
 
 def _one(entry: "Entry") -> Iterator[str]:
-    """Print one engine or backend with what becomes of each key."""
+    """Print one engine or backend with its use of each key."""
     from retrain.config.names import bracketed
     from retrain.records.terminal import GAP, table_lines
 

@@ -42,11 +42,11 @@ class BaselineTakesSeveral(TyperCommand):
 
 
 def repeated(arguments: Sequence[str], flag: str) -> list[str]:
-    """The flag before each of the values that follow it: [--baseline, a, b] -> [--baseline, a,
-    --baseline, b].
+    """Repeat the flag before each of the values that follow it: [--baseline, a, b] -> [--baseline,
+    a, --baseline, b].
     """
     result: list[str] = []
-    values = None  # since the flag; None where another flag or nothing came before
+    values = None  # Count since the flag; None after another flag or at the start.
     for argument in arguments:
         if argument.startswith("-"):
             values = 0 if argument == flag else None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from retrain.analysis.runs import StoredRun
 
 _SHOWN = 6
-"""Fields, or records of one run alone, that a line names."""
+"""Maximum number of fields, or of records of one run alone, in a line."""
 
 
 def command(
@@ -50,7 +50,7 @@ def command(
 
 
 def refuse_damaged(one: "StoredRun", other: "StoredRun", found: "FolderComparison") -> None:
-    """Raise RunFailed if damage to the records of a run may be why two runs look equal, or why one
+    """Raise RunFailed if damage to the records may explain why two runs look equal, or why a run
     seems to end earlier.
     """
     from retrain.errors import RunFailed
@@ -67,7 +67,9 @@ def refuse_damaged(one: "StoredRun", other: "StoredRun", found: "FolderCompariso
 def difference_lines(
     one: "StoredRun", other: "StoredRun", found: "FolderComparison"
 ) -> Iterator[str]:
-    """The first difference of the records, and each difference of what the runs are made of."""
+    """Yield the first difference of the records, and each difference in the components of the
+    runs.
+    """
     parting = found.parting
     if parting and parting.is_end:
         shorter = min(one, other, key=lambda run: run.steps)
@@ -80,6 +82,6 @@ def difference_lines(
 
 
 def first_of(names: tuple[str, ...]) -> str:
-    """The first names of many, and how many more there are."""
+    """Return the first of many names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -40,7 +40,7 @@ class Finding:
 
     name: str
     state: Literal["ok", "note", "lacks"]
-    """`lacks`: a run of the lab would not work here; `note`: some runs would not."""
+    """`lacks`: a run of the lab would not work here. `note`: some runs would not."""
     found: str
     advice: str = ""
 

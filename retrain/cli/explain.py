@@ -72,7 +72,7 @@ def command(
 
     if not trust:
         refuse_foreign_code(config, "explaining it")
-    with redirect_stdout(sys.stderr):  # what plugins print is not part of the result
+    with redirect_stdout(sys.stderr):  # The result must not contain the output of plugins.
         seen = explain(
             config,
             pilot=pilot,

@@ -1,4 +1,4 @@
-"""Advice on a command line whose first word is neither a command nor a file."""
+"""Give advice on a command line whose first word is neither a command nor a file."""
 
 import shlex
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _MEANT = {
 
 
 def advice(arguments: Sequence[str]) -> str:
-    """Say what to type in place of a command line that begins with an unknown word."""
+    """Say what to type instead of a command line that begins with an unknown word."""
     from retrain.config.names import nearest
 
     word, *rest = arguments

@@ -1,6 +1,4 @@
-"""`retrain help [NAME]`: the short page with the names of all keys; or what there is to know about
-one name.
-"""
+"""`retrain help [NAME]`: the short page with the names of all keys, or the page of one name."""
 
 import json
 import textwrap
@@ -65,10 +63,10 @@ def command(
 
 
 def about(name: str) -> str:
-    """Return what there is to know about a name: a topic of the manual, a key in any of its forms
-    (lr, training.lr, --lr), a value of a key, or another trainer's name for a key.
+    """Return the page of a name. The name is a topic of the manual, a key (lr, training.lr, --lr),
+    a value of a key, or another trainer's name for a key.
 
-    Raises ConfigurationError with the nearest name for any other.
+    Raises ConfigurationError with the nearest name for an unknown name.
     """
     pages = {"": _short_page, "config": every_key, "papers": papers_page}
     if name in pages:
@@ -112,7 +110,7 @@ def _unknown(name: str, topics: Iterable[str]) -> ConfigurationError:
 
 
 def _short_page() -> str:
-    """The name of every key by section, and how to ask for one."""
+    """Return the name of every key by section, and how to ask for one."""
     from retrain.config.keys import all_keys, section_models
 
     lines = [f"{usage()}\nKeys:"]
@@ -124,7 +122,7 @@ def _short_page() -> str:
 
 
 def _paper_titles() -> dict[str, str]:
-    """The papers that `algorithm_mode` names, with the first line of their files."""
+    """Return the papers that `algorithm_mode` names, with the first line of their files."""
     from retrain.config.names import PAPERS, recipe_names
 
     texts = {name: (PAPERS / f"{name}.toml").read_text("utf-8") for name in recipe_names()}
@@ -132,7 +130,7 @@ def _paper_titles() -> dict[str, str]:
 
 
 def papers_page() -> str:
-    """The papers that `algorithm_mode` names, one line each."""
+    """Return the papers that `algorithm_mode` names, one line each."""
     from retrain.records.terminal import table_lines
 
     rows = table_lines(list(_paper_titles().items()), indent="  ")
@@ -140,14 +138,14 @@ def papers_page() -> str:
 
 
 def every_key() -> str:
-    """Every section with its keys."""
+    """Return every section with its keys."""
     from retrain.config.keys import section_models
 
     return "\n".join(map(reference, section_models())) + f"\n{FOOTER}"
 
 
 def reference(section: str) -> str:
-    """The keys of one section."""
+    """Return the keys of one section."""
     from retrain.config.keys import Key, all_keys, section_models
     from retrain.config.schema import BACKEND_OPTIONS
 
@@ -166,7 +164,7 @@ def reference(section: str) -> str:
 
 
 def _about(key: "Key", flag: str = "") -> str:
-    """A key's flag and default, its meaning and its allowed values."""
+    """Return a key's flag and default, its meaning and its allowed values."""
     from retrain.config.keys import SHORT_TABLE_FLAGS
     from retrain.system import toml_value
 

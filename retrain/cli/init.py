@@ -66,11 +66,11 @@ def _unknown(template: str) -> ConfigurationError:
 
 
 def templates() -> dict[str, Path]:
-    """Map each template to its file: those of the package, then the papers'."""
+    """Map each template to its file: the templates of the package, then the papers."""
     own = {path.stem: path for path in sorted((PAPERS.parent / "templates").glob("*.toml"))}
     return own | {f"papers/{path.stem}": path for path in sorted(PAPERS.glob("*.toml"))}
 
 
 def template_text(name: str) -> str:
-    """The text of a template, such as `lab` or `papers/dapo`."""
+    """Return the text of a template, such as `lab` or `papers/dapo`."""
     return f"{_SCHEMA_LINE}\n{templates()[name].read_text(encoding='utf-8')}"

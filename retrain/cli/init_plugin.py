@@ -53,8 +53,8 @@ def plugin_texts(kind: str, file: Path) -> dict[Path, str]:
     import tomlkit
 
     name, code, table = file.stem, _asset(f"{kind}.txt"), _asset(f"{kind}.toml")
-    # A reward's function is called score; of every other kind the path in the TOML ends in what is
-    # renamed.
+    # A reward's function keeps the name score. Every other kind gets a new name, the last part
+    # of the path in the TOML.
     (module, own) = re.findall(r'"(my_\w+)\.?(\w*)"', table)[0]
     if own:
         public = name

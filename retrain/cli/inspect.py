@@ -78,7 +78,7 @@ def command(
         print(json.dumps(to_json(credit, numbers)))
         return
     console = Console()
-    # Sixteen colours have no shades, and the shade of a token is its amount.
+    # Sixteen colors have no shades, and the shade of a token is its amount.
     shades = not console.no_color and console.color_system in ("256", "truecolor")
     # Rich itself would end with 1 where a reader such as `head` has seen enough.
     with console.capture() as text:

@@ -1,6 +1,6 @@
 """The command line: `retrain FILE` trains, and `retrain COMMAND` does everything else.
 
-Nothing heavy is imported here: a command's module is imported when the command is called.
+This module imports nothing heavy: calling a command imports the module of that command.
 """
 
 import io
@@ -27,8 +27,8 @@ from retrain.system import prepare_torch
 
 
 def _absent(error: ModuleNotFoundError | AttributeError) -> str:
-    """The package of the local trainer whose absence an error shows, with the folder of the same
-    name that Python took for it; "" for another error.
+    """Return the package of the local trainer whose absence an error shows, or "" for another
+    error. The text includes a folder of the same name that Python took for the package.
     """
     if isinstance(error, ModuleNotFoundError) and error.name in _LOCAL_TRAINER:
         return error.name
@@ -40,8 +40,8 @@ def _absent(error: ModuleNotFoundError | AttributeError) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. An exception that is a bug propagates: Python
-    prints it and exits with 1.
+    """Run one command and return its exit code. An exception from a bug propagates: Python prints
+    it and exits with 1.
     """
     _replace_missing_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -57,22 +57,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None and code > 128:  # A signal ended it; another one must not change the code.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return code
-    # The second of two may come while the first one's sentence is printed.
+    # A second Ctrl-C may come during the print of the first sentence.
     except KeyboardInterrupt:
         return 130
 
 
 def _answer(arguments: list[str]) -> int:
-    """Run one command and return its exit code; a failure is told in its sentence."""
+    """Run one command and return its exit code; a failure prints its sentence."""
     try:
         _require_folder()
         code = _dispatch(arguments)
-        # Here, where a reader that went away is expected.
+        # Flush here, where this function expects a reader that went away.
         sys.stdout.flush()
         return code
     except (RetrainError, StoppedAtOnce) as error:
         return _ended_by(error, arguments)
-    except KeyboardInterrupt:  # before there are handlers, and anything to save
+    except KeyboardInterrupt:  # The process has no handler yet, and no state to save.
         return _ended_by(Interrupted("Interrupted by SIGINT.", signal.SIGINT), arguments)
     except (ModuleNotFoundError, AttributeError) as error:
         absent = _absent(error)
@@ -104,8 +104,8 @@ on this machine."""
 
 
 def _require_folder() -> None:
-    """Raise ConfigurationError in a folder that was deleted, where no path leads anywhere and
-    libraries end the process.
+    """Raise ConfigurationError in a deleted folder: no path leads anywhere there, and libraries end
+    the process.
     """
     try:
         Path.cwd()
@@ -134,7 +134,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     from retrain.cli.first_words import TRAIN, advice
 
-    # A word such as `run`, or the name of a file without its .toml, may also be a folder's.
+    # A word such as `run`, or a file name without its .toml, may also name a folder.
     is_word = Path(first).is_dir() and (first in TRAIN or Path(f"{first}.toml").is_file())
     if not first or first.startswith("-") or (is_path(first) and not is_word):
         from retrain.cli.run import run_file
@@ -151,7 +151,7 @@ def is_path(argument: str) -> bool:
         return True
     try:
         return Path(argument).exists()
-    except OSError:  # too long to be one
+    except OSError:  # The text is too long for a path.
         return False
 
 
@@ -167,7 +167,7 @@ def _ended_by(error: RetrainError | StoppedAtOnce, arguments: Sequence[str]) -> 
     if isinstance(error, ConfigurationError):
         problems = error.problems
     sentences = [shortened(clean(mask(problem))) for problem in problems]
-    with suppress(OSError):  # the terminal may be gone, and the exit code says it too
+    with suppress(OSError):  # The terminal may be gone, and the exit code says it too.
         for sentence in sentences:
             print(f"retrain: {sentence}", file=sys.stderr)
         if _asks_for_json(arguments):
@@ -190,7 +190,7 @@ _MAX_SENTENCE = 1200
 
 def shortened(sentence: str) -> str:
     """Shorten a sentence that quotes a long value. Its beginning says what is wrong and its end
-    what to do, so both are kept.
+    what to do, so it keeps both.
     """
     if len(sentence) <= _MAX_SENTENCE:
         return sentence
@@ -212,8 +212,8 @@ def _replace_missing_streams() -> None:
 
 
 def _let_go_of_closed_streams() -> None:
-    """Discard what is left for a closed pipe or terminal: Python's last attempt to write it would
-    change the exit code.
+    """Discard the remaining text for a closed pipe or terminal: Python's last attempt to write it
+    would change the exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

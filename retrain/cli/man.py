@@ -67,7 +67,7 @@ def command(
 
 
 def _print(name: str, form: str, names_only: bool) -> None:
-    """Print one topic or, without a name, all of them."""
+    """Print one topic, or all topics without a name."""
     topics = topics_of(read_source())
     found = list(topics.values())
     if name:
@@ -84,7 +84,7 @@ def _print(name: str, form: str, names_only: bool) -> None:
 
 
 def _as_json(topic: Topic, *, contents: bool) -> dict[str, Any]:
-    """A topic; a section of the configuration with its keys as data."""
+    """Return a topic, or a section of the configuration with its keys as data."""
     row: dict[str, Any] = {"name": topic.name, "kind": topic.kind, "summary": topic.summary}
     if not contents:
         return row
@@ -102,7 +102,7 @@ def _as_json(topic: Topic, *, contents: bool) -> dict[str, Any]:
 
 
 def _sync(*, write: bool) -> None:
-    """Refresh the source or, without `write`, say whether it needs that and exit with 1 if so."""
+    """Refresh the source. Without `write`, say whether it needs that and exit with 1 if so."""
     from retrain.records.disk import replace_file
 
     path, old = source_path(), read_source()
@@ -118,8 +118,8 @@ def _sync(*, write: bool) -> None:
 
 
 def synced(source: str) -> str:
-    """The source with its generated parts made anew, each at the end of its topic: what is written
-    by hand stays, and what names nothing any more goes.
+    """Return the source with new generated parts, each at the end of its topic. Handwritten text
+    stays, and parts of topics that no longer exist disappear.
     """
     parts = _generated_parts()
     texts = {name: GENERATED.sub("", topic.source) for name, topic in topics_of(source).items()}
@@ -150,6 +150,6 @@ def _show(text: str) -> None:
         return
     import pydoc
 
-    # As git sets it: less ends at once where all fits, and leaves it on the screen.
+    # git sets the same: less ends at once if all fits, and leaves the text on the screen.
     os.environ.setdefault("LESS", "FRX")
     pydoc.pager(text)

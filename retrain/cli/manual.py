@@ -1,5 +1,5 @@
-"""The manual's source: topics under `== NAME ==`, written by hand, with parts between two marks
-that are made from the package.
+"""Read the manual's source: handwritten topics under `== NAME ==`. The package generates the parts
+between two marks.
 
 Reading it imports neither the schema nor a command.
 """
@@ -42,7 +42,7 @@ class Topic:
 
 
 def source_path() -> Path:
-    """Where the source lies in the installed package."""
+    """Return the path of the source in the installed package."""
     return Path(str(resources.files("retrain.assets") / "manual.txt"))
 
 
@@ -51,6 +51,6 @@ def read_source() -> str:
 
 
 def topics_of(source: str) -> dict[str, Topic]:
-    """The topics of a source by their names, in its order."""
+    """Return the topics of a source by their names, in its order."""
     _, *parts = HEADING.split(source)
     return {name: Topic(name, text) for name, text in zip(parts[::2], parts[1::2], strict=True)}

@@ -1,6 +1,7 @@
-"""`retrain migrate-config`: rewrite keys that were removed, with comments and order kept.
+"""`retrain migrate-config`: rewrite keys that this version no longer has, and keep comments and
+order.
 
-Without a flag it only shows the difference; load_config stays strict until the file is rewritten.
+Without a flag it only shows the difference; load_config refuses the file until you rewrite it.
 """
 
 import difflib
@@ -95,8 +96,8 @@ def _migrated(old: str, name: str) -> Json:
 
 
 def _print(result: Json, whole: bool, check: bool) -> None:
-    """Print what was deleted, what a person has to change and what has another meaning now; then
-    the whole result, what was written, what `check` finds, or the difference.
+    """Print which keys it deletes, which a person has to change and which have another meaning now.
+    Then print the whole result, the written file, what `check` finds, or the difference.
     """
     for sentence in (*result["deleted"], *result["left_to_decide"], *result["advice"]):
         print(sentence, file=sys.stderr)
@@ -121,10 +122,10 @@ def _print(result: Json, whole: bool, check: bool) -> None:
 
 
 def _rewrite(path: Path, new: str, backup: bool) -> str | None:
-    """Replace a file, and return the path of its copy if one was made."""
+    """Replace a file, and return the path of its copy if `backup` asks for one."""
     copy, number = path.with_name(f"{path.name}.bak"), 1
     if backup:
-        # An older backup is never lost.
+        # Keep older backups.
         while copy.exists():
             number += 1
             copy = path.with_name(f"{path.name}.bak{number}")
@@ -146,8 +147,8 @@ def unified_diff(old: str, new: str, name: str) -> str:
 
 
 def migrate_text(text: str, name: str = "the configuration") -> str:
-    """Move the legacy keys of a TOML text to their new place, and delete those that left; without
-    any, the text is returned byte for byte.
+    """Move the legacy keys of a TOML text to their new place, and delete the keys that this version
+    no longer has. Without such keys, return the text byte for byte.
 
     Raises ConfigurationError for text that is not TOML, and for a key given in both places with
     different values.
@@ -171,13 +172,15 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
 
 
 def _keys_that_left(sections: Json) -> list[str]:
-    """Each "section.key" that left the configuration."""
+    """Return each "section.key" that left the configuration."""
     given = by_path(sections)
     return [path for path in removed() if path in given]
 
 
 def _left_to_decide(sections: Json) -> list[str]:
-    """Each value that left, and each key that left in a condition or the grid of a campaign."""
+    """Return each value that left, and each key that left in a condition or the grid of a
+    campaign.
+    """
     named = [f"{path} = {value}" for path, value in by_path(sections).items()]
     campaign = sections.get("campaign")
     if isinstance(campaign, dict):
@@ -205,7 +208,7 @@ def _move(document: Any, legacy: list[str], has_header: bool, name: str) -> None
         value, new_key = backend[key], key.removeprefix(LEGACY_PREFIX)
         del backend[key]
         if isinstance(options, InlineTable) and value.trivia.comment:
-            # An inline table has no room for comments inside, so they join the one behind it.
+            # An inline table has no room for comments inside, so they join the comment behind it.
             comments = (options.trivia.comment, value.trivia.comment.lstrip("# "))
             options.comment("; ".join(filter(None, comments)))
         if options.setdefault(new_key, value) != value:

@@ -39,8 +39,8 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     if any("--format" in parameter.opts for parameter in command.params):
         arguments = ["--format=json" if one == "--json" else one for one in arguments]
     try:
-        # Not typer's `app()`: that would put typer's own hook in place of the one that masks
-        # secrets.
+        # Do not call typer's `app()`: it would replace the hook that masks secrets by its own
+        # hook.
         with command.make_context(f"retrain {name}", list(arguments), **_CONTEXT) as context:
             for parameter in command.params:
                 word, shown = str(parameter.name), parameter.opts[0]
@@ -57,7 +57,7 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
 
 
 def help_records(name: str) -> list[tuple[str, str]]:
-    """Each argument and option of a command with its help."""
+    """Return each argument and option of a command with its help."""
     command = command_named(name)
     context = typer.Context(command)
     records = [parameter.get_help_record(context) for parameter in command.params]
@@ -80,7 +80,7 @@ def given_path(value: Any, where: str) -> Any:
 
 
 def help_page(name: str, width: int) -> str:
-    """`retrain NAME --help`, in lines of at most `width` columns."""
+    """Return `retrain NAME --help`, in lines of at most `width` columns."""
     command = command_named(name)
     context = typer.Context(command, info_name=f"retrain {name}", terminal_width=width, **_CONTEXT)
     return command.get_help(context) + "\n"

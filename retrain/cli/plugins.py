@@ -21,7 +21,7 @@ class Row:
     signature: str
     source: str
     error: str = ""
-    """Why it cannot be loaded; "" if it can."""
+    """The reason why it does not load; "" if it does."""
 
 
 def command(form: Form = "text") -> None:
@@ -65,7 +65,7 @@ def _installed(point: EntryPoint, builtin: Sequence[Row], points: Sequence[Entry
     """Describe an installed plugin: its signature, or why a run could not use it."""
     signature = error = ""
     try:
-        # What a module prints is not part of the list.
+        # The list must not contain the output of a module.
         with user_code("loading it", ConfigurationError), redirect_stdout(sys.stderr):
             signature = f"{point.attr}{inspect.signature(point.load())}"
     except ConfigurationError as failed:

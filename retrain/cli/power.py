@@ -72,7 +72,7 @@ def command(
 
 
 def _check(plan: "SeedPlan", comparisons: int | None, pilot: "Pilot | None") -> None:
-    """Raises ConfigurationError for a value outside its range."""
+    """Raise ConfigurationError for a value outside its range."""
     from retrain.analysis.selection import check_levels
 
     check_levels(plan.rule.alpha, plan.rule.power)
@@ -134,7 +134,7 @@ def _pilot_lines(pilot: "Pilot") -> Iterator[str]:
 
 
 def _design_line(plan: "SeedPlan", spread: "Spread") -> str:
-    """Seeds, problems and samples together, at the pilot's own spread."""
+    """Return seeds, problems and samples together, at the pilot's own spread."""
     from retrain.analysis.pilot import MAX_DESIGN_SEEDS
     from retrain.records.terminal import counted
 
@@ -153,8 +153,8 @@ def _design_line(plan: "SeedPlan", spread: "Spread") -> str:
 
 
 def _seed_lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
-    """The assured number first: at the sd that a pilot shows, the true power is often far below the
-    stated one.
+    """Yield the assured number first: at the sd that a pilot shows, the true power often lies far
+    below the stated power.
     """
     from retrain.analysis.pilot import ASSURANCE
 

@@ -87,7 +87,7 @@ def command(
 
 
 def _check_extra() -> None:
-    """Raise EnvironmentFailure if a package of the extra is not installed."""
+    """Raise EnvironmentFailure if a package of the extra is missing."""
     missing = missing_package(*_EXTRA)
     if missing:
         raise EnvironmentFailure(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from retrain.squeeze.job import SqueezeResult
 
 _SWITCHES = {"--overwrite": False, "--quiet": False, "--verbose": False, "--skip-parity": False}
-"""Flags that are no key of the schema, in the order of RunArguments; none takes a value."""
+"""Flags that are not keys of the schema, in the order of RunArguments; none takes a value."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def run_file(arguments: Sequence[str]) -> int:
 
     try:
         _refuse_run_as_file(parsed)
-        # A typo is answered before seconds of imports.
+        # A typo shows before seconds of imports.
         config, note = continued(parsed.path, parsed.overrides) or (
             load_config(parsed.path, parsed.overrides),
             "",
@@ -105,11 +105,12 @@ def _refuse_run_as_file(parsed: RunArguments) -> None:
 
 
 def continued(path: object, overrides: "Overrides") -> "tuple[TrainConfig, str] | None":
-    """Return what `retrain --resume RUN_DIR` continues with, and a line that names its file; None
-    for any other command line, such as one that names a file, `path`.
+    """Return the configuration that `retrain --resume RUN_DIR` continues with, and a line that
+    names its file. Return None for any other command line, such as a command line with a file,
+    `path`.
 
-    That is the run's own config.toml. A ./retrain.toml that describes the same run goes before it,
-    since what a resume may change is newer there.
+    The configuration is the run's own config.toml. A ./retrain.toml that describes the same run
+    goes first, since it has the newer values of the keys that a resume may change.
     """
     from retrain.config import load_config
     from retrain.config.load import DEFAULT_FILE
@@ -143,7 +144,7 @@ def continued(path: object, overrides: "Overrides") -> "tuple[TrainConfig, str] 
 
 
 def _refuse_unreadable(folder: "RunFolder", kind: str) -> None:
-    """Raise ConfigurationError for a folder that needs a configuration file to be resumed."""
+    """Raise ConfigurationError for a folder that resumes only with a configuration file."""
     path = folder.path
     if kind in ("run", "campaign"):
         what = "a campaign" if kind == "campaign" else f"no {folder.config.name} yet"
@@ -157,14 +158,14 @@ def _refuse_unreadable(folder: "RunFolder", kind: str) -> None:
 
 
 def _differences(own: "TrainConfig", newer: "TrainConfig") -> tuple[str, str]:
-    """Name the values of `newer` that differ from a run's own: those that the run cannot change,
-    and those that it can.
+    """Name the values of `newer` that differ from the configuration of a run: first the values that
+    the run cannot change, then the others.
     """
     from retrain.config import config_from_toml, dump_toml, replaced
     from retrain.config.stored import differing_keys, shown_value
     from retrain.records.redact import Redactor
 
-    # The run's own seed was drawn from it.
+    # The run drew its own seed because of the -1.
     if newer.training.seed == -1:
         newer = replaced(newer, {"training.seed": own.training.seed})
     # Both as config.toml has them, with secrets masked and through TOML.
@@ -201,10 +202,10 @@ def _refuse_two_intents(parsed: RunArguments, config: "TrainConfig") -> None:
 
 
 def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "SqueezeResult") -> str:
-    """Draw the variance curve, and return a line that tells where it is, or why there is none.
+    """Draw the variance curve, and return a line that says where it is, or why there is none.
 
-    It lies in the squeezed adapter's folder or, of an adapter that is only analysed, beside the
-    `runs` and under the adapter's name.
+    The picture is in the folder of the squeezed adapter. For an adapter that the job only analyzes,
+    it is in the folder of the `runs`, under the name of the adapter.
     """
     if importlib.util.find_spec("matplotlib") is None:
         return (

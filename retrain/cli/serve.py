@@ -23,8 +23,9 @@ SETTINGS = FLAGS_FOLLOW
 _GATE_TOKENS = 512
 """Context that the parity gate needs for its long prompt."""
 _MAX_SHARE, _UNPREDICTED = 0.9, 0.05
-"""vLLM's own share of a GPU's memory, and the part that the learner's allocator may take beyond
-what is predicted."""
+"""The largest share of a GPU's memory for vLLM, and the part that the learner's allocator may take
+above its prediction.
+"""
 
 
 def command(
@@ -59,7 +60,7 @@ def command(
         )
     load_dotenv()
     config = load_named(overrides)
-    # A mistake shows before the data is read.
+    # A mistake shows before the command reads the data.
     server_command(engine, config, ServerNeeds("", "", "", 0, 0), python)
     needs = server_needs(config, prompt_tokens)
     found = server_command(engine, config, needs, python)
@@ -96,8 +97,8 @@ def server_command(
 
 
 def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
-    """Return what the model and the data ask of a server; with `prompt_tokens` the data is not
-    read.
+    """Return what the model and the data need from a server; with `prompt_tokens` this does not
+    read the data.
     """
     from retrain.config.mixture import longest_environment
     from retrain.inference_engine.commands import ServerNeeds
@@ -134,7 +135,7 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
         model, 4 if dtype == "float32" else 2, config.inference.kv_cache_dtype
     )
     share = None
-    if device.type == "cuda" and not device.index:  # a server takes the first GPU too
+    if device.type == "cuda" and not device.index:  # A server takes the first GPU too.
         share = left_by_learner(config, prompt_tokens)
     path = resolve_model(config.model.model)
     return ServerNeeds(path, dtype, device.type, context, kv_bytes, share)
@@ -143,8 +144,8 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
 def left_by_learner(
     config: "TrainConfig", prompt_tokens: int, memory_gib: float | None = None
 ) -> float | None:
-    """Return the part of the GPU's memory that a server may take beside the learner's predicted
-    peak; None where that cannot be predicted. Raises ConfigurationError where nothing is left.
+    """Return the part of the GPU's memory that a server may take in addition to the learner's
+    predicted peak; None without a prediction. Raises ConfigurationError if no memory remains.
     """
     from retrain.model.footprint import PredictionError
     from retrain.model.memory import predict_memory

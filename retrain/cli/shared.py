@@ -53,7 +53,7 @@ Trust = Annotated[
 
 
 def load_dotenv() -> bool:
-    """Set the variables of ./.env that are not set yet; False where there is no such file."""
+    """Set the variables of ./.env that the environment lacks; False without such a file."""
     path = Path(".env")
     if not path.is_file():
         return False
@@ -61,7 +61,7 @@ def load_dotenv() -> bool:
 
     try:
         load(path, override=False)
-    except (ValueError, OSError) as error:  # not UTF-8, or a NUL, which no variable can hold
+    except (ValueError, OSError) as error:  # It is not UTF-8, or has a NUL.
         raise ConfigurationError(
             f"{path} cannot be read ({error}); it holds lines NAME=value in UTF-8: correct or"
             " remove it."
@@ -70,8 +70,8 @@ def load_dotenv() -> bool:
 
 
 def flags_after(context: typer.Context, takes: str, places: int = 0) -> "Overrides":
-    """Read what follows a command's own options. Raises ConfigurationError for more than `places`
-    words that are not flags; `takes` says what the command takes.
+    """Read the arguments after a command's own options. Raises ConfigurationError for more than
+    `places` words that are not flags; `takes` says what the command takes.
     """
     from retrain.config.overrides import parse_overrides
 
@@ -82,15 +82,15 @@ def flags_after(context: typer.Context, takes: str, places: int = 0) -> "Overrid
 
 
 def load_named(overrides: "Overrides") -> "TrainConfig":
-    """Load the file that stands among the flags, or else ./retrain.toml."""
+    """Load the file among the flags, or else ./retrain.toml."""
     from retrain.config import load_config
 
     return load_config(next((given_path(word, "FILE") for word in overrides.rest), None), overrides)
 
 
 def refuse_several(given: Mapping[str, object], otherwise: str) -> None:
-    """Raise ConfigurationError where more than one of the flags is given; `otherwise` says what the
-    command does without any.
+    """Raise ConfigurationError for several of the flags; `otherwise` says what the command does
+    without any.
     """
     flags = [flag for flag, value in given.items() if value]
     if len(flags) > 1:
@@ -100,11 +100,11 @@ def refuse_several(given: Mapping[str, object], otherwise: str) -> None:
 
 
 def write_files(files: Mapping[Path, str], instead: str, force: bool = False) -> list[Path]:
-    """Write all of the files or none, with their folders, and return those that were not there with
+    """Write all of the files or none, with their folders, and return the files that did not have
     this text already.
 
-    Raises ConfigurationError for one that would be overwritten, unless `force` is given; `instead`
-    says what to do.
+    Raises ConfigurationError for an existing file with other text, unless `force` is True;
+    `instead` says what to do.
     """
     new = {
         path: text
@@ -122,14 +122,14 @@ def write_files(files: Mapping[Path, str], instead: str, force: bool = False) ->
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text.encode())
-        except FileNotFoundError as error:  # such as below /proc
+        except FileNotFoundError as error:  # For example, the path is below /proc.
             raise EnvironmentFailure(f"{path} cannot be written; name another place.") from error
     return list(new)
 
 
 def pair_of(text: str) -> tuple[str, str]:
-    """Split a --contrast. Raises ConfigurationError unless it is two labels with a colon between
-    them.
+    """Split a --contrast. Raises ConfigurationError unless it has the form of two labels with a
+    colon between them.
     """
     candidate, colon, baseline = text.partition(":")
     if not (candidate and colon and baseline) or candidate == baseline:
@@ -140,7 +140,7 @@ def pair_of(text: str) -> tuple[str, str]:
 
 
 def refuse_two_baselines(control: bool, baseline: str | None) -> None:
-    """Raise ConfigurationError for --control beside --baseline."""
+    """Raise ConfigurationError for --control together with --baseline."""
     if control and baseline:
         raise ConfigurationError(
             f"--control and --baseline {baseline} both name the baseline; give one of them."

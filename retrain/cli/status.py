@@ -32,7 +32,7 @@ _HEADER = (
     "left",
 )
 _EXPENDABLE = ("reward", "tokens/s", "loss", "s/step")
-"""Columns dropped on a narrow terminal, in this order; --json has them."""
+"""Columns that a narrow terminal drops, in this order; --json has them."""
 
 
 def command(
@@ -71,14 +71,14 @@ def command(
                 return
             time.sleep(interval)
     except KeyboardInterrupt:
-        if not watch:  # how one stops watching
+        if not watch:  # Ctrl-C stops watching.
             raise
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Look for no garbage meanwhile: what modules and records make stays, and looking through it
-    takes a tenth of the time.
+    """Pause garbage collection inside: modules and records stay, and looking through them takes a
+    tenth of the time.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -90,8 +90,8 @@ def _uncollected() -> Iterator[None]:
 
 
 def lines(seen: "Overview", width: int | None = None) -> list[str]:
-    """The text for a person: a table for each campaign and one for the other runs, then what
-    stopped and what a small loss means.
+    """Return the text for a person: a table for each campaign and one for the other runs. Then it
+    lists the stopped runs and explains a small loss.
     """
     if not seen.all_runs and not seen.campaigns:
         return [f"No runs in {seen.folder}."]
@@ -106,7 +106,7 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
     if seen.runs:
         printed += [*_table(seen.runs, seen.folder, width), ""]
     printed += [f"{run.name}: {run.note}" for run in seen.all_runs if run.note]
-    explained: dict[str, list[str]] = {}  # what a loss means -> names of the runs
+    explained: dict[str, list[str]] = {}  # Meaning of a loss -> names of the runs.
     for run in seen.all_runs:
         if run.loss_note:
             explained.setdefault(run.loss_note, []).append(run.name)
@@ -137,8 +137,8 @@ def campaign_line(campaign: "CampaignStatus") -> str:
 
 
 def _table(runs: Sequence["RunStatus"], root: Path, width: int | None) -> list[str]:
-    """Name and state on the left, numbers on the right; as many expendable columns are left out as
-    the width requires.
+    """Return a table with name and state on the left and numbers on the right. It leaves out as
+    many expendable columns as the width requires.
     """
     from retrain.records.terminal import picked, table_lines
 

@@ -1,4 +1,4 @@
-"""`retrain verify`: takes recorded steps again and compares every number, token and adapter."""
+"""`retrain verify`: take recorded steps again and compare every number, token and adapter."""
 
 import re
 from dataclasses import asdict
@@ -59,8 +59,8 @@ def command(
 
 
 def _asked(run: "StoredRun", steps: str, trust: bool) -> tuple[int, int]:
-    """The checkpoint to begin at and the step to stop before. Raises ConfigurationError for a run
-    or steps that cannot be verified.
+    """Return the checkpoint to begin at and the step to stop before. Raises ConfigurationError for
+    a run or steps that retrain cannot verify.
     """
     from retrain.records.run_folder import refuse_foreign_code
     from retrain.run.replay import nearest_checkpoint
@@ -73,7 +73,9 @@ def _asked(run: "StoredRun", steps: str, trust: bool) -> tuple[int, int]:
 
 
 def _print_verified(run: "StoredRun", steps: range, found: "FolderComparison") -> None:
-    """Print which steps are the same, what could not be compared, and how the run is damaged."""
+    """Print which steps are the same, which files the command could not compare, and the damage of
+    the run.
+    """
     which = f"steps {steps[0]} to {steps[-1]} of {run.path} are"
     if len(steps) == 1:
         which = f"step {steps[0]} of {run.path} is"
@@ -88,7 +90,7 @@ def _print_verified(run: "StoredRun", steps: range, found: "FolderComparison") -
 
 
 def _replay(run: "StoredRun", start: int, stop: int, scratch: Path) -> None:
-    """Take the steps again; a damaged file is named where it lies, and not as its copy."""
+    """Take the steps again; an error names a damaged file in the run, not its copy."""
     from retrain.config.load import trusted
     from retrain.run.replay import replayed
     from retrain.run.start import NotResumable
@@ -97,7 +99,7 @@ def _replay(run: "StoredRun", start: int, stop: int, scratch: Path) -> None:
         return sentence.replace(str(scratch), str(run.path))
 
     print_progress(f"Taking steps {start} to {stop - 1} of {run.path} again ...")
-    # `_asked` has refused what was not to be trusted.
+    # `_asked` has refused code without trust.
     config = trusted(run.config)
     try:
         with replayed(run.folder, config, start, stop, scratch):
@@ -127,7 +129,9 @@ def _refuse_served(run: "StoredRun") -> None:
 
 
 def _range(text: str, run: "StoredRun") -> tuple[int, int]:
-    """The steps to verify. Raises ConfigurationError for a range that the run does not hold."""
+    """Return the steps to verify. Raises ConfigurationError for a range that the run does not
+    hold.
+    """
     from retrain.run.replay import nearest_checkpoint
 
     taken = run.steps

@@ -1,4 +1,4 @@
-"""`retrain version`: what is installed."""
+"""`retrain version`: the installed versions."""
 
 from retrain import __version__
 

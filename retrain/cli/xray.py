@@ -37,7 +37,7 @@ def command(
         raise ConfigurationError(
             f"--group {group} is out of range; give 2 to {MAX_GROUP} completions per prompt."
         )
-    # What a plugin prints is not part of the result.
+    # The result must not contain the output of a plugin.
     with redirect_stdout(sys.stderr):
         found = []
         for name in names:

@@ -1,5 +1,5 @@
-"""The data that `retrain explain` shows, with its warnings about a campaign: too few seeds to
-conclude anything, more workers than recommended, shared device memory.
+"""Collect the data that `retrain explain` shows. It includes the warnings about a campaign: too few
+seeds to conclude anything, more workers than recommended, shared device memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -71,23 +71,25 @@ ALPHA, POWER = 0.05, 0.8
 
 @dataclass(frozen=True)
 class Power:
-    """The effects that a campaign's seeds can detect if every condition is compared with the
+    """The effects that a campaign's seeds can detect when retrain compares every condition with the
     first.
     """
 
     seeds: int
     comparisons: int
     seeds_needed: int
-    """The fewest seeds with which anything can be significant."""
+    """The fewest seeds that allow a significant result."""
     detectable: float | None
-    """The smallest mean difference found with a probability of POWER, in the pilot's metric, or
-    without a pilot in standard deviations of the paired differences. None if nothing can be
-    significant."""
+    """The smallest mean difference that a campaign finds with a probability of POWER. The unit is
+    the pilot's metric, or else the standard deviation of the paired differences. The value is None
+    if no result can be significant.
+    """
     metric: str | None
     """The metric of the pilot; None without a pilot that shows the spread."""
     cheapest: Design | None = None
-    """The seeds, problems and samples that find the same difference in the least time; None where
-    the pilot does not show it."""
+    """The seeds, problems and samples that find the same difference in the least time; None if the
+    pilot does not show it.
+    """
 
     def to_json(self) -> Json:
         return asdict(self) | {"alpha": ALPHA, "power": POWER}
@@ -166,7 +168,7 @@ def caveats(
 
 
 CAMPAIGN_FOLDER = Path("logs/campaign_<time>")
-"""Placeholder: the real folder is named after the time of the start."""
+"""Placeholder: a campaign names the real folder after the time of its start."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ class ExplainedCondition:
     maximal_lambda: float | None
     """The largest lambda on SEPA's ramp; None unless the condition uses it."""
     weights: str = ""
-    """The advantage's weight of a prompt by its pass rate; "" where there is none to tell."""
+    """The weight of a prompt in the advantage by its pass rate; "" if the advantage has none."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ class Explanation:
     config: TrainConfig
     settings: tuple[Setting, ...]
     unused: tuple[str, ...]
-    """One sentence per key that was set but has no effect."""
+    """One sentence per key that the user set without an effect."""
     refused: tuple[str, ...]
     """One sentence per reason why the configuration would not start."""
     unavailable: tuple[str, ...] = field(default=(), kw_only=True)
@@ -209,19 +211,20 @@ class Explanation:
     schedule: Schedule | None = None
     memory: "Memory | None" = None
     memory_unknown: str = ""
-    """Why there is no prediction of the memory; empty if there is one."""
+    """The reason why there is no prediction of the memory; empty with a prediction."""
     power: Power | None = None
     adapter: "LoraAdapter | None" = None
     """The adapter of a squeeze job."""
     warnings: tuple[str, ...] = field(default=())
     engine: EngineCapabilities | None = None
-    """The declared capabilities of the engine; None if the backend samples by itself or the
-    declaration cannot be read."""
+    """The capabilities that the engine declares; None if the backend samples by itself or retrain
+    cannot read the declaration.
+    """
     backend: BackendCapabilities | None = None
     traces: Sequence[str] = ()
-    """The size of the supervised stage, then a few traces with the learned part marked."""
+    """The size of the supervised stage, then a few traces with marks around the learned part."""
     losses: tuple[str, ...] = ()
-    """One sentence on each plugin of [loss]: what was proved of it, and what it declares."""
+    """One sentence on each plugin of [loss]: what retrain proved of it, and what it declares."""
 
     @property
     def kind(self) -> Literal["run", "campaign", "squeeze"]:
@@ -285,12 +288,11 @@ def explain(
     memory_gib: float | None = None,
     say: Say = lambda line: None,
 ) -> Explanation:
-    """Predict what `config` would do. Nothing is started except the one step of `probe`, and
-    nothing is written.
+    """Predict what `config` would do. This writes no file, and starts only the step of `probe`.
 
-    `pilot` is a folder of runs from which step times are taken; `memory_gib` is the memory of a
-    device on another machine. Raises ConfigurationError for a pilot without steps, and with `probe`
-    whatever a run raises before its first step ends.
+    `pilot` is a folder of runs that gives the step times; `memory_gib` is the memory of a device on
+    another machine. Raises ConfigurationError for a pilot without steps, and with `probe` whatever
+    a run raises before its first step ends.
     """
     note_secrets(config)
     settings, unused = tuple(_settings(config)), tuple(unused_keys(config))
@@ -341,7 +343,7 @@ def _unique(sentences: Iterable[str]) -> tuple[str, ...]:
 def _step_time(
     config: TrainConfig, pilot: Path | None, say: Say, *, probe: bool
 ) -> tuple[StepTime | None, Iterable[str]]:
-    """Return the time of a step where it can be known, and how the pilot differs from `config`."""
+    """Return the time of a step if it can be known, and how the pilot differs from `config`."""
     if probe:
         return from_probe(config, say), ()
     if pilot:
@@ -352,8 +354,8 @@ def _step_time(
 def _capabilities(
     configs: Sequence[TrainConfig],
 ) -> tuple[EngineCapabilities | None, BackendCapabilities | None, list[str], tuple[str, ...]]:
-    """Return the declarations of engine and backend, one sentence for everything that the runs need
-    beyond them, and one for each plugin of [loss].
+    """Return the declarations of engine and backend, a sentence for each need of the runs beyond
+    them, and a sentence for each plugin of [loss].
     """
     try:
         problems = list(chain.from_iterable(incapable(config) for config in configs))
@@ -363,7 +365,7 @@ def _capabilities(
             else _unique(chain.from_iterable(loss_notes(config) for config in configs))
         )
         return declared_engine(configs[0]), declared_backend(configs[0]), problems, losses
-    except ConfigurationError as error:  # a plugin that cannot be loaded
+    except ConfigurationError as error:  # A plugin does not load.
         return None, None, list(error.problems), ()
 
 
@@ -372,16 +374,16 @@ class InputProblems:
     """Warnings of runs about their plugins, rewards, data files and packages."""
 
     refused: list[str] = field(default_factory=list)
-    """Refused by the run, exit 2."""
+    """The run refuses them with exit code 2."""
     lacking: list[str] = field(default_factory=list)
-    """Missing on this machine, exit 3."""
+    """This machine lacks them, which gives exit code 3."""
     warnings: list[str] = field(default_factory=list)
     traces: list[str] = field(default_factory=list)
     """Lines about the supervised stage of the first run that has one."""
 
     @classmethod
     def of(cls, configs: Sequence[TrainConfig], *, here: bool) -> Self:
-        """The problems of all runs."""
+        """Return the problems of all runs."""
         found = cls()
         for config in configs:
             found.check(config, here=here)
@@ -390,7 +392,7 @@ class InputProblems:
     def check(self, config: TrainConfig, *, here: bool) -> None:
         """Add the problems of one run.
 
-        `here` is False where the prediction is for another machine, whose devices are not known.
+        `here` is False if the prediction is for another machine, whose devices are unknown.
         """
         for check in (
             check_inputs,
@@ -497,7 +499,7 @@ def _conditions(
 def _memory(
     configs: Sequence[TrainConfig], memory_gib: float | None
 ) -> "tuple[Memory | None, str]":
-    """Predict the memory of the largest run, or return a sentence that says why it is not known."""
+    """Predict the memory of the largest run, or return a sentence that says why it is unknown."""
     backend = configs[0].backend.backend
     if not backend_kind(backend).in_process:
         return None, f'The "{backend}" backend does not hold the model on this machine.'
@@ -532,7 +534,7 @@ def _memory(
 
 
 def _adapter_of(settings: Squeeze) -> "tuple[LoraAdapter | None, list[str]]":
-    """Read the adapter of a squeeze job, or return why the job would be refused."""
+    """Read the adapter of a squeeze job, or return the reason why retrain would refuse the job."""
     from retrain.squeeze.adapter import read_adapter
     from retrain.squeeze.analysis import checked_ranks, svd_device
     from retrain.squeeze.job import check_settings

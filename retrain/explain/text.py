@@ -1,4 +1,6 @@
-"""An explanation as text: what would run, then a table per section; empty sections are left out."""
+"""Print an explanation as text: what would run, then a table per section without the empty
+sections.
+"""
 
 import textwrap
 from collections.abc import Iterator, Sequence

@@ -66,7 +66,7 @@ def from_pilot(folder: Path) -> StepTime:
 
 
 def pilot_differences(folder: Path, config: "TrainConfig") -> Iterator[str]:
-    """One sentence per key that affects the time of a step and differs in the pilot."""
+    """Yield one sentence per key that affects the time of a step and differs in the pilot."""
     from retrain.analysis.runs import find_runs
     from retrain.config.keys import all_keys
     from retrain.system import toml_value
@@ -117,16 +117,16 @@ class Schedule:
     total_runs: int
     steps_per_run: int
     steps_done: int
-    """Steps already done, over all runs, when a run or campaign is resumed."""
+    """Steps that earlier sessions took, over all runs, when a run or campaign resumes."""
     effective_parallelism: int
     recommended: Workers | None
     """The number of workers that the machine suggests; None for a single run."""
     devices: int
     """Devices in use at the same time."""
     step_time: StepTime | None
-    """Seconds for one step of one run; None if nothing was measured."""
+    """Seconds for one step of one run; None without a measurement."""
     price_per_hour: float
-    """Price of one device hour; 0 if it is not known."""
+    """Price of one device hour; 0 if it is unknown."""
 
     @property
     def total_campaign_steps(self) -> int:

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Quantity(StrEnum):
-    """The quantities that can colour a token. Advantages and log-ratios have a sign; the others are
+    """The quantities that can color a token. Advantages and log-ratios have a sign; the others are
     0 or more.
     """
 

@@ -1,7 +1,7 @@
-"""The credit of one step, completion by completion, from its token file; also under other
+"""Compute the credit of one step, completion by completion, from its token file; also under other
 transforms.
 
-Another transform is computed by the training credit pipeline from the stored token ids, log-probs,
+The training credit pipeline computes another transform from the stored token ids, log-probs,
 entropies and rewards.
 """
 
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
 
 class Pieces:
     """The text of tokens under a run's tokenizer. Raises EnvironmentFailure if the tokenizer cannot
-    be loaded.
+    load.
     """
 
     def __init__(self, model: "Model") -> None:
-        # No code that the run names is executed.
+        # This executes no code that the run names.
         self._tokenizer = load_tokenizer(model.model, model.revision)
         self.vocabulary = VocabularyTable(self._tokenizer)
 
     def of(self, token_ids: TokenIds) -> list[str]:
-        """[T] one string per token: a special token's name, "" for a part of an unfinished code
-        point.
+        """Return [T] one string per token: a special token's name, "" for a part of an unfinished
+        code point.
         """
         pieces = self.vocabulary.pieces(token_ids)
         return [
@@ -77,7 +77,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class TurnText:
-    """The place at which a reply begins, and what the environment said before it."""
+    """The place at which a reply begins, and the environment's text before it."""
 
     start: int
     """The place of the reply's first token among the T tokens."""
@@ -90,19 +90,19 @@ class TurnText:
 
 @dataclass(frozen=True)
 class CompletionCredit:
-    """One completion, or the replies of one trajectory, of T tokens with everything that is known
-    about each.
+    """One completion, or the replies of one trajectory, of T tokens with everything known about
+    each.
     """
 
     slot: int
     """The prompt's index in the step."""
     sample: int
     reward: float | None
-    """None in files of versions that did not store it; `truncated` and `log_ratios` likewise."""
+    """The reward; None in files of older versions, like `truncated` and `log_ratios`."""
     truncated: bool | None
     token_ids: npt.NDArray[np.int32]
     pieces: list[str]
-    """[T] the text of each token; a special token's name."""
+    """[T] the text of each token; special tokens have names."""
     surprisals: npt.NDArray[np.float64]
     """[T] nats."""
     entropies: Float32Array | None
@@ -110,25 +110,26 @@ class CompletionCredit:
     planning: npt.NDArray[np.bool_] | None
     """[T] True inside a planning phrase; None if no condition looks for them."""
     detectors: Mapping[str, npt.NDArray[np.bool_]]
-    """Detector -> [T] its mask, where the detectors are compared."""
+    """Detector -> [T] its mask, where `read_step` compares the detectors."""
     log_ratios: Float32Array | None
-    """[T] learner minus sampler log-prob before the step; None if the completion was not trained
-    on."""
+    """[T] learner minus sampler log-prob before the step; None if the step did not train on the
+    completion.
+    """
     kept: npt.NDArray[np.int32] | None
-    """[T] size of the truncated distribution each token was drawn from; None without truncation."""
+    """[T] size of the truncated distribution of each sampled token; None without truncation."""
     stages: Mapping[str, Mapping[str, Float32Array]]
     """Condition -> stage -> [T] advantages, stages in the order of their application."""
     turns: Sequence[TurnText]
-    """Empty where the trajectory is one reply to its prompt."""
+    """Empty if the trajectory is one reply to its prompt."""
 
     def advantages(self, label: str) -> Float32Array:
-        """The advantages [T] as the loss uses them."""
+        """Return the advantages [T] as the loss uses them."""
         return list(self.stages[label].values())[-1]
 
 
 @dataclass(frozen=True)
 class StepCredit:
-    """The n tokens of one step and their advantages under one or more conditions; texts are decoded
+    """The n tokens of one step and their advantages under one or more conditions; it decodes texts
     on demand.
     """
 
@@ -141,7 +142,7 @@ class StepCredit:
     pieces: Pieces
     notes: Sequence[str]
     detectors: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
-    """Detector -> [n] its mask; empty unless the detectors are compared."""
+    """Detector -> [n] its mask; empty unless `read_step` compares the detectors."""
 
     @property
     def labels(self) -> list[str]:
@@ -153,17 +154,15 @@ class StepCredit:
         return list(dict.fromkeys(self.table.slot.tolist()))
 
     def finals(self) -> dict[str, Float32Array]:
-        """Condition -> [n] advantages as the loss uses them."""
+        """Map each condition to [n] advantages as the loss uses them."""
         return {label: list(stages.values())[-1] for label, stages in self.stages.items()}
 
     def of_slot(self, slot: int) -> list[int]:
-        """The indices of a prompt's completions."""
+        """Return the indices of a prompt's completions."""
         return np.flatnonzero(self.table.slot == slot).tolist()
 
     def liveliest_slot(self) -> int:
-        """The prompt with the largest advantage under the run's own condition: the one with most to
-        see.
-        """
+        """Return the prompt with the largest advantage under the run's own condition."""
         sizes = np.abs(self.finals()[self.labels[0]])
         offsets = self.table.offsets
         largest = {
@@ -176,8 +175,8 @@ class StepCredit:
         return max(self.slots, key=lambda slot: largest[slot])
 
     def prompt(self, slot: int) -> str | None:
-        """The prompt as the model saw it, with the names of special tokens; None if the file does
-        not store it.
+        """Return the prompt as the model saw it, with the names of special tokens; None if the file
+        does not store it.
         """
         table = self.table
         if table.prompt_offsets is None or table.prompt_token_ids is None:
@@ -220,7 +219,7 @@ class StepCredit:
 
 
 def stored_steps(folder: RunFolder) -> list[int]:
-    """The steps whose tokens a run stored, in increasing order."""
+    """Return the steps whose tokens a run stored, in increasing order."""
     numbers = [path.stem.removeprefix("step_") for path in folder.tokens.glob("step_*.safetensors")]
     return sorted(int(number) for number in numbers if number.isdecimal())
 
@@ -234,15 +233,15 @@ def read_step(
     planning_model: str = "",
     trust: bool = False,
 ) -> StepCredit:
-    """A step of `run`, by default the last one stored, under its own condition and the ones in
-    `against`.
+    """Return a step of `run`, by default the last stored step, under its own condition and the
+    conditions in `against`.
 
-    Each of `against` is a transform or "advantage+transform". With `detectors` the masks of both
-    planning detectors are computed, with the sentence encoder `planning_model` in place of the
-    run's own where it is given. With `trust` the plugins that the run names are loaded.
+    Each of `against` is a transform or "advantage+transform". With `detectors`, compute the masks
+    of both planning detectors. The sentence encoder is `planning_model`, or the run's own if that
+    is empty. With `trust`, load the plugins that the run names.
 
     Raises ConfigurationError for an unknown step or condition, EnvironmentFailure if the model's
-    tokenizer cannot be loaded.
+    tokenizer cannot load.
     """
     step = _chosen_step(run, step)
     table = read_tokens(run.folder.step_tokens(step))
@@ -258,7 +257,7 @@ def read_step(
     own = run.config_at(step)
     if trust:
         own = trusted(own)
-    # The run's own credit was stored; any other is computed from the stored tokens.
+    # The file stores the run's own credit; this computes any other from the stored tokens.
     for name in against:
         config = _under(own, name)
         pipeline = _pipeline(config, name, pieces)
@@ -281,7 +280,7 @@ def _pipeline(config: TrainConfig, name: str, pieces: Pieces) -> CreditPipeline:
     try:
         return CreditPipeline(config, pieces.vocabulary.pieces, load_sentence_encoder)
     except ForeignCode as error:
-        if "." not in name:  # the code is the run's own
+        if "." not in name:  # The code belongs to the run.
             raise
         raise ForeignCode(
             f"--against {name} names code, which is also looked for in the run's folder, and"
@@ -301,7 +300,7 @@ def _begun_anew(pipeline: CreditPipeline, label: str, step: int) -> list[str]:
 
 
 class NoJudgedCompletion(ConfigurationError):
-    """No completion of the step was judged, so there is no credit to show."""
+    """The reward judged none of the step's completions, so there is no credit to show."""
 
 
 def _chosen_step(run: StoredRun, step: int | None) -> int:
@@ -329,7 +328,9 @@ def _chosen_step(run: StoredRun, step: int | None) -> int:
 def _detected(
     planning: "Planning", table: TokenTable, pieces: Pieces, model: str
 ) -> dict[str, npt.NDArray[np.bool_]]:
-    """Detector -> [n] its mask, with the run's own phrases, threshold and least similarity."""
+    """Map each detector to its mask [n], with the run's own phrases, threshold and least
+    similarity.
+    """
     ends = table.offsets.tolist()
     completions = [
         pieces.vocabulary.pieces(table.token_ids[start:stop]) for start, stop in pairwise(ends)
@@ -350,7 +351,7 @@ def _detected(
 
 
 def agreement(masks: Mapping[str, npt.NDArray[np.bool_]]) -> str:
-    """The share of tokens on which two masks [n] agree, and Cohen's kappa.
+    """Return the share of tokens on which two masks [n] agree, and Cohen's kappa.
 
     Kappa is the agreement beyond what two independent masks of the same rates would have.
     """
@@ -373,12 +374,12 @@ def agreement(masks: Mapping[str, npt.NDArray[np.bool_]]) -> str:
 # -- other transforms on the same completions ------------------------------------------------------
 
 _NO_PROMPT = Prompt(Example(prompt="", reference=""), "", np.zeros(0, np.int32))
-"""Credit assignment does not read it."""
+"""An empty prompt for the groups, since credit assignment does not read the prompt."""
 
 
 def _under(config: TrainConfig, name: str) -> TrainConfig:
-    """The run's configuration with another transform, and with another advantage if `name` gives
-    one.
+    """Return the run's configuration with another transform, and with another advantage if `name`
+    gives one.
     """
     advantage, _, transform = name.rpartition("+")
     own, _ = config.algorithm.modes
@@ -403,8 +404,8 @@ def _under(config: TrainConfig, name: str) -> TrainConfig:
 
 
 def _sepa_lambda(run: StoredRun, step: int, notes: list[str]) -> float:
-    """The lambda that the run used at the step, or else the one on the linear ramp of its [sepa]
-    section.
+    """Return the lambda that the run used at the step, or else the lambda on the linear ramp of its
+    [sepa] section.
     """
     recorded = read_metrics(run.folder.metrics, ("step", "sepa_lambda")).to_pylist()
     value = next((row["sepa_lambda"] for row in recorded if row["step"] == step), None)
@@ -419,8 +420,8 @@ def _sepa_lambda(run: StoredRun, step: int, notes: list[str]) -> float:
 
 
 def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
-    """The judged groups of the step, as credit assignment received them; examples and texts are not
-    stored.
+    """Return the judged groups of the step, as credit assignment received them; examples and texts
+    are absent from the token file.
     """
     if table.rewards is None or table.truncated is None:
         raise ConfigurationError(
@@ -441,8 +442,8 @@ def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
 
 
 def turns_of(table: TokenTable, number: int) -> list[tuple[int, int, Int32Array, bool]]:
-    """(start, stop, context, restarts) of each turn of a trajectory, counted from its first token;
-    empty for one reply to its prompt.
+    """Return (start, stop, context, restarts) of each turn of a trajectory, counted from its first
+    token; empty for one reply to its prompt.
     """
     turns = table.turns
     if turns is None:

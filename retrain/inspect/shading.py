@@ -11,7 +11,7 @@ from retrain.inspect import Quantity
 from retrain.inspect.credit import CompletionCredit, StepCredit
 
 LEVELS = 5
-"""Shades on each side of 0; more could not be told apart."""
+"""Shades on each side of 0; the eye could not separate more."""
 _STRONGEST = 0.98
 """Quantile that gets the strongest shade; with the maximum, one token of tiny probability would
 make all others pale."""
@@ -19,7 +19,7 @@ Values = npt.NDArray[np.floating] | None
 
 
 def values_of(completion: CompletionCredit, quantity: Quantity, label: str) -> Values:
-    """The quantity [T]; None if it was not stored for the completion."""
+    """Return the quantity [T]; None if the token file lacks it for the completion."""
     match quantity:
         case Quantity.ADVANTAGE:
             return completion.advantages(label)
@@ -32,7 +32,7 @@ def values_of(completion: CompletionCredit, quantity: Quantity, label: str) -> V
 
 
 def scale_of(credit: StepCredit, quantity: Quantity) -> float:
-    """The size from which a token gets the strongest shade; few of the step's tokens exceed it
+    """Return the size that gives a token the strongest shade; few of the step's tokens exceed it
     under any condition.
     """
     table = credit.table
@@ -52,7 +52,7 @@ def scale_of(credit: StepCredit, quantity: Quantity) -> float:
 
 
 def levels(values: Values, scale: float, count: int) -> list[int]:
-    """[T] from -LEVELS to LEVELS; 0 only where the value is exactly 0 or unknown, so a small
+    """Return [T] from -LEVELS to LEVELS; 0 only if the value is exactly 0 or unknown, so a small
     advantage still shows its sign.
     """
     if values is None:

@@ -1,8 +1,8 @@
-"""A step's credit in a terminal: the text of the completions with every token coloured, or a table
-with one line per token.
+"""Show a step's credit in a terminal: the text of the completions with every token colored, or a
+table with one line per token.
 
-Model text is never treated as markup; its escape sequences are dropped and direction marks are
-written out.
+The terminal never interprets model text as markup; escape sequences disappear, and direction marks
+appear as text.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,15 +26,15 @@ _POSITIVE = ("#d8e9f7", "#aed2ef", "#7db8e4", "#4a9ad6", "#1b75bc")
 _NEGATIVE = ("#fbe3d6", "#f7c4a8", "#f0a077", "#e57a48", "#cf5417")
 """Nearly everyone can tell blue from orange. Text is black, on the strongest shade white."""
 _DETECTOR_MARKS = {"regex": "underline bold", "semantic": "italic overline"}
-"""The style of a token that one of two compared detectors marks."""
+"""The style of a token on which two compared detectors differ."""
 _MARKED = 8
-"""Rows of the table below a coloured text."""
+"""Rows of the table below a colored text."""
 
 
 def show(
     credit: StepCredit, numbers: Sequence[int], by: Quantity, console: "Console", *, table: bool
 ) -> None:
-    """Print the completions `numbers`, coloured or as a `table` with one line per token."""
+    """Print the completions `numbers`, colored or as a `table` with one line per token."""
     for note in credit.notes:
         console.print(note, markup=False, highlight=False)
     if not table:
@@ -68,8 +68,8 @@ def _print_lines(lines: Sequence[str], console: "Console") -> None:
 
 
 def heading(completion: CompletionCredit) -> str:
-    """The line above a completion, such as: Sample 3, reward 1, 212 tokens, cut off by
-    max_tokens.
+    """Return the line above a completion, such as "Sample 3, reward 1, 212 tokens, cut off by
+    max_tokens".
     """
     reward = "" if completion.reward is None else f", reward {completion.reward:g}"
     end = ", cut off by max_tokens" if completion.truncated else ""
@@ -81,7 +81,7 @@ def heading(completion: CompletionCredit) -> str:
 
 
 def most_marked(completion: CompletionCredit) -> list[int]:
-    """The positions with the largest advantages under any condition, in reading order."""
+    """Return the positions with the largest advantages under any condition, in reading order."""
     sizes = np.max([np.abs(completion.advantages(label)) for label in completion.stages], axis=0)
     return sorted(np.argsort(-sizes, kind="stable")[:_MARKED].tolist())
 
@@ -90,7 +90,7 @@ def most_marked(completion: CompletionCredit) -> list[int]:
 
 
 def _coloured(credit: StepCredit, completion: CompletionCredit, by: Quantity) -> "RenderableType":
-    """One column per condition for advantages; the other quantities do not depend on the
+    """Return one column per condition for advantages; the other quantities do not depend on the
     condition.
     """
     from rich.table import Table
@@ -132,7 +132,7 @@ def _text(credit: StepCredit, completion: CompletionCredit, by: Quantity, label:
 
 
 def _shown(piece: str) -> str:
-    """A token on one line, with a sign in place of one that prints nothing."""
+    """Return a token on one line, with a sign for a token that prints nothing."""
     return one_line(piece.replace("\n", "↵"), 200) or "◌"
 
 
@@ -172,8 +172,8 @@ def _legend(credit: StepCredit, by: Quantity) -> "Text":
 def token_lines(
     completion: CompletionCredit, positions: Sequence[int], width: int | None = None
 ) -> list[str]:
-    """Aligned columns: each token's numbers, then its advantage after each stage, or the final one
-    under each of several conditions.
+    """Return aligned columns: each token's numbers, then its advantage after each stage. With
+    several conditions, it has the final advantage under each.
 
     If the names of the conditions make the lines wider than `width`, they become A, B, ... and the
     first line explains them.
@@ -191,7 +191,7 @@ def token_lines(
 def _columns(
     completion: CompletionCredit, positions: Sequence[int], advantages: Mapping[str, Float32Array]
 ) -> list[str]:
-    """The token's text and mark on the left, numbers on the right."""
+    """Return the token's text and mark on the left, numbers on the right."""
     pieces = without_escapes(completion.pieces)
     optional = {"log-ratio": completion.log_ratios, "kept": completion.kept}
     marks = tuple(completion.detectors) or ("plan",)
@@ -238,7 +238,7 @@ def _numbers(completion: CompletionCredit, position: int) -> Iterator[str]:
 def _advantages(
     completion: CompletionCredit, letters: Mapping[str, str] | None = None
 ) -> dict[str, Float32Array]:
-    """Heading -> [T]; `letters` replace the names of the conditions."""
+    """Map each heading to [T]; `letters` replace the names of the conditions."""
     if len(completion.stages) == 1:
         stages = completion.stages.values()
         return dict(chain.from_iterable(each.items() for each in stages))

@@ -1,9 +1,10 @@
-"""Checkpoints: folders that are committed by rename and used only if every byte matches their
-manifest.
+"""Write and read checkpoints: folders that a rename commits, and that retrain uses only if every
+byte matches their manifest.
 
-A checkpoint is written as `.tmp-...`, `manifest.json` last (name, size and sha256 of every file),
-each file and the folder synced, renamed and the parent synced: a crash at any instant leaves the
-last good one. No pickle: tensors are safetensors, the rest JSON.
+retrain writes a checkpoint as `.tmp-...`, with `manifest.json` last (name, size and sha256 of every
+file). Then it syncs each file and the folder, renames the folder and syncs the parent. A crash at
+any instant leaves the last good checkpoint. It uses no pickle: tensors are safetensors, the rest
+JSON.
 """
 
 import hashlib
@@ -43,8 +44,8 @@ class Checkpoint:
 
 
 def step_folder(step: Any) -> str:
-    """The name of the checkpoint's folder after so many steps; of no folder for what counts no
-    steps.
+    """Return the name of the checkpoint's folder after so many steps; "no step", which no folder
+    has, for any other value.
     """
     if type(step) is int:
         return f"step_{step:06d}"
@@ -52,21 +53,25 @@ def step_folder(step: Any) -> str:
 
 
 def place_folder(state: TrainerState) -> str:
-    """The name of the checkpoint's folder of a state: `sft_000006` within the supervised stage."""
+    """Return the name of the checkpoint's folder of a state: `sft_000006` within the supervised
+    stage.
+    """
     stage, step = state.place
     return f"sft_{step:06d}" if stage == "sft" else step_folder(step)
 
 
 def _order(folder: str) -> tuple[bool, int]:
-    """The place of a checkpoint's folder among those of its run: the supervised stage is first."""
+    """Return the place of a checkpoint's folder among all folders of its run: the supervised stage
+    is first.
+    """
     stage, _, number = folder.partition("_")
     return stage == "step", int(number)
 
 
 class CheckpointStore:
-    """The checkpoints of one run, `step_000020/` for 20 completed steps, `sft_000006/` for 6 of the
-    supervised stage, `final/` for the last adapter, and `start/` for the weights before the first
-    step of reinforcement, where the run reads them.
+    """The checkpoints of one run. `step_000020/` is after 20 completed steps, `sft_000006/` after 6
+    of the supervised stage, and `final/` has the last adapter. `start/` has the weights before the
+    first step of reinforcement, if the run reads them.
     """
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
@@ -94,8 +99,8 @@ class CheckpointStore:
         return target
 
     def save_final(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
-        """Commit the last weights, replacing earlier ones. Those of a whole model are a hard link
-        to the checkpoint of this step, where the file system has links. Raises OSError.
+        """Commit the last weights, and replace earlier ones. The weights of a whole model are a
+        hard link to the checkpoint of this step, if the file system has links. Raises OSError.
         """
         target = self.folder / FINAL
 
@@ -111,7 +116,7 @@ class CheckpointStore:
         commit_folder(self.folder / START, write, step=0, config_hash=state.config_hash)
 
     def start(self) -> Path:
-        """The folder of `save_start`. Raises RunFailed if it does not verify."""
+        """Return the folder of `save_start`. Raises RunFailed if it does not verify."""
         folder = self.folder / START
         problem = verify(folder)
         if problem:
@@ -123,8 +128,8 @@ class CheckpointStore:
         return folder
 
     def keep_weights(self) -> None:
-        """Keep of whole models the newest alone, and of its checkpoint what an evaluation or an
-        export reads.
+        """Keep only the newest whole model, and only the part of its checkpoint that an evaluation
+        or an export reads.
         """
         *others, newest = self._folders()
         folder = self.folder / newest
@@ -143,21 +148,21 @@ class CheckpointStore:
             delete(self.folder / name)
 
     def _folders(self) -> list[str]:
-        """The names of the committed folders, oldest first, verified or not."""
+        """Return the names of the committed folders, oldest first, verified or not."""
         if not self.folder.is_dir():
             return []
         names = [path.name for path in self.folder.iterdir()]
         return sorted(filter(_FOLDER.fullmatch, names), key=_order)
 
     def steps(self) -> list[int]:
-        """The step counts of the committed folders, oldest first, but for those of the supervised
+        """Return the step counts of the committed folders, oldest first, without the supervised
         stage.
         """
         return [step for is_step, step in map(_order, self._folders()) if is_step]
 
     def at(self, step: int) -> Checkpoint:
-        """The checkpoint of `step` completed steps. Raises, naming the steps there are,
-        ConfigurationError for a step without one, and RunFailed if it does not verify.
+        """Return the checkpoint of `step` completed steps. Raises ConfigurationError for a step
+        without a checkpoint, naming the existing steps, and RunFailed if it does not verify.
         """
         folder = self.folder / step_folder(step)
         steps = self.steps()
@@ -180,8 +185,8 @@ class CheckpointStore:
         *,
         until: float = float("inf"),
     ) -> Checkpoint | None:
-        """The newest checkpoint that verifies, after at most `until` steps; `log` receives a line
-        about each newer one that does not.
+        """Return the newest checkpoint that verifies, after at most `until` steps; `log` receives a
+        line about each newer one that fails.
 
         `beside` returns a problem outside of a checkpoint's folder that makes it unusable, or "".
         """
@@ -197,8 +202,8 @@ class CheckpointStore:
         return None
 
     def newest_to_read(self, log: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that verifies; None if none was made. Raises RunFailed if none of
-        those made verifies: the untrained model would answer in their place.
+        """Return the newest checkpoint that verifies; None if the run made none. Raises RunFailed
+        if the run made some and none verifies: otherwise the untrained model would answer.
         """
         found = self.newest(log)
         if found is None and self._folders():
@@ -209,10 +214,11 @@ class CheckpointStore:
         return found
 
     def make_room_after(self, state: TrainerState, log: Callable[[str], None]) -> None:
-        """Set the checkpoints after that of `state` aside, and delete what a killed save left.
+        """Set the checkpoints after the step of `state` aside, and delete the remains of a killed
+        save.
 
-        A checkpoint after the one that is resumed was not usable. It is renamed instead of deleted,
-        since a person may still recover something from it.
+        A checkpoint after the resumed checkpoint was not usable. This renames it, since a person
+        may still recover something from it.
         """
         here = _order(place_folder(state))
         for folder in [self.folder / name for name in self._folders() if _order(name) > here]:
@@ -235,8 +241,8 @@ class CheckpointStore:
                 delete(path)
 
     def rehearse(self, num_bytes: int) -> None:
-        """Write and delete a file of a checkpoint's size, so that a full disk is noticed before
-        step 1 instead of after step 20.
+        """Write and delete a file of a checkpoint's size, so that a full disk shows before step 1
+        instead of after step 20.
         """
         path = self.folder / f"{TEMPORARY}rehearsal"
         block = bytes(1 << 20)
@@ -259,7 +265,9 @@ class CheckpointStore:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Make `target` a hard link; False where there is no source, or the file system has none."""
+    """Make `target` a hard link; return False without a source, or if the file system has no
+    links.
+    """
     try:
         target.hardlink_to(source)
     except OSError:
@@ -289,18 +297,16 @@ def commit_folder(
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """Hash a manifest's content with sha256, so that damage to the manifest itself is noticed
-    too.
-    """
+    """Hash a manifest's content with sha256, so that damage to the manifest itself shows too."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def verify(folder: Path, *needed: str) -> str:
-    """The first difference between `folder` and its manifest, or the file that is `needed` besides;
+    """Return the first difference between `folder` and its manifest, or an absent file of `needed`;
     "" if every byte matches.
     """
     for name in (MANIFEST, *needed):
-        if not (folder / name).is_file():  # not a pipe either, which has no end to read to
+        if not (folder / name).is_file():  # This refuses a pipe too, which has no end to read to.
             return f"{name} is missing"
     try:
         manifest = parse_json((folder / MANIFEST).read_bytes())

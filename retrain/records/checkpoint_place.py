@@ -1,5 +1,5 @@
-"""The folder of a run's checkpoints. `[backend] adapter_path` may put it outside of the run's own;
-there it is signed with the run's name, and a pointer in the run's folder names it.
+"""Place the folder of a run's checkpoints. `[backend] adapter_path` may put it outside of the run's
+own folder. Its marker there names the run, and a pointer in the run's folder names it.
 """
 
 import json
@@ -19,7 +19,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
 
 def take(target: Path, folder: RunFolder) -> None:
     """Empty and sign a folder of checkpoints outside of the run's own, and leave a pointer to it in
-    the run's folder, unless that is done. `checkpoint_folder` has looked whose it is.
+    the run's folder. Does nothing if the pointer exists. `checkpoint_folder` has checked the owner.
     """
     if target == folder.checkpoints or folder.checkpoint_pointer.is_file():
         return
@@ -34,7 +34,7 @@ def take(target: Path, folder: RunFolder) -> None:
 
 def checkpoint_folder(backend: Backend, folder: RunFolder, overwrite: bool) -> Path:
     """Return `<adapter_path>/<last part of log_dir>`, or the run's own folder. Raises
-    ConfigurationError if it holds another run's.
+    ConfigurationError if that folder belongs to another run.
     """
     if not backend.adapter_path:
         return folder.checkpoints
@@ -48,8 +48,8 @@ def checkpoint_folder(backend: Backend, folder: RunFolder, overwrite: bool) -> P
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return target
     marker = read_marker(target)
-    # Without a pointer the folder may be the run's own all the same: the marker is made before the
-    # pointer, and the pointer goes first.
+    # Without a pointer the folder may still be the run's own: a run makes the marker before the
+    # pointer, and deletes the pointer first.
     if folder.checkpoint_pointer.is_file():
         foreign = bool(_foreign(target, _pointer(folder)[1], folder))
     else:
@@ -70,8 +70,8 @@ def checkpoint_folder(backend: Backend, folder: RunFolder, overwrite: bool) -> P
 
 
 def sign(target: Path, folder: RunFolder, run_id: str = "") -> None:
-    """Write the run's folder into the marker at `target`, so that a run that was moved is found
-    under its new name.
+    """Write the run's folder into the marker at `target`, so that retrain finds a moved run under
+    its new name.
     """
     here = {"run": str(folder.path.resolve())}
     if run_id:
@@ -83,7 +83,7 @@ def sign(target: Path, folder: RunFolder, run_id: str = "") -> None:
 
 def stored_checkpoints(folder: RunFolder) -> Path:
     """Return the checkpoint folder of an existing run. Raises ConfigurationError if the pointer
-    names another run's.
+    names the folder of another run.
     """
     if not folder.checkpoint_pointer.is_file():
         return folder.checkpoints
@@ -99,7 +99,9 @@ def stored_checkpoints(folder: RunFolder) -> Path:
 
 
 def _pointer(folder: RunFolder) -> tuple[Path, str]:
-    """Read the path and run id in checkpoint_pointer. Raises RunFailed for a file without them."""
+    """Read the path and the run id from checkpoint_pointer. Raises RunFailed for a file without
+    these two.
+    """
     content = read_object(folder.checkpoint_pointer)
     path, run_id = content.get("path"), content.get("run_id")
     if not is_path_text(path) or not isinstance(run_id, str):
@@ -114,8 +116,8 @@ def _foreign(target: Path, run_id: str, folder: RunFolder) -> str:
     """Return the reason why the checkpoints at `target` do not belong to the run in `folder`; "" if
     they do.
 
-    Their marker names the run's id and its folder. If it names another folder, the run was moved;
-    if that folder still exists, this one is a copy.
+    Their marker names the run's id and its folder. If it names another folder, the user moved the
+    run; if that folder still exists, this one is a copy.
     """
     marker = read_marker(target)
     if marker.get("kind") != "checkpoints" or marker.get("run_id") != run_id:

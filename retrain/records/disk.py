@@ -1,8 +1,7 @@
-"""Files and folders replaced as a whole, and the errors of disks and paths turned into retrain's
-own.
+"""Replace files and folders as a whole, and turn the errors of disks and paths into retrain's own.
 
-A crash at any instant leaves the old content or the new one, never a part: each is written beside
-its place as `.tmp-...`, synced and renamed, and the parent folder is synced.
+A crash at any instant leaves the old content or the new content, never a part. Each file is first a
+`.tmp-...` in the same folder; retrain then syncs it, renames it and syncs the parent folder.
 """
 
 import errno
@@ -32,12 +31,12 @@ _REPLACED = f"{TEMPORARY}replaced-"
 
 
 def path_error(error: OSError) -> RetrainError | None:
-    """The error to show for an OSError that concerns a path or a disk; None for any other, which
-    may be a fault of this program.
+    """Return the error to show for an OSError that concerns a path or a disk. Return None for any
+    other, which may be a fault of this program.
     """
-    # a write, unlike an open, does not know its name
+    # A write, unlike an open, does not know its name.
     where = str(error.filename or "Standard output, or a file,")
-    # a plugin that makes a folder which is there meets the same error
+    # A plugin that makes an existing folder meets the same error.
     is_folder = error.errno == errno.EEXIST and Path(where).is_dir()
     if error.errno in _PATH_PROBLEMS and not is_folder:
         return ConfigurationError(f"{where} cannot be used: {_PATH_PROBLEMS[error.errno]}.")
@@ -59,22 +58,20 @@ def is_disk(error: OSError) -> bool:
 
 
 def is_reader_gone(error: OSError) -> bool:
-    """Return True for a write to a pipe whose reader went away, or to a terminal that was
-    closed.
-    """
+    """Return True for a write to a pipe whose reader went away, or to a closed terminal."""
     return isinstance(error, BrokenPipeError) or error.errno == errno.EIO
 
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Ignore a reader of standard output that goes away (`| head`, a closed terminal); any other
-    error gets its name.
+    """Ignore a reader of standard output that goes away (`| head`, a closed terminal). Any other
+    error gets the name of the stream.
     """
     try:
         yield
     except OSError as error:
         if not is_reader_gone(error):
-            error.filename = "Standard output"  # a full disk under `> log.txt`, and no other
+            error.filename = "Standard output"  # A disk under `> log.txt` is full.
             raise
 
 
@@ -99,8 +96,8 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 @contextmanager
 def safetensors_io() -> Iterator[None]:
-    """Raise the OSError that safetensors wraps in an error of its own, and tokenizers in a bare
-    Exception.
+    """Raise the OSError inside an error of safetensors, or inside a bare Exception of
+    tokenizers.
     """
     from safetensors import SafetensorError
 
@@ -115,16 +112,16 @@ def safetensors_io() -> Iterator[None]:
 
 
 def was_deleted(folder: Path) -> str:
-    """The sentence on a folder that is gone."""
+    """Return the sentence about a deleted folder."""
     return f"{folder} was deleted or moved while it was written to."
 
 
 @contextmanager
 def writing_to(folder: Path, then: str | Callable[[], str]) -> Iterator[None]:
-    """Raise EnvironmentFailure where the disk is full or broken, and RunFailed where `folder` is
-    gone, in place of the OSError; other errors pass.
+    """Raise EnvironmentFailure instead of an OSError of a full or broken disk, and RunFailed if
+    `folder` is gone; other errors pass.
 
-    `then` tells the user what to do once there is space; a function is asked when the disk fails.
+    `then` tells the user what to do after making space; this calls a function when the disk fails.
     """
     try:
         yield
@@ -144,7 +141,7 @@ def writing_to(folder: Path, then: str | Callable[[], str]) -> Iterator[None]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace a file by `content`; text is written as UTF-8."""
+    """Replace a file by `content`; text becomes UTF-8."""
     with replacing_file(path) as aside:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -162,11 +159,11 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill; its files are synced, and it replaces `target`, at the end of
-    the block.
+    """Yield an empty folder to fill. At the end of the block, sync its files and put it at
+    `target`.
 
-    After an error, also an OSError that safetensors wrapped, and after Ctrl-C the old `target` is
-    there unchanged and nothing else is left.
+    After Ctrl-C or an error, including an OSError inside an error of safetensors, the old `target`
+    is there unchanged and the new folder is gone.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.parent / f"{TEMPORARY}{target.name}"
@@ -180,7 +177,7 @@ def replacing_folder(target: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())
         sync_folder(aside)
         replaced = target.parent / f"{_REPLACED}{target.name}"
-        if target.exists():  # rename(2) cannot replace a folder that holds files
+        if target.exists():  # rename(2) cannot replace a folder that holds files.
             target.rename(replaced)
         aside.rename(target)
         sync_folder(target.parent)
@@ -192,9 +189,7 @@ def replacing_folder(target: Path) -> Iterator[Path]:
 
 
 def put_back(folder: Path) -> None:
-    """Undo an interrupted `replacing_folder`: a folder that was moved aside returns if nothing has
-    taken its place.
-    """
+    """Undo an interrupted `replacing_folder`: the old folder returns if its place is free."""
     for moved in folder.glob(f"{_REPLACED}*"):
         place = folder / moved.name.removeprefix(_REPLACED)
         if not place.exists():

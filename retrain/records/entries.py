@@ -20,15 +20,14 @@ from retrain.records.jsonl import read_jsonl
 @dataclass(frozen=True)
 class _Record:
     def to_json(self) -> dict[str, Any]:
-        """One line of the file, keys in the order of the fields."""
+        """Return one line of the file, keys in the order of the fields."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any], path: Path = Path("a run")) -> Self:
-        """Reads a line of any version: unknown keys are dropped, and missing ones get their
-        defaults.
+        """Read a line of any version: drop unknown keys, and give missing keys their defaults.
 
-        Raises RunFailed for a value whose type is not its field's, and for a missing field without
+        Raises RunFailed for a value of another type than its field, and for a missing field without
         a default. The sentence names `path`, the file of the line, and the line's step.
         """
         kinds, required, defaults = _fields_of(cls)  # type: ignore[arg-type]  # a class is hashable
@@ -54,15 +53,15 @@ class _Record:
 
     @classmethod
     def contradiction(cls, values: Mapping[str, Any]) -> str:  # noqa: ARG003 - of the record types that have a rule
-        """The part of a sentence that says which values of a line cannot be true together; "" if
-        there are none.
+        """Return the part of a sentence that names contradicting values of a line; "" without
+        any.
         """
         return ""
 
     @classmethod
     def read(cls, path: Path) -> Iterator[Self]:
-        """The records of a file, oldest first. Raises RunFailed for a damaged line, with the file,
-        and its line or step.
+        """Return the records of a file, oldest first. Raises RunFailed for a damaged line, with the
+        file, and its line or step.
         """
         return (cls.from_json(line, path) for line in read_jsonl(path))
 
@@ -75,8 +74,8 @@ _SHOWN = 80
 def _fields_of(
     record: type[_Record],
 ) -> tuple[dict[str, frozenset[type]], list[str], dict[str, Any]]:
-    """Field -> the types of its JSON values, where an integer is a number too; the fields without a
-    default; and the defaults of the others.
+    """Return three parts: field -> the types of its JSON values, the fields without a default, and
+    the defaults of the others. The types of a number include the integer.
     """
     kinds = {}
     for name, hint in get_type_hints(record).items():
@@ -88,11 +87,13 @@ def _fields_of(
 
 
 Direction = Literal["higher", "lower"] | None
-"""Which direction of a number is an improvement; None where neither is."""
+"""The direction in which a number improves; None if no direction is better."""
 
 
 def better(direction: Direction) -> Any:
-    """A number that may be missing, and which direction of it is an improvement."""
+    """Return a field for a number that may be absent; `direction` says which direction is an
+    improvement.
+    """
     return field(default=None, metadata={"better": direction})
 
 
@@ -112,24 +113,27 @@ class StepRecord(_Record):
     condition: str
     """The name of the algorithm: `{advantage}+{transform}`, or the algorithm mode."""
     loss: float | None = better(None)
-    """Mean over the step's updates of the loss at the sampled policy; null when no row was
-    trained."""
+    """Mean over the step's updates of the loss at the sampled policy; null if the step trained no
+    row.
+    """
     reported_loss: float | None = better(None)
     """The loss that the backend reported, which an asynchronous backend has not computed from this
     step's rows."""
     loss_is_placeholder: bool = False
-    """True where `reported_loss` is not this step's loss; `loss` is null then."""
+    """True if `reported_loss` is not this step's loss; `loss` is null then."""
 
     mean_reward: float | None = better("higher")
     """Mean reward of the judged completions of the first draw of every prompt, skipped groups
-    included; later draws are left out, since they are selected by their rewards. `correct_rate`,
+    included. Later draws would bias it, since rewards decide which groups get one. `correct_rate`,
     `max_token_hit_rate`, `truncated_reward_mean` and `completion_tokens_mean` are over the same
-    completions, and so are `reward_std`, `answer_found_rate` and `groups_identical`."""
+    completions, and so are `reward_std`, `answer_found_rate` and `groups_identical`.
+    """
     reward_std: float | None = better(None)
-    """Standard deviation of the same rewards; exactly 0 where all are equal."""
+    """Standard deviation of the same rewards; exactly 0 if all are equal."""
     correct_rate: float | None = better("higher")
-    """Fraction of the judged completions whose reward exceeds `[reward] correct_threshold`; SEPA's
-    gate opens by it."""
+    """Fraction of the judged completions whose reward exceeds `[reward] correct_threshold`; it
+    opens SEPA's gate.
+    """
     running_correct_rate: float | None = better("higher")
     """The same over all steps so far, so it lags behind the policy."""
     sepa_lambda: float | None = better(None)
@@ -141,8 +145,9 @@ class StepRecord(_Record):
     """The step whose correct rate opened the gate."""
 
     num_datums: int | None = better(None)
-    """Completions that were trained on: the groups that have an advantage, or all judged ones with
-    a KL or entropy term."""
+    """Completions that the step trained on: the groups that have an advantage, or all judged ones
+    with a KL or entropy term.
+    """
     informative_fraction: float | None = better(None)
     """Fraction of the step's groups in which some token has an advantage; groups_skipped_* count
     the others by reason."""
@@ -151,8 +156,9 @@ class StepRecord(_Record):
     truncated_reward_mean: float | None = better("higher")
     """Mean reward of the completions that reached `[training] max_tokens`."""
     answer_found_rate: float | None = better("higher")
-    """Fraction of the completions that hold a `\\boxed{}`, without which `match` and `math` give 0;
-    null where neither is the reward."""
+    """Fraction of the completions that hold a `\\boxed{}`, without which `match` and `math` give 0.
+    Null if the reward is another.
+    """
     batch_size: int | None = better(None)
     """Prompts used in this step."""
     next_batch_size: int | None = better(None)
@@ -160,15 +166,17 @@ class StepRecord(_Record):
     group_size: int | None = better(None)
     """Completions sampled per prompt."""
     groups_redrawn: int | None = better("lower")
-    """Groups that `[training] dynamic_sampling` drew again, each redraw counted."""
+    """Groups that `[training] dynamic_sampling` drew again; it counts each redraw."""
     completion_tokens_mean: float | None = better(None)
     """Mean number of sampled tokens per completion."""
 
     ratio_mean: float | None = better(None)
     """Mean over all trained tokens of the ratio exp(learner log-prob - sampler log-prob), 1 on
-    policy. It is taken before the first update if old log-probs are recomputed, and otherwise
-    during the first pass, where each minibatch after the first sees the updates before it; so are
-    the ratio's other figures, mismatch_k1, mismatch_k3 and ess. The learner's dropout is on."""
+    policy. If the learner recomputes old log-probs, it measures the ratio before the first update.
+    Otherwise it does so during the first pass, where each minibatch after the first sees the
+    updates before it. The same holds for the ratio's other figures, mismatch_k1, mismatch_k3 and
+    ess. The learner's dropout is on.
+    """
     ratio_max: float | None = better(None)
     """Largest ratio of a token."""
     ratio_min: float | None = better(None)
@@ -183,16 +191,19 @@ class StepRecord(_Record):
     """Effective sample size of the ratios as a fraction of the tokens."""
     clip_fraction: float | None = better(None)
     """Fraction of the tokens with an advantage (gspo: sequences) whose policy gradient the clip
-    removed, or whose weight it bounded (cispo), over all updates of the step."""
+    removed, over all updates of the step. With cispo, the fraction whose weight the clip bounded.
+    """
     kl_mean: float | None = better(None)
-    """Estimate of KL(policy || `[loss] kl_reference`) in nats, by `[loss] kl_estimator`: mean over
-    the action tokens of the rows that the loss reads, before the step's first update. Null where
-    the loss reads no reference, as without `[loss] kl_coef`."""
+    """Estimate of KL(policy || `[loss] kl_reference`) in nats, by `[loss] kl_estimator`. It is the
+    mean over the action tokens of the rows that the loss reads, before the step's first update.
+    Null if the loss reads no reference, for example without `[loss] kl_coef`.
+    """
     log_ratio_mean: float | None = better("lower")
     """Mean of |learner log-prob - sampler log-prob| before the step's first update, over the
-    trained rows of its first minibatch (with one minibatch: all of them); its quantiles follow.
-    `[inference] mismatch_limit` is about this number. In a step without a trained row it is over 4
-    completions, and the limit does not count the step."""
+    trained rows of its first minibatch. Its quantiles follow. `[inference] mismatch_limit` limits
+    this number. In a step without a trained row it is over 4 completions, and the limit does not
+    count the step.
+    """
     log_ratio_p50: float | None = better("lower")
     """Median of the same."""
     log_ratio_p90: float | None = better("lower")
@@ -200,32 +211,36 @@ class StepRecord(_Record):
     log_ratio_p99: float | None = better("lower")
     """99th percentile of the same."""
     log_ratio_tokens: int | None = better(None)
-    """Action tokens that the same is over."""
+    """Number of action tokens behind these figures."""
     log_ratio_by_depth: list[float | None] | None = None
     """The mean of the same in each quarter of the positions up to `[training] max_tokens`, since a
-    difference may grow with the context; null in a quarter without tokens."""
+    difference may grow with the context. Null in a quarter without tokens.
+    """
     identical_chance: float | None = better(None)
-    """Bound on the chance that as many completions of a group, of 16 tokens or more, are identical
-    as there are, by their own log-probs; 1 where none are, near 0 where the engine does not draw
-    them one by one; null where the log-probs are not the sampled policy's."""
+    """Upper bound on the probability that independent sampling gives this many identical
+    completions (16 tokens or more) in a group. It is 1 without identical ones, and near 0 if the
+    engine does not sample independently. Null if the log-probs do not belong to the sampled policy.
+    """
     grad_norm: float | None = better(None)
-    """Norm of the adapter's gradient before it is clipped, averaged over the step's updates."""
+    """Norm of the adapter's gradient before clipping, averaged over the step's updates."""
     nonfinite_updates: int | None = better("lower")
-    """Optimizer updates that were skipped because a loss or a gradient was not finite."""
+    """Optimizer updates that the learner skipped because a loss or a gradient was not finite."""
     max_abs_advantage: float | None = better(None)
     """Largest absolute advantage of a token."""
 
     entropy_mean: float | None = better(None)
     """Mean Shannon entropy of the policy at all action tokens of the first draw of every prompt.
-    Servers return no entropies: there the local learner takes it in the step's first update, from
-    the rows of that update alone, under the dropout masks if there are any. Null with services."""
+    Servers return no entropies. There the local learner computes it in the step's first update,
+    from the rows of that update alone, with dropout if it is on. Null with services.
+    """
     surprisal_mean: float | None = better(None)
     """Mean surprisal, minus the log-prob of the sampled token, of the same tokens: an estimate of
     the entropy from one sample each."""
     exec_entropy_mean: float | None = better(None)
     """Mean Shannon entropy of the policy at the tokens outside planning phrases. The exec_* and
-    plan_* are null where the condition does not look for phrases. They are over the last draw of
-    every prompt, which under `[training] dynamic_sampling` is selected by its rewards."""
+    plan_* are null if the condition does not look for phrases. They are over the last draw of every
+    prompt; under `[training] dynamic_sampling` the rewards select that draw.
+    """
     exec_entropy_var: float | None = better(None)
     """Variance of the same."""
     plan_entropy_mean: float | None = better(None)
@@ -241,31 +256,36 @@ class StepRecord(_Record):
     plan_surprisal_var: float | None = better(None)
     """Variance of the same."""
     plan_token_fraction: float | None = better(None)
-    """Fraction of the action tokens inside planning phrases; null where the condition does not look
-    for them."""
+    """Fraction of the action tokens inside planning phrases; null if the condition does not look
+    for them.
+    """
     uncertainty_kind: str | None = None
     """The uncertainty that weights tokens, `[algorithm] uncertainty_kind`."""
     surprisal_kept_fraction: float | None = better(None)
     """Fraction of the tokens that the mask of `[algorithm] surprisal_mask_rho` kept."""
     surprisal_tau: float | None = better(None)
-    """Threshold of that mask: tokens of at least this uncertainty are kept."""
+    """Threshold of that mask, which keeps tokens of at least this uncertainty."""
 
     reward_could_not_judge: int | None = better("lower")
-    """Completions of the step, every draw included, that were left out because their reward could
-    not be judged."""
+    """Completions of the step, every draw included, that the step left out because their reward
+    could not judge them.
+    """
     judge_requests: int | None = better(None)
-    """Requests to the judge, retries included, for every draw of the step; null, like the rest of
-    judge_*, where no judge is used."""
+    """Requests to the judge, retries included, for every draw of the step; null without a judge,
+    like the rest of judge_*.
+    """
     judge_cached: int | None = better(None)
-    """Verdicts taken from the cache, as for steps that a resume repeats, or from an identical
-    completion."""
+    """Verdicts from the cache, for example for steps that a resume repeats, or from an identical
+    completion.
+    """
     judge_prompt_tokens: int | None = better(None)
     """Tokens that the judge read."""
     judge_completion_tokens: int | None = better(None)
     """Tokens that the judge wrote."""
     judge_cost: float | None = better("lower")
-    """Price of the step's requests by [reward] judge_prices, else as the server reports it; null
-    where neither says."""
+    """Price of the step's requests by [reward] judge_prices, else from the server's report; null
+    without both.
+    """
     groups_skipped_all_correct: int | None = better(None)
     """Groups without an advantage because every completion is right."""
     groups_skipped_all_wrong: int | None = better(None)
@@ -279,17 +299,20 @@ class StepRecord(_Record):
     """Mean number of replies per trajectory; null, like the next two fields, without an
     environment."""
     trajectories_rewritten: int | None = better(None)
-    """Trajectories that were trained as several rows, because the chat template or the environment
-    rewrote their history."""
+    """Trajectories that the learner trained as several rows, because the chat template or the
+    environment rewrote their history.
+    """
     loss_metrics: dict[str, float] | None = None
     """Mean of each quantity that a plugin of `[loss] mode` reports, over the tokens or sequences of
-    all updates; null without one."""
+    all updates; null without a plugin.
+    """
     scheduled: dict[str, float] | None = None
-    """The values of the keys that `[schedule]` moved in this step; absent without one."""
+    """The values of the keys that `[schedule]` moved in this step; absent without a schedule."""
     by_task: dict[str, float] | None = None
-    """Of each source of `[[data.mix]]`: prompts/NAME it gave to this step, and over the first draws
-    of these reward/NAME, the mean reward, and correct/NAME, the fraction that is right; absent
-    without a mixture."""
+    """For each source of `[[data.mix]]`: prompts/NAME counts its prompts in this step. Over their
+    first draws, reward/NAME is the mean reward and correct/NAME the fraction of right completions.
+    Absent without a mixture.
+    """
     environment_metrics: dict[str, float] | None = None
     """Mean of each quantity that the environment reports, over the trajectories that have it;
     turn_reward_N is the reward of reply N."""
@@ -297,8 +320,9 @@ class StepRecord(_Record):
     bp_action: str | None = None
     """The action of back pressure: sweep (while it warms up), hold, increase or throttle."""
     bp_regime: str | None = None
-    """The batch size compared with p*, which is the reason for the action; while the batch may
-    grow, the roofline's bound, if its two keys are set."""
+    """The batch size relative to p*, which is the reason for the action. While the batch may grow
+    it includes the roofline's bound, if its two keys have values.
+    """
     bp_optimal_concurrency: float | None = better(None)
     """Concurrency of the highest throughput by the fitted scaling law (p*), in completions."""
     bp_sigma: float | None = better(None)
@@ -309,16 +333,18 @@ class StepRecord(_Record):
     bp_r2: float | None = better(None)
     """Fraction of the throughput's variance that the fitted law explains."""
     bp_utilization: float | None = better(None)
-    """Smoothed throughput as a fraction of the best that the fitted law predicts."""
+    """Smoothed throughput as a fraction of the highest throughput that the fitted law predicts."""
     bp_step_time_s: float | None = better(None)
-    """The step time that the decision is based on. For a step that a resume repeats it is the time
-    that it took first."""
+    """The step time behind the decision. For a step that a resume repeats it is the first measured
+    time.
+    """
 
     time_sample_s: float | None = better("lower")
-    """Time of sampling, during which rewards are computed too."""
+    """Time of sampling; rewards run during it too."""
     time_layout_s: float | None = better("lower")
-    """Time of laying out changed weights for the sampler, a part of time_sample_s; None unless
-    `[model] train = "full"`."""
+    """Time to lay out changed weights for the sampler, a part of time_sample_s; None unless
+    `[model] train = "full"`.
+    """
     time_reward_s: float | None = better("lower")
     """Time of waiting for rewards after the last completion."""
     time_credit_s: float | None = better("lower")
@@ -330,8 +356,9 @@ class StepRecord(_Record):
     tokens_per_s: float | None = better("higher")
     """Prompt and completion tokens of everything sampled, per second of the step."""
     peak_memory_gib: float | None = better("lower")
-    """Peak memory since the start: of the CUDA device, elsewhere of this process without its
-    workers."""
+    """Peak memory since the start: of the CUDA device, or else of this process without its
+    workers.
+    """
 
 
 MEASURED = frozenset(
@@ -353,18 +380,19 @@ class SftRecord(_Record):
     """Mean cross-entropy of the learned tokens before the update, in nats; null if it was not
     finite."""
     grad_norm: float | None
-    """L2 norm of the gradient before it is clipped; null if it was not finite."""
+    """L2 norm of the gradient before clipping; null if it was not finite."""
     lr: float
     """Learning rate of the update."""
     tokens: int
     """Tokens of the batch, prompts included."""
     learned_tokens: int
-    """Tokens of the batch that the loss is over."""
+    """Number of tokens in the loss."""
     step_time_s: float
     """Seconds of the step."""
     heldout_logprob: float | None = None
-    """Mean log-prob of the held-out traces' tokens before the step, in nats; null where it was not
-    measured."""
+    """Mean log-prob of the held-out traces' tokens before the step, in nats; null without a
+    measurement.
+    """
 
 
 @dataclass(frozen=True)
@@ -372,7 +400,7 @@ class EvaluationRecord(_Record):
     """One held-out problem of one evaluation."""
 
     step: int
-    """Steps completed when the evaluation was made."""
+    """Completed steps at the time of the evaluation."""
     example_id: str
     """Name of the problem, the same in every run on the data."""
     task: str
@@ -382,12 +410,13 @@ class EvaluationRecord(_Record):
     correct: int
     """Judged answers whose reward exceeds `[reward] correct_threshold`."""
     could_not_judge: int
-    """Answers whose reward could not be judged; they are in no rate."""
+    """Answers that the reward could not judge; no rate counts them."""
     reward_mean: float | None
     """Mean reward of the judged answers; null when there are none."""
     judge_requests: int | None = None
-    """Requests to the judge for this problem's answers, retries included; null, like the rest of
-    judge_*, where no judge is used."""
+    """Requests to the judge for this problem's answers, retries included; null without a judge,
+    like the rest of judge_*.
+    """
     judge_cached: int | None = None
     """Verdicts taken from the cache."""
     judge_prompt_tokens: int | None = None
@@ -395,7 +424,7 @@ class EvaluationRecord(_Record):
     judge_completion_tokens: int | None = None
     """Tokens that the judge wrote."""
     judge_cost: float | None = None
-    """By `[reward] judge_prices`, else as the server reports it; null where neither says."""
+    """Price by `[reward] judge_prices`, else from the server's report; null without both."""
 
     @classmethod
     def contradiction(cls, values: Mapping[str, Any]) -> str:
@@ -414,7 +443,7 @@ class SampleRecord(_Record):
     task: str
     """Name of its task."""
     sample: int
-    """Number of the answer among those to the problem, from 0."""
+    """Number of the answer among the answers to the problem, from 0."""
     prompt: str
     """The prompt as text, chat template included."""
     completion: str
@@ -422,13 +451,13 @@ class SampleRecord(_Record):
     reference: str
     """The reference that the reward compares with."""
     reward: float | None
-    """The answer's reward; null when it could not be judged."""
+    """The answer's reward; null if the reward could not judge it."""
     outcome: str
     """right, wrong or could_not_judge."""
     reason: str
-    """The reason why it could not be judged; empty otherwise."""
+    """The reason why the reward could not judge it; empty otherwise."""
     finish_reason: str
-    """The reason of its end: a stop token, or the length."""
+    """The reason why it ended: a stop token, or the length."""
     num_tokens: int
     """Sampled tokens."""
 
@@ -450,20 +479,21 @@ class GenerationRecord(_Record):
     completion: str
     """The completion as text."""
     reward: float | None
-    """The completion's reward; null when it could not be judged."""
+    """The completion's reward; null if the reward could not judge it."""
     outcome: str
     """right, wrong or could_not_judge."""
     advantage: float | None
-    """The advantage of the whole completion, before any token transform; null if it was not trained
-    on."""
+    """The advantage of the whole completion, before any token transform; null if the step did not
+    train on it.
+    """
     finish_reason: str
-    """The reason of its end: a stop token, or the length."""
+    """The reason why it ended: a stop token, or the length."""
     num_tokens: int
     """Sampled tokens."""
     turns: int | None = None
     """Replies of the model; null, like the next two fields, without an environment."""
     turn_rewards: list[float] | None = None
-    """Reward of each reply, where the environment gives one."""
+    """Reward of each reply, if the environment gives one."""
     metrics: dict[str, float] | None = None
     """The quantities that the environment reports for this trajectory."""
 

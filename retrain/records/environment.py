@@ -1,5 +1,5 @@
-"""environment.json: what results depend on beyond the configuration. It never holds the value of an
-environment variable.
+"""Write environment.json: everything beyond the configuration that results depend on. It never
+holds the value of an environment variable.
 """
 
 import os
@@ -27,7 +27,7 @@ def describe_environment(device: str) -> dict[str, Any]:
     """Describe versions, machine, git revision of the current folder, and the command line, in
     which the caller masks secrets.
     """
-    torch = sys.modules.get("torch")  # None for a run without it
+    torch = sys.modules.get("torch")  # A run without torch has None.
     cpuinfo, lines = Path("/proc/cpuinfo"), list[str]()
     if cpuinfo.is_file():
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -39,7 +39,7 @@ def describe_environment(device: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": next(models, None) or platform.processor() or platform.machine(),
         "cpu_count": os.cpu_count(),
-        # What it computes with decides how sums are rounded, as the number of threads does.
+        # These instructions decide how the CPU rounds sums, as the number of threads does.
         "instructions": torch.backends.cpu.get_cpu_capability() if torch else None,
         "threads": int(torch.get_num_threads()) if torch else None,
         "memory_gib": round(total_memory() / 2**30, 1),
@@ -60,7 +60,7 @@ def code_of(config: "TrainConfig") -> dict[str, Any]:
 
     folder = Path(__file__).resolve().parents[1]
     try:
-        # The folder may be installed inside another project's checkout.
+        # The folder may lie inside another project's checkout.
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")
         revision: str | None = _git(folder, "rev-parse", "HEAD")
     except (OSError, subprocess.SubprocessError):
@@ -69,8 +69,8 @@ def code_of(config: "TrainConfig") -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the installed versions of the declared requirements, extras included; of the main ones
-    if retrain itself is not installed.
+    """Return the installed versions of the declared requirements, extras included. If retrain
+    itself is not a package here, return the versions of the main requirements.
     """
     return dict(_package_versions(search_path()))
 
@@ -79,7 +79,9 @@ def package_versions() -> dict[str, str]:
 def _package_versions(
     installed: Hashable,  # noqa: ARG001 - the key of the cache
 ) -> dict[str, str]:
-    """Read fifty files, once until something is installed, for all runs of a process."""
+    """Read fifty files, once for all runs of a process, and again only if the installed packages
+    change.
+    """
     requirements = ["torch", "transformers", "peft"]
     for distribution in ("retrain-core", "retrain"):
         with suppress(metadata.PackageNotFoundError):
@@ -88,14 +90,14 @@ def _package_versions(
     for requirement in requirements:
         match = _DISTRIBUTION_NAME.match(requirement)
         if match:
-            with suppress(metadata.PackageNotFoundError):  # an extra that is not installed
+            with suppress(metadata.PackageNotFoundError):  # The extra may be absent.
                 versions[match.group()] = metadata.version(match.group())
     return dict(sorted(versions.items()))
 
 
 def git_revision(folder: Path) -> dict[str, Any] | None:
-    """{"revision", "changed"} of the repository around `folder`; None outside one or without
-    git.
+    """Return {"revision", "changed"} of the repository around `folder`; None outside a repository
+    or without git.
     """
     try:
         revision = _git(folder, "rev-parse", "HEAD")

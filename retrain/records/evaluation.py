@@ -1,10 +1,10 @@
-"""Held-out evaluation: pass@1 with an interval clustered by problem, unbiased pass@k, and what
-`retrain eval` writes: a folder of every answer, counts per problem, the configuration, and a log
-for Inspect's viewer.
+"""Compute and store a held-out evaluation: pass@1 with an interval clustered by problem, and
+unbiased pass@k. `retrain eval` writes a folder of every answer, counts per problem, the
+configuration, and a log for Inspect's viewer.
 
-The unit is the problem, not the sample: samples of one problem are correlated, so the interval uses
-the variance of the problems' means. Two folders are compared in pairs of problems by `retrain
-compare ONE --baseline OTHER`.
+The unit is the problem, not the sample: samples of one problem correlate, so the interval uses the
+variance of the problems' means. `retrain compare ONE --baseline OTHER` compares two folders in
+pairs of problems.
 """
 
 import json
@@ -43,8 +43,8 @@ of 95% of some simulated cases."""
 
 @lru_cache(maxsize=4096)
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The unbiased probability that one of k samples is right, given c right ones among n: 1 -
-    C(n-c, k) / C(n, k).
+    """Return unbiased pass@k, the probability that k samples contain a right one. For c right
+    samples of n it is 1 - C(n-c, k) / C(n, k).
 
     Source: Chen et al. 2021, arXiv 2107.03374, equation 1. Raises ValueError unless 0 <= c <= n and
     1 <= k <= n.
@@ -55,16 +55,16 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, float]:
-    """The 95% interval of the mean of per-problem accuracies [n] that rest on `samples` judged
-    completions in all.
+    """Return the 95% interval of the mean of per-problem accuracies [n] that rest on `samples`
+    judged completions in all.
 
-    A Wilson score interval on the effective sample size p(1-p)/SE**2, SE from the spread of the
-    problems' means: it stays inside [0, 1] and does not collapse at 0 or 1. The size is n where
-    that spread is zero, and never above `samples`. Below MIN_FOR_WILSON problems, whose spread says
-    little, it is the exact interval of a proportion: on the n answers where each problem has one,
-    else on the effective size times (z/t)**2 with n - 1 degrees of freedom
+    It is a Wilson score interval on the effective sample size p(1-p)/SE**2, with SE from the spread
+    of the problems' means. It stays inside [0, 1] and does not collapse at 0 or 1. The size is n if
+    that spread is zero, and never above `samples`. Below MIN_FOR_WILSON problems the spread says
+    little, so this is the exact interval of a proportion. Its size is n if each problem has one
+    answer. Otherwise it is the effective size times (z/t)**2 with n - 1 degrees of freedom
     (benchmarks/results/one-evaluation-2026-11-24.md). Sources: Dean and Pagano 2015, doi
-    10.1093/jssam/smv024; Clopper and Pearson 1934; Korn and Graubard 1998, Survey Methodology 24.
+    10.1093/jssam/smv024. Clopper and Pearson 1934. Korn and Graubard 1998, Survey Methodology 24.
     """
     from scipy.special import stdtrit
 
@@ -82,8 +82,8 @@ def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, flo
 
 
 def exact_interval(p: float, size: float) -> tuple[float, float]:
-    """The 95% interval of Clopper and Pearson for a proportion p of `size` draws, which may be an
-    effective number.
+    """Return the 95% interval of Clopper and Pearson for a proportion p of `size` draws, which may
+    be an effective number.
     """
     from scipy.special import betaincinv
 
@@ -94,7 +94,7 @@ def exact_interval(p: float, size: float) -> tuple[float, float]:
 
 
 def wilson_interval(p: float, size: float) -> tuple[float, float]:
-    """The 95% score interval of a proportion p that rests on `size` independent draws, which may be
+    """Return the 95% score interval of a proportion p from `size` independent draws, which may be
     an effective number.
     """
     centre = (p + Z_95**2 / (2 * size)) / (1 + Z_95**2 / size)
@@ -104,12 +104,12 @@ def wilson_interval(p: float, size: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation. Everything that is reported is computed from its problems, so
-    evaluation.jsonl holds all of it.
+    """One evaluation. All reported figures follow from its problems, so evaluation.jsonl holds the
+    whole evaluation.
     """
 
     step: int
-    """Steps of its stage completed when the evaluation was made."""
+    """Completed steps of its stage at the time of the evaluation."""
     problems: Sequence[EvaluationRecord]
     ks: Sequence[int] = (1,)
     seconds: float = 0.0
@@ -119,7 +119,7 @@ class Evaluation:
     stage: Literal["sft", "rl"] = "rl"
 
     def _with_samples(self, k: int) -> list[EvaluationRecord]:
-        """The problems with at least k judged samples."""
+        """Return the problems with at least k judged samples."""
         return [problem for problem in self.problems if problem.samples >= k]
 
     @property
@@ -152,11 +152,10 @@ class Evaluation:
         return {task: replace(self, problems=problems) for task, problems in tasks.items()}
 
     def difference_from(self, before: "Evaluation") -> tuple[float, tuple[float, float]] | None:
-        """The mean difference in accuracy over the problems that both have judged, and Student's
-        95% interval over these problems.
+        """Return the mean difference in accuracy over the problems that both have judged, and
+        Student's 95% interval over these problems; None below two shared problems.
 
-        None below two shared problems. Paired by problem, so it is narrower than two intervals side
-        by side suggest.
+        It pairs by problem, so it is narrower than two separate intervals suggest.
         """
         from scipy.special import stdtrit
 
@@ -168,7 +167,9 @@ class Evaluation:
         return float(d.mean()), (float(d.mean()) - half, float(d.mean()) + half)
 
     def _rates(self) -> dict[tuple[str, int], float]:
-        """Id and number among the problems of that id, which data may repeat -> judged accuracy."""
+        """Map each id, with its number among the problems of that id, to the judged accuracy; data
+        may repeat an id.
+        """
         seen, rates = Counter[str](), dict[tuple[str, int], float]()
         for item in self.problems:
             if item.samples:
@@ -177,7 +178,7 @@ class Evaluation:
         return rates
 
     def _scores(self, without: int = 0) -> dict[str, Any]:
-        """Return pass@k and the intervals for summary.json, but for the interval at `without`; a
+        """Return pass@k and the intervals for summary.json, without the interval at `without`; a
         task without a judged problem has none.
         """
         rates = {f"pass@{k}": rate for k, rate in sorted(self.pass_at.items())}
@@ -207,7 +208,7 @@ class Evaluation:
 def read_evaluations(
     path: Path, ks: Iterable[int], stage: Literal["sft", "rl"] = "rl"
 ) -> list[Evaluation]:
-    """Return the evaluations in evaluation.jsonl, or in that of a `stage`, oldest first. Raises
+    """Return the evaluations in evaluation.jsonl, or in the file of a `stage`, oldest first. Raises
     RunFailed for a damaged file.
     """
     by_step = groupby(EvaluationRecord.read(path), key=lambda record: record.step)
@@ -245,7 +246,7 @@ class EvaluationFolder:
         """Choose an unused folder: `output`, or evaluations/<number> in the run's folder `target`,
         or logs/evaluations/<name>-<number>.
 
-        Raises ConfigurationError for an `output` that holds something.
+        Raises ConfigurationError for an `output` that is not empty.
         """
         if output is not None:
             if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -261,8 +262,8 @@ class EvaluationFolder:
         return cls(next(path for path in paths if not path.exists()))
 
     def write(self, config: TrainConfig, evaluation: Evaluation, groups: Sequence[Group]) -> None:
-        """Write the answers and everything beside them. Raises EnvironmentFailure if the folder
-        cannot be written.
+        """Write the answers and the other files of the folder. Raises EnvironmentFailure if the
+        disk refuses a file.
         """
         records = list(sample_records(groups))
         redactor = Redactor()

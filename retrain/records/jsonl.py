@@ -1,9 +1,9 @@
 """JSON lines that survive a crash: one write per line on an append descriptor, and a reader that
 accepts a torn last line.
 
-JSON has no NaN and no infinity: they become null, and the line's `nonfinite` names the fields. An
-unpaired surrogate, which a model can write and UTF-8 cannot encode, is escaped; so is what Python's
-`splitlines` and other readers take for the end of a line.
+JSON has no NaN and no infinity: they become null, and the line's `nonfinite` names the fields. It
+escapes an unpaired surrogate, which a model can write and UTF-8 cannot encode. It also escapes
+every character that Python's `splitlines` and other readers take for the end of a line.
 """
 
 import hashlib
@@ -22,10 +22,12 @@ from retrain.records.disk import replace_file
 from retrain.system import Json, ParseError, json_kind, parse_json
 
 _BLOCK = 1 << 18
-"""Bytes of a file that are hashed at once."""
+"""Bytes of a file to hash at once."""
 
 _LINE_ENDS = "\x85\u2028\u2029"
-"""What else ends a line for Unicode; JSON itself escapes the controls below a space."""
+"""The other characters that end a line in Unicode; JSON itself escapes the controls below a
+space.
+"""
 
 
 def encode_line(record: Mapping[str, Any]) -> bytes:
@@ -38,8 +40,8 @@ def encode_line(record: Mapping[str, Any]) -> bytes:
 
 
 def finite(record: Mapping[str, Any]) -> Json:
-    """Return the record with plain JSON numbers; numbers that are not finite become null and are
-    listed in `nonfinite`.
+    """Return the record with plain JSON numbers; numbers that are not finite become null, and
+    `nonfinite` lists them.
     """
     nonfinite: list[str] = []
     clean = {key: _finite(value, key, nonfinite) for key, value in record.items()}
@@ -62,7 +64,7 @@ def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
             ]
         case Integral():
             return int(value)
-        case Real():  # numpy's scalars register as Real
+        case Real():  # numpy's scalars register as Real.
             if math.isfinite(value):
                 return float(value)
             nonfinite.append(name)
@@ -72,7 +74,7 @@ def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
 
 @dataclass(frozen=True)
 class Extent:
-    """The size and hash of a file at some moment. If the file is only appended to, its later
+    """The size and hash of a file at some moment. If a run only appends to the file, its later
     versions begin with these bytes.
     """
 
@@ -87,8 +89,8 @@ class Extent:
         return cls(path.stat().st_size, digest)
 
     def problem(self, path: Path, *, whole: bool = False) -> str:
-        """The reason why the file `path` no longer begins with these bytes, or with `whole` no
-        longer is these bytes; "" if there is none.
+        """Return why the file `path` no longer begins with these bytes; with `whole`, why it has
+        other bytes. Return "" if there is no difference.
         """
         if not (self.size or whole):
             return ""
@@ -108,10 +110,10 @@ class Extent:
 
 
 class JsonlWriter:
-    """Appends lines to one file. A torn tail that a crash left behind is cut first, so that no line
-    is ever glued to it.
+    """Appends lines to one file. It first cuts a torn tail that a crash left, so that no new line
+    sticks to it.
 
-    A line that the disk refuses is kept and tried again, with the next line or by `sync`.
+    It keeps a line that the disk refuses, and tries it again with the next line or in `sync`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,7 +132,7 @@ class JsonlWriter:
 
     @property
     def is_behind(self) -> bool:
-        """True if the disk refused a line that is still to be written."""
+        """True if the writer still holds a line that the disk refused."""
         return bool(self._unwritten)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -138,7 +140,7 @@ class JsonlWriter:
 
     def append(self, line: bytes) -> None:
         self._unwritten += line
-        with suppress(OSError):  # is_behind tells, and sync raises it
+        with suppress(OSError):  # `is_behind` says so, and `sync` raises it.
             self._write_out()
 
     def sync(self) -> Extent:
@@ -160,7 +162,7 @@ class JsonlWriter:
             self._sha256.update(self._unwritten[:written])
             self._size += written
             self._unwritten = self._unwritten[written:]
-        if self._aside is not None:  # what a resume cut is made again from this line on
+        if self._aside is not None:  # From this line on the run makes the cut lines again.
             os.fsync(self._descriptor)
             self._aside.unlink(missing_ok=True)
             self._aside = None
@@ -178,7 +180,7 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path) -> Iterator[Json]:
-    """The lines of a file; a last line without its newline was torn by a crash and is left out.
+    """Yield the lines of a file without a last line that a crash tore, which has no newline.
 
     Raises RunFailed, naming file and line, for a damaged line anywhere else.
     """
@@ -187,7 +189,7 @@ def read_jsonl(path: Path) -> Iterator[Json]:
 
 
 def read_jsonl_backwards(path: Path) -> Iterator[Json]:
-    """The same lines, last one first. A line is parsed only when it is asked for."""
+    """Yield the same lines, last one first. It parses a line only when the caller asks for it."""
     for number, line in reversed([*enumerate(_whole_lines(path), start=1)]):
         yield _parse(line, path, number)
 

@@ -1,8 +1,8 @@
-"""Masking of secrets: everything that is printed, written or sent passes through here.
+"""Mask secrets in everything that retrain prints, writes or sends.
 
-Values of environment variables and of table keys that are named like a secret are masked, and so
-are tokens of known shapes and credentials in URLs. A configuration is masked value by value, before
-it is written as text, and stays one that loads.
+It masks the values of environment variables and table keys with a secret's name, tokens of known
+shapes, and credentials in URLs. It masks a configuration value by value, before the configuration
+becomes text, so that the result still loads.
 """
 
 import json
@@ -27,13 +27,15 @@ _HARMLESS_NAME = re.compile(
     r"|KEYWORD|KEYBOARD|KEYMAP|MONKEY|PASSAGE|COMPASS|BYPASS|PASS@|AUTHOR(?!I)|.*_(?:PATH|FILE|DIR|SOCK|ENV|COLUMN)$",
     re.IGNORECASE,
 )
-"""Parts of names that only look like a secret's: max_tokens, or judge_api_key_env, which names a
-variable."""
+"""Parts of names that only look like a secret's name: max_tokens, or judge_api_key_env, which names
+a variable.
+"""
 _MIN_LENGTH = 6
 """A shorter value occurs in ordinary text by chance: masking "1" would destroy every number."""
 _MIN_NOTED_LENGTH = 8
-"""Of a configuration's values; one may be a word of the task, such as a token that ends an
-answer."""
+"""Minimum length for the values of a configuration, which may be a word of the task, such as a
+token that ends an answer.
+"""
 
 _SHAPES = re.compile(
     r"""
@@ -57,7 +59,7 @@ _MARKS = (
     "hf_", "sk-", "rk-", "pk-", "tml-", "wandb_", "api_key=", "ghp_", "gho_", "ghu_", "ghs_",
     "ghr_", "github_pat_", "glpat-", "AKIA", "AIza", "xox", "eyJ", "Bearer", "Basic",
 )  # fmt: skip
-"""One of these stands in every token of a known shape."""
+"""Each token of a known shape contains a string of this list."""
 _URL_CREDENTIALS = re.compile(
     r"(?<=://)[^/\s@'\"]+@|(?<=%3A%2F%2F)(?:[^\s/@&'\"%]|%(?!2F|40))+%40", re.IGNORECASE
 )
@@ -69,12 +71,12 @@ _URL_PARAMETER = re.compile(
 
 
 _noted: set[str] = set()
-"""Secrets of the configurations that this process has used; its environment has others."""
+"""Secrets of the configurations that this process has used; the environment has other secrets."""
 
 
 def note_secrets(config: "TrainConfig") -> None:
-    """Have every Redactor made from now on mask the configuration's own secrets: strings under keys
-    that are named like one, such as `[reward] params = { api_key = "..." }`, and the variables that
+    """Have every new Redactor mask the configuration's own secrets. These are strings under keys
+    with a secret's name, such as `[reward] params = { api_key = "..." }`, and the variables that
     its `*_api_key_env` name.
     """
     from retrain.config.load import given_values
@@ -92,7 +94,7 @@ def note_values(values: Iterable[str]) -> None:
 
 
 def _secrets_in(value: Any, name: str = "") -> Iterator[str]:
-    """Yield the strings below a key that is named like a secret's."""
+    """Yield the strings below a key with a secret's name."""
     match value:
         case str() if is_secret_name(name):
             yield value
@@ -105,8 +107,8 @@ def _secrets_in(value: Any, name: str = "") -> Iterator[str]:
 
 
 def secret_values(environment: Mapping[str, str] | None = None) -> set[str]:
-    """Return the secrets of the environment (by default this process's, and then the noted ones
-    too), as they are.
+    """Return the secrets of the environment, unmasked; by default the secrets of this process and
+    the noted ones.
     """
     given = os.environ if environment is None else environment
     values = {
@@ -125,10 +127,11 @@ def harmless(text: str) -> str:
 
 
 def reason_of(text: str) -> str:
-    """Return why something could not be judged as one line of at most MAX_REASON characters that is
-    safe to print or store.
+    """Return `text`, the reason why a judgment failed, as one line that is safe to print or store,
+    of at most MAX_REASON characters.
 
-    What a user's code or a server says is masked before it is cut: half a secret is not recognised.
+    It masks the text of a user's code or a server before it cuts the line, since half a secret has
+    no known shape.
     """
     line = " ".join(harmless(text).split())
     if len(line) <= MAX_REASON:
@@ -137,14 +140,14 @@ def reason_of(text: str) -> str:
 
 
 class Redactor:
-    """Masks the secrets of the environment at construction, so construct it after `.env` is loaded,
-    and those that were noted.
+    """Masks the noted secrets, and the secrets of the environment at construction, so construct it
+    after loading `.env`.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         values = secret_values(environment)
         forms = set(values)
-        for value in values:  # with the escapes of JSON and TOML or of Python, and in a URL
+        for value in values:  # A secret may have the escapes of JSON, TOML, Python or a URL.
             escaped = (json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value))
             forms |= {
                 *(form[1:-1] for form in escaped),
@@ -152,7 +155,7 @@ class Redactor:
                 quote(value, safe=""),
                 quote_plus(value),
             }
-        ordered = sorted(forms, key=len, reverse=True)  # a secret that contains another goes first
+        ordered = sorted(forms, key=len, reverse=True)  # A secret that contains another goes first.
         self._values = None
         if ordered:
             self._values = re.compile("|".join(re.escape(value) for value in ordered))
@@ -172,8 +175,8 @@ class Redactor:
         return text
 
     def json(self, value: Any, name: str = "") -> Any:
-        """Return the value with every string in it masked, keys included; a string whose `name` is
-        a secret's is masked as a whole.
+        """Return the value with masks in all its strings, keys included; a string whose `name` is a
+        secret's name becomes the mask.
         """
         match value:
             case str():
@@ -202,10 +205,10 @@ class Redactor:
         return masked
 
     def config(self, config: "TrainConfig") -> "TrainConfig":
-        """Return the configuration with secrets masked, in a form that may be stored.
+        """Return the configuration with masked secrets, in a form that a file may hold.
 
-        A value whose masked form the schema refuses, such as one of a fixed set of words, is no
-        secret and stays.
+        A value whose masked form the schema refuses, such as a word of a fixed set, is not a secret
+        and stays.
         """
         from retrain.config import replaced
         from retrain.config.load import given_values
@@ -222,5 +225,5 @@ class Redactor:
 
 
 def is_secret_name(name: str) -> bool:
-    """True if a variable, a table's key or a command line's key is named like a secret."""
+    """True if the name of a variable, a table's key or a command line's key is a secret's name."""
     return bool(_SECRET_NAME.search(_HARMLESS_NAME.sub("", name)))

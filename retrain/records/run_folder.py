@@ -1,5 +1,5 @@
-"""A run's folder: the places of its files, the marker without which nothing is ever deleted, the
-lock of its one writer, and whether the process that holds the lock is alive, where it runs on this
+"""Manage a run's folder: the places of its files and the marker that allows a deletion. It also has
+the lock of the only writer, and says whether the writing process is alive, if that runs on this
 machine.
 """
 
@@ -32,8 +32,7 @@ MARKER = ".retrain.json"
 format."""
 _REPLACED = f"{TEMPORARY}replaced"
 _FORMAT = 1
-"""Format of a run folder. It is increased when an older retrain could no longer read the new
-folders."""
+"""Format of a run folder. It grows when an older retrain could no longer read the new folders."""
 
 
 class Place:
@@ -53,8 +52,9 @@ class RunFolder:
     marker = Place(MARKER)
     lock = Place(".lock")
     lock_owner = Place(".lock.owner")
-    """The file that names the process holding the lock. It is separate since taking a lock empties
-    the lock's file."""
+    """The file that names the process with the lock. It is separate because taking a lock empties
+    the lock's file.
+    """
     metrics = Place("metrics.jsonl")
     evaluation = Place("evaluation.jsonl")
     sft = Place("sft.jsonl")
@@ -84,7 +84,7 @@ class RunFolder:
     curve = Place("curve.svg")
     """The picture of the learning curve."""
     report = Place("report.html")
-    """The page of `retrain report`; its pictures are named after it."""
+    """The page of `retrain report`; its pictures take its name."""
 
     def step_tokens(self, step: int) -> Path:
         return self.tokens / f"step_{step}.safetensors"
@@ -98,12 +98,12 @@ class RunFolder:
         """True if this process's standard output is already `output`, as in a campaign."""
         try:
             return os.path.samestat(os.fstat(sys.stdout.fileno()), self.output.stat())
-        except (OSError, ValueError):  # no such file, or an output without a descriptor
+        except (OSError, ValueError):  # The file is absent, or the output has no descriptor.
             return False
 
     def written(self) -> tuple[Path, ...]:
-        """Every file and folder that a run or its report writes here, except the marker and the
-        lock.
+        """Return every file and folder that a run or its report writes here, without the marker and
+        the lock.
         """
         own_output = () if self.prints_to_output else (self.output,)
         return (
@@ -130,11 +130,11 @@ class RunFolder:
         )
 
     def folders(self) -> tuple[Path, ...]:
-        """The folders whose content a resume cuts or continues."""
+        """Return the folders whose content a resume cuts or continues."""
         return (self.emergence_steps.parent, self.tokens, self.checkpoints)
 
     def lines(self) -> tuple[Path, ...]:
-        """The files of JSON lines."""
+        """Return the files of JSON lines."""
         return (
             self.metrics,
             self.evaluation,
@@ -145,31 +145,31 @@ class RunFolder:
         )
 
     def present(self) -> list[Path]:
-        """The files and folders there that have the names of a run's."""
+        """Return the existing files and folders with names that a run uses."""
         return [path for path in self.written() if os.path.lexists(path)]
 
     # -- whose it is: new, a run's, a campaign's, of another kind, or another program's ------------
 
     def holds_run(self, *before: Path) -> bool:
-        """Return True if our marker and any of a run's files are there, but for those written
-        `before` it began. No single file is required: a damaged run may lack it.
+        """Return True if our marker and any of a run's files are there. Files from `before` its
+        begin do not count. A single file may be missing, since damage may have removed it.
         """
-        # The pointer to checkpoints elsewhere is written before the run begins.
+        # retrain writes the pointer to checkpoints elsewhere before the run begins.
         early = {self.checkpoint_pointer, *before}
         return kind_of(self.path) == "run" and not early.issuperset(self.present())
 
     def outer_run(self) -> "RunFolder | None":
-        """The run inside whose folder this one lies."""
+        """Return the run inside whose folder this one lies."""
         for parent in self.path.resolve().parents:
             try:
                 if kind_of(parent) == "run":
                     return RunFolder(parent)
-            except RunFailed:  # a file of that name which another program made
+            except RunFailed:  # Another program made a file of that name.
                 continue
         return None
 
     def refuse_run(self, *, resuming: bool) -> None:
-        """Raise ConfigurationError unless a run may be started here, or with `resuming` resumed."""
+        """Raise ConfigurationError unless a run may start here, or resume with `resuming`."""
         path, kind = self.path, kind_of(self.path)
         if kind == "campaign":
             raise ConfigurationError(
@@ -204,7 +204,7 @@ class RunFolder:
             raise ConfigurationError(f"{inside}; choose another [logging] log_dir.")
 
     def doomed(self) -> str:
-        """Say that the folder lies in one that the run around it deletes; "" if it does not."""
+        """Say that the folder lies in a folder that the outer run deletes; "" if it does not."""
         path, outer = self.path, self.outer_run()
         if outer is None:
             return ""
@@ -215,7 +215,7 @@ class RunFolder:
 
     def create(self) -> None:
         """Make the folder and mark it. Raises ConfigurationError if a file is in the way,
-        EnvironmentFailure if it cannot be made.
+        EnvironmentFailure if the disk refuses the folder.
         """
         mark(self.path, "run")
 
@@ -234,7 +234,7 @@ class RunFolder:
             begun.rename(self.path / _REPLACED)
 
     def put_back(self) -> None:
-        """Undo `set_aside`, also that of a process that was killed."""
+        """Undo `set_aside`, also after the kill of another process."""
         replaced = self.path / _REPLACED
         if replaced.is_dir():
             self.empty()
@@ -248,7 +248,9 @@ class RunFolder:
         replaced, forgotten = self.path / _REPLACED, self.path / f"{TEMPORARY}forgotten"
         delete(forgotten)
         if replaced.is_dir():
-            replaced.rename(forgotten)  # at once, since a part of it must not be put back
+            replaced.rename(
+                forgotten
+            )  # Rename it at once, since `put_back` must not find a part of it.
             delete(forgotten)
 
     # -- beside a checkpoint -----------------------------------------------------------------------
@@ -262,20 +264,20 @@ class RunFolder:
         return next(filter(None, problems), "")
 
     def broken_seal(self, path: Path, *, ended: bool) -> str:
-        """How a file of JSON lines differs from what trainer_state.json recorded; "" if it does
-        not, or if nothing was recorded.
+        """Return how a file of JSON lines differs from its record in trainer_state.json; "" if it
+        does not, or without a record.
 
         While a run goes on the file may be longer; a run that has `ended` wrote nothing after it
         recorded the file.
         """
         if not self.trainer_state.is_file():
             return ""
-        text = self.trainer_state.read_bytes()  # once: a run that goes on replaces it
+        text = self.trainer_state.read_bytes()  # Read it once: a running run replaces it.
         state = object_of(text, self.trainer_state)
         recorded = state.get("files")
         if not recorded:
             return ""
-        # The state in the folder is a copy of its checkpoint's, so an edit of one of them shows.
+        # The folder holds a copy of the checkpoint's state, so an edit of either file shows.
         checkpoint = self.checkpoints / step_folder(state.get("step")) / self.trainer_state.name
         if checkpoint.is_file() and checkpoint.read_bytes() != text:
             return f"{self.trainer_state.name} differs from the one in {checkpoint.parent.name}"
@@ -301,13 +303,13 @@ class RunFolder:
                 " continues."
             )
             step = state.step
-            # An evaluation counts completed steps, and one at `state.step` may have been cut before
-            # the state knew of it.
+            # An evaluation counts completed steps. A crash may have cut the
+            # evaluation at `state.step` before the state knew of it.
             if path == self.evaluation:
                 step = state.last_evaluation + 1
             truncate_to_step(path, step)
         self._cut_tokens(state.step)
-        # safetensors, which most readers of folders do without
+        # Most readers of folders need no safetensors.
         from retrain.records.token_table import damage_of
 
         for damage in filter(None, map(damage_of, sorted(self.tokens.glob("step_*.safetensors")))):
@@ -321,7 +323,9 @@ class RunFolder:
         self._cut_tokens(0)
 
     def _extent(self, path: Path, state: TrainerState) -> Extent:
-        """The length of `path` in bytes when `state` was saved; 0 for a file that did not exist."""
+        """Return the length and hash of `path` when the run saved `state`; 0 for a file that did
+        not exist.
+        """
         values = state.files.get(path.relative_to(self.path).as_posix())
         if values:
             return Extent(**values)
@@ -336,7 +340,7 @@ class RunFolder:
 
 def read_marker(folder: Path) -> dict[str, Any]:
     """Read the content of our marker; empty if there is none. Raises RunFailed for a marker that is
-    no JSON object, and for a folder that a newer retrain wrote in a format of its own.
+    not a JSON object, and for a folder that a newer retrain wrote in its own format.
     """
     marker = folder / MARKER
     if not marker.is_file():
@@ -352,8 +356,8 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 
 def kind_of(folder: Path) -> str:
-    """The purpose of a folder that retrain made: run, checkpoints, campaign or squeeze; "" for any
-    other folder.
+    """Return the purpose of a folder that retrain made: run, checkpoints, campaign or squeeze.
+    Return "" for any other folder.
     """
     return str(read_marker(folder).get("kind", ""))
 
@@ -370,7 +374,7 @@ def mark(folder: Path, kind: str, **content: str) -> None:
             f"{folder} cannot be a folder: a file of that name is in the way; choose another path."
         ) from error
     except OSError as error:
-        # Of several starters one may rename the file that another has written.
+        # If several processes start, one may rename the file of another.
         if isinstance(error, FileNotFoundError) and read_marker(folder):
             return
         raise EnvironmentFailure(
@@ -381,7 +385,7 @@ def mark(folder: Path, kind: str, **content: str) -> None:
 
 def refuse_foreign_code(config: TrainConfig, doing: str) -> None:
     """Raise ConfigurationError if the configuration's file lies in a folder of a run or a campaign,
-    which anyone may have made, and names code. `doing` is what would execute it.
+    which anyone may have made, and names code. `doing` names the command that would execute it.
     """
     path = config.source_path
     if path is None or not any(map(_is_a_runs, path.resolve().parents)):
@@ -395,7 +399,7 @@ def refuse_foreign_code(config: TrainConfig, doing: str) -> None:
 
 
 def _is_a_runs(folder: Path) -> bool:
-    """True if the folder has our marker, or lost it and still has a run's configuration beside its
+    """True if the folder has our marker, or lost it and still has a run's configuration and
     records.
     """
     run = RunFolder(folder)
@@ -415,12 +419,12 @@ class Liveness(Enum):
     ALIVE = "alive"
     GONE = "gone"
     ELSEWHERE = "elsewhere"
-    """It runs on another machine, which cannot be asked from here."""
+    """It runs on another machine, out of reach from here."""
 
 
 @dataclass(frozen=True)
 class Writer:
-    """The process that holds, or held until it was killed, a run folder's lock."""
+    """The process that holds a run folder's lock, or held it until a kill."""
 
     pid: int
     host: str
@@ -429,8 +433,8 @@ class Writer:
 
     @classmethod
     def of(cls, folder: RunFolder) -> Self | None:
-        """Return the process that holds a run's folder; None if no process does: a run that ends by
-        itself removes its name.
+        """Return the process that holds a run's folder. Return None if no process does: a run that
+        ends by itself removes its name.
         """
         try:
             text = folder.lock_owner.read_text(encoding="utf-8")
@@ -462,14 +466,14 @@ def _runs(pid: int, since: float) -> bool:
         started, status = process.create_time(), process.status()
     except psutil.NoSuchProcess:
         return False
-    except psutil.AccessDenied:  # there, and another user's
+    except psutil.AccessDenied:  # The process exists, and belongs to another user.
         return True
     ended = status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return not ended and started <= since + _CLOCK_SLACK_S
 
 
 def written_by(folder: RunFolder, who: str) -> ConfigurationError:
-    """The refusal to write into a folder that `who` writes."""
+    """Return the refusal to write into a folder that `who` writes."""
     return ConfigurationError(
         f"{folder.path} is being written by {who}; wait for it, or choose another [logging]"
         " log_dir."
@@ -478,7 +482,7 @@ def written_by(folder: RunFolder, who: str) -> ConfigurationError:
 
 @contextmanager
 def writer_lock(folder: RunFolder) -> Iterator[None]:
-    """Hold the lock that makes this process the run's only writer. Raises ConfigurationError where
+    """Hold the lock that makes this process the run's only writer. Raises ConfigurationError if
     another process holds it.
     """
     from filelock import FileLock, Timeout
@@ -489,7 +493,7 @@ def writer_lock(folder: RunFolder) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         who = "another process"
-        with suppress(FileNotFoundError):  # it goes before the lock does
+        with suppress(FileNotFoundError):  # It goes before the lock does.
             who = owner.read_text(encoding="utf-8").strip()
         raise written_by(folder, who) from None
     try:

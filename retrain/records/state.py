@@ -16,7 +16,7 @@ SCHEMA_VERSION = 1
 @dataclass(frozen=True)
 class TrainerState:
     """The state of a run between two steps, apart from the backend's own. All else follows from it
-    and the configuration. It is a value: what changes a run returns another state.
+    and the configuration. It is a value: a change of the run returns another state.
     """
 
     seed: int
@@ -28,10 +28,11 @@ class TrainerState:
     sft_step: int = 0
     """Steps of the supervised stage completed."""
     learning: bool = False
-    """True from the first change of the weights until the step is recorded. Such a state is never
-    saved."""
+    """True from the first change of the weights until the step has a record. A checkpoint never has
+    such a state.
+    """
     cursor: int = 0
-    """Prompts consumed; the data order itself is computed from (seed, epoch)."""
+    """Consumed prompts; the data order itself follows from (seed, epoch)."""
     batch_size: int = 0
     correct: int = 0
     judged: int = 0
@@ -75,8 +76,8 @@ class TrainerState:
     ) -> Self:
         """Return the state after a step that took `prompts` prompts and `seconds`.
 
-        `finite`: False for a step all of whose updates were skipped. `mismatched`: whether sampler
-        and learner differed by more than the limit; None, where that cannot be said, leaves the
+        `finite`: False for a step without a finite update. `mismatched`: True if sampler and
+        learner differed by more than the limit. None, for a step without a comparison, leaves the
         count of such steps.
         """
         mismatch_streak = self.mismatch_streak + bool(mismatched)
@@ -98,12 +99,12 @@ class TrainerState:
 
     @property
     def place(self) -> tuple[Literal["sft", "rl"], int]:
-        """The stage, and how many of its steps are completed."""
+        """The stage, and the number of its completed steps."""
         return self.stage, self.sft_step if self.stage == "sft" else self.step
 
     def after_sft_step(self, *, tokens: int, seconds: float, finite: bool, ends: bool) -> Self:
-        """Return the state after a step of the supervised stage. `ends`: it was the last one, after
-        which the new weights have no evaluation in their stage.
+        """Return the state after a step of the supervised stage. `ends` means that it was the last
+        step, after which the new weights have no evaluation in their stage.
         """
         return replace(
             self,
@@ -137,6 +138,6 @@ class TrainerState:
 
 
 def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what another version has stored and this one does not know."""
+    """Leave out fields that another version has stored and this version does not know."""
     names = {item.name for item in fields(kind)}
     return {name: value for name, value in values.items() if name in names}

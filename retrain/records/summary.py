@@ -31,11 +31,14 @@ class RunSummary:
     last: StepRecord | None
     adapter: str
     """The folder of the last adapter, relative to the run's folder if it lies inside; empty unless
-    the run is done."""
+    the run has the status done.
+    """
     reason: str = ""
-    """The reason why the run is not done."""
+    """The reason why the run did not finish."""
     untrained: str = ""
-    """Why the steps at its end trained nothing, or that they are solved; empty if they trained."""
+    """The reason why the last steps trained nothing, or a note that the model solves all their
+    problems; empty if they trained.
+    """
 
     def __repr__(self) -> str:
         """One line: how far it came, and held-out pass@1 before and after."""
@@ -75,8 +78,9 @@ class TableRow:
     min: float
     max: float
     energy: float
-    """V of all layers taken as one update, in which each layer is weighted by the squared norm of
-    its s B A."""
+    """V of all layers as one update, where the weight of each layer is the squared norm of its s B
+    A.
+    """
     error: float
     """Relative Frobenius error of the whole update, sqrt(1 - energy)."""
 

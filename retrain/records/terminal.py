@@ -21,7 +21,7 @@ _MARKS = {
 _HARMLESS = _MARKS | dict.fromkeys([*_C0, *range(0x7F, 0xA0)], "")
 _VISIBLE = (
     _MARKS
-    | {code: chr(0x2400 + code) for code in _C0}  # control pictures
+    | {code: chr(0x2400 + code) for code in _C0}  # These are control pictures.
     | {0x7F: "\u2421"}
     | {code: f"<U+{code:04X}>" for code in (*range(0x80, 0xA0), *range(0xD800, 0xE000))}
 )
@@ -29,11 +29,10 @@ GAP = "  "
 
 
 def clean(text: str) -> str:
-    """Make a sentence or a table safe to print or store, whatever the names and messages in it
-    contain.
+    """Make a sentence or a table safe to print or store, whatever names and messages it contains.
 
-    Escape sequences and controls are dropped, direction marks and Unicode's own ends of a line
-    shown as <U+202E>; line breaks and tabs stay.
+    It drops escape sequences and controls, and shows direction marks and Unicode's own ends of a
+    line as <U+202E>. Line breaks and tabs stay.
     """
     return _ESCAPE_SEQUENCES.sub("", text).translate(_HARMLESS)
 
@@ -49,8 +48,8 @@ def one_line(text: str, limit: int = 120) -> str:
 
 
 def without_escapes(pieces: Sequence[str]) -> list[str]:
-    """Remove the escape sequences of one text that is given in pieces; a sequence may run over
-    several of them.
+    """Remove the escape sequences of one text in pieces; a sequence may run over several of
+    them.
     """
     text = _ESCAPE_SEQUENCES.sub(lambda sequence: "\0" * len(sequence.group()), "".join(pieces))
     ends = accumulate(map(len, pieces))
@@ -64,8 +63,8 @@ def visible(text: str) -> str:
     """Write out the invisible characters of `text`: controls as their pictures, direction marks and
     unpaired surrogates as <U+202E>.
 
-    Line breaks and tabs stay. For a page, where an escape sequence is harmless and its text is
-    shown.
+    Line breaks and tabs stay. This is for a page, which shows the text of an escape sequence
+    without harm.
     """
     return text.translate(_VISIBLE)
 
@@ -84,7 +83,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """Write a number; a missing one is a dash."""
+    """Write a number, or a dash for a missing one."""
     if value is None:
         return "-"
     return format(value, form)
@@ -109,10 +108,10 @@ def filled_columns(rows: Sequence[Sequence[str]]) -> list[int]:
 def table_lines(
     rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: str = ""
 ) -> Iterator[str]:
-    """Yield the lines of a table for a terminal: columns as wide as their widest cell, aligned left
-    except those in `right`, empty ones left out.
+    """Yield the lines of a table for a terminal, with columns as wide as their widest cell. Columns
+    align left except for those in `right`, and empty columns disappear.
     """
-    from rich.cells import cell_len  # a CJK character takes two places
+    from rich.cells import cell_len  # A CJK character takes two places.
 
     columns = filled_columns(rows)
     widths = {column: max(cell_len(row[column]) for row in rows) for column in columns}
@@ -126,12 +125,12 @@ def table_lines(
 
 
 def picked(row: Sequence[str], columns: Iterable[int]) -> list[str]:
-    """The cells of these columns."""
+    """Return the cells of these columns."""
     return [row[column] for column in columns]
 
 
 def markdown_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A Markdown table whose columns are aligned in its source too."""
+    """Yield a Markdown table whose columns align in its source too."""
     clean = [[cell.replace("|", "\\|") for cell in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*clean, strict=True)]
     for index, row in enumerate(clean):

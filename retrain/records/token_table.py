@@ -1,5 +1,5 @@
-"""tokens/step_N.safetensors: every sampled token of one step with what was computed about it, for
-`retrain inspect`.
+"""Store tokens/step_N.safetensors: every sampled token of one step with its figures, for `retrain
+inspect`.
 
 Flat arrays over the step's completions; completion i owns the half-open range offsets[i] ..
 offsets[i + 1].
@@ -30,10 +30,11 @@ class TurnTable:
     actions: npt.NDArray[np.int32]
     """[m] sampled tokens of each turn."""
     restarts: npt.NDArray[np.uint8]
-    """[m] 1 where the history was rewritten and the turn's context is its whole prompt."""
+    """[m] 1 if a rewrite of the history makes the whole prompt the turn's context."""
     context_offsets: npt.NDArray[np.int64]
-    """[m + 1] turn j was given the tokens context_offsets[j] .. context_offsets[j + 1] before its
-    reply."""
+    """[m + 1] turn j read the tokens context_offsets[j] .. context_offsets[j + 1] before its
+    reply.
+    """
     context_token_ids: npt.NDArray[np.int32]
 
 
@@ -52,26 +53,27 @@ class TokenTable:
     logprobs: npt.NDArray[np.float32]
     """[n] log-probs as sampled, in nats."""
     entropies: npt.NDArray[np.float32] | None
-    """[n] Shannon entropy in nats; None where the engine has none."""
+    """[n] Shannon entropy in nats; None if the engine has none."""
     mask: npt.NDArray[np.uint8] | None
-    """[n] 1 inside a planning phrase; None where the condition does not look for them."""
+    """[n] 1 inside a planning phrase; None if the condition does not look for them."""
     advantages: Mapping[str, npt.NDArray[np.float32]]
-    """Stage -> [n] token advantages after it, in the order in which the stages were applied."""
+    """Stage -> [n] token advantages after it, in the order of the stages."""
     rewards: npt.NDArray[np.float64] | None = None
-    """[N] None, like all fields below, in files of versions that did not store it."""
+    """[N] rewards; None, like all fields below, in files of versions without it."""
     truncated: npt.NDArray[np.uint8] | None = None
-    """[N] 1 where a completion ended by length."""
+    """[N] 1 if a completion ended by length."""
     log_ratios: npt.NDArray[np.float32] | None = None
-    """[n] learner - sampler log-prob before the step; NaN where the token was not trained on."""
+    """[n] learner - sampler log-prob before the step; NaN if the step did not train on the
+    token.
+    """
     prompt_offsets: npt.NDArray[np.int64] | None = None
     """[P + 1] offsets of the prompts, ordered by slot."""
     prompt_token_ids: npt.NDArray[np.int32] | None = None
     """[p] the prompts' tokens, each prompt once."""
     kept: npt.NDArray[np.int32] | None = None
-    """[n] how many tokens each one was drawn from; None where the sampled distribution was not
-    truncated."""
+    """[n] size of the truncated distribution of each token; None without truncation."""
     turns: TurnTable | None = None
-    """None where every trajectory is one reply to its prompt."""
+    """The turns; None if every trajectory is one reply to its prompt."""
 
 
 _TURN_FIELDS = tuple(item.name for item in fields(TurnTable))
@@ -87,8 +89,8 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
         arrays |= {f"{_TURNS}{name}": getattr(table.turns, name) for name in _TURN_FIELDS}
     arrays |= {f"{_STAGE}{stage}": values for stage, values in table.advantages.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    # safetensors keeps no order of its arrays, so the stages are listed beside them; one entry,
-    # since it orders entries at random.
+    # safetensors keeps no order of its arrays, so the metadata lists the stages. They share one
+    # entry, since safetensors orders entries at random.
     with safetensors_io(), replacing_file(path) as aside:
         save_file(
             {
@@ -102,7 +104,7 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
 
 
 def damage_of(path: Path) -> str:
-    """Return why a file of tokens cannot be read, as a clause; "" if its header fits its size."""
+    """Return the damage of a file of tokens, as a clause; "" if its header fits its size."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -114,7 +116,7 @@ def damage_of(path: Path) -> str:
 
 
 def read_tokens(path: Path) -> TokenTable:
-    """Raises RunFailed, one sentence, for a file that cannot be read."""
+    """Read a file of tokens. Raises RunFailed, one sentence, for a damaged file."""
     from safetensors import safe_open
 
     damage = damage_of(path)

@@ -1,5 +1,5 @@
-"""Steps that trained nothing, and the cause that their records show. This warns and never stops a
-run: an arm that stops itself biases a verdict.
+"""Find steps that trained nothing, and the cause in their records. This warns and never stops a
+run, since a condition that stops itself biases a verdict.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,11 +10,12 @@ from retrain.records.entries import StepRecord
 from retrain.records.terminal import counted
 
 ENOUGH = 3
-"""Steps in a row without a trained row after which a run says so."""
+"""Number of consecutive steps without a trained row after which a run says so."""
 ASKING = r"Put the final answer in \boxed{}."
 ASKING_TEMPLATE = f"'{{prompt}} {ASKING}'"
-"""A [data] prompt_template, as TOML, for problems that do not ask for the box that match and math
-read."""
+"""A [data] prompt_template, as TOML, for problems that do not ask for the box that `match` and
+`math` read.
+"""
 
 
 _SKIPPED = (
@@ -25,7 +26,7 @@ _SKIPPED = (
 
 def untrained_streak(newest_first: Iterable[StepRecord]) -> list[StepRecord]:
     """Return the records since the last step that trained something, newest first."""
-    # With a KL term alone rows are trained, and none for its reward.
+    # With a KL term alone the learner trains rows, but no row for its reward.
     return list(
         takewhile(
             lambda one: 0 in (one.num_datums, one.informative_fraction) or _is_skipped(one),
@@ -35,7 +36,7 @@ def untrained_streak(newest_first: Iterable[StepRecord]) -> list[StepRecord]:
 
 
 def _is_skipped(record: StepRecord) -> bool:
-    """Return True if all updates of a step were skipped, since a number was not finite."""
+    """Return True if the learner skipped all updates of a step, since a number was not finite."""
     return bool(record.nonfinite_updates) and (record.loss is None or isnan(record.loss))
 
 
@@ -47,8 +48,8 @@ def _is_solved(record: StepRecord) -> bool:
 
 
 def is_news(streak: Sequence[StepRecord]) -> bool:
-    """Return True if the newest step of a streak makes it long enough to be told: with as many
-    unsolved steps, or all of them solved.
+    """Return True if the newest step makes a streak long enough for a message. A streak counts its
+    unsolved steps, or all its steps if the model solves every one.
     """
     unsolved = sum(not _is_solved(record) for record in streak)
     if not unsolved:
@@ -57,9 +58,8 @@ def is_news(streak: Sequence[StepRecord]) -> bool:
 
 
 def untrained_line(streak: Sequence[StepRecord], known: str = "") -> str:
-    """Say how many steps of a streak trained nothing, and why; of a streak that is solved
-    throughout, that it is; "" for none. `known`: the cause of wrong answers alone, where the data
-    show it.
+    """Say how many steps of a streak trained nothing, and why. If the model solves all of them, say
+    that; "" for an empty streak. `known`: the cause of only wrong answers, if the data show it.
     """
     unsolved = [record for record in streak if not _is_solved(record)]
     if unsolved and _is_skipped(unsolved[0]):
@@ -81,7 +81,7 @@ def untrained_line(streak: Sequence[StepRecord], known: str = "") -> str:
 
 
 def _cause(records: Sequence[StepRecord], known: str) -> str:
-    """Return what the records have in common and what to do, the most telling first."""
+    """Return the common cause of the records and the advice, with the clearest cause first."""
     total, cut = _completions(records), _counted(records, "max_token_hit_rate")
     groups = _sum(records, "batch_size")
     boxed = ""
@@ -122,7 +122,7 @@ def _cause(records: Sequence[StepRecord], known: str) -> str:
 
 
 def _no_difference(records: Sequence[StepRecord], total: int, groups: int, seen: str) -> str:
-    """Return the cause where no completion of a group is better than another."""
+    """Return the cause if no completion of a group is better than another."""
     wrong, right = (
         _sum(records, name) for name in ("groups_skipped_all_wrong", "groups_skipped_all_correct")
     )
@@ -134,7 +134,7 @@ def _no_difference(records: Sequence[StepRecord], total: int, groups: int, seen:
         )
     seen = f"({right:,} groups all right, {wrong:,} all wrong, {groups - right - wrong:,} neither)"
     solve = "use a larger [training] group_size, or problems that are sometimes solved"
-    if right + wrong < groups:  # rewards may differ in the others, and the advantages do not
+    if right + wrong < groups:  # Rewards may differ in the others, and the advantages do not.
         return (
             f"every advantage is 0 {seen}; {solve}, or look at the advantage if rewards differ"
             " within a group"
@@ -154,7 +154,7 @@ def _completions(records: Sequence[StepRecord]) -> int:
 
 
 def _counted(records: Sequence[StepRecord], rate: str) -> int:
-    """Return the number of completions that a recorded rate stands for."""
+    """Return the number of completions behind a recorded rate."""
     return sum(round((getattr(record, rate) or 0.0) * _completions([record])) for record in records)
 
 

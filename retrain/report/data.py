@@ -1,5 +1,6 @@
-"""Everything that a report shows, read from a folder: the metrics of every run by step, their mean
-and standard deviation within a condition, and the rest. Drawing and HTML are elsewhere.
+"""Read everything that a report shows from a folder. This is the metrics of every run by step,
+their mean and standard deviation within a condition, and the rest. `figures` draws them, and
+`page` writes the HTML.
 """
 
 import time
@@ -95,7 +96,7 @@ class Curves:
 @dataclass(frozen=True)
 class HeldOutPoint:
     step: int
-    """Steps completed when the evaluation was made; below 0 in the supervised stage."""
+    """Completed steps at the time of the evaluation; below 0 in the supervised stage."""
     accuracy: float
     """pass@1"""
     interval: tuple[float, float]
@@ -103,7 +104,7 @@ class HeldOutPoint:
 
 
 def held_out_points(run: StoredRun) -> list[HeldOutPoint]:
-    """The evaluations of a run that judged something, ordered by step."""
+    """Return the evaluations of a run with a judged answer, ordered by step."""
     before = run.sealed(run.folder.sft_evaluation)
     begins = {before: -len(run.sft_records), run.held_out_file: 0}
     evaluations = [
@@ -148,8 +149,8 @@ class ConditionCurves:
         """Average a field over the runs at each step, each run smoothed over `window` steps first;
         None if no run has it.
 
-        Steps at which fewer than half of the started runs have a value are left out, so that the
-        curve of an unfinished campaign does not end in the noise of its fastest run.
+        Leaves out steps at which fewer than half of the started runs have a value. Otherwise the
+        curve of an unfinished campaign would end in the noise of its fastest run.
         """
         begun = [curves for curves in self.curves if len(curves.steps)]
         return _band([(curves.steps, smoothed(curves.values[name], window)) for curves in begun])
@@ -170,7 +171,7 @@ class ConditionCurves:
 
 
 def _band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
-    """Average curves (steps [S_i], values [S_i]) that are aligned by step number."""
+    """Average curves (steps [S_i], values [S_i]), aligned by step number."""
     if not curves:
         return None
     steps = np.unique(np.concatenate([own for own, _ in curves]))
@@ -179,7 +180,7 @@ def _band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
         row[np.searchsorted(steps, own)] = values
     known = ~np.isnan(table)
     counts = known.sum(axis=0)
-    # A run without any value has not begun, and is not waited for.
+    # A run without any value has not begun, so the curve does not wait for it.
     enough = counts * 2 >= max(1, known.any(axis=1).sum())
     steps, table, known, counts = steps[enough], table[:, enough], known[:, enough], counts[enough]
     if not len(steps) or not counts.any():
@@ -213,7 +214,7 @@ def smoothed(values: Floats, window: int) -> Floats:
 
 
 def curves_by_condition(labelled: Iterable[tuple[str, StoredRun]]) -> list[ConditionCurves]:
-    """The curves of (label, run) pairs, one ConditionCurves per label in order of first
+    """Return the curves of (label, run) pairs, one ConditionCurves per label in order of first
     appearance.
     """
     by_label: dict[str, list[StoredRun]] = {}
@@ -233,7 +234,7 @@ def curves_by_condition(labelled: Iterable[tuple[str, StoredRun]]) -> list[Condi
 _MAX_TOKEN_RUNS = 3
 _MAX_SAMPLED_RUNS = 6
 _MAX_CHARACTERS = 4000
-"""Characters of a completion's text that are shown."""
+"""Maximum number of characters of a completion's text."""
 
 
 @dataclass(frozen=True)
@@ -242,19 +243,19 @@ class ReportRequest:
 
     folder: Path
     baseline: str | None = None
-    """The condition that the others are compared with; the first one if it is None."""
+    """The condition to compare the others with; the first one if it is None."""
     metric: str | None = None
     test: TestSettings = field(default_factory=TestSettings)
     against: Sequence[str] = ()
-    """Transforms shown in the token viewer beside the run's own."""
+    """Transforms that the token viewer shows in addition to the run's own."""
     sampled_steps: int = 4
     """Number of steps per run that show their completions."""
     trust: bool = False
-    """The plugins that a run names may be loaded, for `against`."""
+    """True allows `against` to load the plugins that a run names."""
     control: bool = False
-    """The campaign's random-reward condition is the baseline."""
+    """True makes the campaign's random-reward condition the baseline."""
     pairs: Sequence[PairOfLabels] = ()
-    """The contrasts, in place of every condition against the baseline."""
+    """The contrasts to test; empty for every condition against the baseline."""
 
 
 @dataclass(frozen=True)
@@ -272,8 +273,8 @@ class SqueezeCurve:
 
     @classmethod
     def from_json(cls, adapter: str, squeeze: Mapping[str, Any]) -> "SqueezeCurve":
-        """Read the curve from what Analysis.to_json gives and a campaign's manifest stores. Raises
-        ValidationError for anything else.
+        """Read the curve from the form of Analysis.to_json, which a campaign's manifest stores.
+        Raises ValidationError for anything else.
         """
         found = _StoredSqueeze.model_validate(squeeze, strict=True)
         return cls(
@@ -362,7 +363,7 @@ class ReportData:
     config: str
     """config.toml of a single run; "" otherwise."""
     notes: Sequence[str]
-    """One sentence for each thing that could not be shown."""
+    """One sentence for each part that the report could not show."""
 
     @property
     def single(self) -> bool:
@@ -370,8 +371,8 @@ class ReportData:
 
 
 def read_report_data(request: ReportRequest) -> ReportData:
-    """Read the folder. Raises ConfigurationError if it holds no runs, or not the requested baseline
-    or metric.
+    """Read the folder. Raises ConfigurationError if the folder has no runs, or lacks the requested
+    baseline or metric.
     """
     folder = request.folder
     kind = "run" if is_run(folder) else "campaign" if is_campaign(folder) else "runs"
@@ -433,8 +434,8 @@ def _comparison(
     request: ReportRequest,
     notes: list[str],
 ) -> Comparison | None:
-    """Compare the conditions; None, with a note, if nothing can be compared. A wrong --baseline or
-    --metric is an error.
+    """Compare the conditions; return None, with a note, if the folder allows no comparison. A wrong
+    --baseline or --metric is an error.
     """
     conditions = list(dict.fromkeys(run.condition for run in runs))
     if request.baseline is not None and request.baseline not in conditions:
@@ -474,7 +475,7 @@ def _comparison(
         return compare_runs(
             [run for run in runs if run.condition != baseline], base, request.test, request.metric
         )
-    # A page without a comparison is worth having, unless the comparison was asked for.
+    # A page is useful without a comparison, unless the user asked for one.
     except ConfigurationError as error:
         if request.metric or request.baseline or request.pairs or request.control:
             raise
@@ -486,8 +487,8 @@ def _comparison(
 
 
 def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> SqueezeCurve | None:
-    """Return the squeeze curve of a campaign's manifest, which describes its first run, or of the
-    first final adapter of a run that sets a key of [squeeze].
+    """Return the squeeze curve from a campaign's manifest, which describes its first run. Without
+    it, return the curve of the first final adapter of a run that sets a key of [squeeze].
     """
     if is_campaign(folder):
         squeeze = read_object(folder / MANIFEST).get("squeeze")
@@ -558,7 +559,7 @@ def _tokens(
 
 
 def sampled_runs(arms: Sequence[ConditionCurves], steps_per_run: int) -> list[SampledRun]:
-    """The first run with completions of each condition; in a campaign these share a seed and
+    """Return the first run with completions of each condition; in a campaign these share a seed and
     therefore their prompts.
     """
     found = []

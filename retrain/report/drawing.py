@@ -1,8 +1,8 @@
-"""How a report draws: colours and sizes, figures as SVG, PDF and PNG, curves with bands, rates as
-percentages, rows of dots, legends.
+"""Draw the parts of a report: colors and sizes, figures as SVG, PDF and PNG, curves with bands,
+rates as percentages, rows of dots, legends.
 
-In the page every colour is a CSS variable, so one drawing serves the light and the dark theme; a
-PNG has the light colours.
+In the page every color is a CSS variable, so one drawing serves the light and the dark theme. A PNG
+has the light colors.
 """
 
 import math
@@ -27,8 +27,9 @@ _WIDTH = 5.1
 _HEIGHT = 3.1
 _LEGEND_ROW = 0.23
 ROW_HEIGHT = 0.56
-"""Height of a row in inches. At this width a figure is enlarged in a column of a desktop page and
-hardly shrunk on a phone."""
+"""Height of a row in inches. At this width a desktop page enlarges a figure, and a phone hardly
+shrinks it.
+"""
 _EDGE = 0.02
 """Margin of a rate's axis beyond 0 and 1, so that a line there is visible."""
 INK = "#1d2530"
@@ -36,10 +37,11 @@ MUTED = "#5d6877"
 GRID = "#dfe3e9"
 PAPER = "#ffffff"
 MARKERS = ("o", "s", "^", "v", "P", "X", "p", "*")
-"""Marks of the series, for a reader who does not see their colours; a diamond is a mean."""
+"""Marks of the series, for a reader who does not see their colors; a diamond is a mean."""
 SERIES = ("#0069a8", "#cc4e00", "#007a57", "#a63d84", "#8a6500", "#3b3fb6", "#5f6670", "#b3261e")
-"""Colours of the series, after Okabe and Ito, but darker: nearly everyone can tell them apart, and
-their contrast with white is at least 4.5:1."""
+"""Colors of the series, after Okabe and Ito, but darker. Nearly everyone can distinguish them, and
+their contrast with white is at least 4.5:1.
+"""
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--paper"} | {
     colour: f"--series-{index}" for index, colour in enumerate(SERIES)
@@ -60,7 +62,7 @@ _STYLE: dict[str, Any] = {
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "text.color": INK,
-    "text.parse_math": False,  # a label is text, whatever it holds
+    "text.parse_math": False,  # A label is text, whatever it holds.
     "axes.unicode_minus": True,
     "legend.frameon": False,
     "legend.fontsize": 11,
@@ -99,7 +101,7 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     with drawing(name):
         figure.savefig(out, format="svg", metadata=_NO_METADATA)
     text = out.getvalue()
-    # The page has the namespaces, the size and the colours, and all figures share its ids.
+    # The page has the namespaces, the size and the colors, and all figures share its ids.
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = (
@@ -130,7 +132,7 @@ def to_picture(figure: Figure, name: str, form: str = "png") -> bytes:
 @dataclass(frozen=True)
 class PageFigure:
     name: str
-    """Names its file and its anchor in the page."""
+    """The name of its file and its anchor in the page."""
     title: str
     caption: str
     figure: Figure
@@ -138,25 +140,27 @@ class PageFigure:
 
 @dataclass(frozen=True)
 class Lines:
-    """A figure of lines over the steps: which fields it shows, and how."""
+    """A figure of lines over the steps: its fields and their form."""
 
     name: str
     title: str
     fields: Mapping[str, str]
-    """Field -> "" for the first, and what the dashed line of a second one is."""
+    """Field -> "" for the first field, and the meaning of the dashed line for a second one."""
     ylabel: str = ""
     percent: bool = False
     smooth: bool = True
     limits: tuple[float, float] | None = None
     from_zero: bool = False
     note: str = ""
-    """On the dashed line if there is a second field, else on the figure."""
+    """The note on the dashed line if there is a second field, else on the figure."""
     single_label: str = ""
     """Label of the line in the report of a single run."""
 
 
 def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
-    """One line per condition, dashed for a second field. None if no run has the first field."""
+    """Return one line per condition, dashed for a second field; None if the first field is absent
+    from all runs.
+    """
     first, *second = lines.fields
     arms = [(index, arm) for index, arm in enumerate(data.arms) if arm.has(first)]
     if not arms:
@@ -168,9 +172,9 @@ def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
         if band is None:
             continue
         colour = series(index)
-        if data.single and window > 1 and (raw := arm.band(field)):  # each step, thin
+        if data.single and window > 1 and (raw := arm.band(field)):  # Draw each step, thin.
             axes.plot(raw.steps + 1, raw.mean, color=colour, alpha=0.28, linewidth=1)
-        # The legend has the conditions alone; a note says what is dashed.
+        # The legend has the conditions alone; a note explains the dashes.
         style: dict[str, Any] = {"linestyle": (0, (4, 2))}
         if not lines.fields[field]:
             style = {"label": (data.single and lines.single_label) or arm.label}
@@ -183,7 +187,7 @@ def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
 
 
 def _scale(axes: Axes, lines: Lines) -> None:
-    """Steps to the right, and the values over the range that suits them."""
+    """Scale the steps to the right, and the values over the range that suits them."""
     axes.set(xlabel="step", ylabel=lines.ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if lines.percent:
@@ -195,7 +199,9 @@ def _scale(axes: Axes, lines: Lines) -> None:
 
 
 def _line_words(data: ReportData, window: int) -> str:
-    """A sentence on what the lines average; `window` is the number of steps in a running mean."""
+    """Return a sentence on what the lines average; `window` is the number of steps in a running
+    mean.
+    """
     if data.single:
         if window > 1:
             return f"Bold: mean of {window} steps; thin: each step."

@@ -80,7 +80,7 @@ _SPEED = Lines(
 
 
 def draw_figures(data: ReportData) -> list[PageFigure]:
-    """Every figure that has data."""
+    """Return every figure that has data."""
     makers: Sequence[Callable[[ReportData], PageFigure | None]] = (
         _held_out,
         _differences,
@@ -205,7 +205,7 @@ def draw_differences(comparison: Comparison, labels: Sequence[str], axes: Axes) 
     axes.axvline(0.0, color=MUTED, linewidth=1)
     for row, contrast in enumerate(contrasts):
         found, place = contrast.conclusion, -float(row)
-        # The colour of the condition's curves, where a run of it has begun.
+        # The color of the condition's curves, where a run of it has begun.
         index = labels.index(contrast.condition) if contrast.condition in labels else row + 1
         values = scale * np.array(list(contrast.differences.values()))
         interval = scale * np.array(found.interval) if found.interval else None

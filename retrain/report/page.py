@@ -1,6 +1,6 @@
 """Pages as one HTML file that loads nothing: the report, with its token-credit viewer (every token
-with a shade per quantity and its numbers). Text from a model is escaped, and its invisible
-characters are shown.
+with a shade per quantity and its numbers). The page escapes text from a model, and shows its
+invisible characters.
 """
 
 import base64
@@ -165,12 +165,12 @@ def _numbers(completion: CompletionCredit, label: str, position: int, planning: 
 
 _TEMPLATES = "templates"
 _FEW_RUNS = 12
-"""Up to this number of runs their table is open at first."""
+"""Up to this number of runs their table opens at first."""
 
 
 @dataclass(frozen=True)
 class ShownFigure:
-    """A figure as the page shows it."""
+    """A figure in the form for the page."""
 
     name: str
     title: str
@@ -179,7 +179,7 @@ class ShownFigure:
 
 
 def render(data: ReportData, figures: Sequence[PageFigure], made: datetime) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     script, style = asset("report.js"), asset("report.css")
     # matplotlib escapes the texts in a figure; they are labels of conditions, made visible as all
     # text is.
@@ -223,7 +223,7 @@ def render(data: ReportData, figures: Sequence[PageFigure], made: datetime) -> s
 
 
 def _verdicts(comparison: Comparison) -> dict[str, Any]:
-    """The variables of the template's section "verdicts"."""
+    """Return the variables of the template's section "verdicts"."""
     own, shared = remarks(comparison)
     return {
         "answer": answer(comparison),
@@ -241,7 +241,7 @@ def _verdicts(comparison: Comparison) -> dict[str, Any]:
 
 
 def content_policy(script: str) -> str:
-    """A content security policy: load nothing, and run only this script."""
+    """Return a content security policy: load nothing, and run only this script."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src"
@@ -250,14 +250,12 @@ def content_policy(script: str) -> str:
 
 
 def asset(name: str) -> str:
-    """A file beside the templates."""
+    """Return a file of the folder `templates`."""
     return resources.files(__package__).joinpath(_TEMPLATES, name).read_text(encoding="utf-8")
 
 
 def environment() -> Environment:
-    """Load the templates so that every expression in them becomes text that is harmless and without
-    secrets.
-    """
+    """Load the templates so that every expression in them becomes safe text without secrets."""
     assert __package__
     redactor = Redactor()
 
@@ -291,14 +289,14 @@ def _number(value: float | None, form: str = ".3g") -> str:
 
 
 def _campaign_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
-    """The (name, value) pairs that a reader wants to know first."""
+    """Yield the (name, value) pairs that a reader wants to know first."""
     runs = len(data.statuses)
     yield "runs done", f"{sum(status.state == 'done' for status in data.statuses)} of {runs}"
     yield "conditions", str(len(data.arms))
     yield "seeds", str(data.seeds)
     steps = sum(status.steps for status in data.statuses)
     planned = 0
-    if data.kind == "campaign":  # as `retrain status` counts: a run that is skipped takes none
+    if data.kind == "campaign":  # `retrain status` counts the same: a skipped run takes none.
         wanted = sum(status.state != "skipped" for status in data.statuses)
         planned = wanted * max((status.max_steps or 0 for status in data.statuses), default=0)
     yield "steps", f"{steps:,} of {planned:,}" if planned > steps else f"{steps:,}"
@@ -332,10 +330,10 @@ def _run_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
 
 
 def _arm_rows(arms: Sequence[ConditionCurves]) -> list[tuple[str, ...]]:
-    """One row per condition under `arm_head`; rates are means over the runs.
+    """Return one row per condition under `arm_head`; rates are means over the runs.
 
-    Training accuracy counts only the runs that have reached the condition's last step: one that has
-    not would pull it down.
+    Training accuracy counts only the runs that have reached the condition's last step, since any
+    other run would lower it.
     """
     return [
         (
@@ -392,7 +390,7 @@ class ReportFiles:
     page: Path
     pictures: list[Path]
     notes: Sequence[str]
-    """What the page could not show, a sentence each."""
+    """The parts that the page could not show, a sentence each."""
 
 
 def build_page(request: ReportRequest) -> str:
@@ -403,7 +401,7 @@ def build_page(request: ReportRequest) -> str:
 
 @contextmanager
 def _writing(output: Path) -> Iterator[None]:
-    """Make the folder of `output`. Raises EnvironmentFailure where it cannot be written."""
+    """Make the folder of `output`. Raises EnvironmentFailure if the disk refuses it."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -415,8 +413,8 @@ def _writing(output: Path) -> Iterator[None]:
 
 
 def write_report(request: ReportRequest, output: Path) -> ReportFiles:
-    """Write the page to `output` and every figure to <its stem>-<figure>.svg and .png beside it.
-    Each file is replaced atomically. Raises EnvironmentFailure if they cannot be written.
+    """Write the page to `output`, and every figure to <its stem>-<figure>.svg and .png in the same
+    folder. Replaces each file atomically. Raises EnvironmentFailure if the disk refuses a file.
     """
     data = read_report_data(request)
     figures = draw_figures(data)

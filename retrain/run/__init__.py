@@ -1,3 +1,3 @@
-"""One run, from its folder to its summary: the loop, what it is made of, and the gate that it must
-pass.
+"""Run one training from its folder to its summary: the loop, the parts of the run, and the gate
+before the first step.
 """

@@ -1,6 +1,6 @@
-"""The dialogues of one draw, as the requests that an engine is fed. A `Dialogue` holds the context
-that the model sees and the turns so far; an `Exchange` answers or scores its replies; `Dialogues`
-asks the engine for the next ones.
+"""Feed the dialogues of one draw to an engine, as requests. A `Dialogue` holds the context that the
+model sees and the turns so far. An `Exchange` answers or scores its replies. `Dialogues` asks the
+engine for the next replies.
 """
 
 import time
@@ -36,13 +36,14 @@ from retrain.types import (
 _NO_TOKENS = np.zeros(0, np.int32)
 
 _LEFT_OPEN = 8
-"""Replies that may wait for the environment while others decode; the next one waits for the oldest
-of them."""
+"""Replies that may wait for the environment while others decode; the next reply waits for the
+oldest of them.
+"""
 _POLL_S = 0.01
 DialogueKey = tuple[int, int]
 """(slot, sample): names a dialogue within a draw."""
 _SCORE_POLL_S = 0.5
-"""How often a process that waits for a score looks for a signal."""
+"""Interval at which a process that waits for a score looks for a signal."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,16 @@ class SamplingPlan:
     seed: int
     stream: int
     redraws: int = 0
-    """Dynamic sampling: how often a group whose rewards are all equal may be drawn again."""
+    """Dynamic sampling: maximum number of new draws of a group whose rewards are all equal."""
     truncation: Truncation = WHOLE_VOCABULARY
 
 
 @dataclass(frozen=True)
 class Watcher:
-    """Functions that are called from inside a long step."""
+    """Functions that a long step calls from inside."""
 
     check: Callable[[], None]
-    """Raises when the run was asked to stop."""
+    """Raises if somebody asked the run to stop."""
     completion: Callable[[Completion], object]
 
 
@@ -83,7 +84,7 @@ class Stage:
     decode: Callable[[Int32Array], str]
     """Token ids to text, special tokens by their names."""
     context: int
-    """Positions that the model has; 0 if it names no limit."""
+    """Positions of the model; 0 if it names no limit."""
 
 
 # -- one dialogue ----------------------------------------------------------------------------------
@@ -96,14 +97,15 @@ class Dialogue:
         """`stage` is the environment that answers; None for a problem of the data."""
         self.prompt, self.slot, self.sample, self.stage = prompt, slot, sample, stage
         self.context_ids: Int32Array = prompt.token_ids
-        """[P] what the next reply follows."""
+        """[P] tokens before the next reply."""
         self.extends = 0
-        """Length of `context_ids` when the newest reply ended, if these tokens are unchanged; else
-        0."""
+        """Length of `context_ids` when the newest reply ended, if these tokens are still the same;
+        else 0.
+        """
         self.used = 0
         """Action tokens so far: the noise coordinate of the next one."""
         self.cut = False
-        """It ended because there was no room for another reply."""
+        """True if the dialogue ended because another reply had no room."""
         self._turns: list[Turn] = []
         self._context, self._restarts = _NO_TOKENS, False
         self._text = prompt.text
@@ -124,20 +126,22 @@ class Dialogue:
 
     @property
     def ended_by_length(self) -> bool:
-        """No token is left after the newest reply."""
+        """True if no token remains after the newest reply."""
         return self._turns[-1].completion.finish_reason is FinishReason.LENGTH
 
     @property
     def token_ids(self) -> Int32Array:
-        """Tokens of all turns; if the history was rewritten, as they were at each turn."""
+        """Tokens of all turns; after a rewrite of the history, the tokens at the time of each
+        turn.
+        """
         pieces = ((turn.context, turn.completion.token_ids) for turn in self._turns)
         return np.concatenate(list(chain.from_iterable(pieces)))
 
     @property
     def trajectory(self) -> Trajectory:
-        """The turns so far; one without tokens where the first reply was never asked for."""
+        """The turns so far; one turn without tokens if the engine never got the first request."""
         numbers = np.zeros(0, np.float32)
-        # Entropies and kept counts of no token: None would take those of a step from all others.
+        # The arrays are empty: None would remove the entropies and kept counts of the whole step.
         nothing = Completion(
             0, self.sample, _NO_TOKENS, numbers, numbers, FinishReason.STOP, _NO_TOKENS
         )
@@ -152,14 +156,14 @@ class Dialogue:
         self.used += len(completion.token_ids)
 
     def hear(self, heard: Observation, renderer: ChatRenderer) -> None:
-        """Add what the environment answers to the newest reply, or the messages with which it opens
-        the conversation.
+        """Add the environment's answer to the newest reply, or the messages that open the
+        conversation.
         """
         known = self._messages
         # An opening that is the prompt itself: its tokens stand already.
         if not self._turns and not heard.tools and (not heard.messages or heard.messages == known):
             return
-        # Whole conversations are mostly the known one and new messages: then nothing is rewritten.
+        # Whole conversations mostly extend the known one by new messages: this is not a rewrite.
         if heard.rewrites and not (self._turns and heard.messages[: len(known)] == known):
             self._messages = list(heard.messages)
             following = renderer.opening(heard.messages, heard.tools)
@@ -192,7 +196,9 @@ class Exchange(Protocol):
     """The other side of one dialogue. A `RunningEpisode` is one."""
 
     def reply(self, text: str, *, last: bool) -> None:
-        """Pass on the model's reply, without waiting. `last`: the tokens have run out."""
+        """Pass on the model's reply, without waiting. `last` means that the dialogue has no tokens
+        left.
+        """
 
     def end(self) -> None:
         """Ask for the verdict without a further reply."""
@@ -203,8 +209,8 @@ class Exchange(Protocol):
         ...
 
     def answer(self, check: Callable[[], None]) -> Observation | Score:
-        """Wait for what came of the newest call, first of all for the opening; `check` raises to
-        stop the run.
+        """Wait for the answer to the newest call, or first for the opening. `check` raises to stop
+        the run.
         """
 
 
@@ -212,7 +218,7 @@ class ScoredReply:
     """The exchange of a problem of the data: no opening, one reply, and its score."""
 
     def __init__(self, group: ScoreGroup, dialogue: Dialogue, step: int) -> None:
-        """`group` waits for the other replies to the same prompt, where a reward needs them."""
+        """`group` waits for the other replies to the same prompt, if a reward needs them."""
         self._group, self._dialogue, self._step = group, dialogue, step
         self._score: Future[Score] | None = None
 
@@ -233,7 +239,7 @@ class ScoredReply:
         )
 
     def end(self) -> None:
-        """One reply is the end already."""
+        """Do nothing, since one reply is the end already."""
 
     @property
     def ready(self) -> bool:
@@ -244,7 +250,7 @@ class ScoredReply:
         if self._score is None:
             return Observation([])
         while not wait([self._score], _SCORE_POLL_S).done:
-            check()  # a judge may take minutes, and a signal should not
+            check()  # A judge may take minutes, and a signal should not.
         return self._score.result()
 
 
@@ -254,9 +260,9 @@ class ScoredReply:
 class Dialogues:
     """A `RequestFeed`: the dialogues of one draw, from their opening to their verdict.
 
-    Where the engine's noise is counted, so that a run can be repeated, which requests join when
-    depends on the tokens alone: the next reply of a dialogue is asked for when `_LEFT_OPEN` others
-    have ended theirs after it, or when nothing decodes any more. Other engines are asked as soon as
+    If the engine counts its noise, so that a run can repeat, the tokens alone decide which requests
+    join when. The next reply of a dialogue then joins when `_LEFT_OPEN` others have ended theirs
+    after it, or when the engine decodes no other row. Other engines get the next request as soon as
     the environment has answered.
     """
 
@@ -271,15 +277,16 @@ class Dialogues:
         repeatable: bool,
         watcher: Watcher,
     ) -> None:
-        """`exchanges` by the keys of `dialogues`; `text` decodes the token ids of a reply;
-        `repeatable`: the engine's noise is counted.
+        """`exchanges` has the keys of `dialogues`, and `text` decodes the token ids of a reply.
+        `repeatable`: the engine counts its noise.
         """
         self._exchanges, self._step, self._plan = exchanges, step, plan
         self._text, self._repeatable = text, repeatable
         self._watcher = watcher
         self._open = deque(dialogues)
-        """Dialogues that wait for an answer, in the order in which they were opened or had their
-        reply."""
+        """Dialogues that wait for an answer, in the order in which they began or had their
+        reply.
+        """
         self._asked: dict[tuple[int, int], Dialogue] = {}
         self._requests = 0
         self.scored: dict[DialogueKey, Scored] = {}
@@ -311,23 +318,23 @@ class Dialogues:
         dialogue.add(completion, self._written(completion))
         self._exchanges[dialogue.key].reply(dialogue.reply, last=dialogue.ended_by_length)
         self._open.append(dialogue)
-        if dialogue.replies == 1:  # progress is counted in trajectories
+        if dialogue.replies == 1:  # Progress counts trajectories.
             self._watcher.completion(completion)
 
     def _due(self, idle: bool) -> list[Dialogue]:
-        """Take the dialogues whose answers are wanted now out of the open ones."""
+        """Remove and return the open dialogues whose answers are due."""
         if idle and (self._repeatable or not self._requests):
             # Workers end in an order that does not repeat.
             due = sorted(self._open, key=lambda dialogue: dialogue.key)
         elif self._repeatable or not (idle or any(one.stage for one in self._open)):
-            # A score asks for nothing more, and is waited for at the end.
+            # A score asks for no other reply, so wait for it at the end.
             answered = [dialogue for dialogue in self._open if dialogue.stage]
             due = answered[: max(0, len(answered) - _LEFT_OPEN)]
         else:
             while True:
                 self._watcher.check()
                 due = [dialogue for dialogue in self._open if self._exchanges[dialogue.key].ready]
-                # Where nothing decodes, one answer is waited for.
+                # If the engine decodes no row, wait for one answer.
                 if due or not self._open or not idle:
                     break
                 time.sleep(_POLL_S)
@@ -336,8 +343,8 @@ class Dialogues:
         return due
 
     def _continues(self, dialogue: Dialogue) -> bool:
-        """Wait for the answer to a dialogue. Return False if it has ended; its score is then in
-        `scored`.
+        """Wait for the answer to a dialogue. Return False if it has ended; `scored` then has its
+        score.
         """
         stage, exchange = dialogue.stage, self._exchanges[dialogue.key]
         answer = exchange.answer(self._watcher.check)
@@ -346,16 +353,16 @@ class Dialogues:
                 return True
             try:
                 dialogue.hear(answer, stage.renderer)
-            except ConfigurationError as error:  # the chat template refuses the conversation
+            except ConfigurationError as error:  # The chat template refuses the conversation.
                 answer = could_not_judge(str(error))
             else:
                 fits = len(dialogue.context_ids) < stage.context
                 if fits and dialogue.used < self._plan.max_tokens:
                     return True
-                dialogue.cut = True  # no token is left for another reply
+                dialogue.cut = True  # Another reply has no room.
                 exchange.end()
                 answer = exchange.answer(self._watcher.check)
-        assert isinstance(answer, Score)  # the end of an exchange is a verdict
+        assert isinstance(answer, Score)  # The end of an exchange is a verdict.
         trajectory = dialogue.trajectory
         alone = len(trajectory.turns) == 1 and not trajectory.turns[0].restarts
         if alone or stage is None:
@@ -388,7 +395,7 @@ class Dialogues:
 
 
 def _merged(first: SampleRequest, second: SampleRequest) -> SampleRequest | None:
-    """Return one request for the samples of both, where they follow the same tokens; else None."""
+    """Return one request for the samples of both if they follow the same tokens; else None."""
     after = first.first_sample + first.count
     follows = first.noise == second.noise and second.first_sample == after
     same = first.prompt_ids is second.prompt_ids and first.first_position == second.first_position

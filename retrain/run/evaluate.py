@@ -38,9 +38,9 @@ def evaluate_run(
     """Evaluate the run in the folder `path` at a checkpoint (the newest by default), or the
     untrained model of a TOML.
 
-    Nothing is written; `keep` gets the answers. Code named by a stored configuration, whose author
-    may be anyone, is executed only with `trust`. Raises ConfigurationError for a folder without a
-    run, for untrusted code, and for `checkpoint` beside a TOML.
+    It writes no file; `keep` gets the answers. It executes code from a stored configuration, whose
+    author may be anyone, only with `trust`. Raises ConfigurationError for a folder without a run,
+    for untrusted code, and for `checkpoint` together with a TOML.
     """
     folder, stored = RunFolder(path), path.is_dir()
     if stored and not folder.config.is_file():
@@ -92,8 +92,8 @@ def evaluate_weights(
     log: Callable[[str], None],
     keep: Keep = lambda *_: None,
 ) -> Evaluation:
-    """Evaluate a checkpoint, or the weights that a run of `config`, which asks for an evaluation,
-    begins with.
+    """Evaluate a checkpoint, or the initial weights of a run of `config`, which asks for an
+    evaluation.
     """
     step, choices = 0, None
     if found:
@@ -102,7 +102,7 @@ def evaluate_weights(
         if found:
             parts.backend.load(found.folder)
         parts.backend.engine.sync(parts.backend.save_adapter, step)
-        assert parts.evaluator is not None  # evaluation.at_end asked for it
+        assert parts.evaluator is not None  # The configuration sets evaluation.at_end.
         with Interrupts() as interrupts:
             told = counting("Evaluation", parts.evaluator.completions, log)
             evaluation, groups = parts.evaluator.run(step, Watcher(interrupts.check, told))

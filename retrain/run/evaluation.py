@@ -32,7 +32,7 @@ class Evaluator:
     ) -> None:
         self.sampler = sampler
         self.sets = sets
-        """The prompts of each task, and how their answers are sampled."""
+        """The prompts of each task, and the plan for sampling their answers."""
         self.ks = sorted({1, *ks})
         self.max_failure_rate = max_failure_rate
 
@@ -43,7 +43,7 @@ class Evaluator:
 
     @cached_property
     def heldout_sha256(self) -> dict[str, str]:
-        """Task -> sha256 of its examples, in the order in which they are asked."""
+        """Task -> sha256 of its examples, in the order of the prompts."""
         examples: dict[str, list[Example]] = {}
         for prompt in self.prompts:
             examples.setdefault(prompt.example.task, []).append(prompt.example)
@@ -58,7 +58,7 @@ class Evaluator:
         self, step: int, watcher: Watcher, stage: Literal["sft", "rl"] = "rl"
     ) -> tuple[Evaluation, list[Group]]:
         """Evaluate the current weights; return the answers too, one group per problem. Raises
-        RunFailed if too many answers could not be judged.
+        RunFailed if the reward could not judge too many answers.
         """
         # Step 0 of the noise's coordinates at every training step: common random numbers over the
         # run.

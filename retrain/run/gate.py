@@ -1,12 +1,12 @@
-"""The parity gate: before the first optimizer step, engine and learner must be the same policy.
+"""Run the parity gate: before the first optimizer step, engine and learner must be the same policy.
 
-It asks one question: under an adapter that shows, are the engine's log-probs the learner's? At a
-fresh start every lora_B is 0, so an engine that ignores the adapter would pass. The gate therefore
-gives the adapter a seeded trial value, compares, restores it byte for byte, and compares again, on
-completions that follow an answer, so that some end. Both are at a temperature at which few tokens
-are certain: a wrong log-prob of a certain one would not show. What noise could explain is looked at
-again with other noise; what fails twice stops the run, in one sentence. Besides, gold answers have
-to score.
+It asks one question: under an adapter with a visible effect, do engine and learner give the same
+log-probs? At a fresh start every lora_B is 0, so an engine that ignores the adapter would pass. The
+gate therefore gives the adapter a seeded trial value, compares, and restores it byte for byte. Then
+it compares again, on completions that follow an answer, so that some end. Both comparisons use a
+temperature at which few tokens are certain: a wrong log-prob of a certain token would not show. The
+gate tests a difference that noise could explain again, with other noise. A check that fails twice
+stops the run with one sentence. The gate also requires that reference answers score.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,13 +41,14 @@ from retrain.run.gate_samples import (
 from retrain.types import Float32Array, Outcome, Prompt, Row, Score
 
 _LOOKS = 2
-"""A run stops if as many samples, each with its own noise, show a fault."""
+"""Number of looks that must show a fault, each with its own samples and noise, before the run
+stops.
+"""
 _VISIBLE = (0.1, 1.0)
 """Nats by which the trial adapter should change the log-probs on average: far above rounding, and
 still a language model."""
 _HOT = 2.0
-"""The temperature of the looks after the first, if the run's is not higher: the highest that every
-server takes."""
+"""Least temperature of the looks after the first; every server takes it."""
 _FIRST_STRENGTH, _STRENGTH_TRIES = 0.1, 8
 _CHECK = (
     "check the engine's model, tokenizer and dtype ([inference] dtype), how it loads the adapter"
@@ -64,25 +65,29 @@ class GateResult:
     longest_prompt: int
     """Tokens."""
     gold: str = _NOT_APPLICABLE
-    """"<right>/<asked>" gold answers, unless the reward does not compare answers."""
+    """"<right>/<asked>" reference answers, unless the reward does not compare answers."""
     max_difference: float | None = None
-    """None, as the next four are, where the backend cannot score rows, so that nothing was
-    compared."""
+    """The largest difference in nats. This and the next four fields are None if the backend cannot
+    score rows, so that the gate compared no log-probs.
+    """
     mean_difference: float | None = None
     tolerance: float | None = None
-    """For the mean in half precision, else for the largest difference."""
+    """The limit of the mean difference in half precision, else of the largest difference."""
     log_ratio_by_depth: list[float | None] | None = None
     """Mean difference in each quarter of the completions' positions, since some grow with the
     context."""
     rounding: float | None = None
     """Nats by which half precision moves the learner's own log-probs on average; None in float32,
-    or where it is not known."""
+    or if it is unknown.
+    """
     adapter_effect: float | None = None
-    """Nats by which the trial adapter changed the log-probs on average; None where the backend
-    cannot change its adapter."""
+    """Nats by which the trial adapter changed the log-probs on average; None if the backend cannot
+    change its adapter.
+    """
     half_precision: bool = False
-    """Engine and learner were compared as in half precision, since a key says so or since they
-    differ just so."""
+    """True if the gate used the half-precision tolerance: a key asks for it, or the differences
+    look like half-precision rounding.
+    """
     endings: int = 0
     """Completions that ended at EOS."""
 
@@ -122,7 +127,7 @@ class GateResult:
 
 
 def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
-    """Run the gate. Raises RunFailed in one sentence. The adapter's bytes are restored in any
+    """Run the gate. Raises RunFailed in one sentence. It restores the adapter's bytes in any
     case.
     """
     prompts = prompts[:PROMPTS]
@@ -137,7 +142,9 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
 
 
 def adapter_check(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
-    """Compare with the adapter that the engine serves, and no more. Raises RunFailed."""
+    """Compare with the adapter that the engine serves, without a trial adapter. Raises
+    RunFailed.
+    """
     _compare(inputs, _few(inputs, prompts), "after a server woke up or came back, ")
 
 
@@ -151,7 +158,9 @@ def _long(inputs: GateInputs, prompts: Sequence[Prompt]) -> Asked:
 
 
 def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
-    """Compare with the adapter as it is, with one that shows, and with it as it is again."""
+    """Compare with the current adapter, with a visible trial adapter, and with the current adapter
+    again.
+    """
     trial, effect = inputs.backend.trial_adapter(inputs.seed), None
     long = _long(inputs, prompts)
     every = [*(Asked(one, slot, SAMPLES, TOKENS) for slot, one in enumerate(prompts)), long]
@@ -192,8 +201,8 @@ def _result(found: GateSample, longest_prompt: int) -> GateResult:
 
 
 def _first_look(inputs: GateInputs, asked: Sequence[Asked]) -> GateSample:
-    """Compare with the adapter as it is. A server whose precision no key gives is compared in half
-    precision from then on if it differs as half precision makes this model differ.
+    """Compare with the current adapter. A server without a key for its precision may differ as half
+    precision makes this model differ. The gate then uses half precision from there on.
     """
     when = "after the first step's adapter was synced, " if inputs.trained else ""
     try:
@@ -214,8 +223,8 @@ def _compare(
     when: str,
     judge: Callable[[GateSample], str] = fault,
 ) -> GateSample:
-    """Look until each server of the newest look was sound in it or in an earlier one, and return
-    what the newest saw. Raises RunFailed if the looks end before.
+    """Look until every server has passed in some look, and return the samples of the newest look.
+    Raises RunFailed if a server fails in all looks.
     """
     looks = []
     for look in range(_LOOKS):
@@ -233,8 +242,8 @@ def _compare(
 
 
 def _hot_fault(part: GateSample, *, raw_is_right: bool, bare: Bare | None = None) -> str:
-    """Return what is wrong with completions that are hotter than the run's. `raw_is_right`: the
-    run's temperature is 1, for which log-probs before the temperature are right too.
+    """Return the fault of completions at a higher temperature than the run uses; "" without one.
+    `raw_is_right`: the run's temperature is 1, so log-probs before the temperature are right too.
     """
     found = fault(part, bare)
     if found and raw_is_right:
@@ -248,8 +257,8 @@ def _hot_fault(part: GateSample, *, raw_is_right: bool, bare: Bare | None = None
 
 
 def _visible(trial: TrialAdapter, sample: GateSample) -> tuple[float, Bare]:
-    """Look for the strength at which the trial adapter changes log-probs visibly, and leave it at
-    that. Return by how many nats on average, and how to score without it.
+    """Search the strength at which the trial adapter changes log-probs visibly, and keep it. Return
+    the mean change in nats, and a function that scores without the trial adapter.
     """
     strength, effect, low, high = _FIRST_STRENGTH, 0.0, 0.0, inf
     for _ in range(_STRENGTH_TRIES):
@@ -275,8 +284,8 @@ def _visible(trial: TrialAdapter, sample: GateSample) -> tuple[float, Bare]:
 
 
 def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
-    """Play the replies that the environment itself calls right; each episode must be scored as
-    right.
+    """Play the replies that the environment itself calls right, and raise RunFailed unless each
+    episode scores as right.
     """
     with environment_code("[environment] asking for its gold replies", host.timeout_s):
         asked = [(prompt, host.environment.gold(prompt.example)) for prompt in prompts]
@@ -293,7 +302,7 @@ def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
 
 
 def scored_gold(scorer: Scorer, think_end_token: str, prompts: Sequence[Prompt]) -> str:
-    """Score the references of the data as answers."""
+    """Score the data's references as answers."""
     if not scorer.compares_answers:
         return _NOT_APPLICABLE
     futures = [

@@ -1,11 +1,11 @@
-"""What the parity gate holds against a server's completions: differences from the learner's
-log-probs that rounding does not explain, and kept counts that are not those of the learner's
-distribution.
+"""Find the faults of a server's completions in the parity gate. One fault is a difference from the
+learner's log-probs that rounding does not explain. Another is a kept count that does not fit the
+learner's distribution.
 
-How much rounding is, the learner says: half precision may move log-probs as far as it moves the
-learner's own on the same tokens, within a factor. Half precision hides part of a fault in its
-tolerance, so two faults are looked for there by their direction, which rounding does not have:
-another temperature, and a part of the adapter's effect that is missing.
+The learner measures the rounding: half precision may move log-probs as far as it moves the
+learner's own on the same tokens, within a factor. The tolerance of half precision hides part of a
+fault. So the gate looks for two faults by their direction, which rounding does not have: another
+temperature, and a missing part of the adapter's effect.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,39 +23,53 @@ Bare = Callable[[Sequence[Row]], Float32Array]
 
 _FP32_IN_PROCESS, _FP32_SERVER = 1e-4, 1e-3
 """Nats by which float32 may move a log-prob at temperature 1 and above, if the model is no more
-sensitive than most. Below 1, log-probs are so many times as sensitive to the logits' rounding."""
+sensitive than most. Below temperature 1, log-probs are 1 / temperature times as sensitive to the
+logits' rounding.
+"""
 _FP32_MEAN = 5e-5
-"""The same for the mean: a served head alone in bf16 moves no token by 1e-3 where the policy is
-sharp, and gave 1e-4 on average."""
+"""The same for the mean. A server with the head alone in bf16 moves no token by 1e-3 if the policy
+is sharp, and gave 1e-4 on average.
+"""
 _HALF, _EIGHT_BITS = 0.005, 0.02
-"""The same for the mean in 16 bits; and where [inference] says 8 bits, or the learner knows one
-precision only."""
+"""The same for the mean in 16 bits, and in 8 bits. The second also holds if the learner knows only
+one precision.
+"""
 _ONE = 0.6
 """Nats at temperature 1 and above by which a single token may be off, in the mean of few tokens."""
 _ROUNDINGS = 3.0
-"""The differences may be as many times the learner's own rounding on the same tokens. Sound bf16
-engines gave 0.3 to 1.6 on the lab and SmolLM2, T = 0.3 to 1.5."""
+"""Limit of the differences, as a multiple of the learner's own rounding on the same tokens. Sound
+bf16 engines gave 0.3 to 1.6 on the lab and SmolLM2, T = 0.3 to 1.5.
+"""
 _FP32_SHARE = 2.0**-13
-"""Rounding in float32 as a share of that in bf16, 2^-16, times 8 for sums in another order."""
+"""Rounding in float32 as a share of rounding in bf16, 2^-16, times 8 for sums in another order."""
 _SHOWS = 5.0
-"""The gate looks for a share of an effect that is so many times the learner's own rounding."""
+"""Least size of an effect whose share the gate looks for, as a multiple of the learner's own
+rounding.
+"""
 _MISSING = 0.25
-"""Share of the trial adapter's effect that may be missing or too much; where the engine applies the
-adapter, it is within a few hundredths of 0. Of a temperature a tenth higher it is half."""
+"""Share of the trial adapter's effect that may be missing or too much. If the engine applies the
+adapter, the share is within a few hundredths of 0. For a temperature that is a tenth higher, the
+share may be half.
+"""
 _SIGNIFICANT = 5.0
 """Standard errors by which such a share must differ from 0."""
 _MISCOUNTED, _MISCOUNTED_IN_HALF = 0.01, 0.1
-"""Share of tokens, and at least two of them, whose kept count may be outside of what rounding
-allows. Half precision is known by its mean alone, and single tokens move by several times that."""
+"""Share of tokens whose kept count may be outside of the rounding range; two such tokens are the
+least fault. In half precision the gate knows only the mean, and single tokens move by several times
+the mean.
+"""
 _IMPOSSIBLE = 1e-6
-"""Chance of identical completions, in each of two looks, below which they are not drawn one by
-one."""
+"""Chance of identical completions, in each of two looks, below which the engine does not sample
+independently.
+"""
 _MAX_SLACK = 500.0
-"""Nats of rounding that a count allows for: near temperature 0 no float would hold e to it."""
+"""Maximum rounding in nats that a count allows for: near temperature 0, exp() of it would
+overflow.
+"""
 
 
 def fault(part: GateSample, bare: Bare | None = None) -> str:
-    """Return what is wrong with a server's completions, in words; "" if nothing is. `bare` is known
+    """Return the fault of a server's completions in words; "" without one. The caller gives `bare`
     under a trial adapter.
     """
     found = _miscount(part) or _difference(part)
@@ -65,8 +79,8 @@ def fault(part: GateSample, bare: Bare | None = None) -> str:
 
 
 def _difference(part: GateSample) -> str:
-    """Compare the differences with what rounding does to the learner. Log-probs that are not finite
-    agree with nothing.
+    """Compare the differences with the learner's rounding. Log-probs that are not finite always
+    disagree.
     """
     for where, found, permitted in _measures(part):
         if not found <= permitted:
@@ -77,15 +91,15 @@ def _difference(part: GateSample) -> str:
 
 
 def tolerance(part: GateSample) -> float:
-    """Return the nats that the mean of all tokens may be off in half precision, else the largest
+    """Return the limit in nats: of the mean of all tokens in half precision, else of the largest
     difference.
     """
     return next(_measures(part))[2]
 
 
 def _measures(part: GateSample) -> Iterator[tuple[str, float, float]]:
-    """Yield what is measured, by how many nats engine and learner differ in it, and how many are
-    permitted.
+    """Yield for each measure its name, the difference of engine and learner in nats, and the
+    permitted difference.
     """
     inputs, off = part.inputs, np.abs(part.off)
     if not inputs.half_precision:
@@ -114,9 +128,9 @@ def _measures(part: GateSample) -> Iterator[tuple[str, float, float]]:
 
 
 def _direction(part: GateSample, bare: Bare | None) -> str:
-    """Look for a fault that is smaller than half precision's tolerance by its direction, which
-    rounding does not have: by least squares, the differences contain a share of an effect. A token
-    may have an error of its own.
+    """Look for a fault below half precision's tolerance by its direction, which rounding does not
+    have. By least squares, the differences contain a share of an effect. Single tokens may have
+    their own errors.
     """
     inputs, off = part.inputs, part.off
     hotter = inputs.backend.logprobs(part.rows, 1.1 * inputs.engine_temperature)
@@ -142,8 +156,8 @@ def _direction(part: GateSample, bare: Bare | None) -> str:
 
 
 def _miscount(part: GateSample) -> str:
-    """Compare the engine's kept counts with the counts by the learner's own logits, which rounding
-    may move at the boundary.
+    """Compare the engine's kept counts with counts from the learner's logits, which rounding may
+    move at the boundary.
     """
     inputs, cuts = part.inputs, part.inputs.truncation
     counts = [row.kept for row in part.rows if row.kept is not None]
@@ -169,8 +183,8 @@ def _miscount(part: GateSample) -> str:
 
 
 def _moved(cuts: Truncation, slack: float) -> Truncation:
-    """Cuts that keep as many tokens, at most or (with `slack` below 0) at least, as `cuts` do if
-    logits move by |slack| / 2 nats.
+    """Return cuts that keep at most as many tokens as `cuts` do if logits move by |slack| / 2 nats.
+    With `slack` below 0, they keep at least as many.
 
     The odds of a set's probability then change by a factor of at most e^|slack|, and so does the
     ratio of two probabilities.
@@ -182,7 +196,7 @@ def _moved(cuts: Truncation, slack: float) -> Truncation:
 
 
 def identical(part: GateSample) -> str:
-    """Compare the completions of the first prompt, which are equal by chance alone."""
+    """Check that completions of the first prompt differ, since they are equal only by chance."""
     drawn = [row for row in part.rows if row.group == part.rows[0].group]
     # `learner` may be at another temperature.
     own = part.inputs.backend.logprobs(drawn, part.inputs.temperature)

@@ -1,5 +1,5 @@
-"""What the parity gate asks an engine for: a few completions of the run's prompts and of a long
-one, as rows beside the learner's log-probs.
+"""Ask an engine for the completions of the parity gate, as rows with the learner's log-probs. They
+answer a few prompts of the run and a long prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,18 +28,22 @@ from retrain.types import (
 
 PROMPTS = 4
 TOKENS = 32
-"""Per completion, also where the run's are shorter: of a few tokens rounding alone can look like a
-fault."""
+"""Tokens per completion, even if the run's completions are shorter: over few tokens, rounding alone
+can look like a fault.
+"""
 FEW_TOKENS = 16
-"""Tokens per completion after the long prompt, and where the adapter is as it was."""
+"""Tokens per completion after the long prompt, and with the current adapter."""
 SAMPLES = 2
 _DRAWS = 4
-"""Of one prompt, of which none may equal another by chance."""
+"""Completions of one prompt, of which no two may be equal by chance."""
 _SERVED_ROOM = 512
-"""Tokens that a server takes at least: prompt and completion together, as `retrain serve` starts
-one."""
+"""Least number of tokens of prompt and completion that a server takes, as `retrain serve` starts
+it.
+"""
 PAGE = 256
-"""Tokens. No server's KV cache has longer blocks, and a block that is not full is never reused."""
+"""Tokens. No server's KV cache has longer blocks, and a server never reuses a block that is not
+full.
+"""
 _ROUNDED_LOGPROB = 1e-3
 """Nats above 0 that rounding may give a log-prob."""
 
@@ -48,28 +52,31 @@ _ROUNDED_LOGPROB = 1e-3
 class GateInputs:
     backend: Backend
     check_gold: Callable[[Sequence[Prompt]], str]
-    """Says how many gold answers score, or "not applicable"; raises RunFailed for one that does
-    not."""
+    """Says how many reference answers score, or "not applicable"; raises RunFailed for a reference
+    answer that does not.
+    """
     eos_ids: Sequence[int]
     answers: Callable[[Prompt], list[Int32Array]]
-    """Token ids of answers to a prompt, after which a completion may well end; none where no answer
-    is known."""
+    """Token ids of answers to a prompt, after which a completion may well end; empty without a
+    known answer.
+    """
     temperature: float
     truncation: Truncation
     longest_row: int
     """Tokens of the run's longest prompt and completion together."""
     seed: int
     half_precision: bool
-    """Weights, activations or the KV cache of either side are rounded to 16 bits or fewer."""
+    """True if either side rounds weights, activations or the KV cache to 16 bits or fewer."""
     eight_bits: bool
-    """The sampler's weights or KV cache are rounded to 8 bits or fewer."""
+    """True if the sampler rounds its weights or its KV cache to 8 bits or fewer."""
     dtype_set: bool
-    """[inference] dtype says in what the sampler computes."""
+    """True if [inference] dtype says in which type the sampler computes."""
     step: int
     """Training steps behind the weights."""
     trained: bool
-    """The engine already serves these weights, and is checked with them before it is given the
-    trial adapter."""
+    """The engine already serves these weights, and the gate checks it with them before the trial
+    adapter.
+    """
 
     @property
     def in_process(self) -> bool:
@@ -77,7 +84,9 @@ class GateInputs:
 
     @property
     def engine_temperature(self) -> float:
-        """The temperature of the engine's log-probs: raw ones are at 1, whatever the run's."""
+        """The temperature of the engine's log-probs: raw log-probs are at 1, at any temperature of
+        the run.
+        """
         return 1.0 if self.backend.engine.capabilities.logprobs == "raw" else self.temperature
 
     @property
@@ -89,13 +98,13 @@ class GateInputs:
         self.backend.engine.sync(self.backend.save_adapter, self.step)
 
     def learner_logprobs(self, rows: Sequence[Row]) -> Float32Array:
-        """[n] of all tokens of the rows, at the temperature of the engine's log-probs."""
+        """Return [n] of all tokens of the rows, at the temperature of the engine's log-probs."""
         return np.concatenate(self.backend.logprobs(rows, self.engine_temperature))
 
 
 @dataclass(frozen=True)
 class GateSample:
-    """Completions as rows, and the learner's log-probs with the adapter of that moment."""
+    """Completions as rows, and the learner's log-probs under the same adapter."""
 
     inputs: GateInputs
     rows: list[Row]
@@ -115,8 +124,8 @@ class GateSample:
 
     @cached_property
     def rounding(self) -> Float32Array:
-        """[n] what half precision changes in the learner's log-probs; 0 where that is not known.
-        Ask for it before the adapter changes.
+        """[n] effect of half precision on the learner's log-probs; 0 if it is unknown. Ask for it
+        before the adapter changes.
         """
         inputs = self.inputs
         other = inputs.backend.rounded_logprobs(self.rows, inputs.engine_temperature)
@@ -124,21 +133,23 @@ class GateSample:
 
 
 Samples = dict[str, GateSample]
-"""Address of a server, or "" -> its completions. Judged together, those of sound servers would hide
-the fault of one."""
+"""Address of a server, or "" -> its completions. A judgment of all servers together would hide the
+fault of one server among sound ones.
+"""
 
 
 class Asked(NamedTuple):
     prompt: Prompt
     slot: int
-    """Of the noise. The same in every look: an engine may know the prompt by it, and hold its old
-    keys and values."""
+    """The slot of the noise. It is the same in every look: an engine may know the prompt by it, and
+    hold its old keys and values.
+    """
     draws: int
     max_tokens: int
 
 
 def sampled(inputs: GateInputs, asked: Sequence[Asked], look: int) -> Samples:
-    """Sample, and score with the learner. Each look has other samples."""
+    """Sample completions, and score them with the learner. Each look has other samples."""
     rows, replicas = dict[str, list[Row]](), inputs.backend.engine.replicas
     for item in completed(inputs, asked, look):
         nothing = np.zeros(len(item.token_ids), np.float32)
@@ -165,7 +176,7 @@ def joined(samples: Samples) -> GateSample:
 
 
 def completed(inputs: GateInputs, asked: Sequence[Asked], look: int) -> list[Completion]:
-    """Sample every request on each of the engine's servers; `Completion.request` counts those
+    """Sample every request on each of the engine's servers; `Completion.request` numbers these
     copies. Raises RunFailed for completions that no policy of this model and these requests gives.
     """
     engine = inputs.backend.engine
@@ -180,7 +191,8 @@ def completed(inputs: GateInputs, asked: Sequence[Asked], look: int) -> list[Com
             truncation=inputs.truncation,
         )
         for prompt, slot, count, max_tokens in asked
-        for _ in range(engine.replicas)  # shared out in turn, so each server gets each
+        # The engine assigns copies in turn, so each server gets each.
+        for _ in range(engine.replicas)
     ]
     completions = sorted(engine.sample(requests), key=lambda item: (item.request, item.sample))
     wanted = sum(one.count for one in requests)
@@ -231,17 +243,17 @@ def _problem(completion: Completion, request: SampleRequest, eos_ids: Sequence[i
 
 
 def long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
-    """Return the prompts' tokens, repeated to more than a page of a KV cache, and past the model's
-    sliding window if the run gets that far.
+    """Return the prompts' tokens, repeated to more than a page of a KV cache. If the run gets past
+    the model's sliding window, the prompt does too.
     """
     room, wanted = positions(inputs) - FEW_TOKENS, PAGE
     _, window = inputs.backend.reach
-    if window + FEW_TOKENS < inputs.longest_row:  # a server has room for the longest row alone
+    if window + FEW_TOKENS < inputs.longest_row:  # A server has room for the longest row alone.
         wanted = max(wanted, window)
     length = max(1, min(wanted + 1, room))
     ids = np.resize(np.concatenate([prompt.token_ids for prompt in prompts]), length)
     ids = ids.astype(np.int32)
-    # Whole prompts where text is sent: cut anywhere else, it may encode to other ids.
+    # Use whole prompts if the server takes text: a cut prompt may encode to other ids.
     if not inputs.backend.engine.capabilities.token_ids_in:
         ids = prompts[0].token_ids
         for prompt in cycle([*prompts[1:], prompts[0]]):
@@ -256,7 +268,7 @@ def endings(inputs: GateInputs, prompts: Sequence[Prompt]) -> list[Asked]:
     completions of the gate's length end by themselves.
     """
     asked = [Asked(prompts[0], PROMPTS + 1, _DRAWS, TOKENS)]
-    # A prompt that is cut anywhere may not be encoded to the same ids again.
+    # A cut prompt may not encode to the same ids again.
     if not inputs.backend.engine.capabilities.token_ids_in:
         return asked
     for prompt in prompts:
@@ -273,7 +285,8 @@ def _own_prompt(ids: Int32Array) -> Prompt:
 
 def positions(inputs: GateInputs) -> int:
     """Return the number of tokens that prompt and completion may have together: in the model's
-    context, and in the length for which a server was started. MLX-LM's, which takes text, has none.
+    context, and in the length of the server's context. MLX-LM, which takes text, has no such
+    length.
     """
     known, _ = inputs.backend.reach
     if not inputs.in_process and inputs.backend.engine.capabilities.token_ids_in:

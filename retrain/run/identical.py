@@ -1,7 +1,8 @@
-"""Completions of a prompt that are identical although their own log-probs say that they cannot be.
+"""Find completions of a prompt that are identical although their own log-probs say that they cannot
+be.
 
-One seed for all completions of a request, greedy decoding, or a temperature that is ignored look
-so, whatever method draws the tokens.
+The causes are one seed for all completions of a request, greedy decoding, or an engine that ignores
+the temperature. The method of drawing tokens does not matter.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,21 +12,23 @@ import numpy as np
 from retrain.types import Float32Array, Int32Array
 
 MIN_TOKENS = 16
-"""Of a step's shorter completions nothing is concluded: answers that a policy is sure of are equal,
-and a rounded log-prob near 0 says little about how sure."""
+"""Shorter completions of a step allow no conclusion. Answers that a policy is sure of are equal,
+and a rounded log-prob near 0 says little about how sure.
+"""
 
 
 def chance_of_identical(
     groups: Iterable[Sequence[tuple[Int32Array, Float32Array]]], min_tokens: int = MIN_TOKENS
 ) -> float:
-    """Return an upper bound on the probability that completions of a group are identical as often
-    as they are, if each is drawn alone. A completion is given as token ids and log-probs [T]; of
-    one below `min_tokens` nothing is concluded.
+    """Return an upper bound on the probability of as many identical completions in a group, if the
+    engine samples them independently. A completion comes as token ids and log-probs [T]; a
+    completion below `min_tokens` allows no conclusion.
 
-    A completion equals one of those before it with a probability of at most Q, the sum of exp(sum
-    log p) over the different ones. So for any w the product over m such trials of 1 - w + w [it
-    does] / Q has a mean of at most 1, and exceeds x with a probability of at most 1/x (Markov). Of
-    two w the mean is taken: 1/m for a few equal ones among many, 1/2 for most of them.
+    A completion equals an earlier one with a probability of at most Q, the sum of exp(sum log p)
+    over the different earlier completions. For any w, take the product over m such trials of 1 - w
+    + w [it does] / Q. Its mean is at most 1. It exceeds x with a probability of at most 1/x
+    (Markov). The bound takes the mean of two w: 1/m for a few equal ones among many, 1/2 for most
+    of them.
     """
     evidence, trials = list[float](), 0
     for group in groups:

@@ -1,5 +1,5 @@
-"""Signals of a run: Ctrl-C, SIGTERM or SIGHUP stops it at the next safe point with its state saved;
-SIGUSR1 saves and continues.
+"""Handle the signals of a run. Ctrl-C, SIGTERM or SIGHUP stops it at the next safe point and saves
+its state; SIGUSR1 saves and continues.
 
 A second Ctrl-C or SIGTERM stops at once and saves nothing. A second SIGHUP has no effect, since a
 closing terminal may send several.
@@ -34,7 +34,7 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in _STOPPING:
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                    continue  # nohup: the run outlives its terminal
+                    continue  # Under nohup the run outlives its terminal.
                 self._previous[number] = signal.signal(number, self._handle)
             self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._handle)
             heard, self._told = os.pipe()
@@ -45,7 +45,7 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         if self._previous:
-            signal.set_wakeup_fd(self._woken)  # another loop's, as a notebook has
+            signal.set_wakeup_fd(self._woken)  # Another loop may use it, for example in a notebook.
             os.close(self._told)
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned
@@ -63,7 +63,9 @@ class Interrupts:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Stop wherever it is inside: there is no state yet, and what is waited for may be long."""
+        """Stop immediately inside: there is no state to save yet, and the current call may take
+        long.
+        """
         self._at_once = True
         try:
             self.check()
@@ -82,7 +84,7 @@ class Interrupts:
         self._stop = next((number for number in signals if number is not None), None)
 
     def check(self) -> None:
-        """Raise Interrupted if a stop was asked for."""
+        """Raise Interrupted if a signal asked for a stop."""
         if self._stop is not None:
             raise Interrupted(f"Interrupted by {signal.Signals(self._stop).name}.", self._stop)
 

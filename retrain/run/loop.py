@@ -1,8 +1,8 @@
 """The training loop: one step is sample, score, assign credit, learn, record.
 
-Everything that does not fit on this page is in the nouns that it calls: `session` opens the run,
-samples, learns and holds the run's state, `advantages` turns rewards into token credit, `observer`
-writes the step down, and `saver` says what is due and writes checkpoints.
+Everything that does not fit on this page is in the nouns that it calls. `session` opens the run,
+samples, learns and holds the run's state, and `advantages` turns rewards into token credit.
+`observer` writes the step down, and `saver` says what is due and writes checkpoints.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,9 +82,9 @@ def train(
     `config` names. The run's folder keeps their source.
 
     `overwrite` empties a run folder of retrain. `quiet` prints only the start, the evaluations and
-    the end, like `Verbosity.QUIET`. `skip_parity` trusts the engine unseen. The output begins with
-    the lines `said`. Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted, with
-    the steps completed so far saved. A second signal raises StoppedAtOnce, which saves nothing.
+    the end, like `Verbosity.QUIET`. `skip_parity` skips the parity gate. The output begins with the
+    lines `said`. Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted, with the
+    steps completed so far saved. A second signal raises StoppedAtOnce, which saves nothing.
     """
     functions = {"reward.type": reward, "algorithm.advantage_mode": advantage}
     given = {key: function for key, function in functions.items() if function}
@@ -130,8 +130,8 @@ def next_step(session: Session) -> None:
 
 
 def take_step(session: Session) -> None:
-    """Take one step: sample and score a batch, assign credit, learn, and record it. Interrupted
-    before the learning, it has changed nothing.
+    """Take one step: sample and score a batch, assign credit, learn, and record it. A step that
+    stops before the learning has changed nothing.
     """
     parts, number, clock = session.parts, session.state.step, StepClock("sample")
     rollout = session.sample()

@@ -33,9 +33,9 @@ def with_functions(
 ) -> Iterator[TrainConfig]:
     """Yield the configuration with each function as the plugin of its key, such as "reward.type".
 
-    Writes notebook_<hash>.py into the run's folder, and deletes it if the run is refused. Raises
-    ConfigurationError for a function whose source cannot stand alone, and for a folder that is not
-    the run's.
+    Writes notebook_<hash>.py into the run's folder, and deletes it if retrain refuses the run.
+    Raises ConfigurationError for a function whose source cannot stand alone, and for a folder that
+    does not belong to the run.
     """
     if not functions:
         yield config
@@ -57,7 +57,7 @@ def with_functions(
     if "algorithm.advantage_mode" in values and config.algorithm.algorithm_mode:
         values["algorithm.algorithm_mode"] = ""
     config = replaced(config, values)
-    # A plugin is looked for beside the configuration's file.
+    # retrain looks for a plugin in the folder of the configuration's file.
     config._provenance = replace(config._provenance, path=folder.config)
     try:
         with no_trace_of_a_refusal(folder, made):
@@ -84,8 +84,8 @@ def module_source(functions: Any) -> str:
 
 
 def _collect(function: Callable[..., Any], lines: dict[str, str], asked: str) -> None:
-    """Add a function's source to `lines`, after what it uses; `asked` is the name that train was
-    given.
+    """Add a function's source to `lines`, after the names that it uses; `asked` is the name of the
+    function that train got.
     """
     if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
         raise ConfigurationError(
@@ -100,7 +100,7 @@ def _collect(function: Callable[..., Any], lines: dict[str, str], asked: str) ->
     try:
         source = textwrap.dedent(inspect.getsource(function)).rstrip()
         signature = _names_of_signature(source)
-    except (OSError, TypeError, SyntaxError):  # or text inside that begins left of the function
+    except (OSError, TypeError, SyntaxError):  # The text may also begin left of the function.
         raise ConfigurationError(
             f"{asked}: the source of {function.__name__} is not known here; write it into a file"
             " and name it in the configuration, such as my_module.my_function."
@@ -110,7 +110,7 @@ def _collect(function: Callable[..., Any], lines: dict[str, str], asked: str) ->
             f"{asked}: two functions are called {function.__name__}, and a module holds one of"
             " them; rename one."
         )
-    lines[function.__name__] = ""  # so that a function that calls itself is not collected twice
+    lines[function.__name__] = ""  # A function that calls itself must not come twice.
     for name in sorted(_names(function.__code__) | signature):
         if name in function.__globals__ and name not in lines:
             _define(name, function.__globals__[name], lines, asked)
@@ -128,7 +128,8 @@ def _define(name: str, value: Any, lines: dict[str, str], asked: str) -> None:
         lines.setdefault("re", "import re")
         lines[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})"
     elif isinstance(value, FunctionType) and home == "__main__":
-        if value.__name__ not in lines or lines[value.__name__]:  # not on the way to it
+        # Skip a name that waits for this one.
+        if value.__name__ not in lines or lines[value.__name__]:
             _collect(value, lines, asked)
         if name != value.__name__:
             lines[name] = f"{name} = {value.__name__}"
@@ -152,18 +153,18 @@ def _import_line(module: str, name: str) -> str:
 def _reads_back(value: Any) -> bool:
     try:
         return bool(ast.literal_eval(repr(value)) == value)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last ones: too deep
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # The last two mean too deep.
         return False
 
 
 def _names(code: CodeType) -> set[str]:
-    """Names that the code and the functions inside it may take from their module."""
+    """Return the names that the code and the functions inside it may take from their module."""
     inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
     return set(code.co_names).union(*inner)
 
 
 def _names_of_signature(source: str) -> set[str]:
-    """Names in the decorators, defaults and annotations of a function."""
+    """Return the names in the decorators, defaults and annotations of a function."""
     (node,) = ast.parse(source).body
     parts: Iterator[ast.AST] = ast.iter_child_nodes(node)
     outside = [part for part in parts if part not in getattr(node, "body", [])]

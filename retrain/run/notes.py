@@ -25,7 +25,7 @@ from retrain.system import read_object, toml_value
 from retrain.types import Example, LogLine
 
 _BEFORE_ORIGIN = {"drawn": ",", "set in Python": ","}
-"""What stands between a value and an origin that is no place: "training.seed = 7, drawn"."""
+"""Words between a value and an origin that is not a place: "training.seed = 7, drawn"."""
 
 
 def preflight_lines(config: TrainConfig) -> list[str]:
@@ -53,7 +53,7 @@ def _recipe_line(config: TrainConfig) -> list[str]:
 
 
 def departure_note(config: TrainConfig) -> str:
-    """Name the keys of the recipe that the user has set otherwise; "" if there are none."""
+    """Name the keys of the recipe that the user set differently; "" if there are none."""
     name, moved = config.algorithm.algorithm_mode, config.schedule.points
     found = departures(name, config.value)
     yours = {path: toml_value(value) for path, value in found.items()}
@@ -79,7 +79,7 @@ def _spent_rate_note(training: Training) -> str:
 def notes(config: TrainConfig) -> list[str]:
     """Return the effects of a single run that users may not expect, one sentence each."""
     keys = ("algorithm.transform_mode", "algorithm.algorithm_mode", "sepa")
-    # A resume may read the run's own file, where every key is set; its first start has said it.
+    # A resume may read the run's own file, which sets every key; its first start said it.
     chosen = not config.resume.from_ and any(map(config.is_set, keys))
     found = [
         trust_note(config.model),
@@ -112,8 +112,8 @@ def notes(config: TrainConfig) -> list[str]:
 
 
 def sharding_note(config: TrainConfig, *, evaluates: bool = False) -> str:
-    """A sentence on what [backend] shard_base = true costs a run, or on `retrain eval`, which has
-    no use for it; "" where it is false.
+    """Return a sentence on the cost of [backend] shard_base = true, or on `retrain eval`, which
+    does not use it; "" if it is false.
     """
     if not config.backend.shard_base or config.kind == "squeeze":
         return ""
@@ -174,8 +174,8 @@ def unasked_note(config: TrainConfig, prompts: Sequence[str]) -> str:
 
 
 def reference_note(reward: Reward, examples: Sequence[Example], share: float = 0.0) -> str:
-    """Name the references that hold more than an answer, so that the bare one is not paid; "" where
-    they are no more than this share.
+    """Name the references that hold more than an answer, so that the reward does not pay the bare
+    answer. Return "" if they are at most this share.
     """
     unpaid = [(example, unpaid_answer(reward, example)) for example in examples]
     unpaid = [(example, bare) for example, bare in unpaid if bare]
@@ -198,7 +198,7 @@ reaches."""
 
 
 def trust_note(model: Model) -> str:
-    """Warn before a model is loaded with code of its own."""
+    """Warn if the model comes with its own code, before it loads."""
     if not model.trust_remote_code:
         return ""
     return (
@@ -208,12 +208,12 @@ def trust_note(model: Model) -> str:
 
 
 CERTAINTY = "certainty.json"
-"""A file in a model's folder: its `top_share` at temperature 1."""
+"""A file in a model's folder that holds its `top_share` at temperature 1."""
 
 
 def _certainty_note(config: TrainConfig, chosen: bool) -> str:
-    """Warn of a mask or a `chosen` transform on a model that is sure of nearly all its tokens, if
-    its folder says so.
+    """Warn of a mask or a `chosen` transform if the model's folder says that it is certain of
+    nearly all its tokens.
     """
     algorithm = config.algorithm
     transform = algorithm.modes[1]
@@ -230,7 +230,7 @@ def _certainty_note(config: TrainConfig, chosen: bool) -> str:
 
 
 def _full_note(config: TrainConfig) -> str:
-    """Say what `[model] train = "full"` decides where the user does not."""
+    """Say what `[model] train = "full"` decides if the user does not."""
     training = config.training
     decided = {
         "lr": toml_value(training.lr),
@@ -249,7 +249,7 @@ def _full_note(config: TrainConfig) -> str:
 
 
 def _lab_note(config: TrainConfig) -> str:
-    """Warn of the second lab model on other problems than its own."""
+    """Warn if the second lab model gets other problems than it knows."""
     data = config.data
     if config.model.model != "lab2" or data.source != "lab" or data.difficulty == MAX_DIFFICULTY:
         return ""
@@ -261,7 +261,7 @@ def _lab_note(config: TrainConfig) -> str:
 
 
 def _loss_note(config: TrainConfig) -> str:
-    """Warn about a clip without effect, in no step of a schedule: with one update per step the
+    """Warn about a clip without effect in every step of a schedule. With one update per step the
     ratio is 1 up to the mismatch of sampler and learner.
     """
     steps = [values for _, values in extremes(config)] or [{}]
@@ -278,9 +278,9 @@ def _loss_note(config: TrainConfig) -> str:
 def _clips_nothing(config: TrainConfig) -> bool:
     """Return True if the clip cannot act, whatever the device.
 
-    The first update's ratios are 1 against recomputed log-probs. Against the sampler's they contain
-    rounding, dropout, and in split mode a step of learning; the warning is given where they lie
-    inside the clip on any device all the same.
+    Against recomputed log-probs, the first update's ratios are 1. Against the sampler's log-probs
+    they contain rounding, dropout, and in split mode a step of learning. The warning still comes if
+    they lie inside the clip on any device.
     """
     loss, training = config.loss, config.training
     if loss.mode not in DEFAULT_CLIPS or training.updates_per_batch * training.minibatches > 1:
@@ -294,7 +294,7 @@ def _clips_nothing(config: TrainConfig) -> bool:
         return False
     room = _ROOM
     if loss.mode == "gspo" and not config.is_set("loss.old_logprobs"):
-        room = min(DEFAULT_CLIPS["gspo"])  # half precision recomputes them
+        room = min(DEFAULT_CLIPS["gspo"])  # Half precision recomputes them.
     return min(low, high) >= room
 
 

@@ -38,7 +38,7 @@ from retrain.types import StepResult
 
 _NONFINITE_LIMIT = 3
 _IMPOSSIBLE = 1e-9
-"""A chance that no step of a thousand runs has."""
+"""A chance so small that no step of a thousand runs reaches it."""
 _MISMATCH_STEPS = 3
 
 _LIMIT_FACTOR = 10
@@ -66,20 +66,20 @@ class StepObserver:
         self._said_identical = False
         self._laid_out = parts.backend.engine.layout_seconds
         self.last: StepRecord | None = None
-        """The record of the newest step, an earlier session's too."""
+        """The record of the newest step, also from an earlier session."""
         self.untrained: list[StepRecord] = []
         """The newest steps, newest first, if they trained nothing."""
 
     def restore(self, newest_first: Iterable[StepRecord]) -> None:
-        """Take up the records of an earlier session; no more of them are read than needed."""
+        """Take up the records of an earlier session; it reads no more of them than it needs."""
         records = iter(newest_first)
         last = next(records, None)
         if last is not None:
             self.last, self.untrained = last, untrained_streak(chain([last], records))
 
     def unlearned(self, steps: int) -> str:
-        """Return the line about a run of `steps` steps that ends with some that trained nothing, or
-        has no other; "" for any other run.
+        """Return the line about the last steps of a run if they trained nothing; "" for any other
+        run. `steps` is the length of the run.
         """
         if len(self.untrained) >= min(ENOUGH, steps):
             return self._untrained_line()
@@ -93,7 +93,7 @@ class StepObserver:
         return untrained_line(self.untrained, known)
 
     def rewards(self, step: Step) -> RewardStatistics:
-        """Summarise the rewards of a step."""
+        """Summarize the rewards of a step."""
         return reward_statistics(step.rollout, self._boxes)
 
     def observe(
@@ -103,8 +103,8 @@ class StepObserver:
         state: TrainerState,
         decision: Mapping[str, Any],
     ) -> None:
-        """Write a step down. `state`: the run's state after it; `decision`: the fields of the back
-        pressure's decision.
+        """Write a step down. `state` is the run's state after the step, and `decision` has the
+        fields of the back pressure's decision.
         """
         also: dict[str, Any] = {"scheduled": self.plan.moved(step.number) or None}
         if self.config.data.mix:
@@ -197,7 +197,7 @@ class StepObserver:
 
     def _identical_chance(self, step: Step, fields: Mapping[str, Any]) -> float | None:
         """Return the record's identical_chance, and say once that completions cannot be identical
-        by chance. `fields` are others of the record.
+        by chance. `fields` are the other fields of the record.
         """
         scheduled = fields.get("scheduled") or {}
         temperature = scheduled.get("training.temperature", self.config.training.temperature)
@@ -230,8 +230,8 @@ def mismatch_limit(
 ) -> float | None:
     """Return the limit of a run in nats; None if there is none.
 
-    Dropout and weights that are one step old move the ratio by themselves, so only a limit that was
-    set holds there.
+    Dropout and weights that are one step old move the ratio by themselves, so there only a limit
+    from the user holds.
     """
     if inference.mismatch_limit is not None:
         return inference.mismatch_limit or None
@@ -278,8 +278,8 @@ def check_mismatch(
 
 
 def untrained_mismatch_line(number: int, result: StepResult, limit: float | None) -> str:
-    """Warn of a step whose tokens were not trained, and are further off than the limit of those
-    that are.
+    """Warn of a step that trained no token and whose tokens differ by more than the limit for
+    trained tokens.
     """
     return (
         f"Step {number} trained nothing; sampler and learner differed by"

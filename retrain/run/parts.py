@@ -85,7 +85,9 @@ Say = Callable[[str], None]
 
 
 Judges = Mapping[str, tuple[Scorer | None, Stage | None]]
-"""Task of a source -> the scorer or the environment that judges its answers; "" is any other."""
+"""Task of a source -> the scorer or the environment that judges its answers; "" stands for any
+other task.
+"""
 _EVALUATION_ORDER_SEED = 0
 """Seed that shuffles held-out problems, which sources sort by subject; it is the same for every
 run."""
@@ -113,7 +115,7 @@ class Parts:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """The hashes of what the run learns from, as environment.json has them."""
+        """The hashes of the run's training data, under the names of environment.json."""
         found = {"data_sha256": self.prompts.fingerprint}
         if self.supervised:
             found["traces_sha256"] = fingerprint(self.supervised.traces.examples)
@@ -121,7 +123,7 @@ class Parts:
 
     @property
     def heldout_sha256(self) -> dict[str, str] | None:
-        """Task -> sha256 of its held-out examples; None where nothing is evaluated."""
+        """Task -> sha256 of its held-out examples; None without an evaluation."""
         return self.evaluator.heldout_sha256 if self.evaluator else None
 
     @property
@@ -141,9 +143,9 @@ class SourceParts:
     """A source of problems, and what judges the answers to them."""
 
     task: str
-    """Its name in `[[data.mix]]`; "" where it is the only one."""
+    """Its name in `[[data.mix]]`; "" if it is the only source."""
     config: TrainConfig
-    """The configuration of a run on it alone."""
+    """The configuration of a run on this source alone."""
     scorer: Scorer | None
     """Scores training completions; None if an environment judges."""
     stage: Stage | None
@@ -186,9 +188,10 @@ def load_parts(
     learns: bool = True,
 ) -> Parts:
     """Load tokenizer, data, rewards, credit and model. Cheap parts come first, so that a mistake
-    shows before a model is loaded.
+    shows before a model loads.
 
-    `learns` is False where nothing will be trained, so the memory of training is not predicted.
+    `learns` is False if the run will train no weights, so this does not predict the memory of
+    training.
     """
     problems = incapable(config)
     if problems:
@@ -204,7 +207,7 @@ def load_parts(
     with ExitStack() as undo:
         undo.callback(scorers.close)
         for source in sources_of(config):
-            scorers.of(source.config)  # its workers start while the model loads
+            scorers.of(source.config)  # Its workers start while the model loads.
         return _load_rest(config, choices, log, world, scorers, learns=learns, undo=undo)
 
 
@@ -218,8 +221,8 @@ def _load_rest(
     learns: bool,
     undo: ExitStack,
 ) -> Parts:
-    """Load what may have to be asked of the hub; `undo` closes what was opened if something
-    fails.
+    """Load the parts that may come from the hub; if something fails, `undo` closes the loaded
+    ones.
     """
     text = load_text(config.model, log)
     _log_context(config.training, text.context, log)
@@ -237,7 +240,7 @@ def _load_rest(
     _log_probes([*scorers.made.values()], log)
     if learns:
         longest = longest_prompt(prompts, prompts_of(held_out))
-        if supervised:  # a row of traces takes no more than the longest one of reinforcement
+        if supervised:  # The longest row must cover the rows of traces too.
             longest = max(longest, supervised.traces.longest - config.training.max_tokens)
         say_memory(config, choices, longest, log, world)
     backend = build_backend(config, text.eos_ids, choices, log, world)
@@ -259,7 +262,7 @@ def _load_rest(
         evaluator,
         supervised,
     )
-    # From here on `Parts.close` ends what was opened.
+    # From here on `Parts.close` closes the loaded parts.
     undo.pop_all()
     return parts
 
@@ -273,8 +276,8 @@ def _sampler(engine: InferenceEngine, text: TextModel, world: World, judges: Jud
 def load_sources(
     config: TrainConfig, text: TextModel, scorers: Scorers | None, log: Say, undo: ExitStack
 ) -> list[SourceParts]:
-    """Load what judges each source's answers: the environments, and the scorers where they are
-    given.
+    """Load the judges of each source's answers: the environments, and the scorers if `scorers` has
+    them.
     """
     loaded = []
     for source in sources_of(config):
@@ -300,7 +303,7 @@ def load_mixed_prompts(text: TextModel, sources: Sequence[SourceParts], log: Say
 
 
 def _log_context(training: Training, positions: int, log: Say) -> None:
-    """Say that max_tokens is more than the model has positions."""
+    """Say that max_tokens exceeds the positions of the model."""
     if training.max_tokens >= positions:
         log(
             f"[training] max_tokens = {training.max_tokens:,}, and the model has {positions:,}"
@@ -326,11 +329,10 @@ def _log_probes(scorers: Sequence[Scorer], log: Say) -> None:
 
 
 def check_plugins(config: TrainConfig) -> None:
-    """Load every plugin that the run needs, but for its rewards, before anything is asked of the
-    hub.
+    """Load every plugin that the run needs, except for its rewards, before any request to the hub.
 
-    Raises ConfigurationError, with one sentence for each that cannot be loaded or fails on a small
-    example.
+    Raises ConfigurationError, with one sentence for each plugin that does not load or fails on a
+    small example.
     """
     problems: list[str] = []
     # The other detector's encoder is a model of the hub.
@@ -349,8 +351,8 @@ def check_plugins(config: TrainConfig) -> None:
 
 
 def _load_sources(config: TrainConfig) -> None:
-    """Load the plugins of [data] and [environment]; none is called. A file here is no plugin,
-    whatever its name ends in.
+    """Load the plugins of [data] and [environment], without calling them. An existing file is never
+    a plugin path, whatever its name ends in.
     """
     for own in sources_of(config):
         source, provider = own.config.data.source, own.config.environment.provider
@@ -360,15 +362,15 @@ def _load_sources(config: TrainConfig) -> None:
         elif is_dotted(source) and not is_data_location(source) and not Path(source).exists():
             load_plugin("data", source, config)
     known = load_plugin("sampler", config.data.sampler, config, SAMPLERS)
-    # A plugin may read its examples, so it is tried on the run's own, when they are loaded.
+    # A plugin may read its examples, so the run tries it after loading its own examples.
     if known is not None and config.data.sampler in SAMPLERS:
         build_sampler(config, [Example("?", "")])
 
 
 def check_inputs(config: TrainConfig) -> str:
     """Check, for `explain`, what a run would refuse in its plugins, its rewards and its data files,
-    and judge reference answers. Nothing is asked of the hub; offline its cache is looked into.
-    Return the run's warnings about these files, or "".
+    and judge reference answers. It sends no request to the hub; offline it looks into the cache of
+    the hub. Return the run's warnings about these files, or "".
 
     Raises ConfigurationError or EnvironmentFailure, as the run would.
     """
@@ -424,8 +426,8 @@ def _judge_references(config: TrainConfig, examples: Sequence[Example]) -> None:
 
 
 def _asks_nobody(query: Query) -> bool:
-    """True if an answer is read from files alone, or refused: where the hub may not be asked, and
-    of a set for evaluation that is to be trained on.
+    """True if files alone give the answer, or retrain refuses the query: on an offline hub, or for
+    training on a set for evaluation.
     """
     source, reader = query.data.source, SOURCES.get(query.data.source)
     on_hub = source in HUB_SOURCES or source.startswith("hub:")
@@ -440,8 +442,8 @@ def _asks_nobody(query: Query) -> bool:
 
 
 def explained_traces(config: TrainConfig) -> SupervisedStage | None:
-    """Return the supervised stage for `explain`, where it can be read without the hub and without a
-    model's own code; else None. Raises ConfigurationError as a run would.
+    """Return the supervised stage for `explain`, if it needs neither the hub nor a model's own
+    code; else None. Raises ConfigurationError as a run would.
     """
     if not config.sft.is_on or config.model.trust_remote_code:
         return None
@@ -452,14 +454,14 @@ def explained_traces(config: TrainConfig) -> SupervisedStage | None:
 
 
 def check_model(config: TrainConfig) -> None:
-    """Raise as the run would for a model that is not to be had."""
-    if not config.model.trust_remote_code:  # whose code checking does not run
+    """Raise as the run would for an unavailable model."""
+    if not config.model.trust_remote_code:  # Checking runs no remote code.
         load_model_config(config.model.model, config.model.revision)
 
 
 def check_packages(config: TrainConfig) -> None:
-    """Raise as the run would for a package of its environment, its trackers or its planning
-    detector that is not here.
+    """Raise as the run would for a missing package of its environment, its trackers or its planning
+    detector.
     """
     for source in sources_of(config):
         check_package(source.config.environment.provider)
@@ -472,8 +474,8 @@ def check_packages(config: TrainConfig) -> None:
 
 
 def check_device(config: TrainConfig) -> None:
-    """Raise as the run would for a device that is not here, and for what the engine of this process
-    cannot do on it.
+    """Raise as the run would for a missing device, and for an unsupported use of it by the engine
+    of this process.
     """
     if backend_kind(config.backend.backend).in_process:
         from retrain.model.devices import choose_device, choose_dtype, engine_options
@@ -485,8 +487,8 @@ def check_device(config: TrainConfig) -> None:
 
 
 def _connect_engine(config: TrainConfig, log: Say, learns: bool) -> None:
-    """Check, before a model is loaded, that an engine outside this process answers and can do what
-    the run needs.
+    """Check, before a model loads, that an engine outside this process answers and can do what the
+    run needs.
     """
     if not backend_kind(config.backend.backend).in_process:
         return
@@ -526,7 +528,7 @@ def build_backend(
 
 def load_encoder(backend: BackendSettings, name: str, world: World) -> Encoder:
     """Load the sentence encoder of the semantic planning detector, on the learner's device if that
-    is ours.
+    is in this process.
     """
     from retrain.model.sentences import load_sentence_encoder
 
@@ -557,8 +559,8 @@ def say_memory(
     log: Say,
     world: World = ALONE,
 ) -> None:
-    """Predict the run's memory, with prompts of up to `prompt_tokens`, before the weights are
-    loaded. Raises EnvironmentFailure if not even one completion would fit.
+    """Predict the run's memory, with prompts of up to `prompt_tokens`, before the weights load.
+    Raises EnvironmentFailure if not even one completion would fit.
     """
     if not backend_kind(config.backend.backend).in_process:
         return
@@ -629,8 +631,8 @@ def _read_prompts(
     log: Say,
     task: str = "",
 ) -> tuple[int, PromptSet]:
-    """Return the number of examples, and the prompts of those that fit the context. With a `task`,
-    the name of a source of a mixture, they are examples of it.
+    """Return the number of examples, and the prompts of the examples that fit the context. With a
+    `task`, the name of a source of a mixture, the examples belong to it.
     """
     if stage is None:
         asked = query_of(config, split).key
@@ -667,7 +669,7 @@ HeldOut = list[tuple[Evaluation, list[Prompt]]]
 
 
 def _judged_by_source(config: TrainConfig) -> bool:
-    """Return True if the held-out problems are those of the sources of a mixture."""
+    """Return True if the held-out problems come from the sources of a mixture."""
     return bool(config.data.mix) and not config.evaluation.source
 
 
@@ -717,14 +719,16 @@ def _held_out_sources(
 
 
 def prompts_of(held_out: HeldOut | None) -> list[Prompt]:
-    """The held-out prompts of all sources."""
+    """Return the held-out prompts of all sources."""
     return list(chain.from_iterable(prompts for _, prompts in held_out or ()))
 
 
 def load_judges(
     config: TrainConfig, sources: Sequence[SourceParts], scorers: Scorers, log: Say
 ) -> Judges:
-    """Return the judges of held-out answers: training's own, unless those have a random part."""
+    """Return the judges of held-out answers. They are the judges of training, unless those have a
+    random part.
+    """
     asked = [(source.config, source.stage, source.task) for source in sources]
     if config.data.mix and not _judged_by_source(config):
         asked = [(config, None, "")]
@@ -781,10 +785,10 @@ def run_parity_gate(
     *,
     trained: bool = False,
 ) -> GateResult:
-    """Check the first prompts of the data order, so that a resumed run is checked on the same ones.
+    """Check the first prompts of the data order, so that a resumed run checks the same prompts.
 
     `step` counts the training steps behind the weights. `trained`: the engine already serves these
-    weights and is checked with them first.
+    weights, and the gate checks it with them first.
     """
     inputs = gate_inputs(config, parts, step, trained)
     return parity_gate(inputs, _gate_prompts(config.training, parts))
@@ -825,14 +829,14 @@ def gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> 
 
 
 def _check_gold(parts: Parts, prompts: Sequence[Prompt]) -> str:
-    """Score the right answers to these prompts as their source does."""
+    """Score the right answers to these prompts with the judge of their source."""
     found = []
     for source in parts.sources:
         own = [each for each in prompts if source.task in ("", each.example.task)]
         if source.stage:
             words = environment_gold(source.stage.host, own)
         else:
-            assert source.scorer is not None  # one of the two judges
+            assert source.scorer is not None  # Every source has a scorer or a stage.
             words = scored_gold(source.scorer, source.config.reward.think_end_token, own)
         found.append(f"{source.task} {words}".strip())
     return ", ".join(found)

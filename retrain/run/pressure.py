@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from retrain.run.step_record import Step
 
 _PASSES_OF_LORA = 4.0
-"""FLOP per parameter and trained token: forward 2, gradients of the inputs 2; the frozen weights
-get no gradient of their own."""
+"""FLOP per parameter and trained token: forward 2, gradients of the inputs 2. The frozen weights
+get no gradient.
+"""
 _RECOMPUTED = 2.0
 """The forward pass once more under gradient checkpointing."""
 
 
 class Pressure:
-    """Chooses the batch size of the next step; made only where `[backpressure] enabled` is true."""
+    """Chooses the batch size of the next step; it exists only if `[backpressure] enabled` is
+    true.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class Pressure:
     ) -> None:
         self.settings = settings
         self.replayed = replayed
-        """Step -> the seconds that it was decided by when it was made before."""
+        """Step -> the seconds behind the decision when an earlier session made that step."""
         self._backend = backend
         self._controller = BackpressureController(
             settings, training.batch_size, training.group_size
@@ -50,8 +53,8 @@ class Pressure:
     def observe(self, step: "Step", seconds: float) -> dict[str, Any]:
         """Decide the next batch size; returns the bp_ fields of the step's record.
 
-        `seconds` is the step's time on rank 0. A step that was made before decides by the time it
-        took then, so a resumed run visits the same batch sizes.
+        `seconds` is the step's time on rank 0. If an earlier session made the step, its time then
+        decides, so a resumed run visits the same batch sizes.
         """
         seconds = self.replayed.get(step.number, seconds)
         decision = self._controller.observe(step.rollout.tokens, seconds)
@@ -68,10 +71,10 @@ class Pressure:
         return roofline(flops, size, seconds, settings.peak_gflops, settings.peak_bw_gb_s)
 
     def _passes(self, step: "Step", trained: int) -> int:
-        """Count the readings of all weights: one per decoding step of the rows that run together,
+        """Count the passes over all weights: one per decoding step of the rows that run together,
         and a pass forward and back per micro-batch.
 
-        KV traffic is left out, so memory-bound steps are rather more so.
+        It leaves out KV traffic, so memory-bound steps are rather more so.
         """
         trajectories = list(chain.from_iterable(group.trajectories for group in step.rollout.drawn))
         completions = chain.from_iterable(trajectory.completions for trajectory in trajectories)
@@ -90,8 +93,9 @@ class Pressure:
 
 
 def decided_by(folder: RunFolder, first_step: int) -> dict[int, float]:
-    """Step -> seconds of the steps from `first_step` on that a resumed run makes again, also where
-    a resume before it cut their rows and ended; anything but such a pair is left out.
+    """Return step -> seconds of the steps from `first_step` on that a resumed run makes again. This
+    includes steps whose rows an earlier resume cut before it ended. It ignores anything but such a
+    pair.
     """
     files = filter(Path.is_file, (aside_of(folder.metrics), folder.metrics))
     rows = chain.from_iterable(map(read_jsonl, files))

@@ -1,4 +1,4 @@
-"""Takes steps of a stored run again, from its nearest checkpoint, in another folder."""
+"""Take steps of a stored run again, from its nearest checkpoint, in another folder."""
 
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -22,8 +22,8 @@ from retrain.tracking.base import Verbosity
 
 
 def nearest_checkpoint(folder: RunFolder, step: int, log: Callable[[str], None]) -> int:
-    """The newest checkpoint that is sealed and not after `step`, 0 without one; `log` receives a
-    line about each that is passed over.
+    """Return the step of the newest usable checkpoint not after `step`, 0 without one; `log`
+    receives a line about each newer unusable checkpoint.
     """
     found = CheckpointStore(stored_checkpoints(folder)).newest(log, until=step)
     return found.step if found else 0
@@ -33,9 +33,9 @@ def nearest_checkpoint(folder: RunFolder, step: int, log: Callable[[str], None])
 def replayed(
     folder: RunFolder, config: TrainConfig, start: int, stop: int, scratch: Path
 ) -> Iterator[Session]:
-    """Take the steps from `start`, which is 0 or a checkpoint's, to before `stop` again in
-    `scratch`, an absent folder, and yield the run as it is then. The run in `folder`, which has
-    `config`, is only read.
+    """Take the steps from `start` to before `stop` again in `scratch`, an absent folder, and yield
+    the run in that state. `start` is 0 or the step of a checkpoint. This only reads the run in
+    `folder`, which has `config`.
     """
     # The run's configuration in another folder, without trackers of its own. It ends where it is
     # asked to: the clock is another, and a resume may have lowered max_steps below the steps taken.
@@ -60,7 +60,7 @@ def replayed(
             session.state = replace(session.state, gate_mismatch=_gate_mismatch(folder))
         if session.pressure:
             session.pressure.replayed = decided_by(folder, start)
-        # That of the checkpoint's step is made again too: its copy would equal itself.
+        # Repeat the evaluation at the checkpoint's step too: its copy would equal itself.
         if start:
             truncate_to_step(session.folder.evaluation, start)
         session.state = replace(session.state, last_evaluation=-1)
@@ -84,9 +84,9 @@ def replayed(
 
 @dataclass(frozen=True)
 class _Recorded(Schedule):
-    """The schedule of a run with the evaluations and checkpoints that it made under an earlier one,
-    such as those at the end of a run that was then trained on, or where it was stopped: in split
-    mode nothing is drawn ahead of them.
+    """The schedule of a run with the evaluations and checkpoints that it made under an earlier
+    schedule. Examples are those at the end of a run that then trained on, or at a stop. In split
+    mode the run samples no step ahead of them.
     """
 
     evaluated: Collection[int]
@@ -100,7 +100,7 @@ class _Recorded(Schedule):
 
 
 def _evaluated(folder: RunFolder) -> set[int]:
-    """The steps of the evaluations that a run recorded."""
+    """Return the steps of the evaluations that a run recorded."""
     if not folder.evaluation.is_file():
         return set()
     return {line["step"] for line in read_jsonl(folder.evaluation)}
@@ -116,14 +116,14 @@ def _gate_mismatch(folder: RunFolder) -> float | None:
 
 
 def _saved(folder: RunFolder) -> set[int]:
-    """The steps of the checkpoints that a run has, and of those from which it was resumed."""
+    """Return the steps of the checkpoints that a run has, and the steps from which it resumed."""
     _, *later = _sessions(folder)
     resumed = {step for session in later if isinstance(step := session.get("step"), int)}
     return (resumed | {*CheckpointStore(stored_checkpoints(folder)).steps()}) - {0}
 
 
 def _sessions(folder: RunFolder) -> list[Json]:
-    """What environment.json says of each session; anybody may have changed it."""
+    """Return the sessions in environment.json, which anybody may have changed."""
     if not folder.environment.is_file():
         return [{}]
     first = read_object(folder.environment)
@@ -134,8 +134,8 @@ def _sessions(folder: RunFolder) -> list[Json]:
 
 
 def _copy(source: RunFolder, target: RunFolder, config: TrainConfig, start: int) -> None:
-    """Copy what a resume reads: the records, and one checkpoint. Not environment.json, so that the
-    replay describes its own.
+    """Copy what a resume reads: the records, and one checkpoint. It leaves out environment.json, so
+    that the replay describes its own environment.
     """
     target.create()
     for path in (*source.lines(), source.verdicts):

@@ -1,5 +1,5 @@
-"""Sampling the groups of one step: prompts become requests, completions replies, and replies are
-answered or scored while others decode.
+"""Sample the groups of one step: prompts become requests, completions become replies, and the
+environment or scorer answers replies while others decode.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,37 +30,35 @@ from retrain.run.dialogues import (
 from retrain.types import Group, Int32Array, Prompt, Row
 
 FEW = 4
-"""Completions that are scored in a step that trains none."""
+"""Completions to score in a step that trains none."""
 
 
 @dataclass
 class Rollout:
-    """The groups of one step in prompt order, with what they cost."""
+    """The groups of one step in prompt order, with their cost in time."""
 
     groups: list[Group]
-    """The last draw of each prompt, which credit is assigned for."""
+    """The last draw of each prompt, which gets the credit."""
     drawn: list[Group] = field(default_factory=list)
-    """Every draw: the first one of each prompt in prompt order, then the redraws."""
+    """Every draw: the first draw of each prompt in prompt order, then the redraws."""
     sample_seconds: float = 0.0
     reward_seconds: float = 0.0
     """Time spent waiting for scores after the last completion."""
 
     @property
     def first_draws(self) -> list[Group]:
-        """One draw of each prompt, which no reward has selected."""
+        """One draw of each prompt, selected by no reward."""
         return self.drawn[: len(self.groups)]
 
     @property
     def usable_groups(self) -> list[Group]:
-        """The judged part of each group; a group with fewer than two judged completions is
-        dropped.
-        """
+        """The judged part of each group, without groups with fewer than two judged completions."""
         judged = [(group.judged(), len(group)) for group in self.groups]
         return [part for part, whole in judged if len(part) == whole or len(part) >= 2]
 
     @property
     def redrawn(self) -> int:
-        """Draws beyond the first of a prompt."""
+        """Number of draws beyond the first of a prompt."""
         return len(self.drawn) - len(self.groups)
 
     @property
@@ -74,7 +72,7 @@ class Rollout:
 
     def few_rows(self, seed: int, step: int) -> list[Row]:
         """Choose FEW completions of the first draws by counter noise, and return their rows that
-        have a token, in the order of the groups. A choice that knew the rewards would select.
+        have a token, in the order of the groups. A choice by rewards would bias the sample.
         """
         members = [(group, one) for group in self.first_draws for one in group.trajectories]
         places = np.array([(group.slot, one.sample) for group, one in members], np.int64)
@@ -103,8 +101,8 @@ class Sampler:
         stage: Stage | None = None,
         by_task: Mapping[str, tuple[Scorer | None, Stage | None]] | None = None,
     ) -> None:
-        """`text` decodes the token ids of a reply. With a `stage` its environment answers and
-        judges, else the scorer; `by_task` has both of each source of a mixture.
+        """`text` decodes the token ids of a reply. The environment of `stage` answers and judges,
+        or else the scorer. `by_task` has both for each source of a mixture.
         """
         self.engine = engine
         self.scorer = scorer
@@ -161,7 +159,7 @@ class Sampler:
                 seed = environment_seed(plan, step, slot)
                 exchanges |= {one.key: stage.host.begin(prompt.example, seed) for one in own}
             else:
-                assert scorer is not None  # one of the two judges
+                assert scorer is not None  # Every task has a scorer or a stage.
                 group = scorer.group(plan.group_size)
                 exchanges |= {one.key: ScoredReply(group, one, step) for one in own}
         dialogues = Dialogues(
@@ -189,8 +187,8 @@ class _RolloutDropped(Exception):
 
 
 class PrefetchedRollout:
-    """At most one rollout under way, drawn in a thread of its own while the step before it is
-    learned.
+    """At most one running rollout, which a separate thread draws while the learner trains on the
+    step before.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -206,12 +204,12 @@ class PrefetchedRollout:
         self._under_way = self._pool.submit(draw, watcher)
 
     def take(self) -> Rollout | None:
-        """Wait for the rollout that was started; None if there was none."""
+        """Wait for the rollout that `start` began; None without one."""
         future, self._under_way = self._under_way, None
         return future.result() if future else None
 
     def drop(self) -> None:
-        """Cancel the rollout under way, so that the next one is drawn with the newest weights."""
+        """Cancel the running rollout, so that the next one samples with the newest weights."""
         self._unwanted.set()
         future, self._under_way = self._under_way, None
         error = future and future.exception()

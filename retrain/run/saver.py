@@ -44,8 +44,8 @@ class Schedule:
         )
 
     def evaluates(self, state: TrainerState) -> bool:
-        """Return True if the weights of `state` are evaluated. Those at the end of the supervised
-        stage are reinforcement's first.
+        """Return True if an evaluation of the weights of `state` is due. The weights at the end of
+        the supervised stage are the first weights of reinforcement.
         """
         stage, step = state.place
         if stage == "rl":
@@ -54,8 +54,8 @@ class Schedule:
         return due or (step == 0 and (self.evaluation.at_start or self.sft.evaluate_every > 0))
 
     def saves(self, state: TrainerState) -> bool:
-        """Return True if a checkpoint of `state` is due; the end of the supervised stage has
-        one.
+        """Return True if a checkpoint of `state` is due, which includes the end of the supervised
+        stage.
         """
         stage, step = state.place
         if stage == "rl":
@@ -68,7 +68,7 @@ class Schedule:
 
 
 def steps_at(place: tuple[str, int]) -> str:
-    """Say how many steps are completed: `3 supervised steps`."""
+    """Say how many steps the run has completed: `3 supervised steps`."""
     stage, step = place
     return counted(step, "supervised step" if stage == "sft" else "step")
 
@@ -117,7 +117,7 @@ class Saver:
 
     @property
     def is_behind(self) -> bool:
-        """True if the disk refused a checkpoint or a line that is still to be written."""
+        """True if the disk refused a checkpoint or a line that is still to write."""
         return self._failures > 0 or self.tracker.is_behind
 
     def rehearse(self) -> None:
@@ -126,11 +126,11 @@ class Saver:
 
     def save(self, state: TrainerState, *, may_retry: bool) -> None:
         """Write a checkpoint of `state`, with the extent of the run's files. A failure leaves the
-        one before in place; EnvironmentFailure is raised at the third failure in a row, or if it
-        may not be retried, and RunFailed if the run's folder is gone.
+        previous checkpoint in place. Raises EnvironmentFailure at the third failure in a row, or at
+        the first without `may_retry`. Raises RunFailed if the run's folder is gone.
         """
         try:
-            # A checkpoint is never ahead of the rows of its steps, so those are flushed first.
+            # A checkpoint is never ahead of the rows of its steps, so flush these rows first.
             stored = replace(state, files=self.tracker.sync())
             self.store.save(stored, self.backend.save)
             replace_file(self.folder.trainer_state, stored.to_json())

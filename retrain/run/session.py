@@ -1,4 +1,4 @@
-"""One process's share of a run: it opens the run, samples, evaluates, saves and sums up;
+"""Hold one process's share of a run: it opens the run, samples, evaluates, saves and sums up.
 `loop.take_step` goes through one step.
 """
 
@@ -79,8 +79,8 @@ from retrain.types import (
 
 
 class Session:
-    """A run in progress in this process. Between steps, `state` and the backend are all that
-    changes, and nothing else holds the state.
+    """A run in progress in this process. Between steps, only `state` and the backend change, and no
+    other part holds the state.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Session:
                             session._keep_start()
                         with closing(session.prefetched) if session.prefetched else nullcontext():
                             yield session
-                    # Of any kind: the summary names it, and it goes on to the command.
+                    # The summary names an error of any kind, and the command gets it too.
                     except Exception as error:
                         session._sum_up_failure(error)
                         raise
@@ -220,7 +220,7 @@ class Session:
         self.tracker.emit(StartEvent(backend.device_name))
 
     def _restore_records(self) -> None:
-        """Take up what an earlier session wrote of steps and evaluations."""
+        """Take up the records of steps and evaluations from an earlier session."""
         metrics, evaluation = self.folder.metrics, self.folder.evaluation
         ks = self.config.evaluation.k
         if self.folder.sft_evaluation.exists():
@@ -245,22 +245,22 @@ class Session:
             line = LogLine(result.line(), result.brief)
         self.tracker.message(line)
         self._describe(result)
-        self.folder.forget()  # what is replaced was kept until nothing refuses the run
+        self.folder.forget()  # The replaced run stays until the last check has passed.
         take(self.saver.store.folder, self.folder)
         self.saver.rehearse()
 
     def _keep_start(self) -> None:
-        """Hold the weights before the first step of reinforcement, where a reference is "start"."""
+        """Hold the weights before the first step of reinforcement, if a reference is "start"."""
         if not self.config.reads_start:
             return
         store, backend = self.saver.store, self.parts.backend
         if self.world.is_rank_zero and not self.state.step:
             store.save_start(self.state, backend.save_adapter)
-        self.world.broadcast(None)  # every rank reads what the first has written
+        self.world.broadcast(None)  # Every rank reads what the first has written.
         backend.keep_start(store.start())
 
     def _describe(self, gate: GateResult | None) -> None:
-        """Complete environment.json, also by what is this session's alone."""
+        """Complete environment.json, including the data of this session."""
         model, prompts = self.config.model, self.parts.prompts
         environment = read_object(self.folder.environment) | {
             **self.parts.fingerprints,
@@ -320,7 +320,7 @@ class Session:
     # -- one step: sample, turn to learning, learn, record -----------------------------------------
 
     def sample(self) -> Rollout:
-        """Return the scored groups of this step, drawn now unless they were prefetched."""
+        """Return the scored groups of this step: the prefetched ones, or new samples."""
         rollout = self.prefetched.take() if self.prefetched else None
         if rollout is None:
             prompts, plan = self._prompts(self.state.step), self._sampling(self.state.step)
@@ -328,7 +328,7 @@ class Session:
             step, completions = self.state.step, len(prompts) * plan.group_size
             watcher = self._watch(f"Step {step}: sampling", completions)
             rollout = self.parts.sampler.draw(prompts, step, plan, watcher)
-            self._check_again()  # before anything is learned from what it sampled
+            self._check_again()  # Check before the learner trains on its samples.
         if self.config.schedule.points:
             self.parts.credit.use(self._settings)
         scores = [
@@ -339,12 +339,12 @@ class Session:
         return rollout
 
     def turn_to_learning(self, used: int) -> None:
-        """Stop for a signal, for the last time in this step, which used `used` prompts; in split
+        """Stop for a signal, for the last time in this step, which used `used` prompts. In split
         mode start to sample the next step.
 
-        Nothing is prefetched across a checkpoint or an evaluation, so a resumed run samples with
-        the weights of the undisturbed one. Raises Interrupted in every process, if one of them got
-        a signal.
+        It never prefetches across a checkpoint or an evaluation, so a resumed run samples with the
+        same weights as a run without a stop. Raises Interrupted in every process, if any process
+        got a signal.
         """
         self.interrupts.adopt(self.world.gather(self.interrupts.stopped_by))
         self.interrupts.check()
@@ -372,8 +372,8 @@ class Session:
 
     @contextmanager
     def _moved(self) -> Iterator[None]:
-        """The backend has the settings of this step inside. The gate and evaluations are at those
-        of the file.
+        """Give the backend the settings of this step inside the context. The gate and evaluations
+        use the settings of the file.
         """
         backend = self.parts.backend
         if not (self.config.schedule.points and backend.capabilities.moves_settings):
@@ -386,7 +386,7 @@ class Session:
             backend.use(self.config)
 
     def taught(self, groups: Sequence[Group]) -> Float64Array:
-        """[n] log-probs of the groups' action tokens by the teacher, which the run has."""
+        """Return [n] log-probs of the groups' action tokens from the run's teacher."""
         assert self.parts.teacher is not None
         with self._moved():
             return self.parts.teacher.logprobs(groups)
@@ -397,8 +397,8 @@ class Session:
         """Train on the rows of `rollout`. Return, for each trained row, [T] learner - sampler
         log-prob before the step, and the learner's report.
 
-        The log-ratios are None in a step that does not want them, since they cost a forward pass,
-        and where the backend cannot score rows.
+        The log-ratios are None if the step does not need them, since they cost a forward pass, and
+        if the backend cannot score rows.
         """
         with self._moved():
             return self._learned(rows, rollout)
@@ -414,16 +414,17 @@ class Session:
             scored = zip(trained, backend.logprobs(trained), strict=True)
             log_ratios = {row.key: own - row.logprobs for row, own in scored}
         compared = self._untrained_mismatch(rows, rollout)
-        self.state = replace(before, learning=True)  # until `record` has moved past the step
+        # It stays so until `record` has moved past the step.
+        self.state = replace(before, learning=True)
         try:
             return log_ratios, replace(backend.train(rows, before.step), **compared)
         except NotReached:
-            self.state = before  # nothing has left this process
+            self.state = before  # The batch has not left this process.
             raise
 
     def _untrained_mismatch(self, rows: list[Row], rollout: Rollout) -> dict[str, Any]:
-        """Return the log_ratio_* of a few completions of a step without a trained row; {} in any
-        other step, and where the learner cannot score what the engine samples, with the weights
+        """Return the log_ratio_* of a few completions of a step without a trained row. Return {} in
+        any other step, and if the learner cannot score what the engine samples, with the weights
         that sampled it.
         """
         backend = self.parts.backend
@@ -438,7 +439,9 @@ class Session:
 
     @property
     def _mismatch_limit(self) -> float | None:
-        """Nats that sampler and learner may differ by in three steps in a row; None: any."""
+        """Nats that sampler and learner may differ by in three steps in a row; None allows any
+        difference.
+        """
         config, backend = self.config, self.parts.backend
         return mismatch_limit(
             config.inference,
@@ -486,12 +489,12 @@ class Session:
 
     @property
     def _next_batch_size(self) -> int:
-        """Prompts of the next step: the controller's choice, otherwise as before."""
+        """Prompts of the next step: the controller's choice, otherwise the same as before."""
         return self.pressure.batch_size if self.pressure else self.state.batch_size
 
     def _prompts(self, step: int, after: int = 0) -> list[Prompt]:
-        """Return the batch of a step, in the shuffle `after` prompts past the cursor. A sampler is
-        asked by rank 0, which tells the others.
+        """Return the batch of a step, in the shuffle `after` prompts past the cursor. Rank 0 asks
+        the sampler and tells the other ranks.
         """
         count, seed, indices = self.state.batch_size, self.state.seed, None
         if self.world.is_rank_zero:
@@ -500,12 +503,11 @@ class Session:
         return self.choice.take(step, self.state.cursor + after, count, seed, indices)
 
     def _sync(self) -> None:
-        """Give the engine the learner's weights of this moment; once per step, since a server reads
-        the adapter from a disk.
+        """Give the engine the learner's current weights, once per step, since a server reads the
+        adapter from a disk.
 
-        An engine outside this process is checked again at its first new adapter: so far the gate
-        saw adapters that it had made itself. It is also checked after a server woke up or came
-        back.
+        It checks an engine outside this process again at its first new adapter: so far the gate saw
+        only adapters of its own making. It also checks a server that woke up or came back.
         """
         step, engine = self.state.step, self.parts.backend.engine
         if self._synced == self.state.place:
@@ -521,14 +523,14 @@ class Session:
 
     @property
     def _compares(self) -> bool:
-        """True if the engine may serve another policy than the learner's, and the learner can
+        """True if the engine may serve another policy than the learner has, and the learner can
         tell.
         """
         backend = self.parts.backend
         return backend.capabilities.scores_rows and not backend.engine.capabilities.in_process
 
     def _check_again(self) -> None:
-        """Check the engine again where a server woke up or came back since the last look."""
+        """Check the engine again if a server woke up or came back since the last check."""
         engine = self.parts.backend.engine
         if engine.unchecked and self._compares and not self._skip_parity:
             check_again(self.config, self.parts, self.state.step)
@@ -580,7 +582,7 @@ class Session:
             self.save_now()
 
     def _compare_ranks(self) -> None:
-        """Raise RunFailed, in every process, if they do not have the same weights."""
+        """Raise RunFailed in every process if the processes do not have the same weights."""
         if self.world.size > 1 and len({*self.world.gather(self.parts.backend.digest())}) > 1:
             raise RunFailed(
                 f"The processes of this run have different weights after step {self.state.step}, so"
@@ -589,8 +591,8 @@ class Session:
             )
 
     def save_now(self) -> str:
-        """Save a checkpoint between two steps; within a step there is none to save. Return what is
-        saved now, in a sentence.
+        """Save a checkpoint between two steps; within a step there is none to save. Return a
+        sentence about the saved state.
         """
         current = self.saver.holds(self.state)
         if self.world.is_rank_zero and not (current or self.state.learning):
@@ -632,7 +634,7 @@ class Session:
     def _sum_up_failure(self, error: Exception) -> None:
         """Write a summary that says why the run ended."""
         if not self.folder.config.is_file():
-            return  # it has not begun
+            return  # The run has not begun.
         reason = str(error)
         if not isinstance(error, RetrainError):
             reason = f"{type(error).__name__}: {error}"
@@ -675,7 +677,7 @@ def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[RunS
     if not world.is_rank_zero:
         found: RunStart | RetrainError | None = world.broadcast(None)
         if isinstance(found, RetrainError):
-            raise SystemExit(found.exit_code)  # rank 0 prints the sentence
+            raise SystemExit(found.exit_code)  # Rank 0 prints the sentence.
         assert found is not None
         yield found
         return

@@ -1,7 +1,7 @@
-"""Parts that runs which follow each other in one process need only once: tokenizers and prompts,
-kept while `shared_parts` is open.
+"""Share the parts that consecutive runs of a process load only once: tokenizers and prompts, inside
+`shared_parts`.
 
-Weights are kept by `model.load.shared_models`.
+`model.load.shared_models` keeps the weights.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 Part = TypeVar("Part")
 
 _kept: dict[Hashable, Any] | None = None
-"""Inside `shared_parts`: the parts by what they were made from."""
+"""Inside `shared_parts`: the parts, by the key of their inputs."""
 
 
 @contextmanager
@@ -26,8 +26,8 @@ def shared_parts() -> Iterator[None]:
 
 
 def shared(key: Hashable, make: Callable[[], Part]) -> Part:
-    """Return what `make` returns, or returned earlier for an equal key. None is the key of what
-    must be made anew.
+    """Return what `make` returns, or returned earlier for an equal key. With None as the key it
+    always calls `make`.
     """
     if _kept is None or key is None:
         return make()

@@ -1,4 +1,4 @@
-"""The start of a run, new or resumed, in a folder that is ours and locked."""
+"""Start a run, new or resumed, in a locked folder of its own."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class RunStart:
     """A locked run folder, with what an earlier session left in it."""
 
     config: TrainConfig
-    """The configuration with the seed drawn, and with the log_dir of the resumed run."""
+    """The configuration with the drawn seed, and with the log_dir of the resumed run."""
     folder: RunFolder
     store: CheckpointStore
     state: TrainerState
@@ -55,8 +55,8 @@ class RunStart:
 def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
     """Hold the run folder's lock for as long as the context lasts.
 
-    Raises ConfigurationError for a folder that may not be used, and for keys that may not change at
-    resume.
+    Raises ConfigurationError for a folder that the run may not use, and for keys that may not
+    change at resume.
     """
     if config.kind == "campaign":
         raise ConfigurationError(
@@ -86,7 +86,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
             try:
                 yield _open_new(config, folder, resuming, overwrite)
             except BaseException:
-                folder.put_back()  # what --overwrite would replace, if nothing has begun
+                folder.put_back()  # Restore what --overwrite would replace, if no run has begun.
                 raise
             folder.forget()
 
@@ -95,7 +95,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
 def no_trace_of_a_refusal(
     folder: RunFolder, made: Sequence[Path], elsewhere: Sequence[Path] = ()
 ) -> Iterator[None]:
-    """Delete the folders `made` for a run that is refused before it begins, so that the corrected
+    """Delete the folders `made` if retrain refuses the run before it begins, so that the corrected
     command is a first one.
 
     `elsewhere`: the folders of its checkpoints, outside of its own.
@@ -103,7 +103,7 @@ def no_trace_of_a_refusal(
     try:
         yield
     except RetrainError as error:
-        # A mistake in the configuration may show after the files are opened, but before the first
+        # A mistake in the configuration may show after this opens the files, but before the first
         # line of numbers.
         files = [folder.config]
         if isinstance(error, ConfigurationError):
@@ -121,7 +121,7 @@ def no_trace_of_a_refusal(
 
 
 def missing_folders(path: Path) -> Iterator[Path]:
-    """The folders that are made with `path`, each one before its parent."""
+    """Yield the folders that making `path` creates, each one before its parent."""
     while not path.exists():
         yield path
         path = path.parent
@@ -132,7 +132,7 @@ def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite:
     checkpoints = checkpoint_folder(config.backend, folder, overwrite)
     folder.set_aside()
     store = CheckpointStore(checkpoints, config.training.keep_checkpoints)
-    if not store.steps():  # those of a run that is replaced are kept as long as its files are
+    if not store.steps():  # Keep the checkpoints of a replaced run as long as its files.
         take(checkpoints, folder)
     notes = []
     if resuming:
@@ -156,8 +156,8 @@ def _no_checkpoint_line(folder: RunFolder) -> str:
 
 
 def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
-    """Open a folder to resume its run. Nothing in it changes before it is certain that the run can
-    continue.
+    """Open a folder to resume its run. The folder does not change before it is certain that the run
+    can continue.
     """
     _refuse_damaged(folder)
     config = _resumed_config(config, folder)
@@ -165,7 +165,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     store = CheckpointStore(stored_checkpoints(folder), config.training.keep_checkpoints)
     checkpoint = _newest(store, folder, notes.append)
     state = _first_state(config)
-    if checkpoint:  # other max_steps may come with another end of a falling rate
+    if checkpoint:  # Other max_steps may come with another end of a falling rate.
         state = replace(checkpoint.state(), config_hash=state.config_hash)
     refuse_other_schedule(load_stored(folder.config), config, state.step)
     replayed = {}
@@ -193,8 +193,8 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
 
 
 def _refuse_damaged(folder: RunFolder) -> None:
-    """Raise ConfigurationError for a folder in which a resume would write at other places than its
-    own, or that lost its config.toml.
+    """Raise ConfigurationError for a folder in which a resume would write outside its own files, or
+    that lost its config.toml.
     """
     folders = folder.folders()
     for path in (*folders, *folder.lines(), folder.verdicts, folder.output):
@@ -214,9 +214,9 @@ def _resumed_config(config: TrainConfig, folder: RunFolder) -> TrainConfig:
     """
     stored = load_stored(folder.config)
     changes: dict[str, object] = {"logging.log_dir": str(folder.path)}
-    if config.training.seed == -1:  # drawn when the run began
+    if config.training.seed == -1:  # The run drew its seed when it began.
         changes["training.seed"] = stored.training.seed
-    config = replaced(config, changes, origin="file")  # the run's own file
+    config = replaced(config, changes, origin="file")  # The values come from the run's own file.
     # config.toml masks credentials, so they must not count as a difference.
     masked = config_from_toml(dump_toml(Redactor().config(config)))
     differences = resume_differences(stored, masked)
@@ -226,8 +226,8 @@ def _resumed_config(config: TrainConfig, folder: RunFolder) -> TrainConfig:
 
 
 def refuse_other_schedule(stored: TrainConfig, config: TrainConfig, step: int) -> None:
-    """Raise ConfigurationError where other max_steps would move the end of a falling learning rate
-    that nobody named: `config` goes on after `step` steps.
+    """Raise ConfigurationError if other max_steps would move the end of a falling learning rate
+    that the user did not set. `config` continues after `step` steps.
     """
     before, after = stored.training, config.training
     same_end = before.max_steps == after.max_steps or before.lr_schedule == "constant"
@@ -248,7 +248,7 @@ def refuse_other_schedule(stored: TrainConfig, config: TrainConfig, step: int) -
 
 
 def _no_step_left(config: TrainConfig, folder: RunFolder, steps: int) -> str:
-    """Say that the run has taken `steps`, as many as it may or more, and how to go on."""
+    """Say that the run has taken `steps`, the maximum or more, and how to continue."""
     further = 2 * steps or 1
     more = f"--max-steps {further}"
     if config.training.lr_schedule != "constant":
@@ -269,7 +269,7 @@ def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
     day, campaign = None, folder.path.resolve().parent.parent
     if folder.environment.exists():
         day = read_object(folder.environment).get("prompt_date")
-    with suppress(RunFailed):  # of a file that is not ours
+    with suppress(RunFailed):  # The file may not be ours.
         if day is None and kind_of(campaign) == "campaign":
             begun = str(read_object(campaign / "manifest.json").get("timestamp"))
             day = re.sub(r"(\d{4})(\d\d)(\d\d)_\d+", r"\1-\2-\3", begun)
@@ -280,8 +280,8 @@ def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
 def refuse_other_data(
     opened: RunStart, fingerprints: Mapping[str, str], heldout: Mapping[str, str] | None
 ) -> None:
-    """Raise ConfigurationError if the run was trained or evaluated on other examples so far: its
-    place among them, what a sampler saw of them, and its earlier results would mean others.
+    """Raise ConfigurationError if the run has trained or evaluated on other examples so far. Its
+    place among them, a sampler's view of them, and its earlier results would have another meaning.
     """
     if opened.checkpoint is None or not opened.folder.environment.exists():
         return
@@ -304,7 +304,9 @@ def refuse_other_data(
 def other_heldout(
     folder: RunFolder, config: TrainConfig, heldout: Mapping[str, str] | None
 ) -> bool:
-    """True if the run's last session named the same held-out examples, and they were others."""
+    """True if the run's last session named the same held-out examples, but their content
+    differed.
+    """
     if not folder.environment.exists() or _named(load_stored(folder.config)) != _named(config):
         return False
     newest = part_of_session(read_object(folder.environment), goes_on=True)
@@ -312,7 +314,7 @@ def other_heldout(
 
 
 def _named(config: TrainConfig) -> list[Any]:
-    """Return what says which held-out examples are read."""
+    """Return the settings that decide which held-out examples the run reads."""
     data, evaluation = config.data, config.evaluation
     tasks = {
         task: {name: own[name] for name in ("path", "max_examples") if name in own}
@@ -329,8 +331,8 @@ def _named(config: TrainConfig) -> list[Any]:
 
 
 def part_of_session(environment: Json, *, goes_on: bool) -> Json:
-    """Return the part of environment.json's content that is about this session: all of it, or its
-    entry among the later ones if the run `goes_on` from a checkpoint.
+    """Return the part of environment.json's content about this session. This is the whole content,
+    or its entry among the later ones if the run `goes_on` from a checkpoint.
     """
     later = environment.get("resumed")
     return later[-1] if goes_on and later else environment
@@ -339,8 +341,8 @@ def part_of_session(environment: Json, *, goes_on: bool) -> Json:
 def _newest(
     store: CheckpointStore, folder: RunFolder, log: Callable[[str], None]
 ) -> Checkpoint | None:
-    """Return the checkpoint to resume from; None if none was made. Raises ConfigurationError if
-    none of those made can be used.
+    """Return the checkpoint to resume from; None if the run made none. Raises ConfigurationError if
+    no checkpoint is usable.
     """
     put_back(store.folder)
     passed_over: list[str] = []

@@ -1,5 +1,5 @@
-"""The record of a step: the numbers of rollout, credit, learning and machine under the names of the
-records' fields.
+"""Build the record of a step: the numbers of rollout, credit, learning and machine under the names
+of the record's fields.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,7 +58,7 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Step:
-    """Everything about one step that was taken, from sampling to learning, for `StepObserver`."""
+    """Everything about one finished step, from sampling to learning, for `StepObserver`."""
 
     number: int
     """The step's number, counted from 0."""
@@ -68,8 +68,9 @@ class Step:
     rows: list[Row]
     """One entry per judged completion, in the order of `credit.sources`."""
     log_ratios: Mapping[RowKey, Float32Array] | None
-    """[T] of each row: learner - sampler log-prob before the step; None if nobody stores the
-    tokens."""
+    """[T] of each row, learner - sampler log-prob before the step; None if no sink stores the
+    tokens.
+    """
     result: StepResult
     clock: StepClock
 
@@ -78,9 +79,9 @@ class Step:
 class RewardStatistics:
     """Statistics over the first draw of every prompt of a step, skipped groups included.
 
-    Redraws are selected by their rewards, so the last draws would be biased. In all draws together
-    a prompt would weigh more the more often it is drawn, that is, the nearer its success rate is to
-    0 or 1.
+    Rewards select the redraws, so the last draws would bias the statistics. Over all draws, a
+    prompt would weigh more the more draws it has, that is, the nearer its success rate is to 0 or
+    1.
     """
 
     judged: int
@@ -99,7 +100,9 @@ class RewardStatistics:
 
 
 def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> RewardStatistics:
-    """`boxes` finds the answer in a completion; None if the reward does not."""
+    """Compute the statistics of a step. `boxes` finds the answer in a completion; None if the
+    reward does not.
+    """
     members = list(chain.from_iterable(group.members for group in rollout.first_draws))
     trajectories = [member.trajectory for member in members]
     is_cut = [one.finish_reason is FinishReason.LENGTH for one in trajectories]
@@ -136,14 +139,14 @@ def _rewards(members: Iterable[Scored]) -> list[float]:
 
 
 def _deviation(rewards: Sequence[float]) -> float | None:
-    """The standard deviation, exactly 0 where all rewards are equal; None without any."""
+    """Return the standard deviation, exactly 0 if all rewards are equal; None without any."""
     if not rewards:
         return None
     return float(np.std(rewards)) if min(rewards) < max(rewards) else 0.0
 
 
 def _token_mean(rows: Sequence[Float32Array | None]) -> float | None:
-    """The mean over all tokens; None without any, or where a completion has no values."""
+    """Return the mean over all tokens; None without any, or if a completion has no values."""
     values = joined_or_none(rows)
     if values is None or not len(values):
         return None
@@ -156,10 +159,10 @@ def _is_identical(group: Group) -> bool:
 
 
 def result_fields(result: StepResult) -> dict[str, Any]:
-    """Return the learner's report under the record's names, which are its own."""
+    """Return the learner's report under the names of the record, which equal its own."""
     fields = asdict(result)
-    del fields["updates"], fields["nonfinite_tensor"]  # for the screen alone
-    del fields["entropy_mean"]  # which `reward_fields` takes
+    del fields["updates"], fields["nonfinite_tensor"]  # Only the screen shows them.
+    del fields["entropy_mean"]  # `reward_fields` takes it.
     loss = None if result.loss_is_placeholder else result.loss
     return fields | {"loss": loss, "reported_loss": result.loss}
 
@@ -177,8 +180,8 @@ def identical_chance(groups: Sequence[Group]) -> float:
 
 
 def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
-    """Return what credit assignment reports, over all groups of the step. `dropped_groups` could
-    not be judged, so they count as skipped for a reason other than their rewards.
+    """Return what credit assignment reports, over all groups of the step. The reward could not
+    judge `dropped_groups`, so they count as skipped for a reason other than their rewards.
     """
     fields = asdict(credit.statistics)
     fields["groups_skipped_other"] += dropped_groups
@@ -189,8 +192,8 @@ def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
 
 
 def reward_fields(statistics: RewardStatistics, result: StepResult) -> dict[str, Any]:
-    """Return statistics of the samples. The learner's entropy stands in where the engine records
-    none.
+    """Return statistics of the samples. If the engine records no entropy, the learner's entropy
+    replaces it.
     """
     fields = asdict(statistics)
     del fields["judged"], fields["correct"]
@@ -254,7 +257,7 @@ def generation_records(
     """Return every trajectory of the step as text, with its advantage; with `in_turns` also what
     its environment reports about it.
     """
-    # Of the judged groups alone: a completion outside of them has none.
+    # Only judged groups have advantages: a completion outside of them has none.
     advantages = {
         (source.slot, trajectory.sample): advantage
         for source, given in zip(credit.sources, credit.groups, strict=True)
@@ -284,8 +287,8 @@ def generation_records(
 def token_table(
     credit: Credit, with_planning: bool, log_ratios: Mapping[RowKey, Float32Array] | None = None
 ) -> TokenTable:
-    """Collect every judged token of the step with its advantage after each stage. `log_ratios`: row
-    key -> [T], for the trained rows; the tokens of the others have NaN.
+    """Collect every judged token of the step with its advantage after each stage. `log_ratios` maps
+    row keys to [T] for the trained rows; the tokens of other rows have NaN.
     """
     tokens, entropies = credit.tokens, credit.tokens.entropies
     prompts = [group.prompt.token_ids for group in credit.sources]
@@ -307,14 +310,14 @@ def token_table(
         log_ratios=None if log_ratios is None else _joined_ratios(credit, log_ratios),
         prompt_offsets=_offsets([len(ids) for ids in prompts]),
         prompt_token_ids=_joined_ids(prompts),
-        # of all completions or of none: the array has no gaps
+        # The array has no gaps: it holds all completions or none.
         kept=np.concatenate(kept) if kept and len(kept) == len(trajectories) else None,
         turns=_turn_table(trajectories),
     )
 
 
 def _joined_ratios(credit: Credit, log_ratios: Mapping[RowKey, Float32Array]) -> Float32Array:
-    """[n] log-ratios in the order of the step's tokens; NaN for the rows that were not trained."""
+    """Return [n] log-ratios in the order of the step's tokens; NaN for untrained rows."""
     pieces = [np.zeros(0, np.float32)]
     for number, group in enumerate(credit.sources):
         for trajectory in group.trajectories:
@@ -326,7 +329,7 @@ def _joined_ratios(credit: Credit, log_ratios: Mapping[RowKey, Float32Array]) ->
 
 
 def _offsets(lengths: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """[N + 1] offsets of N pieces that lie one after the other."""
+    """Return [N + 1] offsets of N pieces that lie one after the other."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 

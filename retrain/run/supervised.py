@@ -19,7 +19,7 @@ from retrain.types import Row, StepResult
 _SHOWN = 3
 """Traces that `explain` shows."""
 _WIDTH = 1000
-"""Characters of a trace that it shows."""
+"""Maximum number of characters of a trace in that text."""
 _OPENS, _CLOSES = "[learned: ", "]"
 
 
@@ -27,8 +27,8 @@ _OPENS, _CLOSES = "[learned: ", "]"
 class SupervisedStage:
     """Supervised fine-tuning before the first step of reinforcement learning.
 
-    At ratio 1 and advantage 1 the policy gradient over the mean of a batch's tokens is the gradient
-    of cross-entropy, so the learner of reinforcement takes these steps too.
+    At ratio 1 and advantage 1, the policy gradient over the mean of a batch's tokens is the
+    gradient of cross-entropy. So the learner of reinforcement takes these steps too.
     """
 
     config: TrainConfig
@@ -39,9 +39,9 @@ class SupervisedStage:
 
     @classmethod
     def load(cls, config: TrainConfig, text: TextModel) -> Self:
-        """Load the traces of [sft]. Raises ConfigurationError if none can be used."""
+        """Load the traces of [sft]. Raises ConfigurationError without a usable trace."""
         traces, held_out = load_traces(config, text), None
-        assert traces is not None  # a source without training rows is refused
+        assert traces is not None  # `load_traces` refuses a source without training rows.
         if config.sft.evaluate_every:
             held_out = load_traces(config, text, "heldout")
         return cls(config, traces, held_out, text)
@@ -61,7 +61,7 @@ class SupervisedStage:
         )
 
     def lines(self) -> Iterator[str]:
-        """Describe the stage: its size, what acts in it, and a few traces."""
+        """Describe the stage: its size, its effective settings, and a few traces."""
         training = self.learner_config.training
         yield f"{self.words}, at lr {training.lr:g} and temperature 1"
         yield "only max_grad_norm of [loss] acts in it; top_k, top_p, min_p and teachers do not"
@@ -72,8 +72,8 @@ class SupervisedStage:
 
     @property
     def learner_config(self) -> TrainConfig:
-        """The settings that the learner has in this stage: temperature 1, one update a step, and
-        nothing of [loss] but max_grad_norm.
+        """The settings of the learner in this stage: temperature 1, one update a step, and only
+        max_grad_norm of [loss].
         """
         sft, training, loss = self.config.sft, self.config.training, self.config.loss
         training = training.model_copy(

@@ -1,6 +1,6 @@
-"""The teacher of `[algorithm] reference`: log-probs of a step's sampled tokens by the frozen base,
-by the policy of the start, by another adapter, or by the policy itself with the answer in its
-prompt. No second model is held.
+"""Score a step's sampled tokens with the teacher of `[algorithm] reference`. The teacher is the
+frozen base, the policy of the start, another adapter, or the policy itself with the answer in its
+prompt. It needs no second model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from retrain.config.schema import Algorithm
 
 TEACHERS = ("base", "start", "gold")
-"""`[algorithm] reference` apart from the folder of an adapter."""
+"""Values of `[algorithm] reference` that are not the folder of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Teacher:
 
     @classmethod
     def of(cls, config: "TrainConfig", text: TextModel, backend: Backend) -> "Teacher | None":
-        """Return the teacher of a run; None if none is named."""
+        """Return the teacher of a run; None without `[algorithm] reference`."""
         if config.algorithm.reference:
             return cls(config.algorithm, text, backend)
         return None
 
     def logprobs(self, groups: Sequence[Group]) -> Float64Array:
-        """[n] log-probs of the groups' action tokens, in order. Raises RunFailed for a prompt that
-        cannot be given the answer.
+        """Return [n] log-probs of the groups' action tokens, in order. Raises RunFailed for a
+        prompt that has no place for the answer.
         """
         rows = list(chain.from_iterable(map(self._rows, groups, count())))
-        self.backend.engine.sleep()  # sampling has ended; its memory is the learner's
+        self.backend.engine.sleep()  # Sampling has ended, so the learner may use its memory.
         return flatten(self.backend.reference_logprobs(rows))
 
     def _rows(self, group: Group, number: int) -> Iterator[Row]:
@@ -60,15 +60,16 @@ class Teacher:
                     yield row
 
     def _with_answer(self, row: Row, prompt: Prompt) -> Row:
-        """Put the answer into the row's prompt: all tokens before its first action. The sampled
-        tokens stay what they are.
+        """Put the answer into the row's prompt, that is, into the tokens before its first action.
+        The sampled tokens stay what they are.
         """
         start = row.spans[0][0]
         given = self.text.decode(row.token_ids[:start])
         # The text itself where it is known: decoded tokens need not give it back exactly.
         if np.array_equal(row.token_ids[:start], prompt.token_ids):
             given = prompt.text
-        question = prompt.text  # else the last user message, as the chat template writes it
+        # Otherwise use the last user message, as the chat template writes it.
+        question = prompt.text
         for message in prompt.messages:
             if message["role"] == "user":
                 question = message["content"].strip()
@@ -97,14 +98,14 @@ class Teacher:
 def _place(question: str, given: str, prompt: Prompt) -> int:
     """Return where the question begins in the text before a row's first action; -1 if nowhere."""
     place = prompt.text.rfind(question)
-    # Of a turn that restarts, a reply before it may hold the question once more.
+    # In a turn that restarts, an earlier reply may hold the question once more.
     if place >= 0 and given.startswith(prompt.text[: place + len(question)]):
         return place
     return given.rfind(question)
 
 
 def _filled(template: str, question: str, answer: str) -> str:
-    """Fill the places by plain replacement; what is put into one is not looked at for the other."""
+    """Fill the places by plain replacement, without looking for places in the inserted texts."""
     parts = template.split("{prompt}")
     return question.join(part.replace("{answer}", answer) for part in parts)
 
@@ -114,7 +115,7 @@ _BASE = "base_model_name_or_path"
 
 def check_teacher(config: "TrainConfig") -> None:
     """Raise ConfigurationError for an adapter that cannot teach this run, as far as its settings
-    tell; its weights are looked at when the model is loaded.
+    show. Loading the model checks its weights.
     """
     reference = config.algorithm.reference
     if not reference or reference in TEACHERS:
@@ -147,7 +148,7 @@ def check_teacher(config: "TrainConfig") -> None:
 
 
 def check_answers(config: "TrainConfig", examples: Sequence[Example]) -> None:
-    """Raise ConfigurationError where a teacher needs the answer of a problem that has none."""
+    """Raise ConfigurationError if a teacher needs the answer of a problem without one."""
     if config.algorithm.reference != "gold":
         return
     for example in examples:
@@ -159,7 +160,7 @@ def check_answers(config: "TrainConfig", examples: Sequence[Example]) -> None:
 
 
 def teacher_note(config: "TrainConfig") -> str:
-    """Say at the start what a teacher costs; "" without one."""
+    """Say at the start what a teacher costs; "" without a teacher."""
     reference = config.algorithm.reference
     if not reference:
         return ""

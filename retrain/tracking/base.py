@@ -1,5 +1,5 @@
-"""One event, many sinks: the trainer emits what happens, and every sink takes what it has a use
-for.
+"""Emit one event to many sinks: the trainer emits each event, and every sink takes the events that
+it uses.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from retrain.records.token_table import TokenTable
 
 
 class Verbosity(IntEnum):
-    """How much a run prints."""
+    """The amount of text that a run prints."""
 
     SILENT = 0
     QUIET = 1
@@ -55,7 +55,7 @@ class GroupScore:
 
 @dataclass(frozen=True)
 class GroupScores:
-    """The groups of the current step have been scored."""
+    """The reward has scored the groups of the current step."""
 
     groups: Sequence[GroupScore]
 
@@ -88,8 +88,9 @@ Event = (
     | SqueezeSummary
     | RunSummary
 )
-"""A `StepRecord` ends a step, and a `RunSummary` ends the run, which is done, interrupted or
-failed."""
+"""A `StepRecord` ends a step. A `RunSummary` ends the run, with the status done, interrupted or
+failed.
+"""
 
 
 def is_due(every: int, step: int) -> bool:
@@ -98,8 +99,8 @@ def is_due(every: int, step: int) -> bool:
 
 
 class Tracker:
-    """A sink for events. This one ignores every event; a subclass matches on those that it
-    wants.
+    """A sink for events. This base class ignores every event; a subclass matches on the events that
+    it wants.
     """
 
     def emit(self, event: Event) -> None: ...
@@ -109,7 +110,7 @@ class Tracker:
         self.emit(Message(line))
 
     def wants_tokens(self, step: int) -> bool:
-        """Return True if this step's token table will be kept; it is costly to build."""
+        """Return True if the sink will keep this step's token table, which is costly to build."""
         return False
 
     def close(self) -> None:
@@ -123,12 +124,12 @@ class Tracker:
 
     @property
     def is_behind(self) -> bool:
-        """True if the disk refused something that is still to be written, so that a sync is due."""
+        """True if the disk refused something that is still to write, so that a sync is due."""
         return False
 
     def sync(self) -> dict[str, dict[str, Any]]:
-        """Flush everything emitted so far to the disk, and return how far each of the run's files
-        reaches. Raises OSError.
+        """Flush everything emitted so far to the disk, and return the extent of each of the run's
+        files. Raises OSError.
         """
         return {}
 
@@ -147,7 +148,7 @@ class Trackers(Tracker):
         return any(sink.wants_tokens(step) for sink in self.sinks)
 
     def close(self) -> None:
-        with ExitStack() as closing:  # every sink is closed, even if one of them fails to
+        with ExitStack() as closing:  # Close every sink, even if another fails.
             for sink in self.sinks:
                 closing.callback(sink.close)
 

@@ -26,7 +26,7 @@ _EXTERNAL: dict[str, type[ExternalTracker]] = {
     "trackio": TrackioTracker,
     "tensorboard": TensorboardTracker,
 }
-"""Name -> tracker; each imports its library when it is made."""
+"""Name -> tracker class; its constructor imports the library."""
 
 SQUEEZE_RUN = "squeeze-analysis"
 
@@ -43,7 +43,7 @@ def build_tracker(
     """Build the sinks of a run. `resumed` is the `state` of the run's earlier session, which ended
     before `first_step`.
 
-    Raises EnvironmentFailure, naming the extra, for a tracker whose package is not installed.
+    Raises EnvironmentFailure, naming the extra, for a tracker without its package.
     """
     redactor = Redactor()
     console = Console(
@@ -71,8 +71,8 @@ def track_squeeze(
     """Send the analysis of an adapter to the trackers that the configuration asks for, as a run
     `squeeze-analysis` of its own.
 
-    What the trackers keep on disk goes below `folder`. Raises EnvironmentFailure for a tracker
-    whose package is not installed.
+    The trackers keep their files below `folder`. Raises EnvironmentFailure for a tracker without
+    its package.
     """
     tracker = Trackers(
         _external_trackers(ExternalSettings(config, folder, SQUEEZE_RUN, Redactor(), {}, 0), log)
@@ -91,7 +91,7 @@ def track_squeeze(
 
 
 def _external_trackers(settings: ExternalSettings, log: Callable[[str], None]) -> list[Tracker]:
-    """Make each tracker in a thread of its own, so that its failures and delays do not reach the
+    """Make each tracker with a separate thread, so that its failures and delays do not reach the
     run.
     """
     return [
@@ -107,7 +107,7 @@ def check_packages(settings: "Logging") -> None:
 
 
 def tracker_names(settings: "Logging") -> list[str]:
-    """Return `[logging] trackers`, and wandb if a wandb_project is set."""
+    """Return `[logging] trackers`, and wandb if the configuration sets a wandb_project."""
     names: list[str] = list(dict.fromkeys(settings.trackers))
     if settings.wandb_project and "wandb" not in names:
         return [*names, "wandb"]

@@ -1,6 +1,6 @@
 """The screen: on a terminal a row per step above a bar over the whole run, elsewhere plain lines.
 
-Nothing here interprets markup, so a model's text stays text.
+The screen interprets no markup, so a model's text stays text.
 """
 
 import sys
@@ -23,7 +23,7 @@ from retrain.tracking.screen import Row, Rows, Terminal
 from retrain.types import Doing
 
 REMINDER_S = 60.0
-"""Seconds without a line after which a pipe is told what takes so long."""
+"""Seconds of silence after which a line tells a pipe what takes so long."""
 
 
 class Console(Tracker):
@@ -52,7 +52,7 @@ class Console(Tracker):
         self._terminal: Terminal | None = None
         self._doing, self._done = "Starting", 0
         self._is_silent = True
-        """Nothing was printed since the last reminder."""
+        """True if the run has printed no line since the last reminder."""
         self._closed = threading.Event()
         has_bar = verbosity >= Verbosity.NORMAL
         if self._out.isatty():
@@ -123,7 +123,7 @@ class Console(Tracker):
             yield
         except OSError as error:
             if not is_reader_gone(error):
-                error.filename = (  # a full disk under `> log.txt`, and not the run's
+                error.filename = (  # A disk under `> log.txt` is full, not the disk of the run.
                     "Standard output or error"
                 )
                 raise

@@ -1,5 +1,5 @@
-"""Parts that trackers outside of the run's folder share: settings, metric names, a missing extra,
-and the thread that each runs in.
+"""Share the parts of trackers outside of the run's folder: settings, metric names, the check for an
+extra, and their threads.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 STEP_METRIC = "trainer/step"
 """The x axis of training metrics. The trackers' own step counters drop values for steps that a
-resumed run makes again."""
+resumed run repeats.
+"""
 SFT_METRIC = "sft/step"
 """The x axis of the supervised stage."""
 RANK_METRIC = "squeeze/rank"
@@ -73,8 +74,8 @@ class ExternalTracker(Tracker):
     """A tracker that runs in a thread of its own (`Background`). It may raise any exception of its
     library.
 
-    `state` is read from another thread and before `StartEvent`, so it uses only what the
-    constructor knows.
+    Another thread reads `state`, also before `StartEvent`, so it uses only what the constructor
+    knows.
     """
 
     def __init__(self, settings: ExternalSettings) -> None:
@@ -161,7 +162,7 @@ def squeeze_summary(result: SqueezeSummary) -> dict[str, float]:
 
 
 def squeeze_metrics(row: TableRow) -> dict[str, float]:
-    """Return one point of each curve over RANK_METRIC: what a rank keeps."""
+    """Return one point of each curve over RANK_METRIC for a rank."""
     return {f"squeeze/variance_{name}": getattr(row, name) for name in ("mean", "min", "max")} | {
         "squeeze/variance_whole": row.energy,
         "squeeze/error": row.error,
@@ -178,7 +179,7 @@ GENERATION_COLUMNS = tuple(field.name for field in fields(GenerationRecord))
 
 
 def check_extra(module: str, extra: str = "") -> None:
-    """Raise EnvironmentFailure if a tracker's library is not installed; nothing is imported."""
+    """Raise EnvironmentFailure if a tracker's library is missing; import no library."""
     if find_spec(module) is None:
         raise _not_installed(module, module, extra)
 
@@ -191,7 +192,7 @@ def _not_installed(module: str, missing: str | None, extra: str) -> EnvironmentF
 
 
 def import_extra(module: str, extra: str = "") -> ModuleType:
-    """Import a tracker's library; `extra` is "" for one that comes with retrain itself."""
+    """Import a tracker's library; `extra` is "" for a library that comes with retrain itself."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -204,20 +205,21 @@ def import_extra(module: str, extra: str = "") -> ModuleType:
 
 
 class Background(Tracker):
-    """Hands each event to `sink` in another thread. Neither an event nor its failure ever reaches
-    the caller.
+    """Hands each event to `sink` in another thread. An event never blocks the caller, and its
+    failure never reaches the caller.
     """
 
     capacity = 1000
     """Length of the queue: enough for minutes without a server, and some megabytes."""
     patience_s = 30.0
-    """Seconds for which the end of a run waits for a tracker: enough to upload the last steps, but
-    not to wait for a server that is down. """
+    """Seconds for which the end of a run waits for a tracker. This is enough to upload the last
+    steps, and bounds the wait for a server that is down.
+    """
 
     def __init__(
         self, name: str, sink: ExternalTracker, log: Callable[[str], None], files: Path
     ) -> None:
-        """`files` is the folder to name in a complaint: it holds what the tracker misses."""
+        """`files` is the folder to name in a warning: it holds the data that the tracker misses."""
         self._name = name
         self._sink = sink
         self._say = log
@@ -301,6 +303,6 @@ class Background(Tracker):
             self._sink.close()
         except Exception as error:  # noqa: BLE001 - a library may raise anything, and none of it may end the run
             self._failure = error
-            # The first failure is reported; a second one adds nothing.
+            # Report the first failure; a second one adds no information.
             with contextlib.suppress(Exception):
                 self._sink.close()

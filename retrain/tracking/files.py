@@ -97,7 +97,7 @@ class RunFiles(Tracker):
         replace_file(self._folder.environment, _pretty(environment))
 
     def _changed_keys(self) -> list[str]:
-        """Name the keys that earlier sessions of the run had otherwise, with both values."""
+        """Name the keys with other values in earlier sessions of the run, with both values."""
         from retrain.config import load_stored
         from retrain.config.stored import differing_keys, shown_value
 
@@ -146,8 +146,8 @@ class RunFiles(Tracker):
 class Output:
     """Keeps the lines that a pipe would get in output.log, from all sessions of a run.
 
-    Lines before the start wait for it, since until then the folder may be refused. A line that the
-    disk refuses is tried again with the next one.
+    Lines before the start wait for it, since until then retrain may refuse the folder. The log
+    writes a line that the disk refuses again with the next line.
     """
 
     def __init__(self, folder: RunFolder, redactor: Redactor, *, all_groups: bool) -> None:
@@ -174,7 +174,7 @@ class Output:
 
     def close(self) -> None:
         if self._writer is not None:
-            with suppress(OSError):  # a full disk, and the run has said so
+            with suppress(OSError):  # The disk is full, and the run has said so.
                 self._writer.sync()
             self._writer.close()
 

@@ -1,4 +1,4 @@
-"""The lines of a run where no terminal shows it: in a pipe, in a file, and in output.log."""
+"""Write the lines of a run without a terminal: in a pipe, in a file, and in output.log."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +14,11 @@ from retrain.types import WHOLE_MODEL, Doing
 _LINE = ("loss", "reward", "correct", "datums", "bs", "gs", "sepa_l", "time")
 """The fields of a step's line."""
 MAX_GROUP_LINES = 8
-"""Groups of a step that are printed one by one; of more groups their outcomes are counted."""
+"""Groups of a step that the log prints one by one; it counts the outcomes of more groups."""
 
 
 def lines_of(event: Event, folder: Path, *, all_groups: bool = False) -> list[str]:
-    """Return what is printed of an event; `folder` is the run's."""
+    """Return the printed lines of an event; `folder` is the run's folder."""
     match event:
         case Message(line) if not isinstance(line, Doing):
             return [line]
@@ -36,8 +36,8 @@ def lines_of(event: Event, folder: Path, *, all_groups: bool = False) -> list[st
 
 
 def group_lines(groups: Sequence[GroupScore], *, all_groups: bool) -> list[str]:
-    """Return a line per group; one line with their outcomes where a step has more than
-    MAX_GROUP_LINES, unless `all_groups`.
+    """Return a line per group. A step with more than MAX_GROUP_LINES has one line with their
+    outcomes, unless `all_groups`.
     """
     if all_groups or len(groups) <= MAX_GROUP_LINES:
         return [
@@ -119,7 +119,7 @@ def pass_at_1(result: Evaluation) -> str:
 
 
 def task_lines(result: Evaluation) -> list[str]:
-    """Lines with the pass@1 of each task and its interval; none if there is only one task."""
+    """Return lines with the pass@1 of each task and its interval; empty for a single task."""
     tasks = result.by_task
     if len(tasks) < 2:
         return []
@@ -145,7 +145,7 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
         )
     ]
     lines += [summary.untrained] if summary.untrained else []
-    # The reason is printed on standard error.
+    # Standard error has the reason.
     if summary.status != "done":
         return [
             *lines,

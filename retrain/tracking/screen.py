@@ -41,10 +41,10 @@ _ROWS_A_HEADER = 20
 _MIN_WIDTH = 20
 _BAR_WIDTH = 12
 _BESIDE_WORDS = 46
-"""What a bar takes of a line: counts, times and the bar itself."""
+"""Columns of a bar's counts, times and the bar itself."""
 _REFRESHES_PER_S = 2
 _ETA_PERIOD_S = 86400.0
-"""The ETA goes by the mean time of the steps since; rich's own 30 s may hold none."""
+"""The ETA uses the mean time of the steps in this period; rich's own 30 s may contain no step."""
 
 
 def title_of(config: "TrainConfig", condition: str) -> str:
@@ -90,7 +90,7 @@ class Rows:
         return [row for line in lines for row in _wrapped(line)]
 
     def opening(self, event: StartEvent | Message) -> list[Row]:
-        """Return the rows before the first step: what runs, what was loaded, and the gate."""
+        """Return the rows before the first step: what runs, what retrain loaded, and the gate."""
         if isinstance(event, StartEvent):
             self._started = True
             title = _wrapped(f"{self._title}{GAP}{event.device}", "bold")
@@ -172,12 +172,12 @@ class Terminal:
         self._console.print(Text(text, style), soft_wrap=True)
 
     def show(self, doing: str, done: int) -> None:
-        """Say in the bar how many steps are done, and what is being done."""
+        """Show the number of completed steps, and the current work, in the bar."""
         words = one_line(doing, max(_width() - _BESIDE_WORDS, 1))
         self._bar.update(self._task, description=words, completed=done)
         self._bar.start()
 
     def close(self) -> None:
-        """Take the bar away for good."""
+        """Remove the bar."""
         self._bar.stop()
         self._bar.disable = True

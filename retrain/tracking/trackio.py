@@ -1,4 +1,4 @@
-"""Trackio: the same metrics as in wandb, kept on this machine; `trackio show` opens them."""
+"""Trackio keeps the same metrics as wandb on this machine; `trackio show` opens them."""
 
 import importlib
 from typing import Any
@@ -52,8 +52,8 @@ class TrackioTracker(ExternalTracker):
                 self._log_squeeze(event)
 
     def _start(self) -> None:
-        # trackio prints to standard output, which belongs to the run. It cannot be silenced
-        # (0.43), and sys.stdout cannot be redirected for one thread.
+        # trackio (0.43) prints to standard output, which belongs to the run, and has no switch.
+        # Python cannot redirect sys.stdout for one thread.
         for module in ("trackio", "trackio.run", "trackio.utils", "trackio.deploy"):
             vars(importlib.import_module(module))["print"] = lambda *_, **__: None
         self._run = self._trackio.init(
@@ -65,7 +65,7 @@ class TrackioTracker(ExternalTracker):
             embed=False,
         )
         if self._run_id:
-            # trackio resumes the newest run of that name, which may be another one's.
+            # trackio resumes the newest run of that name, which may be a different run.
             self._run.id = self._run_id
         self._run_id = str(self._run.id)
 

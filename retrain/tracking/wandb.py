@@ -35,7 +35,7 @@ _RUN_ID = "wandb_run_id"
 _INCREMENTS = 100
 """Increments of one table that wandb shows."""
 _INIT_S = 10.0
-"""Seconds to wait for a server that does not answer; the run is then kept on disk."""
+"""Seconds to wait for a server that does not answer; wandb then keeps the run on disk."""
 _FINISH_S = 25.0
 """Seconds for uploading the last steps. It is below the background's patience, so that the message
 names the command to upload them later. """
@@ -44,8 +44,9 @@ _EXIT_S = 2.0
 _SERVICE = "wandb-core"
 """The program of that process."""
 _STORES = ("WANDB_DATA_DIR", "WANDB_CACHE_DIR")
-"""Variables of the folders where wandb prepares and keeps tables. Its own choice is the home
-folder, which may be read-only."""
+"""Variables of the folders where wandb prepares and keeps tables. By default wandb uses the home
+folder, which may refuse writes.
+"""
 _MAX_TAG_LENGTH = 64
 """Maximum number of characters of a tag that wandb accepts."""
 
@@ -53,11 +54,11 @@ _MAX_TAG_LENGTH = 64
 class WandbTracker(ExternalTracker):
     def __init__(self, settings: ExternalSettings) -> None:
         super().__init__(settings)
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # disables its Sentry reporting
+        # This disables its Sentry reporting.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self._wandb = import_extra("wandb")
         self._run: Any = None
-        # Chosen here and not by wandb: the first checkpoint may be sealed before wandb has
-        # answered.
+        # wandb does not choose the id: retrain may seal the first checkpoint before wandb answers.
         self._run_id = settings.resumed.get(_RUN_ID) or secrets.token_hex(4)
         self._completions: Any = None
         self._unsent_steps = 0
@@ -124,8 +125,7 @@ class WandbTracker(ExternalTracker):
             config=settings.masked_config(),
             id=run_id,
             resume="allow",
-            # a campaign's runs share a process, and one that was left behind may
-            # still be open
+            # A campaign's runs share a process, so another run may still exist.
             reinit="create_new",
             mode=mode,
             settings=self._wandb.Settings(
@@ -168,7 +168,7 @@ class WandbTracker(ExternalTracker):
             self._unsent_steps = 0
 
     def _log_table(self, key: str, table: Any, at: dict[str, float]) -> None:
-        """Log a table. One that fails costs itself alone: the numbers go on."""
+        """Log a table. A failure costs only the table: the numbers continue."""
         try:
             self._run.log({key: table} | at)
         except Exception as error:  # noqa: BLE001 - wandb may raise anything here
@@ -200,7 +200,9 @@ class WandbTracker(ExternalTracker):
         self._end(0 if summary.status == "done" else 1)
 
     def close(self) -> None:
-        """Finish the wandb run. Without a `RunSummary` the run never began, so there is none."""
+        """Finish the wandb run. A run without a `RunSummary` never began, so its exit code is
+        1.
+        """
         if self._run is not None:
             self._send_completions()
             self._end(1)
@@ -227,12 +229,12 @@ class WandbTracker(ExternalTracker):
         return {_RUN_ID: self._run_id}
 
     def abandon(self) -> None:
-        """Wait for wandb's service process a limited time when Python exits: wandb does so without
-        a limit, and with a traceback where that process has died.
+        """Wait for wandb's service process a limited time when Python exits. The library itself
+        waits without a limit, and prints a traceback if that process has died.
 
-        It is done before wandb's own hook comes to it (the last one registered is the first one
-        called), in a thread that may be left behind. A thread cannot be started as late as that, so
-        it is started here.
+        This runs before wandb's own hook (Python calls the last registered hook first), in a thread
+        that the exit may leave behind. Python cannot start a thread that late, so this starts it
+        now.
         """
         exiting, ended = threading.Event(), threading.Event()
 
