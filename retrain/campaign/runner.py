@@ -117,7 +117,7 @@ def _task_of_array(config: TrainConfig, checked: Findings) -> Manifest:
     plan = evaluated_where_possible(plan_campaign(config, Path(config.resume.from_)), checked)
     manifest = Manifest.read(plan.folder)
     manifest.resumed_with(plan)
-    number = int(os.environ.get(TASK, "-1"))
+    number = int(os.environ.get(TASK) or -1)
     if not 0 <= number < len(plan.runs):
         raise ConfigurationError(
             f'[campaign] launcher = "array" trains the run with the number {TASK} ({number});'
