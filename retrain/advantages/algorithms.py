@@ -1,5 +1,5 @@
-"""What plugins of credit assignment may read. An algorithm plugin computes the token advantages of
-the whole step itself.
+"""The data that plugins of credit assignment may read. An algorithm plugin computes the token
+advantages of the whole step itself.
 """
 
 from collections.abc import Callable, Sequence

@@ -180,7 +180,7 @@ class CreditPipeline:
 
     def _check_values(self, config: "TrainConfig") -> None:
         """Raise ConfigurationError for values with which the transform in use does nothing; note
-        those that may surprise.
+        the values that may surprise.
         """
         if not (self._algorithm or self._transform) and self.spec.uses_sepa_controller:
             check_ramp(config.sepa)

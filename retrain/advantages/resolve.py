@@ -77,9 +77,9 @@ _CENTRED = 1e-6
 def episode_stage(
     name: str, config: "TrainConfig", notes: list[str], params: dict[str, Any]
 ) -> EpisodeStage:
-    """Return the advantage that `name` means. Notes for the start of the run are added to `notes`.
-    `params` stand in for the configured ones; the stage reads them at every call.
-    Raises ConfigurationError for a name, a parameter or a plugin that cannot be used.
+    """Return the advantage that `name` means. Adds notes for the start of the run to `notes`.
+    `params` replace the configured parameters; the stage reads them at every call. Raises
+    ConfigurationError for an unusable name, parameter or plugin.
     """
     found = load_function("advantage", name, config, ADVANTAGES, params)
     if isinstance(found, Plugin):
@@ -143,11 +143,11 @@ class PluginAdvantage:
 
 
 def _try_advantage(plugin: Plugin, config: "TrainConfig") -> str | None:
-    """Warn of a plugin's advantages of equal rewards unless they cancel: such a group says nothing
-    about which completion is better. Raise Fault if what it keeps is not restored, or if a function
-    does not repeat its numbers.
+    """Return a warning if a plugin gives a group of equal rewards advantages that do not sum to 0:
+    such a group says nothing about which completion is better. Raise Fault if the plugin's state
+    does not survive save and load, or if a function is not deterministic.
     """
-    # Of copies, because what a plugin keeps must not begin with its trial.
+    # Try copies, because the trial must not change the state with which the run begins.
     advantages, resumed = (
         PluginAdvantage(
             replace(plugin, function=deepcopy(plugin.function)), config.training.max_tokens
@@ -237,7 +237,7 @@ def transform_of(
     if not isinstance(plugin, Plugin):
         return plugin, None
     if plugin.form.takes_context:
-        # What it reads is not known, so it is given everything.
+        # Its reads are unknown, so the pipeline computes everything for it.
         return TransformSpec(name, needs_planning=True, uses_sepa_controller=True), plugin
     with user_code(plugin.where, ConfigurationError):
         spec = plugin.call()

@@ -58,8 +58,8 @@ class SEPAController:
         return max(auto, linear)
 
     def observe(self, correct_rate: float | None, step: int) -> None:
-        """Open the gate for good once a step's correct rate reaches it; None and NaN leave it as it
-        is.
+        """Open the gate permanently once a step's correct rate reaches the threshold. A rate of
+        None or NaN changes nothing.
         """
         if self.gate_open or correct_rate is None or math.isnan(correct_rate):
             return
@@ -156,10 +156,10 @@ def follows_schedule(algorithm: "Algorithm") -> bool:
 
 
 def maximal_lambda_note(algorithm: "Algorithm", settings: "Sepa", max_steps: int) -> str | None:
-    """Return a sentence for the start of the run if the ramp ends below 1; None if it is complete
-    or no built-in transform follows it.
+    """Return a start-up sentence if the ramp ends below 1. Return None if the ramp is complete or
+    no built-in transform follows it.
 
-    Whether a plugin follows the schedule is known only once it is loaded.
+    Only the loaded plugin says whether it follows the schedule.
     """
     largest = maximal_lambda(settings, max_steps)
     if largest >= 1.0 or not follows_schedule(algorithm):

@@ -1,13 +1,14 @@
 """Transforms from a completion's advantage to its tokens' advantages: SEPA, GTPO, HICRA and the
-top-rho mask, over flat ragged arrays; and the policy's uncertainty at each token, which they read.
+top-rho mask, over flat ragged arrays. They read the policy's uncertainty at each token, which this
+module computes too.
 
-The uncertainty is about the distribution that the token was drawn from: softmax(logits /
-temperature), renormalised where it is truncated. Surprisal is a property of the sampled token,
-entropy one of the distribution: neither is called by the other's name.
+The uncertainty refers to the distribution that the sampler drew from: softmax(logits /
+temperature), renormalized if truncated. Surprisal is a property of the sampled token, and entropy
+is a property of the distribution. The names are never exchanged.
 
 A TransformSpec says which of SEPA, GTPO and HICRA a transform takes; the mask is `[algorithm]
-surprisal_mask_rho`, whatever the transform. The order is fixed in pipeline.py: a new transform is a
-new spec, not a new order.
+surprisal_mask_rho`, whatever the transform. pipeline.py fixes the order: a new transform is a new
+spec, not a new order.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,10 +79,11 @@ TOP = 0.05
 
 
 def top_share(logprobs: Numbers) -> float:
-    """Return the part that the least likely `TOP` of the tokens [n] have in sum (1 - p)^2, the
-    squared gradients of their log-probs at their own logits; 0 where every token is certain.
+    """Return the share of sum (1 - p)^2 that the least likely `TOP` of the tokens [n] contribute; 0
+    if every token is certain. (1 - p)^2 is the squared gradient of a token's log-prob at its own
+    logit.
 
-    Where it is near 1, credit for single tokens can only differ on that few of them.
+    If the share is near 1, token-level credit can only make a difference on these few tokens.
     """
     energy = np.sort((1 - np.exp(np.minimum(_checked(logprobs, "log-prob"), 0.0))) ** 2)
     total = float(energy.sum())
@@ -366,10 +368,11 @@ def hicra(token_advantages: Float64Array, planning: BoolArray, alpha: float) -> 
 @dataclass(frozen=True)
 class TopRho:
     keep: BoolArray
-    """[n] True for the tokens that are kept."""
+    """[n] True for the tokens that the mask keeps."""
     thresholds: list[float | None]
-    """Threshold tau of each pool: a token of at least this uncertainty is kept. None for a pool
-    without tokens, or with the mask off."""
+    """Threshold tau of each pool: the mask keeps a token of at least this uncertainty. The value is
+    None for a pool without tokens, or with the mask off.
+    """
 
 
 def kept_count(n: int, rho: float) -> int:

@@ -55,7 +55,7 @@ class BackendCapabilities:
     """`logprobs` works. False: the parity gate has nothing to compare the engine with, and no
     log-ratios are recorded."""
     moves_settings: bool = False
-    """`use` works: the learner reads scheduled keys anew in each step."""
+    """True if `use` works: the learner reads scheduled keys again in each step."""
     supervises: bool = False
     """`supervise` works: the learner takes steps of cross-entropy."""
     scores_reference: bool = False
@@ -70,8 +70,9 @@ BACKENDS: dict[str, str] = {
     "tinker": "retrain.backends.tinker.Tinker",
     "prime_rl": "retrain.backends.prime_rl.PrimeRL",
 }
-"""The built-in backends: name -> class. All facts about one stand in its class, which imports no
-model library before it is opened."""
+"""The built-in backends: name -> class. The class holds all facts about its backend, and imports no
+model library before retrain opens it.
+"""
 
 
 def backend_kind(name: str) -> "type[Backend]":
@@ -120,7 +121,7 @@ class Backend(Offers, ABC):
 
     capabilities: BackendCapabilities
     about: ClassVar[Description]
-    """Of a built-in backend."""
+    """The description of a built-in backend."""
     address_flag: ClassVar[str] = "--inference-url"
     """The flag that gives its server another address."""
     in_process: ClassVar[bool] = False
@@ -197,8 +198,8 @@ class Backend(Offers, ABC):
         optimizer updates.
 
         `rows` are all judged completions of the step, since aggregation = "constant" divides by
-        their number; only those that are `trained` need a forward pass. A non-finite loss, gradient
-        or log-prob never changes the weights: the backend skips and counts that update.
+        their number. Only `trained` rows need a forward pass. A non-finite loss, gradient or
+        log-prob never changes the weights: the backend skips and counts that update.
         """
 
     def use(self, config: "TrainConfig") -> None:
@@ -237,17 +238,17 @@ class Backend(Offers, ABC):
         """
 
     def reference_logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
-        """As `logprobs`, by the teacher of [algorithm] reference over the whole vocabulary. "gold"
-        is the learner itself: the rows then hold the teacher's prompt.
+        """Return the log-probs as `logprobs` does, from the teacher of [algorithm] reference, over
+        the whole vocabulary. "gold" is the learner itself: the rows then hold the teacher's prompt.
         """
         raise NotImplementedError
 
     def rounded_logprobs(
         self, rows: Sequence[Row], temperature: float | None = None
     ) -> list[Float32Array] | None:
-        """As `logprobs`, in the other precision: bf16 where the learner computes in float32,
-        float32 where it computes in half precision. The difference is what rounding does to this
-        model; None where only one precision is to be had.
+        """Return the log-probs as `logprobs` does, in the other precision: bf16 if the learner
+        computes in float32, float32 if it computes in half precision. The difference shows the
+        effect of rounding on this model. Returns None if the backend has only one precision.
         """
         return None
 
@@ -301,5 +302,5 @@ class RemoteBackend(Backend):
 
     @property
     def num_trainable(self) -> int:
-        """No byte of the adapter is stored here between steps, so none is rehearsed."""
+        """Return 0: the service keeps the adapter, so retrain rehearses no save."""
         return 0

@@ -1,9 +1,9 @@
-"""Declarations of engines and backends: the capabilities of a configuration's engine and backend,
-the problems and notes that follow, and the list of the built-in ones.
+"""Declarations of engines and backends: their capabilities, and the problems and notes that follow
+for a configuration.
 
-No engine and no backend is built. A plugin declares its capabilities in its class, so its module is
-imported. The built-in ones stand in a table, no model library is loaded, and versions come from the
-installed packages' metadata.
+This module builds neither an engine nor a backend. A plugin declares its capabilities in its class,
+so this module imports the plugin. A table lists the built-in classes, so no model library is
+loaded. Versions come from the metadata of the installed packages.
 """
 
 import importlib.util
@@ -292,7 +292,7 @@ ENGINE_SECTIONS = ("inference",)
 
 @dataclass(frozen=True)
 class KeyOutcome:
-    """What becomes of one key at another value than its default."""
+    """The effect of one key at a value other than its default."""
 
     key: str
     """As "section.key"."""

@@ -1,7 +1,7 @@
-"""The built-in losses, corrections and aggregations by name, and what a loss of one's own is given.
+"""The built-in losses, corrections and aggregations by name, and the arguments of a custom loss.
 
-No torch is imported here: the configuration takes its known names from these tables (docs/losses.md
-has the formulas).
+This module does not import torch, because the configuration takes its known names from these tables
+(docs/losses.md has the formulas).
 """
 
 from collections.abc import Mapping, Sequence

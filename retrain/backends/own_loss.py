@@ -1,7 +1,8 @@
-"""A loss of one's own: plugins of [loss] mode, correction and aggregation, called, and their
-answers checked (docs/losses.md).
+"""Custom losses: this module calls plugins of [loss] mode, correction and aggregation, and checks
+their answers (docs/losses.md).
 
-No torch is imported here; `proof.py` proves them on a small batch before a run starts.
+This module does not import torch; `proof.py` proves the plugins on a small batch before a run
+starts.
 """
 
 from collections.abc import Callable, Mapping

@@ -47,10 +47,11 @@ def small_batch(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """Make 14 tokens of 5 sequences: two certain ones (log-prob 0), ratios around 1, advantages of
-    both signs and one of 0.
+    """Make 14 tokens of 5 sequences: two certain tokens (log-prob 0), ratios around 1, advantages
+    of both signs and one advantage of 0.
 
-    `entropy` and `reference` are there if the function declares that it reads them; None: they are.
+    The batch has `entropy` and `reference` if the function declares that it reads them, or if it is
+    None.
     """
     draw, count = torch.Generator().manual_seed(3), sum(LENGTHS)
 
@@ -134,7 +135,7 @@ def prove_loss(function: OwnFunction) -> None:
 
 
 def on_policy(function: OwnFunction) -> Batch:
-    """The small batch with the learner's policy as the one that sampled."""
+    """Return the small batch with the learner's policy as the sampling policy."""
     batch = small_batch(function)
     same = batch.new.detach()
     return replace(batch, tokens=replace(batch.tokens, old=same, sampler=same))

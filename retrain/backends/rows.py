@@ -1,7 +1,7 @@
 """Rows to a learner and its result, the same for every backend: checks, the shift, loss weights,
 minibatches, learning rate, ratios.
 
-Nothing here needs torch, so a backend whose service computes elsewhere installs without it.
+This module does not need torch, so a backend whose service computes elsewhere installs without it.
 """
 
 import math
@@ -70,7 +70,7 @@ def check_rows(rows: Sequence[Row]) -> None:
     its tokens.
     """
     for index, row in enumerate(rows):
-        # Nothing predicts position 0.
+        # Position 0 has no prediction.
         edge = 1
         for start, stop in row.spans:
             if not edge <= start <= stop <= len(row.token_ids):
@@ -92,8 +92,8 @@ def check_rows(rows: Sequence[Row]) -> None:
 
 
 def for_each_row(rows: Sequence[Row], found: Iterable[Float32Array]) -> list[Float32Array]:
-    """Return one array for each row: the next one of `found` for a row with actions, else an empty
-    one.
+    """Return one array for each row: the next array of `found` for a row with actions, else an
+    empty array.
     """
     values = iter(found)
     return [next(values) if row.num_actions else np.empty(0, np.float32) for row in rows]
@@ -122,9 +122,9 @@ def sequence_weights(
 
     token_mean: 1 / all these tokens. sequence_mean: 1 / (sequences with tokens * own length).
     prompt_mean: 1 / (prompts with tokens * tokens of the own prompt), as in ScaleRL (2510.13786).
-    constant: 1 / (completions * max_tokens), where `completions` are those that were drawn for the
-    batch, the sequences by default. sum: 1. An empty sequence has no token to weigh. `groups` says
-    which sequences answer one prompt; by default each stands alone.
+    constant: 1 / (completions * max_tokens). sum: 1. An empty sequence has no token to weigh.
+    `completions` counts the completions drawn for the batch; by default each sequence counts.
+    `groups` says which sequences answer one prompt; by default each sequence has its own prompt.
     """
     groups = range(len(lengths)) if groups is None else groups
     if callable(aggregation):
@@ -249,7 +249,7 @@ class Update:
     clippable: float = 0.0
     """Both as in `clip_counts`."""
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Of a loss of one's own: (sum, number) of the values of each of its metrics."""
+    """(sum, number) of the values of each metric of a custom loss."""
     entropy: tuple[float, float] = (0.0, 0.0)
     """(sum, number) of the entropies of its action tokens, where they were asked for."""
     nonfinite: str = ""
@@ -263,12 +263,12 @@ def step_result(
     max_tokens: int,
     kl_mean: float | None = None,
 ) -> StepResult:
-    """Loss and gradient norm are means over the updates that were done: NaN if all were skipped,
-    None if there were none.
+    """Return the result of a step. Loss and gradient norm are means over the applied updates: NaN
+    if the learner skipped all updates, None without updates.
 
-    `log_ratios`: learner - sampler log-prob of the action tokens, each token once; `before`: those
-    of the first minibatch of the first pass, which alone no update of the step has moved, as are
-    the entropies; `max_tokens`: the most that one completion may have.
+    `log_ratios`: learner - sampler log-prob of the action tokens, each token once. `before`: the
+    log ratios of the first minibatch of the first pass, which no update of the step has moved. The
+    entropies come from the same minibatch. `max_tokens`: the maximum length of one completion.
     """
     entropy, tokens = updates[0].entropy if updates else (0.0, 0.0)
     done = [update for update in updates if not update.nonfinite]

@@ -1,4 +1,4 @@
-"""What a field of the schema takes: its names, its type and its range, in words."""
+"""Descriptions of a schema field in words: its names, its type and its range."""
 
 import types
 from collections.abc import Callable, Iterable, Iterator

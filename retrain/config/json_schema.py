@@ -8,7 +8,9 @@ from retrain.system import Json
 
 
 def json_schema() -> Json:
-    """Every section and key with its type, default and help; aliases beside the keys they mean."""
+    """Return every section and key with its type, default and help, and each alias as a property of
+    its key's section.
+    """
     schema: Json = _plain(TrainConfig.model_json_schema(by_alias=True))
     for alias, canonical in ALIASES.items():
         section, _, name = alias.partition(".")

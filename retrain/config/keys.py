@@ -93,9 +93,7 @@ class Key:
 
 
 def flag_of(section: str, name: str) -> str:
-    """Name the flag of a key: the bare key in the everyday sections; in the others the section
-    stands in front.
-    """
+    """Return the flag of a key. Outside the everyday sections, the flag begins with the section."""
     return "--" + (name if section in BARE_SECTIONS else f"{section}_{name}").replace("_", "-")
 
 

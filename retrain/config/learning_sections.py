@@ -36,7 +36,7 @@ from retrain.system import Json, toml_value
 
 
 def _expanded_options(options: Json) -> Json:
-    """Return the options with the one path among them expanded."""
+    """Return the options with their only path, `output_dir`, expanded."""
     if isinstance(folder := options.get("output_dir"), str):
         return {**options, "output_dir": check_path(folder)}
     return options

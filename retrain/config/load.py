@@ -1,7 +1,7 @@
 """Loading: a file, environment variables and flags become a TrainConfig, or a list of all problems.
 
 Later sources win: defaults, the recipe that algorithm_mode names, file, RETRAIN_<SECTION>_<KEY>,
-flags. No plugin is imported.
+flags. Loading imports no plugin.
 """
 
 import os
@@ -104,8 +104,8 @@ def config_from_toml(text: str, path: Path | None = None) -> TrainConfig:
 
 
 def load_stored(path: str | Path, *, to_read: bool = False) -> TrainConfig:
-    """Load the configuration stored in a run's folder; environment variables do not apply. No code
-    that it names is run.
+    """Load the configuration stored in a run's folder; environment variables do not apply. Loading
+    runs no code that the configuration names.
 
     With `to_read`, it also loads a configuration that today's rules would refuse, for runs of an
     earlier version.
@@ -164,7 +164,7 @@ def replaced(
 
 
 def with_drawn_seed(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with a randomly drawn seed in place of seed = -1; any other seed
+    """Return the configuration with seed = -1 replaced by a randomly drawn seed; any other seed
     stays.
     """
     if config.training.seed != -1:
@@ -220,8 +220,8 @@ def parse_named(text: str, name: str) -> Json:
 
 
 def _flags_only(given: Overrides | Sequence[str]) -> Sequence[Override]:
-    """The values of flags, parsed already or not; raises ConfigurationError for anything else among
-    those that are not.
+    """Return the values of flags, and parse them if necessary. Raises ConfigurationError for an
+    argument that is not a flag.
     """
     if isinstance(given, Overrides):
         return given.given
@@ -355,7 +355,7 @@ def _all_problems(error: ValidationError, data: Json, place: Place) -> tuple[lis
             TrainConfig.model_validate(_without(data, wrong))
         except ValidationError as second:
             violations += violations_of(details_of(second))
-    # A rule is not judged where one of its keys, or a whole section of them, is wrong by itself.
+    # Skip a rule if a key that it reads, or the whole section of a key, is wrong by itself.
     for violation in violations:
         if wrong.isdisjoint({*violation.keys, *(key.partition(".")[0] for key in violation.keys)}):
             sentences.append(place.sentence(violation))
@@ -435,7 +435,7 @@ def _numbered(config: TrainConfig, numbers: Sequence[int]) -> str:
 
 def _gather_conditions(data: Json) -> Json:
     """Move what each condition sets under its `sets`, by "section.key", and write the grid's keys
-    alike. Names that are no key of a run stay in place, to be refused.
+    alike. Names that are not a key of a run stay in place, and validation refuses them.
     """
     campaign = data.get("campaign")
     if not isinstance(campaign, dict):
@@ -453,7 +453,9 @@ def _gather_conditions(data: Json) -> Json:
 
 
 def _above_schedule(condition: Json, base: Json) -> Json:
-    """A condition whose own scheduled keys ("schedule.loss.kl_coef") stand beside the base's."""
+    """Merge a condition's own scheduled keys ("schedule.loss.kl_coef") into the schedule of the
+    base.
+    """
     kept: Json = {}
     named: Json = {}
     for name, value in condition.items():

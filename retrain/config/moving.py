@@ -26,7 +26,7 @@ Points = Sequence[Sequence[float]]
 
 
 def movable() -> list[str]:
-    """The keys that are read anew in each step."""
+    """Return the keys that retrain reads again in each step."""
     return [key.path for key in all_keys() if key.traits.movable]
 
 
@@ -137,9 +137,9 @@ def given(config: "TrainConfig", path: str) -> Any:
 
 
 def extremes(config: "TrainConfig") -> Iterator[tuple[int, dict[str, float]]]:
-    """(step, all values there) at every point of a schedule, then beside it towards the next one:
-    what holds at all of them holds between them, also for a key that is off at 0 and else has a
-    least value.
+    """Yield (step, all values there) at every point of a schedule, then one step inside each
+    interval's ends. A property that holds at all these steps holds between them. This includes keys
+    that are off at 0 and otherwise have a minimum.
     """
     schedules = config.schedule.points.values()
     named = {step for points in schedules for step, _ in points}

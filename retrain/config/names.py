@@ -1,9 +1,9 @@
-"""Names: of everything that is built in or a plugin, second names of keys, and what an unknown name
-may mean: the nearest known one, or the key that has this name in other trainers.
+"""Names of everything built-in or pluggable, and aliases of keys. For an unknown name, the module
+finds the nearest known name, or the key that other trainers call so.
 
-A value is accepted when it is built in, registered from Python, an installed entry point, or has
-the form of a dotted path. No plugin is imported here: a dotted path that leads nowhere is found
-when the run starts.
+A value is valid if it is built in, registered from Python, an installed entry point, or has the
+form of a dotted path. This module imports no plugin: the start of the run finds a dotted path that
+leads nowhere.
 """
 
 import importlib
@@ -89,10 +89,11 @@ _TABLES: dict[str, str] = {
     "correction": "retrain.backends.losses.CORRECTIONS",
     "aggregation": "retrain.backends.losses.AGGREGATIONS",
 }
-"""Kind -> the table beside the functions, which is the only list of its names and their traits.
+"""Kind -> the table next to the functions, which is the only list of its names and their traits.
 
-The tables stand above the configuration, so they are imported by name, and only when the first
-configuration is checked. None of their modules imports a model library. """
+The modules of the tables import the configuration, so this module imports them by name, and only to
+check the first configuration. Their modules import no model library.
+"""
 
 
 def table(kind: str) -> Any:
@@ -119,12 +120,14 @@ def builtin_names(kind: str) -> tuple[str, ...]:
 PAPERS = Path(__file__).resolve().parents[1] / "assets" / "papers"
 """One file for each paper, NAME.toml, and NAME.py with its plugins."""
 OWN_PLUGINS = "retrain.assets.papers."
-"""Where the plugins of recipes are; they come with retrain, so they are not foreign code."""
+"""Package of the plugins of recipes; they come with retrain, so they are not foreign code."""
 
 
 @cache
 def recipe_names() -> tuple[str, ...]:
-    """The papers whose settings an `algorithm_mode` names: those whose file names none itself."""
+    """Return the papers whose settings an `algorithm_mode` names: the papers whose file sets no
+    `algorithm_mode`.
+    """
     texts = {file.stem: file.read_text(encoding="utf-8") for file in PAPERS.glob("*.toml")}
     return tuple(sorted(name for name, text in texts.items() if "\nalgorithm_mode" not in text))
 
@@ -212,8 +215,8 @@ def source_task(source: str) -> str:
 
 
 def condition_label(advantage_mode: str, transform_mode: str, algorithm_mode: str = "") -> str:
-    """Name a condition: `{advantage}+{transform}`, or the algorithm. Of a dotted path only the last
-    part is used.
+    """Return the label of a condition: `{advantage}+{transform}`, or the algorithm. The label uses
+    only the last part of a dotted path.
     """
     if algorithm_mode:
         return _last_part(algorithm_mode)
@@ -286,8 +289,8 @@ def synonym(name: str, section: str = "") -> str | None:
 
 
 def instead(name: str) -> str:
-    """Say, as a clause, what is done in place of another trainer's setting that has no key here; ""
-    for any other name.
+    """Return, as a clause, what replaces another trainer's setting that has no key here; "" for any
+    other name.
     """
     word = _word(name)
     return ABSENT.get(word) or ABSENT.get(f"{word.partition('_')[0]}_", "")

@@ -1,7 +1,7 @@
 """Needs and offers: a key says what it needs to act, and a backend or an engine what it lacks.
 
-A key names its needs in its trait `needs`, such as "teacher". Where the part lacks one of them,
-another value than the default is refused. Where the part decides about one by itself, the key is
+A key names its needs in its trait `needs`, such as "teacher". If the part lacks a need, retrain
+refuses a value other than the default. If the part decides about a need by itself, the key is
 unused. A value that a part cannot follow is a problem of that part. Loading, the start of a run,
 `explain` and `retrain backends` ask here.
 """

@@ -52,7 +52,7 @@ class Override:
     origin: str
     """ "flag --lr" or "environment RETRAIN_TRAINING_LR"."""
     adds: bool = False
-    """The value is a table that is merged into the one below it instead of replacing it."""
+    """True if the value is a table to merge into the table below it instead of replacing it."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
 
 
 def _unknown_variable(name: str, variables: tuple[str, ...]) -> Iterator[str]:
-    """Yield a sentence for a RETRAIN_ variable that names or nearly names one of our sections;
-    another program may use any other.
+    """Yield a sentence for a RETRAIN_ variable that names or nearly names a section. Other programs
+    may use any other variable.
     """
     from retrain.config.keys import key_meant, section_models
     from retrain.config.removed import farewell, removed_key
@@ -314,9 +314,9 @@ def _nearest_flag(word: str, flags: Sequence[str]) -> str | None:
     """
     from retrain.config.keys import all_keys, homes_of
 
-    # Of a key whose flag has no section, the flag with it: --training-batch-size.
+    # A key whose flag has no section is also known with its section: --training-batch-size.
     known = {key.path: key.flag for key in all_keys()}
-    # The word alone counts too where the section stands in front of the flag: --clip-hihg.
+    # If the flag begins with the section, the key alone counts too: --clip-hihg.
     known |= {key.name: key.flag for key in all_keys() if len(homes_of(key.name)) == 1}
     known |= {flag.removeprefix("--"): flag for flag in flags}
     spelt = {_dashed(name): flag for name, flag in known.items()}

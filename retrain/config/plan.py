@@ -23,7 +23,7 @@ class Source:
 
 
 def sources_of(config: TrainConfig) -> tuple[Source, ...]:
-    """Return the sources of `[[data.mix]]`, or the only one of a run without it."""
+    """Return the sources of `[[data.mix]]`, or the single source of a run without a mixture."""
     if not config.data.mix:
         return (Source("", [[0, 1.0]], config),)
     return tuple(

@@ -1,9 +1,9 @@
 """Recipes: an `algorithm_mode` replaces the pair of advantage_mode and transform_mode, and
-`algorithm_mode = "dapo"` means all settings of a paper. A key of the file goes before them, and
-they before the defaults.
+`algorithm_mode = "dapo"` means all settings of a paper. A key of the file overrides them, and they
+override the defaults.
 
-A paper's recipe is what its file of retrain/assets/papers says of the method. The model, the data,
-the budget and the folder of that file are the lab's, and no part of it.
+A paper's recipe holds the method's settings from its file in retrain/assets/papers. The model, the
+data, the budget and the folder in that file belong to the lab, so the recipe omits them.
 """
 
 import tomllib
@@ -76,8 +76,8 @@ _MODES = ("algorithm.advantage_mode", "algorithm.transform_mode")
 
 @cache
 def recipe(name: str) -> Json:
-    """Map "section.key" to the value that the recipe `name` gives it. Plugins beside the file have
-    their full path, so that they are found from every folder.
+    """Map "section.key" to the value that the recipe `name` gives it. Plugins in the file's folder
+    get their full path, so that retrain finds them from every folder.
     """
     with (PAPERS / f"{name}.toml").open("rb") as file:
         sections = tomllib.load(file)
@@ -113,8 +113,8 @@ def above_recipe(data: Mapping[str, Any]) -> Json:
 
 
 def above_recipe_of_condition(data: Mapping[str, Any], name: str) -> Json:
-    """Return the sections of a campaign's base above the recipe that a condition names, but for the
-    modes, which are the condition's.
+    """Return a campaign's base sections on top of the recipe that a condition names, without the
+    modes, which come from the condition.
     """
     given = {path: value for path, value in _given(data).items() if path not in _MODES}
     wanted = _wanted(name, given)
@@ -137,8 +137,8 @@ def _filled(data: Mapping[str, Any], values: Mapping[str, Any]) -> Json:
 
 
 def _wanted(name: str, given: Mapping[str, Any]) -> Json:
-    """The keys that a recipe fills in beside those that are given, and its tables with the given
-    entries on top.
+    """Return the keys that a recipe adds to the given keys, and its tables with the given entries
+    on top.
     """
     values = recipe(name)
     dropped = {
@@ -169,7 +169,8 @@ def _table(section: Any) -> Json:
 
 def departures(name: str, value_of: Callable[[str], Any]) -> Json:
     """Map the keys of the recipe `name` that have another value to that value; {} without a recipe.
-    Keys that only go with one of them are left out. `value_of` gives the value of "section.key".
+    The result omits keys that only apply together with such a key. `value_of` gives the value of
+    "section.key".
     """
     if not is_recipe(name):
         return {}

@@ -1,5 +1,5 @@
-"""What left the configuration and the command line: the rows of removed.toml, and the sentence that
-answers for each.
+"""Removed keys, flags and commands: the rows of removed.toml, and the sentence that answers each of
+them.
 """
 
 import tomllib

@@ -164,8 +164,8 @@ class Evaluation(Section):
         return self.every > 0 or self.at_start or self.at_end
 
     def over(self, training: Training) -> Training:
-        """[training] with the settings by which held-out answers are sampled; what is unset here
-        is training's.
+        """Return [training] with the sampling settings of held-out answers. A setting that is unset
+        here keeps its value in `training`.
         """
         names = ("temperature", "max_tokens", "top_k", "top_p", "min_p")
         own = {name: getattr(self, name) for name in names}

@@ -62,7 +62,7 @@ __all__ = [
 
 
 _FULL_LR, _FULL_CHECKPOINTS = 1e-6, 2
-"""Where all weights are trained: the learning rate, and the number of checkpoints."""
+"""Defaults of full training: the learning rate, and the number of checkpoints."""
 
 
 @dataclass(frozen=True)

@@ -48,12 +48,13 @@ class Traits:
     """The values of another key of its section with which it has an effect, as "mode in (ppo)" or
     "kl_coef not in (0)"."""
     movable: bool = False
-    """It is read anew in each step, so `[schedule]` may move it."""
+    """True if retrain reads the key again in each step, so that `[schedule]` may move it."""
     parameter_of: tuple[str, ...] = ()
     """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
     needs: str = ""
-    """What it takes to act, in words of backends and engines with spaces between
-    (`backends.base.Backend.lacks`)."""
+    """The capabilities that the key needs, as space-separated words of backends and engines
+    (`backends.base.Backend.lacks`).
+    """
 
     def __or__(self, other: "Traits") -> "Traits":
         """A key's own traits, and its section's where it has none."""
@@ -67,8 +68,8 @@ _TRAITS = tuple(trait.name for trait in fields(Traits))
 def key(default: Any, doc: str, *, example: Any = None, **marks: Any) -> Any:
     """Declare a key with its default and its documentation.
 
-    `example` stands in the annotated file where there is no default. `marks` are the key's Traits,
-    and pydantic's ge, gt, le, lt, min_length and alias.
+    The annotated file shows `example` if the key has no default. `marks` are the key's Traits, and
+    pydantic's ge, gt, le, lt, min_length and alias.
     """
     traits = {name: marks.pop(name) for name in _TRAITS if name in marks}
     if example is not None:
@@ -120,7 +121,7 @@ class Violation:
     """A broken rule between keys. The loader adds the file and makes a sentence of it."""
 
     keys: tuple[str, ...]
-    """The keys that the rule reads, as "section.key"; the first is the one to fix."""
+    """The keys that the rule reads, as "section.key"; the first is the key to fix."""
     message: str
     """One sentence without its full stop."""
 

@@ -1,8 +1,8 @@
 """The only list of keys: every section is a class with its keys and the rules between them. Most
-stand in algorithm_sections.py, data_sections.py, learning_sections.py and run_sections.py.
+classes are in algorithm_sections.py, data_sections.py, learning_sections.py and run_sections.py.
 
-Flags, the manual, the documentation's tables, the JSON Schema, examples/all_keys.toml and every
-error are made from these classes.
+These classes generate the flags, the manual, the documentation's tables, the JSON Schema,
+examples/all_keys.toml and every error.
 """
 
 import re
@@ -79,7 +79,7 @@ class Condition(Section):
 
     @model_serializer(mode="wrap")
     def _flat(self, handler: SerializerFunctionWrapHandler) -> Json:
-        """Serialise the condition as a file holds it, with `loss.mode` beside `label`."""
+        """Serialize the condition as a file holds it, with `loss.mode` and `label` in one table."""
         values: Json = handler(self)
         if "given_label" in values:
             values["label"] = values.pop("given_label")

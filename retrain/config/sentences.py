@@ -142,7 +142,7 @@ def _sentence(
         return f"{place.file}: {_finish(text)}"
     path = f"{loc[0]}.{loc[1]}"
     where = place.of(*_spellings(path))
-    # Four parts are a condition's: campaign, conditions, number, key.
+    # Four parts locate a condition's key: campaign, conditions, number, key.
     if len(loc) == 4:
         return f"{where}: {_finish(_condition_problem(loc, details))}"
     if unknown:
@@ -278,7 +278,7 @@ def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     if gone:
         return gone
     refusal = next((detail for detail in details if detail["type"] == "refused"), None)
-    # Of a list, the refused item is the word that may be mistyped.
+    # In a list, the refused item is the word with the possible typing error.
     word = value
     if isinstance(value, list):
         word = (refusal or details[0])["input"]

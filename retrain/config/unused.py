@@ -1,6 +1,6 @@
-"""Keys that were set and have no effect: the rows that say when, and sentences over a whole file.
+"""Set keys without effect: the rows that say when, and the sentences for a whole file.
 
-What a backend or an engine decides by itself stands in its class (`config.needs`).
+The class of a backend or an engine says what it decides by itself (`config.needs`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -387,7 +387,8 @@ def unused_keys(config: TrainConfig) -> list[str]:
     """Return one sentence for each reason why set keys have no effect, in this run or in all runs
     of the campaign.
 
-    Of keys at their default, more than MAX_DEFAULTS_NAMED have none: a program wrote that file.
+    More than MAX_DEFAULTS_NAMED unused keys at their default get no sentence, because a program
+    wrote that file.
     """
     if not any(condition.sets_keys for condition in config.conditions):
         return _sentences(_unused(config))
@@ -408,7 +409,7 @@ def unused_keys(config: TrainConfig) -> list[str]:
 
 
 def _sentences(keys: Iterable[_Unused]) -> list[str]:
-    """Say of keys why they have no effect, those of a reason together."""
+    """Return sentences that say why keys have no effect, one for each reason."""
     together: dict[str, list[str]] = {}
     for key in keys:
         together.setdefault(key.because, []).append(key.shown)

@@ -35,8 +35,8 @@ _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
 
 
 def refuse(problem: str, *, whole: bool = False) -> PydanticCustomError:
-    """A refusal that the loader turns into a sentence about the value: `problem` is its predicate,
-    such as "is not a device". Where it is `whole`, the loader does not say what is allowed.
+    """Return a refusal that the loader turns into a sentence about the value: `problem` is its
+    predicate, such as "is not a device". With `whole`, the loader does not list the allowed values.
     """
     # Pydantic cannot hold a lone surrogate.
     printable = problem.encode(errors="backslashreplace").decode()

@@ -1,7 +1,8 @@
 """The contract of an inference engine: token ids in, token ids with log-probs out, as they finish.
 
-An engine knows no text. A request carries everything that its completions depend on, so that a
-batch's make-up cannot change them, and whether they are the adapter's or the base model's.
+An engine knows no text. A request carries everything that its completions depend on, so that the
+composition of a batch cannot change them. It also says whether the adapter or the base model
+samples.
 """
 
 import importlib
@@ -175,8 +176,9 @@ ENGINES: dict[str, str] = {
     "mlx": "retrain.inference_engine.mlx.MLXEngine",
     "openai": "retrain.inference_engine.openai.OpenAIEngine",
 }
-"""The built-in engines: name -> class. All facts about one stand in its class, which is imported
-when it is asked for one; none of these modules imports a model library."""
+"""The built-in engines: name -> class. The class holds all facts about its engine. retrain imports
+it on demand, and its module imports no model library.
+"""
 
 
 def engine_kind(name: str) -> "type[InferenceEngine]":
@@ -191,9 +193,7 @@ def engine_kind(name: str) -> "type[InferenceEngine]":
 
 
 class Offers:
-    """What a backend or an engine says of the keys that need something
-    (`config.section.Traits.needs`).
-    """
+    """The answers of a backend or an engine to keys with needs (`config.section.Traits.needs`)."""
 
     lacks: ClassVar[Mapping[str, str]] = {}
     """A need that it lacks -> why, and what to do: the start refuses a key with this need."""
@@ -217,7 +217,7 @@ class InferenceEngine(Offers, ABC):
 
     capabilities: EngineCapabilities
     about: ClassVar[Description]
-    """Of a built-in engine."""
+    """The description of a built-in engine."""
     default_port: ClassVar[int] = 0
     """The port that its server uses by itself; 0 where `retrain serve` cannot start one."""
     needs_address: ClassVar[bool] = False
@@ -245,9 +245,9 @@ class InferenceEngine(Offers, ABC):
 
     @classmethod
     def preflight(cls, config: "TrainConfig") -> str | None:  # noqa: ARG003 - part of the interface
-        """Return a sentence saying why its completions can be evaluated but not trained on; "" or
-        None where they can. Nothing is loaded yet. Raises ConfigurationError or EnvironmentFailure
-        where the engine could not work.
+        """Return a sentence saying why retrain can evaluate its completions but not train on them;
+        "" or None if it can do both. Runs before anything is loaded. Raises ConfigurationError or
+        EnvironmentFailure if the engine could not work.
         """
         return ""
 
@@ -295,8 +295,8 @@ class InferenceEngine(Offers, ABC):
         """
 
     def why_it_differs(self) -> str:
-        """Return the reason that the engine itself finds where its log-probs are not the learner's,
-        as part of a sentence; "" if nothing.
+        """Return, as part of a sentence, the reason that the engine itself finds for log-probs that
+        differ from the learner's log-probs; "" if it finds none.
         """
         return ""
 

@@ -30,7 +30,7 @@ class Variable(str):
 
 @dataclass(frozen=True)
 class ServerNeeds:
-    """Facts that a server must be told beside the configuration."""
+    """Facts that a server needs in addition to the configuration."""
 
     model: str
     """Folder or hub id."""

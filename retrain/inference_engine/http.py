@@ -1,9 +1,9 @@
 """Requests to one or several servers over HTTP: connections that stay open, retries, balancing, and
 what a failure says.
 
-Requests run in an event loop in a thread of its own, so the caller can wait for many at once and
-drop those that it no longer wants. A server that does not answer is left out, its requests go to
-the others, and it is taken back once its health answers.
+Requests run in an event loop in a separate thread, so the caller can wait for many requests at once
+and drop unwanted requests. If a server does not answer, its requests go to the other servers. The
+server returns to use once its health check answers.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class Patience:
     silent_s: float = math.inf
     """Seconds of asking again: `[inference] patience_s` where that is less."""
     attempts: int = 10
-    """Of an answer that is unfit: about a minute."""
+    """Attempts after an unfit answer: about a minute."""
     word_s: float = 30.0
     """Seconds between two lines on how much patience is left."""
     slow_tries: int = 3
@@ -127,13 +127,13 @@ class Server:
     """One address. Its methods try once, and raise TransientFailure, Refusal or RequestTimeout."""
 
     url: str
-    """As shown: without credentials, a trailing slash or /v1."""
+    """The URL as shown: without credentials, a trailing slash or /v1."""
     client: httpx.AsyncClient
     lost: Callable[[int, str], str]
     """(status, text) of an answer to why the server must be prepared again before it can serve; ""
     if it need not."""
     timeout_s: float
-    """From the first byte of a request to the last one of its answer."""
+    """Seconds from the first byte of a request to the last byte of its answer."""
     secrets: tuple[str, ...] = ()
     """Secrets, which no sentence may repeat if the server says them."""
     alive: bool = True
@@ -399,7 +399,7 @@ class ServerPool:
             for server in dead:
                 await self._take_back(server)
         else:
-            # Beside the request, which does not wait for a server that may stay away.
+            # Check in the background: the request does not wait for a server that may stay away.
             for server in dead:
                 if time.monotonic() - server.looked_at > self._patience.recheck_s:
                     look = asyncio.create_task(self._take_back(server))

@@ -463,7 +463,7 @@ class PagedTokens:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """[R, Hq, 1, D] of queries [R, Hq, 1, D] over the tokens of their rows, in pages. No family
-        with a fused forward has a soft cap.
+        """[R, Hq, 1, D] of queries [R, Hq, 1, D] over the tokens of their rows, in pages. `softcap`
+        is unused, since families with a fused forward have no soft cap.
         """
         return self._attend(query[:, :, 0], key, value, self._rows, scaling, window).unsqueeze(2)

@@ -74,8 +74,8 @@ class MLXDialect(Dialect):
         settings: Json = {
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
-            # Beside the tokens that the server ends completions at by itself. No seed: with one,
-            # requests run one after the other.
+            # These add to the tokens at which the server ends completions by itself. The request
+            # sends no seed, because seeded requests run one after the other.
             "stop": [self.texts.decode([token]) for token in self.eos_ids],
         }
         return self._completion(

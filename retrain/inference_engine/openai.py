@@ -169,7 +169,8 @@ class OpenAIDialect(VLLMDialect):
         if request.noise.stream != Stream.EVALUATION:
             raise ConfigurationError(facts["text_alone"])
         known = ["n", "temperature", "top_p", *NEUTRAL]
-        # Which not every server knows. Left out, llama.cpp's top_k is 40, and its min_p 0.05.
+        # Some servers do not know these fields. By default, llama.cpp's top_k is 40, and its min_p
+        # 0.05.
         if request.truncation.active or facts["like_llama_cpp"]:
             known += ["top_k", "min_p"]
         kept = {name: body[name] for name in known if name in body}
@@ -239,7 +240,7 @@ class OpenAIDialect(VLLMDialect):
             if request.noise.stream != Stream.EVALUATION:
                 raise
             message, reason = choice.get("message", {}), choice["finish_reason"]
-            # None at all where everything went into reasoning.
+            # The content is None if everything went into reasoning.
             text = message.get("content") or "" if message else choice["text"]
             declined = message.get("refusal") or message.get("tool_calls")
             if declined or not isinstance(text, str) or reason not in (*_STOPPED, "length"):
@@ -256,8 +257,8 @@ class OpenAIDialect(VLLMDialect):
         )
 
     def _ids_and_logprobs(self, choice: Json) -> tuple[list[int], list[float]]:
-        """Read ids and log-probs. The ids have three forms: a list of their own, "token_id:123" in
-        place of the tokens' text, or llama.cpp's, beside each log-prob.
+        """Read ids and log-probs. The ids have three forms: a separate list, "token_id:123" instead
+        of the tokens' text, or llama.cpp's form with an id next to each log-prob.
         """
         logprobs = choice["logprobs"]
         if "content" in logprobs:

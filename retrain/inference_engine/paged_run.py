@@ -1,11 +1,11 @@
 """Continuous batching over pages and fixed buffers: rows enter by the memory they fill, and the
-device is never waited for.
+host never waits for the device.
 
 A completion takes a row when its prompt's pages and a reserve are free. When pages run out, prompts
-kept for redraws go first, then the youngest row, by its place in the call and not by time: it is
-put back in the queue with the tokens it has, which are later computed again in one pass. A step is
-launched before the draws of the one before it are read, so a finished row decodes one extra token,
-which is discarded.
+kept for redraws go first, then the youngest row, by its place in the call and not by time. The
+preempted row returns to the queue with its tokens, and one later pass computes them again. The
+engine launches a step before it reads the draws of the previous step. A finished row therefore
+decodes one extra token, which the engine discards.
 """
 
 from collections import OrderedDict
@@ -116,10 +116,11 @@ class Pager:
     def enter(
         self, row: RunningRow, using: dict[PromptKey, CachedTokens], running: int
     ) -> CachedTokens | None:
-        """Give a row its pages, if they are free beside a reserve for `running` rows; returns the
-        tokens that it goes on from.
+        """Give a row its pages, if they are free in addition to a reserve for `running` rows.
+        Returns the cached tokens from which the row continues.
 
-        Cached tokens give way, but not those that the row itself needs: its prompt goes to `using`.
+        The pager evicts cached tokens, except the tokens that the row itself needs: its prompt goes
+        to `using`.
         """
         request, ids, cached = row.job.request, row.ids, self.cached
         key, shares = prompt_key(request), self.shares(row)
@@ -230,7 +231,9 @@ class PagedEngine:
 
 
 def wanted_tokens(jobs: Sequence[SampleJob], page_tokens: int) -> int:
-    """Count the tokens of pages that let all jobs decode at their longest, beside their prompts."""
+    """Count the tokens of pages that let all jobs decode at their longest, with room for their
+    prompts.
+    """
     prompts = {prompt_key(job.request): len(job.request.prompt_ids) for job in jobs}
     return (
         sum(prompts.values())
@@ -334,8 +337,8 @@ class PagedRun(DecodeRun):
         return self._engine.step.drawn[: min(bucket, len(self._slots))]
 
     def grow(self) -> None:
-        """Give every row the page that its next token needs. Where pages are too few, cached tokens
-        go, then rows that have finished meanwhile, then the youngest row is preempted.
+        """Give every row the page that its next token needs. If pages run out, free cached tokens,
+        then rows that have finished meanwhile, then preempt the youngest row.
         """
         while len(growing := self._growing()) > self._pool.free:
             if self._pager.evict():

@@ -52,11 +52,11 @@ class SampleJob:
 
 
 def pieces(jobs: Sequence[SampleJob], rows: int, most: int) -> list[Sequence[SampleJob]]:
-    """Cut the jobs into consecutive parts of nearly equal size, which decode apart from each other:
-    at most `rows` jobs each, or else `most` parts.
+    """Cut the jobs into consecutive parts of nearly equal size, which decode separately: at most
+    `rows` jobs each, or else `most` parts.
 
-    A row's bits depend on the rows beside it, so the parts are a function of the jobs alone, not of
-    the number of workers.
+    A row's bits depend on the other rows of its batch, so the parts are a function of the jobs
+    alone, not of the number of workers.
     """
     count = min(-(-len(jobs) // rows), most)
     edges = []
@@ -135,7 +135,7 @@ def noise_of(rows: Sequence[RunningRow]) -> npt.NDArray[np.float64]:
 
 
 class Variant(NamedTuple):
-    """What some rows of a run may be, which is fixed when a step is captured."""
+    """Properties that at least one row of a run has; a captured step fixes them."""
 
     greedy: bool
     truncated: bool

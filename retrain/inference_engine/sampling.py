@@ -39,8 +39,9 @@ _LOG_SMALLEST = -87.0
 
 
 COLUMNS = 4
-"""Of a table of draws: token, log-prob, entropy, and tokens kept where rows are truncated. A
-log-prob that is not finite says that the row's logits held NaN or +inf."""
+"""Columns of a table of draws: token, log-prob, entropy, and the number of kept tokens for
+truncated rows. A log-prob that is not finite says that the row's logits held NaN or +inf.
+"""
 
 
 def draw(
@@ -70,7 +71,7 @@ def draw(
         if greedy:
             is_greedy = divisors == 0
             divisors = torch.where(is_greedy, 1.0, divisors)
-        # logits / temperature in float32, the same expression as the learner's
+        # logits / temperature in float32, the same expression as in the learner
         z = logits[part].float() / divisors[:, None]
         kept = None if cuts is None else partial(kept_sets.of_cuts, cuts=cuts(part))
         for number, column in enumerate(_draw_scaled(z, uniforms[part], is_greedy, kept)):

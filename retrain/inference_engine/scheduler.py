@@ -45,7 +45,7 @@ class DecodeRun(ABC):
     """One batch of jobs under one adapter slot, from the first prompt to the last token."""
 
     _late = 0
-    """Steps under way while the draws of the one before them are read."""
+    """Number of steps under way while the engine reads the draws of the previous step."""
 
     def __init__(
         self,

@@ -117,7 +117,9 @@ class Dialect(ABC):
     """Names the server in sentences: "The vllm server"."""
     health: ClassVar[str] = "/health"
     concurrency: ClassVar[int] = 256
-    """Requests under way per server; it queues those that it cannot run."""
+    """Maximum number of requests under way per server, which queues the requests that it cannot
+    run.
+    """
     spacing_s: ClassVar[float] = 0.0
     """Seconds between two requests, for a server that breaks connections which arrive at once."""
 
@@ -246,8 +248,8 @@ class ServedEngine(InferenceEngine):
         return self.sample_feed(RequestList(requests))
 
     def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
-        """Every request goes to a server as soon as there is one: the servers batch those that they
-        have.
+        """Send every request to a server as soon as it exists: the servers batch the requests that
+        they have.
         """
         given = 0
         under_way: set[Future[list[Completion]]] = set()
@@ -349,7 +351,7 @@ class ServedEngine(InferenceEngine):
         ]
 
     def _problem(self, one: ServedSample, request: SampleRequest) -> str:
-        """Say why a whole completion is not one of the policy; "" if it is."""
+        """Return why the policy cannot have sampled this whole completion; "" if it can."""
         ids, eos = one.token_ids, set(self._dialect.eos_ids)
         truncated = request.truncation.active and request.temperature > 0
         outside = [token for token in ids if not 0 <= token < self._vocabulary]
@@ -580,10 +582,11 @@ def make_readable(folder: Path) -> None:
 
 
 def _own_folder(config: "TrainConfig") -> Path:
-    """Make a folder for adapters in `[inference] adapter_dir`, or in the run's, which servers on
-    other machines are likely to see too. Folders there that a killed run could not remove are.
+    """Make a folder for adapters in `[inference] adapter_dir`, or in the folder of the run, which
+    servers on other machines are likely to see too. Also remove the folders there that a killed run
+    left behind.
 
-    Raises EnvironmentFailure where it cannot be made.
+    Raises EnvironmentFailure if it cannot make the folder.
     """
     named, place = config.inference.adapter_dir, Path(config.logging.log_dir)
     if named:

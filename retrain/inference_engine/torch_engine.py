@@ -88,9 +88,10 @@ class TorchEngine(PyTorchEngine):
         """Pages and captured steps, while they are held."""
         self._pool = pool or Pool()
         self._forgets_prompts = pool is not None and torch.device(device).type == "cpu"
-        """True if stored prompts are dropped before each piece. An earlier piece may have been
-        another worker's, and a prompt computed anew may differ in its bits; so also with one
-        worker, for a run has the same bytes with any number of them."""
+        """True if the engine drops stored prompts before each piece. Another worker may have run an
+        earlier piece, and a recomputed prompt may differ in its bits. One worker drops them too,
+        because a run has the same bytes with any number of workers.
+        """
         self._decode = self._pool.shared(self._decode_piece)
         self._weights_version = weights_version(model)
         self._follow = follow
@@ -188,8 +189,8 @@ class TorchEngine(PyTorchEngine):
         return PagedRun(self._decoder, jobs, self._paged)
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:
-        """Do nothing for shared weights; a copy follows. What was computed from the old weights is
-        dropped at the next call.
+        """Do nothing for shared weights; update a copy. The next call drops results of the old
+        weights.
         """
         if self._follow is not None:
             self._follow()
@@ -212,9 +213,7 @@ class TorchEngine(PyTorchEngine):
         return 0 if self._paged is None else self._paged.pool.nbytes
 
     def free_pages(self) -> None:
-        """Give the memory of the pages back; the next call makes them, and captures its steps,
-        anew.
-        """
+        """Free the pages. The next call makes new pages and captures its steps again."""
         self._paged = None
 
     def close(self) -> None:
@@ -272,12 +271,11 @@ def weights_version(model: nn.Module) -> WeightsVersion:
 
 
 class CastCopy:
-    """A second copy of the model in another dtype, for an `[inference] dtype` that is not the
-    model's.
+    """A second copy of the model in another dtype, for an `[inference] dtype` that differs from the
+    dtype of the model.
 
-    A copy rather than autocast, which would convert every frozen weight again for every token. The
-    learner keeps the exact weights; sampler and learner then differ by the dtype's rounding, which
-    the parity gate bounds.
+    Autocast would convert every frozen weight again for every token. The learner keeps the exact
+    weights; sampler and learner then differ by the dtype's rounding, which the parity gate bounds.
     """
 
     def __init__(self, source: nn.Module, dtype: torch.dtype) -> None:

@@ -103,7 +103,7 @@ class VLLMDialect(Dialect):
         if self.config.training.truncated:
             await self._check_kept_sets(server)
         server.facts["sleeps"] = False
-        # Where it shares this machine, and was started with --enable-sleep-mode.
+        # A server sleeps only on this machine and with --enable-sleep-mode.
         if urlsplit(server.url).hostname in LOOPBACK:
             try:
                 settings = await server.get("/server_info?config_format=json")
@@ -198,7 +198,7 @@ class VLLMDialect(Dialect):
         if temperature == 1:
             return ""
         some, others = await self._top(server, temperature), await self._top(server, 1.0)
-        # Beside the most probable tokens each answer names the one that was drawn.
+        # Each answer names the most probable tokens and the drawn token.
         shared = some.keys() & others.keys()
         if max((abs(some[token] - others[token]) for token in shared), default=inf) > _SAME:
             return ""

@@ -105,7 +105,7 @@ class _Piece:
     entropy: bool = False
     """The entropies are wanted too."""
     reference: bool = False
-    """Scores are the frozen base's, with the adapter off, over the whole vocabulary."""
+    """True if scores come from the frozen base, with the adapter off, over the whole vocabulary."""
     dtype: torch.dtype | None = None
     """Scores are of the base in this dtype; None: its own."""
     truncation: Truncation | None = None
@@ -147,9 +147,9 @@ class Learner:
         world: World = ALONE,
         pool: Pool | None = None,
     ) -> None:
-        """`fused` stands in for the model's own forward wherever no dropout acts.
+        """`fused` replaces the model's own forward wherever no dropout acts.
 
-        In a parallel `world` every process is given all rows, computes its share, and ends with the
+        In a parallel `world` every process receives all rows, computes its share, and ends with the
         whole result.
         """
         self.base, self.weights, self.choices = base, weights, choices
@@ -264,12 +264,12 @@ class Learner:
         return [ratios for number, ratios in measured.items() if number in first]
 
     def _with_passes_before(self, batch: list[LearnerRow], step: int) -> list[LearnerRow]:
-        """Add what the loss reads of passes before the first update: the learner's own old
-        log-probs, and the reference's.
+        """Add what the loss reads of passes before the first update: the old log-probs of the
+        learner and the log-probs of the reference.
         """
         if self._recompute:
-            # As in the first pass, under its masks and in its micro-batches: the first ratio is
-            # exactly 1.
+            # Use the masks and micro-batches of the first pass, so that the first ratio is exactly
+            # 1.
             first_pass = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
             parts = [_with(part, self.score(part, masks_of=step), "old") for part in first_pass]
             batch = sorted(chain.from_iterable(parts), key=lambda row: row.number)
@@ -662,7 +662,7 @@ def rounds(inference: "Inference", dtype: torch.dtype) -> bool:
     """Return True if learner or sampler computes in less than float32, so that their log-probs of
     one token differ by more than float32's rounding.
 
-    `dtype` is the base's.
+    `dtype` is the dtype of the base.
     """
     return dtype != torch.float32 or inference.reduced_precision
 

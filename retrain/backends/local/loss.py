@@ -78,9 +78,9 @@ def kl_term(
     """[N] per-token estimate of KL(policy || reference) from tokens of the policy (Schulman's k1,
     k2, k3).
 
-    As values all three estimate it. As loss terms, the tokens held fixed, their expected gradients
-    differ: 0 for k1, the gradient of KL(policy || reference) for k2, and of KL(reference || policy)
-    for k3.
+    All three values estimate this KL. Their gradients as loss terms, with fixed tokens, have
+    different expectations: 0 for k1, the gradient of KL(policy || reference) for k2, and the
+    gradient of KL(reference || policy) for k3.
     """
     difference = (new - reference).clamp(-log_ratio_clamp, log_ratio_clamp)
     if estimator == "k1":
@@ -108,8 +108,8 @@ def clipped_terms(
 
 
 def detached_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] the ratios that the clip reads, without gradient: a token's own, or in gspo the one of
-    its sequence.
+    """[N] the ratios that the clip reads, without gradient: a token's own ratio, or in gspo the
+    ratio of its sequence.
     """
     new = tokens.new.detach()
     if settings.mode != "gspo":
@@ -162,8 +162,9 @@ def gmpo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
     """[N] -A times the geometric mean of the sequence's clipped ratios, with the gradient through
     the token's own (GMPO, 2507.20673).
 
-    As in gspo, advantages may differ by token; with equal ones and the sequence mean the gradient
-    is GMPO's own. A clipped token loses its gradient and still counts in the mean.
+    Advantages may differ by token, as in gspo. With equal advantages and the sequence mean the
+    gradient equals the gradient of GMPO. A clipped token loses its gradient and still counts in the
+    mean.
     """
     clipped = gmpo_log_ratios(tokens, settings)
     means = spread(sequence_means(clipped.detach(), tokens.lengths).exp(), tokens.lengths)
@@ -210,14 +211,15 @@ def policy_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def correction_weight(tokens: ActionTokens, settings: "Loss") -> Tensor | None:
-    """[N] detached weight for the mismatch between the learner's old log-probs and the sampler's;
-    None where it is off.
+    """[N] detached weight for the mismatch between the old log-probs of learner and sampler; None
+    if it is off.
 
-    tis and icepop weigh tokens, by min(ratio, correction_cap) and by a ratio in [correction_low,
-    correction_high], else 0. seq_tis and seq_mask weigh completions by the product of their
-    ratios, truncated at correction_cap or dropped outside of [correction_low, correction_high];
-    geometric keeps or drops them by the geometric mean, which does not depend on their length (all
-    three: "When Speed Kills Stability", Liu, Li et al. 2025, and verl's rollout correction).
+    tis weighs tokens by min(ratio, correction_cap), and icepop by a ratio in [correction_low,
+    correction_high], else 0. seq_tis and seq_mask weigh completions by the product of their ratios.
+    seq_tis truncates it at correction_cap, and seq_mask drops it outside of [correction_low,
+    correction_high]. geometric keeps or drops completions by the geometric mean, which does not
+    depend on their length. Source of these three: "When Speed Kills Stability", Liu, Li et al.
+    2025, and verl's rollout correction.
     """
     kind, pair = settings.correction, (tokens.old.detach(), tokens.sampler)
     lengths, clamp = tokens.lengths, settings.log_ratio_clamp
@@ -246,7 +248,8 @@ def policy_loss(
     """Return the scalar to minimise: sum of weights * policy * correction + regulariser_weights *
     (kl_coef * KL - entropy_coef * entropy).
 
-    `terms` and `correction`, [N] each, come from plugins; None: the built-in ones of `settings`.
+    `terms` and `correction`, [N] each, come from plugins. By default they come from the built-in
+    functions of `settings`.
     """
     if terms is None:
         terms = policy_terms(tokens, settings)
@@ -274,10 +277,11 @@ def policy_loss(
 
 
 def clipped_tokens(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] of bool: the clip took the token's policy gradient away, or in cispo bounded its weight;
-    in importance_sampling and ppo the clamp of the log-ratio counts as one.
+    """[N] of bool: True if the clip took the token's policy gradient away, or in cispo bounded its
+    weight. In importance_sampling and ppo the clamp of the log-ratio counts as a clip.
 
-    gmpo: the one-sided clip in log space; dppo: the probability left the trust region.
+    In gmpo the clip is one-sided in log space. In dppo a token counts if its probability left the
+    trust region.
     """
     ratios, (low, high) = detached_ratios(tokens, settings), settings.clips
     if settings.mode == "cispo":

@@ -1,11 +1,11 @@
-"""The PRIME-RL backend: prompts, rewards and credit here; gradients in PRIME-RL's trainer,
-completions from its inference servers.
+"""The PRIME-RL backend. retrain computes prompts, rewards and credit; PRIME-RL's trainer computes
+gradients, and its inference servers sample completions.
 
-Batch N, counted from 1, is retrain's step N - 1. It is sampled with policy v(N - 1), or with the
-one before where the trainer is slower than `sync_wait_s`. The servers are moved to each policy that
-the trainer broadcasts. A server keeps its prefix cache over an update, so they are sampled from
-with a cache salt per version, which keeps keys and values of an older policy out. Nothing here
-loads weights or imports torch.
+Batch N, counted from 1, is retrain's step N - 1. The servers sample it with policy v(N - 1), or
+with the previous policy if the trainer is slower than `sync_wait_s`. The backend moves the servers
+to each policy that the trainer broadcasts. A server keeps its prefix cache over an update. A cache
+salt per version therefore keeps keys and values of an older policy out. This backend loads no
+weights and does not import torch.
 """
 
 import json
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_URL = "http://localhost:8000"
-"""Where PRIME-RL's inference server listens unless it is told otherwise."""
+"""Default address of PRIME-RL's inference server."""
 _GENERATE = "/inference/v1/generate"
 _ADAPTER_NAME = "retrain-policy"
 _UPDATE_S = 720.0

@@ -60,7 +60,7 @@ class Service:
         self.timeout = config.backend.tinker.timeout_s
         throttle = throttle_of(config.backend)
         self.slot: Callable[[], AbstractContextManager[None]] = nullcontext
-        """A context that holds one of the campaign's `max_concurrent` places."""
+        """A context that holds a place among the campaign's `max_concurrent` places."""
         if throttle:
             self.slot = throttle.slot
         self._folder = Path(config.resume.from_ or config.logging.log_dir)
@@ -287,7 +287,7 @@ _MAX_BYTES = sum(_FILES.values())
 _MAX_AT_ONCE = 1 << 20
 """Bytes. tarfile reads a file's long name into memory at its declared length, without a limit."""
 _MAX_MEMBERS = 1000
-"""Files in an archive: one of nothing but empty files would have millions."""
+"""Maximum number of files in an archive: an archive of empty files could hold millions."""
 
 
 def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> None:
