@@ -2,10 +2,10 @@
 unpatched.
 
 While the sampler or the learner runs, the model's configuration names the kernel registered here.
-Every attention layer then hands its queries, keys and values to `attend`, with the batch that was
-passed to the forward. The batch knows which tokens a query may see; in place of a mask,
-transformers passes the width of the layer's sliding window (`_window_mask`). Shape letters: R rows,
-Hq query heads, Hk key-value heads, T queries, L keys, D.
+Every attention layer then hands its queries, keys and values to `attend`, with the forward's batch.
+The batch knows which tokens a query may see. Instead of a mask, transformers passes the width of
+the layer's sliding window (`_window_mask`). Shape letters: R rows, Hq query heads, Hk key-value
+heads, T queries, L keys, D.
 """
 
 from collections.abc import Callable, Iterator
@@ -197,7 +197,7 @@ def attend(
     """Return [B, T, Hq, D], by transformers' attention signature. A mask's window goes before
     `sliding_window`, as in transformers' own attention.
     """
-    # What this attention would silently leave out is refused.
+    # Refuse arguments that this attention would silently ignore.
     unknown = [
         f"the attention argument {name}"
         for name in ("s_aux", "sinks", "position_bias", "indices", "block_indices")
@@ -223,8 +223,8 @@ def attend(
 
 
 class RowLengths:
-    """The number of tokens that each row sees, the one being decoded included, and their masks,
-    which all layers share.
+    """The number of tokens that each row sees, including the token that it decodes now, and their
+    masks, which all layers share.
     """
 
     def __init__(self, lengths: Tensor, longest: int, ragged: bool) -> None:
@@ -370,10 +370,10 @@ def _biased(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """softmax(scaling * q k + bias) v; under a soft cap softmax(softcap * tanh(scaling * q k /
-    softcap) + bias) v, as Gemma 2 defines it: no fused kernel on a CPU has the tanh.
+    """Return softmax(scaling * q k + bias) v, or under a soft cap softmax(softcap * tanh(scaling *
+    q k / softcap) + bias) v, as in Gemma 2. The soft cap has no fused kernel on a CPU.
 
-    Nothing in place: the learner differentiates it.
+    It avoids in-place operations, since the learner differentiates it.
     """
     if softcap is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 NO_LIMIT = 1 << 30
 """The context of a model that names none: more tokens than any sequence has."""
 PROMPT_ALLOWANCE = 1024
-"""Prompt tokens assumed beside max_tokens when asking whether the longest row fits, and tokens of
-an environment's answers."""
+"""Assumed prompt tokens, in addition to max_tokens, in the test whether the longest row fits; also
+the assumed tokens of an environment's answers.
+"""
 _SAMPLING_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Float32 logits handled together: on a CPU they stay in the cache over the passes."""
 PREFILL_TOKENS = 8192
@@ -26,7 +27,9 @@ _ROW_CAPS = {"cpu": 64, "cuda": 512}
 few for all workers, and smaller ones take nearly as long. On a GPU more rows decode no faster,
 since it waits for the KV cache."""
 _STORE_ALLOWANCE = 1.25
-"""Prompts kept for their groups and for redraws, beside the rows' own keys and values."""
+"""Factor on the keys and values of the rows: the rest holds prompts kept for their groups and for
+redraws.
+"""
 _SCALE_BYTES = 4
 _QUANTISED = ("int8", "fp8")
 
@@ -74,9 +77,9 @@ def longest_row(
     context: int,
     prompt_tokens: int = PROMPT_ALLOWANCE,
 ) -> int:
-    """Tokens of the longest prompt and completion that are trained. An unknown prompt counts as
+    """Return the tokens of the longest trained prompt and completion. An unknown prompt counts as
     PROMPT_ALLOWANCE tokens, and so do all answers of an environment together. `context` is the
-    model's.
+    context length of the model.
     """
     answers = environment.provider not in ("", "reasoning_gym") and environment.max_turns != 1
     wanted = training.max_tokens + prompt_tokens + PROMPT_ALLOWANCE * answers
@@ -163,7 +166,8 @@ def plan_decode(
         per_token += max(_kv_bytes_by_layer(model_config, compute_bytes, "auto"))
     allowance = 1.0 if paged else _STORE_ALLOWANCE
     tokens = int(memory_bytes / (per_token * allowance))
-    # Two pages may be full in part: the row's last, and its prompt's, which it has a copy of.
+    # Two pages may be full in part: the row's last page, and the last page of its prompt, which the
+    # row copies.
     if tokens < tokens_per_row + (2 * PAGE_TOKENS if paged else 0):
         needed = per_token * allowance * tokens_per_row
         raise EnvironmentFailure(

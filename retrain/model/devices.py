@@ -124,11 +124,11 @@ class DeviceChoice(NamedTuple):
 
 
 def choose_device(backend: "Backend", world: World = ALONE) -> DeviceChoice:
-    """Return the devices of `[backend] devices`: one, or in split mode the sampler's and then the
-    learner's.
+    """Return the devices of `[backend] devices`: one device, or in split mode first the sampler's
+    and then the learner's device.
 
-    The unset default falls back to cpu; a named device that is absent is refused. In a parallel run
-    each process takes the GPU of its local rank.
+    The unset default falls back to cpu; retrain refuses a named device that is absent. In a
+    parallel run each process takes the GPU of its local rank.
     """
     names = backend.device_list
     if len(names) > 1 and world.size > 1:

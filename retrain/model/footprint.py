@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 TRAINED_BYTES = 16
-"""Of a trained parameter: float32, its gradient and two moments."""
+"""Bytes of a trained parameter: float32, its gradient and two moments."""
 _PROBE_TOKENS = 64
 _META = torch.device("meta")
 _NF4_BYTES = 4.127 / 8
@@ -54,8 +54,9 @@ class Footprint:
     num_trainable: int
     """Parameters of the adapter."""
     adapter_copies: int
-    """Bytes of the adapter as the fused forward's products read it, beside its float32
-    parameters."""
+    """Bytes of the adapter as the fused forward's products read it, in addition to its float32
+    parameters.
+    """
     kept_per_token: int
     """Bytes that a forward pass keeps for its backward."""
     checkpointed_per_token: int
@@ -64,8 +65,9 @@ class Footprint:
     full_bytes: int
     """Bytes that stay where all weights are trained, of `full.full_bytes`; 0 with an adapter."""
     gradients_per_token: int
-    """Bytes beside these in the backward pass, and all of a forward pass that keeps nothing: about
-    what one layer keeps (measured on the lab model: 1.05 to 1.13 times as much)."""
+    """Additional bytes in the backward pass, and all bytes of a forward pass that keeps nothing.
+    The value is about what one layer keeps (measured on the lab model: 1.05 to 1.13 times as much).
+    """
 
     @property
     def trained_bytes(self) -> int:
@@ -86,7 +88,7 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
     device_type = device_type or base.device.type
     kernel = attention_of(config.inference.attention_kernel, device_type, base.dtype)
     fused, saved = None, 0
-    # Neither weights in 4 bits nor parts of weights have a fused forward.
+    # 4-bit weights and sharded weights have no fused forward.
     if config.model.load_in_4bit:
         saved = _four_bits_save(base)
     elif base.shards.size == 1:
@@ -137,8 +139,8 @@ _sizes: dict[tuple[Any, ...], Footprint] = {}
 def size_without_weights(
     config: "TrainConfig", settings: Any, device_type: str, dtype: torch.dtype, shards: World
 ) -> Footprint:
-    """Return the footprint of a model of which only the configuration is there, `settings`, as one
-    of `shards` holds it. Raises PredictionError where its code needs its weights.
+    """Return the footprint of a model from its configuration `settings` alone, as one process of
+    `shards` holds it. Raises PredictionError if the model's code needs the weights.
     """
     key = (
         settings.to_json_string(use_diff=False),

@@ -1,7 +1,7 @@
 """All weights of a language model as the weights that a run trains.
 
-The optimizer's weights are float32. Where the model computes in half precision, its own weights are
-their cast, and gradients are added up in float32.
+The optimizer's weights are float32. If the model computes in half precision, its own weights are
+casts of them, and gradients accumulate in float32.
 """
 
 import json
@@ -110,10 +110,10 @@ class AllWeights(TrainedWeights):
                 parameter.data = data
 
     def trial_changes(self, seed: int) -> list[Change]:
-        """Change one matrix of each layer, in turn one of each kind.
+        """Change one matrix of each layer, taking the kinds of matrices in turn.
 
-        Uniform values between -w and w with w = sqrt(3 / I) have the standard deviation 1 / sqrt(I)
-        for I inputs, so the change of the output is as large as the input.
+        With I inputs, uniform values between -w and w, w = sqrt(3 / I), have the standard deviation
+        1 / sqrt(I). The change of the output is therefore as large as the input.
         """
         from transformers.modeling_layers import GradientCheckpointingLayer
 

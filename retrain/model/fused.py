@@ -1,10 +1,10 @@
 """The forward pass of a dense decoder (Llama, Qwen 2 and 3, Mistral) over the parameters of a
 transformers model.
 
-It stands in for the model's own forward in the sampler and in the learner: fewer and larger
-operations, the same function. Whether it is the same is tried on a few tokens, with the sliding
-window that each layer asks for; a model that it does not fit keeps its own forward. Shape letters:
-B rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
+It replaces the model's own forward in the sampler and in the learner: fewer and larger operations,
+the same function. A test on a few tokens, with the sliding window of each layer, checks that it is
+the same. A model that fails the test keeps its own forward. Shape letters: B rows, T tokens of a
+row, N = B T, H hidden size, Hq and Hk heads, D head size.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,9 @@ from retrain.model.projection import Projection, fusable
 
 _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 _WINDOW_IN_CONFIG = {"mistral"}
-"""Families whose attention reads the sliding window from its configuration; elsewhere it has one of
-its own, or none."""
+"""Families whose attention reads the sliding window from its configuration. In other families the
+attention has its own window, or none.
+"""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 """Largest deviation of a layer's hidden states on a probe, relative to a token's norm."""
 _PROBE_TOKENS = 16
@@ -68,7 +69,8 @@ class _Layer:
         self.heads = [outputs // self.head_size for outputs in self.qkv.outputs]
         self.head_norm: Norm | None = None
         """The norms of query and key heads as one: row i of its weight [Hq + Hk, D] is for head i.
-        None where the family has none."""
+        It is None if the family has no such norms.
+        """
         self._norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         if None not in self._norms:
             self.head_norm = Norm(self._joined_norms(), self._norms[0].variance_epsilon)

@@ -1,15 +1,15 @@
 """Log-probs and entropies of action tokens from hidden states, without ever holding [tokens,
 vocabulary].
 
-The head runs over rows of hidden states in chunks that are sized in bytes. Where its weight is
-frozen, the only gradient is the one with respect to the hidden state, and for a scalar per row that
-gradient is one vector of size H: it is computed while the row's logits are there, and backward is a
-multiplication. No logits are kept and none are computed twice. A trained head keeps no logits
-either: its backward computes each chunk again, and adds up the gradient of the weight.
+The head runs over rows of hidden states in chunks of a fixed number of bytes. With a frozen weight,
+only the hidden state has a gradient. For a scalar per row that gradient is one vector of size H.
+The forward pass computes it while it holds the row's logits, so backward is a multiplication. The
+head keeps no logits and computes them once. A trained head keeps no logits either: its backward
+computes each chunk again, and adds up the gradient of the weight.
 
-Where a token was drawn from a truncated distribution, its row's softmax runs over the kept tokens
-alone: the sampled one and the most probable others, as many as the sampler kept (`truncation.py`).
-The set is a constant to the gradient.
+For a truncated distribution, the row's softmax runs over the kept tokens alone (`truncation.py`).
+These are the sampled token and the most probable others, as many as the sampler kept. The gradient
+treats the set as a constant.
 """
 
 from collections.abc import Iterator
@@ -127,7 +127,7 @@ def count_kept(
 
 @dataclass(frozen=True)
 class _Settings:
-    """What scores the rows of a head, beside their hidden states."""
+    """Everything that scores the rows of a head, except their hidden states."""
 
     head: Head
     targets: Tensor
@@ -268,7 +268,7 @@ class _Chunk:
         """`products` [rows, V] is memory, which the chunk makes its own."""
         self.head, self.targets, self.temperature = head, targets, temperature
         logits = head.logits(hidden, products)
-        # What follows works in place; the slope of the cap needs the capped logits.
+        # The next operations work in place, and the slope of the cap needs the capped logits.
         self.capped = logits.clone() if head.softcap is not None else None
         u = logits
         if temperature != 1.0:

@@ -23,8 +23,8 @@ def is_offline() -> bool:
 
 
 def reachable() -> bool:
-    """Return True if the hub answers anything at all; otherwise the process goes offline for
-    good.
+    """Return True if the hub answers anything at all. Otherwise the process stays offline until it
+    ends.
     """
     return not why_unreachable()
 

@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 
 _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-"""Of one logit, relative to the largest: about three roundings, which a scale and a cap add up."""
+"""Tolerance of one logit, relative to the largest logit: about three roundings, which a scale and a
+cap add up.
+"""
 _FACTOR_TOLERANCE = 1e-3
-"""Of the factor between all logits, in which roundings average out."""
+"""Tolerance of the factor between all logits, in which roundings average out."""
 _GATHERED = 2
-"""Layers that are whole at once: the one that runs and the next one, which is gathered
-meanwhile."""
+"""Number of layers that are whole at once: the running layer and the next layer, whose gathering
+overlaps.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,8 @@ class BaseModel:
         """[batch, tokens, H] of [batch, tokens] ids: rows padded on the right, or packed, with our
         attention plugged in.
 
-        No token is masked: attention is causal and padding is on the right, where no token sees it.
-        For packed rows an explicit mask says so, since transformers would otherwise read the
+        The model masks no token: attention is causal and padding is on the right, where no token
+        sees it. Packed rows get an explicit mask of ones. Otherwise transformers would read the
         positions back to the host to find the rows.
         """
         packed: dict[str, Any] = {}
@@ -85,7 +88,7 @@ def shared_models() -> Iterator[None]:
     """Keep a model loaded inside for the next backend that asks for it: consecutive runs load it
     once.
 
-    One backend uses it at a time; the next one removes the adapter of the one before.
+    One backend uses it at a time; the next backend removes the adapter of the previous backend.
     """
     global _model_cache  # noqa: PLW0603 - one cache per process, which a campaign turns on and off
     before, _model_cache = _model_cache, {}

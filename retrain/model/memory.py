@@ -1,8 +1,8 @@
-"""Predict a run's memory before its weights are loaded, in four terms: weights, trained state, keys
+"""Predict a run's memory before it loads the weights, in four terms: weights, trained state, keys
 and values, one micro-batch.
 
-Sizes are counted on the model without weights, and the choices are those that the run itself makes
-of the machine.
+The module counts sizes on the model without weights, and makes the same choices for the machine as
+the run.
 """
 
 from collections.abc import Iterable, Iterator
@@ -54,7 +54,7 @@ _TRUNCATING_TENSORS = 3
 """More of them, in either, where kept sets reach far into the vocabulary: its largest logits in
 order with their ids, and a mask."""
 _HOLES = 0.1
-"""What the allocator of a CPU holds between tensors, as a share of them."""
+"""Unused memory that the allocator of a CPU holds between tensors, as a share of the tensors."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Part:
 def weights(budget: Budget, choices: MachineChoices) -> Iterator[Part]:
     """Size the weights: n b bytes of n weights of b bytes, and 2 n more for a sampler in bf16.
 
-    While a CPU samples, each of w processes lays out layers and head once more: w n b bytes with
-    the adapter in them, or in half precision beside them.
+    While a CPU samples, each of w processes copies layers and head into another layout: w n b
+    bytes. The copy includes the adapter, except in half precision.
     """
     size, dtype = budget.size, str(budget.size.dtype).removeprefix("torch.")
     if budget.config.model.load_in_4bit:
@@ -98,11 +98,11 @@ def trained_state(size: Footprint) -> Part:
 
 
 def keys_and_values(budget: Budget, choices: MachineChoices) -> Iterator[Part]:
-    """Size the KV cache: r l k + q bytes of r rows of l tokens of k bytes each, and of prompts that
-    are kept for redraws. In pages t k bytes of t tokens, prompts included.
+    """Size the KV cache: r l k + q bytes, for r rows of l tokens of k bytes each and q bytes of
+    prompts kept for redraws. Pages take t k bytes for t tokens, prompts included.
 
-    Beside it stands one pass: the layer of a GPU's prompts, the logits of r rows, and the chunks in
-    which tokens are drawn.
+    One pass adds to it: on a GPU the prompts of one layer, the logits of r rows, and the chunks of
+    the sampling.
     """
     config, plain = budget.config, budget.size.dtype.itemsize
     training, longest = config.training, budget.longest_sampled
@@ -158,7 +158,7 @@ def micro_batch(budget: Budget, choices: MachineChoices) -> Part:
     most = max(choices.micro_batch_tokens, budget.longest) * workers
     tokens = min(most, budget.longest * completions)
     kept = size.activations_per_token(checkpointing=choices.gradient_checkpointing)
-    # In half precision the product and the gradient's cast stand beside the float32 chunk.
+    # Half precision adds the product and the gradient's cast to the float32 chunk.
     tensors = 1 + (size.dtype != torch.float32) + _TRUNCATING_TENSORS * training.truncated
     if budget.config.may_be_positive("loss.entropy_coef"):
         tensors += _ENTROPY_TENSORS
@@ -179,7 +179,7 @@ def _vocabulary(budget: Budget) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one process, part by part, beside Python and the modules that it imports."""
+    """The memory of one process, part by part, without Python and the modules that it imports."""
 
     device: str
     """torch's name of the learner's device: cpu, cuda:0."""
@@ -301,10 +301,10 @@ def predict_memory(
     """Predict the memory of one process on the local backend, at its longest completions after the
     longest prompt of `prompt_tokens`.
 
-    `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a
-    resumed run; `shards` are the processes that hold the base in parts (`load.shards_of`). Raises
-    EnvironmentFailure where the device or the model's configuration is not there, or where one
-    completion does not fit.
+    `memory_gib` describes a device that need not exist here. `choices` are the stored choices of a
+    resumed run. `shards` are the processes that hold the base in parts (`load.shards_of`). Raises
+    EnvironmentFailure if the device or the model's configuration is missing, or if one completion
+    does not fit.
     """
     sampler: torch.device | None
     if memory_gib is None:

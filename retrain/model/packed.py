@@ -21,8 +21,8 @@ class PackedWeight:
     """The product with a weight [O, I] and a bias [O] that do not change, in the layout that
     oneDNN's kernels read.
 
-    The operators are those that torch's own compiler emits for a frozen linear layer. A weight that
-    is not packed is kept as it is.
+    It uses the operators that torch's own compiler emits for a frozen linear layer. A weight that
+    oneDNN does not pack keeps its layout.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -98,5 +98,5 @@ def computes_bf16() -> bool:
 
 
 def in_block(path: str) -> bool:
-    """Return True for the path of a module inside one of a decoder's lists of blocks."""
+    """Return True for the path of a module inside a list of decoder blocks."""
     return any(part.isdigit() for part in path.split("."))

@@ -1,15 +1,15 @@
 """Rows as one packed sequence, and the attention that keeps them apart.
 
 The layers of a model see N tokens without padding; only the attention knows which row a token
-belongs to. A prompt that rows have in common is packed once. That is exact: its states depend on
-nothing after it, and its gradient is the sum over the rows that read it (prefix grouping, arXiv
-2506.05433).
+belongs to. Rows with a common prompt share one packed copy of it. Sharing is exact, because the
+prompt's states do not depend on later tokens. Its gradient is the sum over the rows that read it
+(prefix grouping, arXiv 2506.05433).
 
 On a CPU short rows attend by matrix products, which is faster than the fused kernel, forward and
 backward. Rows that continue one prompt score its keys in one product, and in the backward pass that
-product's transpose sums the prompt's gradient over them. Scores are made for a bounded number of
-queries at a time, and again in the backward pass from the saved log-sum-exp (arXiv 2205.14135), so
-that memory is linear in the tokens.
+product's transpose sums the prompt's gradient over them. The attention computes scores for a
+bounded number of queries at a time. The backward pass computes them again from the saved
+log-sum-exp (arXiv 2205.14135). Memory is therefore linear in the tokens.
 
 Shape letters: N packed tokens, B segments of one attention call, T queries (t of them in one
 product) and L keys of a segment, Hq and Hk heads, G = Hq / Hk, D head size.
@@ -145,8 +145,8 @@ class _Attend(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Source:
-    """Keys that the queries of a block see: their own (b = Hk * B), or the prompt's, for all of its
-    segments together (b = Hk).
+    """Keys that the queries of a block see: their own keys (b = Hk * B), or the keys of the prompt
+    for all of its segments together (b = Hk).
     """
 
     keys: Tensor
@@ -328,8 +328,8 @@ class PackedAttention:
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, H, D]
         kernel = self._kernel.packed_kernel(query, softcap)
         if kernel:
-            # Nothing is gathered again in the backward pass: the kernel keeps its output and one
-            # number per query and head.
+            # The backward pass gathers nothing again: the kernel keeps its output and one number
+            # per query and head.
             spans, seen = self._spans
             if seen is not None:
                 k, v = k.index_select(0, seen), v.index_select(0, seen)

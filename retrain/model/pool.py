@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 Work = Callable[[Piece], Iterable[Result]]
 Shared = Callable[[Iterable[Piece]], Iterator[tuple[int, Result]]]
-"""Pieces to (number of a piece, one of its results) as they come."""
+"""Maps pieces to pairs (number of a piece, one result) in order of arrival."""
 
 _ALIGNMENT = 64
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -1,8 +1,7 @@
-"""The same model in another precision: what rounding does to this model's log-probs, measured
-beside its own forward.
+"""The same model in another precision, to measure how rounding changes this model's log-probs.
 
-The base weights are converted for one layer at a time, so the other precision fits wherever the
-model itself does.
+The module converts the base weights of one layer at a time, so the other precision fits wherever
+the model itself fits.
 """
 
 from collections.abc import Iterator, Sequence

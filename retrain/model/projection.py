@@ -32,7 +32,9 @@ class _Factors(NamedTuple):
     down: Tensor
     """[R, I] in the dtype of the weights."""
     up: Tensor
-    """[R, O], scaled: block k holds the rows of layer k's part at its outputs, zeros elsewhere."""
+    """[R, O], scaled. Block k holds layer k's rows in the columns of its outputs, and zeros
+    elsewhere.
+    """
 
 
 def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
@@ -225,7 +227,8 @@ def _share_storage(weights: Sequence[nn.Parameter]) -> Tensor:
     first = weights[0]
     rows, inputs = sum(map(len, weights)), first.shape[1]
     size = rows * inputs * first.element_size()
-    # Laid out already if each begins where the one before it ends, in one storage for all.
+    # The weights are in line already if each begins at the end of the previous weight, in one
+    # storage.
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
     in_line = all(
         end == following.data_ptr() for end, following in zip(ends, weights[1:], strict=False)

@@ -1,22 +1,22 @@
 """The tokens that a truncated policy keeps: one definition, for the sampler that draws and the
 learner that scores.
 
-With z = logits / temperature, the tokens are ordered by falling z, equal ones by rising id. Three
-cuts each keep a prefix of that order, and the shortest prefix counts:
+With z = logits / temperature, tokens have an order: by falling z, and for equal z by rising id.
+Three cuts each keep a prefix of that order, and the shortest prefix counts:
 
 - top_k keeps the first k tokens;
-- top_p keeps the shortest prefix whose probability reaches top_p, among the tokens that top_k left
-  and renormalised over them (transformers and vLLM apply the two in this order as well);
+- top_p keeps the shortest prefix whose probability reaches top_p, renormalized over the tokens that
+  top_k left (transformers and vLLM apply the two in this order as well);
 - min_p keeps the tokens whose probability is at least min_p times the largest, which have
   z >= max z + ln(min_p).
 
-A kept set is therefore one number, the count of its tokens, and this count is all that the learner
-needs: it keeps as many of its own largest z. Let e be the largest difference between the learner's
-z of a position and the sampler's. The log-sum-exp of the m largest z moves by at most e (it is the
-maximum, over all sets of m tokens, of functions that move by at most e), so a truncated log-prob
-moves by at most 2 e, as a log-softmax over the whole vocabulary does. A token that enters the set
-by rounding equals the one that it replaces to within 2 e. A stored threshold on z would instead let
-a token enter or leave with its whole probability. Shape letters: R rows, V vocabulary.
+A kept set is therefore one number, the count of its tokens. The learner needs only this count, and
+keeps as many of its own largest z. Let e be the largest difference between learner and sampler in z
+at a position. The log-sum-exp of the m largest z moves by at most e. (It is the maximum, over all
+sets of m tokens, of functions that move by at most e.) A truncated log-prob therefore moves by at
+most 2 e, like a log-softmax over the whole vocabulary. A token that enters the set by rounding
+equals the replaced token to within 2 e. A stored threshold on z would instead let a token enter or
+leave with its whole probability. Shape letters: R rows, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -191,11 +191,11 @@ def _looks(vocabulary: int) -> Iterator[int]:
 
 
 def keep_only(z: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
-    """`z` [R, V] with -inf in place of what the learner does not keep: all but `targets` [R] and
-    the counts - 1 largest others.
+    """Return `z` [R, V] with dropped tokens set to -inf. Kept: `targets` [R] and the counts - 1
+    largest others.
 
-    The sampled token belongs to the set it was drawn from. Under another rounding or another policy
-    it may stand behind the first `counts` [R] tokens; it then takes the last place. Changes `z`.
+    The sampled token belongs to its set. Under another rounding or another policy it may come after
+    the first `counts` [R] tokens; it then takes the last place. Changes `z`.
     """
     targets = targets.unsqueeze(-1)
     own = z.gather(-1, targets)

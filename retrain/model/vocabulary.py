@@ -1,15 +1,16 @@
 """From token ids to text, without the tokenizer's own decoder: what each token contributes to a
 completion.
 
-A token stands for bytes. A table of them, made once, gives the pieces of a completion (which token
-wrote which characters: planning detection needs it) and its text, at a million tokens per second.
-Tokens for padding, for the beginning and end of a text, and those that a chat template writes
-around a turn contribute nothing. Other special tokens, such as a thought's tags, are text.
+A token stands for bytes. A table of these bytes gives the text of a completion and its pieces, at a
+million tokens per second. Pieces say which token wrote which characters, which planning detection
+needs. Tokens for padding, for the beginning and end of a text, and the tokens that a chat template
+writes around a turn contribute nothing. Other special tokens, such as a thought's tags, are text.
 
-The bytes come from the decoder that tokenizer.json declares: ByteLevel (GPT-2, Llama 3, Qwen,
-SmolLM), Metaspace or Replace + ByteFallback (sentencepiece: Llama 2, Gemma, Mistral), Fuse
-(characters), or none (words joined with spaces). Other decoders, and tokenizers without a
-tokenizer.json, are asked token by token what they add to a text.
+The bytes come from the decoder that tokenizer.json declares. Known decoders are ByteLevel (GPT-2,
+Llama 3, Qwen, SmolLM), Metaspace or Replace + ByteFallback (sentencepiece: Llama 2, Gemma,
+Mistral), Fuse (characters), and none (words joined with spaces). For other decoders, and for
+tokenizers without a tokenizer.json, the table asks token by token what the tokenizer adds to a
+text.
 """
 
 import codecs
@@ -43,13 +44,13 @@ shifted past U+0100."""
 class VocabularyTable:
     """The text that every token id contributes.
 
-    `pieces` splits a completion over its tokens: a code point that is split over tokens belongs to
-    the token that completes it, and the earlier ones get "". Bytes that are not UTF-8 become
-    U+FFFD, the ones left open at the end in the last token's piece. Concatenated, the pieces are
-    `text`. But for special tokens that are text it is the tokenizer's own `decode(ids,
-    skip_special_tokens=True)` with two exceptions, both in sentencepiece-like vocabularies: the
-    space before a completion's first word is kept, and a run of broken byte tokens keeps its valid
-    part.
+    `pieces` splits a completion over its tokens. If several tokens form a code point, it belongs to
+    the token that completes it, and the earlier tokens get "". Bytes that are not UTF-8 become
+    U+FFFD. Bytes left open at the end become U+FFFD in the last token's piece. Concatenated, the
+    pieces are `text`. Apart from special tokens that are text, it equals the tokenizer's own
+    `decode(ids, skip_special_tokens=True)` with two exceptions. In sentencepiece-like vocabularies
+    it keeps the space before a completion's first word, and the valid part of a run of broken byte
+    tokens.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class VocabularyTable:
 
 
 def _join_code_points(token_bytes: Sequence[bytes]) -> list[str]:
-    """Decode UTF-8 over tokens. What stays open at the end stands in the last token with a byte."""
+    """Decode UTF-8 over tokens. The last token with a byte gets the bytes left open at the end."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces = [decoder.decode(raw) for raw in token_bytes]
     written = [position for position, raw in enumerate(token_bytes) if raw]

@@ -46,7 +46,7 @@ class TrainedWeights(ABC):
     @property
     @abstractmethod
     def beside(self) -> Sequence[nn.Parameter]:
-        """The model's parameters beside those that it was loaded with."""
+        """The parameters that the trained weights add to the loaded model."""
 
     @property
     def is_dropping(self) -> bool:
