@@ -1,6 +1,6 @@
 """From an example to a prompt: the text in the tokenizer's chat template, and its token ids.
 
-Nothing is re-encoded afterwards: token ids are the record, text is a view.
+retrain never encodes the text again: token ids are the record, text is a view.
 """
 
 import re
@@ -231,7 +231,7 @@ def _apply_chat_template(
 
 
 def _dated(template: str, day: str) -> str:
-    """Put a macro in place of transformers' `strftime_now`, which asks the clock."""
+    """Define a macro that replaces transformers' `strftime_now`, which asks the clock."""
     at = date.fromisoformat(day)
     codes = {f"%{letter}": at.strftime(f"%{letter}") for letter in ascii_letters}
     filled = "".join(f"|replace({code!r}, {text!r})" for code, text in codes.items())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shares:
-    """What each source has given, and what it is short of its share by."""
+    """The prompts that each source has given, and the number that it still owes."""
 
     owed: tuple[float, ...]
     """Its share of all prompts so far, by the weights of their steps, less those it gave."""

@@ -62,8 +62,8 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
 
 
 def of_task(prompts: Iterable[Prompt], source: str) -> list[Prompt]:
-    """The prompts of one of several evaluation sources: the task is its name, which the ids of the
-    examples carry too.
+    """Return the prompts of an evaluation source among several. The source's name becomes the task,
+    which the ids of the examples carry too.
     """
     task = source_task(source)
     return [replace(prompt, example=as_task(prompt.example, task)) for prompt in prompts]
@@ -245,8 +245,8 @@ class MixedPrompts(PromptSet):
         return [0, *accumulate(map(len, self.sets[:-1]))]
 
     def order(self, cursor: int, count: int, seed: int) -> list[int]:
-        """Return the indices of the first prompts of every source in turn, as the gate looks at
-        them; the steps are `data.mixing`'s.
+        """Return the indices of the first prompts of every source in turn, for the gate.
+        `data.mixing` chooses the prompts of the steps.
         """
         rounds = [divmod(place, len(self.sets)) for place in range(cursor, cursor + count)]
         return [self.starts[n] + self.sets[n].order(turn, 1, seed)[0] for turn, n in rounds]
@@ -300,7 +300,7 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
     )
     if dropped:
         prompts.notes.append(f"Dropped prompts: {dropped}")
-    # These stay, with shorter completions, which is said once.
+    # These prompts stay, with shorter completions; one note says so.
     clamped = prompts.longer_than(context - training.max_tokens)
     if clamped:
         prompts.notes.append(_clamped_note(prompts, clamped, training.max_tokens, context))

@@ -44,11 +44,11 @@ def find_files(
     """Find the training files and the held-out files at `path`, a file or a folder (searched
     recursively).
 
-    The split is part of a file's name (train*.jsonl; test*, heldout*, validation*) or of its
-    folder's. Where no file is held out, all files are one split: they are returned first, and the
-    second tuple is empty. If the names of some files contain `prefer`, the others are ignored,
-    since several data sets may share a folder. `key` says in messages where the path was given.
-    Raises ConfigurationError if nothing is there.
+    The name of a file (train*.jsonl; test*, heldout*, validation*) or of its folder gives the
+    split. If no file is held out, the first tuple has all files, and the second tuple is empty. If
+    some names contain `prefer`, the function ignores the other files, since several data sets may
+    share a folder. Messages name `key` as the origin of the path. Raises ConfigurationError if
+    nothing is there.
     """
     if path.is_file():
         return (path,), ()

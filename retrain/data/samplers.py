@@ -104,7 +104,7 @@ class _Counting(PromptSampler):
         self.right[index], self.judged[index] = right, judged
 
     def _in_turn(self, among: npt.NDArray[np.intp], count: int, uniforms: Uniforms) -> list[int]:
-        """Take `count` of the examples `among`, those that were taken least often first."""
+        """Take `count` of the examples `among`, the least often taken examples first."""
         order = among[np.lexsort((uniforms[among], self.taken[among]))]
         if len(order):
             return np.resize(order, count).tolist()
@@ -255,7 +255,7 @@ def build_sampler(config: "TrainConfig", examples: Sequence[Example]) -> PromptS
             raise ConfigurationError(f"[data] sampler_params: {error}.") from error
         return made
 
-    # As many as a step takes: few examples may have to be repeated in the run as well.
+    # Ask for the number of a step, because a run may have to repeat few examples as well.
     some = list(examples[:_TRIAL])
     count = min(4, max(len(some), config.training.batch_size))
     with user_code(where, ConfigurationError):
@@ -281,7 +281,7 @@ def _try(
         if _choice(tried, step, count, size) != chosen:
             raise Fault("gives other indices when `choose` is asked again")
         tried.observe(chosen, [_trial_group(examples[index], index) for index in chosen])
-        # As in a resumed run: another sampler with the stored state goes on in the same way.
+        # Another sampler with the stored state must continue in the same way, as in a resumed run.
         again, after = make(examples), _kept(tried)
         again.load(json.loads(after))
         choices = [_choice(one, step + 1, count, size) for one in (again, tried)]

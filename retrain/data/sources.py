@@ -613,8 +613,9 @@ def _call(query: Query, loader: DataLoader) -> ReadResult:
 
 
 MAX_STREAMED = 1_000_000
-"""Examples that a source without a length may give; more would fill the memory before anything is
-said."""
+"""Maximum number of examples of a source without a length; more would fill the memory before any
+message.
+"""
 
 
 def _bounded(query: Query, examples: Iterable[Example]) -> Iterator[Example]:
