@@ -22,8 +22,9 @@ class Observation:
     messages: list[ChatMessage]
     """The messages since its last reply; with `rewrites` the whole conversation."""
     rewrites: bool = False
-    """`messages` are the whole conversation. Where they do not continue what the model saw, a new
-    training row begins."""
+    """`messages` are the whole conversation. A new training row begins if they do not continue what
+    the model saw.
+    """
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Functions that the model may call, as JSON schemas for the chat template."""
 
@@ -57,8 +58,8 @@ class Episode(ABC):
 
     @abstractmethod
     def reset(self, example: Example, seed: int) -> list[ChatMessage] | Observation | None:
-        """Begin with the problem `example`. None opens with the example's prompt, messages replace
-        it.
+        """Begin with the problem `example`. A return value of None opens with the example's prompt;
+        messages replace it.
 
         `seed` is the same for all episodes of a group, and for the same step of a resumed run.
         """

@@ -231,7 +231,8 @@ class RunningEpisode:
             check()
             try:
                 failure = job.future.exception(_POLL)
-            # Of this wait: what the environment raised, SystemExit included, is returned.
+            # This timeout comes from the wait: `exception` returns what the environment raised,
+            # SystemExit included.
             except TimeoutError:
                 if not self._is_late:
                     continue

@@ -1,9 +1,9 @@
 """verifiers 0.4 and later: tasksets, agents and harnesses, with the run's sampler as the model of
-the one agent.
+the only agent.
 
-The library talks to a model through a client that it makes from an address. Each episode has an
-address of its own, and the function that makes clients is replaced by one that knows these
-addresses; there is no public hook for it.
+The library talks to a model through a client that it makes from an address. Each episode has its
+own address. This module replaces the function that makes clients with a function that knows these
+addresses, because the library has no public hook.
 """
 
 import sys
@@ -109,8 +109,8 @@ def is_older(name: str) -> bool:
 
 
 def _built(settings: "Settings", given: Mapping[str, Any], name: str) -> Any:
-    """Build the environment, with a subprocess in place of a machine of the cloud, and a harness in
-    this process where it names none.
+    """Build the environment. Its agents run in a subprocess instead of a cloud machine. An
+    environment without a harness gets a harness in this process.
     """
     config_type = loaders.env_config_type(name)
     seats = [
