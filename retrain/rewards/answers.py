@@ -77,8 +77,8 @@ def after_thought(text: str, prompt: str = "", think_end_token: str = "") -> str
     """Return what follows the last thought: "" if a thought never ends, the whole text if there is
     none.
 
-    The end of `prompt` may open the thought, or end it. A `think_end_token` must stand in one of
-    them.
+    The end of `prompt` may open the thought, or end it. If a `think_end_token` is missing at the
+    end of the prompt and in the text, the result is "".
     """
     prompt, start = prompt.rstrip(), 0
     tags = THOUGHT_TAGS

@@ -96,7 +96,7 @@ def load_rewards(
     called as a reward.
     """
     config = TrainConfig.model_validate({"plugins": plugins, "reward": {"params": params}})
-    # Plugins are also looked for beside the file.
+    # retrain also looks for plugins in the folder of the file.
     config._provenance = Provenance(path=Path(source) if source else None)
     runner = asyncio.Runner()
     return {name: UserReward(load_function("reward", name, config), runner) for name in names}

@@ -1,6 +1,6 @@
 r"""The comparison of the `math` reward: structures item by item (forms.py), equations by their left
-side, words and units beside the value (quantities.py). Fractions and decimals are compared exactly.
-Other expressions go to `equal`, which is math-verify in a worker.
+side, words and units next to the value (quantities.py). The comparison of fractions and decimals is
+exact. Other expressions go to `equal`, which is math-verify in a worker.
 """
 
 import re
@@ -100,7 +100,7 @@ def _same(gold: Form, answer: Form, equal: Equal) -> bool:
 
 
 def _by_name(form: Form) -> Sequence[Form]:
-    """Return the items, those of `y=1,x=2` in the order of their names."""
+    """Return the items; named items such as `y=1,x=2` have the order of their names."""
     named = form.kind == "list" and all("=" in item.text for item in form.items)
     return sorted(form.items, key=lambda item: item.text) if named else form.items
 
@@ -264,7 +264,9 @@ def _same_quantity(theirs: Quantity, ours: Quantity, equal: Equal) -> bool:
 
 
 def _choice(text: str) -> tuple[str, str]:
-    """Return the letter of `(A) 13` and the text beside it; no letter where none or several are."""
+    """Return the letter of `(A) 13` and the other text; "" for the letter if the text has none or
+    several.
+    """
     match = _CHOICE.fullmatch(text)
     if not match or _CHOICE_MARK.search(match[3]):
         return "", text

@@ -1,19 +1,19 @@
 """A fork server: one process that has imported the libraries, and forks a reward worker within
 milliseconds when asked.
 
-Workers are forked from this process and never from the trainer, whose threads and accelerator a
-fork would break. The server ends when the trainer is gone, and its workers with it.
+This process forks the workers. The trainer never does, because a fork would break its threads and
+accelerator. The server ends when the trainer is gone, and its workers with it.
 
-Neither multiprocessing nor loky serves here (tried with Python 3.11 and loky 3):
+multiprocessing and loky do not serve here (tried with Python 3.11 and loky 3):
 
 - multiprocessing's forkserver runs the user's main module again in each worker. A script that calls
-  `train` without a main guard gets a RuntimeError there, one read from standard input a
-  FileNotFoundError, and each worker ends with exit code 1. Its `kill` leaves what user code
-  started running, and a process has one such server, with the imports and the environment of
-  the first pool.
-- loky needs no main guard, but a worker killed at its deadline ends the whole pool: the other jobs
-  raise TerminatedWorkerError, and the next answer takes 6 s, since each worker imports sympy anew
-  (here a fork: 0.03 s).
+  `train` without a main guard gets a RuntimeError there, and a script from standard input gets a
+  FileNotFoundError. Each worker then ends with exit code 1. multiprocessing's `kill` leaves
+  processes that user code started. A process has one such server, with the imports and the
+  environment of the first pool.
+- loky needs no main guard, but a worker killed at its deadline ends the whole pool. The other jobs
+  raise TerminatedWorkerError. The next answer takes 6 s, since each worker imports sympy again (a
+  fork here takes 0.03 s).
 """
 
 import importlib

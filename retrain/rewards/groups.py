@@ -44,8 +44,8 @@ class Judges(Protocol):
 class ScoreGroup:
     """Takes the completions of one prompt in any order, and gives each a score to come.
 
-    What looks at one completion begins at once. Only a reward that looks at several waits, until
-    the last of `size` completions is here. One thread submits.
+    A reward that looks at one completion begins at once. A reward that looks at several completions
+    waits until the last of `size` completions is here. One thread submits.
     """
 
     def __init__(self, judges: Judges, size: int) -> None:
@@ -102,8 +102,8 @@ def _results(member: Member, index: int) -> list[PartScore]:
 
 
 def majority(boxes: Sequence[str | None], normalize: Normalization) -> list[float]:
-    """Return 1 for the completions whose answer is the group's most frequent one, else 0; TTRL,
-    arXiv 2504.16084. Of equally frequent answers the one of the lowest sample counts.
+    """Return 1 for the completions with the group's most frequent answer, else 0; TTRL, arXiv
+    2504.16084. If several answers are equally frequent, the answer of the first sample counts.
 
     A completion without an answer has no vote.
     """

@@ -2,14 +2,14 @@
 right.
 
 A verdict is the first word of the reply, yes or no. Whatever else happens (no answer, another first
-word) is could-not-judge and never a 0. Verdicts are kept by content, so equal completions are
-judged once, and a resumed run repeats the verdicts of the steps that it repeats even where the
-judge itself would not.
+word) is could-not-judge and never a 0. The reward stores verdicts by content, so it judges equal
+completions once. A resumed run repeats the stored verdicts of the steps that it repeats, even if
+the judge itself would answer differently.
 
-Its client sends one user message and takes one reply. It retries what may pass (time-outs, lost
-connections, 408, 409, 425, 429, 5xx, bodies that are not chat completions) and raises for what will
-not, such as a wrong key. When the server says Retry-After, all requests wait, not just the one that
-was told.
+Its client sends one user message and takes one reply. It retries transient failures (time-outs,
+lost connections, 408, 409, 425, 429, 5xx, bodies that are not chat completions). It raises for
+permanent failures, such as a wrong key. When the server says Retry-After, all requests wait, not
+just the request that received it.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ class Reply:
 
 
 class ChatClient:
-    """Belongs to one event loop. `timeout_s` bounds a request from its first byte to the last one
+    """Belongs to one event loop. `timeout_s` bounds a request from its first byte to the last byte
     of the answer.
     """
 
@@ -264,7 +264,7 @@ answer is."""
 
 _PLACE = re.compile(r"\{(question|reference|completion)\}")
 _FENCE = re.compile(r"^([ \t]*)-{5,}[ \t]*$", re.MULTILINE)
-"""A line such as those that enclose the student's work in the template."""
+"""A line of dashes such as the lines around the student's work in the template."""
 _VERDICT = re.compile(
     # the first word, in bold perhaps
     r"""[\s*_]*(yes|no)\b(?!\s*(?:\?|(?:/|\bor\b|\band\b)\s*(?:yes|no)\b))"""
@@ -279,8 +279,8 @@ def judge_message(template: str, question: str, reference: str, completion: str)
     """Return the template with its places filled in one pass, so that a completion cannot name a
     place itself. Other braces stay.
 
-    Of a completion's lines of dashes four are left, so that it cannot end the student's work. A
-    lone surrogate becomes a question mark.
+    A completion's lines of dashes keep four dashes, so that the completion cannot end the student's
+    work. A lone surrogate becomes a question mark.
     """
     if len(completion) > MAX_COMPLETION:
         completion = "[...]" + completion[-MAX_COMPLETION:]

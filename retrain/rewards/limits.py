@@ -1,9 +1,9 @@
-r"""The answers that the `math` reward calls wrong before sympy sees them, because sympy could not
-evaluate them in any time: `9^{9^{9^9}}`, `(10^9)!`, forty nested fractions.
+r"""The answers that the `math` reward calls wrong before sympy sees them, because sympy could never
+finish them: `9^{9^{9^9}}`, `(10^9)!`, forty nested fractions.
 
-The limits leave room: among the 5,000 answers of the MATH test set the longest has 81 characters,
-the deepest nests 3 brackets, the largest exponent and the largest factorial have 4 digits, none has
-a power of numbers as its exponent, and the one power of a sum is a square.
+The limits leave room. Among the 5,000 answers of the MATH test set the longest has 81 characters,
+and the deepest nests 3 brackets. The largest exponent and the largest factorial have 4 digits. They
+have no power of numbers as an exponent, and the only power of a sum is a square.
 """
 
 import math

@@ -1,5 +1,5 @@
-r"""What a value of a normalized answer (normalize.py) consists of: the number or expression, the
-words and units beside it, and the letters in it.
+r"""The parts of a value in a normalized answer (normalize.py): the number or expression, the words
+and units next to it, and the letters in it.
 """
 
 import re
@@ -78,7 +78,7 @@ _NOT_UNITS = frozenset(
         " thousandth thrice times to too trillion triple tripled true twice under unless up west wrong"
     ).split()
 )
-"""Words that change what the number beside them says."""
+"""Words that change the meaning of the number next to them."""
 _BEFORE_NUMBERS = frozenset(["dollar", "euro", "pound", "yen", "rs", "total"])
 _SILENT = frozenset(["the", "a", "an", "of", "and", "only", "exactly", "precisely"])
 _LEAD_IN = re.compile(

@@ -28,7 +28,7 @@ class ScoreRequest:
 @dataclass(frozen=True)
 class PartScore:
     """The score of one reward of a weighted sum: its value, or None with the reason. `types.Score`
-    is the sum's.
+    is the score of the sum.
 
     A reward of whole groups gives the score of each of the `members`; without them it failed, and
     its reason holds for all.

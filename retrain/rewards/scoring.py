@@ -156,7 +156,7 @@ class WeightedJudge:
     """True if it compares the answer with the reference, so that the reference itself must score
     1."""
     group: GroupJudge | None = None
-    """Judges the completions of a prompt together, in place of `judge`."""
+    """Judges the completions of a prompt together, instead of `judge`."""
 
 
 def box_reader(reward: "Reward") -> Callable[[str, str], str | None] | None:
@@ -216,7 +216,7 @@ class Scorer:
 
     @property
     def compares_answers(self) -> bool:
-        """True if the gold answer must score `gold_reward`."""
+        """True if the reference answer must score `gold_reward`."""
         return all(part.compares_answers for part in self._parts) and not self._normalises
 
     @property
@@ -494,8 +494,10 @@ def _majority(reward: "Reward", requests: Sequence[ScoreRequest]) -> list[float]
 @dataclass(frozen=True)
 class BuiltinReward:
     judge: Callable[["Reward", ScoreRequest], float | Message] | None = None
-    """Compares the answer with the reference; None for `custom`, which calls the user's function,
-    `judge`, which asks a language model, and those that need more than `[reward]`."""
+    """Compares the answer with the reference. It is None for `custom`, which calls the user's
+    function, for `judge`, which asks a language model, and for rewards that need more than
+    `[reward]`.
+    """
     compares_answers: bool = False
     reads_boxes: bool = False
     needs_workers: bool = False

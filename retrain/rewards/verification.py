@@ -90,15 +90,15 @@ def _pass_memory_errors_on() -> None:
     MemoryError passes through them.
 
     They do so in two dozen places and offer no setting for it. An answer for which memory ran out
-    would be found unequal: a wrong answer, where the score must be could-not-judge. Nothing
-    outside of these modules can see such an error: Python 3.11 reports caught exceptions to tracers
-    only, which slow every call down, and a failed allocation leaves no trace in the process's peak
-    memory. Without the address-space limit such errors would be rare, but the parent's memory watch
-    alone is no protection while the parent waits for a core. So the rebinding stays, in processes
-    that do nothing but verify.
+    would count as wrong, although the score must be could-not-judge. Code outside of these modules
+    cannot see such an error. Python 3.11 reports caught exceptions to tracers only, which slow
+    every call down, and a failed allocation leaves no trace in the process's peak memory. Without
+    the address-space limit such errors would be rare. But the parent's memory watch alone does not
+    protect while the parent waits for a core. So the rebinding stays, in processes that do nothing
+    but verify.
 
-    Exception itself, and a kind beside MemoryError that a later import defines, pass through too;
-    the worker cannot judge then.
+    Exception itself, and a kind of exception that a later import defines, pass through too; the
+    worker cannot judge then.
     """
     kinds = _ExceptMemory(kind for kind in Exception.__subclasses__() if kind is not MemoryError)
     for name in (

@@ -35,7 +35,7 @@ class ChannelClosed(EOFError):
 
 
 class BadMessage(ValueError):
-    """The bytes received are not a message. Nothing that follows them can be understood either."""
+    """The bytes received are not a message. The worker cannot understand later bytes either."""
 
 
 def encode(message: Message) -> bytes:
@@ -185,6 +185,6 @@ def _verify(job: Message) -> Message:
         return {"value": float(right(job["gold"], job["answer"]))}
     except MemoryError:
         return {"value": None, "reason": "math-verify ran out of memory"}
-    # What the library would have passed over with its own `except Exception`.
+    # The library's own `except Exception` would have ignored this error.
     except Exception as error:  # noqa: BLE001 - of a kind that was defined later, or Exception itself
         return {"value": None, "reason": f"math-verify failed ({type(error).__name__}: {error})"}

@@ -1,8 +1,8 @@
 """The pool of reward workers, seen from the trainer: processes that a deadline can kill.
 
-One thread here keeps one worker process: it sends a job, waits on the wall clock, and kills and
-replaces the worker when the deadline or the memory limit is passed. Nothing inside a worker is
-trusted to stop by itself.
+One thread here keeps one worker process. It sends a job, waits on the wall clock, and kills and
+replaces a worker that exceeds the deadline or the memory limit. The pool never trusts code inside a
+worker to stop by itself.
 """
 
 import itertools
@@ -45,9 +45,10 @@ class WorkerSetup:
     plugins: dict[str, Any] = field(default_factory=dict)
     """The [plugins] section."""
     source: str | None = None
-    """The file of the configuration; user functions are looked for beside it too."""
+    """The file of the configuration; workers look for user functions in its folder too."""
     secrets: tuple[str, ...] = field(default=(), repr=False)
-    """Texts that a worker masks in all that it says, beside the secrets of its environment."""
+    """Extra strings to redact from the worker's output, in addition to secrets in its environment.
+    """
 
     @property
     def preload(self) -> list[str]:
