@@ -227,8 +227,8 @@ def analyze_adapter(
 
     Empty `target_ranks` mean 1, 2, 4, ... below the source rank, and the source rank. If no rank
     keeps enough, the source rank gets a row and the recommendation. A `source_rank` other than 0
-    must be the adapter's. Raises ConfigurationError for an adapter that is not plain LoRA or not
-    trained, and for ranks that do not fit it.
+    must equal the rank of the adapter. Raises ConfigurationError for an adapter that is not plain
+    LoRA or not trained, and for ranks that do not fit it.
     """
     adapter = read_adapter(Path(adapter_path))
     return analyze(

@@ -159,7 +159,7 @@ def truncated(layer: LoraLayer, factors: Factors, k: int) -> tuple[Tensor, Tenso
 
 def ranks_of(adapter: LoraAdapter, target: int | Mapping[str, int]) -> dict[str, int]:
     """Return the rank of each layer. Raises ConfigurationError for a rank that does not fit, and
-    for names that are not the layers'.
+    for names that do not match the layers.
     """
     names = {layer.name for layer in adapter.layers}
     if not isinstance(target, int) and set(target) != names:
@@ -207,7 +207,7 @@ def check_output(source: Path, output: Path, overwrite: bool) -> None:
 def _write(output: Path, tensors: dict[str, Tensor], settings: dict[str, Any], card: str) -> None:
     from safetensors.torch import save_file
 
-    # What it replaces is ours or empty: check_output looked.
+    # check_output has verified that the replaced folder is ours or empty.
     with replacing_folder(output) as aside:
         mark(aside, "squeeze")
         save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -266,7 +266,7 @@ def _verify(
     """Read the written adapter and compare every layer's update with the truncated one; return the
     Frobenius norm of all differences.
 
-    That norm bounds the largest difference of a single weight. Raises RunFailed if a layer differs
+    The norm bounds the largest difference of a single weight. Raises RunFailed if a layer differs
     by more than rounding.
     """
     stored = {layer.name: layer for layer in read_adapter(output).layers}

@@ -34,7 +34,7 @@ from retrain.tracking.lines import pass_at_1
 from retrain.types import WHOLE_MODEL
 
 SETTINGS_FILE = "retrain.toml"
-"""The run's configuration beside the exported weights."""
+"""The run's configuration, in the folder of the exported weights."""
 _SHOWN = (
     "model.model", "algorithm.algorithm_mode", "algorithm.advantage_mode",
     "algorithm.transform_mode", "training.seed", "training.batch_size", "training.group_size",
@@ -240,7 +240,7 @@ def _merged(config: TrainConfig, base: str, adapter: Path) -> Any:
 
 
 def _beside(run: Path, what: str) -> Path:
-    """Name a folder beside a run. A run given as `.` has its name only once it is resolved."""
+    """Return a folder next to a run. A run given as `.` gets its name only by resolving it."""
     place = run.resolve()
     return place.parent / f"{place.name}-{what.split()[0].lower()}"
 

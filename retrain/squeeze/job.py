@@ -63,8 +63,8 @@ class Accuracy:
     @property
     def interval(self) -> tuple[float, float] | None:
         """The 95% interval of the mean difference over new problems. Pairing by problem makes it
-        far narrower than the intervals of the two accuracies. None for fewer than two problems, and
-        if all differences are equal, so that the standard error is 0.
+        far narrower than the intervals of the two accuracies. It is None for fewer than two
+        problems, and if all differences are equal, so that the standard error is 0.
         """
         d, error = self.differences, 0.0
         if len(d) > 1:
