@@ -1,15 +1,15 @@
 """The objective that an advantage climbs where a reward is 1 or 0, computed exactly.
 
-Of the G completions of a prompt that the policy solves with probability p, the number k of right
-ones is binomial. On policy, with an advantage A(right | k) and A(wrong | k) of the completions of
-a group with k right ones, the expected gradient is
+If the policy solves a prompt with probability p, the number k of right completions among G is
+binomial. Let A(right | k) and A(wrong | k) be the advantages in a group with k right completions.
+On policy, the expected gradient is
 
     E[1/G sum_i A_i grad log pi(y_i)] = f'(p) grad p,
     f'(p) = sum_k Bin(k; G-1, p) [A(right | k+1) - A(wrong | k)],
 
 because sum_y grad pi(y) is grad p over the right answers and -grad p over the wrong ones. So the
-algorithm climbs f, and f'(p) is the weight of a prompt by its pass rate: (G-1)/G for `grpo`, 1 for
-`rloo`, k (1-p)^(k-1) for pass@k (PKPO, arXiv 2505.15201).
+algorithm climbs f, and f'(p) is the weight of a prompt by its pass rate. It is (G-1)/G for `grpo`,
+1 for `rloo`, and k (1-p)^(k-1) for pass@k (PKPO, arXiv 2505.15201).
 """
 
 from collections.abc import Callable, Sequence
@@ -120,8 +120,8 @@ def xray(
 
 
 def _means(values: Float64Array) -> tuple[Float64Array, Float64Array]:
-    """[G+1] mean advantage of the right and of the wrong completions; 0 where there is none.
-    `values` [G+1, G] has the right ones of group k first.
+    """[G+1] mean advantage of the right and of the wrong completions; 0 if a group has none.
+    `values` [G+1, G] has the right completions of group k first.
     """
     groups, group = values.shape
     right, wrong = np.zeros(groups), np.zeros(groups)

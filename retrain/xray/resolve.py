@@ -89,7 +89,7 @@ def headline_of(config: "TrainConfig") -> str:
 
 def _read(label: str, config: "TrainConfig", group: int) -> Xray:
     """X-ray an advantage with the values that [schedule] gives to the first step, since no step may
-    have the file's; the label names the step where one of its parameters moves.
+    have the values of the file. The label names the step if a schedule moves a parameter.
     """
     plan = Plan.of(config)
     if any(path.startswith("algorithm.advantage_params.") for path in plan.moved(0)):
