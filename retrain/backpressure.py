@@ -180,8 +180,8 @@ def _r_squared(law: ScalingLaw, p: Floats, throughput: Floats) -> float:
 
 # -- the roofline ----------------------------------------------------------------------------------
 #
-# Whether a step is bound by arithmetic or by memory: a hint on which nothing acts. Source: Williams
-# et al. 2009, doi 10.1145/1498765.1498785.
+# A hint, not acted on, says whether arithmetic or memory limits a step. Source: Williams et al.
+# 2009, doi 10.1145/1498765.1498785.
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,8 @@ def step_flops(
 def roofline(
     flops: float, num_bytes: float, seconds: float, peak_gflops: float, peak_bw_gb_s: float
 ) -> Roofline | None:
-    """The roofline of a step with `flops` and `num_bytes` of memory traffic. None if a peak is 0,
-    which means unknown.
+    """Return the roofline of a step with `flops` and `num_bytes` of memory traffic, or None if a
+    peak is 0, which means unknown.
 
     Raises ValueError unless bytes and seconds are above 0.
     """
@@ -247,7 +247,7 @@ class Regime(StrEnum):
     BELOW_TARGET = "below_target"
     NEAR_TARGET = "optimal"
     UNBOUNDED = "unbounded"
-    """No coherency penalty, so no optimum."""
+    """The law has no coherency penalty, so it has no optimum."""
     UNKNOWN = "unknown"
     """No law, or its fit is too poor to act on."""
 
@@ -276,7 +276,7 @@ class Decision:
     """Smoothed throughput as a fraction of the law's maximum up to the largest batch."""
 
     def record_fields(self, hint: Roofline | None = None) -> dict[str, Any]:
-        """The bp_ fields of a StepRecord. Where the batch may grow, the roofline hint replaces the
+        """The bp_ fields of a StepRecord. If the batch may grow, the roofline hint replaces the
         regime.
         """
         open_ended = self.regime in (Regime.BELOW_TARGET, Regime.UNBOUNDED)
@@ -307,7 +307,7 @@ class BackpressureController:
         """(concurrency, tokens per second), oldest first."""
         self.ema = 0.0
         self.ema_p = 0
-        """The concurrency of `ema`, which starts anew when it changes."""
+        """The concurrency of `ema`, which restarts when the concurrency changes."""
         self.law: ScalingLaw | None = None
         self.r2: float | None = None
         self.since_change = 0
@@ -331,7 +331,7 @@ class BackpressureController:
             )
         used = self.batch_size
         p, throughput, decay = used * self.group_size, tokens / seconds, self.settings.ema_decay
-        # Another concurrency has another throughput, so its average starts anew.
+        # Another concurrency has another throughput, so its average restarts.
         if p != self.ema_p:
             self.ema, self.ema_p = throughput, p
         else:

@@ -64,7 +64,7 @@ class RunFailed(RetrainError, RuntimeError):
 
 
 class ResumableFailure(RunFailed):
-    """A failure whose cause the user can mend, after which the same run continues; `train` adds the
+    """A failure whose cause the user can fix, after which the same run continues; `train` adds the
     command that continues it.
     """
 
@@ -80,10 +80,10 @@ class Interrupted(RetrainError):
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """A second signal arrived: the run ends where it stands and saves nothing. The exit codes are
-    the same as Interrupted's.
+    """A second signal arrived: the run ends where it stands and saves nothing. The exit codes equal
+    those from Interrupted.
 
-    It can be raised between any two bytecodes. It is no Exception, so that code which catches a
+    It can occur between any two bytecodes. It is not an Exception, so that code which catches a
     plugin's exceptions lets it pass.
     """
 

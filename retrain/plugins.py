@@ -232,9 +232,9 @@ def load_function(
     builtins: Mapping[str, Any] | None = None,
     params: dict[str, Any] | None = None,
 ) -> Any:
-    """Return the built-in object that `name` means, or a Plugin. `params` stand in for the
-    configured ones; the plugin reads them at every call. Raises ConfigurationError as `load_plugin`
-    does, and for parameters that the built-in one does not know.
+    """Return the built-in object that `name` means, or a Plugin. `params` replace the configured
+    parameters; the plugin reads them at every call. Raises ConfigurationError as `load_plugin`
+    does, and for parameters that the built-in object does not know.
     """
     found = load_plugin(kind, name, config, builtins)
     if name in (builtins or {}):
@@ -271,11 +271,10 @@ def _dotted_names(config: "TrainConfig") -> list[tuple[str, str]]:
 
 
 def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
-    """Dotted name -> sha256 (hex) of the file with the plugin, for every one that the configuration
-    names by its path.
+    """Return dotted name -> sha256 (hex) of the file with the plugin, for every plugin that the
+    configuration names by its path.
 
-    No code is run: a reward is loaded in its workers alone. A name whose file is not found has no
-    entry.
+    This runs no code: only the workers load a reward. A name without a file has no entry.
     """
     from retrain.config.plan import sources_of
 
@@ -349,7 +348,7 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
     expected, signature = KINDS[kind], _signature(function)
     parameters = list(signature.parameters.values())
     names = [parameter.name for parameter in parameters]
-    # What the first parameter is called decides between one completion and a group of them.
+    # The name of the first parameter decides between one completion and a group of completions.
     group = expected.group
     if group is not None and names[:1] != [group.inputs[0]]:
         group = None

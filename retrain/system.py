@@ -56,7 +56,7 @@ def parse_json(text: str | bytes, parse_int: Callable[[str], Any] = int) -> Any:
 
 
 def integer_or_digits(digits: str) -> int | str:
-    """Read an integer; one of more than 64 bits stays text."""
+    """Read an integer; an integer of more than 64 bits stays text."""
     if len(digits) <= len(str(-MAX_INTEGER)) and abs(int(digits)) <= MAX_INTEGER:
         return int(digits)
     return digits
@@ -206,7 +206,7 @@ def _key(name: str) -> str:
 
 
 def _string(text: str) -> str:
-    """Quote a string. JSON's escapes are also TOML's, except that TOML wants DEL escaped."""
+    """Quote a string. TOML has the escapes of JSON, except that TOML wants DEL escaped."""
     import json
 
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -218,7 +218,7 @@ def _string(text: str) -> str:
 _PR_SET_PDEATHSIG = 1
 _SPIN_COUNT = "20000"
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-"""Names of torch's allocator settings; the second is the one before 2.9."""
+"""Names of torch's allocator settings; torch before 2.9 reads the second."""
 
 
 def prepare_torch() -> None:
@@ -230,7 +230,7 @@ def prepare_torch() -> None:
         # starve each other.
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     if not _ALLOCATOR & os.environ.keys():
-        # Segments of a fixed size that the KV cache leaves behind are no use to activations: out of
+        # Activations cannot use segments of a fixed size that the KV cache leaves behind, so out of
         # memory would depend on what ran before.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
@@ -273,8 +273,9 @@ def peak_resident_bytes() -> int:
 def total_memory(
     groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Return the bytes of memory that this process may take: those of the machine, or the smallest
-    limit of its control groups. `groups` is where they are mounted, `own` says which it is in.
+    """Return the bytes of memory that this process may take: the memory of the machine, or the
+    smallest limit of its control groups. `groups` is their mount point, and `own` names the groups
+    of the process.
     """
     import psutil
 

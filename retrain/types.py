@@ -34,7 +34,7 @@ THOUGHT_TAGS: tuple[tuple[str, str], ...] = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("◁think▷", "◁/think▷"),
 )
-"""What opens and what ends the thought of known models."""
+"""Opening and closing texts of the thoughts of known models."""
 
 
 class LogLine(str):
@@ -49,7 +49,7 @@ class LogLine(str):
 
 
 class Doing(LogLine):
-    """What a long phase is at, for the bar alone."""
+    """The progress of a long phase, for the bar alone."""
 
 
 class ChatMessage(TypedDict):
@@ -122,8 +122,9 @@ class Completion:
     """[T] the ids of those tokens, if the engine returns them for a trainer elsewhere."""
     text: str | None = None
     """In an evaluation, the text from a server that returns no token ids: `token_ids` are this text
-    encoded again, for counting, and `logprobs` are NaN. None otherwise, since an engine knows token
-    ids only."""
+    encoded again, for counting, and `logprobs` are NaN. It is None otherwise, since an engine knows
+    token ids only.
+    """
     server: str = ""
     """The address of the server that sampled it; "" where no server did."""
 
@@ -289,7 +290,7 @@ class Score:
     usage: JudgeUsage | None = field(default=None, compare=False)
     """The judge's usage; None if no language model judged."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Quantities that an environment measured beside the reward."""
+    """Quantities that an environment measured in addition to the reward."""
     turn_rewards: tuple[float, ...] = ()
     """The reward of each turn; empty if the environment judges the whole."""
     parts: tuple[float, ...] = field(default=(), compare=False)

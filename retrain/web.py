@@ -1,7 +1,7 @@
-"""One exchange with a server over HTTP, bounded in time and in size, what the server says in it,
-and the event loop for those who wait.
+"""One exchange with a server over HTTP, bounded in time and in size; the server's message; and the
+event loop for callers that wait.
 
-Whoever asks decides what is tried again: `inference_engine/http.py` for servers that sample,
+The caller decides what to try again: `inference_engine/http.py` for servers that sample,
 `rewards/judge.py` for judges.
 """
 
