@@ -37,7 +37,7 @@ def no_reference() -> Any:
 
 
 MADE_UP: dict[str, Any] = {}
-"""`info` of the example of a made-up group; such an example cannot be read."""
+"""`info` of the example of a made-up group; a plugin cannot read such an example."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class AdvantageContext:
     source: Group | None = field(default=None, repr=False, compare=False)
     """The judged group behind the properties; None where only rewards are known."""
     max_tokens: int = 0
-    """`[training] max_tokens`, at which a completion is cut."""
+    """`[training] max_tokens`, the length at which the sampler cuts a completion."""
     reference: Reference = field(default=no_reference, repr=False, compare=False)
     """What `reference_logprobs` asks."""
 

@@ -1,8 +1,8 @@
-"""The stages of the pipeline by their names: each function finds the built-in or the plugin that a
-name of its kind means, and gives both the same form.
+"""The stages of the pipeline by their names. Each function finds the built-in or the plugin that a
+name means, and gives both the same form.
 
-A plugin is tried on a small example when it is loaded, so that a wrong shape is found before the
-first step.
+retrain tries a plugin on a small example when it loads it, to find a wrong shape before the first
+step.
 """
 
 import inspect
@@ -60,7 +60,7 @@ def tried(plugin: Plugin, config: "TrainConfig", trial: Callable[[], str | None]
 
 
 def same_again(give: Callable[[], list[Any]]) -> None:
-    """Raise Fault for a plugin that gives other numbers when it is asked again."""
+    """Raise Fault for a plugin whose second call gives other numbers."""
     if give() != give():
         raise Fault(
             "gives other numbers when it is asked again; a run repeats and resumes byte for byte,"
@@ -143,8 +143,8 @@ class PluginAdvantage:
 
 
 def _try_advantage(plugin: Plugin, config: "TrainConfig") -> str | None:
-    """Return a warning if a plugin gives a group of equal rewards advantages that do not sum to 0:
-    such a group says nothing about which completion is better. Raise Fault if the plugin's state
+    """Return a warning if a plugin gives a group of equal rewards advantages that do not sum to 0.
+    Such a group says nothing about which completion is better. Raise Fault if the plugin's state
     does not survive save and load, or if a function is not deterministic.
     """
     # Try copies, because the trial must not change the state with which the run begins.
@@ -230,8 +230,8 @@ def uncertainty_stage(
 def transform_of(
     name: str, config: "TrainConfig", params: dict[str, Any]
 ) -> tuple[TransformSpec, Plugin | None]:
-    """Return the stages of the transform that `name` means, and its plugin: a function of the
-    context does all the work, and a factory, `f()` or `f(params)`, makes the stages.
+    """Return the stages of the transform that `name` means, and its plugin. A plugin is a function
+    of the context, which does all the work, or a factory of the stages, `f()` or `f(params)`.
     """
     plugin = load_function("transform", name, config, TRANSFORMS, params)
     if not isinstance(plugin, Plugin):

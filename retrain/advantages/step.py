@@ -1,5 +1,5 @@
-"""The tokens of one step as credit assignment sees them: of all completions, laid end to end in one
-array, so that credit is a few passes over it.
+"""The tokens of one step, all completions concatenated in one flat array, so that credit assignment
+is a few array operations.
 
 Shape letters: N completions, n tokens of all of them together.
 """
@@ -137,7 +137,7 @@ class StepTokens:
     in_loss: BoolArray
     """[N] False for a completion that the loss leaves out."""
     sources: Sequence[Group] | None = field(default=None, repr=False)
-    """[P] the judged groups; None for a step that is made up."""
+    """[P] the judged groups; None for a made-up step."""
     teacher: Teacher = field(default=no_reference, repr=False)
     group_of: Int64Array = field(init=False)
     """[N] number of each completion's group."""
@@ -269,7 +269,7 @@ class StepTokens:
         return np.repeat(self.group_of, self.segments.lengths)
 
     def _check(self, values: Float64Array, name: str) -> None:
-        """Refuse NaN and +inf, and a log-prob of -inf, since a ratio against it is undefined."""
+        """Refuse NaN and +inf, and a log-prob of -inf, since a ratio against it has no value."""
         if len(values) != self.segments.total:
             raise ValueError(f"{len(values)} {name} values for {self.segments.total} tokens")
         for token in np.flatnonzero(~np.isfinite(values)):

@@ -4,11 +4,11 @@ module computes too.
 
 The uncertainty refers to the distribution that the sampler drew from: softmax(logits /
 temperature), renormalized if truncated. Surprisal is a property of the sampled token, and entropy
-is a property of the distribution. The names are never exchanged.
+is a property of the distribution. retrain never calls one by the other's name.
 
-A TransformSpec says which of SEPA, GTPO and HICRA a transform takes; the mask is `[algorithm]
-surprisal_mask_rho`, whatever the transform. pipeline.py fixes the order: a new transform is a new
-spec, not a new order.
+A TransformSpec says which of SEPA, GTPO and HICRA a transform takes. `[algorithm]
+surprisal_mask_rho` sets the mask, whatever the transform. pipeline.py fixes the order: a new
+transform is a new spec, not a new order.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ Numbers = Sequence[float] | npt.NDArray[np.floating]
 
 
 def canonical_kind(name: str) -> str:
-    """Return the built-in kind that `name` means; any other name is returned unchanged."""
+    """Return the built-in kind that `name` means, or any other name unchanged."""
     return ALIASES.get(name, name)
 
 
@@ -133,8 +133,9 @@ NEGLIGIBLE_MEAN = 1e-7
 """Mean uncertainty in nats below which a completion counts as deterministic and its weights are
 uniform."""
 INVERSE_FLOOR = 1e-3
-"""Least uncertainty in nats that negative = "inverse" divides by, so that a surer token is not
-punished more."""
+"""Smallest divisor of negative = "inverse", in nats of uncertainty, so that even surer tokens get
+no larger penalty.
+"""
 
 EntropyTransform = Callable[[list[float], list[int], float], Sequence[float]]
 """(entropies [T], planning_mask [T], sepa_lambda) -> [T], for one completion."""
@@ -202,11 +203,15 @@ class TransformSpec:
     ) = None
     """(token advantages [G][T], context) -> [G][T], after HICRA, for one group."""
     flat_entropy_transform: FlatEntropyTransform | None = None
-    """Changes the uncertainty of all completions at once; it is used where both are given."""
+    """Changes the uncertainty of all completions at once; it takes precedence over
+    `entropy_transform`.
+    """
     distils: bool = False
     """Add the log-ratio of the teacher to the policy, after HICRA."""
     needs_rho: bool = False
-    """Has no effect of its own unless surprisal_mask_rho > 0, so a run without that is refused."""
+    """True if the transform has no effect of its own unless surprisal_mask_rho > 0, so that retrain
+    refuses a run without the mask.
+    """
 
     @property
     def needs_uncertainty(self) -> bool:
@@ -301,8 +306,8 @@ def gtpo_group_weights(
     groups: Int64Array,
     advantages: Float64Array,
 ) -> Float64Array:
-    """The paper's normalisation (norm = "group"): the mean is taken at the same position over the
-    completions of the group that have the same sign of advantage and are still alive there.
+    """Return the weights with the paper's normalization (norm = "group"). Each mean is over the
+    completions of the group that reach the same position and have the same sign of advantage.
     `groups` and `advantages` are [N]. Source: arXiv 2508.04349, equations 3 and 5.
     """
     means = np.zeros(segments.total)
@@ -381,12 +386,12 @@ def kept_count(n: int, rho: float) -> int:
 
 
 def top_rho(uncertainty: Float64Array, pools: Int64Array, num_pools: int, rho: float) -> TopRho:
-    """Keep in each pool the tokens whose uncertainty reaches the k-th largest; ties at tau are all
-    kept, so order does not matter.
+    """Keep in each pool the tokens whose uncertainty reaches the k-th largest. It keeps all ties at
+    tau, so order does not matter.
 
-    `pools` [n] numbers the pool of each token: one for the step, a group, or a completion each; -1
-    is a token outside every pool, which is kept. rho = 0 switches the mask off. Raises ValueError
-    for rho outside [0, 1] or a NaN.
+    `pools` [n] numbers the pool of each token: one for the step, a group, or a completion each. The
+    mask keeps a token with -1, which is outside every pool. rho = 0 switches the mask off. Raises
+    ValueError for rho outside [0, 1] or a NaN.
     """
     if not 0.0 <= rho <= 1.0:
         raise ValueError(f"surprisal_mask_rho is {rho}, it must lie in [0, 1]")
