@@ -28,8 +28,8 @@ def judging_rewards(config: TrainConfig) -> Rewards:
     """Return the rewards that judge held-out answers: `[evaluation] reward`, or each reward of
     training that verifies.
 
-    If no reward is left, return the reward that verifies the answers of the held-out source. A
-    random reward would measure chance, and a majority reward would measure its own agreement.
+    If none remains, return the reward that verifies the answers of the held-out source. A random
+    reward would measure chance, and a majority reward would measure its own agreement.
     """
     if config.evaluation.reward:
         return ((config.evaluation.reward, 1.0),)

@@ -26,7 +26,7 @@ SHORT_TABLE_FLAGS = {
     "algorithm.transform_params": "--transform-param",
     "algorithm.uncertainty_params": "--uncertainty-param",
 }
-"""Second names for tables that are filled by repetition, one key=value each time."""
+"""Second names for tables that a user fills by repetition, one key=value each time."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def keys_by_path() -> dict[str, Key]:
 
 @cache
 def homes_of(name: str) -> tuple[str, ...]:
-    """The paths of every section's key that is called `name`."""
+    """Return the paths of every section's key with the name `name`."""
     return tuple(
         key.path for key in all_keys() if key.name == name and not key.traits.echoes_training
     )
@@ -140,7 +140,7 @@ sets."""
 
 
 def condition_homes(name: str) -> list[str]:
-    """The keys of a run that are called `name`."""
+    """Return the keys of a run with the name `name`."""
     return [path for path in homes_of(name) if not keys_by_path()[path].traits.whole_campaign]
 
 
@@ -161,8 +161,8 @@ def key_meant(name: str, section: str = "") -> Key | None:
 
 @cache
 def flags() -> dict[str, str]:
-    """Map every flag to its "section.key". Aliases and second names of tables are included, dotted
-    forms are not.
+    """Map every flag to its "section.key". The map includes aliases and second names of tables, but
+    not dotted forms.
     """
     named = [(key.flag, key.path) for key in all_keys()]
     named += [(flag, path) for path, flag in SHORT_TABLE_FLAGS.items()]

@@ -1,7 +1,7 @@
 """Sections about the model and how it learns: base model, backend, training, loss.
 
-A key's documentation says what it does; its type and range say what is allowed, so the sentence
-does not.
+A key's documentation says what it does. Its type and range say which values are valid, so the
+sentence does not.
 """
 
 from collections.abc import Iterator
@@ -132,7 +132,7 @@ class Backend(Section):
         }
 
     def problems(self, config: Any) -> Violations:  # noqa: ARG002 - a rule of one section
-        """Check the options of every backend, whichever is chosen, so that a file can switch
+        """Check the options of every backend, whichever the file chooses, so that a file can switch
         backends.
         """
         if self.backend in builtin_names("backend") and self.options:
@@ -389,7 +389,7 @@ class Training(Section):
 
     @property
     def truncated(self) -> bool:
-        """True if the policy that is sampled and trained leaves out improbable tokens."""
+        """True if the policy omits improbable tokens, in sampling and in training."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def more_hours(self, seconds: float) -> str:

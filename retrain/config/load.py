@@ -173,7 +173,7 @@ def with_drawn_seed(config: TrainConfig) -> TrainConfig:
 
 
 def given_values(config: TrainConfig) -> Json:
-    """Return the given values as TOML would hold them: defaults are left out, and `from` has its
+    """Return the given values as TOML would hold them, without defaults, and with `from` under its
     TOML name.
     """
     values: Json = config.model_dump(exclude_unset=True, by_alias=True)
@@ -181,8 +181,8 @@ def given_values(config: TrainConfig) -> Json:
 
 
 def read_toml(file: Path, named: bool = True) -> Json:
-    """Read the sections of a file. Raises ConfigurationError with one sentence if it cannot be
-    read.
+    """Read the sections of a file. Raises ConfigurationError with one sentence for an unreadable
+    file.
     """
     return parse_named(read_text(file, named), str(file))
 
@@ -244,7 +244,7 @@ def _build(
     if isinstance(data.get("campaign"), dict):
         given = [_for_campaign(override) for override in given]
     else:
-        # Variables for [campaign] may be set for campaigns to come; a flag needs its section.
+        # Variables for [campaign] may serve later campaigns; a flag needs its section.
         of_campaign = [override for override in given if override.path.startswith("campaign.")]
         for override in of_campaign:
             if override.origin.startswith("flag "):
@@ -303,8 +303,8 @@ def _validate(data: Json, provenance: Provenance, *, rules: bool = True) -> Trai
 
 
 def _schedule_problems(config: TrainConfig, provenance: Provenance) -> list[str]:
-    """Return one sentence for each schedule that cannot be followed, or for the first of its points
-    at which the configuration would be refused.
+    """Return one sentence for each impossible schedule, or for the first of its points at which the
+    loader would refuse the configuration.
     """
     place = Place(provenance)
     found = [
@@ -328,8 +328,8 @@ def _schedule_problems(config: TrainConfig, provenance: Provenance) -> list[str]
 
 
 def _mix_problems(config: TrainConfig, provenance: Provenance) -> list[str]:
-    """Return one sentence for each problem of `[[data.mix]]`: of its tables, then of the values by
-    which a run on a source alone would be refused.
+    """Return one sentence for each problem of `[[data.mix]]`: problems of its tables, then values
+    that the loader would refuse for a single source.
     """
     found = list(map(Place(provenance).sentence, mixture.problems(config)))
     for number, table in enumerate([] if found else config.data.mix, start=1):
@@ -403,8 +403,8 @@ def _arm(config: TrainConfig, condition: Condition) -> TrainConfig:
 
 
 def _arm_problems(config: TrainConfig) -> list[str]:
-    """Return the problems of every condition that sets something wrong, with the condition's
-    number; a problem that all conditions share is named once.
+    """Return the problems of every condition with a wrong setting, with the condition's number. A
+    problem of all conditions appears once.
     """
     if not any(condition.sets_keys for condition in config.conditions):
         return []

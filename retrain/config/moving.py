@@ -18,7 +18,7 @@ _LEARNERS = ("loss", "training")
 """Sections whose keys the learner reads."""
 TABLES = ("algorithm.params", "algorithm.advantage_params", "algorithm.transform_params",
           "algorithm.uncertainty_params", "loss.params")  # fmt: skip
-"""Tables whose numbers can be scheduled, as "section.table.name"."""
+"""Tables whose numbers a schedule can move, as "section.table.name"."""
 
 
 Points = Sequence[Sequence[float]]
@@ -70,7 +70,7 @@ def with_values(config: "TrainConfig", values: Mapping[str, float]) -> "TrainCon
 
 
 def problems(config: "TrainConfig") -> Iterator[str]:
-    """One sentence for each schedule that cannot be followed."""
+    """Yield one sentence for each impossible schedule."""
     for path, points in config.schedule.points.items():
         problem = wrong_key(config, path) or wrong_points(points)
         if problem:
@@ -78,7 +78,7 @@ def problems(config: "TrainConfig") -> Iterator[str]:
 
 
 def wrong_key(config: "TrainConfig", path: str) -> str:
-    """Say why a key cannot be scheduled, as the end of a sentence; "" if it can be."""
+    """Return why a schedule cannot move a key, as the end of a sentence; "" if it can."""
     table, _, name = path.rpartition(".")
     if table in TABLES:
         value = config.value(table).get(name)

@@ -1,9 +1,9 @@
 """Names of everything built-in or pluggable, and aliases of keys. For an unknown name, the module
 finds the nearest known name, or the key that other trainers call so.
 
-A value is valid if it is built in, registered from Python, an installed entry point, or has the
-form of a dotted path. This module imports no plugin: the start of the run finds a dotted path that
-leads nowhere.
+A valid value is a built-in name, a name registered from Python, an installed entry point, or a
+dotted path. This module imports no plugin: the start of the run finds a dotted path that leads
+nowhere.
 """
 
 import importlib
@@ -26,8 +26,8 @@ ALIASES: dict[str, str] = {
 
 
 def moved_aliases(data: Json) -> tuple[Json, list[str]]:
-    """A copy of `data` with aliases moved to their canonical key, and the aliases left in place
-    because both are given.
+    """Return a copy of `data` with aliases moved to their canonical key, and the aliases that stay
+    because the data has both.
     """
     data, both = copied(data), []
     for alias, canonical in ALIASES.items():
@@ -43,7 +43,7 @@ def moved_aliases(data: Json) -> tuple[Json, list[str]]:
 
 
 def copied(sections: Json) -> Json:
-    """A copy whose tables can be changed."""
+    """Return a copy with tables that the caller may change."""
     return {
         name: dict(section) if isinstance(section, dict) else section
         for name, section in sections.items()
@@ -103,8 +103,8 @@ def table(kind: str) -> Any:
 
 
 def part_class(kind: Literal["backend", "engine"], name: str) -> Any:
-    """The class of a built-in backend or engine, whose attributes are all facts about it; for any
-    other name the base class, whose facts hold for plugins.
+    """Return the class of a built-in backend or engine, whose attributes are all facts about it.
+    For any other name, return the base class, whose facts hold for plugins.
     """
     module = {"backend": "retrain.backends.base", "engine": "retrain.inference_engine.base"}[kind]
     return getattr(importlib.import_module(module), f"{kind}_kind")(name)
@@ -188,7 +188,7 @@ def installed_plugins() -> tuple[EntryPoint, ...]:
 def _installed_plugins(
     installed: Hashable,  # noqa: ARG001 - the key of the cache
 ) -> tuple[EntryPoint, ...]:
-    """Read once until something is installed: a run asks for a dozen names."""
+    """Read the entry points once per set of installed packages: a run asks for a dozen names."""
     return tuple(entry_points(group=PLUGIN_GROUP))
 
 
@@ -254,8 +254,9 @@ LEGACY_PREFIX = "prime_rl_"
 ABSENT: dict[str, str] = {
     name: group["instead"] for group in _DATA["absent"] for name in group["names"]
 }
-"""Names in other trainers that no key takes the place of, or with "_" how such names begin -> what
-is done instead, as a clause."""
+"""Names in other trainers without a key here, or with "_" the beginning of such names -> the
+alternative, as a clause.
+"""
 
 NAME_CUTOFF = 0.75
 """Minimum similarity between a mistyped name and a key. Below it, most guesses name a key that was
@@ -272,7 +273,7 @@ def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 _MAX_CHARACTERS = 100
-"""Characters that are compared: no name is longer, and comparing takes quadratic time."""
+"""Number of characters to compare: no name is longer, and a comparison takes quadratic time."""
 
 
 def synonym(name: str, section: str = "") -> str | None:

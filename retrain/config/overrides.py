@@ -1,9 +1,9 @@
 """Flags and environment variables that set keys, made from the schema: `--lr 1e-4`,
 `--sepa-steps=10`, `--sepa.steps 10`, RETRAIN_TRAINING_LR.
 
-A text becomes a value by the type of its key. A text that does not fit the type is passed on
-unchanged, and the schema refuses it in the sentence that a file's value would get. The schema is
-imported inside the functions, so that `retrain --help` does not pay for it.
+A text becomes a value by the type of its key. A text that does not fit the type stays unchanged,
+and the schema refuses it with the same sentence as a file's value. The functions import the schema,
+so that `retrain --help` does not pay for it.
 """
 
 import re
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def deep_merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Json:
-    """Return a new table: `above` wins, and tables that both hold are merged."""
+    """Return a new table: `above` wins, and tables in both merge."""
     merged = dict(below)
     for name, value in above.items():
         old = merged.get(name)
@@ -38,7 +38,7 @@ _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
 MAX_DIGITS = 4300
 """Python converts no longer text to an integer."""
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "0", "1")
-"""Words, in any case, that are meant as a switch's value; all but the first two are refused."""
+"""Words, in any case, that mean a switch's value; the schema refuses all but the first two."""
 _TOML_STRUCTURE = ("[", "{", '"', "'")
 
 
@@ -66,15 +66,15 @@ class Overrides:
 def parse_overrides(argv: Sequence[str], own_flags: Mapping[str, bool] | None = None) -> Overrides:
     """Split arguments into values for keys and the remaining arguments.
 
-    `own_flags` are the caller's flags, which go to the rest: name to whether a value follows. An
-    unknown flag is a ConfigurationError that names the nearest; all of them are told at once.
+    `own_flags` are the caller's flags, which go to the rest: name to whether a value follows.
+    Raises one ConfigurationError for all unknown flags, which names the nearest flag of each.
     """
     return _Parser(argv, own_flags or {}).parse()
 
 
 def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
-    """Return the values of the variables RETRAIN_<SECTION>_<KEY>. A variable of that form that
-    names no key is refused.
+    """Return the values of the variables RETRAIN_<SECTION>_<KEY>. Refuses a variable of that form
+    that names no key.
     """
     from retrain.config.keys import all_keys
 
@@ -114,7 +114,7 @@ def _unknown_variable(name: str, variables: tuple[str, ...]) -> Iterator[str]:
 
 
 def convert(key: "Key", text: str) -> Any:
-    """Convert a text to a value of the key's type; a text that does not fit the type is returned
+    """Convert a text to a value of the key's type. Returns a text that does not fit the type
     unchanged.
     """
     kinds = key.kinds

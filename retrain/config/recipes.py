@@ -33,8 +33,9 @@ class Recipe:
     advantage: str
     transform: str
     aggregation: str = ""
-    """The `[loss] aggregation` that belongs to the algorithm: unset means this value, and any other
-    is refused. "" leaves it to the user."""
+    """The `[loss] aggregation` that belongs to the algorithm: unset means this value, and retrain
+    refuses any other. "" leaves the choice to the user.
+    """
 
 
 RECIPES: dict[str, Recipe] = {
@@ -49,7 +50,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def modes_of(algorithm: str, advantage: str, transform: str) -> tuple[str, str]:
-    """Return the advantage and the transform in use; an algorithm plugin has neither: ("", "")."""
+    """Return the advantage and the transform in use, or ("", "") for an algorithm plugin."""
     if replaces_modes(algorithm):
         built_in = RECIPES.get(algorithm, Recipe("", ""))
         return built_in.advantage, built_in.transform
@@ -69,8 +70,8 @@ _FOLLOWS: dict[str, tuple[str, ...]] = {
     "reward.type": ("reward.weights", "reward.combine", "reward.params", "reward.overlong_buffer"),
     "data.sampler": ("data.sampler_params",),
 }
-"""Key -> keys that only apply to its value in the recipe; they are dropped when the user sets
-another value."""
+"""Key -> keys that only apply to its value in the recipe; another value from the user drops them.
+"""
 _MODES = ("algorithm.advantage_mode", "algorithm.transform_mode")
 
 
@@ -103,8 +104,8 @@ def _full_path(value: Any) -> Any:
 
 
 def above_recipe(data: Mapping[str, Any]) -> Json:
-    """Return the sections with the keys of the recipe that [algorithm] algorithm_mode names added
-    where they are not given; `data` as it is without one.
+    """Return the sections plus the missing keys from the recipe that [algorithm] algorithm_mode
+    names; without a recipe, return `data` unchanged.
     """
     name = str(_table(data.get("algorithm")).get("algorithm_mode", ""))
     if not is_recipe(name):

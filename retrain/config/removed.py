@@ -48,8 +48,8 @@ def removed_key(word: str) -> str:
 
 
 def without_removed(data: Json, *, all_of_them: bool) -> Json:
-    """Drop the removed keys that have the value of a stored default; with `all_of_them`, whatever
-    their value is, and the keys that have a removed value.
+    """Drop the removed keys that have the value of a stored default. With `all_of_them`, drop them
+    whatever their value, and also the keys that have a removed value.
     """
     kept = copied(data)
     for written, row in removed().items():

@@ -1,8 +1,8 @@
 """Sections about the rest of a run: sampling and evaluation, files and trackers, the adapter's
 rank.
 
-A key's documentation says what it does; its type and range say what is allowed, so the sentence
-does not.
+A key's documentation says what it does. Its type and range say which values are valid, so the
+sentence does not.
 """
 
 from typing import Annotated, Any, Literal
@@ -187,7 +187,7 @@ class Evaluation(Section):
                     " completions at temperature = 0; give samples = 1 or a temperature above 0",
                 )
         tasks = [source_task(source or config.data.source) for source in self.sources]
-        # The own source is named by "" alone; in a list nobody could tell which task it is.
+        # Only "" names the own source; in a list nobody could tell its task.
         if len(tasks) > 1 and "" in self.sources:
             yield Violation(
                 ("evaluation.source",),
@@ -378,7 +378,7 @@ class Squeeze(Section):
 
     @property
     def is_remote(self) -> bool:
-        """The adapter is stored by a Tinker service."""
+        """Return True if a Tinker service stores the adapter."""
         return self.adapter_path.startswith("tinker://")
 
     def problems(self, config: Any) -> Violations:  # noqa: ARG002 - a rule of one section

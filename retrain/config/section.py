@@ -21,8 +21,8 @@ from retrain.system import listed
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a key, or of every key of a section, besides its values. Lists of keys are
-    derived from them (`Key.traits`).
+    """Properties of a key, or of every key of a section, besides its values. retrain derives lists
+    of keys from them (`Key.traits`).
     """
 
     meaningful_unset: bool = False
@@ -33,7 +33,9 @@ class Traits:
     is unset."""
     may_change_at_resume: bool = False
     own_to_a_run: bool = False
-    """Runs that differ in this key may still be compared: it is not part of what is trained."""
+    """True if runs that differ in this key remain comparable, because it does not change the
+    training.
+    """
     sizes_memory: bool = False
     sets_step_time: bool = False
     """The duration of a step depends strongly on it."""
@@ -78,7 +80,7 @@ def key(default: Any, doc: str, *, example: Any = None, **marks: Any) -> Any:
 
 
 def traits_of(field: FieldInfo) -> Traits:
-    """The traits that `key` was given."""
+    """Return the traits that `key` received."""
     extra: Any = field.json_schema_extra or {"traits": {}}
     return Traits(**extra["traits"])
 
@@ -130,7 +132,7 @@ Violations = Iterator[Violation]
 
 
 class RuleViolations(ValueError):
-    """Raised for a configuration that breaks rules although each of its values is allowed."""
+    """Raised for a configuration that breaks rules although each of its values is valid alone."""
 
     def __init__(self, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)
@@ -138,7 +140,7 @@ class RuleViolations(ValueError):
 
 
 def repeated(values: Iterable[Any]) -> list[Any]:
-    """Return the first value that is given twice, in a list; [] where each is given once."""
+    """Return the first repeated value, in a list; [] without a repetition."""
     return [value for value, count in Counter(values).items() if count > 1][:1]
 
 
@@ -163,14 +165,14 @@ class Section(BaseModel):
     """The traits of every key of the section."""
 
     def is_set(self, name: str) -> bool:
-        """True if the key was given rather than left to its default."""
+        """True if the user gave the key."""
         return ("from_" if name == "from" else name) in self.model_fields_set
 
     _is_holdable = field_validator("*")(check_serialisable)
 
     def problems(self, config: Any) -> Violations:  # noqa: ARG002 - most have no rule
         """Yield the combinations with other keys that would change the meaning of a run in silence.
-        They need neither the model nor the machine; what needs those is refused by the part that
-        knows.
+        These checks need neither the model nor the machine. The part that knows these refuses other
+        combinations.
         """
         yield from ()

@@ -74,8 +74,9 @@ class Condition(Section):
         alias="label",
     )
     sets: Json = Field(default={})
-    """"section.key" -> value of every other key in the condition's table. The values are checked
-    together with the base."""
+    """"section.key" -> value of every other key in the condition's table. The loader checks these
+    values together with the base.
+    """
 
     @model_serializer(mode="wrap")
     def _flat(self, handler: SerializerFunctionWrapHandler) -> Json:
@@ -93,7 +94,7 @@ class Condition(Section):
 
     @property
     def modes(self) -> tuple[str, str]:
-        """The advantage and the transform in use; an algorithm plugin has neither: ("", "")."""
+        """Return the advantage and the transform in use, or ("", "") for an algorithm plugin."""
         return modes_of(self.algorithm_mode, self.advantage_mode, self.transform_mode)
 
     @property
@@ -234,7 +235,7 @@ class Campaign(Section):
 
     @property
     def correction(self) -> Literal["maxt", "evidence"]:
-        """How the p values of the planned comparison are adjusted."""
+        """The adjustment of the p values of the planned comparison."""
         return "evidence" if self.stop == "evidence" else "maxt"
 
     def problems(self, config: "AllSections") -> Violations:
@@ -369,9 +370,7 @@ class AllSections(Section):
     campaign: Campaign | None = Field(default=None)
 
     def is_set(self, path: str) -> bool:
-        """True if a section ("squeeze") or a key ("backend.devices") was given rather than left to
-        its default.
-        """
+        """True if the user gave the section ("squeeze") or the key ("backend.devices")."""
         section, _, name = path.partition(".")
         if section not in self.model_fields_set or not name:
             return section in self.model_fields_set
@@ -424,8 +423,8 @@ class AllSections(Section):
         return [condition.modes[1] for condition in self.conditions]
 
     def reads(self, path: str) -> bool:
-        """Return True if the section of a key is read. A squeeze job does not train, so it reads
-        few sections unless it evaluates.
+        """Return True if this kind of job reads the section of a key. A squeeze job does not train,
+        so it reads few sections unless it evaluates.
         """
         if self.kind != "squeeze":
             return True
@@ -435,8 +434,8 @@ class AllSections(Section):
         return path.partition(".")[0] in read
 
     def broken_rules(self) -> list[Violation]:
-        """Return every violation once, in the order of the sections. Conditions that set keys of
-        their own are judged one by one by the loader.
+        """Return every violation once, in the order of the sections. The loader judges conditions
+        with keys of their own one by one.
         """
         judged = [getattr(self, name) for name in type(self).model_fields]
         if any(condition.sets_keys for condition in self.conditions):

@@ -1,5 +1,5 @@
 """Sentences about wrong values: pydantic's errors become one sentence each, with place, section,
-key, value, what is allowed and the nearest name.
+key, value, valid values and the nearest name.
 """
 
 import sys
@@ -62,13 +62,13 @@ _WRONG_NUMBER |= dict.fromkeys(
 
 @dataclass(frozen=True)
 class Place:
-    """Says where a key was given."""
+    """Names the place of a key: a file, a flag or a variable."""
 
     provenance: Provenance
 
     def of(self, *paths: str) -> str:
-        """Return where a violation's keys were given: the first flag or variable among them, else
-        the file.
+        """Return the place of a violation's keys: the first flag or variable among them, else the
+        file.
         """
         above = [
             self.provenance.origins[path]
@@ -158,8 +158,8 @@ def _spellings(path: str) -> list[str]:
 
 
 def _value(data: Mapping[str, Any], path: str, detail: ErrorDetails) -> Any:
-    """The value that was given, under the key's own name or an alias; the refused one where a
-    section gathered it from other names, as [schedule] does.
+    """Return the given value, under the key's own name or an alias. If a section gathered it from
+    other names, as [schedule] does, return the refused value.
     """
     for candidate in _spellings(path):
         section, _, name = candidate.partition(".")
@@ -304,8 +304,8 @@ def _takers(key: Key, word: Any) -> list[str]:
 
 
 def _place_named(word: str) -> str:
-    """The path, as a data source, of a folder or a data file here that is called `word`; "" if
-    there is none.
+    """Return the path, as a data source, of a folder or a data file here with the name `word`; ""
+    if there is none.
     """
     if is_path_text(word) and Path(word).is_dir():
         return f"./{word}"

@@ -1,5 +1,5 @@
-"""A configuration as a run's folder stores it: its text, its hash, and what may differ when the run
-is resumed.
+"""A configuration as a run's folder stores it: its text, its hash, and the keys that may differ at
+a resume.
 """
 
 import hashlib
@@ -65,8 +65,8 @@ def campaign_command(config: TrainConfig, folder: Path) -> str:
 
 
 def _stored_value(path: str, value: Any) -> str:
-    """Write one value as TOML. environment.args may hold null, for which TOML has no form, so it is
-    stored as JSON then.
+    """Write one value as TOML. environment.args may hold null, for which TOML has no form, so the
+    file then stores JSON.
     """
     if path == "environment.args" and any(item is None for _, item in items_within(value)):
         value = json.dumps(value, ensure_ascii=False)
@@ -87,7 +87,9 @@ def config_hash(config: TrainConfig) -> str:
 
 
 WITH_OTHER_STEPS = ("training.lr_schedule", "training.lr_horizon")
-"""Keys that may change at a resume that changes max_steps, by which a falling rate is planned."""
+"""Keys that may change at a resume that changes max_steps, since a falling rate depends on
+max_steps.
+"""
 
 
 def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
@@ -118,7 +120,7 @@ def differing_keys(stored: TrainConfig, current: TrainConfig) -> list[Key]:
         for key in all_keys()
         if _jsonable(stored.value(key.path)) != _jsonable(current.value(key.path))
     ]
-    # Devices of the same kind are as good, and an unset one is chosen by the machine.
+    # Devices of the same kind are equivalent, and the machine chooses an unset device.
     both = stored.is_set("backend.devices") and current.is_set("backend.devices")
     if not both or kinds(stored) == kinds(current):
         differing = [key for key in differing if key.path != "backend.devices"]
