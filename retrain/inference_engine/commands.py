@@ -1,4 +1,4 @@
-"""The command that starts a server as a configuration needs it: what all servers are told. Each
+"""The command that starts a server for a configuration, with the settings of all servers. Each
 engine's class adds its own flags.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Mapping[str, Sequence[str]]]
 """A server's flags: key of [inference] -> value -> flags."""
 _MAX_SEQUENCES = 256
-"""Sequences that a server is told to run at once; it queues the others."""
+"""Maximum number of sequences that a server runs at once; it queues the others."""
 
 
 class Variable(str):

@@ -1,9 +1,9 @@
 """MLX-LM's server: prompts as text, ids and raw log-probs back, one completion per request,
 adapters in MLX's own format.
 
-Prompts are token ids everywhere else. Here each is decoded, and sent only if the server's tokenizer
-makes the same ids of the text: checked by encoding it here, and by the number of prompt tokens in
-the answer.
+Other engines send prompts as token ids. This engine decodes a prompt, and sends the text only if
+the server's tokenizer makes the same ids of it. Encoding the text here and the number of prompt
+tokens in the answer check this.
 """
 
 import json
@@ -53,8 +53,8 @@ _CONVERTED = "mlx"
 
 class MLXDialect(Dialect):
     title = "The mlx server"
-    # Python's http.server queues 5 connections: of 32 at once, 17 broke; at this distance
-    # none of 64 did
+    # Python's http.server queues 5 connections. With 32 at once, 17 broke. With this spacing none
+    # of 64 broke.
     spacing_s = 0.005
 
     def __init__(self, config: "TrainConfig", eos_ids: "Sequence[int]") -> None:

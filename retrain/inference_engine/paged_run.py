@@ -73,17 +73,17 @@ class PagedPromptPass(PromptPass):
 
 @dataclass
 class CachedTokens:
-    """Tokens [T] and one holder of their pages; for what enters, the logits [V] after the last
-    token, once they are computed.
+    """Tokens [T] and one holder of their pages. Entering rows also get the logits [V] after the
+    last token, after their computation.
 
-    Prompts are kept for the other completions of their group and for redraws, ended rows for a
-    request that extends them.
+    The pager keeps prompts for the other completions of their group and for redraws, and ended rows
+    for a request that extends them.
     """
 
     ids: npt.NDArray[np.int32]
     pages: list[int]
     held: int = 0
-    """Tokens at the beginning that were computed before it entered."""
+    """Number of tokens at the beginning whose computation came before the row entered."""
     logits: Tensor | None = None
 
     @property
@@ -96,7 +96,7 @@ RowKey = tuple[NoiseKey, int, bytes, int]
 
 
 def row_key(job: SampleJob, fed: npt.NDArray[np.int32]) -> RowKey:
-    """Return the key of a row under which `fed` [T], prompt and completion, are cached."""
+    """Return the cache key of a row for `fed` [T], prompt and completion."""
     return job.request.noise, job.request.adapter_slot, fed.astype(np.int32).tobytes(), job.sample
 
 
@@ -108,7 +108,7 @@ class Pager:
         self.cached: OrderedDict[PromptKey | RowKey, CachedTokens] = OrderedDict()
 
     def shares(self, row: RunningRow) -> bool:
-        """Return True if its prompt is computed once for its group: it has no draws, and extends
+        """Return True if the row shares its prompt with its group: it has no draws, and extends
         nothing.
         """
         return self.keeps_prompts and not (row.draws or row.job.request.extends)
@@ -126,7 +126,7 @@ class Pager:
         key, shares = prompt_key(request), self.shares(row)
         if shares and key in cached:
             using[key] = cached.pop(key)
-        # The last token of an extended row was drawn and never fed, so it is not cached.
+        # The extended row never fed its last token, so the cache lacks it.
         extended = row_key(row.job, request.prompt_ids[: max(0, request.extends - 1)])
         begun = cached.pop(extended, None)
         pages, first = self.pool.needed(len(ids)), begun.pages if begun else []
@@ -150,7 +150,7 @@ class Pager:
         return using[key]
 
     def _makes_room(self, pages: int) -> bool:
-        """Evict until so many pages are free; False: they are not."""
+        """Evict until so many pages are free. Returns False if that is impossible."""
         while self.pool.free < pages and self.evict():
             pass
         return self.pool.free >= pages
@@ -174,7 +174,7 @@ class Pager:
         self.cached[key] = CachedTokens(fed, pages)
 
     def evict(self) -> bool:
-        """Forget the tokens that were cached first. False: there were none."""
+        """Forget the oldest cached tokens. Returns False if there are none."""
         if not self.cached:
             return False
         _, oldest = self.cached.popitem(last=False)
@@ -182,7 +182,7 @@ class Pager:
         return True
 
     def forget(self) -> None:
-        """Forget everything that is cached."""
+        """Forget all cached tokens."""
         while self.evict():
             pass
 
@@ -243,8 +243,8 @@ def wanted_tokens(jobs: Sequence[SampleJob], page_tokens: int) -> int:
 
 
 class PagedRun(DecodeRun):
-    """Rows in pages, whose newest step is still under way when finished completions are
-    returned.
+    """Rows in pages. The newest step is still under way when `advance` returns finished
+    completions.
     """
 
     _late = 1
@@ -272,11 +272,11 @@ class PagedRun(DecodeRun):
         return True
 
     def close(self) -> None:
-        """Give the pages back, also of rows that were abandoned, once no step is under way.
+        """Free the pages, also of abandoned rows, once no step is under way.
 
-        Captured steps may be dropped after a run. The allocator then unmaps their memory
-        (expandable segments) when the stream of their capture is idle, and does not look at the
-        stream that they run on.
+        The engine may drop captured steps after a run. The allocator then unmaps their memory
+        (expandable segments) when the stream of their capture is idle. It does not look at the
+        stream on which they run.
         """
         self._stop(self.running)
         self._collect(0)
@@ -363,7 +363,7 @@ class PagedRun(DecodeRun):
         self._waiting.appendleft(row)
 
     def _stop(self, rows: Sequence[RunningRow]) -> None:
-        """Free the slots of rows that are not finished, and mark them done on the device."""
+        """Free the slots of unfinished rows, and mark them done on the device."""
         if rows:
             self.buffers.stop(np.array([row.slot for row in rows], np.int64))
         for row in rows:

