@@ -33,8 +33,9 @@ class BackendCapabilities:
     """
 
     per_token_advantages: bool
-    """False: only one advantage per completion reaches the loss, so token-varying transforms are
-    refused."""
+    """False: only one advantage per completion reaches the loss, so retrain refuses token-varying
+    transforms.
+    """
     synchronous_loss: bool
     """False: the reported loss is a placeholder."""
     exact_resume: bool
@@ -45,15 +46,18 @@ class BackendCapabilities:
     entropy: bool = True
     """The learner has the entropy of every distribution, which [loss] entropy_coef needs."""
     loss_reduction: Literal["any", "sum", "mean"] = "any"
-    """any: every [loss] aggregation. sum: token losses are added up, and the backend scales
-    advantages to make any of them. mean: over the tokens of the batch, so token_mean alone."""
+    """"any" offers every [loss] aggregation. "sum" adds token losses up, and the backend scales
+    advantages to make every aggregation of it. "mean" averages over the tokens of the batch, so it
+    offers token_mean alone.
+    """
     losses: tuple[str, ...] = ALL_LOSSES
-    """Values of [loss] mode that it can train with; empty: the loss is configured elsewhere."""
+    """Values of [loss] mode that it can train with; empty if another program sets the loss."""
     own_loss: bool = False
     """[loss] mode, correction and aggregation may be plugins."""
     scores_rows: bool = True
-    """`logprobs` works. False: the parity gate has nothing to compare the engine with, and no
-    log-ratios are recorded."""
+    """True if `logprobs` works. If False, the parity gate has nothing to compare the engine with,
+    and retrain records no log-ratios.
+    """
     moves_settings: bool = False
     """True if `use` works: the learner reads scheduled keys again in each step."""
     supervises: bool = False
@@ -61,8 +65,9 @@ class BackendCapabilities:
     scores_reference: bool = False
     """`reference_logprobs` and `keep_start` work: the learner can score tokens as a teacher."""
     sampler: EngineCapabilities | None = None
-    """Capabilities of the sampler that a backend brings along; None: [inference] engine samples, or
-    it is not known."""
+    """Capabilities of the sampler that a backend brings along. It is None if [inference] engine
+    samples, or if they are unknown.
+    """
 
 
 BACKENDS: dict[str, str] = {
@@ -114,9 +119,9 @@ class TrialAdapter(ABC):
 
 
 class Backend(Offers, ABC):
-    """A plugin's constructor is called as `Backend(config, choices, eos_ids=...)`: the
-    configuration, what an earlier start of the same run chose from the machine (None at its first),
-    and the tokens that end a completion.
+    """retrain calls a plugin's constructor as `Backend(config, choices, eos_ids=...)`. `choices`
+    are the choices for the machine at an earlier start of the same run (None at its first).
+    `eos_ids` are the tokens that end a completion.
     """
 
     capabilities: BackendCapabilities
@@ -133,10 +138,13 @@ class Backend(Offers, ABC):
     temperature_note: ClassVar[str] = ""
     """Said at temperature 1 where it can learn at no other."""
     only_temperature: ClassVar[float | None] = None
-    """The one temperature that its learner knows, which an unset key means; None: any."""
+    """The only temperature that its learner knows, which an unset key means. It is None if the
+    learner knows any temperature.
+    """
     served_losses: ClassVar[Collection[str] | None] = None
-    """Losses that its service computes, so that torch is needed here for the others alone; None:
-    none is computed elsewhere."""
+    """Losses that its service computes, so that only other losses need torch here; It is None if
+    this machine computes all losses.
+    """
     has_reference: ClassVar[bool] = True
     """A loss may read the base model's log-probs."""
     engine: InferenceEngine
@@ -253,8 +261,8 @@ class Backend(Offers, ABC):
         return None
 
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array] | None:
-        """[T] of each row: how many tokens `truncation` keeps of the learner's distribution; None
-        where its logits are not to be had.
+        """[T] of each row: the number of tokens that `truncation` keeps of the learner's
+        distribution. The result is None if the backend cannot give logits.
         """
         return None
 
@@ -287,7 +295,7 @@ class Backend(Offers, ABC):
 
 
 class RemoteBackend(Backend):
-    """A backend whose model lies with a service: nothing is chosen, stored or counted on this
+    """A backend whose model lies with a service: it chooses, stores and counts nothing on this
     machine.
     """
 

@@ -2,8 +2,8 @@
 for a configuration.
 
 This module builds neither an engine nor a backend. A plugin declares its capabilities in its class,
-so this module imports the plugin. A table lists the built-in classes, so no model library is
-loaded. Versions come from the metadata of the installed packages.
+so this module imports the plugin. A table lists the built-in classes, so this module loads no model
+library. Versions come from the metadata of the installed packages.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def engine_class(config: "TrainConfig") -> type[InferenceEngine]:
     """Return the class that `[inference] engine` names.
 
-    Raises ConfigurationError for a plugin that cannot be loaded or declares nothing.
+    Raises ConfigurationError for a plugin that does not load or declares nothing.
     """
     if config.inference.engine in ENGINES:
         return engine_kind(config.inference.engine)
@@ -99,7 +99,7 @@ def incapable(config: "TrainConfig") -> list[str]:
 
 def per_token_refusals(config: "TrainConfig", backend: Any) -> list[str]:
     """One sentence for each condition that gives the tokens of a completion different advantages,
-    for a backend that takes only one. A plugin transform or algorithm is taken to vary.
+    for a backend that takes only one. A plugin transform or algorithm counts as token-varying.
     """
     if backend.per_token_advantages:
         return []
@@ -114,7 +114,7 @@ def per_token_refusals(config: "TrainConfig", backend: Any) -> list[str]:
 def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Iterator[str]:
     """Prove the plugins of [loss] on a small batch, and check the parameters of built-in ones.
 
-    Raises ConfigurationError for a plugin that cannot be loaded or lacks a property.
+    Raises ConfigurationError for a plugin that does not load or lacks a property.
     """
     loss, where = config.loss, f'backend "{config.backend.backend}"'
     names = {kind: config.value(KINDS[kind].path) for kind in ("loss", "correction", "aggregation")}
@@ -157,8 +157,8 @@ def _parameter_problems(config: "TrainConfig") -> Iterator[str]:
 
 
 def loss_notes(config: "TrainConfig") -> list[str]:
-    """Return one sentence on each plugin of [loss]: what was proved, and what it declares; or what
-    is not as it should be.
+    """Return one sentence on each plugin of [loss]: its proved properties and its declarations, or
+    its fault.
     """
     functions = own_functions(config)
     if not functions:

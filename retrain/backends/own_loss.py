@@ -36,11 +36,11 @@ class Terms:
     clipped: "Tensor | None"
     """[N] of bool."""
     metrics: "Mapping[str, Tensor]"
-    """[N] or [sequences] each, detached; their means are recorded."""
+    """[N] or [sequences] each, detached; retrain records their means."""
 
 
 class OwnFunction(Plugin):
-    """A plugin whose answer is checked."""
+    """A plugin with a check of its answer."""
 
     def call(self, *inputs: Any, **more: Any) -> Any:
         """Raise Fault for an answer of another form."""
@@ -55,7 +55,7 @@ class OwnFunction(Plugin):
 
 
 def own_function(kind: str, config: "TrainConfig") -> OwnFunction | None:
-    """Load the plugin of [loss] mode, correction or aggregation; None where that is built in.
+    """Load the plugin of [loss] mode, correction or aggregation; None for a built-in name.
 
     A loss takes `ActionTokens` and gives `Terms`, a correction gives detached weights [N]. Raises
     ConfigurationError.

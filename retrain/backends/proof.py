@@ -1,8 +1,8 @@
-"""Proofs about a loss of one's own, on a small batch in float64, before a run starts.
+"""Proofs about a custom loss, on a small batch in float64, before a run starts.
 
-A plugin gives terms and nothing else: it cannot see how the batch is cut into micro-batches, which
-process it runs in, or how often it is called. So every property below is one that a run relies on.
-One sentence reports the first that does not hold.
+A plugin gives terms and nothing else. It cannot see the micro-batches, its process, or the number
+of its calls. A run relies on every property below. One sentence reports the first that does not
+hold.
 """
 
 from collections.abc import Iterator, Sequence
@@ -96,8 +96,8 @@ def proof_warnings(config: "TrainConfig") -> dict[str, str]:
     """Return kind -> warning for each plugin of [loss] that lacks a property, where [plugins]
     strict is false.
 
-    Raises ConfigurationError for the first of them where strict is true, or for a plugin that
-    cannot be loaded.
+    Raises ConfigurationError for the first of them if strict is true, or for a plugin that does not
+    load.
     """
     return {
         function.kind: warning
@@ -110,9 +110,9 @@ def proof_warnings(config: "TrainConfig") -> dict[str, str]:
 
 
 def prove_loss(function: OwnFunction) -> None:
-    """Raise Fault for the first of four properties that does not hold: terms and gradient are
-    finite, the gradient goes through tokens.new alone, it is zero where the advantage is, and
-    neither depends on how the batch is cut.
+    """Raise Fault for the first of four properties that does not hold. Terms and gradient are
+    finite; the gradient goes through tokens.new alone. It is zero where the advantage is zero. Both
+    do not depend on the micro-batches.
     """
     batch = small_batch(function)
     _tried(function, batch.tokens)
@@ -142,10 +142,10 @@ def on_policy(function: OwnFunction) -> Batch:
 
 
 def has_wrong_sign(function: OwnFunction) -> bool:
-    """True if minimising the terms makes tokens with a positive advantage less probable where old
+    """True if minimizing the terms makes tokens with a positive advantage less probable where old
     and new policy are equal.
 
-    It is asked, not proved: a loss may mean to do so.
+    retrain only warns of it, since a loss may intend it.
     """
     batch = on_policy(function)
     silent = replace(batch.tokens, advantages=torch.zeros_like(batch.tokens.advantages))
@@ -316,8 +316,8 @@ def prove_aggregation(function: OwnFunction) -> None:
 
 
 def metric_names(function: OwnFunction, device: torch.device) -> tuple[str, ...]:
-    """Return the names of the metrics that a loss reports, in order. It is called as in a run: in
-    float32, on the learner's device.
+    """Return the names of the metrics that a loss reports, in order. The call is the same as in a
+    run: in float32, on the learner's device.
 
     Raises RunFailed for what it raises there, such as a tensor of its own on another device.
     """

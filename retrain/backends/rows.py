@@ -173,10 +173,11 @@ def row_weights(
     max_tokens: int,
     completions: float,
 ) -> list[float]:
-    """Return `sequence_weights` for rows. A completion whose history was rewritten has several
-    rows, which count as one sequence.
+    """Return `sequence_weights` for rows. A completion with a rewritten history has several rows,
+    which count as one sequence.
 
-    `counts`: the tokens of each row that a mean is over; a row without one weighs nothing.
+    `counts` has the number of tokens of each row that a mean counts. A row without such tokens
+    weighs nothing.
     """
     of_row = [(row.group, row.sample) for row in rows]
     lengths: dict[tuple[int, int], int] = {}
@@ -201,10 +202,10 @@ def num_completions(rows: Sequence[Row]) -> int:
 def minibatch_split(
     rows: Sequence[AnyRow], count: int, seed: int, step: int, turn: int
 ) -> list[list[AnyRow]]:
-    """Split rows into `count` parts of nearly equal size for pass number `turn`, drawn row by row
-    from the counter noise; empty ones are left out.
+    """Split rows into `count` parts of nearly equal size for pass number `turn`, with random
+    numbers from the counter noise. The result omits empty parts.
 
-    Rows are drawn one by one, not by group: the parts stay equal in size whatever the groups, and
+    The split draws single rows, not groups. The parts stay equal in size whatever the groups, and
     each sees nearly every prompt.
     """
     if count == 1:
@@ -251,9 +252,9 @@ class Update:
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """(sum, number) of the values of each metric of a custom loss."""
     entropy: tuple[float, float] = (0.0, 0.0)
-    """(sum, number) of the entropies of its action tokens, where they were asked for."""
+    """(sum, number) of the entropies of its action tokens, if the learner computed them."""
     nonfinite: str = ""
-    """The tensor that was not finite, so that the update was skipped; "" if it was done."""
+    """The non-finite tensor that made the learner skip the update; "" for an applied update."""
 
 
 def step_result(

@@ -48,7 +48,7 @@ class LocalBackend(LocalFacts):
     """
 
     _weights_alone: Path | None = None
-    """The checkpoint that was loaded, if it has no optimizer."""
+    """The loaded checkpoint, if it has no optimizer."""
     _sampler_adapter: Adapter | None = None
     """The sampler's own copy in split mode."""
 
@@ -60,8 +60,8 @@ class LocalBackend(LocalFacts):
         eos_ids: Sequence[int] | None = None,
         world: World = ALONE,
     ) -> None:
-        """`eos_ids`: the tokens that end a completion; the tokenizer is loaded for them where they
-        are not given.
+        """`eos_ids` are the tokens that end a completion. If None, the backend loads the tokenizer
+        for them.
         """
         self.config = config
         device, _, sampler_device = choose_device(config.backend, world)
@@ -73,7 +73,7 @@ class LocalBackend(LocalFacts):
             refuse_undecodable(self._base.model)
         self._weights = trained_weights(self._base, config)
         budget = budget_of(config, self._base)
-        # One choice is measured, so ranks could choose differently.
+        # A measurement decides one choice, so ranks could choose differently.
         self._choices = world.broadcast(choose(budget, self._base, world, choices))
         self._bytes_left_for_kv_pages = budget.left_for_pages(self._choices)
         self._threads_before = torch.get_num_threads()
@@ -203,8 +203,8 @@ class LocalBackend(LocalFacts):
         return self._choices.gradient_checkpointing
 
     def _teacher(self) -> Callable[[], AbstractContextManager[None]]:
-        """Read the teacher's adapter, where the teacher is one: it acts inside of what is
-        returned.
+        """Read the teacher's adapter, if the teacher is an adapter. It acts inside the returned
+        context.
         """
         reference = self.config.algorithm.reference
         if reference == "start":
@@ -335,9 +335,10 @@ def _choose_kernels(attention: str) -> None:
     # cuDNN's attention plans again for every length, and with a mask its backward can give NaN
     # (pytorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.enable_flash_sdp(attention != "cutlass")  # what is left is CUTLASS's kernel
-    # The parts of a product are added in float32: sums in bf16 would add to the difference between
-    # sampler and learner.
+    # CUTLASS's kernel remains
+    torch.backends.cuda.enable_flash_sdp(attention != "cutlass")
+    # Sum the parts of a product in float32, because sums in bf16 would add to the difference
+    # between sampler and learner.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
@@ -357,8 +358,8 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     kernels already have this property.
 
     `warn_only` would leave the backward pass of torch's attention non-deterministic. The flag
-    applies to the process: a sampler in another thread (split mode) has no operator that raises
-    under it, and its cache's `index_copy_` is slower meanwhile.
+    applies to the process. A sampler in another thread (split mode) has no operator that raises
+    under it, but its cache's `index_copy_` is slower meanwhile.
     """
     if device.type != "cuda":
         yield

@@ -2,8 +2,9 @@
 
 Tensors are flat, [N] over the action tokens of all sequences one after the other; `lengths` says
 how many belong to each. A loss is a weighted sum of per-token terms, and the weights carry the
-whole normalisation. They are computed once for an optimizer batch, before its first backward and
-from the rows of all processes, so that neither micro-batches nor processes can change the gradient.
+whole normalization. The learner computes the weights once per optimizer batch, before its first
+backward, from the rows of all processes. Micro-batches and processes therefore cannot change the
+gradient.
 
 Sources: importance sampling and CISPO as Tinker defines them, PPO (1707.06347), dual clip
 (1912.09729), DAPO's higher upper clip (2503.14476), GSPO (2507.18071), CISPO (2506.13585), Dr.
@@ -79,8 +80,8 @@ def kl_term(
     k2, k3).
 
     All three values estimate this KL. Their gradients as loss terms, with fixed tokens, have
-    different expectations: 0 for k1, the gradient of KL(policy || reference) for k2, and the
-    gradient of KL(reference || policy) for k3.
+    different expectations. With k1 the expectation is 0. With k2 it is the gradient of KL(policy ||
+    reference), and with k3 the gradient of KL(reference || policy).
     """
     difference = (new - reference).clamp(-log_ratio_clamp, log_ratio_clamp)
     if estimator == "k1":
@@ -120,11 +121,11 @@ def detached_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def gspo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] the clip acts on the sequence's ratio, and every token of a sequence has the same
-    gradient weight.
+    """[N] terms whose clip acts on the sequence's ratio, so that every token of a sequence has the
+    same gradient weight.
 
-    The forward value of each token's ratio is s_i, its gradient s_i * d log pi_t (GSPO-token), so
-    that advantages may differ by token; with equal advantages and the sequence mean this is GSPO's
+    The forward value of each token's ratio is s_i, and its gradient s_i * d log pi_t (GSPO-token),
+    so advantages may differ by token. With equal advantages and the sequence mean this is GSPO's
     own gradient.
     """
     ratios = detached_ratios(tokens, settings) * (tokens.new - tokens.new.detach()).exp()
@@ -172,8 +173,8 @@ def gmpo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def dppo_kept(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] of bool: the token's probability has moved by at most clip_high up (A > 0) or clip_low
-    down (A < 0) from the sampled one.
+    """Return [N] of bool: True if the token's probability has risen by at most clip_high (A > 0),
+    or fallen by at most clip_low (A < 0), since sampling.
     """
     low, high = settings.clips
     moved = tokens.new.detach().exp() - tokens.old.exp()
@@ -214,12 +215,12 @@ def correction_weight(tokens: ActionTokens, settings: "Loss") -> Tensor | None:
     """[N] detached weight for the mismatch between the old log-probs of learner and sampler; None
     if it is off.
 
-    tis weighs tokens by min(ratio, correction_cap), and icepop by a ratio in [correction_low,
-    correction_high], else 0. seq_tis and seq_mask weigh completions by the product of their ratios.
-    seq_tis truncates it at correction_cap, and seq_mask drops it outside of [correction_low,
-    correction_high]. geometric keeps or drops completions by the geometric mean, which does not
-    depend on their length. Source of these three: "When Speed Kills Stability", Liu, Li et al.
-    2025, and verl's rollout correction.
+    tis weighs tokens by min(ratio, correction_cap). icepop weighs them by a ratio in
+    [correction_low, correction_high], else by 0. Both seq_tis and seq_mask weigh completions by the
+    product of their ratios. With seq_tis, correction_cap truncates it. With seq_mask, a completion
+    outside of [correction_low, correction_high] drops out. The correction geometric keeps or drops
+    completions by the geometric mean, which does not depend on their length. Source of these three:
+    "When Speed Kills Stability", Liu, Li et al. 2025, and verl's rollout correction.
     """
     kind, pair = settings.correction, (tokens.old.detach(), tokens.sampler)
     lengths, clamp = tokens.lengths, settings.log_ratio_clamp
@@ -306,11 +307,11 @@ def clipped_tokens(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def clip_counts(tokens: ActionTokens, settings: "Loss", clipped: Tensor | None = None) -> Tensor:
-    """[2] float: clipped tokens, and all tokens with a policy gradient to lose. In gspo sequences,
-    each with the share of its tokens: it is clipped as a whole unless its tokens' advantages differ
-    in sign.
+    """[2] float: clipped tokens, and all tokens with a policy gradient to lose. In gspo the
+    function counts sequences, each with the share of its tokens. The clip acts on a whole sequence
+    unless its tokens' advantages differ in sign.
 
-    `clipped` [N] of bool is what a plugin says; None: the built-in clip's tokens.
+    `clipped` [N] of bool comes from a plugin; None means the tokens of the built-in clip.
     """
     active = (tokens.advantages != 0) & (tokens.weights != 0)
     if clipped is None:

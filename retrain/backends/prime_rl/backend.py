@@ -60,7 +60,7 @@ _SUM_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class ServedPolicy(ServedAdapter):
-    """A policy as servers know it; `name` is empty where the base model itself was updated."""
+    """A policy as servers know it; `name` is empty if the trainer updates the base model itself."""
 
     salt: str
     """Separates the prefix caches of policies."""
@@ -105,8 +105,8 @@ class PrimeDialect(VLLMDialect):
         }
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
-        """Exchange an adapter in place; for whole weights the server pauses, and is resumed even
-        after a failure.
+        """Exchange an adapter in place. For whole weights the server pauses, and resumes even after
+        a failure.
         """
         assert isinstance(adapter, ServedPolicy)
         if adapter.name:
@@ -326,7 +326,7 @@ class PrimeRLBackend(PrimeRLFacts):
     # -- learning ----------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Make sure, before a step is sampled, that a trainer is there to learn from it."""
+        """Make sure, before the servers sample a step, that a trainer is there to learn from it."""
         if not self._prepared:
             self._sender.prepare(self._shipped)
             self._prepared = True
@@ -377,8 +377,8 @@ class PrimeRLBackend(PrimeRLFacts):
         self.save_adapter(folder)
 
     def _newest(self) -> Policy | None:
-        """After the last batch the trainer's answer may never come, and a run whose trainer is gone
-        must still be saved.
+        """Return the newest policy. After the last batch the trainer's answer may never come, and
+        retrain must still save a run whose trainer is gone.
         """
         if not self._lost:
             try:
@@ -388,7 +388,9 @@ class PrimeRLBackend(PrimeRLFacts):
         return self._broadcasts.newest
 
     def load(self, folder: Path) -> None:
-        """The trainer restores its own state; ours is how many batches it had been sent."""
+        """Restore the number of sent batches, which is our only state. The trainer restores its
+        own.
+        """
         batches = read_object(folder / STATE).get("batches")
         if not isinstance(batches, int):
             raise RunFailed(

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 
 ENVIRONMENT = "retrain"
-"""Name under which the trainer groups its metrics; the format has one per token. "all" is reserved
-there."""
+"""Name under which the trainer groups its metrics; the format has one per token. The trainer
+reserves "all".
+"""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class Sample:
     advantages: npt.NDArray[np.float32]
     """0 outside the actions."""
     kept: Sequence[Int32Array] | None = None
-    """[T] arrays: the token ids that each action was drawn from; None where it was the whole
-    vocabulary."""
+    """[T] arrays of the token ids from which the sampler drew each action. It is None for the whole
+    vocabulary.
+    """
 
     @classmethod
     def of(cls, row: Row) -> "Sample":
@@ -122,9 +124,9 @@ def encode(micro_batches: Sequence[Sequence[Sample]], temperature: float) -> byt
 def _micro_batch(pack: Sequence[Sample], temperature: float) -> list[Any]:
     """Return entries 1 to 17 in the trainer's order.
 
-    The temperature stands at every token: the trainer divides the logits at position i by entry i,
-    and those predict token i + 1, so the first action is scored with the entry of the last context
-    token.
+    Every token has a temperature. The trainer divides the logits at position i by entry i, and
+    these logits predict token i + 1. The entry of the last context token therefore scores the first
+    action.
     """
     lengths = [len(sample) for sample in pack]
     tokens = sum(lengths)
@@ -204,12 +206,12 @@ class Sender(ABC):
 
     @abstractmethod
     def wait_for_trainer(self) -> None:
-        """Raise NotReached where no trainer would receive a batch that is sent now."""
+        """Raise NotReached if no trainer would receive a batch now."""
 
     @abstractmethod
     def send(self, batch: int, payloads: Sequence[bytes]) -> None:
-        """Send batch number `batch`, its payload for each rank. Raises NotReached where none of it
-        was sent.
+        """Send batch number `batch`, its payload for each rank. Raises NotReached if no part of it
+        went out.
         """
 
     def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
@@ -226,8 +228,8 @@ class FileSystemSender(Sender):
         self._later = output_dir / LATER_NAME
 
     def prepare(self, shipped: int) -> None:
-        """Batches past `shipped` are left over from an interrupted session, and a trainer would
-        take them for new ones: they go.
+        """Remove batches past `shipped`. They come from an interrupted session, and a trainer would
+        take them for new batches.
 
         Raises ConfigurationError for batches that another program wrote.
         """
@@ -295,7 +297,7 @@ class ZmqSender(Sender):
             ) from error
 
     def prepare(self, shipped: int) -> None:
-        """A message that was not received is gone, so there is nothing to clear."""
+        """Clear nothing: a message without a receiver is gone."""
 
     def wait_for_trainer(self) -> None:
         options, deadline = self._options, time.monotonic() + self._options.sync_wait_s
@@ -359,8 +361,9 @@ OFFERED, ACKNOWLEDGED, STARTED, FINISHED = (
 )
 ADAPTER = "adapter_config.json"
 TARGET_LAG = 1
-"""Batch N may be sampled with version N - 1 - TARGET_LAG at the earliest: the trainer's own
-orchestrator works one batch ahead."""
+"""The oldest version that may sample batch N is N - 1 - TARGET_LAG: the trainer's own orchestrator
+works one batch ahead.
+"""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 step from the log-probs it returns.
 
 Position i of `inputs` predicts position i of `targets`, which is the next token of the row.
-Log-probs and advantages stand where an action is predicted, and 0 everywhere else, so the prompt
-and an environment's tokens have no term in the loss. Shape letters: N positions of a row, T action
-tokens; in the loss N are action tokens.
+Log-probs and advantages have values where a position predicts an action, and 0 everywhere else. The
+prompt and an environment's tokens therefore have no term in the loss. Shape letters: N positions of
+a row, T action tokens. In the loss N are action tokens.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class ShiftedRow:
         return len(self.inputs)
 
     def at_actions(self, values: Float32Array) -> Float32Array:
-        """[N] `values` [T] where the actions are predicted, 0 elsewhere."""
+        """Return [N] with `values` [T] at the positions that predict the actions, 0 elsewhere."""
         placed = np.zeros(len(self), np.float32)
         placed[self.predictors] = values
         return placed
@@ -95,7 +95,7 @@ Values = npt.NDArray[np.float64]
 
 
 def ratio_bounds(loss: "Loss") -> tuple[float, float] | None:
-    """Return lowest and highest ratio, as the service takes them; None where nothing is clipped."""
+    """Return lowest and highest ratio, as the service takes them; None without a clip."""
     low, high = loss.clips
     if loss.mode == "importance_sampling":
         return None
