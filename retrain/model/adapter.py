@@ -4,10 +4,9 @@ PEFT folder with a model card.
 Adapter weights are float32 even where the base is bf16: a learning rate of 4e-5 moves them by less
 than bf16 can hold.
 
-A dropout mask is a function of (seed, step, row, layer, position, feature) and of nothing else, so
-it is the same in whatever micro-batch a row lands, in a recomputed forward pass, and after a
-resume. Outside a training pass the module does nothing: the sampler, the parity gate and `logprobs`
-never see dropout.
+A dropout mask is a function of (seed, step, row, layer, position, feature) alone. It is therefore
+the same in every micro-batch, in a recomputed forward pass, and after a resume. Outside a training
+pass the module does nothing: the sampler, the parity gate and `logprobs` never see dropout.
 """
 
 import json
@@ -102,7 +101,7 @@ class DropoutKey:
         self.rows: Tensor | None = None
         """[batch] row numbers of the micro-batch; None switches dropout off."""
         self.lengths: Sequence[int] | None = None
-        """Tokens of each row of a packed sequence; None where rows are padded to one length."""
+        """Tokens of each row of a packed sequence; None for rows padded to one length."""
 
     @property
     def is_active(self) -> bool:
@@ -253,7 +252,9 @@ class Adapter(TrainedWeights):
 
     @contextmanager
     def computing(self, base: "BaseModel") -> Iterator[None]:
-        """The adapter's fp32 weights take part in bf16 products: no activation is kept in fp32."""
+        """Let the adapter's fp32 weights take part in bf16 products, so that autograd keeps no
+        activation in fp32.
+        """
         from peft.helpers import disable_input_dtype_casting
 
         if base.dtype == torch.float32:
@@ -328,8 +329,8 @@ class Adapter(TrainedWeights):
 
 
 def check_initial(model: "Model", lora: "Lora") -> None:
-    """Raise ConfigurationError, before a model is loaded, for an adapter of [lora] init_from that
-    this run cannot begin with.
+    """Raise ConfigurationError, before loading a model, for an adapter of [lora] init_from with
+    which this run cannot begin.
     """
     where, rank = f'[lora] init_from = "{lora.init_from}"', model.lora_rank
     ours = {"r": rank, "lora_alpha": _alpha(lora, rank), "use_rslora": lora.use_rslora}
@@ -354,7 +355,7 @@ def _check_settings(folder: Path, where: str, ours: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _refused(where: str) -> Iterator[None]:
-    """Raise ConfigurationError, which begins with `where`, for a folder that cannot be read."""
+    """Raise ConfigurationError, which begins with `where`, for an unreadable folder."""
     try:
         yield
     # It is a ValueError too, but already says which key to change.
@@ -475,12 +476,12 @@ def _initialise(model: nn.Module, seed: int) -> None:
 
 
 def _trial_change(module: Any, seed: int, number: int) -> tuple[nn.Parameter, Tensor]:
-    """Return a layer's lora_B [O, r], and what strength 1 adds to it: uniform values between -w and
-    w, where w = sqrt(3) / (s |A|).
+    """Return a layer's lora_B [O, r], and the values that strength 1 adds to it: uniform between -w
+    and w, w = sqrt(3) / (s |A|).
 
     s is the adapter's scale and |A| the Frobenius norm of lora_A [r, I]. Such values have the
-    standard deviation 1 / (s |A|), and a B of that deviation gives s B A x the root mean square of
-    x in each component.
+    standard deviation 1 / (s |A|). With a B of that deviation, each component of s B A x has the
+    root mean square of x.
     """
     (adapter,) = module.lora_A
     up: nn.Parameter = module.lora_B[adapter].weight

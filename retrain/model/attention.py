@@ -31,7 +31,7 @@ KERNEL = "retrain"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _PROBE_TOKENS = 4
 _MASKED_QUERIES = 512
-"""Queries scored together where a mask is needed, so that memory stays linear in the sequence."""
+"""Queries per product if a mask is necessary, so that memory stays linear in the sequence."""
 
 
 class AttentionBatch(Protocol):
@@ -64,9 +64,9 @@ class AttentionError(ConfigurationError):
 def missing(model: Any) -> str:
     """Return the reason why `attend` cannot compute a model's attention; "" if it can.
 
-    The model is tried on a few tokens: layers outside transformers' attention interface would
-    silently compute something else. A state that goes from token to token would go from one packed
-    row to the next.
+    The function tries the model on a few tokens: layers outside transformers' attention interface
+    would silently compute something else. A state that goes from token to token would go from one
+    packed row to the next.
     """
     config = model.config.get_text_config()
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
@@ -166,14 +166,14 @@ def _window_mask(
     allow_is_bidirectional_skip: bool | None = None,
     **unused: Any,
 ) -> Tensor:
-    """Return a [1, 1, 1, 1] whose first stride is the sliding window's width plus 2, 2 for none; 0
-    where no window says what a token sees. A slice of it (Gemma 4) keeps the stride, a tensor
-    without values has one too, and what a layer makes of it otherwise has a stride of 1 or 0.
+    """Return a [1, 1, 1, 1] whose first stride encodes the sliding window. The stride is the
+    window's width plus 2, or 2 for no window; 0 means that a window does not describe what a token
+    sees. A slice of it (Gemma 4) keeps the stride, and so does a tensor without values. Other
+    operations of a layer give a stride of 1 or 0.
 
     transformers' mask signature: some families (Qwen2-MoE, Phi-MoE) give their window to the mask
-    and not to the attention function. `use_vmap` is set for a mask function of the family's own
-    (Gemma 3 for embeddings), and `allow_is_bidirectional_skip` is passed where tokens see later
-    ones (BERT).
+    and not to the attention function. A family's own mask function (Gemma 3 for embeddings) sets
+    `use_vmap`. If tokens see later tokens (BERT), the caller passes `allow_is_bidirectional_skip`.
     """
     stride = 2 + (local_size or 0)
     if use_vmap or allow_is_bidirectional_skip is not None:
@@ -244,10 +244,10 @@ class RowLengths:
 
 
 class FusedAttention:
-    """The two attentions that the engine needs, by PyTorch's fused attention, on every device; a
+    """The two attentions that the engine needs, by PyTorch's fused attention, on every device. A
     soft cap takes plain matrix products, and so does decoding in float32 on a CPU.
 
-    `window` is the number of last tokens that are seen.
+    `window` is the number of last tokens that a query sees.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class FusedAttention:
         softcap: float | None,
     ) -> Tensor:
         """Attend with one query per row, [R, Hq, 1, D], over its own tokens of [R, Hk, L, D]. The
-        queries of a key-value head are laid side by side, so no key is repeated.
+        queries of a key-value head lie side by side, so no key repeats.
         """
         count, heads, _, dim = query.shape
         grouped = query.reshape(count, key.shape[1], heads // key.shape[1], dim)
@@ -293,8 +293,8 @@ class FusedAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Causal attention of the last T of L tokens: [B, Hq, T, D] over [B, Hk, L, D]; query t
-        sees keys 0 .. L - T + t.
+        """Return the causal attention of the last T of L tokens, [B, Hq, T, D] over [B, Hk, L, D].
+        Query t sees keys 0 .. L - T + t.
         """
         queries, length = query.shape[2], key.shape[2]
         groups = query.shape[1] // key.shape[1]
@@ -328,7 +328,7 @@ def prefers_products(query: Tensor) -> bool:
     """Return True if matrix products score these queries faster than the fused kernel, where the
     rows are short or the queries few.
 
-    Without values, as memory is predicted, it does not matter: both ways keep about the same.
+    Without values, in a prediction of memory, it does not matter: both ways keep about the same.
     """
     return query.device.type in ("cpu", "meta") and query.dtype == torch.float32
 
@@ -370,8 +370,8 @@ def _biased(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """Return softmax(scaling * q k + bias) v, or under a soft cap softmax(softcap * tanh(scaling *
-    q k / softcap) + bias) v, as in Gemma 2. The soft cap has no fused kernel on a CPU.
+    """Return softmax(scaling * q k + bias) v. A soft cap replaces scaling * q k by softcap *
+    tanh(scaling * q k / softcap), as in Gemma 2. The soft cap has no fused kernel on a CPU.
 
     It avoids in-place operations, since the learner differentiates it.
     """

@@ -41,8 +41,8 @@ def sampling_chunk_bytes(device_type: str) -> int:
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """The budget of one batch. Contiguous rows reserve the longest completion and are never
-    preempted; pages reserve nothing.
+    """The budget of one batch. Contiguous rows reserve the longest completion, so the engine never
+    preempts them; pages reserve nothing.
     """
 
     rows: int
@@ -56,9 +56,9 @@ class DecodeLimits:
 
 
 def context_length(model_config: Any) -> int:
-    """The positions that prompt and completion share: max_position_embeddings, and with longrope
-    its original length, past which the angles of all positions depend on the longest sequence of a
-    batch. NO_LIMIT if the model names none.
+    """Return the number of positions that prompt and completion share: max_position_embeddings, or
+    with longrope its original length. Past that length, longrope's angles depend on the longest
+    sequence of a batch. NO_LIMIT if the model names none.
     """
     text = model_config.get_text_config()
     most = int(getattr(text, "max_position_embeddings", None) or NO_LIMIT)
@@ -93,8 +93,8 @@ def longest_sampled(
     context: int,
     prompt_tokens: int = PROMPT_ALLOWANCE,
 ) -> int:
-    """`longest_row` of what is sampled: evaluations may allow longer completions than training
-    does.
+    """Return `longest_row` for sampled completions: evaluations may allow longer completions than
+    training does.
     """
     longest = longest_row(training, environment, context, prompt_tokens)
     more = most_new_tokens(training, evaluation) - training.max_tokens
@@ -118,9 +118,8 @@ def kv_bytes_per_token(model_config: Any, compute_bytes: int, kv_cache_dtype: st
 
 
 def _kv_bytes_by_layer(model_config: Any, compute_bytes: int, kv_cache_dtype: str) -> list[int]:
-    """Return how many bytes each layer holds for a token; layers without a cache are left out. In
-    Gemma 4 the number and the size of heads differ by layer, and the last layers read the keys and
-    values of an earlier one.
+    """Return how many bytes each layer with a cache holds for a token. In Gemma 4 the number and
+    the size of heads differ by layer. Its last layers read the keys and values of an earlier layer.
     """
     text, found = model_config.get_text_config(), []
     count = text.num_hidden_layers
@@ -157,9 +156,9 @@ def plan_decode(
     """The budget that fits `memory_bytes`; `tokens_per_row` is the longest prompt and completion
     together.
 
-    In pages as many rows start as there are pages, up to the device's cap, and prompts that are
-    kept are pages too. Raises EnvironmentFailure where not even one row fits. A quantised cache is
-    unpacked one layer at a time, which is counted.
+    In pages as many rows start as there are pages, up to the device's cap, and stored prompts take
+    pages too. Raises EnvironmentFailure if not even one row fits. The budget counts the unpacking
+    of a quantized cache, one layer at a time.
     """
     per_token = kv_bytes_per_token(model_config, compute_bytes, kv_cache_dtype)
     if kv_cache_dtype in _QUANTISED:

@@ -1,5 +1,5 @@
-"""The devices and dtypes of a run, and the options of its engine; what this machine lacks is
-refused or replaced.
+"""The devices and dtypes of a run, and the options of its engine. The module refuses or replaces
+what this machine lacks.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,9 @@ class EngineOptions:
     """The keys of `[inference]` resolved for a device and a model."""
 
     weights: torch.dtype | None = None
-    """dtype of a second copy of the weights for decoding, whose adapter follows the learner's;
-    None: the learner's own weights."""
+    """dtype of a second copy of the weights for decoding, whose adapter follows the learner's
+    adapter. With None, decoding uses the learner's own weights.
+    """
     kv_storage: torch.dtype | None = None
     """None: the dtype that the weights compute in."""
     flash: bool = False

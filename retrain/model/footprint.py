@@ -1,8 +1,7 @@
-"""The bytes of a model with its adapter, counted on the model itself or on one that was never
-allocated.
+"""The bytes of a model with its adapter: a count on the model itself, or on a model without memory.
 
-On torch's meta device a model has shapes and no values. The same count runs on it, so what is
-predicted before the weights are loaded is what is measured afterwards.
+On torch's meta device a model has shapes and no values. The same count runs on it, so the
+prediction before loading the weights equals the measurement afterwards.
 """
 
 import warnings
@@ -37,7 +36,7 @@ _NF4_BYTES = 4.127 / 8
 
 
 class PredictionError(EnvironmentFailure):
-    """The memory of a model cannot be predicted: its code needs its weights."""
+    """retrain cannot predict the memory of a model whose code needs its weights."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Footprint:
     """The same with gradient checkpointing: the input of every layer, and one layer's activations
     while it runs again."""
     full_bytes: int
-    """Bytes that stay where all weights are trained, of `full.full_bytes`; 0 with an adapter."""
+    """Permanent bytes of training all weights, by `full.full_bytes`; 0 with an adapter."""
     gradients_per_token: int
     """Additional bytes in the backward pass, and all bytes of a forward pass that keeps nothing.
     The value is about what one layer keeps (measured on the lab model: 1.05 to 1.13 times as much).
@@ -82,8 +81,8 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
     """Measure a model that carries its adapter. Its state does not change, except that fused layers
     share one weight tensor.
 
-    `device_type`: the device on which a model without weights would run; its attention kernel is
-    then counted.
+    `device_type` is the device on which a model without weights would run. The count then includes
+    its attention kernel.
     """
     device_type = device_type or base.device.type
     kernel = attention_of(config.inference.attention_kernel, device_type, base.dtype)
@@ -121,7 +120,7 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
 
 
 def _four_bits_save(base: BaseModel) -> int:
-    """Return the bytes that 4 bits save in the linear layers; the head is not quantised."""
+    """Return the bytes that 4 bits save in the linear layers; the head keeps its precision."""
     linears = [module.weight for module in base.decoder.modules() if isinstance(module, nn.Linear)]
     return sum(
         weight.nbytes - int(weight.numel() * _NF4_BYTES)
@@ -205,7 +204,7 @@ def _kept_bytes(
     kept: dict[int, torch.UntypedStorage] = {}
 
     def count(tensor: Tensor) -> Any:
-        # The tensor itself is not kept: a graph that holds its own outputs is never freed.
+        # Keep no tensor: Python never frees a graph that holds its own outputs.
         storage = tensor.untyped_storage()
         if id(storage) not in own:
             kept[id(storage)] = storage  # held, so that no other takes its place

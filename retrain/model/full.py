@@ -38,8 +38,8 @@ def trained_weights(base: "BaseModel", config: "TrainConfig") -> TrainedWeights:
 
 
 def full_bytes(weights: int, device_type: str, frozen: int) -> int:
-    """Return the bytes of so many trained weights: float32, gradient and two moments; a copy in the
-    model's dtype for the sampler, and so many `frozen` ones.
+    """Return the bytes of so many trained weights: float32, gradient and two moments. They include
+    a copy in the model's dtype for the sampler, and `frozen` more copies.
     """
     copy = 2 if device_type == "cuda" else 4
     return (4 * 4 + copy * (1 + frozen)) * weights
@@ -130,8 +130,8 @@ class AllWeights(TrainedWeights):
     # -- files -------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write model.safetensors, unless it is there, config.json and a model card. The file is
-        never written in place, since it may be a link.
+        """Write model.safetensors, unless it is there, config.json and a model card. It never
+        writes the file in place, since the file may be a link.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / self.file).exists():

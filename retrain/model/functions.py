@@ -1,9 +1,9 @@
 """The pieces of a dense decoder layer as differentiable functions that keep little for the backward
-pass; and a whole layer that keeps its input alone.
+pass. A whole layer keeps its input alone.
 
-A frozen norm or activation is computed again in the backward pass from what stands before it.
-Gradients go to the residual stream and to the adapters; frozen weights have none. Shape letters: N
-tokens, H hidden size, I inputs and O outputs of a projection.
+The backward pass computes a frozen norm or activation again from its input. Gradients go to the
+residual stream and to the adapters; frozen weights have none. Shape letters: N tokens, H hidden
+size, I inputs and O outputs of a projection.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class Norm:
         return (x * scale).to(x.dtype).mul_(self.weight)
 
     def forward(self, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(normed x, `scale`); the scale is None where nothing is kept for a backward pass and one
+        """Return (normed x, `scale`). The scale is None if there is no backward pass and a single
         kernel does all, with the same roundings.
         """
         if isinstance(ctx, _NoContext) and x.device.type in _FUSED_NORM:
@@ -93,14 +93,14 @@ def gated_mlp(x: Tensor, norm: Norm, gate_up: Projection, down: Projection) -> T
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor:
-    """Apply the rotary embedding to x [N, heads, D], normed head by head if there is a norm, by cos
-    and sin [N, 1, D], whose halves are equal (arXiv 2104.09864).
+    """Apply the rotary embedding by cos and sin [N, 1, D], whose halves are equal, to x [N, heads,
+    D] (arXiv 2104.09864). A norm acts first, head by head.
     """
     return _run(_Rope, x, cos, sin, norm)
 
 
 def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """Apply the function. Without gradients nothing is saved for a backward pass, since saving
+    """Apply the function. Without gradients it saves nothing for a backward pass, since saving
     costs as much as a small operation.
     """
     if torch.is_grad_enabled():
@@ -109,7 +109,7 @@ def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 class _NoContext:
-    """The context of a function that is never differentiated."""
+    """The context of a function without a backward pass."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         pass
@@ -167,7 +167,7 @@ class _Project(torch.autograd.Function):
             grad_output,
             source,
             reduced,
-            # Not in the first layer: what is below it is frozen.
+            # The first layer does not want it, since nothing trains below it.
             wants_input=ctx.needs_input_grad[0],
             wants_params=_wanted(ctx, 3, ctx.projection),
         )
@@ -235,8 +235,8 @@ def _gate_gradients(
 
 
 def gate_gradient(grad: Tensor, gates: Tensor, active: Tensor) -> Tensor:
-    """The gradient of `gates` [N, 2 I] from `grad`, the gradient of `gated`, which is overwritten;
-    `active` is silu(gate).
+    """Return the gradient of `gates` [N, 2 I] from `grad`, the gradient of `gated`. Overwrites
+    `grad`. `active` is silu(gate).
     """
     gate, up = gates.chunk(2, dim=-1)
     grad_gates = torch.empty_like(gates)

@@ -121,11 +121,11 @@ class _Layer:
 
 
 class FusedDecoder:
-    """Token ids to last hidden states, with the parameters of the model it was made of."""
+    """Maps token ids to last hidden states, with the parameters of the given model."""
 
     def __init__(self, model: Any, merge: bool) -> None:
-        """`model` is a causal language model of transformers; raises AttributeError where it is
-        built in another way.
+        """`model` is a causal language model of transformers. Raises AttributeError for a model
+        with another structure.
 
         `merge`: a sampler may hold a second copy of the weights, with the adapter in it.
         """
@@ -149,8 +149,8 @@ class FusedDecoder:
     def of(
         cls, model: Any, *, merge: bool, log: Callable[[str], None] = lambda _: None
     ) -> "FusedDecoder | None":
-        """Return None where the model is of another family, its layers are quantised or adapted in
-        another way, or a probe differs.
+        """Return None if the model has another family, quantized layers or other adapters, or if a
+        probe differs.
 
         `log` receives a line where a model of a known family differs on the probe.
         """
@@ -261,8 +261,8 @@ class FusedDecoder:
         """Say how it differs from the model's own layers on a probe; "" where it does not, and for
         a model without weights.
 
-        Each layer is given the model's own input: over many layers in half precision two roundings
-        of one function drift far apart.
+        Each layer gets the model's own input: over many layers in half precision two roundings of
+        one function drift far apart.
         """
         if self._embed.weight.is_meta:
             return ""
@@ -284,7 +284,7 @@ class FusedDecoder:
         finally:
             for hook in hooks:
                 hook.remove()
-        # The adapter's factors are not written yet.
+        # `refresh` writes the adapter's factors for the first time.
         self.refresh()
         embedded, rotary = self._embedded(ids, torch.arange(count, device=ids.device).unsqueeze(0))
         differences = [
@@ -301,7 +301,7 @@ class FusedDecoder:
 
 
 class _Causal(FusedAttention):
-    """Causal attention within each row, as an `AttentionBatch` that keeps what is asked of it."""
+    """Causal attention within each row, as an `AttentionBatch` that records each call."""
 
     def __init__(self) -> None:
         super().__init__()

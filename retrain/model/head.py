@@ -40,11 +40,11 @@ class Head:
     """The language-model head and what the model does to its logits."""
 
     weight: Tensor
-    """[V, H]; the embedding matrix where the two are tied."""
+    """[V, H]; the embedding matrix if the model ties the two."""
     bias: Tensor | None = None
     """[V]"""
     scale: float = 1.0
-    """Logits are multiplied by it (Cohere's logit_scale, one over Granite's logits_scaling)."""
+    """Factor on the logits (Cohere's logit_scale, one over Granite's logits_scaling)."""
     softcap: float | None = None
     """softcap * tanh(logits / softcap), after the scale (Gemma)."""
 
@@ -66,7 +66,7 @@ class TokenScores(NamedTuple):
     logprobs: Tensor
     """[N] float32, natural log."""
     entropies: Tensor | None
-    """[N] float32, nats; None where they were not asked for."""
+    """[N] float32, nats; None without `entropy`."""
 
 
 def chunk_rows(vocabulary: int, chunk_bytes: int) -> int:
@@ -88,9 +88,9 @@ def score_tokens(
     """Return log-probs of `targets` [N] under softmax(logits / temperature) of `hidden` [N, H], and
     the entropies if wanted.
 
-    `kept` [N] int64, on the device: tokens of the vocabulary that each softmax runs over; None: all
-    of them. Softmax runs in float32. Gradient flows to `hidden`, and to a head that is trained;
-    from the entropies where `entropy_gradient` is True.
+    `kept` [N] int64, on the device, is the number of tokens that each softmax runs over; None means
+    the whole vocabulary. Softmax runs in float32. Gradient flows to `hidden`, and to a trained
+    head. It flows from the entropies if `entropy_gradient` is True.
     """
     if temperature <= 0:
         raise ValueError(f"the learner's temperature must be above 0, not {temperature}")
@@ -184,7 +184,7 @@ class _ChunkedHead(torch.autograd.Function):
                 if entropy_gradient is not None:
                     entropy_gradient[part] = chunk.to_hidden(chunk.entropy_slope())
                 logprob_gradient[part] = chunk.to_hidden(chunk.logprob_slope())
-            del chunk  # before the next one is made
+            del chunk  # before the next chunk
         ctx.save_for_backward(logprob_gradient, entropy_gradient)
         if entropy_gradient is None:
             ctx.mark_non_differentiable(entropies)
@@ -213,7 +213,7 @@ class _TrainedHead(torch.autograd.Function):
             if settings.entropy:
                 entropies[part] = chunk.entropies()
             del chunk
-        # The weights too, so that torch refuses a backward pass after they were written.
+        # Save the weights too, so that torch refuses a backward pass after a write to them.
         ctx.save_for_backward(hidden, weight, bias)
         ctx.settings = settings
         return logprobs, entropies
@@ -246,12 +246,12 @@ class _TrainedHead(torch.autograd.Function):
 
 
 class _Chunk:
-    """Some rows of the head, in as few tensors of [rows, V] as can be: one, and one more each for
-    entropies and for a soft cap.
+    """Some rows of the head, in as few tensors of [rows, V] as possible. One suffices, plus one
+    each for entropies and for a soft cap.
 
-    With u = z / T - max(z / T) and s = sum(exp u): p = exp(u) / s, log p = u - log s, H = log s -
-    sum(p u), which adds terms that are never negative. d log p_target / d z = (onehot - p) / T, and
-    dH / d z = -p * (log p + H) / T. Tokens that are not kept have p = 0.
+    Let u = z / T - max(z / T) and s = sum(exp u). Then p = exp(u) / s, log p = u - log s, and H =
+    log s - sum(p u), a sum without negative terms. Slopes: d log p_target / d z = (onehot - p) / T,
+    and dH / d z = -p * (log p + H) / T. Dropped tokens have p = 0.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class _Chunk:
         return torch.where(self._weights > 0, gradient, 0.0)
 
     def logprob_slope(self) -> Tensor:
-        """[rows, V], the log-probs' gradient. The chunk's weights are overwritten by it."""
+        """Return [rows, V], the log-probs' gradient. It overwrites the chunk's weights."""
         gradient = self._weights.div_(-self._total)
         gradient[torch.arange(len(gradient), device=gradient.device), self.targets] += 1.0
         return gradient

@@ -80,7 +80,7 @@ class BaseModel:
 
 
 _model_cache: "dict[tuple[object, ...], BaseModel] | None" = None
-"""Inside `shared_models`: the loaded models, by what they were loaded from."""
+"""Inside `shared_models`: the loaded models, by their source."""
 
 
 @contextmanager
@@ -102,11 +102,11 @@ def load_base_model(
     config: "TrainConfig", folder_or_id: str, device: torch.device, world: World = ALONE
 ) -> BaseModel:
     """Load the base model; `folder_or_id` is what `[model] model` resolves to. Raises
-    EnvironmentFailure where it cannot be loaded.
+    EnvironmentFailure if it does not load.
     """
     dtype = choose_dtype(config.model.dtype, device)
     if part_class("engine", config.inference.engine).decodes_here:
-        # Refuses what cannot be served before gigabytes are loaded.
+        # Refuses impossible options before loading gigabytes.
         engine_options(config.inference, device.type, dtype)
     shards = shards_of(config.backend, world)
     full = config.model.train == "full"  # the next run needs the base
@@ -122,7 +122,7 @@ def load_base_model(
         config.inference.attention_kernel,
         *model_files(folder_or_id),
     )
-    # Before the next one is loaded: there may not be memory for both.
+    # Free others before loading the next model: there may not be memory for both.
     for other in [key for key in _model_cache if key[:-1] != source]:
         del _model_cache[other]
     key = (*source, device)
@@ -261,11 +261,11 @@ def no_progress_bar() -> Iterator[None]:
 
 
 def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
-    """Return the head whose logits are the model's own, found by trying what its configuration
-    mentions on a few tokens.
+    """Return the head whose logits equal the model's logits. It tries the forms that the
+    configuration mentions on a few tokens.
 
-    Families scale or cap their logits under various names; a form that no candidate reproduces is
-    refused, since it would silently train another distribution.
+    Families scale or cap their logits under various names. The function refuses a form that no
+    candidate reproduces, since it would silently train another distribution.
     """
     output = model.get_output_embeddings()
     if output is None or not isinstance(getattr(output, "weight", None), Tensor):
@@ -325,7 +325,7 @@ def _matches(logits: Tensor, expected: Tensor, tolerance: float) -> bool:
 # Each rank holds 1/N of every layer, and all of a layer while it runs (FSDP2, ZeRO stage 3).
 # Embeddings, head and last norm stay whole on every rank: the learner reads the head's weight
 # outside of any layer, tied weights are both at once, and in a model that needs several GPUs they
-# are a few per cent. The base is frozen, so the backward pass reduces nothing. Every pass is
+# are a few per cent. A frozen base gives the backward pass nothing to reduce. Every pass is
 # collective, so all ranks make equally many (`World.any_rank`).
 
 
@@ -340,7 +340,7 @@ def shard(
     """Move a frozen `model` to `device`: 1/N of every layer, and all of the rest. One layer at a
     time is whole there.
 
-    Collective. Call it before the adapter is attached, so that FSDP leaves the adapter's parameters
+    Collective. Call it before attaching the adapter, so that FSDP leaves the adapter's parameters
     alone.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -364,7 +364,9 @@ def shard(
 
 
 def layers(decoder: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a transformers model that can be gathered or checkpointed one by one."""
+    """Return the blocks of a transformers model that FSDP can gather and checkpointing can
+    recompute one by one.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [

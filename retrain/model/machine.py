@@ -1,8 +1,8 @@
 """Choices made from the machine at the first step, then stored with the run.
 
-They depend on the model, the configuration and the device's total memory, never on what happens to
-be free, so two fresh runs of one configuration on one machine choose the same. One choice is
-measured: several workers with one thread, or one worker with several threads (`threads_pay`). The
+They depend on the model, the configuration and the device's total memory, never on its free memory.
+Two fresh runs of one configuration on one machine therefore choose the same. A measurement decides
+one choice: several workers with one thread, or one worker with several threads (`threads_pay`). The
 number of workers changes no byte; the number of threads may.
 """
 
@@ -54,11 +54,11 @@ the libraries' workspaces: 1.25 GiB, an estimate without a measurement on every 
 _CPU_SHARE = 0.8
 """Share of a computer's memory that a run may take in all; the computer has other work."""
 _MERGED_SHARE = 0.2
-"""Share for the sampler's prepacked copy of the weights; in float32 the adapter is merged into
-it."""
+"""Share for the sampler's prepacked copy of the weights, which in float32 includes the adapter."""
 _LARGE, _LARGE_ROWS = 64 << 20, 16
 """Bytes of a model whose products take most of the time even for few rows, and the rows of its
-pieces: a step of 32 completions then has work for two workers."""
+pieces. A step of 32 completions then has work for two workers.
+"""
 _PROBE_TOKENS, _PROBES = 32, 3
 _THREADS_PAY = 0.9
 """Share of the ideal speed-up that threads must reach. Workers reach nearly as much, and keep it
@@ -111,7 +111,7 @@ class Budget:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest row that is trained."""
+        """Tokens of the longest trained row."""
         config, context = self.config, context_length(self.model_config)
         return longest_row(
             config.training, longest_environment(config), context, self.prompt_tokens
@@ -184,8 +184,8 @@ class Budget:
         return self.machine.device_type == "cpu" and multiplies and fits
 
     def left_for_pages(self, choices: MachineChoices) -> int:
-        """Bytes that are left for pages of keys and values while the learner holds the activations
-        of a micro-batch, or of the longest row where that alone is more.
+        """Return the bytes left for pages of keys and values while the learner holds the
+        activations of a micro-batch, or of a longer longest row.
         """
         kept = self.size.activations_per_token(checkpointing=choices.gradient_checkpointing)
         tokens = max(choices.micro_batch_tokens, self.longest)
@@ -205,7 +205,7 @@ def choose(
 ) -> MachineChoices:
     """Return `plan`, or a plan for one worker of several threads where a measurement favours it.
 
-    `stored`: the choices of a resumed run, which are kept except for the number of workers.
+    `stored` are the choices of a resumed run, which stay except for the number of workers.
     """
     choices = plan(budget, world)
     if stored:

@@ -64,7 +64,7 @@ class Part:
     note: str
     """Its composition in a few words."""
     when: str = ""
-    """"sampling" or "learning", which take turns; "" for what is held throughout."""
+    """"sampling" or "learning", which take turns; "" for permanent memory."""
 
 
 def weights(budget: Budget, choices: MachineChoices) -> Iterator[Part]:
@@ -89,7 +89,7 @@ def weights(budget: Budget, choices: MachineChoices) -> Iterator[Part]:
 
 
 def trained_state(size: Footprint) -> Part:
-    """Size what is trained: c p + k bytes of c parameters of p bytes each, gradient and moments
+    """Size the trained state: c p + k bytes of c parameters of p bytes each, gradient and moments
     included, and k bytes of copies.
     """
     total = size.full_bytes or size.trained_bytes + size.adapter_copies
@@ -98,8 +98,8 @@ def trained_state(size: Footprint) -> Part:
 
 
 def keys_and_values(budget: Budget, choices: MachineChoices) -> Iterator[Part]:
-    """Size the KV cache: r l k + q bytes, for r rows of l tokens of k bytes each and q bytes of
-    prompts kept for redraws. Pages take t k bytes for t tokens, prompts included.
+    """Size the KV cache, r l k + q bytes: r rows of l tokens of k bytes each, and q bytes of stored
+    prompts. Pages take t k bytes for t tokens, prompts included.
 
     One pass adds to it: on a GPU the prompts of one layer, the logits of r rows, and the chunks of
     the sampling.
@@ -129,7 +129,7 @@ def keys_and_values(budget: Budget, choices: MachineChoices) -> Iterator[Part]:
 
 
 def _logit_bytes(budget: Budget, choices: MachineChoices, rows: int) -> int:
-    """Return the bytes of the logits of so many rows, and of the chunks in which they are drawn."""
+    """Return the bytes of the logits of so many rows, and of the chunks of the sampling."""
     logits = rows * _vocabulary(budget)
     tensors = _SAMPLING_TENSORS + _TRUNCATING_TENSORS * budget.config.training.truncated
     chunk = choices.workers * sampling_chunk_bytes(budget.machine.device_type)
@@ -147,11 +147,11 @@ def _rows(budget: Budget, choices: MachineChoices, completions: int) -> int:
 
 
 def micro_batch(budget: Budget, choices: MachineChoices) -> Part:
-    """Size a pass over one micro-batch: t a + max(t g, m c) bytes of t tokens, which keep a bytes
-    each for the backward pass.
+    """Size a pass over one micro-batch: t a + max(t g, m c) bytes for t tokens. Each token keeps a
+    bytes for the backward pass.
 
     The gradients of a layer, g bytes a token, come after the head's m tensors of a chunk of c
-    bytes. t: a micro-batch, or the longest row if that is more, in every worker.
+    bytes. Every worker counts in t a micro-batch, or the longest row if that is more.
     """
     size, training, workers = budget.size, budget.config.training, choices.workers
     completions = training.batch_size * training.group_size
@@ -246,8 +246,8 @@ class Memory:
         )
 
     def disk_line(self) -> str:
-        """Tell the disk that the checkpoints of all weights take, and what is free there; "" for an
-        adapter. One more than are kept exists while it is saved.
+        """Return a line on the disk that the checkpoints of all weights take, and its free bytes;
+        "" for an adapter. A save needs room for one more checkpoint.
         """
         config, training = self.budget.config, self.budget.config.training
         if config.model.train != "full":

@@ -1,7 +1,7 @@
 """Frozen weights in another form: prepacked for small-batch products on a CPU.
 
 A plain product on a CPU repacks the whole weight at every call. With 32 rows that takes as long as
-the multiplication, so it is done once. Shape letters: N tokens, I inputs, O outputs.
+the multiplication, so this module repacks once. Shape letters: N tokens, I inputs, O outputs.
 """
 
 import platform
@@ -61,8 +61,8 @@ def dense_product(
     """[N, O] of x [N, I], a weight [O, I], which may be a transposed view, and a bias [O]; without
     gradient. `out` [N, O] is memory that it may use.
 
-    torch multiplies by MKL, which on AMD's processors takes 8 to 17% longer than oneDNN does with
-    the same weight, not packed (Zen 4, SmolLM2-135M's shapes, `benchmarks/floor.py`).
+    torch multiplies by MKL. On AMD's processors MKL takes 8 to 17% longer than oneDNN with the same
+    unpacked weight (Zen 4, SmolLM2-135M's shapes, `benchmarks/floor.py`).
     """
     if (
         weight.dtype == torch.float32

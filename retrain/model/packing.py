@@ -11,8 +11,8 @@ product's transpose sums the prompt's gradient over them. The attention computes
 bounded number of queries at a time. The backward pass computes them again from the saved
 log-sum-exp (arXiv 2205.14135). Memory is therefore linear in the tokens.
 
-Shape letters: N packed tokens, B segments of one attention call, T queries (t of them in one
-product) and L keys of a segment, Hq and Hk heads, G = Hq / Hk, D head size.
+Shape letters: N packed tokens, B segments of one attention call, Hq and Hk heads, G = Hq / Hk, D
+head size. A segment has L keys and T queries, t of them in one product.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -145,8 +145,8 @@ class _Attend(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Source:
-    """Keys that the queries of a block see: their own keys (b = Hk * B), or the keys of the prompt
-    for all of its segments together (b = Hk).
+    """Keys that the queries of a block see: their own (b = Hk * B), or the prompt's keys for all of
+    its segments together (b = Hk).
     """
 
     keys: Tensor

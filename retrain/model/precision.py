@@ -33,9 +33,9 @@ def computed_in(
 ) -> Iterator[BaseModel]:
     """Yield `base` with its hidden states and its head in `dtype`.
 
-    Parameters `beside` the model's own stay as they are, and so do weights in 8 or 4 bits, whose
-    scales are converted. Embeddings are looked up first and then converted, which is the same and
-    needs no second table.
+    Parameters `beside` the model's own do not change. Weights in 8 or 4 bits do not change either,
+    but their scales do. A conversion follows the look-up of embeddings, which gives the same values
+    and needs no second table.
     """
     apart = set(map(id, beside))
     embedding, blocks = base.model.get_input_embeddings(), layers(base.decoder)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 _BATCH = 128
-"""Windows that are encoded together; they have a few dozen tokens."""
+"""Windows per encoding; they have a few dozen tokens."""
 
 Vectors = npt.NDArray[np.floating]
 

@@ -5,18 +5,18 @@ With z = logits / temperature, tokens have an order: by falling z, and for equal
 Three cuts each keep a prefix of that order, and the shortest prefix counts:
 
 - top_k keeps the first k tokens;
-- top_p keeps the shortest prefix whose probability reaches top_p, renormalized over the tokens that
-  top_k left (transformers and vLLM apply the two in this order as well);
+- top_p keeps the shortest prefix whose probability, renormalized over the tokens that top_k left,
+  reaches top_p (the order of transformers and vLLM as well);
 - min_p keeps the tokens whose probability is at least min_p times the largest, which have
   z >= max z + ln(min_p).
 
 A kept set is therefore one number, the count of its tokens. The learner needs only this count, and
 keeps as many of its own largest z. Let e be the largest difference between learner and sampler in z
-at a position. The log-sum-exp of the m largest z moves by at most e. (It is the maximum, over all
-sets of m tokens, of functions that move by at most e.) A truncated log-prob therefore moves by at
-most 2 e, like a log-softmax over the whole vocabulary. A token that enters the set by rounding
-equals the replaced token to within 2 e. A stored threshold on z would instead let a token enter or
-leave with its whole probability. Shape letters: R rows, V vocabulary.
+at a position. The log-sum-exp of the m largest z moves by at most e: it is the maximum, over all
+sets of m tokens, of functions that move so much. A truncated log-prob therefore moves by at most 2
+e, like a log-softmax over the whole vocabulary. A token that enters the set by rounding equals the
+replaced token to within 2 e. A stored threshold on z would instead let a token enter or leave with
+its whole probability. Shape letters: R rows, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -28,13 +28,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BY_PRODUCT = {"cuda"}
-"""Devices whose `cumsum` of floats raises under `torch.use_deterministic_algorithms`, which is set
-for the whole process while a learner on another device takes a step."""
+"""Devices whose `cumsum` of floats raises under `torch.use_deterministic_algorithms`. This setting
+holds for the whole process while a learner on another device takes a step.
+"""
 _WIDEST, _BLOCK = 1024, 256
 _FIRST_LOOK = 128
 _GROWTH = 16
-"""Most kept sets are small: the 128 largest z are searched first, then 16 times as many in the rows
-that need more."""
+"""Factor between two searches. Most kept sets are small, so the search begins with the 128 largest
+z, then takes 16 times as many if necessary.
+"""
 
 
 class Cuts(NamedTuple):
@@ -64,7 +66,7 @@ class KeptSets:
     last: Tensor
     """[R] z of the last token kept."""
     tied: Tensor
-    """[R] bool: the next token has the same z, and was cut off for its higher id."""
+    """[R] bool: the next token has the same z, and drops out for its higher id."""
 
     @classmethod
     def of_counts(cls, z: Tensor, counts: Tensor) -> "KeptSets":
@@ -90,7 +92,8 @@ class KeptSets:
         for size in _looks(z.shape[1]):
             if not len(rows):
                 break
-            # One value more than is searched: the next one may tie with the last one kept.
+            # Take one value more than the search needs: the next value may tie with the last kept
+            # value.
             largest = _largest(z, rows, size + 1)
             counts, found = _prefixes(largest[:, :size], z.shape[1], cuts(rows), total[rows])
             sets._set(rows[found], counts[found], largest[found])
@@ -98,9 +101,7 @@ class KeptSets:
         return sets
 
     def beyond(self, z: Tensor) -> Tensor:
-        """[R, V] bool: the tokens that are not kept, of the same `z` [R, V] that the sets were made
-        of.
-        """
+        """Return [R, V] bool, True for dropped tokens, from the same `z` [R, V] as the sets."""
         last = self.last[:, None]
         beyond = z < last
         rows = self.tied.nonzero()[:, 0]

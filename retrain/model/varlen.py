@@ -52,8 +52,8 @@ PackedKernel = Callable[[Tensor, Tensor, Tensor, Spans, float, int | None], Tens
 def flash(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float, window: int | None
 ) -> Tensor:
-    """torch's flash kernel (CUDA, half precision). Its backward is deterministic where torch is
-    told to be so, not with `warn_only`.
+    """torch's flash kernel (CUDA, half precision). Its backward is deterministic under
+    torch.use_deterministic_algorithms, but not with `warn_only`.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -66,7 +66,9 @@ def flash(
 
 
 def _window_size(window: int | None) -> tuple[int, int]:
-    """Keys that a query sees before its own and after it, as the kernel counts them; -1: all."""
+    """Return the number of keys that a query sees before its own and after it, as the kernel counts
+    them; -1 for all.
+    """
     return (-1 if window is None else window - 1), 0
 
 

@@ -8,9 +8,9 @@ writes around a turn contribute nothing. Other special tokens, such as a thought
 
 The bytes come from the decoder that tokenizer.json declares. Known decoders are ByteLevel (GPT-2,
 Llama 3, Qwen, SmolLM), Metaspace or Replace + ByteFallback (sentencepiece: Llama 2, Gemma,
-Mistral), Fuse (characters), and none (words joined with spaces). For other decoders, and for
-tokenizers without a tokenizer.json, the table asks token by token what the tokenizer adds to a
-text.
+Mistral). Fuse (characters) and none (words joined with spaces) are known too. For other decoders,
+and for tokenizers without a tokenizer.json, the table asks token by token what the tokenizer adds
+to a text.
 """
 
 import codecs
@@ -37,8 +37,9 @@ _BYTE_ALPHABET = {chr(byte): byte for byte in _PRINTABLE}
 _BYTE_ALPHABET |= {
     chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)}.difference(_PRINTABLE)))
 }
-"""GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest is
-shifted past U+0100."""
+"""GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest lies
+past U+0100.
+"""
 
 
 class VocabularyTable:
@@ -56,8 +57,8 @@ class VocabularyTable:
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", size: int = 0, eos_ids: Iterable[int] = ()
     ) -> None:
-        """`size` is the model's vocab_size: rows beyond the tokenizer's own entries can be sampled,
-        and are empty. `eos_ids`: the model's own ends of a completion.
+        """`size` is the model's vocab_size: the sampler can draw rows beyond the tokenizer's own
+        entries, and their text is empty. `eos_ids`: the model's own ends of a completion.
         """
         tokens: dict[int, str] = {index: token for token, index in tokenizer.get_vocab().items()}
         silent = {*eos_ids, *_silent_ids(tokenizer)}

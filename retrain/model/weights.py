@@ -21,7 +21,7 @@ class Change(NamedTuple):
 
     parameter: nn.Parameter
     change: Tensor
-    """Strength 1 adds it; the change of the layer's output is then about as large as its input."""
+    """The change at strength 1, which changes the layer's output by about the size of its input."""
 
 
 class TrainedWeights(ABC):
@@ -30,7 +30,9 @@ class TrainedWeights(ABC):
     model: nn.Module
     """The model that the engine samples from."""
     frozen_layers = True
-    """The layers themselves are frozen, so that the fused forward gives every gradient."""
+    """True if the layers themselves have frozen weights, so that the fused forward gives every
+    gradient.
+    """
     drops = False
     """Dropout acts in training passes."""
     undecayed: Collection[str] = ()
@@ -67,15 +69,15 @@ class TrainedWeights(ABC):
         return nullcontext()
 
     def written(self) -> None:  # noqa: B027 - most have nothing to follow
-        """Follow `parameters`, which were written."""
+        """Follow a write to `parameters`."""
 
     @abstractmethod
     def disabled(self) -> AbstractContextManager[None]:
-        """Inside, the model is the base as it was loaded."""
+        """Inside, the model equals the loaded base."""
 
     @abstractmethod
     def holding(self, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
-        """Use other weights inside; the exact bytes are restored afterwards."""
+        """Use other weights inside, and restore the exact bytes afterwards."""
 
     def keep_start(self, folder: Path) -> None:
         """Keep the weights that `save` wrote to `folder` for `started`."""
