@@ -1,5 +1,5 @@
-"""The examples of a run, for training and for its evaluations, and their prompts: encoded when they
-are first needed, in an order that is a pure function of (seed, cursor).
+"""The examples of a run, for training and for its evaluations, and their prompts. Prompts get their
+tokens at first use, in an order that is a pure function of (seed, cursor).
 """
 
 import hashlib
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 _CHUNK = 256  # prompts that the search for the longest one encodes at a time
 _SUBSET_SEED = 0
-"""Seed of the subset that max_examples takes. It is the same for every run, and spread over the
-whole set, since sources are sorted by subject."""
+"""Seed of the subset that max_examples takes. Every run takes the same subset, spread over the
+whole set, since many sources have their examples sorted by subject.
+"""
 
 
 def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
@@ -99,8 +100,8 @@ def examples_key(config: "TrainConfig", split: Split) -> tuple[Hashable, ...] | 
 
 
 def subset(examples: list[Example], limit: int) -> list[Example]:
-    """Take at most `limit` examples (0: all) in their order; the subset of a smaller limit is part
-    of a larger limit's.
+    """Take at most `limit` examples in their order, or all for 0. A larger limit's subset contains
+    a smaller limit's subset.
     """
     if not 0 < limit < len(examples):
         return examples
@@ -181,7 +182,7 @@ class PromptSet:
         for start in range(0, len(order), _CHUNK):
             chunk = order[start : start + _CHUNK]
             if self.bounds[chunk[0]] <= longest:
-                break  # no text that is left can be longer
+                break  # no later text can be longer
             counts = count_tokens(self.tokenizer, [self.texts[index] for index in chunk])
             longest = max(longest, *counts)
         return longest
