@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 
 _START_SECONDS = 60
 _MAX_SILENT = 64
-"""Empty replies to a rollout that goes on asking after its tokens ran out; then it is ended by an
-error."""
+"""Empty replies to a rollout that goes on asking after its tokens ran out; an error then ends it.
+"""
 _ADDRESS = "http://retrain.invalid/episode/"
 _HARNESS = "retrain_one_call"
-"""The id of our harness, and the module that it is found in."""
+"""The id of our harness, and its module."""
 
 
 def load(settings: "Settings", name: str) -> Environment:
     """Build the environment of the module `name`. `args` are the fields of its configuration;
     `args.evaluation` are the fields of its taskset for held-out problems.
 
-    Raises ConfigurationError if it cannot be built, has seats besides the trained one, or serves
-    tools to our harness, EnvironmentFailure if it is of the interface before 0.4.
+    Raises ConfigurationError if it does not build, has seats besides the trained seat, or serves
+    tools to our harness. Raises EnvironmentFailure for the interface before 0.4.
     """
     given = dict(settings.args)
     evaluation = given.pop("evaluation", None)
