@@ -1,10 +1,11 @@
-"""Rewards written by the user: `score(response, reference)`, or `score(responses, reference)` for a
-whole group, called inside a worker process that can be killed.
+"""The user's own rewards: `score(response, reference)`, or `score(responses, reference)` for a
+whole group. A worker process, which the pool can kill, calls them.
 
 The function may also take the keywords prompt (the rendered text), example (a
-`retrain.types.Example`), params, token_count and finish_reason; of a group token_counts and
-finish_reasons, lists as long as responses. It may be sync or async, and returns a float, a bool, or
-None for "could not judge"; for a group a list of these. Only worker processes import this file.
+`retrain.types.Example`), params, token_count and finish_reason. For a group it may take
+token_counts and finish_reasons, lists as long as responses. It may be sync or async. It returns a
+float, a bool, or None for "could not judge", and for a group a list of these. Only worker processes
+import this file.
 """
 
 import asyncio
@@ -92,8 +93,8 @@ def load_rewards(
     """Load every named function as a plugin. `plugins` is the [plugins] section and `source` the
     file of the configuration.
 
-    Raises ConfigurationError, one sentence, for a function that cannot be found, imported, or
-    called as a reward.
+    Raises ConfigurationError, one sentence, for a function that is missing, does not import, or is
+    not callable as a reward.
     """
     config = TrainConfig.model_validate({"plugins": plugins, "reward": {"params": params}})
     # retrain also looks for plugins in the folder of the file.

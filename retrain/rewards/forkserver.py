@@ -68,8 +68,8 @@ class ForkServer:
         self._start()
 
     def spawn(self) -> tuple[int, Channel]:
-        """Fork a worker and return its process id and the channel to it. A lost server is restarted
-        once; then ForkServerLost is raised.
+        """Fork a worker and return its process id and the channel to it. It restarts a lost server
+        once, then raises ForkServerLost.
         """
         with self._lock:
             try:
@@ -82,8 +82,8 @@ class ForkServer:
                 return self._spawn()
 
     def end(self, pid: int) -> int | None:
-        """Kill a worker with everything it started and return its exit code (negative: the signal);
-        None if the server is lost.
+        """Kill a worker with everything it started, and return its exit code (negative for a
+        signal), or None for a lost server.
         """
         with self._lock:
             try:
@@ -151,7 +151,7 @@ class ForkServer:
             )
             return self._read_reply()
         except OSError as error:
-            # A reply that is late would be taken for the answer to the next request.
+            # A late reply would count as the answer to the next request.
             self._control.close()
             raise ForkServerLost(str(error)) from error
 

@@ -21,7 +21,7 @@ _EPS = 1e-6
 
 @dataclass
 class Member:
-    """A completion that was handed in, and what its rewards will say."""
+    """A submitted completion, and its scores to come."""
 
     request: ScoreRequest
     parts: "list[Future[PartScore]]" = field(default_factory=list)
@@ -57,7 +57,7 @@ class ScoreGroup:
         raises for a bug only.
         """
         member = Member(request, self._judges.ask_alone(request))
-        member.score.set_running_or_notify_cancel()  # it can no longer be cancelled
+        member.score.set_running_or_notify_cancel()  # nobody can cancel it now
         self._members.append(member)
         if len(self._members) == self._size:
             members = sorted(self._members, key=lambda one: one.request.sample)
@@ -113,8 +113,8 @@ def majority(boxes: Sequence[str | None], normalize: Normalization) -> list[floa
 
 
 def normalised(rewards: Sequence[float]) -> list[float]:
-    """Return (r - mean) / (std + 1e-6) within the group, with n - 1 in the std's denominator;
-    exactly 0 where all rewards are equal.
+    """Return (r - mean) / (std + 1e-6) within the group, with n - 1 in the std's denominator. Equal
+    rewards give exactly 0.
     """
     if len(set(rewards)) <= 1:
         return [0.0] * len(rewards)

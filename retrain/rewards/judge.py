@@ -49,17 +49,19 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 5
 MAX_REPLY = 1 << 20
-"""Bytes of a response; a longer one is not read to its end."""
+"""Maximum bytes of a response; the client stops reading there."""
 REPLY_TOKENS = 1024
 """Leaves room for a judge that thinks before its verdict."""
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 20.0
 _MAX_TOKENS = 1 << 40
-"""Tokens of one request, and units of any currency: a server that reports more is not believed."""
+"""Plausible maximum of the tokens of one request, and of units of any currency; retrain ignores
+larger reports.
+"""
 _TRANSIENT = frozenset({408, 409, 425, 429})
 
 
 class ChatFailed(Exception):
-    """No reply, with the reason as a clause. `usage` holds the requests that were sent."""
+    """No reply, with the reason as a clause. `usage` holds the sent requests."""
 
     def __init__(self, reason: str, usage: JudgeUsage = JudgeUsage()) -> None:  # noqa: B008 - it is frozen
         super().__init__(reason)
@@ -120,7 +122,7 @@ class ChatClient:
             wait_initial=_FIRST_WAIT_S,
             wait_max=_MAX_WAIT_S,
         )
-        async with self._slots:  # held between attempts too: a server in trouble is asked less
+        async with self._slots:  # held between attempts too, to ask a server in trouble less
             try:
                 async for attempt in retries:
                     with attempt:
@@ -319,7 +321,7 @@ class LanguageModelJudge:
     def __init__(self, reward: "Reward", cache: Path | None = None) -> None:
         """`cache` is the file of verdicts; None keeps them for the life of the judge only.
 
-        Raises EnvironmentFailure where the key's variable is needed and not set.
+        Raises EnvironmentFailure if the judge needs the key's variable and it is unset.
         """
         self._reward = reward
         self._template = reward.judge_template or DEFAULT_TEMPLATE
@@ -346,14 +348,14 @@ class LanguageModelJudge:
         self._loop = EventLoop("judge")
 
     def submit(self, request: ScoreRequest) -> "Future[PartScore]":
-        """Return the score to come; cancelled if the judge is closed before."""
+        """Return the score to come; closing the judge cancels it."""
         return self._loop.start(self._judge(request))
 
     def probe(self) -> str:
         """Ask about an answer that is right. Returns a sentence for the user if the reply is not a
         plain yes, "" otherwise.
 
-        Raises EnvironmentFailure if the judge cannot be asked at all.
+        Raises EnvironmentFailure if the judge does not answer at all.
         """
         model = self._reward.judge_model
         try:
@@ -413,8 +415,8 @@ class LanguageModelJudge:
         return score
 
     async def _ask(self, message: str) -> PartScore:
-        """A reply without a verdict is asked for once more: hosted models do not repeat themselves,
-        even at temperature 0.
+        """Ask for a verdict, and once more after a reply without one: hosted models do not repeat
+        themselves, even at temperature 0.
         """
         usage = JudgeUsage()
         for _ in range(_UNREADABLE_ATTEMPTS):
@@ -465,7 +467,7 @@ class Verdicts:
         self._torn = not content.endswith(b"\n") and bool(content)
 
     def _read(self, line: bytes) -> None:
-        """Skip a torn or foreign line: its question is asked again."""
+        """Read a line. Skip a torn or foreign line: the judge asks its question again."""
         try:
             entry = json.loads(line)
             self._known[str(entry["key"])] = {"yes": 1.0, "no": 0.0}[entry["verdict"]]

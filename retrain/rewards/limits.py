@@ -22,8 +22,9 @@ MAX_BARS = 16
 MAX_DIGITS = 4
 """Maximum digits of a number in an exponent, before a factorial sign or in a binomial."""
 MAX_TERMS = 150
-"""Terms of the powers of sums in an answer when they are multiplied out: sympy takes 0.4 s for
-`(x+2)^{100}`, 5 s for `(x+y+z+1)^{15}`."""
+"""Terms of the multiplied-out powers of sums in an answer: sympy takes 0.4 s for `(x+2)^{100}`, 5 s
+for `(x+y+z+1)^{15}`.
+"""
 
 _LONG_NUMBER = re.compile(rf"(?<![\d.])\d{{{MAX_DIGITS + 1}}}")
 _EXPONENT = re.compile(r"\^(?:(?P<open>[{(])|(?P<number>-?[\d.]+)(?P<tower>\^)?)")
@@ -44,7 +45,7 @@ _CLOSING = {"{": "}", "(": ")", "[": "]"}
 def is_refused(answer: str) -> bool:
     """Return True if a normalized answer exceeds a static limit or has unbalanced braces.
 
-    It is then wrong without being evaluated.
+    Such an answer counts as wrong without an evaluation.
     """
     if (
         len(answer) > MAX_LENGTH
@@ -99,8 +100,8 @@ def _nesting(text: str) -> int:
 
 
 def _expanded_terms(text: str, partner: dict[int, int]) -> int:
-    """Count the terms after all powers of sums are multiplied out: a sum of k terms to the power n
-    has C(n + k - 1, k - 1).
+    """Count the terms of the multiplied-out powers of sums. A sum of k terms to the power n has C(n
+    + k - 1, k - 1).
     """
     terms = 1
     for power in _POWER.finditer(text):

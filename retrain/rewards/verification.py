@@ -14,7 +14,7 @@ from sympy import Expr, I, N
 from retrain.rewards.equality import same_answer
 from retrain.rewards.normalize import normalize
 
-# It warns that its timeouts are off, which is intended: the parent keeps time.
+# It warns that its timeouts are off, but the parent keeps time.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 # math-verify takes a letter at the end for a unit: 4t for 4.
 _CONFIGURATION = [LatexExtractionConfig(normalization_config=NormalizationConfig(boxed="all"))]
@@ -111,4 +111,4 @@ def _pass_memory_errors_on() -> None:
 
 
 _warm_up()
-_pass_memory_errors_on()  # after the first use: by now all kinds of exceptions are defined
+_pass_memory_errors_on()  # after the first use, when all kinds of exceptions exist

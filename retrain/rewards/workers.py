@@ -21,8 +21,9 @@ from retrain.rewards.worker import BadMessage, Channel, ChannelClosed, Message, 
 from retrain.system import resident_bytes, usable_cores
 
 MEMORY_LIMIT = 2 << 30
-"""Maximum resident bytes of a verifying worker; no answer that ended in time was seen to take more
-than 0.1 GiB."""
+"""Maximum resident bytes of a verifying worker; answers that ended in time took at most 0.1 GiB in
+tests.
+"""
 ADDRESS_SPACE_LIMIT = 4 << 30
 """Maximum bytes that a verifying worker may map: the second limit, for memory that grows faster
 than the parent looks."""
@@ -97,7 +98,7 @@ class WorkerPool:
         """Judge one job. Its deadline starts when a ready worker takes it; every failure is a
         could-not-judge.
 
-        Raises TypeError for a message that cannot be written as JSON.
+        Raises TypeError for a message that JSON cannot hold.
         """
         number = next(self._numbers)
         members = len(message.get("responses", ()))
@@ -111,7 +112,7 @@ class WorkerPool:
         """Wait for the first worker; return the names of the rewards that take a whole group.
 
         Raises ConfigurationError if it cannot load what the set-up names, EnvironmentFailure if it
-        cannot be started.
+        does not start.
         """
         thread = self._threads[0]
         thread.started.wait(2 * STARTUP_LIMIT_S)
@@ -126,7 +127,7 @@ class WorkerPool:
         return thread.group_rewards
 
     def close(self) -> None:
-        """Kill the workers. Waiting jobs are cancelled; jobs under way end as could-not-judge."""
+        """Kill the workers. This cancels waiting jobs; jobs under way end as could-not-judge."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -147,8 +148,9 @@ class WorkerPool:
 @dataclass(frozen=True)
 class _Job:
     number: int
-    """The number that the reply repeats, so that bytes which user code left in the channel are not
-    taken for the next answer."""
+    """The number that the reply repeats, so that the pool does not take bytes from user code in the
+    channel for the next answer.
+    """
     message: bytes
     future: "Future[PartScore]"
     members: int
