@@ -3,8 +3,8 @@ smallest rank that keeps enough.
 
 The singular values of one layer's update B A come from QR of both factors and the SVD of the r x r
 core. Shapes: A [rank, d_in], B [d_out, rank]. With A^T = Q_a R_a and B = Q_b R_b the product is Q_b
-(R_b R_a^T) Q_a^T, so the SVD of the core R_b R_a^T holds all of it: exact for every rank, in
-float64, without the d_out x d_in matrix.
+(R_b R_a^T) Q_a^T. The SVD of the core R_b R_a^T is therefore exact for every rank, in float64,
+without the d_out x d_in matrix.
 """
 
 import math
