@@ -65,8 +65,8 @@ class Xray:
         """Standard deviation of one group's gradient over its mean, at pass rates [n]. Infinite
         where the mean is 0.
 
-        The gradient is with respect to the logit of p, so grad log pi is 1-p for a right completion
-        and -p for a wrong one.
+        The gradient is with respect to the logit of p. Thus grad log pi is 1-p for a right
+        completion and -p for a wrong completion.
         """
         p = np.asarray(rates, dtype=np.float64)
         k = np.arange(self.group + 1)
@@ -102,9 +102,9 @@ def xray(
 ) -> Xray:
     """Read an advantage of right and of wrong completions off groups with k of `group` right ones.
 
-    The groups k = 0 to G are one step: their prompts have every pass rate equally often, which an
-    advantage that compares over the step (`reinforce_pp`) then sees. All completions are
-    equally long. Raises ValueError for a group of fewer than two completions, or advantages of
+    The groups k = 0 to G are one step, whose prompts have every pass rate equally often. An
+    advantage that compares over the step (`reinforce_pp`) then sees this mixture. All completions
+    are equally long. Raises ValueError for a group of fewer than two completions, or advantages of
     another shape.
     """
     if group < 2:

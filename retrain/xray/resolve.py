@@ -33,10 +33,10 @@ def read_xray(
 ) -> list[Xray]:
     """Return the X-rays of a TOML file (one a condition) or of an advantage's name.
 
-    A group's size is the file's unless it is given; a name has the default. Raises
-    ConfigurationError for a file or plugin that cannot be loaded, and for an algorithm plugin,
-    whose token advantages follow from more than rewards. Code that a file in a run's folder names
-    is executed only with `trust`.
+    Without `group`, the file gives a group's size, and a name has the default. Raises
+    ConfigurationError for a file or plugin that does not load, and for an algorithm plugin, whose
+    token advantages follow from more than rewards. With `trust` alone, retrain executes code that a
+    file in a run's folder names.
     """
     config = _named(name, trust)
     size = group or config.training.group_size
@@ -79,7 +79,7 @@ def _arms(config: "TrainConfig") -> list[tuple[str, "TrainConfig"]]:
 
 
 def headline_of(config: "TrainConfig") -> str:
-    """One line about a run's advantage; "" where it has no X-ray or its plugin cannot be used."""
+    """Return a line about a run's advantage; "" if it has no X-ray or its plugin is unusable."""
     try:
         one = _read("", config, config.training.group_size)
     except (ConfigurationError, RunFailed):  # which explain says as a problem
