@@ -5,14 +5,14 @@
     C(p) = p / (1 + sigma (p - 1) + kappa p (p - 1))
     p*   = sqrt((1 - sigma) / kappa)
 
-p is the concurrency, here the completions of a step; sigma is contention, kappa coherency. p / X is
-a parabola A + B p + C p^2 with A = (1 - sigma) / lambda, B = (sigma - kappa) / lambda, C = kappa /
-lambda, so lambda = 1 / (A + B + C), sigma = (B + C) lambda and kappa = C lambda: a linear
-least-squares problem.
+p is the concurrency, here the completions of a step; sigma is contention, kappa coherency. The fit
+is a linear least-squares problem, since p / X is a parabola A + B p + C p^2. Its coefficients are A
+= (1 - sigma) / lambda, B = (sigma - kappa) / lambda, C = kappa / lambda. So lambda = 1 / (A + B +
+C), sigma = (B + C) lambda and kappa = C lambda.
 
 A sweep visits min, 2 min, 4 min, ..., max at least twice each, then the batch returns to the
-configured size. From then on the fitted law decides: above the target concurrency the batch shrinks
-to it, far below it grows towards it, by a factor of two at most per change.
+configured size. From then on the fitted law decides. Above the target concurrency the batch shrinks
+to it. Far below, the batch grows towards it, by a factor of two at most per change.
 """
 
 import math
@@ -102,15 +102,16 @@ class ScalingLaw:
 @dataclass(frozen=True)
 class Fit:
     status: FitStatus
-    """ok: kappa = 0 and the optimum is infinite if there is no coherency penalty. insufficient:
-    fewer than three different p, so no parabola. rejected: 1 / lambda = A + B + C is not above 0,
-    so no law has these coefficients. unknown: there is a law, but its R^2 is below min_r2; the
-    controller's regime has the same name."""
+    """With "ok", kappa = 0 and the optimum is infinite if there is no coherency penalty. With
+    "insufficient", fewer than three different p determine no parabola. With "rejected", 1 / lambda
+    = A + B + C is not above 0, so no law has these coefficients. With "unknown", there is a law,
+    but its R^2 is below min_r2. The controller's regime has the same name.
+    """
     law: ScalingLaw | None = None
     r2: float | None = None
     """R^2 of the throughput, unweighted."""
     superlinear: bool = False
-    """sigma came out below 0 and was set to 0."""
+    """True if the fit gave a sigma below 0, which the result replaces by 0."""
 
 
 def _parabola(x: Floats, y: Floats, weights: Weights) -> tuple[float, float, float]:
@@ -135,9 +136,9 @@ def fit_scaling_law(
     """Least squares of p / X on a parabola in p, over the last WINDOW observations.
 
     Noise in X is multiplicative, so the error of p / X grows with p / X, and "relative" divides by
-    it. If the parabola bends down there is no coherency penalty, and a straight line is fitted;
-    setting kappa to 0 afterwards would bias the other two parameters. Raises ValueError for lists
-    of different length, for a p below 1 and for a throughput that is not above 0.
+    it. If the parabola bends down, there is no coherency penalty, and the function fits a straight
+    line. Setting kappa to 0 afterwards would bias the other two parameters. Raises ValueError for
+    lists of different length, for a p below 1 and for a throughput that is not above 0.
     """
     x, measured = _checked(p, throughput)
     if len(np.unique(x)) < MIN_CONCURRENCIES:
@@ -339,7 +340,7 @@ class BackpressureController:
         self.observations.append((p, throughput))
         self.step_count += 1
         self.since_change += 1
-        # Every size is tried before a law is fitted.
+        # The sweep tries every size before the first fit.
         if self.step_count < self.sweep_steps:
             self._change(self.sizes[self.step_count % len(self.sizes)])
             return self._decision(Action.SWEEP, Regime.WARMUP, used)

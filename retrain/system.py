@@ -1,10 +1,10 @@
-"""Facts from outside the package: texts, as data that every later step can hold, and what the
-operating system knows of a process and its children.
+"""Facts from outside the package. The module parses texts into data that every later step can hold,
+and asks the operating system about a process and its children.
 
 The standard parsers of TOML and JSON raise RecursionError for deep nesting and a bare ValueError
-for an integer of more than 4,300 digits, and they let through nesting and integers on which a later
-step would fail. Here everything that is wrong with a text is one ParseError. Every process imports
-this at its start, so the parsers are imported where they are called.
+for an integer of more than 4,300 digits. They also let through nesting and integers on which a
+later step would fail. Here everything wrong with a text is one ParseError. Every process imports
+this module at its start, so functions import the parsers at their call.
 """
 
 import ctypes
@@ -72,7 +72,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def object_of(text: bytes, path: Path) -> dict[str, Any]:
-    """Parse the JSON object that was read from `path`, as `read_object` does."""
+    """Parse the JSON object from the file `path`, as `read_object` does."""
     try:
         content = parse_json(text)
     except ParseError as error:
@@ -97,11 +97,11 @@ def is_path_text(value: Any) -> bool:
 
 
 def expanded(path: str) -> str:
-    """Expand ~, ~user, $NAME and ${NAME} in a path. A path that is returned expands to itself, so a
-    stored one stays the same everywhere.
+    """Expand ~, ~user, $NAME and ${NAME} in a path. The returned path expands to itself, so a
+    stored path stays the same everywhere.
 
-    Raises ParseError for a user that this machine does not have and a variable that is not set,
-    unless a file or folder has that name.
+    Raises ParseError for an unknown user or an unset variable, unless a file or folder has that
+    name.
     """
     # A Path would turn tinker:// into tinker:/ and an empty text into a dot.
     whole = os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111
@@ -182,9 +182,7 @@ def listed(words: Iterable[str], conjunction: str = "and") -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Write a value on one line of TOML; a value that TOML has no form for is written as Python
-    writes it.
-    """
+    """Write a value on one line of TOML. A value without a form in TOML has the form of Python."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -222,8 +220,8 @@ _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 def prepare_torch() -> None:
-    """Set the variables that torch reads when it is imported, unless the user has set them; call
-    this before importing torch.
+    """Set the variables that torch reads at its import, unless the user has set them. Call this
+    before importing torch.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         # Idle OpenMP threads spin for a moment only, so that processes which share the cores do not

@@ -2,8 +2,8 @@
 one adapter per version.
 
 Every adapter gets a new folder and a new name. A server that reloads weights under a known name and
-path keeps serving old keys and values from its prefix cache. With vLLM the log-probs are then 0.2
-nats off (docs/inference-engines.md). Once every server lists the new adapter, the engine unloads
+path keeps serving old keys and values from its prefix cache. With vLLM the log-probs then differ by
+0.2 nats (docs/inference-engines.md). Once every server lists the new adapter, the engine unloads
 the old adapter and removes its folder.
 """
 

@@ -173,8 +173,8 @@ def gmpo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def dppo_kept(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """Return [N] of bool: True if the token's probability has risen by at most clip_high (A > 0),
-    or fallen by at most clip_low (A < 0), since sampling.
+    """Return [N] of bool: True if the token's probability has risen by at most clip_high (A > 0) or
+    fallen by at most clip_low (A < 0).
     """
     low, high = settings.clips
     moved = tokens.new.detach().exp() - tokens.old.exp()
