@@ -69,8 +69,8 @@ def capacity(p: float, sigma: float, kappa: float) -> float:
 
 
 def optimal_concurrency(sigma: float, kappa: float) -> float:
-    """p*, where throughput is highest: infinite without a coherency penalty, and 1 if more than one
-    completion at a time is always slower.
+    """Return p*, where throughput is highest: infinite without a coherency penalty, and 1 if more
+    than one completion at a time is always slower.
     """
     if kappa <= 0:
         return math.inf
@@ -92,7 +92,7 @@ class ScalingLaw:
         return self.lam * capacity(p, self.sigma, self.kappa)
 
     def peak(self, p_max: float) -> float:
-        """The highest throughput at any p from 1 to p_max; finite also without a coherency
+        """Return the highest throughput at any p from 1 to p_max; finite also without a coherency
         penalty.
         """
         inside = min(self.optimum, p_max)
@@ -133,7 +133,7 @@ def fit_scaling_law(
     weights: Weights = "relative",
     min_r2: float = 0.5,
 ) -> Fit:
-    """Least squares of p / X on a parabola in p, over the last WINDOW observations.
+    """Fit p / X by a parabola in p, with least squares over the last WINDOW observations.
 
     Noise in X is multiplicative, so the error of p / X grows with p / X, and "relative" divides by
     it. If the parabola bends down, there is no coherency penalty, and the function fits a straight
@@ -277,8 +277,8 @@ class Decision:
     """Smoothed throughput as a fraction of the law's maximum up to the largest batch."""
 
     def record_fields(self, hint: Roofline | None = None) -> dict[str, Any]:
-        """The bp_ fields of a StepRecord. If the batch may grow, the roofline hint replaces the
-        regime.
+        """Return the bp_ fields of a StepRecord. If the batch may grow, the roofline hint replaces
+        the regime.
         """
         open_ended = self.regime in (Regime.BELOW_TARGET, Regime.UNBOUNDED)
         law = self.law
@@ -411,7 +411,7 @@ class BackpressureController:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON values."""
+        """Return the state for a checkpoint, as JSON values."""
         return {
             "observations": [list(item) for item in self.observations],
             "step_count": self.step_count,
@@ -447,7 +447,7 @@ def target_batch(
 
 
 def sweep_sizes(smallest: int, largest: int) -> tuple[int, ...]:
-    """smallest, twice that, ... below the largest, and the largest."""
+    """Return the smallest, twice that, ... below the largest, and the largest."""
     sizes = []
     size = smallest
     while size < largest:

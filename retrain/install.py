@@ -42,7 +42,7 @@ def install_hint(extra: str = "") -> str:
 
 
 def _installer() -> str:
-    """The command that installs here. A tool of uv has no pip, and to install it again would
+    """Return the command that installs here. A tool of uv has no pip, and to install it again would
     exchange its torch.
     """
     if (Path(sys.prefix) / "uv-receipt.toml").is_file():
@@ -74,7 +74,7 @@ def _target(name: str, extra: str, installed: Distribution | None) -> str:
 
 
 def _folder(checkout: Path, name: str, extras: str, editable: str = "") -> str:
-    """A folder as pip takes it: "." where the current folder is the checkout, else its whole
+    """Return a folder as pip takes it: "." where the current folder is the checkout, else its whole
     path.
     """
     base = "." if Path.cwd() == checkout else str(checkout)

@@ -249,7 +249,7 @@ def place_of(point: EntryPoint) -> str:
 
 
 def _dotted_names(config: "TrainConfig") -> list[tuple[str, str]]:
-    """("section.key", dotted name) of every plugin that a configuration names by its path."""
+    """Return ("section.key", dotted name) of every plugin that a configuration names by path."""
     from retrain.config.keys import all_keys
 
     reward = config.reward

@@ -196,7 +196,7 @@ _WORD = re.compile(r"\S+")
 
 class Encoder(Protocol):
     def __call__(self, sentences: Sequence[str], /) -> npt.NDArray[np.floating]:
-        """[n] sentences -> [n, d] vectors of length 1."""
+        """Map [n] sentences to [n, d] vectors of length 1."""
 
 
 class SemanticDetector:
@@ -275,7 +275,7 @@ def _sentences(text: str, words: Sequence[tuple[int, int]], starts: range) -> li
 def _token_mask(
     pieces: Sequence[str], length: int, words: Sequence[tuple[int, int]], planning: BoolArray
 ) -> npt.NDArray[np.uint8]:
-    """[T] 1 where a token has a character of a planning word. `length` counts the text's
+    """Return [T], 1 where a token has a character of a planning word. `length` counts the text's
     characters; `planning` is [W].
     """
     edges = np.zeros(length + 1, dtype=np.int64)

@@ -69,8 +69,8 @@ class Segments:
         return self._reduce(np.maximum, values)
 
     def means(self, values: Float64Array) -> Float64Array:
-        """Average over each completion, [n] -> [N]; 0 if it is empty. A constant completion's mean
-        is that constant to the last bit.
+        """Return the average over each completion, [n] -> [N]; 0 if it is empty. A constant
+        completion's mean is that constant to the last bit.
         """
         means = self.sums(values) / np.maximum(self.lengths, 1)
         low, high = self.minima(values), self.maxima(values)
@@ -219,7 +219,7 @@ class StepTokens:
     def contexts(
         self, step: int, params: dict[str, Any], max_tokens: int
     ) -> list[AdvantageContext]:
-        """[P] each group as a plugin sees it."""
+        """Return [P] each group as a plugin sees it."""
         sources: Sequence[Group | None] = self.sources or [None] * len(self.rewards)
         given = zip(self.rewards, self.token_counts, sources, strict=True)
         return [
@@ -237,7 +237,7 @@ class StepTokens:
         ]
 
     def reference_of(self, group: int) -> list[list[float]]:
-        """[G][T] the teacher's log-probs of one group."""
+        """Return [G][T] the teacher's log-probs of one group."""
         return self.nested_reference[group]
 
     def place(self, completion: int) -> str:
@@ -282,7 +282,7 @@ class StepTokens:
 def made_up_group(
     example: Example, slot: int, scores: Sequence[Score], logprobs: Sequence[Float32Array]
 ) -> Group:
-    """A judged group with these log-probs and no texts, for trials."""
+    """Return a judged group with these log-probs and no texts, for trials."""
     members = []
     for sample, (score, row) in enumerate(zip(scores, logprobs, strict=False)):
         ids = np.arange(len(row), dtype=np.int32)

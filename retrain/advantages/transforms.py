@@ -62,7 +62,9 @@ def surprisal(logprobs: Numbers, cap: float = CAP) -> Float64Array:
 
 
 def predictive_variance(logprobs: Numbers) -> Float64Array:
-    """p(1 - p) with p = exp(lp) in [0, 1], [T] -> [T]; at most 0.25. Raises ValueError on NaN."""
+    """Return p(1 - p) with p = exp(lp) in [0, 1], [T] -> [T]; at most 0.25. Raises ValueError on
+    NaN.
+    """
     p = np.exp(np.minimum(_checked(logprobs, "log-prob"), 0.0))
     return p * (1.0 - p)
 
@@ -98,8 +100,8 @@ MAX_TOP_SHARE = 0.9
 
 
 def sure_sentence(share: float) -> str:
-    """The warning of a model so sure of its tokens that credit for single ones can hardly differ;
-    "" of any other.
+    """Return the warning of a model so sure of its tokens that credit for single ones can hardly
+    differ; "" of any other.
     """
     if share < MAX_TOP_SHARE:
         return ""
@@ -289,7 +291,8 @@ def _check_mask(planning: BoolArray, values: Float64Array) -> None:
 
 
 def gtpo_weights(uncertainty: Float64Array, segments: Segments, beta: float) -> Float64Array:
-    """w_t = max(0, 1 + beta (H_t / mean(H) - 1)) with the mean over the completion; [n] -> [n].
+    """Return w_t = max(0, 1 + beta (H_t / mean(H) - 1)) with the mean over the completion; [n] ->
+    [n].
 
     The form of arXiv 2508.04349 for successes, with the mean over one completion instead of over a
     group, for both signs of the advantage. Uniform where mean(H) < 1e-7. For 0 <= beta <= 1 the
@@ -350,7 +353,7 @@ def _weights(uncertainty: Float64Array, means: Float64Array, beta: float) -> Flo
 
 
 def hicra(token_advantages: Float64Array, planning: BoolArray, alpha: float) -> Float64Array:
-    """A' = A + alpha |A| on planning tokens, [n] -> [n]. Source: arXiv 2509.03646.
+    """Return A' = A + alpha |A| on planning tokens, [n] -> [n]. Source: arXiv 2509.03646.
 
     Rewards planning more and punishes it less. It is not zero-sum: it adds alpha |A| to every
     planning token. Raises ValueError for alpha outside [0, 1], where the sign of an advantage would

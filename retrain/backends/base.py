@@ -261,7 +261,7 @@ class Backend(Offers, ABC):
         return None
 
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array] | None:
-        """[T] of each row: the number of tokens that `truncation` keeps of the learner's
+        """Return [T] of each row: the number of tokens that `truncation` keeps of the learner's
         distribution. The result is None if the backend cannot give logits.
         """
         return None

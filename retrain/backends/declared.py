@@ -98,8 +98,9 @@ def incapable(config: "TrainConfig") -> list[str]:
 
 
 def per_token_refusals(config: "TrainConfig", backend: Any) -> list[str]:
-    """One sentence for each condition that gives the tokens of a completion different advantages,
-    for a backend that takes only one. A plugin transform or algorithm counts as token-varying.
+    """Return one sentence for each condition that gives the tokens of a completion different
+    advantages, for a backend that takes only one. A plugin transform or algorithm counts as
+    token-varying.
     """
     if backend.per_token_advantages:
         return []

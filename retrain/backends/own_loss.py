@@ -32,7 +32,7 @@ class Terms:
     """The answer of a loss."""
 
     values: "Tensor"
-    """[N] the terms to minimise, without weights."""
+    """[N] the terms to minimize, without weights."""
     clipped: "Tensor | None"
     """[N] of bool."""
     metrics: "Mapping[str, Tensor]"

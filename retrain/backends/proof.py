@@ -242,8 +242,8 @@ def _gradient(values: Tensor, batch: Batch, weights: Tensor | None = None) -> Te
 
 
 def _does_not_depend_on_the_cut(function: OwnFunction) -> None:
-    """Each sequence alone, and for a token-level loss each token alone, has the same terms and
-    gradients as in the whole batch, whatever tokens.weights are.
+    """Raise Fault if terms or gradients depend on the other sequences of a batch, for a token-level
+    loss also on other tokens, or on tokens.weights.
     """
     sequences = _sequences()
     if not _equal_parts(function, [(index, [len(index)]) for index in reversed(sequences)]):
@@ -263,7 +263,7 @@ def _does_not_depend_on_the_cut(function: OwnFunction) -> None:
 
 
 def _sequences() -> list[list[int]]:
-    """The indices of each sequence's tokens in the small batch."""
+    """Return the indices of each sequence's tokens in the small batch."""
     ends = accumulate(LENGTHS)
     return [list(range(end - length, end)) for end, length in zip(ends, LENGTHS, strict=True)]
 

@@ -120,11 +120,12 @@ def sequence_weights(
     """Return the weight of one token of each sequence of the whole optimizer batch; `lengths`
     counts the tokens that a mean is over.
 
-    token_mean: 1 / all these tokens. sequence_mean: 1 / (sequences with tokens * own length).
-    prompt_mean: 1 / (prompts with tokens * tokens of the own prompt), as in ScaleRL (2510.13786).
-    constant: 1 / (completions * max_tokens). sum: 1. An empty sequence has no token to weigh.
-    `completions` counts the completions drawn for the batch; by default each sequence counts.
-    `groups` says which sequences answer one prompt; by default each sequence has its own prompt.
+    By `token_mean` it is 1 / all these tokens. By `sequence_mean` it is 1 / (sequences with tokens
+    * own length). By `prompt_mean` it is 1 / (prompts with tokens * tokens of the own prompt), as
+    in ScaleRL (2510.13786). By `constant` it is 1 / (completions * max_tokens), and by `sum` it is
+    1. An empty sequence has no token to weigh. `completions` counts the completions drawn for the
+    batch; by default each sequence counts. `groups` says which sequences answer one prompt; by
+    default each sequence has its own prompt.
     """
     groups = range(len(lengths)) if groups is None else groups
     if callable(aggregation):

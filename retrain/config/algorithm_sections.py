@@ -167,7 +167,7 @@ def gathered_schedule(data: Json) -> Json:
 
 
 def _flat(table: Json) -> Iterator[tuple[str, Any]]:
-    """The values of nested tables by their dotted names."""
+    """Yield the values of nested tables by their dotted names."""
     for name, value in table.items():
         if isinstance(value, dict):
             yield from ((f"{name}.{rest}", inner) for rest, inner in _flat(value))

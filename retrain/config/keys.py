@@ -151,8 +151,8 @@ def is_settable(path: str) -> bool:
 
 
 def key_meant(name: str, section: str = "") -> Key | None:
-    """The key that another trainer calls `name`, or the only key of that name in all sections;
-    dashes count as underscores.
+    """Return the key that another trainer calls `name`, or the only key of that name in all
+    sections; dashes count as underscores.
     """
     homes = homes_of(name.lower().replace("-", "_"))
     path = synonym(name, section) or (homes[0] if len(homes) == 1 else "")

@@ -124,7 +124,7 @@ class Backend(Section):
         return TinkerOptions.model_validate(self.options_of("tinker"))
 
     def options_of(self, backend: str) -> Json:
-        """The given options that belong to a backend."""
+        """Return the given options that belong to a backend."""
         return {
             name: value
             for name, value in self.options.items()

@@ -363,7 +363,7 @@ def _all_problems(error: ValidationError, data: Json, place: Place) -> tuple[lis
 
 
 def _without(data: Json, paths: set[str]) -> Json:
-    """The sections without some sections and keys."""
+    """Return the sections without some sections and keys."""
     kept = {section: keys for section, keys in data.items() if section not in paths}
     for section, keys in kept.items():
         if isinstance(keys, dict):
@@ -474,8 +474,8 @@ def _above_schedule(condition: Json, base: Json) -> Json:
 
 
 def _gathered(table: Mapping[str, Any]) -> Json:
-    """One condition. It names a key dotted (`loss.mode = "ppo"`), as a table (`loss = { mode =
-    "ppo" }`), or by its bare name where one section alone has it (`lr = 1e-4`).
+    """Return one condition. It names a key dotted (`loss.mode = "ppo"`), as a table (`loss = { mode
+    = "ppo" }`), or by its bare name where one section alone has it (`lr = 1e-4`).
     """
     own: Json = {}
     sets: Json = {}

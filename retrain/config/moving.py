@@ -42,8 +42,8 @@ def value_at(points: Points, step: int) -> float:
 
 
 def scheduled(config: "TrainConfig", step: int) -> dict[str, float]:
-    """The values of the scheduled keys at a step; a whole number in a table of parameters stays
-    one.
+    """Return the values of the scheduled keys at a step; a whole number in a table of parameters
+    stays one.
     """
     return {
         path: _as_whole(config, path, value_at(points, step))
@@ -128,7 +128,7 @@ def _is_number(value: object) -> bool:
 
 
 def given(config: "TrainConfig", path: str) -> Any:
-    """The value of a key or of a number in a table; None if there is none."""
+    """Return the value of a key or of a number in a table; None if there is none."""
     section, name, *param = path.split(".", 2)
     value = getattr(getattr(config, section), name)
     if param:
@@ -155,6 +155,6 @@ def moves_learner(config: "TrainConfig") -> bool:
 
 
 def words(config: "TrainConfig") -> Iterator[str]:
-    """A schedule in words, one key each: "loss.kl_coef 0.01 at step 0, 0 at step 200"."""
+    """Yield a schedule in words, one key each: "loss.kl_coef 0.01 at step 0, 0 at step 200"."""
     for path, points in config.schedule.points.items():
         yield f"{path} {', '.join(f'{value:g} at step {step}' for step, value in points)}"

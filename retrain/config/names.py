@@ -51,8 +51,8 @@ def copied(sections: Json) -> Json:
 
 
 def fixed_aggregation(algorithm_mode: str) -> str:
-    """The value of `[loss] aggregation` that belongs to a built-in algorithm; "" where the user
-    chooses it.
+    """Return the value of `[loss] aggregation` that belongs to a built-in algorithm; "" where the
+    user chooses it.
     """
     return getattr(table("algorithm").get(algorithm_mode), "aggregation", "")
 
@@ -97,7 +97,7 @@ check the first configuration. Their modules import no model library.
 
 
 def table(kind: str) -> Any:
-    """The built-in names of a kind, most of them mapped to what they mean."""
+    """Return the built-in names of a kind, most of them mapped to what they mean."""
     module, _, name = _TABLES[kind].rpartition(".")
     return getattr(importlib.import_module(module), name)
 
@@ -143,12 +143,12 @@ def replaces_modes(algorithm_mode: str) -> bool:
 
 
 def transforms_with(trait: str) -> frozenset[str]:
-    """The built-in transforms whose spec has this field set, such as "needs_planning"."""
+    """Return the built-in transforms whose spec has this field set, such as "needs_planning"."""
     return frozenset(name for name, spec in table("transform").items() if getattr(spec, trait))
 
 
 def canonical_uncertainty(name: str) -> str:
-    """The built-in kind that an alias means; any other name as it is."""
+    """Return the built-in kind that an alias means; any other name as it is."""
     return str(importlib.import_module("retrain.advantages.transforms").canonical_kind(name))
 
 
@@ -164,7 +164,7 @@ registered_sources: set[str] = set()
 
 
 def names_of(kind: str) -> tuple[str, ...]:
-    """The built-in names of a kind, then the registered ones."""
+    """Return the built-in names of a kind, then the registered ones."""
     return builtin_names(kind) + (tuple(sorted(registered_sources)) if kind == "data" else ())
 
 
@@ -180,7 +180,7 @@ def is_known(kind: str, name: str) -> bool:
 
 
 def installed_plugins() -> tuple[EntryPoint, ...]:
-    """The entry points of every installed plugin."""
+    """Return the entry points of every installed plugin."""
     return _installed_plugins(search_path())
 
 
@@ -205,8 +205,8 @@ def is_data_location(source: str) -> bool:
 
 
 def source_task(source: str) -> str:
-    """The task that the problems of an evaluation source are, where there are several: the last
-    part of its name, without a file's suffix.
+    """Return the task that the problems of an evaluation source are, where there are several: the
+    last part of its name, without a file's suffix.
     """
     name = source.removeprefix("hub:").rpartition("/")[2]
     for suffix in DATA_FILE_SUFFIXES:
@@ -224,7 +224,7 @@ def condition_label(advantage_mode: str, transform_mode: str, algorithm_mode: st
 
 
 def folder_name(label: str) -> str:
-    """A condition's label in characters that a folder's name may have."""
+    """Return a condition's label in characters that a folder's name may have."""
     return _NOT_IN_A_FOLDER.sub("_", label)
 
 
@@ -232,7 +232,7 @@ _NOT_IN_A_FOLDER = re.compile(r"[^A-Za-z0-9+._-]")
 
 
 def _last_part(name: str) -> str:
-    """The last part of a dotted path; any other name as it is."""
+    """Return the last part of a dotted path; any other name as it is."""
     return name.rpartition(".")[2] if is_dotted(name) else name
 
 
@@ -264,7 +264,7 @@ not meant."""
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate closest to a mistyped word, or None when none is close. Case is ignored."""
+    """Return the candidate closest to a mistyped word in any case, or None if none is close."""
     names = {name.lower(): name for name in candidates}
     close = get_close_matches(word[:_MAX_CHARACTERS].lower(), names, n=1, cutoff=cutoff)
     if close:
@@ -277,8 +277,8 @@ _MAX_CHARACTERS = 100
 
 
 def synonym(name: str, section: str = "") -> str | None:
-    """The "section.key" for a name in another trainer, None for any other name; dashes count as
-    underscores.
+    """Return the "section.key" for a name in another trainer, None for any other name; dashes count
+    as underscores.
     """
     word = _word(name)
     prefixed = (

@@ -245,7 +245,7 @@ class _Parser:
             self._problems.extend(error.problems)
 
     def _find(self, flag: str) -> tuple[str | None, str, bool]:
-        """The key of a flag, the place inside of its table, and whether it is a --no- form."""
+        """Return the key of a flag, the place inside of its table, and True for a --no- form."""
         if flag in self._flags:
             return self._flags[flag], "", False
         if flag.startswith("--no-"):
@@ -309,8 +309,8 @@ class _Parser:
 
 
 def _nearest_flag(word: str, flags: Sequence[str]) -> str | None:
-    """The flag closest to a mistyped one without its dashes, which would make any two short words
-    alike.
+    """Return the flag closest to a mistyped one without its dashes, which would make any two short
+    words alike.
     """
     from retrain.config.keys import all_keys, homes_of
 

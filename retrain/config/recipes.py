@@ -127,7 +127,7 @@ def _given(data: Mapping[str, Any]) -> Json:
 
 
 def _filled(data: Mapping[str, Any], values: Mapping[str, Any]) -> Json:
-    """A copy of the sections with more values."""
+    """Return a copy of the sections with more values."""
     sections = dict(data)
     for path, value in values.items():
         section, _, key = path.partition(".")
@@ -160,7 +160,7 @@ def _wanted(name: str, given: Mapping[str, Any]) -> Json:
 
 
 def _table(section: Any) -> Json:
-    """The given keys of a section, in whichever form it comes."""
+    """Return the given keys of a section, in whichever form it comes."""
     if isinstance(section, BaseModel):
         return section.model_dump(exclude_unset=True, by_alias=True)
     if isinstance(section, dict):

@@ -32,7 +32,7 @@ def farewell(name: str, given: str = "") -> str:
 
 
 def removed_key(word: str) -> str:
-    """The removed "section.key" that a flag or a variable named, "" for any other word.
+    """Return the removed "section.key" that a flag or a variable named, "" for any other word.
 
     `word` stands without its dashes or RETRAIN_ in front.
     """

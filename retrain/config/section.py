@@ -52,14 +52,14 @@ class Traits:
     movable: bool = False
     """True if retrain reads the key again in each step, so that `[schedule]` may move it."""
     parameter_of: tuple[str, ...] = ()
-    """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
+    """The rewards whose judgment depends on it; "plugin" stands for every plugin."""
     needs: str = ""
     """The capabilities that the key needs, as space-separated words of backends and engines
     (`backends.base.Backend.lacks`).
     """
 
     def __or__(self, other: "Traits") -> "Traits":
-        """A key's own traits, and its section's where it has none."""
+        """Return a key's own traits, and its section's where it has none."""
         return Traits(**{name: getattr(self, name) or getattr(other, name) for name in _TRAITS})
 
 

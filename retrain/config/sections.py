@@ -112,8 +112,8 @@ def told_apart(conditions: Sequence[Condition]) -> tuple[Condition, ...]:
 
 
 def crossed(conditions: Sequence[Condition], grid: Mapping[str, Sequence[Any]]) -> list[Condition]:
-    """Every condition with every combination of the grid's values; one that has a label carries the
-    values behind it.
+    """Return every condition with every combination of the grid's values; one that has a label
+    carries the values behind it.
     """
     made = []
     for condition, combination in product(conditions, product(*grid.values())):
@@ -136,13 +136,13 @@ def _suffix(path: str, value: Any) -> str:
 
 
 def bare_value(value: Any) -> str:
-    """A value as TOML, but a string without its quotes."""
+    """Return a value as TOML, but a string without its quotes."""
     return value if isinstance(value, str) else toml_value(value)
 
 
 def _told_apart(condition: Condition, others: Sequence[Condition]) -> Condition:
-    """A condition whose label has every key in which it differs from `others`. One with a label, or
-    whose values give none, stays as it is.
+    """Return a condition whose label has every key in which it differs from `others`. One with a
+    label, or whose values give none, stays as it is.
     """
     label = condition.label
     for path, value in condition.sets.items():
@@ -378,7 +378,7 @@ class AllSections(Section):
         return value is not None and value.is_set(name)
 
     def value(self, path: str) -> Any:
-        """The value of "section.key"; None for a key of an absent [campaign]."""
+        """Return the value of "section.key"; None for a key of an absent [campaign]."""
         section, _, name = path.partition(".")
         return getattr(getattr(self, section), "from_" if name == "from" else name, None)
 

@@ -99,7 +99,7 @@ def details_of(error: ValidationError) -> list[ErrorDetails]:
 
 
 def violations_of(details: Iterable[ErrorDetails]) -> list[Violation]:
-    """The broken rules among the problems."""
+    """Return the broken rules among the problems."""
     found: list[Violation] = []
     for detail in details:
         cause = detail.get("ctx", {}).get("error")
@@ -153,7 +153,7 @@ def _sentence(
 
 
 def _spellings(path: str) -> list[str]:
-    """The own name of a key, then its aliases."""
+    """Return the own name of a key, then its aliases."""
     return [path, *(alias for alias, canonical in ALIASES.items() if canonical == path)]
 
 
@@ -237,7 +237,7 @@ def _condition_problem(loc: tuple[int | str, ...], details: list[ErrorDetails]) 
 
 
 def _unknown_setting(name: str) -> str:
-    """The reason why a condition cannot set `name`."""
+    """Return the reason why a condition cannot set `name`."""
     gone = farewell(name)
     if gone:
         return gone

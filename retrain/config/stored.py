@@ -41,15 +41,15 @@ def dump_toml(config: TrainConfig) -> str:
 
 
 def run_command(folder: Path) -> str:
-    """The command line that continues the run in `folder`, whatever file and flags began it: they
-    are all in its config.toml.
+    """Return the command line that continues the run in `folder`, whatever file and flags began it:
+    they are all in its config.toml.
     """
     return f"retrain {quote(str(folder / 'config.toml'))} --resume {quote(str(folder))}"
 
 
 def campaign_command(config: TrainConfig, folder: Path) -> str:
-    """The command line that continues a campaign: the file that began it, the flags above it, and
-    the folder.
+    """Return the command line that continues a campaign: the file that began it, the flags above
+    it, and the folder.
     """
     file, origins = config._provenance.path, config._provenance.origins
     if file is None:  # made in Python, which has its own way to give `[resume] from`
@@ -93,8 +93,8 @@ max_steps.
 
 
 def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
-    """One sentence for each value that a resumed run may not change, with both values; empty if it
-    may resume.
+    """Return one sentence for each value that a resumed run may not change, with both values; empty
+    if it may resume.
     """
     differing = differing_keys(stored, current)
     other_steps = any(key.path == "training.max_steps" for key in differing)
@@ -110,7 +110,7 @@ def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
 
 
 def differing_keys(stored: TrainConfig, current: TrainConfig) -> list[Key]:
-    """The keys whose values differ, in the order of the schema."""
+    """Return the keys whose values differ, in the order of the schema."""
 
     def kinds(config: TrainConfig) -> list[str]:
         return [device.partition(":")[0] for device in config.backend.device_list]
@@ -134,7 +134,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def shown_value(config: TrainConfig, path: str) -> str:
-    """The value of a key as TOML, or `unset`."""
+    """Return the value of a key as TOML, or `unset`."""
     value = config.value(path)
     if value is None:
         return "unset"

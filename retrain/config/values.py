@@ -80,8 +80,8 @@ def normalise_device(name: str) -> str:
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """The torch names in a comma-separated list such as "gpu:0,gpu:1"; one device, or two for split
-    mode.
+    """Return the torch names in a comma-separated list such as "gpu:0,gpu:1"; one device, or two
+    for split mode.
     """
     devices = tuple(part.strip() for part in text.split(","))
     for device in devices:

@@ -257,8 +257,8 @@ class ChatRenderer:
     """Messages as token ids: the renderer opens a conversation, and then continues it without
     encoding anything again.
 
-    After a reply it encodes only the template's text behind it: the end of the turn, the new
-    messages and the head of the next reply. The sampled tokens do not change.
+    After a reply it encodes only the template's next text: the end of the turn, the new messages
+    and the head of the next reply. The sampled tokens do not change.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class Shares:
 
     @classmethod
     def of(cls, sources: int) -> "Shares":
-        """The shares before the first step."""
+        """Return the shares before the first step."""
         return cls((0.0,) * sources, (0,) * sources)
 
     def after(self, weights: Sequence[float], count: int) -> "Shares":

@@ -76,7 +76,7 @@ def as_task(example: Example, task: str) -> Example:
 
 
 def query_of(config: "TrainConfig", split: Split) -> Query:
-    """The request for the examples of `load_examples`."""
+    """Return the request for the examples of `load_examples`."""
     source, copy = "", ""
     if split == "heldout":
         (source,) = config.evaluation.sources
@@ -122,7 +122,7 @@ def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> 
 
 
 def _beginnings(example: Example) -> list[str]:
-    """Return the prompt after each of its messages, with its white space normalised."""
+    """Return the prompt after each of its messages, with its white space normalized."""
     messages = example.prompt
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]

@@ -203,8 +203,8 @@ class PromptChoice:
         """Step -> indices, until the run observes the step."""
 
     def indices(self, step: int, count: int, seed: int) -> list[int] | None:
-        """The sampler's choice for a step; None for the shuffle. Raises RunFailed for indices that
-        are not `count` examples.
+        """Return the sampler's choice for a step; None for the shuffle. Raises RunFailed for
+        indices that are not `count` examples.
         """
         if self._sampler is None:
             return None

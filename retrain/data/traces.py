@@ -130,7 +130,7 @@ def load_traces(config: "TrainConfig", text: TextModel, split: Split = "train") 
 
 
 def trace_query(config: "TrainConfig", split: Split) -> Query:
-    """The request for the examples of `load_traces`."""
+    """Return the request for the examples of `load_traces`."""
     source, data = config.sft.source, config.data
     if source not in ("", data.source):
         data = data.model_copy(update={"source": source, "path": "", "params": {}})
@@ -177,7 +177,7 @@ class _Writer:
         return self._conversation(example)
 
     def _completion(self, text: str) -> Int32Array:
-        """[T] the tokens of a completion and of its end."""
+        """Return [T] the tokens of a completion and of its end."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids or ids[-1] not in self._eos_ids:
             ids = [*ids, self._end]

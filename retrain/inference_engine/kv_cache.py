@@ -51,7 +51,7 @@ class PromptState:
 
 
 class LayerCache:
-    """Keys or values of one layer, [rows, H, C, D]: plain, or quantised with one scale per row,
+    """Keys or values of one layer, [rows, H, C, D]: plain, or quantized with one scale per row,
     head and token.
     """
 
@@ -87,8 +87,8 @@ class LayerCache:
             )
 
     def places(self, positions: Tensor) -> Tensor:
-        """[R * H] for `append`: where the tokens at `positions` [R] of rows 0 .. R-1 lie among all
-        heads' tokens, [rows * H * C].
+        """Return [R * H] for `append`: the places of the tokens at `positions` [R] of rows 0 .. R-1
+        among all heads' tokens, [rows * H * C].
         """
         _, heads, capacity, _ = self.tensors[0].shape
         heads_start = (
@@ -418,7 +418,7 @@ class PagePool:
             stored.index_copy_(0, target, stored.index_select(0, source))
 
     def slot_mapping(self, pages: Sequence[int], count: int) -> npt.NDArray[np.int64]:
-        """[count] where the first tokens of a row that holds `pages` lie, for `write`."""
+        """Return [count] for `write`: the slots of the first tokens of a row that holds `pages`."""
         position = np.arange(count)
         slot_mapping: npt.NDArray[np.int64] = (
             np.array(pages, np.int64)[position // self.tokens] * self.tokens
@@ -463,7 +463,7 @@ class PagedTokens:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """[R, Hq, 1, D] of queries [R, Hq, 1, D] over the tokens of their rows, in pages. It
+        """Return [R, Hq, 1, D] of queries [R, Hq, 1, D] over the tokens of their rows, in pages. It
         ignores `softcap`, since families with a fused forward have no soft cap.
         """
         return self._attend(query[:, :, 0], key, value, self._rows, scaling, window).unsqueeze(2)

@@ -108,7 +108,9 @@ class MLXDialect(Dialect):
         )
 
     async def why_it_differs(self, server: Server) -> str:
-        """A folder that transformers 5 wrote names rope_theta where the server does not look."""
+        """Detect a folder that transformers 5 wrote: it names rope_theta where the server does not
+        look.
+        """
         from retrain.model.text import resolve_model
 
         file = Path(resolve_model(self.config.model.model)) / "config.json"

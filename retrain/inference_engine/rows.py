@@ -216,7 +216,7 @@ class RowBuffers:
         return index
 
     def pages_of(self, rows: Sequence[RunningRow]) -> npt.NDArray[np.int32]:
-        """[R, M] the pages of rows, for `put`."""
+        """Return [R, M] the pages of rows, for `put`."""
         block_table = np.zeros((len(rows), self.block_table.shape[1]), np.int32)
         for number, row in enumerate(rows):
             block_table[number, : len(row.pages)] = row.pages

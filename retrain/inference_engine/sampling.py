@@ -54,8 +54,8 @@ def draw(
     greedy: bool = False,
     kept_sets: type[KeptSets] = KeptSets,
 ) -> Tensor:
-    """[R, 4] draws of one token per row of `logits` [R, V], at `temperatures` [R] with `uniforms`
-    [R] in (0, 1). `greedy`: some temperatures may be 0.
+    """Return [R, 4] draws of one token per row of `logits` [R, V], at `temperatures` [R] with
+    `uniforms` [R] in (0, 1). `greedy`: some temperatures may be 0.
 
     The log-prob refers to the sampled distribution. The entropy of this distribution is H =
     logsumexp(z) - sum softmax(z) z in nats. Both are 0 for greedy rows. The draw never selects a
@@ -86,7 +86,7 @@ def _draw_scaled(
     greedy: Tensor | None,
     keep: Callable[[Tensor, Tensor], KeptSets] | None,
 ) -> tuple[Tensor, ...]:
-    """The columns [r, 1] of the draws of z = logits / temperature [r, V] in float32.
+    """Return the columns [r, 1] of the draws of z = logits / temperature [r, V] in float32.
 
     `greedy` [r] bool, or None where no row is. `keep` receives z - max z [r, V] and the sum of its
     exponentials [r].

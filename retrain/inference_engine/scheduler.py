@@ -70,7 +70,7 @@ class DecodeRun(ABC):
 
     @abstractmethod
     def _step(self, count: int) -> Tensor:
-        """[R, 4] draws of one step of the first `count` slots or more."""
+        """Return [R, 4] draws of one step of the first `count` slots or more."""
 
     def close(self) -> None:  # noqa: B027 - rows of one capacity go with the run
         """Release its memory."""
@@ -193,7 +193,7 @@ class ContiguousRun(DecodeRun):
         self._arena: KVArena | None = None
 
     def _cached(self, count: int) -> npt.NDArray[np.int64]:
-        """[count] tokens of the first slots in the cache: the position of the next one."""
+        """Return [count] tokens of the first slots in the cache: the position of the next one."""
         cached: npt.NDArray[np.int64] = self.buffers.position[:count].cpu().numpy()
         return cached
 

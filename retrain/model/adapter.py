@@ -47,7 +47,7 @@ _MASK = 0xFFFFFFFF
 def philox(
     seed: int, stream: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor]
 ) -> Tensor:
-    """[..., 4] int64 words in [0, 2**32), one block of four per broadcast element of the
+    """Return [..., 4] int64 words in [0, 2**32), one block of four per broadcast element of the
     counter.
     """
     last = counter[3]
@@ -80,14 +80,16 @@ def uniform_words(
     count: int,
     device: torch.device,
 ) -> Tensor:
-    """[..., count] words: element i is word i % 4 of the block with counter (a, b, c, i // 4)."""
+    """Return [..., count] words: element i is word i % 4 of the block with counter (a, b, c, i //
+    4).
+    """
     blocks = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
     words = philox(seed, stream, (a, b, c, blocks))
     return words.flatten(-2)[..., :count]
 
 
 def symmetric_uniforms(seed: int, stream: int, a: int, layer: int, like: Tensor) -> Tensor:
-    """float64 in (-1, 1) in the shape of `like`, with the counter (a, 0, layer)."""
+    """Return float64 in (-1, 1) in the shape of `like`, with the counter (a, 0, layer)."""
     words = uniform_words(seed, stream, a, 0, layer, like.numel(), like.device)
     return ((words.double() + 0.5) / 2**31 - 1).view_as(like)
 
@@ -133,9 +135,9 @@ class KeyedDropout(nn.Module):
         self.threshold = round(rate * 2**32)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [batch, positions, features], or [1, all positions, features] of packed rows; a row
-        starts with its first token. Some layers (OPT's, a shared expert's) flatten both to
-        [batch * positions, features].
+        """Drop features of x [batch, positions, features], or [1, all positions, features] of
+        packed rows. A row starts with its first token. Some layers (OPT's, a shared expert's)
+        flatten both to [batch * positions, features].
         """
         if self.key.rows is None:
             return x
@@ -148,7 +150,7 @@ class KeyedDropout(nn.Module):
         return x * (keep.view_as(x).to(x.dtype) / (1 - self.rate))
 
     def keep_mask(self, positions: int, features: int) -> Tensor:
-        """[batch, positions, features] of bool."""
+        """Return [batch, positions, features] of bool."""
         rows = self.key.rows
         if rows is None:
             raise ValueError("dropout masks exist only inside DropoutKey.active")
@@ -409,7 +411,7 @@ def _alpha(lora: "Lora", rank: int) -> int:
 
 
 def towers(base: "BaseModel") -> list[str]:
-    """The parts of a model of text and images or sound that are not its language model."""
+    """Return the parts of a model of text and images or sound that are not its language model."""
     config = base.model.config
     if config.get_text_config() is config:
         return []
@@ -421,7 +423,7 @@ def towers(base: "BaseModel") -> list[str]:
 
 
 def _inside(parts: list[str]) -> str | None:
-    """The pattern of every module in these parts."""
+    """Return the pattern of every module in these parts."""
     if not parts:
         return None
     return rf"(.*\.)?({'|'.join(map(re.escape, parts))})\..*"
@@ -476,8 +478,8 @@ def _initialise(model: nn.Module, seed: int) -> None:
 
 
 def _trial_change(module: Any, seed: int, number: int) -> tuple[nn.Parameter, Tensor]:
-    """Return a layer's lora_B [O, r], and the values that strength 1 adds to it: uniform between -w
-    and w, w = sqrt(3) / (s |A|).
+    """Return a layer's lora_B [O, r], and the values that strength 1 adds to it. They are uniform
+    between -w and w, w = sqrt(3) / (s |A|).
 
     s is the adapter's scale and |A| the Frobenius norm of lora_A [r, I]. Such values have the
     standard deviation 1 / (s |A|). With a B of that deviation, each component of s B A x has the

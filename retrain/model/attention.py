@@ -49,7 +49,7 @@ class AttentionBatch(Protocol):
         softcap: float | None,
         /,
     ) -> Tensor:
-        """[B, Hq, T, D] of queries [B, Hq, T, D] over keys and values [B, Hk, L, D]."""
+        """Return [B, Hq, T, D] of queries [B, Hq, T, D] over keys and values [B, Hk, L, D]."""
         ...
 
 
@@ -232,7 +232,7 @@ class RowLengths:
         self._biases: dict[int | None, Tensor | None] = {}
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[R, 1, 1, L], or None where every row sees everything."""
+        """Return [R, 1, 1, L], or None where every row sees everything."""
         if window is not None and window >= self.longest:
             window = None
         if window not in self._biases:
@@ -336,7 +336,7 @@ def prefers_products(query: Tensor) -> bool:
 def _products(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float
 ) -> Tensor:
-    """softmax(scaling * q k + bias) v of queries [R, Hk, G, D]; without gradient."""
+    """Return softmax(scaling * q k + bias) v of queries [R, Hk, G, D]; without gradient."""
     rows, heads = query.shape[:2]
     queries, keys, values = (tensor.flatten(0, 1) for tensor in (query, key, value))
     keys = keys.transpose(1, 2)
@@ -350,8 +350,8 @@ def _products(
 
 
 def visible_bias(lengths: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[R, 1, 1, L] additive mask: row r sees its tokens 0 .. lengths[r] - 1, only the last `window`
-    of them if given.
+    """Return [R, 1, 1, L] additive mask: row r sees its tokens 0 .. lengths[r] - 1, only the last
+    `window` of them if given.
     """
     position = torch.arange(longest, device=lengths.device)
     hidden = position >= lengths[:, None]

@@ -35,7 +35,7 @@ _QUANTISED = ("int8", "fp8")
 
 
 def sampling_chunk_bytes(device_type: str) -> int:
-    """Bytes of the float32 logits that a sampler handles together."""
+    """Return the bytes of the float32 logits that a sampler handles together."""
     return _SAMPLING_CHUNK_BYTES.get(device_type, _SAMPLING_CHUNK_BYTES["cpu"])
 
 
@@ -49,8 +49,8 @@ class DecodeLimits:
     tokens: int
 
     def rows_together(self, tokens_per_row: int, completions: int) -> int:
-        """The number of `completions` that decode together if the longest has `tokens_per_row`; the
-        others wait their turn.
+        """Return the number of `completions` that decode together if the longest has
+        `tokens_per_row`; the others wait their turn.
         """
         return max(1, min(self.rows, self.tokens // tokens_per_row, completions))
 
@@ -102,7 +102,7 @@ def longest_sampled(
 
 
 def most_new_tokens(training: "Training", evaluation: "Evaluation") -> int:
-    """Tokens of the longest completion that the run samples."""
+    """Return the tokens of the longest completion that the run samples."""
     if evaluation.asked_for:
         return max(training.max_tokens, evaluation.over(training).max_tokens)
     return training.max_tokens
@@ -153,8 +153,8 @@ def plan_decode(
     kv_cache_dtype: str = "auto",
     paged: bool = False,
 ) -> DecodeLimits:
-    """The budget that fits `memory_bytes`; `tokens_per_row` is the longest prompt and completion
-    together.
+    """Return the budget that fits `memory_bytes`; `tokens_per_row` is the longest prompt and
+    completion together.
 
     In pages as many rows start as there are pages, up to the device's cap, and stored prompts take
     pages too. Raises EnvironmentFailure if not even one row fits. The budget counts the unpacking

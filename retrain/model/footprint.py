@@ -31,8 +31,9 @@ TRAINED_BYTES = 16
 _PROBE_TOKENS = 64
 _META = torch.device("meta")
 _NF4_BYTES = 4.127 / 8
-"""A weight in 4 bits with doubly quantised scales, one for 64 weights (arXiv 2305.14314, section
-3)."""
+"""A weight in 4 bits with doubly quantized scales, one for 64 weights (arXiv 2305.14314, section
+3).
+"""
 
 
 class PredictionError(EnvironmentFailure):

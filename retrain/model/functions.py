@@ -31,11 +31,11 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any) -> "Norm":
-        """The norm of a transformers module."""
+        """Return the norm of a transformers module."""
         return cls(module.weight, module.variance_epsilon)
 
     def scale(self, x: Tensor) -> Tensor:
-        """[.., 1] float32, one over the root mean square of x [.., H]."""
+        """Return [.., 1] float32, one over the root mean square of x [.., H]."""
         mean = (
             torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
             .square_()
@@ -71,22 +71,22 @@ class Norm:
 
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
-    """[N, H] from [N, H]."""
+    """Return [N, H] from [N, H]."""
     return _run(_NormFunction, x, norm)
 
 
 def project(x: Tensor, projection: Projection) -> Tensor:
-    """[N, O] from [N, I]."""
+    """Return [N, O] from [N, I]."""
     return _run(_Project, x, None, projection, *_trained(projection))
 
 
 def norm_project(x: Tensor, norm: Norm, projection: Projection) -> Tensor:
-    """[N, O], the projection of the normed residual stream [N, H]."""
+    """Return [N, O], the projection of the normed residual stream [N, H]."""
     return _run(_Project, x, norm, projection, *_trained(projection))
 
 
 def gated_mlp(x: Tensor, norm: Norm, gate_up: Projection, down: Projection) -> Tensor:
-    """[N, H] down(silu(gate) * up) of the normed residual stream [N, H] (SwiGLU, arXiv
+    """Return [N, H] down(silu(gate) * up) of the normed residual stream [N, H] (SwiGLU, arXiv
     2002.05202).
     """
     return _run(_GatedMLP, x, norm, gate_up, down, *_trained(gate_up), *_trained(down))
@@ -175,14 +175,14 @@ class _Project(torch.autograd.Function):
 
 
 def _normed(ctx: Any, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
-    """`Norm.forward`, or x itself where there is no norm."""
+    """Return `Norm.forward`, or x itself where there is no norm."""
     if norm is None:
         return x, None
     return norm.forward(ctx, x)
 
 
 def _before_norm(norm: Norm | None, grad: Tensor | None, x: Tensor, scale: Tensor) -> Tensor | None:
-    """The gradient of x from `grad`, the gradient of `_normed`; None if that is None."""
+    """Return the gradient of x from `grad`, the gradient of `_normed`; None if that is None."""
     if norm is None or grad is None:
         return grad
     return norm.input_gradient(grad, x, scale)
@@ -216,7 +216,7 @@ class _GatedMLP(torch.autograd.Function):
 
 
 def gated(gates: Tensor) -> Tensor:
-    """silu(gate) * up [N, I] of both side by side."""
+    """Return silu(gate) * up [N, I] of both side by side."""
     gate, up = gates.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -273,8 +273,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def recomputed(layer: Callable[..., Any], hidden: Tensor, *others: Any, **named: Any) -> Any:
-    """`layer(hidden, *others, **named)`, of which the backward pass keeps the inputs alone and runs
-    the layer again.
+    """Return `layer(hidden, *others, **named)`, of which the backward pass keeps the inputs alone
+    and runs the layer again.
     """
     return checkpoint(
         layer, hidden, *others, use_reentrant=False, preserve_rng_state=False, **named

@@ -321,8 +321,8 @@ class _Causal(FusedAttention):
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """Largest ||found - expected|| / ||expected|| of a token; both [N, H]. A padding token's
-    embedding may be zero, in both.
+    """Return the largest ||found - expected|| / ||expected|| of a token; both [N, H]. A padding
+    token's embedding may be zero, in both.
     """
     found, expected = found.float(), expected.float()
     size = expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)

@@ -49,8 +49,8 @@ class Head:
     """softcap * tanh(logits / softcap), after the scale (Gemma)."""
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[rows, V] logits of [rows, H] hidden states in float32; the product itself runs in the
-        model's dtype, as the model's own does.
+        """Return [rows, V] logits of [rows, H] hidden states in float32; the product itself runs in
+        the model's dtype, as the model's own does.
 
         `out` [rows, V], of the model's dtype, is memory that the product may use.
         """
@@ -106,8 +106,8 @@ def score_tokens(
 def count_kept(
     head: Head, hidden: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Tensor:
-    """[N] float32 counts of the tokens that the cuts keep of softmax(logits / temperature), for
-    `hidden` [N, H].
+    """Return [N] float32 counts of the tokens that the cuts keep of softmax(logits / temperature),
+    for `hidden` [N, H].
     """
     rows, counts = chunk_rows(len(head.weight), chunk_bytes_on(hidden.device.type)), []
     # Memory for one chunk after the other: new memory costs page faults.
@@ -285,13 +285,13 @@ class _Chunk:
         self.logprobs = (of_target - self._total.log()).squeeze(-1)
 
     def entropies(self) -> Tensor:
-        """[rows] nats; p = 0 adds nothing."""
+        """Return [rows] nats; p = 0 adds nothing."""
         assert self._u is not None
         terms = torch.where(self._weights > 0, self._weights * self._u, 0.0).sum(-1, keepdim=True)
         return (self._total.log() - terms / self._total).squeeze(-1)
 
     def entropy_slope(self) -> Tensor:
-        """[rows, V], the entropies' gradient with respect to logits / T."""
+        """Return [rows, V], the entropies' gradient with respect to logits / T."""
         assert self._u is not None
         shift = self.entropies().unsqueeze(-1) - self._total.log()
         gradient = -self._weights / self._total * (self._u + shift)
@@ -304,20 +304,20 @@ class _Chunk:
         return gradient
 
     def to_logits(self, slope: Tensor) -> Tensor:
-        """[rows, V] the gradient with respect to the products, but for their scale / T."""
+        """Return [rows, V] the gradient with respect to the products, but for their scale / T."""
         if self.capped is not None and self.head.softcap is not None:
             slope = slope * (1 - (self.capped / self.head.softcap).square())
         return slope.to(self.head.weight.dtype)
 
     def to_hidden(self, slope: Tensor) -> Tensor:
-        """[rows, H] from the gradient with respect to logits / T, [rows, V]."""
+        """Return [rows, H] from the gradient with respect to logits / T, [rows, V]."""
         hidden_gradient = dense_product(self.to_logits(slope), self.head.weight.T)
         return hidden_gradient.mul_(self.head.scale / self.temperature)
 
 
 def exponentials(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """exp(x) of x <= 0, in `out` if given; 0 where float32 holds it with fewer digits or not at
-    all. NaN stays.
+    """Return exp(x) of x <= 0, in `out` if given; 0 where float32 holds it with fewer digits or not
+    at all. NaN stays.
 
     MKL, which computes it on a CPU, takes 8 to 25 times as long for each such number.
     """

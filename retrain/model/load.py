@@ -59,8 +59,8 @@ class BaseModel:
         positions: Tensor | None = None,
         attention_batch: AttentionBatch | None = None,
     ) -> Tensor:
-        """[batch, tokens, H] of [batch, tokens] ids: rows padded on the right, or packed, with our
-        attention plugged in.
+        """Return [batch, tokens, H] of [batch, tokens] ids: rows padded on the right, or packed,
+        with our attention plugged in.
 
         The model masks no token: attention is causal and padding is on the right, where no token
         sees it. Packed rows get an explicit mask of ones. Otherwise transformers would read the
@@ -222,7 +222,7 @@ def load_weights(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-        # bitsandbytes quantises a weight as it arrives on its device.
+        # bitsandbytes quantizes a weight as it arrives on its device.
         options |= {"quantization_config": quantisation, "device_map": {"": device}}
     try:
         with no_progress_bar():
@@ -325,7 +325,7 @@ def _matches(logits: Tensor, expected: Tensor, tolerance: float) -> bool:
 # Each rank holds 1/N of every layer, and all of a layer while it runs (FSDP2, ZeRO stage 3).
 # Embeddings, head and last norm stay whole on every rank: the learner reads the head's weight
 # outside of any layer, tied weights are both at once, and in a model that needs several GPUs they
-# are a few per cent. A frozen base gives the backward pass nothing to reduce. Every pass is
+# are a few percent. A frozen base gives the backward pass nothing to reduce. Every pass is
 # collective, so all ranks make equally many (`World.any_rank`).
 
 

@@ -203,7 +203,7 @@ def choose(
     world: World = ALONE,
     stored: MachineChoices | None = None,
 ) -> MachineChoices:
-    """Return `plan`, or a plan for one worker of several threads where a measurement favours it.
+    """Return `plan`, or a plan for one worker of several threads if a measurement favors it.
 
     `stored` are the choices of a resumed run, which stay except for the number of workers.
     """

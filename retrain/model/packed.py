@@ -58,8 +58,8 @@ def packs(elements: int, device: torch.device, dtype: torch.dtype) -> bool:
 def dense_product(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """[N, O] of x [N, I], a weight [O, I], which may be a transposed view, and a bias [O]; without
-    gradient. `out` [N, O] is memory that it may use.
+    """Return [N, O] of x [N, I], a weight [O, I], which may be a transposed view, and a bias [O];
+    without gradient. `out` [N, O] is memory that it may use.
 
     torch multiplies by MKL. On AMD's processors MKL takes 8 to 17% longer than oneDNN with the same
     unpacked weight (Zen 4, SmolLM2-135M's shapes, `benchmarks/floor.py`).

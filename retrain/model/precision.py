@@ -19,8 +19,8 @@ Saved = list[tuple[nn.Parameter, Tensor]]
 
 
 def other_precision(base: BaseModel) -> torch.dtype | None:
-    """bf16 for a base that computes in float32, float32 for one in half precision; None for a base
-    in parts.
+    """Return bf16 for a base that computes in float32, float32 for one in half precision; None for
+    a base in parts.
     """
     if base.shards.size > 1:
         return None

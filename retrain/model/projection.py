@@ -39,7 +39,7 @@ class _Factors(NamedTuple):
 
 
 def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
-    """(the frozen layer, the peft layer around it or None)."""
+    """Return (the frozen layer, the peft layer around it or None)."""
     if hasattr(module, "lora_A"):
         return (module.base_layer, module)
     return (module, None)
@@ -175,7 +175,7 @@ class Projection:
         return torch.cat([x, reduced], dim=1)
 
     def _frozen_product(self, x: Tensor) -> Tensor:
-        """[N, O] without any adapter."""
+        """Return [N, O] without any adapter."""
         if self.copy is not None and not self._merges:
             return self.copy.product(x)
         return dense_product(x, self.weight, self.bias)

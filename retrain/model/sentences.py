@@ -27,8 +27,8 @@ Vectors = npt.NDArray[np.floating]
 
 @lru_cache(maxsize=1)
 def load_sentence_encoder(name: str, device: str = "cpu") -> Callable[[Sequence[str]], Vectors]:
-    """[n] sentences -> [n, d] vectors of length 1, by the model of this name or in this folder;
-    loaded once per process.
+    """Load the model of this name or in this folder, once per process. It maps [n] sentences to [n,
+    d] vectors of length 1.
 
     Raises EnvironmentFailure without sentence-transformers, and for a model that is neither here
     nor on the hub.

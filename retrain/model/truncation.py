@@ -12,11 +12,11 @@ Three cuts each keep a prefix of that order, and the shortest prefix counts:
 
 A kept set is therefore one number, the count of its tokens. The learner needs only this count, and
 keeps as many of its own largest z. Let e be the largest difference between learner and sampler in z
-at a position. The log-sum-exp of the m largest z moves by at most e: it is the maximum, over all
-sets of m tokens, of functions that move so much. A truncated log-prob therefore moves by at most 2
-e, like a log-softmax over the whole vocabulary. A token that enters the set by rounding equals the
-replaced token to within 2 e. A stored threshold on z would instead let a token enter or leave with
-its whole probability. Shape letters: R rows, V vocabulary.
+at a position. The log-sum-exp of the m largest z moves by at most e. It is the maximum, over all
+sets of m tokens, of functions that move by at most e. A truncated log-prob therefore moves by at
+most 2 e, like a log-softmax over the whole vocabulary. A token that enters the set by rounding
+equals the replaced token to within 2 e. A stored threshold on z would instead let a token enter or
+leave with its whole probability. Shape letters: R rows, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ class Cuts(NamedTuple):
         return Cuts(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
     def most(self, vocabulary: int) -> Tensor:
-        """[R] tokens that top_k leaves."""
+        """Return [R] tokens that top_k leaves."""
         return torch.where(self.top_k > 0, self.top_k.clamp(max=vocabulary), vocabulary)
 
 
@@ -70,7 +70,7 @@ class KeptSets:
 
     @classmethod
     def of_counts(cls, z: Tensor, counts: Tensor) -> "KeptSets":
-        """The `counts` [R] largest of each row of `z` [R, V]."""
+        """Return the `counts` [R] largest of each row of `z` [R, V]."""
         sets = cls._of_everything(z)
         seen = 0
         for size in _looks(z.shape[1]):
@@ -121,8 +121,8 @@ class KeptSets:
         )
 
     def _set(self, rows: Tensor, counts: Tensor, largest: Tensor) -> None:
-        """`largest` holds the values of these rows in falling order, one more than `counts` unless
-        there are no more.
+        """Set the sets of `rows`. `largest` holds their values in falling order, one more than
+        `counts` unless there are no more.
         """
         self.counts[rows] = counts
         self.last[rows], self.tied[rows] = _edge(largest, counts)
@@ -148,14 +148,14 @@ class FixedKeptSets(KeptSets):
 
 
 def _edge(largest: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """`last` and `tied` [R] of kept sets, from values [R, size] in falling order."""
+    """Return `last` and `tied` [R] of kept sets, from values [R, size] in falling order."""
     last = largest.gather(-1, counts[:, None] - 1)
     after = largest.gather(-1, counts[:, None].clamp(max=largest.shape[1] - 1))
     return last[:, 0], (after == last)[:, 0] & (counts < largest.shape[1])
 
 
 def _largest(z: Tensor, rows: Tensor, size: int) -> Tensor:
-    """[rows, size or V] values in falling order."""
+    """Return [rows, size or V] values in falling order."""
     part = z if len(rows) == len(z) else z[rows]
     return part.topk(min(size, z.shape[1])).values
 
@@ -206,7 +206,7 @@ def keep_only(z: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
 
 
 def running_sums(x: Tensor) -> Tensor:
-    """[r, n] sums of x [r, n] >= 0 up to each place, never falling."""
+    """Return [r, n] sums of x [r, n] >= 0 up to each place, never falling."""
     if x.device.type not in BY_PRODUCT:
         return x.cumsum(-1)
     count = x.shape[-1]

@@ -52,7 +52,7 @@ PackedKernel = Callable[[Tensor, Tensor, Tensor, Spans, float, int | None], Tens
 def flash(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float, window: int | None
 ) -> Tensor:
-    """torch's flash kernel (CUDA, half precision). Its backward is deterministic under
+    """Attend by torch's flash kernel (CUDA, half precision). Its backward is deterministic under
     torch.use_deterministic_algorithms, but not with `warn_only`.
     """
     from torch.nn.attention.varlen import varlen_attn
@@ -103,8 +103,8 @@ D]."""
 def flash_paged(
     query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None
 ) -> Tensor:
-    """torch's flash kernel (CUDA, half precision). A row's result does not depend on the other
-    rows: its keys are not split.
+    """Attend over pages by torch's flash kernel (CUDA, half precision). A row's result does not
+    depend on the other rows, since the kernel does not split its keys.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -119,7 +119,7 @@ def flash_paged(
 def plain_paged(
     query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None
 ) -> Tensor:
-    """The same in matrix products, over all pages that a row could hold."""
+    """Attend as `flash_paged` in matrix products, over all pages that a row could hold."""
     count, heads, size = query.shape
     grouped = query.view(count, keys.shape[2], -1, size)
     k, v = (

@@ -189,7 +189,7 @@ def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None
 
 
 def _byte_of_name(token: str) -> str | bytes:
-    """The byte that a token such as <0x0A> names; any other token as it is."""
+    """Return the byte that a token such as <0x0A> names; any other token as it is."""
     found = _BYTE_TOKEN.fullmatch(token)
     if found:
         return bytes([int(found[1], 16)])
@@ -197,7 +197,9 @@ def _byte_of_name(token: str) -> str | bytes:
 
 
 def _byte_level(token: str) -> str | bytes:
-    """An added token with a character outside the alphabet, such as a space, stands for itself."""
+    """Return the token's bytes. An added token with a character outside the alphabet, such as a
+    space, stands for itself.
+    """
     try:
         return bytes([_BYTE_ALPHABET[character] for character in token])
     except KeyError:

@@ -61,11 +61,11 @@ class TrainedWeights(ABC):
         device: torch.device,  # noqa: ARG002
         lengths: Sequence[int] | None,  # noqa: ARG002
     ) -> AbstractContextManager[None]:
-        """The dropout masks of a step act inside, for rows of these numbers and lengths."""
+        """Apply the dropout masks of a step inside, for rows of these numbers and lengths."""
         return nullcontext()
 
     def computing(self, base: "BaseModel") -> AbstractContextManager[object]:  # noqa: ARG002
-        """The model computes in its own dtype inside."""
+        """Let the model compute in its own dtype inside."""
         return nullcontext()
 
     def written(self) -> None:  # noqa: B027 - most have nothing to follow

@@ -217,8 +217,8 @@ def _braced_first(text: str) -> str:
 
 
 def _brace_fractions(text: str) -> str:
-    r"""`\frac12` and `\frac1{2}` are `\frac{1}{2}`. A fraction with a single character left leaves
-    the whole string as it is.
+    r"""Write `\frac12` and `\frac1{2}` as `\frac{1}{2}`. A fraction before a single last character
+    leaves the whole string unchanged.
     """
     first, *rest = text.split(r"\frac")
     done = [first]

@@ -60,7 +60,9 @@ class UserReward:
         return self._of_one(value)
 
     def _of_group(self, value: object, size: int) -> dict[str, Any]:
-        """A member that got None, or no number, leaves the others their rewards."""
+        """Return the rewards of a group. A member that got None, or no number, leaves the others
+        their rewards.
+        """
         if isinstance(value, list) and len(value) == size:
             return {"members": [self._of_one(reward) for reward in value]}
         what = f"{len(value)} rewards" if isinstance(value, list) else _kind_of(value)

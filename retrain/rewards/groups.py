@@ -1,5 +1,5 @@
 """The completions of one prompt, judged together: what waits for the whole group, the majority's
-vote, and the normalisation of a reward within its group.
+vote, and the normalization of a reward within its group.
 """
 
 import threading

@@ -405,7 +405,9 @@ def _weighted(
     of_groups: frozenset[str],
     model: "LanguageModelJudge | None",
 ) -> WeightedJudge:
-    """`of_groups`: the user's functions that take a whole group."""
+    """Return the judge of one reward; `of_groups` names the user's functions that take a whole
+    group.
+    """
     reward = config.reward
     if kind == "judge" and model is not None:
         return WeightedJudge(model.submit, weight)

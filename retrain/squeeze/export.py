@@ -283,8 +283,8 @@ def _write_adapter(adapter: Path, output: Path, base: str) -> None:
 
 
 def _held_out(folder: RunFolder, config: TrainConfig, step: int) -> list[Evaluation]:
-    """The run's evaluations of the untrained model and of the exported weights, as far as it made
-    them.
+    """Return the run's evaluations of the untrained model and of the exported weights, as far as it
+    made them.
     """
     if not folder.evaluation.is_file():
         return []
@@ -306,8 +306,8 @@ def _card(
     held_out: list[Evaluation],
     what: str,
 ) -> str:
-    """The README.md of the export. `hub_base` is "" for a base that is a folder, which no card may
-    name.
+    """Return the README.md of the export. `hub_base` is "" for a base that is a folder, which no
+    card may name.
     """
     name = hub_base or Path(config.model.model).name
     library = "peft" if what == "Adapter" else "transformers"

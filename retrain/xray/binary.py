@@ -53,17 +53,17 @@ class Xray:
         return self.right[1:] - self.wrong[:-1]
 
     def weight(self, rates: Rates) -> Float64Array:
-        """f'(p) at pass rates [n], the weight of the gradient of a prompt's pass rate."""
+        """Return f'(p) at pass rates [n], the weight of the gradient of a prompt's pass rate."""
         return bernstein(self.coefficients, rates)
 
     def objective(self, rates: Rates) -> Float64Array:
-        """f(p) - f(0) at pass rates [n], the exact integral of the weight."""
+        """Return f(p) - f(0) at pass rates [n], the exact integral of the weight."""
         sums = np.concatenate([[0.0], np.cumsum(self.coefficients)])
         return bernstein(sums, rates) / self.group
 
     def noise(self, rates: Rates) -> Float64Array:
-        """Standard deviation of one group's gradient over its mean, at pass rates [n]. Infinite
-        where the mean is 0.
+        """Return the standard deviation of one group's gradient over its mean, at pass rates [n].
+        Infinite where the mean is 0.
 
         The gradient is with respect to the logit of p. Thus grad log pi is 1-p for a right
         completion and -p for a wrong completion.
@@ -120,7 +120,7 @@ def xray(
 
 
 def _means(values: Float64Array) -> tuple[Float64Array, Float64Array]:
-    """[G+1] mean advantage of the right and of the wrong completions; 0 if a group has none.
+    """Return [G+1] mean advantage of the right and of the wrong completions; 0 if a group has none.
     `values` [G+1, G] has the right completions of group k first.
     """
     groups, group = values.shape
@@ -134,7 +134,7 @@ def _means(values: Float64Array) -> tuple[Float64Array, Float64Array]:
 
 
 def binomial(count: int, rates: Rates) -> Float64Array:
-    """[n, count+1] probability of each number of successes at success rates [n]."""
+    """Return [n, count+1] probability of each number of successes at success rates [n]."""
     p = np.asarray(rates, dtype=np.float64)[:, None]
     k = np.arange(count + 1)
     ways = np.array([comb(count, number) for number in k], dtype=np.float64)
@@ -143,6 +143,6 @@ def binomial(count: int, rates: Rates) -> Float64Array:
 
 
 def bernstein(coefficients: Float64Array, rates: Rates) -> Float64Array:
-    """The polynomial sum_k c_k Bin(k; n-1, p) of n coefficients at rates [m]."""
+    """Return the polynomial sum_k c_k Bin(k; n-1, p) of n coefficients at rates [m]."""
     values: Float64Array = binomial(len(coefficients) - 1, rates) @ coefficients
     return values

@@ -54,7 +54,9 @@ def read_xray(
 
 
 def _named(name: str, trust: bool) -> "TrainConfig":
-    """The configuration of a file, or one with the advantage `name`, or else the algorithm."""
+    """Return the configuration of a file, or a configuration with the advantage or algorithm
+    `name`.
+    """
     from retrain.config import config_from_mapping, load_config
 
     if name.endswith(".toml") or Path(name).is_file():
@@ -68,7 +70,9 @@ def _named(name: str, trust: bool) -> "TrainConfig":
 
 
 def _arms(config: "TrainConfig") -> list[tuple[str, "TrainConfig"]]:
-    """The configurations of a file by what distinguishes them: one, or a campaign's conditions."""
+    """Return the configurations of a file by what distinguishes them: one, or a campaign's
+    conditions.
+    """
     if not config.is_set("campaign"):
         modes = config.algorithm
         return [(modes.algorithm_mode or modes.advantage_mode, config)]
@@ -124,7 +128,7 @@ def _read(label: str, config: "TrainConfig", group: int) -> Xray:
 
 
 def _step(groups: list[list[float]]) -> StepTokens:
-    """A step of completions that only their rewards tell apart."""
+    """Return a step of completions that only their rewards tell apart."""
     segments = Segments([_TOKENS] * sum(map(len, groups)))
     return StepTokens(
         rewards=groups,

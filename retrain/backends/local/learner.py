@@ -170,7 +170,7 @@ class Learner:
         self._score_pieces = self._pool.shared(self._score)
 
     def begin(self, config: "TrainConfig", *, supervised: bool = False) -> None:
-        """Begin a stage with these settings and a new optimizer; a `supervised` one minimises the
+        """Begin a stage with these settings and a new optimizer; a `supervised` stage minimizes the
         mean cross-entropy of the action tokens.
         """
         self.supervised = supervised
@@ -309,7 +309,7 @@ class Learner:
         return for_each_row(rows, self.score(filled, temperature, **asked))
 
     def _reference_logprobs(self, batch: list[LearnerRow]) -> list[Float32Array]:
-        """[T] log-probs of each row by [loss] kl_reference, over the whole vocabulary."""
+        """Return [T] log-probs of each row by [loss] kl_reference, over the whole vocabulary."""
         if self._settings.loss.kl_reference == "base":
             return self.score(batch, reference=True)
         with self.weights.started():
@@ -317,7 +317,7 @@ class Learner:
             return self.score(whole)
 
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
-        """[T] the numbers of tokens that `truncation` keeps, of each row."""
+        """Return [T] the numbers of tokens that `truncation` keeps, of each row."""
         return self.logprobs(rows, truncation=truncation)
 
     def score(
@@ -509,7 +509,7 @@ class Learner:
         return policy_loss(tokens, settings.loss, values, correction), own
 
     def _clip_counts(self, tokens: ActionTokens, own: Terms | None) -> Tensor:
-        """[2] `clip_counts`; zeros for a loss of one's own that gives no mask."""
+        """Return [2] `clip_counts`; zeros for a custom loss that gives no mask."""
         clipped = None
         if own is not None:
             clipped = own.clipped
@@ -518,13 +518,13 @@ class Learner:
         return clip_counts(tokens, self._settings.loss, clipped)
 
     def _entropy(self, entropies: Tensor | None) -> Tensor:
-        """[2] (sum, number) of the entropies."""
+        """Return [2] (sum, number) of the entropies."""
         if entropies is None:
             return torch.zeros(2, device=self.base.device)
         return torch.stack([entropies.detach().sum(), entropies.new_tensor(len(entropies))])
 
     def _measured(self, own: Terms | None) -> Tensor:
-        """[metrics, 2] (sum, number) of each metric; zeros for a dummy."""
+        """Return [metrics, 2] (sum, number) of each metric; zeros for a dummy."""
         if own is None or not self._metrics:
             return torch.zeros(len(self._metrics), 2, device=self.base.device)
         if tuple(own.metrics) != self._metrics:
@@ -606,12 +606,12 @@ class Learner:
 
     @contextmanager
     def _training(self, micro: MicroBatch, step: int) -> Iterator[None]:
-        """The adapter's dropout and gradient checkpointing are on inside, for the forward pass and
-        its backward.
+        """Switch the adapter's dropout and gradient checkpointing on inside, for the forward pass
+        and its backward.
 
-        A checkpointed layer keeps its input and runs again in the backward pass. Not by
-        transformers' own gradient checkpointing: that wants layers in training mode, where some
-        families drop out (OPT, StarCoder 2).
+        A checkpointed layer keeps its input and runs again in the backward pass. The gradient
+        checkpointing of transformers would want layers in training mode, where some families drop
+        out (OPT, StarCoder 2).
         """
         for layer in self._checkpointed:
             layer.forward = partial(recomputed, layer.forward)
@@ -623,7 +623,7 @@ class Learner:
                 del layer.forward
 
     def _dropout(self, micro: MicroBatch, step: int) -> AbstractContextManager[None]:
-        """The masks of `step` act inside, where there is dropout."""
+        """Apply the masks of `step` inside, if there is dropout."""
         if self._settings.supervised:
             step += _SUPERVISED_STEPS
         numbers, lengths = [row.number for row in micro.rows], None

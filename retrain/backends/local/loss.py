@@ -29,35 +29,37 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def ratio(new: Tensor, old: Tensor, log_ratio_clamp: float) -> Tensor:
-    """[N] exp(new - old), the log-ratio clamped to +-log_ratio_clamp; outside the clamp there is no
-    gradient.
+    """Return [N] exp(new - old), the log-ratio clamped to +-log_ratio_clamp; outside the clamp
+    there is no gradient.
     """
     return (new - old).clamp(-log_ratio_clamp, log_ratio_clamp).exp()
 
 
 def sequence_means(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[sequences] mean over each sequence's tokens; 0 for an empty one."""
+    """Return [sequences] mean over each sequence's tokens; 0 for an empty one."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=values.device)
     return torch.segment_reduce(values, "sum", lengths=counts, initial=0.0) / counts.clamp(min=1)
 
 
 def spread(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[N] the value of each token's sequence, from [sequences]."""
+    """Return [N] the value of each token's sequence, from [sequences]."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=values.device)
     # Without the size the host would wait for the sum of the counts.
     return values.repeat_interleave(counts, output_size=sum(lengths))
 
 
 def gspo_ratio(new: Tensor, old: Tensor, lengths: Sequence[int], log_ratio_clamp: float) -> Tensor:
-    """[sequences] s_i = exp(mean_t log ratio): the geometric mean of the token ratios (GSPO)."""
+    """Return [sequences] s_i = exp(mean_t log ratio): the geometric mean of the token ratios
+    (GSPO).
+    """
     return sequence_means((new - old).clamp(-log_ratio_clamp, log_ratio_clamp), lengths).exp()
 
 
 def cispo_weight(
     new: Tensor, old: Tensor, low: float, high: float, log_ratio_clamp: float
 ) -> Tensor:
-    """[N] the ratio clipped to [low, high], detached: it weighs the log-prob's gradient and never
-    cuts it off (CISPO).
+    """Return [N] the ratio clipped to [low, high], detached: it weighs the log-prob's gradient and
+    never cuts it off (CISPO).
     """
     return ratio(new, old, log_ratio_clamp).clamp(low, high).detach()
 
@@ -65,7 +67,7 @@ def cispo_weight(
 def sequence_ratio(
     train: Tensor, sampler: Tensor, lengths: Sequence[int], log_ratio_clamp: float
 ) -> Tensor:
-    """[N] exp(sum_t (train - sampler)) of each token's sequence, the sum clamped to
+    """Return [N] exp(sum_t (train - sampler)) of each token's sequence, the sum clamped to
     +-log_ratio_clamp; detached.
     """
     counts = torch.tensor(lengths, dtype=torch.int64, device=train.device)
@@ -76,8 +78,8 @@ def sequence_ratio(
 def kl_term(
     new: Tensor, reference: Tensor, estimator: KLEstimator, log_ratio_clamp: float
 ) -> Tensor:
-    """[N] per-token estimate of KL(policy || reference) from tokens of the policy (Schulman's k1,
-    k2, k3).
+    """Return [N] per-token estimate of KL(policy || reference) from tokens of the policy
+    (Schulman's k1, k2, k3).
 
     All three values estimate this KL. Their gradients as loss terms, with fixed tokens, have
     different expectations. With k1 the expectation is 0. With k2 it is the gradient of KL(policy ||
@@ -97,8 +99,8 @@ def kl_term(
 def clipped_terms(
     ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> Tensor:
-    """[N] -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), bounded by -dual_clip * A where A
-    < 0 and dual_clip is on.
+    """Return [N] -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), bounded by -dual_clip * A
+    where A < 0 and dual_clip is on.
     """
     gain = torch.minimum(
         ratios * advantages, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -109,8 +111,8 @@ def clipped_terms(
 
 
 def detached_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] the ratios that the clip reads, without gradient: a token's own ratio, or in gspo the
-    ratio of its sequence.
+    """Return [N] the ratios that the clip reads, without gradient: a token's own ratio, or in gspo
+    the ratio of its sequence.
     """
     new = tokens.new.detach()
     if settings.mode != "gspo":
@@ -121,8 +123,8 @@ def detached_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def gspo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] terms whose clip acts on the sequence's ratio, so that every token of a sequence has the
-    same gradient weight.
+    """Return [N] terms whose clip acts on the sequence's ratio, so that every token of a sequence
+    has the same gradient weight.
 
     The forward value of each token's ratio is s_i, and its gradient s_i * d log pi_t (GSPO-token),
     so advantages may differ by token. With equal advantages and the sequence mean this is GSPO's
@@ -133,8 +135,8 @@ def gspo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def sapo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] -A f(rho), f(rho) = 4 / tau * sigmoid(tau (rho - 1)), tau = tau_pos where A > 0 and
-    tau_neg elsewhere (SAPO, 2511.20347).
+    """Return [N] -A f(rho), f(rho) = 4 / tau * sigmoid(tau (rho - 1)). The value of tau is tau_pos
+    where A > 0 and tau_neg elsewhere (SAPO, 2511.20347).
 
     f'(1) = 1: on policy the gradient equals importance sampling's, and off policy it fades in both
     directions.
@@ -148,8 +150,8 @@ def sapo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def gmpo_log_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] log-ratios, at most clip_high where A > 0 and at least -clip_low elsewhere: GMPO clips
-    one side, in log space.
+    """Return [N] log-ratios, at most clip_high where A > 0 and at least -clip_low elsewhere: GMPO
+    clips one side, in log space.
     """
     low, high = settings.clips
     clamp = settings.log_ratio_clamp
@@ -160,8 +162,8 @@ def gmpo_log_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def gmpo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] -A times the geometric mean of the sequence's clipped ratios, with the gradient through
-    the token's own (GMPO, 2507.20673).
+    """Return [N] -A times the geometric mean of the sequence's clipped ratios, with the gradient
+    through the token's own (GMPO, 2507.20673).
 
     Advantages may differ by token, as in gspo. With equal advantages and the sequence mean the
     gradient equals the gradient of GMPO. A clipped token loses its gradient and still counts in the
@@ -173,8 +175,8 @@ def gmpo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def dppo_kept(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """Return [N] of bool: True if the token's probability has risen by at most clip_high (A > 0) or
-    fallen by at most clip_low (A < 0).
+    """Return [N] of bool: True if the token's probability rises at most clip_high (A > 0) or falls
+    at most clip_low (A < 0).
     """
     low, high = settings.clips
     moved = tokens.new.detach().exp() - tokens.old.exp()
@@ -182,8 +184,8 @@ def dppo_kept(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def dppo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] -min(rho, cap) A log pi of the tokens inside the trust region, the weight detached (DPPO
-    with the binary total variation, 2602.04879).
+    """Return [N] -min(rho, cap) A log pi of the tokens inside the trust region, the weight detached
+    (DPPO with the binary total variation, 2602.04879).
     """
     cap = settings.params.get("cap", LOSSES["dppo"].parameters["cap"])
     weight = ratio(tokens.new.detach(), tokens.old, settings.log_ratio_clamp).clamp(max=cap)
@@ -199,7 +201,7 @@ TERMS: dict[str, Callable[[ActionTokens, "Loss"], Tensor]] = {
 
 
 def policy_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] per-token policy loss of a built-in mode, before correction and normalisation."""
+    """Return [N] per-token policy loss of a built-in mode, before correction and normalization."""
     if settings.mode in TERMS:
         return TERMS[settings.mode](tokens, settings)
     if settings.mode == "cispo":
@@ -212,8 +214,8 @@ def policy_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def correction_weight(tokens: ActionTokens, settings: "Loss") -> Tensor | None:
-    """[N] detached weight for the mismatch between the old log-probs of learner and sampler; None
-    if it is off.
+    """Return [N] detached weight for the mismatch between the old log-probs of learner and sampler;
+    None if it is off.
 
     tis weighs tokens by min(ratio, correction_cap). icepop weighs them by a ratio in
     [correction_low, correction_high], else by 0. Both seq_tis and seq_mask weigh completions by the
@@ -246,7 +248,7 @@ def policy_loss(
     terms: Tensor | None = None,
     correction: Tensor | None = None,
 ) -> Tensor:
-    """Return the scalar to minimise: sum of weights * policy * correction + regulariser_weights *
+    """Return the scalar to minimize: sum of weights * policy * correction + regulariser_weights *
     (kl_coef * KL - entropy_coef * entropy).
 
     `terms` and `correction`, [N] each, come from plugins. By default they come from the built-in
@@ -278,8 +280,8 @@ def policy_loss(
 
 
 def clipped_tokens(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] of bool: True if the clip took the token's policy gradient away, or in cispo bounded its
-    weight. In importance_sampling and ppo the clamp of the log-ratio counts as a clip.
+    """Return [N] of bool: True if the clip took the token's policy gradient away, or in cispo
+    bounded its weight. In importance_sampling and ppo the clamp of the log-ratio counts as a clip.
 
     In gmpo the clip is one-sided in log space. In dppo a token counts if its probability left the
     trust region.
@@ -307,7 +309,7 @@ def clipped_tokens(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def clip_counts(tokens: ActionTokens, settings: "Loss", clipped: Tensor | None = None) -> Tensor:
-    """[2] float: clipped tokens, and all tokens with a policy gradient to lose. In gspo the
+    """Return [2] float: clipped tokens, and all tokens with a policy gradient to lose. In gspo the
     function counts sequences, each with the share of its tokens. The clip acts on a whole sequence
     unless its tokens' advantages differ in sign.
 

@@ -68,16 +68,16 @@ class MicroBatch:
     """Action tokens of each row."""
 
     def flat(self, arrays: Sequence[Float32Array]) -> Tensor:
-        """[A] float32 on the device, from one array per row."""
+        """Return [A] float32 on the device, from one array per row."""
         return torch.from_numpy(np.concatenate(arrays)).to(self.token_ids.device)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """[A, H] the hidden states that predict the actions."""
+        """Return [A, H] the hidden states that predict the actions."""
         return hidden.flatten(0, 1).index_select(0, self.predictors)
 
     def kept(self) -> Tensor | None:
-        """[A] int64 on the device: the number of tokens from which the sampler drew each action.
-        The result is None if it drew every action from the whole vocabulary.
+        """Return [A] int64 on the device: the number of tokens from which the sampler drew each
+        action. The result is None if it drew every action from the whole vocabulary.
         """
         counts = [row.row.kept for row in self.rows]
         if all(count is None for count in counts):

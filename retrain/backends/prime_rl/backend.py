@@ -213,7 +213,7 @@ class PrimeEngine(ServedEngine):
     def _completions(
         self, index: int, request: SampleRequest, server: Server, answer: Any
     ) -> list[Completion]:
-        """Return completions with the kept sets themselves, which the trainer renormalises over."""
+        """Return completions with the kept sets themselves, over which the trainer renormalizes."""
         completions = super()._completions(index, request, server, answer)
         if any(completion.kept is None for completion in completions):
             return completions
@@ -227,7 +227,7 @@ class PrimeEngine(ServedEngine):
         ]
 
     def _leave(self) -> None:
-        """The servers belong to PRIME-RL and keep the policy that they have."""
+        """Do nothing: the servers belong to PRIME-RL and keep their policy."""
 
 
 # -- the backend -----------------------------------------------------------------------------------

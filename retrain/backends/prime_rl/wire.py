@@ -87,8 +87,8 @@ class Sample:
 
 
 def share_out(samples: Sequence[Sample], ranks: int, most_tokens: int) -> list[list[list[Sample]]]:
-    """[ranks][micro-batches][samples]: every rank gets the same number of micro-batches, as the
-    trainer's collectives require.
+    """Return [ranks][micro-batches][samples]: every rank gets the same number of micro-batches, as
+    the trainer's collectives require.
 
     A micro-batch holds up to `most_tokens` tokens, or one sample that is longer; 0 gives each
     sample its own. If the number does not divide evenly, a sample without actions fills the gap.
@@ -157,8 +157,8 @@ def _joined(parts: Sequence[npt.NDArray[Any]]) -> list[Any]:
 
 
 def _sampling_mask(pack: Sequence[Sample]) -> list[bytes] | None:
-    """[ids, counts] as int32 bytes: how many ids each position kept, 0 for the whole vocabulary,
-    and the ids one after another.
+    """Return [ids, counts] as int32 bytes: how many ids each position kept, 0 for the whole
+    vocabulary, and the ids one after another.
     """
     if all(sample.kept is None for sample in pack):
         return None
@@ -250,7 +250,7 @@ class FileSystemSender(Sender):
                 file.unlink()
 
     def wait_for_trainer(self) -> None:
-        """A file waits for its reader."""
+        """Return at once, since a file waits for its reader."""
 
     def send(self, batch: int, payloads: Sequence[bytes]) -> None:
         folder = self.folder / f"step_{batch}"

@@ -241,7 +241,7 @@ class TinkerBackend(TinkerFacts):
         if config.loss.mode not in TINKER_LOSSES:
             return self._request_computed(rows, weights, adam)
         # A service that takes means divides each row's term, which is undone: the weights already
-        # normalise the gradient.
+        # normalize the gradient.
         means = config.backend.tinker.loss_reduction != "sum"
         undone = [float(len(row.shifted) * len(rows)) if means else 1.0 for row in rows]
         scaled = [
@@ -357,7 +357,7 @@ class TinkerBackend(TinkerFacts):
     # -- files -------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """The service keeps weights and optimizer; the folder names the place."""
+        """Save weights and optimizer at the service; the folder names the place."""
         with self._service.slot():
             path = self._service.result(
                 "a checkpoint", lambda: self.trainer.save_state(self._name("checkpoint"))

@@ -76,8 +76,8 @@ def _datum(row: ShiftedRow, **inputs: Float32Array) -> "types.Datum":
 
 
 def action_logprobs(row: ShiftedRow, output: Any) -> Float32Array | None:
-    """[T] the learner's log-probs in one item of `loss_fn_outputs`; None where the service returned
-    none.
+    """Return [T] the learner's log-probs in one item of `loss_fn_outputs`; None where the service
+    returned none.
     """
     if "logprobs" not in output:
         return None
@@ -105,7 +105,7 @@ def ratio_bounds(loss: "Loss") -> tuple[float, float] | None:
 
 
 def policy_terms(new: Values, old: Values, advantages: Values, loss: "Loss") -> Values:
-    """[N] per-token loss."""
+    """Return [N] per-token loss."""
     ratio, bounds = np.exp(new - old), ratio_bounds(loss)
     if bounds is None:
         return -ratio * advantages
@@ -118,7 +118,7 @@ def policy_terms(new: Values, old: Values, advantages: Values, loss: "Loss") -> 
 def clipped_tokens(
     new: Values, old: Values, advantages: Values, loss: "Loss"
 ) -> npt.NDArray[np.bool_]:
-    """[N] the clip removed the token's gradient, or in cispo bounded its weight."""
+    """Return [N], True if the clip removed the token's gradient, or in cispo bounded its weight."""
     ratio, bounds = np.exp(new - old), ratio_bounds(loss)
     if bounds is None:
         return np.zeros(len(ratio), bool)
