@@ -218,7 +218,7 @@ def load_plugin(
             f"{where} is not known; it can be {', '.join(sorted(names))}, or a dotted path such as"
             f" my_module.my_function{hint}"
         )
-    if kind == "advantage" and inspect.isclass(plugin):  # one that keeps something between steps
+    if kind == "advantage" and inspect.isclass(plugin):  # a stateful plugin
         with user_code(where, ConfigurationError):
             plugin = plugin()
     _check(kind, plugin, where, config)

@@ -521,8 +521,9 @@ class StepResult:
     """Mean Shannon entropy of the policy at the action tokens of the first minibatch, before the
     first update; None where the engine records entropies."""
     loss_metrics: dict[str, float] | None = None
-    """Mean of each quantity that a loss of one's own reports, over the tokens (or sequences) of all
-    updates of the step."""
+    """Mean of each quantity that a custom loss reports, over the tokens (or sequences) of all
+    updates of the step.
+    """
 
 
 @dataclass(frozen=True)

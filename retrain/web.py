@@ -38,7 +38,7 @@ _SHOWN = 300
 _SHOWN_UNREAD = 80
 """Characters of an answer in an unknown form, such as a page of HTML."""
 
-# Else every retry prints a line; a failure says how many there were.
+# Silence a line for every retry; a failure says how many there were.
 logging.getLogger("stamina").addHandler(logging.NullHandler())
 
 

@@ -270,7 +270,7 @@ class CreditPipeline:
             assigned = self.compute(tokens, step, sepa_lambda)
         except ValueError as error:
             raise RunFailed(f"Credit assignment of step {step}: {error}.") from error
-        execution = np.zeros(0)  # what SEPA's controller learns from
+        execution = np.zeros(0)  # SEPA's controller learns from it
         if assigned.uncertainty is not None and self.uses_sepa_controller:
             execution = assigned.uncertainty[~tokens.planning]
         return Credit.of(

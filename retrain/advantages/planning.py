@@ -69,7 +69,7 @@ def _collapsed(text: str) -> str:
 
 
 def _is_word(character: str) -> bool:
-    return character.isalnum() or character == "_"  # what \w means in re
+    return character.isalnum() or character == "_"  # the meaning of \w in re
 
 
 class RegexDetector:

@@ -98,7 +98,7 @@ def episode_stage(
 def _builtin_advantages(
     builtin: BuiltinAdvantage, params: dict[str, Any], tokens: StepTokens, _: int
 ) -> list[list[float]]:
-    if builtin.batch_level:  # which tells the form to us and not to mypy
+    if builtin.batch_level:  # mypy does not infer the form from this
         return builtin.function(tokens.rewards, tokens.token_counts, **params)  # type: ignore[return-value]  # of all groups
     assigned: list[list[float]] = []
     for group, rewards in enumerate(tokens.rewards):

@@ -119,7 +119,7 @@ def _checked_terms(answer: Any, tokens: ActionTokens) -> Terms:
             raise Fault(
                 f"reports a metric {CLIPPED} of {clipped.dtype}, which must be a mask of torch.bool"
             )
-    # In one order, since every micro-batch must report the same metrics.
+    # Sort them, since every micro-batch must report the same metrics.
     return Terms(
         values,
         clipped,

@@ -70,7 +70,7 @@ def small_batch(
     }
     reference = (leaf.detach() + normal(0.3)).clamp(max=0.0)
     tokens = ActionTokens(
-        new=leaf.clone(),  # not a leaf, as in a run
+        new=leaf.clone(),  # in a run it is not a leaf either
         old=old,
         sampler=(old + normal(0.05)).clamp(max=0.0),
         advantages=advantages,
@@ -129,7 +129,7 @@ def prove_loss(function: OwnFunction) -> None:
                 "has a gradient where every advantage is 0; multiply its terms by"
                 f" tokens.advantages, or declare {_attribute(function, 'own_term')} = True"
             )
-    start = on_policy(function)  # as in the first update of every step
+    start = on_policy(function)  # the first update of every step
     if not torch.isfinite(_gradient(_finite_terms(function, start), start)).all():
         raise Fault("has a gradient that is not finite where tokens.new equals tokens.old")
 

@@ -94,7 +94,7 @@ def members(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[_Member]:
     """Yield the members of a union, with Annotated wrappers and None taken off."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        # pydantic keeps constraints plain on a field, and inside a FieldInfo on an item of a list
+        # pydantic keeps constraints plain on a field, and inside a FieldInfo on an item of a list.
         own = (item.metadata if isinstance(item, FieldInfo) else [item] for item in args[1:])
         yield from members(args[0], (*chain.from_iterable(own), *metadata))
     elif origin in (Union, types.UnionType):

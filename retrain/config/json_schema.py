@@ -8,8 +8,8 @@ from retrain.system import Json
 
 
 def json_schema() -> Json:
-    """Return every section and key with its type, default and help, and each alias as a property of
-    its key's section.
+    """Return every section and key with its type, default and help. Each alias is a property of its
+    section too.
     """
     schema: Json = _plain(TrainConfig.model_json_schema(by_alias=True))
     for alias, canonical in ALIASES.items():

@@ -38,7 +38,7 @@ def judging_rewards(config: TrainConfig) -> Rewards:
         _VERIFIABLE.get(source or config.data.source, _ANY_SOURCE)
         for source in config.evaluation.sources
     }
-    judge = judges.pop() if len(judges) == 1 else "math"  # which compares letters and words too
+    judge = judges.pop() if len(judges) == 1 else "math"  # it compares letters and words too
     return kept or ((judge, 1.0),)
 
 

@@ -236,7 +236,7 @@ def _flags_only(given: Overrides | Sequence[str]) -> Sequence[Override]:
 def _build(
     data: Json, given: list[Override], file: Path | None, *, rules: bool = True
 ) -> TrainConfig:
-    # Before the merge, so that a flag for the key wins over its alias in the file.
+    # Move aliases before the merge, so that a flag for the key wins over its alias in the file.
     data, _ = moved_aliases(data)
     given = [
         replace(override, path=ALIASES.get(override.path, override.path)) for override in given

@@ -174,7 +174,7 @@ def is_known(kind: str, name: str) -> bool:
         name in names_of(kind)
         or is_dotted(name)
         or (kind == "data" and is_data_location(name))
-        # last, since the first look takes milliseconds
+        # Ask this last, since the first look takes milliseconds.
         or any(point.name == name for point in installed_plugins())
     )
 

@@ -54,7 +54,7 @@ def modes_of(algorithm: str, advantage: str, transform: str) -> tuple[str, str]:
     if replaces_modes(algorithm):
         built_in = RECIPES.get(algorithm, Recipe("", ""))
         return built_in.advantage, built_in.transform
-    if is_recipe(algorithm) and not advantage:  # of a condition, before it is an arm
+    if is_recipe(algorithm) and not advantage:  # a condition that is not an arm yet
         advantage, transform = (recipe(algorithm)[path] for path in _MODES)
     return advantage, transform
 

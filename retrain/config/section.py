@@ -104,7 +104,7 @@ class Applicability:
         if self.path in config.schedule.points:
             return False
         value = config.value(self.path)
-        # -0.0 is 0
+        # This writes -0.0 as 0.
         shown = f"{value or 0:g}" if isinstance(value, int | float) else str(value)
         return (shown in self.values) == self.unless
 

@@ -191,7 +191,7 @@ def _unknown_key(section: str, name: str, place: Place) -> str:
         )
     own = [key.name for key in all_keys() if key.section == section]
     others = [key.section for key in all_keys() if key.name == name]
-    # From the surest guess to the weakest.
+    # Try the surest guess first and the weakest last.
     meant = synonym(name, section)
     if meant:
         home, _, known = meant.partition(".")

@@ -236,7 +236,7 @@ def _dated(template: str, day: str) -> str:
     codes = {f"%{letter}": at.strftime(f"%{letter}") for letter in ascii_letters}
     filled = "".join(f"|replace({code!r}, {text!r})" for code, text in codes.items())
     macro = f"{{% macro {DATE_ARGUMENT}(form) %}}{{{{ form{filled} }}}}{{% endmacro %}}"
-    return f"{macro}{{{{ '' }}}}{template}"  # which keeps a line break at its beginning
+    return f"{macro}{{{{ '' }}}}{template}"  # the empty text keeps a line break at its beginning
 
 
 # ---- conversations that go on --------------------------------------------------------------------

@@ -144,7 +144,7 @@ def _sum_of_four(draws: Sequence[float]) -> Problem:
     place, tens, first, second, third, paired = draws[:6]
     digits = [1 + int(9 * draw) for draw in (first, second, third)]
     if paired < 0.5:
-        kept = int(6 * paired)  # which of the three makes no ten
+        kept = int(6 * paired)  # the digit outside the pair that makes 10
         one, other = (number for number in range(3) if number != kept)
         digits[other] = 10 - digits[one]
     digits.insert(int(4 * place), 10 + int(50 * tens))

@@ -111,7 +111,7 @@ def _read_jsonl(file: Path) -> Iterator[RawRow]:
                 columns = parse_json(
                     line.decode("utf-8-sig" if index == 0 else "utf-8"), integer_or_digits
                 )
-            except ValueError:  # not UTF-8, or not JSON
+            except ValueError:  # bytes that are not UTF-8 or not JSON
                 columns = None
             yield RawRow(
                 f"{file.name} line {index + 1}",

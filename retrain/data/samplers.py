@@ -98,7 +98,7 @@ class _Counting(PromptSampler):
     def observe(self, indices: Sequence[int], groups: Sequence[Group]) -> None:
         for index, group in zip(indices, groups, strict=True):
             self.taken[index] += 1
-            if len(group):  # one that nobody could judge says nothing
+            if len(group):  # an unjudged group says nothing
                 self._count(index, group.correct, len(group))
 
     def _count(self, index: int, right: int, judged: int) -> None:

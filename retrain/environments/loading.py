@@ -103,7 +103,7 @@ def environment_code(what: str, timeout_s: float) -> Iterator[None]:
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
     """Raise _TookTooLong in the block after `seconds`. Restore the signal handlers that the block
-    changes, since with its own a stopped run would no longer save itself.
+    changes, since with the block's handlers a stopped run would no longer save itself.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -167,7 +167,7 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
                 " retrain.types.Example with prompts that are text or lists of messages {role,"
                 " content}."
             )
-    # Before the cut, so that no id depends on max_examples.
+    # Number them before the cut, so that ids do not depend on max_examples.
     named = [
         example if example.example_id else replace(example, example_id=f"{split}-{i}")
         for i, example in enumerate(examples)

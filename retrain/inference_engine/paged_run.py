@@ -312,7 +312,8 @@ class PagedRun(DecodeRun):
                 self._pool.copy(*zip(*copied, strict=True))
             logits = [begun.logits for _, begun in entering if begun.logits is not None]
             self._begin([row for row, _ in entering], torch.stack(logits))
-        # Not before, or a further reservation could evict what an entering row reads.
+        # Cache prompts only now, since a further reservation could evict what an entering row
+        # reads.
         for key, prompt in using.items():
             self._pager.cached[key] = prompt
 

@@ -72,7 +72,7 @@ def draw(
         if greedy:
             is_greedy = divisors == 0
             divisors = torch.where(is_greedy, 1.0, divisors)
-        # logits / temperature in float32, the same expression as in the learner
+        # The same expression as in the learner: logits / temperature in float32.
         z = logits[part].float() / divisors[:, None]
         kept = None if cuts is None else partial(kept_sets.of_cuts, cuts=cuts(part))
         for number, column in enumerate(_draw_scaled(z, uniforms[part], is_greedy, kept)):

@@ -125,7 +125,8 @@ class TorchEngine(PyTorchEngine):
             with closing(self._paged_run(left)) as run:
                 left = []
                 while run.unfinished:
-                    # Not held over a yield: the consumer may train or score meanwhile.
+                    # Leave the context before each yield: the consumer may train or score
+                    # meanwhile.
                     with self._decoder.sampling(run.adapter_slot):
                         finished = run.advance()
                     yield from finished

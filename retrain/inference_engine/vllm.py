@@ -113,8 +113,8 @@ class VLLMDialect(Dialect):
                 )
             except (Refusal, TransientFailure, TypeError, KeyError):
                 # Without pip or uv in vLLM's own environment /server_info fails and closes the
-                # connection: then it is not known to sleep, and the next request, which may meet
-                # the closed connection, must be one that nothing depends on.
+                # connection, so whether the server sleeps is unknown. The next request may meet the
+                # closed connection, so the run must not depend on it.
                 with suppress(Refusal, TransientFailure):
                     await server.get("/health")
 
@@ -296,8 +296,8 @@ class VLLMEngine(ServedEngine):
         if needs.device == "cpu":
             space = ceil(int(sequences) * needs.context * needs.kv_bytes / _GIB)
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(min(max(space, 1), 16))
-            # Else the first request for log-probs compiles a function, and kills the engine on a
-            # machine without a C++ compiler.
+            # By default the first request for log-probs compiles a function, and kills the engine
+            # on a machine without a C++ compiler.
             environment["TORCHDYNAMO_DISABLE"] = "1"
             device = ["--enforce-eager"]  # compiling takes longer than most runs on a CPU
         elif needs.share is not None:

@@ -160,7 +160,7 @@ def size_without_weights(
         _sizes[key] = footprint(base, config, device_type)
     except ConfigurationError:
         raise
-    # torch's grouped product, as of experts, knows no other dtype than bfloat16 there
+    # There torch's grouped product, for experts, knows only bfloat16.
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise PredictionError(
             f'[model] model = "{config.model.model}" cannot be built and run without its weights'

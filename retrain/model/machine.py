@@ -309,7 +309,7 @@ def _learning_choices(budget: Budget) -> tuple[int, bool]:
     training, size, memory = budget.config.training, budget.size, budget.learning
     wanted, tokens = training.gradient_checkpointing, training.micro_batch_tokens
     device_type, longest = budget.machine.device_type, max(budget.longest, tokens)
-    # a processor's share leaves room for the gradients
+    # A processor's share leaves room for the gradients.
     beside = size.gradients_per_token if device_type == "cuda" else 0
     checkpointing = wanted is True
     if wanted == "auto":

@@ -311,7 +311,7 @@ def predict_memory(
         device, _, sampler = choose_device(config.backend)
         machine = Machine.of(device)
     else:
-        # In split mode the sampler's, then the learner's.
+        # Split mode names the sampler's device, then the learner's.
         *others, device = map(torch.device, config.backend.device_list)
         sampler = next(iter(others), None)
         machine = Machine(device.type, int(memory_gib * GIB), torch.get_num_threads())
@@ -320,7 +320,7 @@ def predict_memory(
     dtype = choose_dtype(model.dtype, device)
     size = size_without_weights(config, model_config, device.type, dtype, shards)
     budget = Budget(config, model_config, size, machine)
-    # With the allowance for prompts, as the run itself plans before it knows them.
+    # Plan with the allowance for prompts, as the run itself does before it knows them.
     choices = choices or plan(budget)
     budget = replace(budget, prompt_tokens=prompt_tokens)
     return Memory(str(device), str(sampler or device), budget, choices)

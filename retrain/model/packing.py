@@ -78,7 +78,7 @@ def attend(
     `order` [N]: where the packed tokens stand among the blocks' tokens, one block after the other.
     """
     grouped = query.reshape(len(query), key.shape[1], -1, query.shape[2])
-    apply: Any = _Attend.apply  # which torch does not annotate
+    apply: Any = _Attend.apply  # torch has no annotation for it
     output: Tensor = apply(grouped, key.unsqueeze(2), value.unsqueeze(2), blocks, order, scaling)
     return output.flatten(1, 2)
 

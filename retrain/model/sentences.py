@@ -76,7 +76,7 @@ def _load(name: str, device: str) -> "SentenceTransformer":
     settings: dict[str, Any] = {"device": device, "model_kwargs": {"use_safetensors": True}}
     with no_progress_bar():
         try:
-            # From the cache first, which waits for no network.
+            # Try the cache first, which waits for no network.
             return SentenceTransformer(
                 str(folder) if here else name, local_files_only=True, **settings
             )

@@ -182,8 +182,7 @@ def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None
         case {"type": "BPEDecoder", "suffix": str(suffix)}:
             return [lambda token: token.replace(suffix, " ")]
         case {"type": "Fuse" | "Strip"}:
-            # Strip removes the space that opens a text, but a completion goes on
-            # after its prompt
+            # Strip removes the space that opens a text, but a completion goes on after its prompt.
             return []
     return None
 

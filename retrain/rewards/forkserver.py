@@ -117,7 +117,7 @@ class ForkServer:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what user code prints is progress; standard output is the run's result
+            stdout=2,  # user code prints progress, but standard output is the run's result
             pass_fds=[theirs.fileno()],
             start_new_session=True,
             env={"OMP_NUM_THREADS": "1"} | os.environ,
@@ -222,7 +222,7 @@ def _worker_main(control: socket.socket, descriptor: int, server: int) -> NoRetu
 
         serve(Channel(socket.socket(fileno=descriptor)))
         status = 0
-    except BaseException:  # of any kind: the process ends below without showing it
+    except BaseException:  # the process ends below without showing any of them
         from retrain.records.redact import harmless
 
         print(harmless(traceback.format_exc()), file=sys.stderr)

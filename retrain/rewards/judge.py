@@ -268,7 +268,7 @@ _PLACE = re.compile(r"\{(question|reference|completion)\}")
 _FENCE = re.compile(r"^([ \t]*)-{5,}[ \t]*$", re.MULTILINE)
 """A line of dashes such as the lines around the student's work in the template."""
 _VERDICT = re.compile(
-    # the first word, in bold perhaps
+    # The first word, in bold perhaps.
     r"""[\s*_]*(yes|no)\b(?!\s*(?:\?|(?:/|\bor\b|\band\b)\s*(?:yes|no)\b))"""
     r"""|\s*[*_"'`\u201c\u2018(\[]+(yes|no)\b\W*$""",  # in quotes or brackets: nothing else
     re.IGNORECASE,
@@ -326,7 +326,7 @@ class LanguageModelJudge:
         self._reward = reward
         self._template = reward.judge_template or DEFAULT_TEMPLATE
         name = reward.judge_api_key_env
-        key = key_from(name)  # a server of one's own may need none
+        key = key_from(name)  # the user's own server may need none
         if not key and (
             not reward.judge_base_url or "judge_api_key_env" in reward.model_fields_set
         ):

@@ -280,7 +280,7 @@ def _verify(
             dim=1,
         )
         difference = product_norm(a, b)
-        # half a unit of rounding on each factor, and as much again for all else
+        # Half a unit of rounding on each factor, and as much again for all else.
         allowed = 4 * torch.finfo(layer.a.dtype).eps * abs(source.scale) * float(kept.sum())
         if difference > allowed:
             raise RunFailed(

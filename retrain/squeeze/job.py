@@ -268,7 +268,7 @@ def squeeze_adapter(
     output = Path(settings.output_path) if settings.output_path else None
     check_settings(settings, adapter)
     if output:
-        # Before the work.
+        # Check the output before the work.
         check_output(adapter.folder, output, overwrite)
     analysis = analyze(
         adapter,

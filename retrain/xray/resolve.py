@@ -86,7 +86,7 @@ def headline_of(config: "TrainConfig") -> str:
     """Return a line about a run's advantage; "" if it has no X-ray or its plugin is unusable."""
     try:
         one = _read("", config, config.training.group_size)
-    except (ConfigurationError, RunFailed):  # which explain says as a problem
+    except (ConfigurationError, RunFailed):  # explain says it as a problem
         return ""
     return f"{headline(one)} {one.name}".rstrip()
 

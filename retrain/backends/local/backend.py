@@ -330,12 +330,12 @@ def _choose_kernels(attention: str) -> None:
     """Set the CUDA kernels for this process. Call it before the first matrix product; CPU runs
     ignore it.
     """
-    # Else cuBLAS may sum in another order.
+    # Without it cuBLAS may sum in another order.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # cuDNN's attention plans again for every length, and with a mask its backward can give NaN
     # (pytorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # CUTLASS's kernel remains
+    # only CUTLASS's kernel remains
     torch.backends.cuda.enable_flash_sdp(attention != "cutlass")
     # Sum the parts of a product in float32, because sums in bf16 would add to the difference
     # between sampler and learner.

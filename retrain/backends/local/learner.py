@@ -123,7 +123,7 @@ class _Contribution:
     clip: Tensor
     """[2] `clip_counts`."""
     metrics: Tensor
-    """[metrics, 2] (sum, number) of each metric of a loss of one's own."""
+    """[metrics, 2] (sum, number) of each metric of a custom loss."""
     entropy: Tensor
     """[2] (sum, number) of the entropies, if the piece asks for them."""
     logprobs: dict[int, Float32Array]
@@ -158,7 +158,7 @@ class Learner:
         self.world = world
         self.max_tokens = config.training.max_tokens
         self.seed = config.training.seed
-        # Before `begin`, which asks the loss what it reads.
+        # Load the loss before `begin`, which asks what it reads.
         self._read_loss(config)
         self.begin(config)
         self._kernel_of = partial(attention_of, config.inference.attention_kernel, base.device.type)
@@ -497,7 +497,7 @@ class Learner:
         )
 
     def _loss(self, tokens: ActionTokens, settings: _Settings) -> tuple[Tensor, Terms | None]:
-        """Return the loss of a micro-batch, and the answer of a loss of one's own."""
+        """Return the loss of a micro-batch, and the answer of a custom loss."""
         if settings.supervised:
             return -(tokens.new * tokens.weights).sum(), None
         own = correction = None

@@ -82,7 +82,7 @@ class Service:
             )
         # It logs what it then raises.
         logging.getLogger("tinker.lib.retry_handler").setLevel(logging.CRITICAL)
-        try:  # where nothing listens, the SDK would try for minutes before it says so
+        try:  # without a listener the SDK would try for minutes
             if base_url:
                 httpx.get(base_url, timeout=_REACH_S)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -178,7 +178,7 @@ def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
 
     Thread(target=work, daemon=True).start()
     end = time.monotonic() + seconds
-    # In short waits: a signal's handler runs between them, whichever thread the signal came to.
+    # Wait in short steps: a signal's handler runs between them, whichever thread got the signal.
     while not answer.done() and time.monotonic() < end:
         wait([answer], timeout=_POLL_S)
     return answer.result(timeout=0)
