@@ -133,7 +133,7 @@ class Call:
     keywords: frozenset[str]
     """The optional inputs of its kind that its signature has."""
     whole_group: bool = False
-    """It takes the completions of a whole group."""
+    """True if it takes the completions of a whole group."""
 
 
 @dataclass(frozen=True)

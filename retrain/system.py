@@ -234,9 +234,7 @@ def prepare_torch() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """In a child: have the kernel kill this process when `parent`, which forked it, dies
-    (Linux).
-    """
+    """Have the kernel kill this process, a child, when `parent`, which forked it, dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call

@@ -191,15 +191,15 @@ class TransformSpec:
 
     name: str
     use_gtpo: bool = False
-    """Weight the tokens of a completion by their uncertainty."""
+    """True to weight the tokens of a completion by their uncertainty."""
     needs_planning: bool = False
-    """Find planning phrases; without it every token counts as execution."""
+    """True to find planning phrases; otherwise every token counts as execution."""
     uses_sepa_controller: bool = False
-    """Follow the SEPA schedule; without it lambda is 0."""
+    """True to follow the SEPA schedule; otherwise lambda is 0."""
     entropy_transform: EntropyTransform | None = None
     """Changes the uncertainty of one completion before the weighting."""
     apply_hicra: bool = False
-    """Amplify planning tokens after the weighting."""
+    """True to amplify planning tokens after the weighting."""
     post_process: (
         Callable[[list[list[float]], TransformContext], Sequence[Sequence[float]]] | None
     ) = None
@@ -209,7 +209,7 @@ class TransformSpec:
     `entropy_transform`.
     """
     distils: bool = False
-    """Add the log-ratio of the teacher to the policy, after HICRA."""
+    """True to add the log-ratio of the teacher to the policy, after HICRA."""
     needs_rho: bool = False
     """True if the transform has no effect of its own unless surprisal_mask_rho > 0, so that retrain
     refuses a run without the mask.

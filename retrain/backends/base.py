@@ -33,18 +33,20 @@ class BackendCapabilities:
     """
 
     per_token_advantages: bool
-    """False: only one advantage per completion reaches the loss, so retrain refuses token-varying
-    transforms.
+    """True if each token's advantage reaches the loss. If False, only one advantage per completion
+    does, so retrain refuses token-varying transforms.
     """
     synchronous_loss: bool
-    """False: the reported loss is a placeholder."""
+    """False if the reported loss is a placeholder."""
     exact_resume: bool
-    """N steps equal k steps + resume + N - k steps, byte for byte."""
+    """True if N steps equal k steps + resume + N - k steps, byte for byte."""
     samples_ahead: bool = False
-    """The engine holds a copy of the weights, so that it can sample while the learner updates its
-    own."""
+    """True if the engine holds a copy of the weights, so that it can sample while the learner
+    updates its own.
+    """
     entropy: bool = True
-    """The learner has the entropy of every distribution, which [loss] entropy_coef needs."""
+    """True if the learner has the entropy of every distribution, which [loss] entropy_coef needs.
+    """
     loss_reduction: Literal["any", "sum", "mean"] = "any"
     """"any" offers every [loss] aggregation. "sum" adds token losses up, and the backend scales
     advantages to make every aggregation of it. "mean" averages over the tokens of the batch, so it
@@ -61,9 +63,11 @@ class BackendCapabilities:
     moves_settings: bool = False
     """True if `use` works: the learner reads scheduled keys again in each step."""
     supervises: bool = False
-    """`supervise` works: the learner takes steps of cross-entropy."""
+    """True if `supervise` works: the learner takes steps of cross-entropy."""
     scores_reference: bool = False
-    """`reference_logprobs` and `keep_start` work: the learner can score tokens as a teacher."""
+    """True if `reference_logprobs` and `keep_start` work: the learner can score tokens as a
+    teacher.
+    """
     sampler: EngineCapabilities | None = None
     """Capabilities of the sampler that a backend brings along. It is None if [inference] engine
     samples, or if they are unknown.
@@ -130,13 +134,15 @@ class Backend(Offers, ABC):
     address_flag: ClassVar[str] = "--inference-url"
     """The flag that gives its server another address."""
     in_process: ClassVar[bool] = False
-    """It holds the model on a device of this machine, and [inference] engine samples for it."""
+    """True if it holds the model on a device of this machine, and [inference] engine samples for
+    it.
+    """
     loads_model: ClassVar[bool] = True
-    """This process may have to import a model library for it."""
+    """True if this process may have to import a model library for it."""
     throttled: ClassVar[bool] = False
     """[backend] max_concurrent bounds the calls that all runs of a campaign make at once."""
     temperature_note: ClassVar[str] = ""
-    """Said at temperature 1 where it can learn at no other."""
+    """A note at temperature 1 for a backend that can learn at no other."""
     only_temperature: ClassVar[float | None] = None
     """The only temperature that its learner knows, which an unset key means. It is None if the
     learner knows any temperature.
@@ -146,7 +152,7 @@ class Backend(Offers, ABC):
     this machine computes all losses.
     """
     has_reference: ClassVar[bool] = True
-    """A loss may read the base model's log-probs."""
+    """True if a loss may read the base model's log-probs."""
     engine: InferenceEngine
     """The sampler that serves this backend's adapter."""
 

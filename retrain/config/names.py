@@ -245,11 +245,14 @@ SYNONYMS: dict[str, str] = _DATA["synonyms"]
 "section.name" is what the name means in that section alone."""
 
 PREFIXES = {"bp_": "backpressure", "optim_": "optimizer", "tinker_": "backend"}
-"""How flags begin in an earlier project of this name -> the section of the key that the rest
-names."""
+"""Beginnings of flags in an earlier project of this name -> the section of the key that the rest
+names.
+"""
 
 LEGACY_PREFIX = "prime_rl_"
-"""How removed keys of [backend] begin; `retrain migrate-config` moves them to [backend.options]."""
+"""The beginning of removed keys of [backend]; `retrain migrate-config` moves them to
+[backend.options].
+"""
 
 ABSENT: dict[str, str] = {
     name: group["instead"] for group in _DATA["absent"] for name in group["names"]

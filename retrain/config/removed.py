@@ -10,7 +10,7 @@ from retrain.config.names import by_path, copied
 from retrain.system import Json
 
 REDEFINED = "dr_grpo is the paper's recipe; what 0.9 called so is grpo_constant today."
-"""Said of every configuration with this algorithm_mode, old or new."""
+"""The note on every configuration with this algorithm_mode, old or new."""
 
 
 @cache

@@ -26,11 +26,13 @@ class Traits:
     """
 
     meaningful_unset: bool = False
-    """Leaving the key out has a meaning that no value expresses, so a written configuration leaves
-    it out too."""
+    """True if omitting the key has a meaning that no value expresses, so that a written
+    configuration omits it too.
+    """
     acts_by_presence: bool = False
-    """The presence of the section has a meaning, so a written configuration leaves it out while it
-    is unset."""
+    """True if the presence of the section has a meaning, so that a written configuration omits an
+    unset section.
+    """
     may_change_at_resume: bool = False
     own_to_a_run: bool = False
     """True if runs that differ in this key remain comparable, because it does not change the
@@ -38,14 +40,15 @@ class Traits:
     """
     sizes_memory: bool = False
     sets_step_time: bool = False
-    """The duration of a step depends strongly on it."""
+    """True if the duration of a step depends strongly on it."""
     whole_campaign: bool = False
-    """The key is about a campaign as a whole, so a condition cannot set it."""
+    """True if the key is about a campaign as a whole, so that a condition cannot set it."""
     not_for_a_condition: str = ""
-    """Why a condition cannot set it, and which key does instead."""
+    """The reason why a condition cannot set it, and the key to set instead."""
     echoes_training: bool = False
-    """While unset, it has the value of the key of the same name in [training], which the bare name
-    means."""
+    """True if an unset key has the value of the key of the same name in [training], which the bare
+    name means.
+    """
     applies_when: str = ""
     """The values of another key of its section with which it has an effect, as "mode in (ppo)" or
     "kl_coef not in (0)"."""
@@ -92,7 +95,7 @@ class Applicability:
     path: str
     values: tuple[str, ...]
     unless: bool
-    """It applies with every other value."""
+    """True if it applies with every other value."""
 
     @classmethod
     def parse(cls, section: str, text: str) -> "Applicability":
@@ -110,7 +113,7 @@ class Applicability:
 
     @property
     def otherwise(self) -> str:
-        """Why the key has no effect, as a clause."""
+        """Return why the key has no effect, as a clause."""
         name = self.path.partition(".")[2]
         values = listed((v if v.isdecimal() else f'"{v}"' for v in self.values), "or")
         if self.unless:

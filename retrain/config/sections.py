@@ -130,7 +130,9 @@ _NOT_IN_A_LABEL = re.compile(r"[^A-Za-z0-9._+=~-]+")
 
 
 def _suffix(path: str, value: Any) -> str:
-    """How a label shows the value of a key: `~lr=1e-05`, and of a table `~params=n=3-kind=hard`."""
+    """Return the form of a key's value in a label: `~lr=1e-05`, or for a table
+    `~params=n=3-kind=hard`.
+    """
     shown = _NOT_IN_A_LABEL.sub("-", re.sub(r' = ["[{]*', "=", bare_value(value))).strip("-")
     return f"~{path.rpartition('.')[2]}={shown}"
 

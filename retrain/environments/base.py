@@ -22,8 +22,8 @@ class Observation:
     messages: list[ChatMessage]
     """The messages since its last reply; with `rewrites` the whole conversation."""
     rewrites: bool = False
-    """`messages` are the whole conversation. A new training row begins if they do not continue what
-    the model saw.
+    """True if `messages` are the whole conversation. A new training row begins if they do not
+    continue what the model saw.
     """
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Functions that the model may call, as JSON schemas for the chat template."""

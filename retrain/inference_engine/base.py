@@ -91,7 +91,7 @@ class SampleRequest:
     its KV cache; 0 if unknown.
     """
     extendable: bool = False
-    """A later request may extend this one."""
+    """True if a later request may extend this request."""
     messages: tuple[ChatMessage, ...] = ()
     """The conversation of the prompt, for a server that takes nothing else; empty in dialogues of
     several turns."""
@@ -126,7 +126,7 @@ class EngineCapabilities:
     """
 
     in_process: bool
-    """It computes with the learner's own weights, in this process."""
+    """True if it computes with the learner's own weights, in this process."""
     adapter_reload: bool
     """True if `sync` makes it serve a new adapter. An engine with neither this nor `in_process`
     cannot follow the training, so retrain refuses it.
@@ -151,14 +151,15 @@ class EngineCapabilities:
     """counter: one Philox uniform per token, so runs are repeatable and conditions share their
     noise."""
     entropy: bool = False
-    """Shannon entropy of every token's distribution."""
+    """True if it returns the Shannon entropy of every token's distribution."""
     kept_set: bool = False
     """True if the engine serves truncated requests: log-probs refer to the renormalized
     distribution, and completions say how many tokens it kept.
     """
     prefix_cache: bool = False
-    """It can compute a prompt once for all of its completions; [inference] prefix_caching switches
-    this on and off."""
+    """True if it can compute a prompt once for all of its completions; [inference] prefix_caching
+    switches this on and off.
+    """
 
 
 @dataclass(frozen=True)
@@ -230,16 +231,15 @@ class InferenceEngine(Offers, ABC):
     default_port: ClassVar[int] = 0
     """The port that its server uses by itself; 0 where `retrain serve` cannot start one."""
     needs_address: ClassVar[bool] = False
-    """It samples on servers, and [inference] url must say where they are."""
+    """True if it samples on servers, and [inference] url must name them."""
     decodes_here: ClassVar[bool] = False
-    """It computes on the learner's device, in a data type of that device."""
+    """True if it computes on the learner's device, in a data type of that device."""
     supports_split: ClassVar[bool] = False
-    """It samples from a model in shards, and on a second device of [backend] devices."""
+    """True if it samples from a model in shards, and on a second device of [backend] devices."""
     log: Callable[[str], None] = staticmethod(print)
     """Reports events of the engine during a run; the call may come from another thread."""
     check: Callable[[], None] = staticmethod(lambda: None)
-    """Called while the engine waits for something that may take long; raises where a signal asked
-    the run to stop."""
+    """The engine calls it during long waits. It raises if a signal asked the run to stop."""
     replicas = 1
     """Servers that share the requests. The parity gate asks each of them."""
     unchecked = False

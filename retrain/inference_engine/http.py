@@ -60,14 +60,15 @@ class Patience:
     slow_tries: int = 3
     """Times that a request may outlast `[inference] timeout_s` while its server is healthy."""
     look_attempts: int = 3
-    """At the start, where somebody is waiting for the sentence, and of a server that is gone where
-    others go on."""
+    """Attempts at the start, when a user waits for the sentence, and attempts on a server that is
+    gone while others go on.
+    """
     first_s: float = 0.5
     max_s: float = 15.0
     health_s: float = 5.0
     """Seconds until a server that does not answer a health check counts as silent."""
     recheck_s: float = 10.0
-    """Seconds between two checks of an unused server while others answer."""
+    """Seconds between two checks of a server out of use while others answer."""
 
 
 class TransientFailure(Exception):
@@ -379,7 +380,7 @@ class ServerPool:
         await self.on_each(look, self._patience.look_attempts)
 
     def _tell_patience(self, started: float) -> None:
-        """Say now and then how long a silent server is still waited for."""
+        """Log now and then how long the pool still waits for a silent server."""
         now = time.monotonic()
         left = self._patience.silent_s - (now - started)
         if self.alive or min(now - started, now - self._told) < self._patience.word_s:
@@ -395,7 +396,7 @@ class ServerPool:
         """Choose the wanted server, or round robin among the least busy servers; the servers in
         `tried` come last.
 
-        An unused server must first answer a health check again. Raises TransientFailure if none
+        A server out of use must first answer a health check again. Raises TransientFailure if none
         does.
         """
         dead = [server for server in self.servers if not server.alive]

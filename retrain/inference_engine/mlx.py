@@ -159,8 +159,8 @@ class MLXEngine(ServedEngine):
     def server_command(
         cls, config: "TrainConfig", needs: ServerNeeds, python: str
     ) -> ServerCommand:
-        """It computes in the checkpoint's own dtype, takes adapters with each request, and has no
-        limit of its own on the context.
+        """Return the command of a server. The server computes in the checkpoint's own dtype, takes
+        adapters with each request, and has no limit of its own on the context.
         """
         refuse_four_bits("mlx", config.model)
         if config.model.revision:

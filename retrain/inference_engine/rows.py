@@ -140,7 +140,7 @@ class Variant(NamedTuple):
     greedy: bool
     truncated: bool
     adapted: bool
-    """The rows are under the adapter, not the base model."""
+    """True if the rows are under the adapter, not the base model."""
 
     @classmethod
     def of(cls, jobs: Sequence[SampleJob]) -> "Variant":
@@ -181,7 +181,7 @@ class RowBuffers:
 
     @property
     def of_rows(self) -> dict[str, Tensor]:
-        """By name, everything that has one entry per row."""
+        """Return, by name, everything that has one entry per row."""
         return {
             name: value
             for name, value in vars(self).items()

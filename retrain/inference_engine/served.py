@@ -101,7 +101,7 @@ class ServedSample:
     logprobs: Sequence[float]
     """[T]"""
     stopped: bool
-    """It ended at an EOS; False at the limit."""
+    """True if it ended at an EOS; False at the limit."""
     kept: Sequence[int] | None = None
     """[T] sizes of the kept sets of a truncated request."""
     text: str | None = None

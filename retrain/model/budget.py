@@ -23,9 +23,10 @@ PAGE_TOKENS = 256
 STORE_SHARE = 8
 """Prompts kept for redraws take at most this part (1/8) of the KV budget on top of it."""
 _ROW_CAPS = {"cpu": 64, "cuda": 512}
-"""On a CPU the rows of a piece; a worker decodes one piece at a time. Larger pieces would be too
-few for all workers, and smaller ones take nearly as long. On a GPU more rows decode no faster,
-since it waits for the KV cache."""
+"""Maximum number of rows. On a CPU they are the rows of a piece; a worker decodes one piece at a
+time. Larger pieces would be too few for all workers, and smaller ones take nearly as long. On a GPU
+more rows decode no faster, since it waits for the KV cache.
+"""
 _STORE_ALLOWANCE = 1.25
 """Factor on the keys and values of the rows: the rest holds prompts kept for their groups and for
 redraws.

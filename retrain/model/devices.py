@@ -32,12 +32,14 @@ class EngineOptions:
     kv_storage: torch.dtype | None = None
     """None: the dtype that the weights compute in."""
     flash: bool = False
-    """Attention by torch's flash kernel where it can. It computes the same function as torch's
-    fused attention."""
+    """True for attention by torch's flash kernel where it can. It computes the same function as
+    torch's fused attention.
+    """
     prefix_caching: bool = True
     paged: bool = False
-    """Keys and values in pages and steps in fixed buffers, for models that have a fused forward;
-    else rows of one capacity."""
+    """True for keys and values in pages and steps in fixed buffers, for models that have a fused
+    forward; else rows of one capacity.
+    """
     page_tokens: int = PAGE_TOKENS
 
 

@@ -133,7 +133,7 @@ def _four_bits_save(base: BaseModel) -> int:
 
 
 _sizes: dict[tuple[Any, ...], Footprint] = {}
-"""By all that they depend on: a campaign's runs have few different ones."""
+"""The footprints by everything on which they depend: a campaign's runs have few different sizes."""
 
 
 def size_without_weights(

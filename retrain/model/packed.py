@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _MIN_ELEMENTS = 150_000
-"""For a smaller weight the operator's overhead exceeds what it saves (measured on two cores, 8 to
-128 rows)."""
+"""Smallest weight to pack. For a smaller weight the operator's overhead exceeds its gain (measured
+on two cores, 8 to 128 rows).
+"""
 
 
 class PackedWeight:

@@ -37,7 +37,7 @@ class Spans:
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "Spans":
-        """From the lengths of each sequence."""
+        """Make spans from the lengths of each sequence."""
         ends_queries, ends_keys = (
             torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device)
             for lengths in (queries, keys)

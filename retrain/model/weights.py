@@ -73,7 +73,7 @@ class TrainedWeights(ABC):
 
     @abstractmethod
     def disabled(self) -> AbstractContextManager[None]:
-        """Inside, the model equals the loaded base."""
+        """Make the model equal the loaded base inside."""
 
     @abstractmethod
     def holding(self, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
@@ -84,7 +84,7 @@ class TrainedWeights(ABC):
         self._start = self.read(folder / self.file)
 
     def started(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights of `keep_start`."""
+        """Give the model the weights of `keep_start` inside."""
         return self.holding(self._start)
 
     @abstractmethod

@@ -80,7 +80,7 @@ class _Transient(Exception):
 class Reply:
     text: str
     cut: bool
-    """It reached the limit of tokens."""
+    """True if it reached the limit of tokens."""
     usage: JudgeUsage
 
 

@@ -66,8 +66,8 @@ def is_refused(answer: str) -> bool:
 
 
 def _nesting(text: str) -> int:
-    r"""How deep the expression nests. A bracket is a level, and so is a function that waits for its
-    argument: `\sin\sin x` has two.
+    r"""Return the nesting depth of the expression. A bracket is a level, and so is a function that
+    waits for its argument: `\sin\sin x` has two.
 
     An exponent of such a function is another level, since `\sin^2\sin^2` costs the parser as much
     as `\sin(\sin(`.

@@ -39,7 +39,9 @@ class WorkerSetup:
     """The first message to each worker of a pool: what it must load."""
 
     verify: bool = False
-    """The workers run math-verify, so the fork server imports it and the memory limits hold."""
+    """True if the workers run math-verify, so that the fork server imports it and the memory limits
+    hold.
+    """
     rewards: tuple[str, ...] = ()
     """Names of the user's functions."""
     params: dict[str, Any] = field(default_factory=dict)

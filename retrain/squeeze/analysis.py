@@ -198,7 +198,7 @@ class Analysis:
         return SqueezeSummary(self.source_rank, self.recommended_rank, self.threshold, self.table)
 
     def ranks_per_layer(self) -> dict[str, int]:
-        """For each layer, the smallest rank at which that layer reaches the threshold."""
+        """Return, for each layer, the smallest rank at which that layer reaches the threshold."""
         return {layer.name: layer.smallest_rank(self.threshold) for layer in self.layers}
 
     def to_json(self) -> dict[str, Any]:

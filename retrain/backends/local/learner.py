@@ -80,9 +80,9 @@ class _Settings:
     loss: "Loss"
     temperature: float
     entropy: bool
-    """The loss reads entropies."""
+    """True if the loss reads entropies."""
     supervised: bool
-    """The loss is cross-entropy."""
+    """True if the loss is cross-entropy."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class _Piece:
     share: bool
     """True if one computation of a prompt serves all its rows."""
     dummy: bool
-    """Dummy micro-batch, for the collectives of the other processes: its loss is 0, and the learner
-    drops its scores.
+    """True for a dummy micro-batch, which serves the collectives of the other processes. Its loss
+    is 0, and the learner drops its scores.
     """
     settings: _Settings
     step: int | None = None
