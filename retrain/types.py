@@ -131,7 +131,7 @@ class Completion:
     token ids only.
     """
     server: str = ""
-    """The address of the server that sampled it; "" where no server did."""
+    """The address of the server that sampled it; "" if no server did."""
 
 
 MAX_REWARD = 1e15
@@ -506,7 +506,7 @@ class StepResult:
     log_ratio_by_depth: list[float | None] | None = None
     """The mean by quarter of the positions up to [training] max_tokens."""
     loss_is_placeholder: bool = False
-    """True where an asynchronous backend reports a number that is not this step's loss."""
+    """True if an asynchronous backend reports a number that is not this step's loss."""
     ratio_min: float | None = None
     clip_fraction: float | None = None
     """Fraction of tokens (gspo: sequences) whose policy gradient the clip removed, or whose weight
@@ -519,7 +519,8 @@ class StepResult:
     """
     entropy_mean: float | None = None
     """Mean Shannon entropy of the policy at the action tokens of the first minibatch, before the
-    first update; None where the engine records entropies."""
+    first update; None if the engine records entropies.
+    """
     loss_metrics: dict[str, float] | None = None
     """Mean of each quantity that a custom loss reports, over the tokens (or sequences) of all
     updates of the step.

@@ -155,7 +155,7 @@ class UncertaintyContext:
     logprobs: list[float]
     """[T] natural log-probs of the sampled policy."""
     token_entropies: list[float] | None
-    """[T] Shannon entropies in nats; None where the engine records none."""
+    """[T] Shannon entropies in nats; None if the engine records none."""
     step: int
     group: int
     completion: int

@@ -131,7 +131,7 @@ class StepTokens:
     logprobs: Float64Array
     """[n] log-probs of the sampled policy."""
     entropies: Float64Array | None
-    """[n] Shannon entropies in nats; None where the engine has none."""
+    """[n] Shannon entropies in nats; None if the engine has none."""
     planning: BoolArray
     """[n] True inside a planning phrase; all False for a condition that does not look for them."""
     in_loss: BoolArray

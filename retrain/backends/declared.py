@@ -67,7 +67,7 @@ def _check_declaration(found: type, wanted: type, where: str) -> None:
 
 
 def declared_engine(config: "TrainConfig") -> EngineCapabilities | None:
-    """Return the sampler of a backend that brings its own; None where a plugin does not say."""
+    """Return the sampler of a backend that brings its own; None if a plugin does not say."""
     if not backend_kind(config.backend.backend).in_process:
         return declared_backend(config).sampler
     return engine_class(config).capabilities

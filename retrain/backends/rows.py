@@ -337,7 +337,7 @@ def mismatch_fields(log_ratios: Sequence[Float32Array], max_tokens: int) -> dict
 
 def by_depth(log_ratios: Sequence[Float32Array], max_tokens: int) -> list[float | None]:
     """Return the mean absolute log-ratio in each quarter of the positions up to `max_tokens`; None
-    where no token is. Later tokens, of a dialogue's next replies, count in the last quarter.
+    if no token is. Later tokens, of a dialogue's next replies, count in the last quarter.
     """
     sizes = np.abs(np.concatenate(log_ratios).astype(np.float64))
     quarters = 4 * np.concatenate([np.arange(len(one)) for one in log_ratios]) // max_tokens

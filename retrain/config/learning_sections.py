@@ -102,8 +102,8 @@ class Backend(Section):
         return parse_devices(self.devices)
 
     def splits_base(self, processes: int) -> bool:
-        """Return True if `processes` hold the frozen weights in parts. Raises ConfigurationError
-        where there is one process alone.
+        """Return True if `processes` hold the frozen weights in parts. Raises ConfigurationError if
+        there is one process alone.
         """
         if self.shard_base and processes == 1:
             raise ConfigurationError(

@@ -51,8 +51,8 @@ def copied(sections: Json) -> Json:
 
 
 def fixed_aggregation(algorithm_mode: str) -> str:
-    """Return the value of `[loss] aggregation` that belongs to a built-in algorithm; "" where the
-    user chooses it.
+    """Return the value of `[loss] aggregation` that belongs to a built-in algorithm; "" if the user
+    chooses it.
     """
     return getattr(table("algorithm").get(algorithm_mode), "aggregation", "")
 

@@ -16,7 +16,7 @@ class Source:
     """A source of a run's problems."""
 
     task: str
-    """The name of its table in `[[data.mix]]`; "" where the run has one source."""
+    """The name of its table in `[[data.mix]]`; "" if the run has one source."""
     weight: Points
     config: TrainConfig
     """The configuration of a run on it alone."""

@@ -156,7 +156,7 @@ class Evaluation(Section):
         return self.model_copy(update={"source": source, **own})
 
     def path_of(self, source: str) -> str:
-        """Return the local copy of a source's data; "" where there is none."""
+        """Return the local copy of a source's data; "" if there is none."""
         return str(self.tasks.get(source_task(source), {}).get("path", ""))
 
     @property

@@ -103,7 +103,7 @@ class Applicability:
         return cls(f"{section}.{name}", tuple(values.split(", ")), bool(unless))
 
     def fails(self, config: Any) -> bool:
-        """True where the key has no effect; a key that [schedule] moves takes other values too."""
+        """True if the key has no effect; a key that [schedule] moves takes other values too."""
         if self.path in config.schedule.points:
             return False
         value = config.value(self.path)

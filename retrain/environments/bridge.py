@@ -42,7 +42,7 @@ class RolloutBridge:
         self.events: SimpleQueue[_Question | Result | BaseException] = SimpleQueue()
 
     async def ask(self, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> str:
-        """Return the model's reply to the whole conversation `messages`. Raises OutOfTokens where
+        """Return the model's reply to the whole conversation `messages`. Raises OutOfTokens if
         there can be none.
         """
         reply: asyncio.Future[str] = asyncio.get_running_loop().create_future()

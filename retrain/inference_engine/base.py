@@ -229,7 +229,7 @@ class InferenceEngine(Offers, ABC):
     about: ClassVar[Description]
     """The description of a built-in engine."""
     default_port: ClassVar[int] = 0
-    """The port that its server uses by itself; 0 where `retrain serve` cannot start one."""
+    """The port that its server uses by itself; 0 if `retrain serve` cannot start one."""
     needs_address: ClassVar[bool] = False
     """True if it samples on servers, and [inference] url must name them."""
     decodes_here: ClassVar[bool] = False

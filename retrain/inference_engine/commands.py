@@ -43,8 +43,9 @@ class ServerNeeds:
     kv_bytes: int
     """Bytes of one token's keys and values."""
     share: float | None = None
-    """Part of the GPU's memory that the learner leaves; None where it is not on this GPU, or not
-    known."""
+    """Part of the GPU's memory that the learner leaves; None if it is not on this GPU, or not
+    known.
+    """
 
 
 @dataclass
@@ -67,7 +68,7 @@ class ServerCommand:
         return " \\\n".join([*lines, line]) + "\n"
 
     def run(self) -> None:
-        """Replace this process with the server. Raises EnvironmentFailure where its program or a
+        """Replace this process with the server. Raises EnvironmentFailure if its program or a
         variable is missing.
         """
         environment = os.environ | {

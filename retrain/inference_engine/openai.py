@@ -119,9 +119,7 @@ class OpenAIDialect(VLLMDialect):
         return False
 
     async def _text_probe(self, server: Server) -> tuple[str, str, Json]:
-        """Return the first of _TEXTS that the server answers. Raises Refusal where it answers
-        none.
-        """
+        """Return the first of _TEXTS that the server answers. Raises Refusal if it answers none."""
         refused: list[Refusal] = []
         for path, limit, probe in _TEXTS:
             try:

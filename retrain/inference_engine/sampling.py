@@ -88,7 +88,7 @@ def _draw_scaled(
 ) -> tuple[Tensor, ...]:
     """Return the columns [r, 1] of the draws of z = logits / temperature [r, V] in float32.
 
-    `greedy` [r] bool, or None where no row is. `keep` receives z - max z [r, V] and the sum of its
+    `greedy` [r] bool, or None if no row is. `keep` receives z - max z [r, V] and the sum of its
     exponentials [r].
     """
     rows, vocabulary = z.shape

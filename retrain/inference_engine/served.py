@@ -167,8 +167,8 @@ class Dialect(ABC):
         """Forget an adapter that nothing asks for any more."""
 
     async def adapters(self, server: Server) -> Mapping[str, str] | None:
-        """Return names of the adapters that the server lists, with their folders; None where it has
-        no such list.
+        """Return names of the adapters that the server lists, with their folders; None if it has no
+        such list.
         """
         return None
 

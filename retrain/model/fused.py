@@ -258,8 +258,8 @@ class FusedDecoder:
 
     @torch.no_grad()
     def _difference(self, model: Any) -> str:
-        """Say how it differs from the model's own layers on a probe; "" where it does not, and for
-        a model without weights.
+        """Say how it differs from the model's own layers on a probe; "" if it does not, and for a
+        model without weights.
 
         Each layer gets the model's own input: over many layers in half precision two roundings of
         one function drift far apart.

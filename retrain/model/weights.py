@@ -122,7 +122,7 @@ class TrainedWeights(ABC):
         save_file(weights, path, metadata={"format": "pt"})
 
     def read(self, path: Path) -> dict[str, Tensor]:
-        """Read what `write` wrote; ValueError where it is of other weights."""
+        """Read what `write` wrote; ValueError if it is of other weights."""
         from safetensors.torch import load_file
 
         weights = load_file(path)
@@ -139,7 +139,7 @@ class TrainedWeights(ABC):
         self.written()
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote; ValueError where it is of other weights."""
+        """Load what `save` wrote; ValueError if it is of other weights."""
         self.set(self.read(folder / self.file))
 
 

@@ -21,7 +21,7 @@ class ScoreRequest:
     """The prompt's place in the step."""
     sample: int
     token_count: int = 0
-    """Tokens of the completion, a sampled EOS included; 0 where no model wrote it."""
+    """Tokens of the completion, a sampled EOS included; 0 if no model wrote it."""
     finish_reason: FinishReason = FinishReason.STOP
 
 

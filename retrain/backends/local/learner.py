@@ -280,7 +280,7 @@ class Learner:
         return batch
 
     def _divergence(self, batch: Sequence[LearnerRow]) -> float | None:
-        """Return the mean KL divergence from the reference; None where the loss reads none."""
+        """Return the mean KL divergence from the reference; None if the loss reads none."""
         pairs = [(row.old, row.reference) for row in batch if row.reference is not None]
         if not pairs:
             return None

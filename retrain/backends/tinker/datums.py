@@ -76,7 +76,7 @@ def _datum(row: ShiftedRow, **inputs: Float32Array) -> "types.Datum":
 
 
 def action_logprobs(row: ShiftedRow, output: Any) -> Float32Array | None:
-    """Return [T] the learner's log-probs in one item of `loss_fn_outputs`; None where the service
+    """Return [T] the learner's log-probs in one item of `loss_fn_outputs`; None if the service
     returned none.
     """
     if "logprobs" not in output:

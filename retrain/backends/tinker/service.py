@@ -293,7 +293,7 @@ _MAX_MEMBERS = 1000
 
 def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> None:
     """Write the two files of a PEFT adapter into `folder`. Raises EnvironmentFailure, one sentence,
-    where the service offers none.
+    if the service offers none.
     """
     found = _PATH.fullmatch(path)
     address = base_url or os.environ.get("TINKER_BASE_URL", "")
