@@ -33,8 +33,8 @@ class _Factors(NamedTuple):
     down: Tensor
     """[R, I] in the dtype of the weights."""
     up: Tensor
-    """[R, O], scaled. Block k holds layer k's rows in the columns of its outputs, and zeros
-    elsewhere.
+    """[R, O], scaled. Block k holds the up factor of layer k in the columns of its outputs, and
+    zeros elsewhere.
     """
 
 
