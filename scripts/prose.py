@@ -60,14 +60,14 @@ noun; the passive; more than 25 words, or two of `;` and `:`; a possessive at th
 the subject; "is no X"; a word that the field does not use.
 """
 BUDGETS: dict[str, tuple[int, int]] = {
-    "subject": (9, 145),
-    "noun": (8, 189),
-    "passive": (18, 1681),
-    "length": (68, 651),
-    "possessive": (2, 49),
-    "negation": (5, 86),
-    "is no": (0, 9),
-    "word": (5, 175),
+    "subject": (9, 68),
+    "noun": (8, 108),
+    "passive": (18, 930),
+    "length": (68, 406),
+    "possessive": (2, 19),
+    "negation": (5, 50),
+    "is no": (0, 6),
+    "word": (5, 84),
 }
 """The most hits of a rule in the manual and in the package. A budget only falls."""
 _PAGES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")
