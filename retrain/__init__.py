@@ -1,7 +1,7 @@
 """retrain: reinforcement learning with verifiable rewards for language models.
 
 `load_config` reads a TOML, `train` runs it, `load_runs` gives the metrics of runs as a pandas
-frame. All are imported when first used, so that `import retrain` is cheap.
+frame. All load on first use, so that `import retrain` is cheap.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -3,7 +3,7 @@
 import sys
 
 if not sys.flags.safe_path:
-    # The current folder, whose random.py would replace Python's; plugins are found there anyway.
+    # Remove the current folder, whose random.py would replace Python's; plugins still load from it.
     del sys.path[0]
 
 from retrain.cli.main import main

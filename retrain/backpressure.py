@@ -5,14 +5,14 @@
     C(p) = p / (1 + sigma (p - 1) + kappa p (p - 1))
     p*   = sqrt((1 - sigma) / kappa)
 
-p is the concurrency, here the completions of a step; sigma is contention, kappa coherency. p / X is
-a parabola A + B p + C p^2 with A = (1 - sigma) / lambda, B = (sigma - kappa) / lambda, C = kappa /
-lambda, so lambda = 1 / (A + B + C), sigma = (B + C) lambda and kappa = C lambda: a linear
-least-squares problem.
+p is the concurrency, here the completions of a step; sigma is contention, kappa coherency. The fit
+is a linear least-squares problem, since p / X is a parabola A + B p + C p^2. Its coefficients are A
+= (1 - sigma) / lambda, B = (sigma - kappa) / lambda, C = kappa / lambda. So lambda = 1 / (A + B +
+C), sigma = (B + C) lambda and kappa = C lambda.
 
 A sweep visits min, 2 min, 4 min, ..., max at least twice each, then the batch returns to the
-configured size. From then on the fitted law decides: above the target concurrency the batch shrinks
-to it, far below it grows towards it, by a factor of two at most per change.
+configured size. From then on the fitted law decides. Above the target concurrency the batch shrinks
+to it. Far below, the batch grows towards it, by a factor of two at most per change.
 """
 
 import math
@@ -69,8 +69,8 @@ def capacity(p: float, sigma: float, kappa: float) -> float:
 
 
 def optimal_concurrency(sigma: float, kappa: float) -> float:
-    """p*, where throughput is highest: infinite without a coherency penalty, and 1 if more than one
-    completion at a time is always slower.
+    """Return p*, where throughput is highest: infinite without a coherency penalty, and 1 if more
+    than one completion at a time is always slower.
     """
     if kappa <= 0:
         return math.inf
@@ -92,7 +92,7 @@ class ScalingLaw:
         return self.lam * capacity(p, self.sigma, self.kappa)
 
     def peak(self, p_max: float) -> float:
-        """The highest throughput at any p from 1 to p_max; finite also without a coherency
+        """Return the highest throughput at any p from 1 to p_max; finite also without a coherency
         penalty.
         """
         inside = min(self.optimum, p_max)
@@ -102,15 +102,16 @@ class ScalingLaw:
 @dataclass(frozen=True)
 class Fit:
     status: FitStatus
-    """ok: kappa = 0 and the optimum is infinite if there is no coherency penalty. insufficient:
-    fewer than three different p, so no parabola. rejected: 1 / lambda = A + B + C is not above 0,
-    so no law has these coefficients. unknown: there is a law, but its R^2 is below min_r2; the
-    controller's regime has the same name."""
+    """With "ok", kappa = 0 and the optimum is infinite if there is no coherency penalty. With
+    "insufficient", fewer than three different p determine no parabola. With "rejected", 1 / lambda
+    = A + B + C is not above 0, so no law has these coefficients. With "unknown", there is a law,
+    but its R^2 is below min_r2. The controller's regime has the same name.
+    """
     law: ScalingLaw | None = None
     r2: float | None = None
     """R^2 of the throughput, unweighted."""
     superlinear: bool = False
-    """sigma came out below 0 and was set to 0."""
+    """True if the fit gave a sigma below 0, which the result replaces by 0."""
 
 
 def _parabola(x: Floats, y: Floats, weights: Weights) -> tuple[float, float, float]:
@@ -132,12 +133,12 @@ def fit_scaling_law(
     weights: Weights = "relative",
     min_r2: float = 0.5,
 ) -> Fit:
-    """Least squares of p / X on a parabola in p, over the last WINDOW observations.
+    """Fit p / X by a parabola in p, with least squares over the last WINDOW observations.
 
     Noise in X is multiplicative, so the error of p / X grows with p / X, and "relative" divides by
-    it. If the parabola bends down there is no coherency penalty, and a straight line is fitted;
-    setting kappa to 0 afterwards would bias the other two parameters. Raises ValueError for lists
-    of different length, for a p below 1 and for a throughput that is not above 0.
+    it. If the parabola bends down, there is no coherency penalty, and the function fits a straight
+    line. Setting kappa to 0 afterwards would bias the other two parameters. Raises ValueError for
+    lists of different length, for a p below 1 and for a throughput that is not above 0.
     """
     x, measured = _checked(p, throughput)
     if len(np.unique(x)) < MIN_CONCURRENCIES:
@@ -180,8 +181,8 @@ def _r_squared(law: ScalingLaw, p: Floats, throughput: Floats) -> float:
 
 # -- the roofline ----------------------------------------------------------------------------------
 #
-# Whether a step is bound by arithmetic or by memory: a hint on which nothing acts. Source: Williams
-# et al. 2009, doi 10.1145/1498765.1498785.
+# A hint, not acted on, says whether arithmetic or memory limits a step. Source: Williams et al.
+# 2009, doi 10.1145/1498765.1498785.
 
 
 @dataclass(frozen=True)
@@ -207,8 +208,8 @@ def step_flops(
 def roofline(
     flops: float, num_bytes: float, seconds: float, peak_gflops: float, peak_bw_gb_s: float
 ) -> Roofline | None:
-    """The roofline of a step with `flops` and `num_bytes` of memory traffic. None if a peak is 0,
-    which means unknown.
+    """Return the roofline of a step with `flops` and `num_bytes` of memory traffic, or None if a
+    peak is 0, which means unknown.
 
     Raises ValueError unless bytes and seconds are above 0.
     """
@@ -247,7 +248,7 @@ class Regime(StrEnum):
     BELOW_TARGET = "below_target"
     NEAR_TARGET = "optimal"
     UNBOUNDED = "unbounded"
-    """No coherency penalty, so no optimum."""
+    """The law has no coherency penalty, so it has no optimum."""
     UNKNOWN = "unknown"
     """No law, or its fit is too poor to act on."""
 
@@ -276,8 +277,8 @@ class Decision:
     """Smoothed throughput as a fraction of the law's maximum up to the largest batch."""
 
     def record_fields(self, hint: Roofline | None = None) -> dict[str, Any]:
-        """The bp_ fields of a StepRecord. Where the batch may grow, the roofline hint replaces the
-        regime.
+        """Return the bp_ fields of a StepRecord. If the batch may grow, the roofline hint replaces
+        the regime.
         """
         open_ended = self.regime in (Regime.BELOW_TARGET, Regime.UNBOUNDED)
         law = self.law
@@ -307,7 +308,7 @@ class BackpressureController:
         """(concurrency, tokens per second), oldest first."""
         self.ema = 0.0
         self.ema_p = 0
-        """The concurrency of `ema`, which starts anew when it changes."""
+        """The concurrency of `ema`, which restarts when the concurrency changes."""
         self.law: ScalingLaw | None = None
         self.r2: float | None = None
         self.since_change = 0
@@ -331,7 +332,7 @@ class BackpressureController:
             )
         used = self.batch_size
         p, throughput, decay = used * self.group_size, tokens / seconds, self.settings.ema_decay
-        # Another concurrency has another throughput, so its average starts anew.
+        # Another concurrency has another throughput, so its average restarts.
         if p != self.ema_p:
             self.ema, self.ema_p = throughput, p
         else:
@@ -339,7 +340,7 @@ class BackpressureController:
         self.observations.append((p, throughput))
         self.step_count += 1
         self.since_change += 1
-        # Every size is tried before a law is fitted.
+        # The sweep tries every size before the first fit.
         if self.step_count < self.sweep_steps:
             self._change(self.sizes[self.step_count % len(self.sizes)])
             return self._decision(Action.SWEEP, Regime.WARMUP, used)
@@ -410,7 +411,7 @@ class BackpressureController:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON values."""
+        """Return the state for a checkpoint, as JSON values."""
         return {
             "observations": [list(item) for item in self.observations],
             "step_count": self.step_count,
@@ -446,7 +447,7 @@ def target_batch(
 
 
 def sweep_sizes(smallest: int, largest: int) -> tuple[int, ...]:
-    """smallest, twice that, ... below the largest, and the largest."""
+    """Return the smallest, twice that, ... below the largest, and the largest."""
     sizes = []
     size = smallest
     while size < largest:

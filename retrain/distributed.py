@@ -1,9 +1,9 @@
 """Data parallelism: the processes that torchrun started act as one run.
 
-Each rank samples and scores its share of the prompts and learns its share of the rows. Little is
-exchanged: scored groups as objects, and one vector of adapter gradients per update. Every rank then
-holds the same groups, computes the same credit and takes the same optimizer step, so the state is
-replicated and rank 0 alone writes it down.
+Each rank samples and scores its share of the prompts and learns its share of the rows. Ranks
+exchange little: scored groups as objects, and one vector of adapter gradients per update. Every
+rank then holds the same groups, computes the same credit and takes the same optimizer step. All
+ranks thus have the same state, and rank 0 alone writes it down.
 """
 
 import os
@@ -51,7 +51,7 @@ class World:
         return items  # type: ignore[return-value]  # filled by the call
 
     def broadcast(self, item: T) -> T:
-        """Return rank 0's item on every rank; the items that other ranks pass are ignored."""
+        """Return rank 0's item on every rank, whatever the other ranks pass."""
         if self.size == 1:
             return item
         import torch

@@ -1,7 +1,7 @@
 """Every error that a user can meet, with the exit code that the command line gives for it.
 
-A message is one sentence: what is wrong, where (file, section, key, value), what is allowed, what
-to do next.
+A message is one sentence: what is wrong, where (file, section, key, value), which values are valid,
+what to do next.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,8 @@ class ConfigurationError(RetrainError, ValueError):
     """Wrong usage or configuration: anything the user can fix in a file or flag before step 0 (exit
     2).
 
-    `problems` holds one sentence each, so that the mistakes of a file are reported together:
-    MAX_SENTENCES of them, then how many more there are. `unsaid` counts further problems that have
-    no sentence.
+    `problems` holds one sentence each, to report the mistakes of a file together: MAX_SENTENCES of
+    them, then how many more there are. `unsaid` counts further problems that have no sentence.
     """
 
     exit_code = 2
@@ -36,7 +35,7 @@ class ConfigurationError(RetrainError, ValueError):
 
 
 class UntrainedAdapter(ConfigurationError):
-    """The adapter was never trained: every update is zero, so it has no rank to analyse."""
+    """The adapter has no training: every update is zero, so it has no rank to analyze."""
 
 
 class EnvironmentFailure(RetrainError, RuntimeError):
@@ -46,31 +45,31 @@ class EnvironmentFailure(RetrainError, RuntimeError):
 
 
 class ServerFailure(EnvironmentFailure):
-    """A server that the run depends on does not answer, or refuses. Between two steps the run is
-    saved first.
+    """A server that the run depends on does not answer, or refuses. Between two steps retrain saves
+    the run first.
     """
 
 
 class NotReached(ServerFailure):
-    """A service could not be connected to. It received no byte of the request, so nothing of it has
-    happened.
+    """retrain could not connect to a service. The service received no byte of the request, so the
+    request had no effect.
     """
 
 
 class RunFailed(RetrainError, RuntimeError):
-    """The run started and cannot continue (exit 1): a failed parity gate, rewards that cannot be
-    judged, non-finite updates.
+    """The run started and cannot continue (exit 1): a failed parity gate, completions without a
+    verdict, non-finite updates.
     """
 
 
 class ResumableFailure(RunFailed):
-    """A failure whose cause the user can mend, after which the same run continues; `train` adds the
+    """A failure whose cause the user can fix, after which the same run continues; `train` adds the
     command that continues it.
     """
 
 
 class Interrupted(RetrainError):
-    """A signal asked the run to stop; its state was saved first. Exit 130 for SIGINT, 143 for
+    """A signal asked the run to stop; retrain has saved its state. Exit 130 for SIGINT, 143 for
     SIGTERM, 129 for SIGHUP.
     """
 
@@ -80,10 +79,10 @@ class Interrupted(RetrainError):
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """A second signal arrived: the run ends where it stands and saves nothing. The exit codes are
-    the same as Interrupted's.
+    """A second signal arrived: the run ends where it stands and saves nothing. The exit codes equal
+    those from Interrupted.
 
-    It can be raised between any two bytecodes. It is no Exception, so that code which catches a
+    It can occur between any two bytecodes. It is not an Exception, so that code which catches a
     plugin's exceptions lets it pass.
     """
 

@@ -1,4 +1,4 @@
-"""The command that installs an extra, from how this retrain is installed.
+"""The command that installs an extra, derived from the installation of this retrain.
 
 `pip install "retrain[x]"` would take what the package index has under that name, which is an older,
 other program.
@@ -18,7 +18,7 @@ both."""
 
 
 def missing_package(*modules: str) -> str:
-    """Return the module that importing `modules` lacks; "" if all can be imported."""
+    """Return the module that importing `modules` lacks; "" if all import."""
     try:
         for module in modules:
             importlib.import_module(module)
@@ -42,7 +42,7 @@ def install_hint(extra: str = "") -> str:
 
 
 def _installer() -> str:
-    """The command that installs here. A tool of uv has no pip, and to install it again would
+    """Return the command that installs here. A tool of uv has no pip, and to install it again would
     exchange its torch.
     """
     if (Path(sys.prefix) / "uv-receipt.toml").is_file():
@@ -61,7 +61,7 @@ def _target(name: str, extra: str, installed: Distribution | None) -> str:
         return _folder(_SOURCE, name, extras, "-e ")
     if "dir_info" in origin:
         folder = Path(unquote(urlsplit(url).path))
-        # The core is made in a folder of the checkout, which `_folder` adds again.
+        # The core's folder is inside the checkout, and `_folder` adds it again.
         return _folder(folder.parent if folder.name == "core" else folder, name, extras)
     if "vcs_info" in origin:
         vcs, part = origin["vcs_info"], "#subdirectory=core" if name == _CORE else ""
@@ -74,7 +74,7 @@ def _target(name: str, extra: str, installed: Distribution | None) -> str:
 
 
 def _folder(checkout: Path, name: str, extras: str, editable: str = "") -> str:
-    """A folder as pip takes it: "." where the current folder is the checkout, else its whole
+    """Return a folder as pip takes it: "." where the current folder is the checkout, else its whole
     path.
     """
     base = "." if Path.cwd() == checkout else str(checkout)

@@ -42,7 +42,7 @@ class Stream(IntEnum):
     PROMPT_CHOICE = 9
     """Counter (step, 0, 0, index): what a sampler of prompts draws with."""
     COMPLETION_CHOICE = 10
-    """Counter (step, prompt slot, sample, 0): which completions are scored."""
+    """Counter (step, prompt slot, sample, 0): the choice of completions to score."""
     TRACE_ORDER = 11
     """Counter (epoch, 0, 0, index): the order of the supervised stage."""
 

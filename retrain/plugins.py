@@ -1,8 +1,8 @@
-"""Plugins: one way for every kind to be found, loaded and checked.
+"""Plugins: one way to find, load and check every kind.
 
-A name is built in, an installed entry point (group `retrain.plugins`), or a dotted path
-"module.function". For a dotted path the prefixes of `[plugins] search_paths` are tried first; the
-current folder and the folder of the TOML file are importable.
+A name means a built-in object, an installed entry point (group `retrain.plugins`), or a dotted path
+"module.function". For a dotted path retrain first tries the prefixes of `[plugins] search_paths`;
+the current folder and the folder of the TOML file are importable.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ class Kind:
     keywords: tuple[str, ...] = ()
     """Optional inputs, passed by name if the signature takes them."""
     context: bool = False
-    """True if a function of one context object, `f(ctx)`, is allowed instead of the plain form."""
+    """True if the kind also accepts a function of one context object, `f(ctx)`."""
     params_key: str = ""
     """The table whose values the plugin takes."""
     base: str = ""
@@ -133,7 +133,7 @@ class Call:
     keywords: frozenset[str]
     """The optional inputs of its kind that its signature has."""
     whole_group: bool = False
-    """It takes the completions of a whole group."""
+    """True if it takes the completions of a whole group."""
 
 
 @dataclass(frozen=True)
@@ -186,9 +186,9 @@ def load_plugin(
 ) -> Any:
     """Return the callable, class or built-in object that `name` means for this kind.
 
-    `builtins` holds the kind's own names. Raises ConfigurationError, one sentence naming what was
-    tried, for a name that is not found or found twice, code that cannot be loaded, a signature that
-    is not of the kind, or params that it cannot take.
+    `builtins` holds the kind's own names. Raises ConfigurationError, one sentence naming the
+    attempts, for a missing or ambiguous name. It does so too for code that does not load, a
+    signature of another kind, or params that it cannot take.
     """
     where = f'{_file(config)}{KINDS[kind].key} = "{name}"'
     installed = installed_plugins()
@@ -218,7 +218,7 @@ def load_plugin(
             f"{where} is not known; it can be {', '.join(sorted(names))}, or a dotted path such as"
             f" my_module.my_function{hint}"
         )
-    if kind == "advantage" and inspect.isclass(plugin):  # one that keeps something between steps
+    if kind == "advantage" and inspect.isclass(plugin):  # a stateful plugin
         with user_code(where, ConfigurationError):
             plugin = plugin()
     _check(kind, plugin, where, config)
@@ -232,9 +232,9 @@ def load_function(
     builtins: Mapping[str, Any] | None = None,
     params: dict[str, Any] | None = None,
 ) -> Any:
-    """Return the built-in object that `name` means, or a Plugin. `params` stand in for the
-    configured ones; the plugin reads them at every call. Raises ConfigurationError as `load_plugin`
-    does, and for parameters that the built-in one does not know.
+    """Return the built-in object that `name` means, or a Plugin. `params` replace the configured
+    parameters; the plugin reads them at every call. Raises ConfigurationError as `load_plugin`
+    does, and for parameters that the built-in object does not know.
     """
     found = load_plugin(kind, name, config, builtins)
     if name in (builtins or {}):
@@ -249,7 +249,7 @@ def place_of(point: EntryPoint) -> str:
 
 
 def _dotted_names(config: "TrainConfig") -> list[tuple[str, str]]:
-    """("section.key", dotted name) of every plugin that a configuration names by its path."""
+    """Return ("section.key", dotted name) of every plugin that a configuration names by path."""
     from retrain.config.keys import all_keys
 
     reward = config.reward
@@ -271,11 +271,10 @@ def _dotted_names(config: "TrainConfig") -> list[tuple[str, str]]:
 
 
 def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
-    """Dotted name -> sha256 (hex) of the file with the plugin, for every one that the configuration
-    names by its path.
+    """Return dotted name -> sha256 (hex) of the file with the plugin, for every plugin that the
+    configuration names by its path.
 
-    No code is run: a reward is loaded in its workers alone. A name whose file is not found has no
-    entry.
+    This runs no code: only the workers load a reward. A name without a file has no entry.
     """
     from retrain.config.plan import sources_of
 
@@ -309,8 +308,8 @@ def _modules_of(name: str, config: "TrainConfig") -> list[str]:
 
 
 def _plugin_folders(config: "TrainConfig") -> list[Path]:
-    """The folders where plugins are looked for before sys.path: the current one, and the folder of
-    the configuration's file.
+    """Return the folders where retrain looks for plugins before sys.path: the current folder, and
+    the folder of the configuration's file.
     """
     beside = [config.source_path.resolve().parent] if config.source_path else []
     return list(dict.fromkeys([Path.cwd(), *beside]))
@@ -343,13 +342,13 @@ def _code_of(config: "TrainConfig") -> list[str]:
 
 
 def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
-    """Determine the call of a plugin function of this kind. Raises ValueError saying which
-    signatures are allowed.
+    """Determine the call of a plugin function of this kind. Raises ValueError naming the valid
+    signatures.
     """
     expected, signature = KINDS[kind], _signature(function)
     parameters = list(signature.parameters.values())
     names = [parameter.name for parameter in parameters]
-    # What the first parameter is called decides between one completion and a group of them.
+    # The name of the first parameter decides between one completion and a group of completions.
     group = expected.group
     if group is not None and names[:1] != [group.inputs[0]]:
         group = None
@@ -376,7 +375,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _is_context(parameter: inspect.Parameter) -> bool:
-    """Return True if the parameter is named or annotated as the context of its kind."""
+    """Return True if the parameter has the name or annotation of its kind's context."""
     annotation = parameter.annotation
     if not isinstance(annotation, str):
         annotation = getattr(annotation, "__name__", "")
@@ -397,8 +396,8 @@ class Params(dict[str, Any]):
 
 
 def params_of(kind: str, config: "TrainConfig") -> dict[str, Any]:
-    """Return the table of parameters of a kind. `uncertainty_kind` in a transform's table is read
-    by retrain, so it is left out.
+    """Return the table of parameters of a kind. The result omits `uncertainty_kind` in a
+    transform's table, because retrain reads it.
     """
     key = KINDS[kind].params_key
     table = Params(config.value(_path(key)) if key else {}, key)
@@ -468,8 +467,8 @@ def restore(where: str, plugin: Any, state: dict[str, Any]) -> None:
 
 @contextmanager
 def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
-    """Run a plugin's code: whatever it raises becomes `failure`, one sentence that begins with
-    `what`; the cause stays attached.
+    """Run a plugin's code. Whatever it raises becomes `failure`, one sentence that begins with
+    `what`, with the cause attached.
     """
     try:
         yield
@@ -537,8 +536,8 @@ def _import(name: str, folders: Sequence[str], where: str) -> ModuleType | None:
 
 @contextmanager
 def _importable(names: Sequence[str]) -> Iterator[None]:
-    """Put the folders first on sys.path while a plugin is imported; afterwards they stay at its
-    end, for what the plugin imports later.
+    """Put the folders first on sys.path during the import of a plugin. Afterwards they stay at its
+    end, for later imports of the plugin.
 
     They do not stay first: a `datasets` package in the user's folder must not replace the library
     that retrain imports lazily.

@@ -1,10 +1,10 @@
-"""Facts from outside the package: texts, as data that every later step can hold, and what the
-operating system knows of a process and its children.
+"""Facts from outside the package. The module parses texts into data that every later step can hold,
+and asks the operating system about a process and its children.
 
 The standard parsers of TOML and JSON raise RecursionError for deep nesting and a bare ValueError
-for an integer of more than 4,300 digits, and they let through nesting and integers on which a later
-step would fail. Here everything that is wrong with a text is one ParseError. Every process imports
-this at its start, so the parsers are imported where they are called.
+for an integer of more than 4,300 digits. They also let through nesting and integers on which a
+later step would fail. Here everything wrong with a text is one ParseError. Every process imports
+this module at its start, so functions import the parsers at their call.
 """
 
 import ctypes
@@ -56,7 +56,7 @@ def parse_json(text: str | bytes, parse_int: Callable[[str], Any] = int) -> Any:
 
 
 def integer_or_digits(digits: str) -> int | str:
-    """Read an integer; one of more than 64 bits stays text."""
+    """Read an integer; an integer of more than 64 bits stays text."""
     if len(digits) <= len(str(-MAX_INTEGER)) and abs(int(digits)) <= MAX_INTEGER:
         return int(digits)
     return digits
@@ -72,7 +72,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def object_of(text: bytes, path: Path) -> dict[str, Any]:
-    """Parse the JSON object that was read from `path`, as `read_object` does."""
+    """Parse the JSON object from the file `path`, as `read_object` does."""
     try:
         content = parse_json(text)
     except ParseError as error:
@@ -97,11 +97,11 @@ def is_path_text(value: Any) -> bool:
 
 
 def expanded(path: str) -> str:
-    """Expand ~, ~user, $NAME and ${NAME} in a path. A path that is returned expands to itself, so a
-    stored one stays the same everywhere.
+    """Expand ~, ~user, $NAME and ${NAME} in a path. The returned path expands to itself, so a
+    stored path stays the same everywhere.
 
-    Raises ParseError for a user that this machine does not have and a variable that is not set,
-    unless a file or folder has that name.
+    Raises ParseError for an unknown user or an unset variable, unless a file or folder has that
+    name.
     """
     # A Path would turn tinker:// into tinker:/ and an empty text into a dot.
     whole = os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111
@@ -182,9 +182,7 @@ def listed(words: Iterable[str], conjunction: str = "and") -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Write a value on one line of TOML; a value that TOML has no form for is written as Python
-    writes it.
-    """
+    """Write a value on one line of TOML. A value without a form in TOML has the form of Python."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -206,7 +204,7 @@ def _key(name: str) -> str:
 
 
 def _string(text: str) -> str:
-    """Quote a string. JSON's escapes are also TOML's, except that TOML wants DEL escaped."""
+    """Quote a string. TOML has the escapes of JSON, except that TOML wants DEL escaped."""
     import json
 
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -218,27 +216,25 @@ def _string(text: str) -> str:
 _PR_SET_PDEATHSIG = 1
 _SPIN_COUNT = "20000"
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-"""Names of torch's allocator settings; the second is the one before 2.9."""
+"""Names of torch's allocator settings; torch before 2.9 reads the second."""
 
 
 def prepare_torch() -> None:
-    """Set the variables that torch reads when it is imported, unless the user has set them; call
-    this before importing torch.
+    """Set the variables that torch reads at its import, unless the user has set them. Call this
+    before importing torch.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         # Idle OpenMP threads spin for a moment only, so that processes which share the cores do not
         # starve each other.
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     if not _ALLOCATOR & os.environ.keys():
-        # Segments of a fixed size that the KV cache leaves behind are no use to activations: out of
+        # Activations cannot use segments of a fixed size that the KV cache leaves behind, so out of
         # memory would depend on what ran before.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def die_with_parent(parent: int) -> None:
-    """In a child: have the kernel kill this process when `parent`, which forked it, dies
-    (Linux).
-    """
+    """Have the kernel kill this process, a child, when `parent`, which forked it, dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
@@ -273,8 +269,9 @@ def peak_resident_bytes() -> int:
 def total_memory(
     groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Return the bytes of memory that this process may take: those of the machine, or the smallest
-    limit of its control groups. `groups` is where they are mounted, `own` says which it is in.
+    """Return the bytes of memory that this process may take: the memory of the machine, or the
+    smallest limit of its control groups. `groups` is their mount point, and `own` names the groups
+    of the process.
     """
     import psutil
 

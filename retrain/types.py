@@ -19,7 +19,9 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 WHOLE_MODEL = "model.safetensors"
-"""The file of a model that was trained as a whole; never written in place: it may be a link."""
+"""The file of a model trained as a whole. retrain never writes it in place, because it may be a
+link.
+"""
 
 
 THOUGHT_TAGS: tuple[tuple[str, str], ...] = (
@@ -34,7 +36,7 @@ THOUGHT_TAGS: tuple[tuple[str, str], ...] = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("◁think▷", "◁/think▷"),
 )
-"""What opens and what ends the thought of known models."""
+"""Opening and closing texts of the thoughts of known models."""
 
 
 class LogLine(str):
@@ -49,7 +51,7 @@ class LogLine(str):
 
 
 class Doing(LogLine):
-    """What a long phase is at, for the bar alone."""
+    """The progress of a long phase, for the bar alone."""
 
 
 class ChatMessage(TypedDict):
@@ -85,7 +87,7 @@ class Prompt:
     token_ids: Int32Array
     """[P] token ids."""
     messages: tuple[ChatMessage, ...] = ()
-    """The messages that the chat template was given; empty for a prompt that was never text."""
+    """The messages for the chat template; empty for a prompt without text."""
 
     @property
     def prompt_id(self) -> str:
@@ -110,22 +112,26 @@ class Completion:
     """[T] sampled tokens, the sampled EOS included; nothing comes after it."""
     logprobs: Float32Array
     """[T] natural log-probabilities of the sampled distribution: softmax(logits / temperature),
-    renormalized where it is truncated."""
+    renormalized if truncated.
+    """
     entropies: Float32Array | None
-    """[T] Shannon entropy in nats of the distribution each token was drawn from; None where the
-    engine has only log-probs."""
+    """[T] Shannon entropy in nats of the distribution that gave each token; None if the engine has
+    only log-probs.
+    """
     finish_reason: FinishReason
     kept: Int32Array | None = None
-    """[T] the number of most probable tokens that each token was drawn from; None if that was the
-    whole vocabulary."""
+    """[T] the number of most probable tokens from which the sampler drew each token; it is None for
+    the whole vocabulary.
+    """
     kept_ids: tuple[Int32Array, ...] | None = None
     """[T] the ids of those tokens, if the engine returns them for a trainer elsewhere."""
     text: str | None = None
     """In an evaluation, the text from a server that returns no token ids: `token_ids` are this text
-    encoded again, for counting, and `logprobs` are NaN. None otherwise, since an engine knows token
-    ids only."""
+    encoded again, for counting, and `logprobs` are NaN. It is None otherwise, since an engine knows
+    token ids only.
+    """
     server: str = ""
-    """The address of the server that sampled it; "" where no server did."""
+    """The address of the server that sampled it; "" if no server did."""
 
 
 MAX_REWARD = 1e15
@@ -142,8 +148,9 @@ class Turn:
     """[C] the environment's tokens before the reply, which continue the tokens so far; empty in a
     first turn, which follows the prompt."""
     restarts: bool = False
-    """True if the history was rewritten: `context` is the whole prompt of this turn, and the model
-    saw nothing from before."""
+    """True after a rewrite of the history: `context` is the whole prompt of this turn, and the
+    model saw nothing from before.
+    """
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,7 @@ class Trajectory:
     turns: tuple[Turn, ...]
     """The turns in order, at least one."""
     cut: bool = False
-    """True if it ended because no token was left for another reply."""
+    """True if it ended because it had no tokens for another reply."""
 
     @classmethod
     def of(cls, completion: Completion) -> "Trajectory":
@@ -202,7 +209,7 @@ class Trajectory:
 
     @cached_property
     def kept(self) -> Int32Array | None:
-        """[T] number of tokens that each action was drawn from; None if no turn was truncated."""
+        """[T] number of tokens from which the sampler drew each action; None without truncation."""
         return joined_or_none([completion.kept for completion in self.completions])
 
     @cached_property
@@ -260,7 +267,7 @@ class JudgeUsage:
     requests: int = 0
     """HTTP requests sent, retries included."""
     cached: int = 0
-    """Verdicts that came from the cache, or from an identical completion that was being judged."""
+    """Verdicts that came from the cache, or from the pending verdict on an identical completion."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = None
@@ -285,11 +292,11 @@ class Score:
     outcome: Outcome
     reward: float | None
     reason: str = ""
-    """One sentence saying why a completion could not be judged; empty otherwise."""
+    """One sentence saying why a completion has no verdict; empty otherwise."""
     usage: JudgeUsage | None = field(default=None, compare=False)
     """The judge's usage; None if no language model judged."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Quantities that an environment measured beside the reward."""
+    """Quantities that an environment measured in addition to the reward."""
     turn_rewards: tuple[float, ...] = ()
     """The reward of each turn; empty if the environment judges the whole."""
     parts: tuple[float, ...] = field(default=(), compare=False)
@@ -297,9 +304,7 @@ class Score:
 
     @classmethod
     def of(cls, reward: float, correct_threshold: float) -> "Score":
-        """Make the verdict on a completion that could be judged: it is right above the
-        threshold.
-        """
+        """Return the verdict on a judged completion: it is right above the threshold."""
         return cls(Outcome.RIGHT if reward > correct_threshold else Outcome.WRONG, reward)
 
 
@@ -377,16 +382,18 @@ class Row:
     sample: int = 0
     """Sample index of its trajectory within the group."""
     part: int = 0
-    """Number of its part of the trajectory: 0 unless a history was rewritten."""
+    """Number of its part of the trajectory: 0 without a rewrite of the history."""
     trained: bool = True
     """True if the loss has a term for the row. It is False for a row that only counts in the
     divisor of aggregation = "constant"."""
     counted: int | None = None
-    """Number of tokens that count in a mean of the policy term; None means all T, and 0 a row with
-    KL and entropy terms only."""
+    """Number of tokens that count in a mean of the policy term, where None means all T. A row with
+    0 has only KL and entropy terms.
+    """
     kept: Int32Array | None = None
-    """[T] the number of most probable tokens that each action was drawn from; None if that was the
-    whole vocabulary."""
+    """[T] the number of most probable tokens from which the sampler drew each action; it is None
+    for the whole vocabulary.
+    """
     kept_ids: tuple[Int32Array, ...] | None = None
     """[T] the ids of those tokens, if the engine returns them."""
 
@@ -473,7 +480,7 @@ class StepResult:
     """
 
     loss: float | None
-    """Mean loss over the updates of this step; None when no row was trained."""
+    """Mean loss over the updates of this step; None if the learner trained no row."""
     grad_norm: float | None
     ratio_mean: float | None
     """Mean of exp(learner - sampler log-prob) over the action tokens."""
@@ -499,20 +506,25 @@ class StepResult:
     log_ratio_by_depth: list[float | None] | None = None
     """The mean by quarter of the positions up to [training] max_tokens."""
     loss_is_placeholder: bool = False
-    """True where an asynchronous backend reports a number that is not this step's loss."""
+    """True if an asynchronous backend reports a number that is not this step's loss."""
     ratio_min: float | None = None
     clip_fraction: float | None = None
-    """Tokens (gspo: sequences) whose policy gradient the clip removed, or whose weight it bounded
-    (cispo), as a fraction of those with an advantage, over all updates of the step."""
+    """Fraction of tokens (gspo: sequences) whose policy gradient the clip removed, or whose weight
+    it bounded (cispo). The denominator counts tokens with an advantage, over all updates of the
+    step.
+    """
     kl_mean: float | None = None
-    """Mean KL divergence of the policy from the frozen base, by the estimator of the loss, before
-    the first update; None where the loss reads no base."""
+    """Mean KL divergence of the policy from the frozen base before the first update, by the
+    estimator of the loss. It is None if the loss reads no base.
+    """
     entropy_mean: float | None = None
     """Mean Shannon entropy of the policy at the action tokens of the first minibatch, before the
-    first update; None where the engine records entropies."""
+    first update; None if the engine records entropies.
+    """
     loss_metrics: dict[str, float] | None = None
-    """Mean of each quantity that a loss of one's own reports, over the tokens (or sequences) of all
-    updates of the step."""
+    """Mean of each quantity that a custom loss reports, over the tokens (or sequences) of all
+    updates of the step.
+    """
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""One exchange with a server over HTTP, bounded in time and in size, what the server says in it,
-and the event loop for those who wait.
+"""One exchange with a server over HTTP, bounded in time and in size, with the server's message. An
+event loop serves callers that wait.
 
-Whoever asks decides what is tried again: `inference_engine/http.py` for servers that sample,
+The caller decides what to try again: `inference_engine/http.py` for servers that sample,
 `rewards/judge.py` for judges.
 """
 
@@ -38,12 +38,12 @@ _SHOWN = 300
 _SHOWN_UNREAD = 80
 """Characters of an answer in an unknown form, such as a page of HTML."""
 
-# Else every retry prints a line; a failure says how many there were.
+# Silence a line for every retry; a failure says how many there were.
 logging.getLogger("stamina").addHandler(logging.NullHandler())
 
 
 class AnswerOverflow(Exception):
-    """An answer is longer than any that is expected; the rest was not read."""
+    """An answer is longer than any expected answer; retrain did not read the rest."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Answer:
 
     def begins(self, *secrets: str) -> str:
         """Return the beginning of the body as one line without `secrets`, for a sentence on an
-        answer that could not be read.
+        unreadable answer.
         """
         text = masked(" ".join(self.body.decode(errors="replace").split()), *secrets)
         if len(text) <= _SHOWN_UNREAD:
@@ -85,8 +85,8 @@ class Answer:
 
     @property
     def redirect_host(self) -> str:
-        """The host of the Location header. A redirection is never followed, since what is sent is
-        meant for one host alone.
+        """The host of the Location header. retrain never follows a redirection, since a request is
+        for one host alone.
         """
         try:
             host = urlsplit(self.headers.get("location", "")).netloc.rpartition("@")[2]
@@ -98,7 +98,7 @@ class Answer:
 def client_for(url: str, **settings: Any) -> httpx.AsyncClient:
     """Return a client for the server at `url`.
 
-    Raises EnvironmentFailure for a proxy or certificates of the environment that cannot be used.
+    Raises EnvironmentFailure for an unusable proxy or unusable certificates of the environment.
     """
     try:
         # A proxy cannot reach this machine's own servers.
@@ -135,8 +135,8 @@ async def exchange(
 
 
 def key_from(variable: str) -> str:
-    """Return the key in an environment variable; "" if it is not set. Raises EnvironmentFailure for
-    one that no request can carry.
+    """Return the key in an environment variable; "" for an unset variable. Raises
+    EnvironmentFailure for a key that no request can carry.
     """
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -165,7 +165,7 @@ class EventLoop:
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Return the result to come; it is cancelled if the loop is closed before."""
+        """Return the result to come; closing the loop first cancels it."""
         with self._lock:
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(work, self.loop)

@@ -1,5 +1,5 @@
-"""What plugins of credit assignment may read. An algorithm plugin computes the token advantages of
-the whole step itself.
+"""The data that plugins of credit assignment may read. An algorithm plugin computes the token
+advantages of the whole step itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def no_reference() -> Any:
 
 
 MADE_UP: dict[str, Any] = {}
-"""`info` of the example of a made-up group; such an example cannot be read."""
+"""`info` of the example of a made-up group; a plugin cannot read such an example."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class AdvantageContext:
     source: Group | None = field(default=None, repr=False, compare=False)
     """The judged group behind the properties; None where only rewards are known."""
     max_tokens: int = 0
-    """`[training] max_tokens`, at which a completion is cut."""
+    """`[training] max_tokens`, the length at which the sampler cuts a completion."""
     reference: Reference = field(default=no_reference, repr=False, compare=False)
     """What `reference_logprobs` asks."""
 
@@ -155,7 +155,7 @@ class UncertaintyContext:
     logprobs: list[float]
     """[T] natural log-probs of the sampled policy."""
     token_entropies: list[float] | None
-    """[T] Shannon entropies in nats; None where the engine records none."""
+    """[T] Shannon entropies in nats; None if the engine records none."""
     step: int
     group: int
     completion: int

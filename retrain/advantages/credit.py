@@ -1,6 +1,4 @@
-"""The credit of one step's completions: token advantages, the learner's rows, and what is recorded
-about them.
-"""
+"""The credit of one step's completions: token advantages, the learner's rows, and their records."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +24,9 @@ class CreditStages:
     informative: BoolArray
     """[P] True if some token of the group has an advantage before the top-rho mask."""
     counts: BoolArray
-    """[n] True for the tokens over which a mean of the policy term is taken; none lies outside the
-    informative groups and the loss."""
+    """[n] True for the tokens that a mean of the policy term counts; all of them belong to
+    informative groups and to the loss.
+    """
     trained: BoolArray
     """[N] True if the loss has a term for the completion: a policy term, or a KL or entropy
     term."""
@@ -123,10 +122,10 @@ class CreditStatistics:
 
 @dataclass(frozen=True)
 class Credit:
-    """The token advantages of one step, with what is recorded about them."""
+    """The token advantages of one step, with their records."""
 
     sources: Sequence[Group]
-    """The judged groups that credit was assigned to."""
+    """The judged groups that receive credit."""
     tokens: StepTokens
     assigned: CreditStages
     groups: list[GroupCredit]

@@ -1,12 +1,12 @@
 """Episode-level advantages: rewards of a group in, one number per completion out. Pure float64
 functions.
 
-Names differ over the literature. `grpo` here is the centred reward without the division by the
-group's standard deviation, i.e. the advantage of Dr.GRPO (arXiv 2503.20783); what arXiv 2402.03300
-calls GRPO is `grpo_std`.
+Names differ over the literature. `grpo` here is the centered reward without the division by the
+group's standard deviation, i.e. the advantage of Dr.GRPO (arXiv 2503.20783). The GRPO of arXiv
+2402.03300 is `grpo_std`.
 
-Every function returns [] for an empty group, exact zeros for a group whose rewards are all equal
-(`reinforce` apart), and raises ValueError naming the reward's index if a reward is NaN or infinite.
+Every function returns [] for an empty group, and exact zeros for a group whose rewards are all
+equal (`reinforce` apart). A NaN or infinite reward raises ValueError naming the reward's index.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +29,9 @@ def grpo(rewards: Sequence[float]) -> list[float]:
 def maxrl(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
     """A_i = (r_i - mean(r)) / (mean(r) + eps), zero where mean(r) <= eps; bounded by [-1, G-1].
 
-    MaxRL, arXiv 2602.02710. With 0/1 rewards the estimator is unbiased for the truncated
+    MaxRL, arXiv 2602.02710. With 0/1 rewards the estimator has no bias for the truncated
     maximum-likelihood objective of order G-1, because a group without a success contributes
-    nothing; with other rewards it is the self-normalised estimate of grad log E[r]. Raises
+    nothing. With other rewards it is the self-normalizing estimate of grad log E[r]. Raises
     ValueError for a negative reward: the mean could then be near zero while the rewards are
     informative.
     """
@@ -50,7 +50,9 @@ def maxrl(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
 
 
 def none(rewards: Sequence[float]) -> list[float]:
-    """A_i = 0: rewards are recorded and teach nothing, as where a teacher gives all credit."""
+    """A_i = 0: retrain records rewards but does not train on them, for example if a teacher gives
+    all credit.
+    """
     return [0.0] * len(_checked(rewards))
 
 

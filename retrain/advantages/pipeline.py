@@ -1,9 +1,9 @@
-"""Credit assignment of one step, vectorised over flat ragged float64 arrays.
+"""Credit assignment of one step, vectorized over flat ragged float64 arrays.
 
-The order is fixed: episode advantage; uncertainty, capped; SEPA on the uncertainty; GTPO weights
-from it; HICRA; the teacher's log-ratio; the top-rho mask on the raw uncertainty; the check that
-every number is finite.
-Batch normalisation is part of the episode advantage (`reinforce_pp`).
+The order of the stages never changes: episode advantage, capped uncertainty, SEPA, GTPO weights,
+HICRA, the teacher's log-ratio. The top-rho mask on the raw uncertainty comes last. It ends with a
+check that every number is finite. Batch normalization is part of the episode advantage
+(`reinforce_pp`).
 """
 
 from collections.abc import Callable, Sequence
@@ -70,12 +70,12 @@ if TYPE_CHECKING:
     from retrain.config.schema import Planning
 
 UNINFORMATIVE = 1e-12
-"""A group is left out of training if no token's advantage exceeds this."""
+"""Training skips a group if no token's advantage exceeds this."""
 
 LoadEncoder = Callable[[str], Encoder]
 """Name or folder of a sentence-transformers model -> its encoder."""
 Stages = dict[str, Float64Array]
-"""Stage -> token advantages [n], in the order in which the stages were applied."""
+"""Stage -> token advantages [n], in the order of the stages."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class _Step:
 
 
 class CreditPipeline:
-    """The steps of credit assignment. It is built once per run from the configuration; `assign` is
-    then a pure function of its arguments.
+    """The steps of credit assignment. A run makes one pipeline from the configuration, and `assign`
+    is a pure function of its arguments.
 
-    `pieces` decodes the token ids of a completion into one text piece per token; `load_encoder`
-    loads the sentence encoder of the semantic planning detector by its name, where that is
-    configured. Raises ConfigurationError for unknown names, plugins that do not load, and values
-    that contradict each other.
+    `pieces` decodes the token ids of a completion into one text piece per token. `load_encoder`
+    loads the sentence encoder of the semantic planning detector by its name, if the run uses this
+    detector. Raises ConfigurationError for unknown names, plugins that do not load, and values that
+    contradict each other.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class CreditPipeline:
 
     def _check_values(self, config: "TrainConfig") -> None:
         """Raise ConfigurationError for values with which the transform in use does nothing; note
-        those that may surprise.
+        the values that may surprise.
         """
         if not (self._algorithm or self._transform) and self.spec.uses_sepa_controller:
             check_ramp(config.sepa)
@@ -224,8 +224,8 @@ class CreditPipeline:
         return isinstance(episode, PluginAdvantage) and hasattr(episode.plugin.function, "state")
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return what the advantage keeps before `step`, also if that was assigned credit and then
-        interrupted: it will be taken again.
+        """Return the advantage's state before `step`, also if an interruption came after its credit
+        assignment, because the run will take `step` again.
         """
         newest, before = self._before
         if newest == step or not isinstance(self._episode, PluginAdvantage):
@@ -257,7 +257,7 @@ class CreditPipeline:
         if teacher is not None:
             scored = partial(teacher, groups)
         if isinstance(self._episode, PluginAdvantage):
-            # For `state_dict`, in case the step is interrupted and taken again.
+            # Keep it for `state_dict`, in case an interrupted run takes the step again.
             self._before = (step, self._episode.state())
         try:
             planning = None  # for a condition that does not look for planning phrases
@@ -270,7 +270,7 @@ class CreditPipeline:
             assigned = self.compute(tokens, step, sepa_lambda)
         except ValueError as error:
             raise RunFailed(f"Credit assignment of step {step}: {error}.") from error
-        execution = np.zeros(0)  # what SEPA's controller learns from
+        execution = np.zeros(0)  # SEPA's controller learns from it
         if assigned.uncertainty is not None and self.uses_sepa_controller:
             execution = assigned.uncertainty[~tokens.planning]
         return Credit.of(
@@ -322,7 +322,7 @@ class CreditPipeline:
 
     def _trained(self, tokens: StepTokens, counts: BoolArray) -> BoolArray:
         """Return [N] True if the loss has a term for the completion: a policy term, or a KL or
-        entropy term, which all in the loss have.
+        entropy term. All completions in the loss have the latter.
         """
         every = self.config.loss.kl_coef > 0 or self.config.loss.entropy_coef > 0
         return (
@@ -397,7 +397,7 @@ class CreditPipeline:
         transform left not finite.
         """
         spec, segments = self.spec, at.tokens.segments
-        # Over flat arrays a transform is called once a step, over lists once a completion.
+        # Call a transform of flat arrays once a step, and a transform of lists once a completion.
         if spec.flat_entropy_transform is not None:
             with user_code(f'transform "{spec.name}"', RunFailed):
                 changed = spec.flat_entropy_transform(
@@ -466,8 +466,8 @@ class CreditPipeline:
     def _mask(
         self, tokens: StepTokens, uncertainty: Float64Array, with_policy: BoolArray
     ) -> tuple[BoolArray, float | None]:
-        """Return the tokens [n] whose advantage is kept, and the step's threshold, which is set by
-        completions `with_policy` [N] only.
+        """Return the tokens [n] whose advantage the mask keeps, and the step's threshold. Only
+        completions `with_policy` [N] set the threshold.
         """
         algorithm, segments = self.config.algorithm, tokens.segments
         completions = np.repeat(np.arange(len(segments)), segments.lengths)

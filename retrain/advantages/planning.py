@@ -1,14 +1,14 @@
 """The tokens of planning phrases ("let me check"), as the mask that HICRA and SEPA read. Two
 detectors find them: by strategic grams, and by the meaning of windows of words.
 
-Both read decoded text with character offsets, never vocabulary strings, so that how a phrase is cut
-into tokens cannot matter. Words of a gram may be separated by white space, commas, semicolons,
-colons, hyphens and dashes, but not by the end of a sentence.
+Both read decoded text with character offsets, never vocabulary strings, so the tokenization of a
+phrase cannot matter. White space, commas, semicolons, colons, hyphens and dashes may separate the
+words of a gram, but the end of a sentence may not.
 
-The semantic detector embeds sentences as unit vectors. Two centroids, of phrases that plan and of
-phrases that execute, are its yardstick: a window plans iff cos(w, planning) > cos(w, execution) +
-threshold and cos(w, planning) > min_similarity. Windows have 12 words, and each begins 6 after the
-one before. All tokens of a planning window are marked.
+The semantic detector embeds sentences as unit vectors. It compares each window with two centroids,
+of phrases that plan and of phrases that execute. A window plans iff cos(w, planning) > cos(w,
+execution) + threshold and cos(w, planning) > min_similarity. Windows have 12 words and a stride of
+6 words. The detector marks all tokens of a planning window.
 """
 
 import re
@@ -62,28 +62,28 @@ def normalised(text: str) -> str:
 
 
 def _collapsed(text: str) -> str:
-    """Put single spaces in place of a text's gaps, and none at its ends."""
+    """Replace each gap of a text with a single space, and strip its ends."""
     for separator in _SEPARATORS:
         text = text.replace(separator, " ")
     return " ".join(text.split())  # split() knows the same white space as \s
 
 
 def _is_word(character: str) -> bool:
-    return character.isalnum() or character == "_"  # what \w means in re
+    return character.isalnum() or character == "_"  # the meaning of \w in re
 
 
 class RegexDetector:
     r"""Marks the tokens that overlap a planning phrase.
 
-    As a regular expression a gram is (?<!\w), its words joined by gaps, (?!\w), ignoring case,
-    where a gap is one or more of white space, comma, semicolon, colon, hyphen and U+2010 to U+2015.
-    All matches of all grams count, overlapping ones too. Which grams occur at all is first seen on
-    the text with collapsed gaps, where a gram is a literal: a search of the whole text for each of
-    them would cost most of the time.
+    The regular expression of a gram is (?<!\w), its words joined by gaps, (?!\w), ignoring case. A
+    gap is one or more of white space, comma, semicolon, colon, hyphen and U+2010 to U+2015. All
+    matches of all grams count, overlapping ones too. The detector first looks for each gram as a
+    literal in the text with collapsed gaps. A regular expression search for every gram would take
+    most of the time.
     """
 
     def __init__(self, grams: Sequence[str] = ()) -> None:
-        """No grams at all means the default ones. Raises ValueError for a gram without a word
+        """An empty `grams` means the default grams. Raises ValueError for a gram without a word
         character.
         """
         self.grams = tuple(grams) or DEFAULT_GRAMS
@@ -99,8 +99,8 @@ class RegexDetector:
     def detect(self, pieces: Sequence[str]) -> npt.NDArray[np.uint8]:
         """[T] decoded pieces of one completion -> [T] mask.
 
-        A token is 1 if one of its characters other than white space lies in a match; an empty piece
-        (a special token, an incomplete code point) is 0.
+        The mask is 1 for a token with a character inside a match, white space aside. It is 0 for an
+        empty piece (a special token, an incomplete code point).
         """
         mask = np.zeros(len(pieces), dtype=np.uint8)
         text = normalised("".join(pieces))
@@ -196,7 +196,7 @@ _WORD = re.compile(r"\S+")
 
 class Encoder(Protocol):
     def __call__(self, sentences: Sequence[str], /) -> npt.NDArray[np.floating]:
-        """[n] sentences -> [n, d] vectors of length 1."""
+        """Map [n] sentences to [n, d] vectors of length 1."""
 
 
 class SemanticDetector:
@@ -222,11 +222,11 @@ class SemanticDetector:
         return self.detect_all([pieces])[0]
 
     def detect_all(self, completions: Sequence[Sequence[str]]) -> list[npt.NDArray[np.uint8]]:
-        """The masks of several completions, whose windows are encoded in one call, each different
+        """Return the masks of several completions. One call encodes their windows, each different
         text once.
 
-        Nothing is kept for a later call: a window's vector depends in its last bits on the batch
-        that it is encoded in, and a resumed run must see the same batches.
+        The detector keeps no vectors for a later call. A window's vector depends in its last bits
+        on its batch, and a resumed run must see the same batches.
         """
         texts = ["".join(pieces) for pieces in completions]
         spans = [[match.span() for match in _WORD.finditer(text)] for text in texts]
@@ -275,7 +275,7 @@ def _sentences(text: str, words: Sequence[tuple[int, int]], starts: range) -> li
 def _token_mask(
     pieces: Sequence[str], length: int, words: Sequence[tuple[int, int]], planning: BoolArray
 ) -> npt.NDArray[np.uint8]:
-    """[T] 1 where a token has a character of a planning word. `length` counts the text's
+    """Return [T], 1 where a token has a character of a planning word. `length` counts the text's
     characters; `planning` is [W].
     """
     edges = np.zeros(length + 1, dtype=np.int64)

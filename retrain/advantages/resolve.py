@@ -1,8 +1,8 @@
-"""The stages of the pipeline by their names: each function finds the built-in or the plugin that a
-name of its kind means, and gives both the same form.
+"""The stages of the pipeline by their names. Each function finds the built-in or the plugin that a
+name means, and gives both the same form.
 
-A plugin is tried on a small example when it is loaded, so that a wrong shape is found before the
-first step.
+retrain tries a plugin on a small example when it loads it, to find a wrong shape before the first
+step.
 """
 
 import inspect
@@ -60,7 +60,7 @@ def tried(plugin: Plugin, config: "TrainConfig", trial: Callable[[], str | None]
 
 
 def same_again(give: Callable[[], list[Any]]) -> None:
-    """Raise Fault for a plugin that gives other numbers when it is asked again."""
+    """Raise Fault for a plugin whose second call gives other numbers."""
     if give() != give():
         raise Fault(
             "gives other numbers when it is asked again; a run repeats and resumes byte for byte,"
@@ -77,9 +77,9 @@ _CENTRED = 1e-6
 def episode_stage(
     name: str, config: "TrainConfig", notes: list[str], params: dict[str, Any]
 ) -> EpisodeStage:
-    """Return the advantage that `name` means. Notes for the start of the run are added to `notes`.
-    `params` stand in for the configured ones; the stage reads them at every call.
-    Raises ConfigurationError for a name, a parameter or a plugin that cannot be used.
+    """Return the advantage that `name` means. Adds notes for the start of the run to `notes`.
+    `params` replace the configured parameters; the stage reads them at every call. Raises
+    ConfigurationError for an unusable name, parameter or plugin.
     """
     found = load_function("advantage", name, config, ADVANTAGES, params)
     if isinstance(found, Plugin):
@@ -98,7 +98,7 @@ def episode_stage(
 def _builtin_advantages(
     builtin: BuiltinAdvantage, params: dict[str, Any], tokens: StepTokens, _: int
 ) -> list[list[float]]:
-    if builtin.batch_level:  # which tells the form to us and not to mypy
+    if builtin.batch_level:  # mypy does not infer the form from this
         return builtin.function(tokens.rewards, tokens.token_counts, **params)  # type: ignore[return-value]  # of all groups
     assigned: list[list[float]] = []
     for group, rewards in enumerate(tokens.rewards):
@@ -143,11 +143,11 @@ class PluginAdvantage:
 
 
 def _try_advantage(plugin: Plugin, config: "TrainConfig") -> str | None:
-    """Warn of a plugin's advantages of equal rewards unless they cancel: such a group says nothing
-    about which completion is better. Raise Fault if what it keeps is not restored, or if a function
-    does not repeat its numbers.
+    """Return a warning if a plugin gives a group of equal rewards advantages that do not sum to 0.
+    Such a group says nothing about which completion is better. Raise Fault if the plugin's state
+    does not survive save and load, or if a function is not deterministic.
     """
-    # Of copies, because what a plugin keeps must not begin with its trial.
+    # Try copies, because the trial must not change the state with which the run begins.
     advantages, resumed = (
         PluginAdvantage(
             replace(plugin, function=deepcopy(plugin.function)), config.training.max_tokens
@@ -230,14 +230,14 @@ def uncertainty_stage(
 def transform_of(
     name: str, config: "TrainConfig", params: dict[str, Any]
 ) -> tuple[TransformSpec, Plugin | None]:
-    """Return the stages of the transform that `name` means, and its plugin: a function of the
-    context does all the work, and a factory, `f()` or `f(params)`, makes the stages.
+    """Return the stages of the transform that `name` means, and its plugin. A plugin is a function
+    of the context, which does all the work, or a factory of the stages, `f()` or `f(params)`.
     """
     plugin = load_function("transform", name, config, TRANSFORMS, params)
     if not isinstance(plugin, Plugin):
         return plugin, None
     if plugin.form.takes_context:
-        # What it reads is not known, so it is given everything.
+        # Its reads are unknown, so the pipeline computes everything for it.
         return TransformSpec(name, needs_planning=True, uses_sepa_controller=True), plugin
     with user_code(plugin.where, ConfigurationError):
         spec = plugin.call()

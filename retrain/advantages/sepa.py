@@ -1,4 +1,4 @@
-"""SEPA's controller: how strongly the uncertainty of execution tokens is pooled, as a function of
+"""SEPA's controller: the pooling strength of the uncertainty of execution tokens, as a function of
 the step and of the run so far.
 
     linear(s) = 0 if s <= delay_steps else min(1, (s - delay_steps) / steps)
@@ -8,7 +8,7 @@ the step and of the run so far.
 
 The order within a step is resolve, learn, observe, update_auto: a gate that opens in step s acts
 from step s + 1. Opening the gate does not restart the ramp, so lambda can jump. auto is not
-monotone: where the variance rises again, lambda falls to the linear floor.
+monotone. If the variance rises again, lambda falls to the linear floor.
 """
 
 import math
@@ -36,8 +36,9 @@ class SEPAController:
         self.settings = settings
         self.gate_open = settings.correct_rate_gate <= 0
         self.gate_step: int | None = None
-        """The step whose correct rate opened the gate; None while closed, and where it was open
-        from the start."""
+        """The step whose correct rate opened the gate. It is None before the gate opens, and if the
+        gate starts open.
+        """
         self.var_ema: float | None = None
         self.var_0: float | None = None
         """The smoothed variance at the end of the warm-up."""
@@ -58,8 +59,8 @@ class SEPAController:
         return max(auto, linear)
 
     def observe(self, correct_rate: float | None, step: int) -> None:
-        """Open the gate for good once a step's correct rate reaches it; None and NaN leave it as it
-        is.
+        """Open the gate permanently once a step's correct rate reaches the threshold. A rate of
+        None or NaN changes nothing.
         """
         if self.gate_open or correct_rate is None or math.isnan(correct_rate):
             return
@@ -68,8 +69,8 @@ class SEPAController:
             self.gate_step = step
 
     def update_auto(self, exec_uncertainty: Sequence[float] | npt.NDArray[np.floating]) -> None:
-        """Take in the uncertainty of all execution tokens of one step. Call it once per step;
-        non-finite values are dropped.
+        """Update the variance with the uncertainty of all execution tokens of one step, without
+        non-finite values. Call it once per step.
         """
         values = np.asarray(exec_uncertainty, dtype=np.float64)
         values = values[np.isfinite(values)]
@@ -98,10 +99,10 @@ class SEPAController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Restore what `state_dict` gave; returns a sentence for each setting that differs from the
-        stored one.
+        """Restore the result of `state_dict`. Returns a sentence for each setting that differs from
+        the stored one.
 
-        Raises ValueError naming the field that is missing or impossible; nothing is changed then.
+        Raises ValueError naming a missing or impossible field, and then changes nothing.
         """
         gate_open, gate_step = state.get("gate_open"), state.get("gate_step")
         if not isinstance(gate_open, bool):
@@ -109,7 +110,7 @@ class SEPAController:
         warmup_seen = _count(state, "warmup_seen")
         if gate_step is not None:
             gate_step = _count(state, "gate_step")
-        # The last to be read: nothing has changed so far, should one be wrong.
+        # Read these last: nothing has changed so far if one is wrong.
         var_ema, var_0 = (_variance(state, name) for name in ("var_ema", "var_0"))
         self.gate_open, self.gate_step, self.warmup_seen = gate_open, gate_step, warmup_seen
         self.var_ema, self.var_0 = var_ema, var_0
@@ -156,10 +157,10 @@ def follows_schedule(algorithm: "Algorithm") -> bool:
 
 
 def maximal_lambda_note(algorithm: "Algorithm", settings: "Sepa", max_steps: int) -> str | None:
-    """Return a sentence for the start of the run if the ramp ends below 1; None if it is complete
-    or no built-in transform follows it.
+    """Return a start-up sentence if the ramp ends below 1. Return None if the ramp is complete or
+    no built-in transform follows it.
 
-    Whether a plugin follows the schedule is known only once it is loaded.
+    Only the loaded plugin says whether it follows the schedule.
     """
     largest = maximal_lambda(settings, max_steps)
     if largest >= 1.0 or not follows_schedule(algorithm):

@@ -1,5 +1,5 @@
-"""The tokens of one step as credit assignment sees them: of all completions, laid end to end in one
-array, so that credit is a few passes over it.
+"""The tokens of one step, all completions concatenated in one flat array, so that credit assignment
+is a few array operations.
 
 Shape letters: N completions, n tokens of all of them together.
 """
@@ -69,8 +69,8 @@ class Segments:
         return self._reduce(np.maximum, values)
 
     def means(self, values: Float64Array) -> Float64Array:
-        """Average over each completion, [n] -> [N]; 0 if it is empty. A constant completion's mean
-        is that constant to the last bit.
+        """Return the average over each completion, [n] -> [N]; 0 if it is empty. A constant
+        completion's mean is that constant to the last bit.
         """
         means = self.sums(values) / np.maximum(self.lengths, 1)
         low, high = self.minima(values), self.maxima(values)
@@ -131,13 +131,13 @@ class StepTokens:
     logprobs: Float64Array
     """[n] log-probs of the sampled policy."""
     entropies: Float64Array | None
-    """[n] Shannon entropies in nats; None where the engine has none."""
+    """[n] Shannon entropies in nats; None if the engine has none."""
     planning: BoolArray
     """[n] True inside a planning phrase; all False for a condition that does not look for them."""
     in_loss: BoolArray
     """[N] False for a completion that the loss leaves out."""
     sources: Sequence[Group] | None = field(default=None, repr=False)
-    """[P] the judged groups; None for a step that is made up."""
+    """[P] the judged groups; None for a made-up step."""
     teacher: Teacher = field(default=no_reference, repr=False)
     group_of: Int64Array = field(init=False)
     """[N] number of each completion's group."""
@@ -219,7 +219,7 @@ class StepTokens:
     def contexts(
         self, step: int, params: dict[str, Any], max_tokens: int
     ) -> list[AdvantageContext]:
-        """[P] each group as a plugin sees it."""
+        """Return [P] each group as a plugin sees it."""
         sources: Sequence[Group | None] = self.sources or [None] * len(self.rewards)
         given = zip(self.rewards, self.token_counts, sources, strict=True)
         return [
@@ -237,7 +237,7 @@ class StepTokens:
         ]
 
     def reference_of(self, group: int) -> list[list[float]]:
-        """[G][T] the teacher's log-probs of one group."""
+        """Return [G][T] the teacher's log-probs of one group."""
         return self.nested_reference[group]
 
     def place(self, completion: int) -> str:
@@ -269,7 +269,7 @@ class StepTokens:
         return np.repeat(self.group_of, self.segments.lengths)
 
     def _check(self, values: Float64Array, name: str) -> None:
-        """Refuse NaN and +inf, and a log-prob of -inf, since a ratio against it is undefined."""
+        """Refuse NaN and +inf, and a log-prob of -inf, since a ratio against it has no value."""
         if len(values) != self.segments.total:
             raise ValueError(f"{len(values)} {name} values for {self.segments.total} tokens")
         for token in np.flatnonzero(~np.isfinite(values)):
@@ -282,7 +282,7 @@ class StepTokens:
 def made_up_group(
     example: Example, slot: int, scores: Sequence[Score], logprobs: Sequence[Float32Array]
 ) -> Group:
-    """A judged group with these log-probs and no texts, for trials."""
+    """Return a judged group with these log-probs and no texts, for trials."""
     members = []
     for sample, (score, row) in enumerate(zip(scores, logprobs, strict=False)):
         ids = np.arange(len(row), dtype=np.int32)

@@ -1,13 +1,14 @@
 """Transforms from a completion's advantage to its tokens' advantages: SEPA, GTPO, HICRA and the
-top-rho mask, over flat ragged arrays; and the policy's uncertainty at each token, which they read.
+top-rho mask, over flat ragged arrays. They read the policy's uncertainty at each token, which this
+module computes too.
 
-The uncertainty is about the distribution that the token was drawn from: softmax(logits /
-temperature), renormalised where it is truncated. Surprisal is a property of the sampled token,
-entropy one of the distribution: neither is called by the other's name.
+The uncertainty refers to the distribution that the sampler drew from: softmax(logits /
+temperature), renormalized if truncated. Surprisal is a property of the sampled token, and entropy
+is a property of the distribution. retrain never calls one by the other's name.
 
-A TransformSpec says which of SEPA, GTPO and HICRA a transform takes; the mask is `[algorithm]
-surprisal_mask_rho`, whatever the transform. The order is fixed in pipeline.py: a new transform is a
-new spec, not a new order.
+A TransformSpec says which of SEPA, GTPO and HICRA a transform takes. `[algorithm]
+surprisal_mask_rho` sets the mask, whatever the transform. pipeline.py fixes the order: a new
+transform is a new spec, not a new order.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +50,7 @@ Numbers = Sequence[float] | npt.NDArray[np.floating]
 
 
 def canonical_kind(name: str) -> str:
-    """Return the built-in kind that `name` means; any other name is returned unchanged."""
+    """Return the built-in kind that `name` means, or any other name unchanged."""
     return ALIASES.get(name, name)
 
 
@@ -61,7 +62,9 @@ def surprisal(logprobs: Numbers, cap: float = CAP) -> Float64Array:
 
 
 def predictive_variance(logprobs: Numbers) -> Float64Array:
-    """p(1 - p) with p = exp(lp) in [0, 1], [T] -> [T]; at most 0.25. Raises ValueError on NaN."""
+    """Return p(1 - p) with p = exp(lp) in [0, 1], [T] -> [T]; at most 0.25. Raises ValueError on
+    NaN.
+    """
     p = np.exp(np.minimum(_checked(logprobs, "log-prob"), 0.0))
     return p * (1.0 - p)
 
@@ -78,10 +81,11 @@ TOP = 0.05
 
 
 def top_share(logprobs: Numbers) -> float:
-    """Return the part that the least likely `TOP` of the tokens [n] have in sum (1 - p)^2, the
-    squared gradients of their log-probs at their own logits; 0 where every token is certain.
+    """Return the share of sum (1 - p)^2 that the least likely `TOP` of the tokens [n] contribute; 0
+    if every token is certain. (1 - p)^2 is the squared gradient of a token's log-prob at its own
+    logit.
 
-    Where it is near 1, credit for single tokens can only differ on that few of them.
+    If the share is near 1, token-level credit can only make a difference on these few tokens.
     """
     energy = np.sort((1 - np.exp(np.minimum(_checked(logprobs, "log-prob"), 0.0))) ** 2)
     total = float(energy.sum())
@@ -96,8 +100,8 @@ MAX_TOP_SHARE = 0.9
 
 
 def sure_sentence(share: float) -> str:
-    """The warning of a model so sure of its tokens that credit for single ones can hardly differ;
-    "" of any other.
+    """Return the warning of a model so sure of its tokens that credit for single ones can hardly
+    differ; "" of any other.
     """
     if share < MAX_TOP_SHARE:
         return ""
@@ -131,8 +135,9 @@ NEGLIGIBLE_MEAN = 1e-7
 """Mean uncertainty in nats below which a completion counts as deterministic and its weights are
 uniform."""
 INVERSE_FLOOR = 1e-3
-"""Least uncertainty in nats that negative = "inverse" divides by, so that a surer token is not
-punished more."""
+"""Smallest divisor of negative = "inverse", in nats of uncertainty, so that even surer tokens get
+no larger penalty.
+"""
 
 EntropyTransform = Callable[[list[float], list[int], float], Sequence[float]]
 """(entropies [T], planning_mask [T], sepa_lambda) -> [T], for one completion."""
@@ -186,25 +191,29 @@ class TransformSpec:
 
     name: str
     use_gtpo: bool = False
-    """Weight the tokens of a completion by their uncertainty."""
+    """True to weight the tokens of a completion by their uncertainty."""
     needs_planning: bool = False
-    """Find planning phrases; without it every token counts as execution."""
+    """True to find planning phrases; otherwise every token counts as execution."""
     uses_sepa_controller: bool = False
-    """Follow the SEPA schedule; without it lambda is 0."""
+    """True to follow the SEPA schedule; otherwise lambda is 0."""
     entropy_transform: EntropyTransform | None = None
     """Changes the uncertainty of one completion before the weighting."""
     apply_hicra: bool = False
-    """Amplify planning tokens after the weighting."""
+    """True to amplify planning tokens after the weighting."""
     post_process: (
         Callable[[list[list[float]], TransformContext], Sequence[Sequence[float]]] | None
     ) = None
     """(token advantages [G][T], context) -> [G][T], after HICRA, for one group."""
     flat_entropy_transform: FlatEntropyTransform | None = None
-    """Changes the uncertainty of all completions at once; it is used where both are given."""
+    """Changes the uncertainty of all completions at once; it takes precedence over
+    `entropy_transform`.
+    """
     distils: bool = False
-    """Add the log-ratio of the teacher to the policy, after HICRA."""
+    """True to add the log-ratio of the teacher to the policy, after HICRA."""
     needs_rho: bool = False
-    """Has no effect of its own unless surprisal_mask_rho > 0, so a run without that is refused."""
+    """True if the transform has no effect of its own unless surprisal_mask_rho > 0, so that retrain
+    refuses a run without the mask.
+    """
 
     @property
     def needs_uncertainty(self) -> bool:
@@ -282,7 +291,8 @@ def _check_mask(planning: BoolArray, values: Float64Array) -> None:
 
 
 def gtpo_weights(uncertainty: Float64Array, segments: Segments, beta: float) -> Float64Array:
-    """w_t = max(0, 1 + beta (H_t / mean(H) - 1)) with the mean over the completion; [n] -> [n].
+    """Return w_t = max(0, 1 + beta (H_t / mean(H) - 1)) with the mean over the completion; [n] ->
+    [n].
 
     The form of arXiv 2508.04349 for successes, with the mean over one completion instead of over a
     group, for both signs of the advantage. Uniform where mean(H) < 1e-7. For 0 <= beta <= 1 the
@@ -299,8 +309,8 @@ def gtpo_group_weights(
     groups: Int64Array,
     advantages: Float64Array,
 ) -> Float64Array:
-    """The paper's normalisation (norm = "group"): the mean is taken at the same position over the
-    completions of the group that have the same sign of advantage and are still alive there.
+    """Return the weights with the paper's normalization (norm = "group"). Each mean is over the
+    completions of the group that reach the same position and have the same sign of advantage.
     `groups` and `advantages` are [N]. Source: arXiv 2508.04349, equations 3 and 5.
     """
     means = np.zeros(segments.total)
@@ -343,7 +353,7 @@ def _weights(uncertainty: Float64Array, means: Float64Array, beta: float) -> Flo
 
 
 def hicra(token_advantages: Float64Array, planning: BoolArray, alpha: float) -> Float64Array:
-    """A' = A + alpha |A| on planning tokens, [n] -> [n]. Source: arXiv 2509.03646.
+    """Return A' = A + alpha |A| on planning tokens, [n] -> [n]. Source: arXiv 2509.03646.
 
     Rewards planning more and punishes it less. It is not zero-sum: it adds alpha |A| to every
     planning token. Raises ValueError for alpha outside [0, 1], where the sign of an advantage would
@@ -366,10 +376,11 @@ def hicra(token_advantages: Float64Array, planning: BoolArray, alpha: float) -> 
 @dataclass(frozen=True)
 class TopRho:
     keep: BoolArray
-    """[n] True for the tokens that are kept."""
+    """[n] True for the tokens that the mask keeps."""
     thresholds: list[float | None]
-    """Threshold tau of each pool: a token of at least this uncertainty is kept. None for a pool
-    without tokens, or with the mask off."""
+    """Threshold tau of each pool: the mask keeps a token of at least this uncertainty. The value is
+    None for a pool without tokens, or with the mask off.
+    """
 
 
 def kept_count(n: int, rho: float) -> int:
@@ -378,12 +389,12 @@ def kept_count(n: int, rho: float) -> int:
 
 
 def top_rho(uncertainty: Float64Array, pools: Int64Array, num_pools: int, rho: float) -> TopRho:
-    """Keep in each pool the tokens whose uncertainty reaches the k-th largest; ties at tau are all
-    kept, so order does not matter.
+    """Keep in each pool the tokens whose uncertainty reaches the k-th largest. It keeps all ties at
+    tau, so order does not matter.
 
-    `pools` [n] numbers the pool of each token: one for the step, a group, or a completion each; -1
-    is a token outside every pool, which is kept. rho = 0 switches the mask off. Raises ValueError
-    for rho outside [0, 1] or a NaN.
+    `pools` [n] numbers the pool of each token: one for the step, a group, or a completion each. The
+    mask keeps a token with -1, which is outside every pool. rho = 0 switches the mask off. Raises
+    ValueError for rho outside [0, 1] or a NaN.
     """
     if not 0.0 <= rho <= 1.0:
         raise ValueError(f"surprisal_mask_rho is {rho}, it must lie in [0, 1]")

@@ -33,36 +33,45 @@ class BackendCapabilities:
     """
 
     per_token_advantages: bool
-    """False: only one advantage per completion reaches the loss, so token-varying transforms are
-    refused."""
+    """True if each token's advantage reaches the loss. If False, only one advantage per completion
+    does, so retrain refuses token-varying transforms.
+    """
     synchronous_loss: bool
-    """False: the reported loss is a placeholder."""
+    """False if the reported loss is a placeholder."""
     exact_resume: bool
-    """N steps equal k steps + resume + N - k steps, byte for byte."""
+    """True if N steps equal k steps + resume + N - k steps, byte for byte."""
     samples_ahead: bool = False
-    """The engine holds a copy of the weights, so that it can sample while the learner updates its
-    own."""
+    """True if the engine holds a copy of the weights, so that it can sample while the learner
+    updates its own.
+    """
     entropy: bool = True
-    """The learner has the entropy of every distribution, which [loss] entropy_coef needs."""
+    """True if the learner has the entropy of every distribution, which [loss] entropy_coef needs.
+    """
     loss_reduction: Literal["any", "sum", "mean"] = "any"
-    """any: every [loss] aggregation. sum: token losses are added up, and the backend scales
-    advantages to make any of them. mean: over the tokens of the batch, so token_mean alone."""
+    """"any" offers every [loss] aggregation. "sum" adds token losses up, and the backend scales
+    advantages to make every aggregation of it. "mean" averages over the tokens of the batch, so it
+    offers token_mean alone.
+    """
     losses: tuple[str, ...] = ALL_LOSSES
-    """Values of [loss] mode that it can train with; empty: the loss is configured elsewhere."""
+    """Values of [loss] mode that it can train with; empty if another program sets the loss."""
     own_loss: bool = False
     """[loss] mode, correction and aggregation may be plugins."""
     scores_rows: bool = True
-    """`logprobs` works. False: the parity gate has nothing to compare the engine with, and no
-    log-ratios are recorded."""
+    """True if `logprobs` works. If False, the parity gate has nothing to compare the engine with,
+    and retrain records no log-ratios.
+    """
     moves_settings: bool = False
-    """`use` works: the learner reads scheduled keys anew in each step."""
+    """True if `use` works: the learner reads scheduled keys again in each step."""
     supervises: bool = False
-    """`supervise` works: the learner takes steps of cross-entropy."""
+    """True if `supervise` works: the learner takes steps of cross-entropy."""
     scores_reference: bool = False
-    """`reference_logprobs` and `keep_start` work: the learner can score tokens as a teacher."""
+    """True if `reference_logprobs` and `keep_start` work: the learner can score tokens as a
+    teacher.
+    """
     sampler: EngineCapabilities | None = None
-    """Capabilities of the sampler that a backend brings along; None: [inference] engine samples, or
-    it is not known."""
+    """Capabilities of the sampler that a backend brings along. It is None if [inference] engine
+    samples, or if they are unknown.
+    """
 
 
 BACKENDS: dict[str, str] = {
@@ -70,8 +79,9 @@ BACKENDS: dict[str, str] = {
     "tinker": "retrain.backends.tinker.Tinker",
     "prime_rl": "retrain.backends.prime_rl.PrimeRL",
 }
-"""The built-in backends: name -> class. All facts about one stand in its class, which imports no
-model library before it is opened."""
+"""The built-in backends: name -> class. The class holds all facts about its backend, and imports no
+model library before retrain opens it.
+"""
 
 
 def backend_kind(name: str) -> "type[Backend]":
@@ -113,31 +123,36 @@ class TrialAdapter(ABC):
 
 
 class Backend(Offers, ABC):
-    """A plugin's constructor is called as `Backend(config, choices, eos_ids=...)`: the
-    configuration, what an earlier start of the same run chose from the machine (None at its first),
-    and the tokens that end a completion.
+    """retrain calls a plugin's constructor as `Backend(config, choices, eos_ids=...)`. `choices`
+    are the choices for the machine at an earlier start of the same run (None at its first).
+    `eos_ids` are the tokens that end a completion.
     """
 
     capabilities: BackendCapabilities
     about: ClassVar[Description]
-    """Of a built-in backend."""
+    """The description of a built-in backend."""
     address_flag: ClassVar[str] = "--inference-url"
     """The flag that gives its server another address."""
     in_process: ClassVar[bool] = False
-    """It holds the model on a device of this machine, and [inference] engine samples for it."""
+    """True if it holds the model on a device of this machine, and [inference] engine samples for
+    it.
+    """
     loads_model: ClassVar[bool] = True
-    """This process may have to import a model library for it."""
+    """True if this process may have to import a model library for it."""
     throttled: ClassVar[bool] = False
     """[backend] max_concurrent bounds the calls that all runs of a campaign make at once."""
     temperature_note: ClassVar[str] = ""
-    """Said at temperature 1 where it can learn at no other."""
+    """A note at temperature 1 for a backend that can learn at no other."""
     only_temperature: ClassVar[float | None] = None
-    """The one temperature that its learner knows, which an unset key means; None: any."""
+    """The only temperature that its learner knows, which an unset key means. It is None if the
+    learner knows any temperature.
+    """
     served_losses: ClassVar[Collection[str] | None] = None
-    """Losses that its service computes, so that torch is needed here for the others alone; None:
-    none is computed elsewhere."""
+    """Losses that its service computes, so that only other losses need torch here; It is None if
+    this machine computes all losses.
+    """
     has_reference: ClassVar[bool] = True
-    """A loss may read the base model's log-probs."""
+    """True if a loss may read the base model's log-probs."""
     engine: InferenceEngine
     """The sampler that serves this backend's adapter."""
 
@@ -197,8 +212,8 @@ class Backend(Offers, ABC):
         optimizer updates.
 
         `rows` are all judged completions of the step, since aggregation = "constant" divides by
-        their number; only those that are `trained` need a forward pass. A non-finite loss, gradient
-        or log-prob never changes the weights: the backend skips and counts that update.
+        their number. Only `trained` rows need a forward pass. A non-finite loss, gradient or
+        log-prob never changes the weights: the backend skips and counts that update.
         """
 
     def use(self, config: "TrainConfig") -> None:
@@ -237,23 +252,23 @@ class Backend(Offers, ABC):
         """
 
     def reference_logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
-        """As `logprobs`, by the teacher of [algorithm] reference over the whole vocabulary. "gold"
-        is the learner itself: the rows then hold the teacher's prompt.
+        """Return the log-probs as `logprobs` does, from the teacher of [algorithm] reference, over
+        the whole vocabulary. "gold" is the learner itself: the rows then hold the teacher's prompt.
         """
         raise NotImplementedError
 
     def rounded_logprobs(
         self, rows: Sequence[Row], temperature: float | None = None
     ) -> list[Float32Array] | None:
-        """As `logprobs`, in the other precision: bf16 where the learner computes in float32,
-        float32 where it computes in half precision. The difference is what rounding does to this
-        model; None where only one precision is to be had.
+        """Return the log-probs as `logprobs` does, in the other precision: bf16 if the learner
+        computes in float32, float32 if it computes in half precision. The difference shows the
+        effect of rounding on this model. Returns None if the backend has only one precision.
         """
         return None
 
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array] | None:
-        """[T] of each row: how many tokens `truncation` keeps of the learner's distribution; None
-        where its logits are not to be had.
+        """Return [T] of each row: the number of tokens that `truncation` keeps of the learner's
+        distribution. The result is None if the backend cannot give logits.
         """
         return None
 
@@ -286,7 +301,7 @@ class Backend(Offers, ABC):
 
 
 class RemoteBackend(Backend):
-    """A backend whose model lies with a service: nothing is chosen, stored or counted on this
+    """A backend whose model lies with a service: it chooses, stores and counts nothing on this
     machine.
     """
 
@@ -301,5 +316,5 @@ class RemoteBackend(Backend):
 
     @property
     def num_trainable(self) -> int:
-        """No byte of the adapter is stored here between steps, so none is rehearsed."""
+        """Return 0: the service keeps the adapter, so retrain rehearses no save."""
         return 0

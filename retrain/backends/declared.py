@@ -1,9 +1,9 @@
-"""Declarations of engines and backends: the capabilities of a configuration's engine and backend,
-the problems and notes that follow, and the list of the built-in ones.
+"""Declarations of engines and backends: their capabilities, and the problems and notes that follow
+for a configuration.
 
-No engine and no backend is built. A plugin declares its capabilities in its class, so its module is
-imported. The built-in ones stand in a table, no model library is loaded, and versions come from the
-installed packages' metadata.
+This module builds neither an engine nor a backend. A plugin declares its capabilities in its class,
+so this module imports the plugin. A table lists the built-in classes, so this module loads no model
+library. Versions come from the metadata of the installed packages.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def engine_class(config: "TrainConfig") -> type[InferenceEngine]:
     """Return the class that `[inference] engine` names.
 
-    Raises ConfigurationError for a plugin that cannot be loaded or declares nothing.
+    Raises ConfigurationError for a plugin that does not load or declares nothing.
     """
     if config.inference.engine in ENGINES:
         return engine_kind(config.inference.engine)
@@ -67,7 +67,7 @@ def _check_declaration(found: type, wanted: type, where: str) -> None:
 
 
 def declared_engine(config: "TrainConfig") -> EngineCapabilities | None:
-    """Return the sampler of a backend that brings its own; None where a plugin does not say."""
+    """Return the sampler of a backend that brings its own; None if a plugin does not say."""
     if not backend_kind(config.backend.backend).in_process:
         return declared_backend(config).sampler
     return engine_class(config).capabilities
@@ -98,8 +98,9 @@ def incapable(config: "TrainConfig") -> list[str]:
 
 
 def per_token_refusals(config: "TrainConfig", backend: Any) -> list[str]:
-    """One sentence for each condition that gives the tokens of a completion different advantages,
-    for a backend that takes only one. A plugin transform or algorithm is taken to vary.
+    """Return one sentence for each condition that gives the tokens of a completion different
+    advantages, for a backend that takes only one. A plugin transform or algorithm counts as
+    token-varying.
     """
     if backend.per_token_advantages:
         return []
@@ -114,7 +115,7 @@ def per_token_refusals(config: "TrainConfig", backend: Any) -> list[str]:
 def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Iterator[str]:
     """Prove the plugins of [loss] on a small batch, and check the parameters of built-in ones.
 
-    Raises ConfigurationError for a plugin that cannot be loaded or lacks a property.
+    Raises ConfigurationError for a plugin that does not load or lacks a property.
     """
     loss, where = config.loss, f'backend "{config.backend.backend}"'
     names = {kind: config.value(KINDS[kind].path) for kind in ("loss", "correction", "aggregation")}
@@ -157,8 +158,8 @@ def _parameter_problems(config: "TrainConfig") -> Iterator[str]:
 
 
 def loss_notes(config: "TrainConfig") -> list[str]:
-    """Return one sentence on each plugin of [loss]: what was proved, and what it declares; or what
-    is not as it should be.
+    """Return one sentence on each plugin of [loss]: its proved properties and its declarations, or
+    its fault.
     """
     functions = own_functions(config)
     if not functions:
@@ -292,7 +293,7 @@ ENGINE_SECTIONS = ("inference",)
 
 @dataclass(frozen=True)
 class KeyOutcome:
-    """What becomes of one key at another value than its default."""
+    """The effect of one key at a value other than its default."""
 
     key: str
     """As "section.key"."""

@@ -1,7 +1,7 @@
-"""The built-in losses, corrections and aggregations by name, and what a loss of one's own is given.
+"""The built-in losses, corrections and aggregations by name, and the arguments of a custom loss.
 
-No torch is imported here: the configuration takes its known names from these tables (docs/losses.md
-has the formulas).
+This module does not import torch, because the configuration takes its known names from these tables
+(docs/losses.md has the formulas).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,18 @@ class ActionTokens:
     new: "Tensor"
     """Log-probs of the policy that learns."""
     old: "Tensor"
-    """Log-probs that the ratio is taken against: the sampler's, or the learner's own before the
-    first update."""
+    """Log-probs in the ratio's denominator: the sampler's, or the learner's own before the first
+    update.
+    """
     sampler: "Tensor"
-    """Log-probs that the sampler recorded; differs from `old` only where old log-probs are
-    recomputed."""
+    """Log-probs that the sampler recorded. They differ from `old` only if the learner recomputes
+    old log-probs.
+    """
     advantages: "Tensor"
     weights: "Tensor"
-    """Weights of the policy terms: `sequence_weights` of the whole optimizer batch, one per token;
-    applied outside of the terms."""
+    """Weights of the policy terms, `sequence_weights` of the whole optimizer batch, one per token.
+    retrain applies them outside of the terms.
+    """
     lengths: Sequence[int]
     """Action tokens of each sequence; a sequence is never split."""
     reference: "Tensor | None" = None
@@ -40,7 +43,7 @@ class ActionTokens:
 
 @dataclass(frozen=True)
 class BuiltinLoss:
-    """The facts about a built-in [loss] mode that a configuration is checked by."""
+    """The facts about a built-in [loss] mode that the check of a configuration needs."""
 
     parameters: Mapping[str, float] = field(default_factory=dict)
     """Names of `[loss] params` and their defaults; each is a number above 0."""
@@ -58,7 +61,7 @@ LOSSES: dict[str, BuiltinLoss] = {
 """[loss] mode."""
 
 TINKER_LOSSES = ("importance_sampling", "ppo", "cispo")
-"""Values of [loss] mode that a Tinker service computes; the others are computed here."""
+"""Values of [loss] mode that a Tinker service computes; retrain computes the others."""
 
 CORRECTIONS: dict[str, frozenset[str]] = {
     "none": frozenset(),
@@ -75,7 +78,8 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant", "sum")
 
 
 ATTRIBUTES = ("own_term", "sequence_level", "needs_entropy", "needs_reference")
-"""Attributes of a function that is a loss of one's own, such as `sapo.own_term = True`. own_term:
-it has a gradient where the advantage is 0. sequence_level: the term of a token depends on the other
-tokens of its sequence. needs_entropy, needs_reference: it reads `tokens.entropy` or
-`tokens.reference`, which are computed then."""
+"""Attributes of the function of a custom loss, such as `sapo.own_term = True`. `own_term` says that
+it has a gradient where the advantage is 0. `sequence_level` says that the term of a token depends
+on the other tokens of its sequence. `needs_entropy` and `needs_reference` say that it reads
+`tokens.entropy` or `tokens.reference`, so that retrain computes them.
+"""

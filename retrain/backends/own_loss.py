@@ -1,7 +1,8 @@
-"""A loss of one's own: plugins of [loss] mode, correction and aggregation, called, and their
-answers checked (docs/losses.md).
+"""Custom losses: this module calls plugins of [loss] mode, correction and aggregation, and checks
+their answers (docs/losses.md).
 
-No torch is imported here; `proof.py` proves them on a small batch before a run starts.
+This module does not import torch; `proof.py` proves the plugins on a small batch before a run
+starts.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,15 +32,15 @@ class Terms:
     """The answer of a loss."""
 
     values: "Tensor"
-    """[N] the terms to minimise, without weights."""
+    """[N] the terms to minimize, without weights."""
     clipped: "Tensor | None"
     """[N] of bool."""
     metrics: "Mapping[str, Tensor]"
-    """[N] or [sequences] each, detached; their means are recorded."""
+    """[N] or [sequences] each, detached; retrain records their means."""
 
 
 class OwnFunction(Plugin):
-    """A plugin whose answer is checked."""
+    """A plugin with a check of its answer."""
 
     def call(self, *inputs: Any, **more: Any) -> Any:
         """Raise Fault for an answer of another form."""
@@ -54,7 +55,7 @@ class OwnFunction(Plugin):
 
 
 def own_function(kind: str, config: "TrainConfig") -> OwnFunction | None:
-    """Load the plugin of [loss] mode, correction or aggregation; None where that is built in.
+    """Load the plugin of [loss] mode, correction or aggregation; None for a built-in name.
 
     A loss takes `ActionTokens` and gives `Terms`, a correction gives detached weights [N]. Raises
     ConfigurationError.
@@ -118,7 +119,7 @@ def _checked_terms(answer: Any, tokens: ActionTokens) -> Terms:
             raise Fault(
                 f"reports a metric {CLIPPED} of {clipped.dtype}, which must be a mask of torch.bool"
             )
-    # In one order, since every micro-batch must report the same metrics.
+    # Sort them, since every micro-batch must report the same metrics.
     return Terms(
         values,
         clipped,

@@ -1,8 +1,8 @@
-"""Proofs about a loss of one's own, on a small batch in float64, before a run starts.
+"""Proofs about a custom loss, on a small batch in float64, before a run starts.
 
-A plugin gives terms and nothing else: it cannot see how the batch is cut into micro-batches, which
-process it runs in, or how often it is called. So every property below is one that a run relies on.
-One sentence reports the first that does not hold.
+A plugin gives terms and nothing else. It cannot see the micro-batches, its process, or the number
+of its calls. A run relies on every property below. One sentence reports the first that does not
+hold.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,10 +47,11 @@ def small_batch(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """Make 14 tokens of 5 sequences: two certain ones (log-prob 0), ratios around 1, advantages of
-    both signs and one of 0.
+    """Make 14 tokens of 5 sequences: two certain tokens (log-prob 0), ratios around 1, advantages
+    of both signs and one advantage of 0.
 
-    `entropy` and `reference` are there if the function declares that it reads them; None: they are.
+    The batch has `entropy` and `reference` if the function declares that it reads them, or if it is
+    None.
     """
     draw, count = torch.Generator().manual_seed(3), sum(LENGTHS)
 
@@ -69,7 +70,7 @@ def small_batch(
     }
     reference = (leaf.detach() + normal(0.3)).clamp(max=0.0)
     tokens = ActionTokens(
-        new=leaf.clone(),  # not a leaf, as in a run
+        new=leaf.clone(),  # in a run it is not a leaf either
         old=old,
         sampler=(old + normal(0.05)).clamp(max=0.0),
         advantages=advantages,
@@ -95,8 +96,8 @@ def proof_warnings(config: "TrainConfig") -> dict[str, str]:
     """Return kind -> warning for each plugin of [loss] that lacks a property, where [plugins]
     strict is false.
 
-    Raises ConfigurationError for the first of them where strict is true, or for a plugin that
-    cannot be loaded.
+    Raises ConfigurationError for the first of them if strict is true, or for a plugin that does not
+    load.
     """
     return {
         function.kind: warning
@@ -109,9 +110,9 @@ def proof_warnings(config: "TrainConfig") -> dict[str, str]:
 
 
 def prove_loss(function: OwnFunction) -> None:
-    """Raise Fault for the first of four properties that does not hold: terms and gradient are
-    finite, the gradient goes through tokens.new alone, it is zero where the advantage is, and
-    neither depends on how the batch is cut.
+    """Raise Fault for the first of four properties that does not hold. Terms and gradient are
+    finite; the gradient goes through tokens.new alone. It is zero where the advantage is zero. Both
+    do not depend on the micro-batches.
     """
     batch = small_batch(function)
     _tried(function, batch.tokens)
@@ -128,23 +129,23 @@ def prove_loss(function: OwnFunction) -> None:
                 "has a gradient where every advantage is 0; multiply its terms by"
                 f" tokens.advantages, or declare {_attribute(function, 'own_term')} = True"
             )
-    start = on_policy(function)  # as in the first update of every step
+    start = on_policy(function)  # the first update of every step
     if not torch.isfinite(_gradient(_finite_terms(function, start), start)).all():
         raise Fault("has a gradient that is not finite where tokens.new equals tokens.old")
 
 
 def on_policy(function: OwnFunction) -> Batch:
-    """The small batch with the learner's policy as the one that sampled."""
+    """Return the small batch with the learner's policy as the sampling policy."""
     batch = small_batch(function)
     same = batch.new.detach()
     return replace(batch, tokens=replace(batch.tokens, old=same, sampler=same))
 
 
 def has_wrong_sign(function: OwnFunction) -> bool:
-    """True if minimising the terms makes tokens with a positive advantage less probable where old
+    """True if minimizing the terms makes tokens with a positive advantage less probable where old
     and new policy are equal.
 
-    It is asked, not proved: a loss may mean to do so.
+    retrain only warns of it, since a loss may intend it.
     """
     batch = on_policy(function)
     silent = replace(batch.tokens, advantages=torch.zeros_like(batch.tokens.advantages))
@@ -241,8 +242,8 @@ def _gradient(values: Tensor, batch: Batch, weights: Tensor | None = None) -> Te
 
 
 def _does_not_depend_on_the_cut(function: OwnFunction) -> None:
-    """Each sequence alone, and for a token-level loss each token alone, has the same terms and
-    gradients as in the whole batch, whatever tokens.weights are.
+    """Raise Fault if terms or gradients depend on the other sequences of a batch, for a token-level
+    loss also on other tokens, or on tokens.weights.
     """
     sequences = _sequences()
     if not _equal_parts(function, [(index, [len(index)]) for index in reversed(sequences)]):
@@ -262,7 +263,7 @@ def _does_not_depend_on_the_cut(function: OwnFunction) -> None:
 
 
 def _sequences() -> list[list[int]]:
-    """The indices of each sequence's tokens in the small batch."""
+    """Return the indices of each sequence's tokens in the small batch."""
     ends = accumulate(LENGTHS)
     return [list(range(end - length, end)) for end, length in zip(ends, LENGTHS, strict=True)]
 
@@ -315,8 +316,8 @@ def prove_aggregation(function: OwnFunction) -> None:
 
 
 def metric_names(function: OwnFunction, device: torch.device) -> tuple[str, ...]:
-    """Return the names of the metrics that a loss reports, in order. It is called as in a run: in
-    float32, on the learner's device.
+    """Return the names of the metrics that a loss reports, in order. The call is the same as in a
+    run: in float32, on the learner's device.
 
     Raises RunFailed for what it raises there, such as a tensor of its own on another device.
     """

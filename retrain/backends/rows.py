@@ -1,7 +1,7 @@
 """Rows to a learner and its result, the same for every backend: checks, the shift, loss weights,
 minibatches, learning rate, ratios.
 
-Nothing here needs torch, so a backend whose service computes elsewhere installs without it.
+This module does not need torch, so a backend whose service computes elsewhere installs without it.
 """
 
 import math
@@ -70,7 +70,7 @@ def check_rows(rows: Sequence[Row]) -> None:
     its tokens.
     """
     for index, row in enumerate(rows):
-        # Nothing predicts position 0.
+        # Position 0 has no prediction.
         edge = 1
         for start, stop in row.spans:
             if not edge <= start <= stop <= len(row.token_ids):
@@ -92,8 +92,8 @@ def check_rows(rows: Sequence[Row]) -> None:
 
 
 def for_each_row(rows: Sequence[Row], found: Iterable[Float32Array]) -> list[Float32Array]:
-    """Return one array for each row: the next one of `found` for a row with actions, else an empty
-    one.
+    """Return one array for each row: the next array of `found` for a row with actions, else an
+    empty array.
     """
     values = iter(found)
     return [next(values) if row.num_actions else np.empty(0, np.float32) for row in rows]
@@ -120,11 +120,12 @@ def sequence_weights(
     """Return the weight of one token of each sequence of the whole optimizer batch; `lengths`
     counts the tokens that a mean is over.
 
-    token_mean: 1 / all these tokens. sequence_mean: 1 / (sequences with tokens * own length).
-    prompt_mean: 1 / (prompts with tokens * tokens of the own prompt), as in ScaleRL (2510.13786).
-    constant: 1 / (completions * max_tokens), where `completions` are those that were drawn for the
-    batch, the sequences by default. sum: 1. An empty sequence has no token to weigh. `groups` says
-    which sequences answer one prompt; by default each stands alone.
+    By `token_mean` it is 1 / all these tokens. By `sequence_mean` it is 1 / (sequences with tokens
+    * own length). By `prompt_mean` it is 1 / (prompts with tokens * tokens of the own prompt), as
+    in ScaleRL (2510.13786). By `constant` it is 1 / (completions * max_tokens), and by `sum` it is
+    1. An empty sequence has no token to weigh. `completions` counts the completions drawn for the
+    batch; by default each sequence counts. `groups` says which sequences answer one prompt; by
+    default each sequence has its own prompt.
     """
     groups = range(len(lengths)) if groups is None else groups
     if callable(aggregation):
@@ -173,10 +174,11 @@ def row_weights(
     max_tokens: int,
     completions: float,
 ) -> list[float]:
-    """Return `sequence_weights` for rows. A completion whose history was rewritten has several
-    rows, which count as one sequence.
+    """Return `sequence_weights` for rows. A completion with a rewritten history has several rows,
+    which count as one sequence.
 
-    `counts`: the tokens of each row that a mean is over; a row without one weighs nothing.
+    `counts` has the number of tokens of each row that a mean counts. A row without such tokens
+    weighs nothing.
     """
     of_row = [(row.group, row.sample) for row in rows]
     lengths: dict[tuple[int, int], int] = {}
@@ -201,10 +203,10 @@ def num_completions(rows: Sequence[Row]) -> int:
 def minibatch_split(
     rows: Sequence[AnyRow], count: int, seed: int, step: int, turn: int
 ) -> list[list[AnyRow]]:
-    """Split rows into `count` parts of nearly equal size for pass number `turn`, drawn row by row
-    from the counter noise; empty ones are left out.
+    """Split rows into `count` parts of nearly equal size for pass number `turn`, with random
+    numbers from the counter noise. The result omits empty parts.
 
-    Rows are drawn one by one, not by group: the parts stay equal in size whatever the groups, and
+    The split draws single rows, not groups. The parts stay equal in size whatever the groups, and
     each sees nearly every prompt.
     """
     if count == 1:
@@ -249,11 +251,11 @@ class Update:
     clippable: float = 0.0
     """Both as in `clip_counts`."""
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Of a loss of one's own: (sum, number) of the values of each of its metrics."""
+    """(sum, number) of the values of each metric of a custom loss."""
     entropy: tuple[float, float] = (0.0, 0.0)
-    """(sum, number) of the entropies of its action tokens, where they were asked for."""
+    """(sum, number) of the entropies of its action tokens, if the learner computed them."""
     nonfinite: str = ""
-    """The tensor that was not finite, so that the update was skipped; "" if it was done."""
+    """The non-finite tensor that made the learner skip the update; "" for an applied update."""
 
 
 def step_result(
@@ -263,12 +265,12 @@ def step_result(
     max_tokens: int,
     kl_mean: float | None = None,
 ) -> StepResult:
-    """Loss and gradient norm are means over the updates that were done: NaN if all were skipped,
-    None if there were none.
+    """Return the result of a step. Loss and gradient norm are means over the applied updates: NaN
+    if the learner skipped all updates, None without updates.
 
-    `log_ratios`: learner - sampler log-prob of the action tokens, each token once; `before`: those
-    of the first minibatch of the first pass, which alone no update of the step has moved, as are
-    the entropies; `max_tokens`: the most that one completion may have.
+    `log_ratios`: learner - sampler log-prob of the action tokens, each token once. `before`: the
+    log ratios of the first minibatch of the first pass, which no update of the step has moved. The
+    entropies come from the same minibatch. `max_tokens`: the maximum length of one completion.
     """
     entropy, tokens = updates[0].entropy if updates else (0.0, 0.0)
     done = [update for update in updates if not update.nonfinite]
@@ -335,7 +337,7 @@ def mismatch_fields(log_ratios: Sequence[Float32Array], max_tokens: int) -> dict
 
 def by_depth(log_ratios: Sequence[Float32Array], max_tokens: int) -> list[float | None]:
     """Return the mean absolute log-ratio in each quarter of the positions up to `max_tokens`; None
-    where no token is. Later tokens, of a dialogue's next replies, count in the last quarter.
+    if no token is. Later tokens, of a dialogue's next replies, count in the last quarter.
     """
     sizes = np.abs(np.concatenate(log_ratios).astype(np.float64))
     quarters = 4 * np.concatenate([np.arange(len(one)) for one in log_ratios]) // max_tokens

@@ -1,5 +1,5 @@
-"""Configuration: one schema, one loader. Names are imported when first used, so that `retrain
---help` needs no pydantic.
+"""Configuration: one schema, one loader. Names load on first use, so that `retrain --help` needs no
+pydantic.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """Sections about credit assignment: the algorithm and its parameters, what moves with the step.
 
-A key's documentation says what it does; its type and range say what is allowed, so the sentence
-does not.
+A key's documentation says what it does. Its type and range say which values are valid, so the
+sentence does not.
 """
 
 from collections.abc import Iterator
@@ -93,7 +93,7 @@ class Algorithm(Section):
 
     @property
     def modes(self) -> tuple[str, str]:
-        """The advantage and the transform in use; an algorithm plugin has neither: ("", "")."""
+        """Return the advantage and the transform in use, or ("", "") for an algorithm plugin."""
         return modes_of(self.algorithm_mode, self.advantage_mode, self.transform_mode)
 
     @property
@@ -149,7 +149,7 @@ class Schedule(Section):
 
 
 def gathered_schedule(data: Json) -> Json:
-    """Move what is named "section.key", quoted or not, under `points`."""
+    """Move entries with names "section.key", quoted or not, under `points`."""
     moved: Json = {}
     own = {}
     for name, value in data.items():
@@ -167,7 +167,7 @@ def gathered_schedule(data: Json) -> Json:
 
 
 def _flat(table: Json) -> Iterator[tuple[str, Any]]:
-    """The values of nested tables by their dotted names."""
+    """Yield the values of nested tables by their dotted names."""
     for name, value in table.items():
         if isinstance(value, dict):
             yield from ((f"{name}.{rest}", inner) for rest, inner in _flat(value))
@@ -289,5 +289,5 @@ class Planning(Section):
 
     @property
     def grams(self) -> list[str]:
-        """The phrases that were configured; empty means the built-in ones."""
+        """The configured phrases; empty means the built-in phrases."""
         return parse_grams(self.strategic_grams)

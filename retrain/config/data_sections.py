@@ -1,7 +1,7 @@
 """Sections about problems and rewards.
 
-A key's documentation says what it does; its type and range say what is allowed, so the sentence
-does not.
+A key's documentation says what it does. Its type and range say which values are valid, so the
+sentence does not.
 """
 
 import re

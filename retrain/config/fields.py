@@ -1,4 +1,4 @@
-"""What a field of the schema takes: its names, its type and its range, in words."""
+"""Descriptions of a schema field in words: its names, its type and its range."""
 
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +26,7 @@ def choices_of(
 
 
 def describe_field(field: FieldInfo) -> str:
-    """The allowed values of a field in words: "an integer of at least 1", '"mean" or "min"'."""
+    """Return a field's valid values in words: "an integer of at least 1", '"mean" or "min"'."""
     return _in_words(field.annotation, field.metadata)
 
 
@@ -91,10 +91,10 @@ class _Member:
 
 
 def members(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[_Member]:
-    """The members of a union, with Annotated wrappers and None taken off."""
+    """Yield the members of a union, with Annotated wrappers and None taken off."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        # pydantic keeps constraints plain on a field, and inside a FieldInfo on an item of a list
+        # pydantic keeps constraints plain on a field, and inside a FieldInfo on an item of a list.
         own = (item.metadata if isinstance(item, FieldInfo) else [item] for item in args[1:])
         yield from members(args[0], (*chain.from_iterable(own), *metadata))
     elif origin in (Union, types.UnionType):
@@ -138,7 +138,7 @@ _SPECIAL = {
 
 
 def _open_words(item: OpenName) -> str:
-    """The names that a key takes where plugins may add to them."""
+    """Return the names that a key takes where plugins may add to them."""
     names = ", ".join(builtin_names(item.kind))
     empty = "empty, " if item.may_be_empty else ""
     if item.kind == "data":

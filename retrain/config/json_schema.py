@@ -8,7 +8,9 @@ from retrain.system import Json
 
 
 def json_schema() -> Json:
-    """Every section and key with its type, default and help; aliases beside the keys they mean."""
+    """Return every section and key with its type, default and help. Each alias is a property of its
+    section too.
+    """
     schema: Json = _plain(TrainConfig.model_json_schema(by_alias=True))
     for alias, canonical in ALIASES.items():
         section, _, name = alias.partition(".")

@@ -28,8 +28,8 @@ def judging_rewards(config: TrainConfig) -> Rewards:
     """Return the rewards that judge held-out answers: `[evaluation] reward`, or each reward of
     training that verifies.
 
-    Where none is left, it is the reward that verifies the held-out source's answers: a random one
-    would measure chance, and a majority its own agreement, whatever the model has learned.
+    If none remains, return the reward that verifies the answers of the held-out source. A random
+    reward would measure chance, and a majority reward would measure its own agreement.
     """
     if config.evaluation.reward:
         return ((config.evaluation.reward, 1.0),)
@@ -38,7 +38,7 @@ def judging_rewards(config: TrainConfig) -> Rewards:
         _VERIFIABLE.get(source or config.data.source, _ANY_SOURCE)
         for source in config.evaluation.sources
     }
-    judge = judges.pop() if len(judges) == 1 else "math"  # which compares letters and words too
+    judge = judges.pop() if len(judges) == 1 else "math"  # it compares letters and words too
     return kept or ((judge, 1.0),)
 
 
@@ -49,8 +49,8 @@ def verifies(kind: str) -> bool:
 
 
 def judging_note(training: TrainConfig, judging: TrainConfig) -> str:
-    """The start-up line of a run whose held-out answers are judged by another reward than
-    training's.
+    """Return the start-up line of a run that judges held-out answers by other rewards than its
+    training rewards.
     """
     left_out = [kind for kind in training.reward.types if not verifies(kind)]
     because = "there each stands for itself, and not beside its group"

@@ -26,7 +26,7 @@ SHORT_TABLE_FLAGS = {
     "algorithm.transform_params": "--transform-param",
     "algorithm.uncertainty_params": "--uncertainty-param",
 }
-"""Second names for tables that are filled by repetition, one key=value each time."""
+"""Second names for tables that a user fills by repetition, one key=value each time."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,7 @@ class Key:
 
 
 def flag_of(section: str, name: str) -> str:
-    """Name the flag of a key: the bare key in the everyday sections; in the others the section
-    stands in front.
-    """
+    """Return the flag of a key. Outside the everyday sections, the flag begins with the section."""
     return "--" + (name if section in BARE_SECTIONS else f"{section}_{name}").replace("_", "-")
 
 
@@ -128,7 +126,7 @@ def keys_by_path() -> dict[str, Key]:
 
 @cache
 def homes_of(name: str) -> tuple[str, ...]:
-    """The paths of every section's key that is called `name`."""
+    """Return the paths of every section's key with the name `name`."""
     return tuple(
         key.path for key in all_keys() if key.name == name and not key.traits.echoes_training
     )
@@ -142,7 +140,7 @@ sets."""
 
 
 def condition_homes(name: str) -> list[str]:
-    """The keys of a run that are called `name`."""
+    """Return the keys of a run with the name `name`."""
     return [path for path in homes_of(name) if not keys_by_path()[path].traits.whole_campaign]
 
 
@@ -153,8 +151,8 @@ def is_settable(path: str) -> bool:
 
 
 def key_meant(name: str, section: str = "") -> Key | None:
-    """The key that another trainer calls `name`, or the only key of that name in all sections;
-    dashes count as underscores.
+    """Return the key that another trainer calls `name`, or the only key of that name in all
+    sections; dashes count as underscores.
     """
     homes = homes_of(name.lower().replace("-", "_"))
     path = synonym(name, section) or (homes[0] if len(homes) == 1 else "")
@@ -163,8 +161,8 @@ def key_meant(name: str, section: str = "") -> Key | None:
 
 @cache
 def flags() -> dict[str, str]:
-    """Map every flag to its "section.key". Aliases and second names of tables are included, dotted
-    forms are not.
+    """Map every flag to its "section.key". The map includes aliases and second names of tables, but
+    not dotted forms.
     """
     named = [(key.flag, key.path) for key in all_keys()]
     named += [(flag, path) for path, flag in SHORT_TABLE_FLAGS.items()]

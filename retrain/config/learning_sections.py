@@ -1,7 +1,7 @@
 """Sections about the model and how it learns: base model, backend, training, loss.
 
-A key's documentation says what it does; its type and range say what is allowed, so the sentence
-does not.
+A key's documentation says what it does. Its type and range say which values are valid, so the
+sentence does not.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ from retrain.system import Json, toml_value
 
 
 def _expanded_options(options: Json) -> Json:
-    """Return the options with the one path among them expanded."""
+    """Return the options with their only path, `output_dir`, expanded."""
     if isinstance(folder := options.get("output_dir"), str):
         return {**options, "output_dir": check_path(folder)}
     return options
@@ -102,8 +102,8 @@ class Backend(Section):
         return parse_devices(self.devices)
 
     def splits_base(self, processes: int) -> bool:
-        """Return True if `processes` hold the frozen weights in parts. Raises ConfigurationError
-        where there is one process alone.
+        """Return True if `processes` hold the frozen weights in parts. Raises ConfigurationError if
+        there is one process alone.
         """
         if self.shard_base and processes == 1:
             raise ConfigurationError(
@@ -124,7 +124,7 @@ class Backend(Section):
         return TinkerOptions.model_validate(self.options_of("tinker"))
 
     def options_of(self, backend: str) -> Json:
-        """The given options that belong to a backend."""
+        """Return the given options that belong to a backend."""
         return {
             name: value
             for name, value in self.options.items()
@@ -132,7 +132,7 @@ class Backend(Section):
         }
 
     def problems(self, config: Any) -> Violations:  # noqa: ARG002 - a rule of one section
-        """Check the options of every backend, whichever is chosen, so that a file can switch
+        """Check the options of every backend, whichever the file chooses, so that a file can switch
         backends.
         """
         if self.backend in builtin_names("backend") and self.options:
@@ -389,7 +389,7 @@ class Training(Section):
 
     @property
     def truncated(self) -> bool:
-        """True if the policy that is sampled and trained leaves out improbable tokens."""
+        """True if the policy omits improbable tokens, in sampling and in training."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def more_hours(self, seconds: float) -> str:

@@ -1,7 +1,7 @@
 """Loading: a file, environment variables and flags become a TrainConfig, or a list of all problems.
 
 Later sources win: defaults, the recipe that algorithm_mode names, file, RETRAIN_<SECTION>_<KEY>,
-flags. No plugin is imported.
+flags. Loading imports no plugin.
 """
 
 import os
@@ -104,8 +104,8 @@ def config_from_toml(text: str, path: Path | None = None) -> TrainConfig:
 
 
 def load_stored(path: str | Path, *, to_read: bool = False) -> TrainConfig:
-    """Load the configuration stored in a run's folder; environment variables do not apply. No code
-    that it names is run.
+    """Load the configuration stored in a run's folder; environment variables do not apply. Loading
+    runs no code that the configuration names.
 
     With `to_read`, it also loads a configuration that today's rules would refuse, for runs of an
     earlier version.
@@ -164,7 +164,7 @@ def replaced(
 
 
 def with_drawn_seed(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with a randomly drawn seed in place of seed = -1; any other seed
+    """Return the configuration with seed = -1 replaced by a randomly drawn seed; any other seed
     stays.
     """
     if config.training.seed != -1:
@@ -173,7 +173,7 @@ def with_drawn_seed(config: TrainConfig) -> TrainConfig:
 
 
 def given_values(config: TrainConfig) -> Json:
-    """Return the given values as TOML would hold them: defaults are left out, and `from` has its
+    """Return the given values as TOML would hold them, without defaults, and with `from` under its
     TOML name.
     """
     values: Json = config.model_dump(exclude_unset=True, by_alias=True)
@@ -181,8 +181,8 @@ def given_values(config: TrainConfig) -> Json:
 
 
 def read_toml(file: Path, named: bool = True) -> Json:
-    """Read the sections of a file. Raises ConfigurationError with one sentence if it cannot be
-    read.
+    """Read the sections of a file. Raises ConfigurationError with one sentence for an unreadable
+    file.
     """
     return parse_named(read_text(file, named), str(file))
 
@@ -220,8 +220,8 @@ def parse_named(text: str, name: str) -> Json:
 
 
 def _flags_only(given: Overrides | Sequence[str]) -> Sequence[Override]:
-    """The values of flags, parsed already or not; raises ConfigurationError for anything else among
-    those that are not.
+    """Return the values of flags, and parse them if necessary. Raises ConfigurationError for an
+    argument that is not a flag.
     """
     if isinstance(given, Overrides):
         return given.given
@@ -236,7 +236,7 @@ def _flags_only(given: Overrides | Sequence[str]) -> Sequence[Override]:
 def _build(
     data: Json, given: list[Override], file: Path | None, *, rules: bool = True
 ) -> TrainConfig:
-    # Before the merge, so that a flag for the key wins over its alias in the file.
+    # Move aliases before the merge, so that a flag for the key wins over its alias in the file.
     data, _ = moved_aliases(data)
     given = [
         replace(override, path=ALIASES.get(override.path, override.path)) for override in given
@@ -244,7 +244,7 @@ def _build(
     if isinstance(data.get("campaign"), dict):
         given = [_for_campaign(override) for override in given]
     else:
-        # Variables for [campaign] may be set for campaigns to come; a flag needs its section.
+        # Variables for [campaign] may serve later campaigns; a flag needs its section.
         of_campaign = [override for override in given if override.path.startswith("campaign.")]
         for override in of_campaign:
             if override.origin.startswith("flag "):
@@ -303,8 +303,8 @@ def _validate(data: Json, provenance: Provenance, *, rules: bool = True) -> Trai
 
 
 def _schedule_problems(config: TrainConfig, provenance: Provenance) -> list[str]:
-    """Return one sentence for each schedule that cannot be followed, or for the first of its points
-    at which the configuration would be refused.
+    """Return one sentence for each impossible schedule, or for the first of its points at which the
+    loader would refuse the configuration.
     """
     place = Place(provenance)
     found = [
@@ -328,8 +328,8 @@ def _schedule_problems(config: TrainConfig, provenance: Provenance) -> list[str]
 
 
 def _mix_problems(config: TrainConfig, provenance: Provenance) -> list[str]:
-    """Return one sentence for each problem of `[[data.mix]]`: of its tables, then of the values by
-    which a run on a source alone would be refused.
+    """Return one sentence for each problem of `[[data.mix]]`: problems of its tables, then values
+    that the loader would refuse for a single source.
     """
     found = list(map(Place(provenance).sentence, mixture.problems(config)))
     for number, table in enumerate([] if found else config.data.mix, start=1):
@@ -355,7 +355,7 @@ def _all_problems(error: ValidationError, data: Json, place: Place) -> tuple[lis
             TrainConfig.model_validate(_without(data, wrong))
         except ValidationError as second:
             violations += violations_of(details_of(second))
-    # A rule is not judged where one of its keys, or a whole section of them, is wrong by itself.
+    # Skip a rule if a key that it reads, or the whole section of a key, is wrong by itself.
     for violation in violations:
         if wrong.isdisjoint({*violation.keys, *(key.partition(".")[0] for key in violation.keys)}):
             sentences.append(place.sentence(violation))
@@ -363,7 +363,7 @@ def _all_problems(error: ValidationError, data: Json, place: Place) -> tuple[lis
 
 
 def _without(data: Json, paths: set[str]) -> Json:
-    """The sections without some sections and keys."""
+    """Return the sections without some sections and keys."""
     kept = {section: keys for section, keys in data.items() if section not in paths}
     for section, keys in kept.items():
         if isinstance(keys, dict):
@@ -403,8 +403,8 @@ def _arm(config: TrainConfig, condition: Condition) -> TrainConfig:
 
 
 def _arm_problems(config: TrainConfig) -> list[str]:
-    """Return the problems of every condition that sets something wrong, with the condition's
-    number; a problem that all conditions share is named once.
+    """Return the problems of every condition with a wrong setting, with the condition's number. A
+    problem of all conditions appears once.
     """
     if not any(condition.sets_keys for condition in config.conditions):
         return []
@@ -435,7 +435,7 @@ def _numbered(config: TrainConfig, numbers: Sequence[int]) -> str:
 
 def _gather_conditions(data: Json) -> Json:
     """Move what each condition sets under its `sets`, by "section.key", and write the grid's keys
-    alike. Names that are no key of a run stay in place, to be refused.
+    alike. Names that are not a key of a run stay in place, and validation refuses them.
     """
     campaign = data.get("campaign")
     if not isinstance(campaign, dict):
@@ -453,7 +453,9 @@ def _gather_conditions(data: Json) -> Json:
 
 
 def _above_schedule(condition: Json, base: Json) -> Json:
-    """A condition whose own scheduled keys ("schedule.loss.kl_coef") stand beside the base's."""
+    """Merge a condition's own scheduled keys ("schedule.loss.kl_coef") into the schedule of the
+    base.
+    """
     kept: Json = {}
     named: Json = {}
     for name, value in condition.items():
@@ -472,8 +474,8 @@ def _above_schedule(condition: Json, base: Json) -> Json:
 
 
 def _gathered(table: Mapping[str, Any]) -> Json:
-    """One condition. It names a key dotted (`loss.mode = "ppo"`), as a table (`loss = { mode =
-    "ppo" }`), or by its bare name where one section alone has it (`lr = 1e-4`).
+    """Return one condition. It names a key dotted (`loss.mode = "ppo"`), as a table (`loss = { mode
+    = "ppo" }`), or by its bare name where one section alone has it (`lr = 1e-4`).
     """
     own: Json = {}
     sets: Json = {}

@@ -25,7 +25,7 @@ _BESIDE = ("data.source", "data.path", "data.params", "environment.provider")
 
 
 def task_of(table: Mapping[str, Any]) -> str:
-    """Return the task of a table's problems: its name, or that of its source."""
+    """Return the task of a table's problems: the table's name, or its source's task."""
     environment = table.get("environment", {})
     named = table.get("source") or environment.get("id") or environment.get("provider", "")
     return str(table.get("name") or source_task(str(named)))
@@ -53,7 +53,7 @@ def changes(table: Mapping[str, Any]) -> Json:
 
 
 def longest_environment(config: "TrainConfig") -> "Environment":
-    """Return [environment], or that of a mixture's source of several turns."""
+    """Return [environment], or the environment of a mixture's first source with several turns."""
     own = [table["environment"] for table in config.data.mix if table.get("environment")]
     several = (
         one for one in own if one["provider"] != "reasoning_gym" and one.get("max_turns") != 1

@@ -18,7 +18,7 @@ _LEARNERS = ("loss", "training")
 """Sections whose keys the learner reads."""
 TABLES = ("algorithm.params", "algorithm.advantage_params", "algorithm.transform_params",
           "algorithm.uncertainty_params", "loss.params")  # fmt: skip
-"""Tables whose numbers can be scheduled, as "section.table.name"."""
+"""Tables whose numbers a schedule can move, as "section.table.name"."""
 
 
 Points = Sequence[Sequence[float]]
@@ -26,7 +26,7 @@ Points = Sequence[Sequence[float]]
 
 
 def movable() -> list[str]:
-    """The keys that are read anew in each step."""
+    """Return the keys that retrain reads again in each step."""
     return [key.path for key in all_keys() if key.traits.movable]
 
 
@@ -42,8 +42,8 @@ def value_at(points: Points, step: int) -> float:
 
 
 def scheduled(config: "TrainConfig", step: int) -> dict[str, float]:
-    """The values of the scheduled keys at a step; a whole number in a table of parameters stays
-    one.
+    """Return the values of the scheduled keys at a step; a whole number in a table of parameters
+    stays one.
     """
     return {
         path: _as_whole(config, path, value_at(points, step))
@@ -70,7 +70,7 @@ def with_values(config: "TrainConfig", values: Mapping[str, float]) -> "TrainCon
 
 
 def problems(config: "TrainConfig") -> Iterator[str]:
-    """One sentence for each schedule that cannot be followed."""
+    """Yield one sentence for each impossible schedule."""
     for path, points in config.schedule.points.items():
         problem = wrong_key(config, path) or wrong_points(points)
         if problem:
@@ -78,7 +78,7 @@ def problems(config: "TrainConfig") -> Iterator[str]:
 
 
 def wrong_key(config: "TrainConfig", path: str) -> str:
-    """Say why a key cannot be scheduled, as the end of a sentence; "" if it can be."""
+    """Return why a schedule cannot move a key, as the end of a sentence; "" if it can."""
     table, _, name = path.rpartition(".")
     if table in TABLES:
         value = config.value(table).get(name)
@@ -128,7 +128,7 @@ def _is_number(value: object) -> bool:
 
 
 def given(config: "TrainConfig", path: str) -> Any:
-    """The value of a key or of a number in a table; None if there is none."""
+    """Return the value of a key or of a number in a table; None if there is none."""
     section, name, *param = path.split(".", 2)
     value = getattr(getattr(config, section), name)
     if param:
@@ -137,9 +137,9 @@ def given(config: "TrainConfig", path: str) -> Any:
 
 
 def extremes(config: "TrainConfig") -> Iterator[tuple[int, dict[str, float]]]:
-    """(step, all values there) at every point of a schedule, then beside it towards the next one:
-    what holds at all of them holds between them, also for a key that is off at 0 and else has a
-    least value.
+    """Yield (step, all values there) at every point of a schedule, then one step inside each
+    interval's ends. A property that holds at all these steps holds between them. This includes keys
+    that are off at 0 and otherwise have a minimum.
     """
     schedules = config.schedule.points.values()
     named = {step for points in schedules for step, _ in points}
@@ -155,6 +155,6 @@ def moves_learner(config: "TrainConfig") -> bool:
 
 
 def words(config: "TrainConfig") -> Iterator[str]:
-    """A schedule in words, one key each: "loss.kl_coef 0.01 at step 0, 0 at step 200"."""
+    """Yield a schedule in words, one key each: "loss.kl_coef 0.01 at step 0, 0 at step 200"."""
     for path, points in config.schedule.points.items():
         yield f"{path} {', '.join(f'{value:g} at step {step}' for step, value in points)}"

@@ -1,9 +1,9 @@
-"""Names: of everything that is built in or a plugin, second names of keys, and what an unknown name
-may mean: the nearest known one, or the key that has this name in other trainers.
+"""Names of everything built-in or pluggable, and aliases of keys. For an unknown name, the module
+finds the nearest known name, or the key that other trainers call so.
 
-A value is accepted when it is built in, registered from Python, an installed entry point, or has
-the form of a dotted path. No plugin is imported here: a dotted path that leads nowhere is found
-when the run starts.
+A valid value is a built-in name, a name registered from Python, an installed entry point, or a
+dotted path. This module imports no plugin: the start of the run finds a dotted path that leads
+nowhere.
 """
 
 import importlib
@@ -26,8 +26,8 @@ ALIASES: dict[str, str] = {
 
 
 def moved_aliases(data: Json) -> tuple[Json, list[str]]:
-    """A copy of `data` with aliases moved to their canonical key, and the aliases left in place
-    because both are given.
+    """Return a copy of `data` with aliases moved to their canonical key, and the aliases that stay
+    because the data has both.
     """
     data, both = copied(data), []
     for alias, canonical in ALIASES.items():
@@ -43,7 +43,7 @@ def moved_aliases(data: Json) -> tuple[Json, list[str]]:
 
 
 def copied(sections: Json) -> Json:
-    """A copy whose tables can be changed."""
+    """Return a copy with tables that the caller may change."""
     return {
         name: dict(section) if isinstance(section, dict) else section
         for name, section in sections.items()
@@ -51,7 +51,7 @@ def copied(sections: Json) -> Json:
 
 
 def fixed_aggregation(algorithm_mode: str) -> str:
-    """The value of `[loss] aggregation` that belongs to a built-in algorithm; "" where the user
+    """Return the value of `[loss] aggregation` that belongs to a built-in algorithm; "" if the user
     chooses it.
     """
     return getattr(table("algorithm").get(algorithm_mode), "aggregation", "")
@@ -89,21 +89,22 @@ _TABLES: dict[str, str] = {
     "correction": "retrain.backends.losses.CORRECTIONS",
     "aggregation": "retrain.backends.losses.AGGREGATIONS",
 }
-"""Kind -> the table beside the functions, which is the only list of its names and their traits.
+"""Kind -> the table next to the functions, which is the only list of its names and their traits.
 
-The tables stand above the configuration, so they are imported by name, and only when the first
-configuration is checked. None of their modules imports a model library. """
+The modules of the tables import the configuration, so this module imports them by name, and only to
+check the first configuration. Their modules import no model library.
+"""
 
 
 def table(kind: str) -> Any:
-    """The built-in names of a kind, most of them mapped to what they mean."""
+    """Return the built-in names of a kind, most of them mapped to what they mean."""
     module, _, name = _TABLES[kind].rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 def part_class(kind: Literal["backend", "engine"], name: str) -> Any:
-    """The class of a built-in backend or engine, whose attributes are all facts about it; for any
-    other name the base class, whose facts hold for plugins.
+    """Return the class of a built-in backend or engine, whose attributes are all facts about it.
+    For any other name, return the base class, whose facts hold for plugins.
     """
     module = {"backend": "retrain.backends.base", "engine": "retrain.inference_engine.base"}[kind]
     return getattr(importlib.import_module(module), f"{kind}_kind")(name)
@@ -119,12 +120,14 @@ def builtin_names(kind: str) -> tuple[str, ...]:
 PAPERS = Path(__file__).resolve().parents[1] / "assets" / "papers"
 """One file for each paper, NAME.toml, and NAME.py with its plugins."""
 OWN_PLUGINS = "retrain.assets.papers."
-"""Where the plugins of recipes are; they come with retrain, so they are not foreign code."""
+"""Package of the plugins of recipes; they come with retrain, so they are not foreign code."""
 
 
 @cache
 def recipe_names() -> tuple[str, ...]:
-    """The papers whose settings an `algorithm_mode` names: those whose file names none itself."""
+    """Return the papers whose settings an `algorithm_mode` names: the papers whose file sets no
+    `algorithm_mode`.
+    """
     texts = {file.stem: file.read_text(encoding="utf-8") for file in PAPERS.glob("*.toml")}
     return tuple(sorted(name for name, text in texts.items() if "\nalgorithm_mode" not in text))
 
@@ -140,12 +143,12 @@ def replaces_modes(algorithm_mode: str) -> bool:
 
 
 def transforms_with(trait: str) -> frozenset[str]:
-    """The built-in transforms whose spec has this field set, such as "needs_planning"."""
+    """Return the built-in transforms whose spec has this field set, such as "needs_planning"."""
     return frozenset(name for name, spec in table("transform").items() if getattr(spec, trait))
 
 
 def canonical_uncertainty(name: str) -> str:
-    """The built-in kind that an alias means; any other name as it is."""
+    """Return the built-in kind that an alias means; any other name as it is."""
     return str(importlib.import_module("retrain.advantages.transforms").canonical_kind(name))
 
 
@@ -161,7 +164,7 @@ registered_sources: set[str] = set()
 
 
 def names_of(kind: str) -> tuple[str, ...]:
-    """The built-in names of a kind, then the registered ones."""
+    """Return the built-in names of a kind, then the registered ones."""
     return builtin_names(kind) + (tuple(sorted(registered_sources)) if kind == "data" else ())
 
 
@@ -171,13 +174,13 @@ def is_known(kind: str, name: str) -> bool:
         name in names_of(kind)
         or is_dotted(name)
         or (kind == "data" and is_data_location(name))
-        # last, since the first look takes milliseconds
+        # Ask this last, since the first look takes milliseconds.
         or any(point.name == name for point in installed_plugins())
     )
 
 
 def installed_plugins() -> tuple[EntryPoint, ...]:
-    """The entry points of every installed plugin."""
+    """Return the entry points of every installed plugin."""
     return _installed_plugins(search_path())
 
 
@@ -185,7 +188,7 @@ def installed_plugins() -> tuple[EntryPoint, ...]:
 def _installed_plugins(
     installed: Hashable,  # noqa: ARG001 - the key of the cache
 ) -> tuple[EntryPoint, ...]:
-    """Read once until something is installed: a run asks for a dozen names."""
+    """Read the entry points once per set of installed packages: a run asks for a dozen names."""
     return tuple(entry_points(group=PLUGIN_GROUP))
 
 
@@ -202,8 +205,8 @@ def is_data_location(source: str) -> bool:
 
 
 def source_task(source: str) -> str:
-    """The task that the problems of an evaluation source are, where there are several: the last
-    part of its name, without a file's suffix.
+    """Return the task that the problems of an evaluation source are, where there are several: the
+    last part of its name, without a file's suffix.
     """
     name = source.removeprefix("hub:").rpartition("/")[2]
     for suffix in DATA_FILE_SUFFIXES:
@@ -212,8 +215,8 @@ def source_task(source: str) -> str:
 
 
 def condition_label(advantage_mode: str, transform_mode: str, algorithm_mode: str = "") -> str:
-    """Name a condition: `{advantage}+{transform}`, or the algorithm. Of a dotted path only the last
-    part is used.
+    """Return the label of a condition: `{advantage}+{transform}`, or the algorithm. The label uses
+    only the last part of a dotted path.
     """
     if algorithm_mode:
         return _last_part(algorithm_mode)
@@ -221,7 +224,7 @@ def condition_label(advantage_mode: str, transform_mode: str, algorithm_mode: st
 
 
 def folder_name(label: str) -> str:
-    """A condition's label in characters that a folder's name may have."""
+    """Return a condition's label in characters that a folder's name may have."""
     return _NOT_IN_A_FOLDER.sub("_", label)
 
 
@@ -229,7 +232,7 @@ _NOT_IN_A_FOLDER = re.compile(r"[^A-Za-z0-9+._-]")
 
 
 def _last_part(name: str) -> str:
-    """The last part of a dotted path; any other name as it is."""
+    """Return the last part of a dotted path; any other name as it is."""
     return name.rpartition(".")[2] if is_dotted(name) else name
 
 
@@ -242,17 +245,21 @@ SYNONYMS: dict[str, str] = _DATA["synonyms"]
 "section.name" is what the name means in that section alone."""
 
 PREFIXES = {"bp_": "backpressure", "optim_": "optimizer", "tinker_": "backend"}
-"""How flags begin in an earlier project of this name -> the section of the key that the rest
-names."""
+"""Beginnings of flags in an earlier project of this name -> the section of the key that the rest
+names.
+"""
 
 LEGACY_PREFIX = "prime_rl_"
-"""How removed keys of [backend] begin; `retrain migrate-config` moves them to [backend.options]."""
+"""The beginning of removed keys of [backend]; `retrain migrate-config` moves them to
+[backend.options].
+"""
 
 ABSENT: dict[str, str] = {
     name: group["instead"] for group in _DATA["absent"] for name in group["names"]
 }
-"""Names in other trainers that no key takes the place of, or with "_" how such names begin -> what
-is done instead, as a clause."""
+"""Names in other trainers without a key here, or with "_" the beginning of such names -> the
+alternative, as a clause.
+"""
 
 NAME_CUTOFF = 0.75
 """Minimum similarity between a mistyped name and a key. Below it, most guesses name a key that was
@@ -260,7 +267,7 @@ not meant."""
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate closest to a mistyped word, or None when none is close. Case is ignored."""
+    """Return the candidate closest to a mistyped word in any case, or None if none is close."""
     names = {name.lower(): name for name in candidates}
     close = get_close_matches(word[:_MAX_CHARACTERS].lower(), names, n=1, cutoff=cutoff)
     if close:
@@ -269,12 +276,12 @@ def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 _MAX_CHARACTERS = 100
-"""Characters that are compared: no name is longer, and comparing takes quadratic time."""
+"""Number of characters to compare: no name is longer, and a comparison takes quadratic time."""
 
 
 def synonym(name: str, section: str = "") -> str | None:
-    """The "section.key" for a name in another trainer, None for any other name; dashes count as
-    underscores.
+    """Return the "section.key" for a name in another trainer, None for any other name; dashes count
+    as underscores.
     """
     word = _word(name)
     prefixed = (
@@ -286,8 +293,8 @@ def synonym(name: str, section: str = "") -> str | None:
 
 
 def instead(name: str) -> str:
-    """Say, as a clause, what is done in place of another trainer's setting that has no key here; ""
-    for any other name.
+    """Return, as a clause, what replaces another trainer's setting that has no key here; "" for any
+    other name.
     """
     word = _word(name)
     return ABSENT.get(word) or ABSENT.get(f"{word.partition('_')[0]}_", "")

@@ -1,8 +1,8 @@
 """Needs and offers: a key says what it needs to act, and a backend or an engine what it lacks.
 
-A key names its needs in its trait `needs`, such as "teacher". Where the part lacks one of them,
-another value than the default is refused. Where the part decides about one by itself, the key is
-unused. A value that a part cannot follow is a problem of that part. Loading, the start of a run,
+A key names its needs in its trait `needs`, such as "teacher". If the part lacks a need, retrain
+refuses a value other than the default. If the part decides about a need by itself, the key has no
+effect. A value that a part cannot follow is a problem of that part. Loading, the start of a run,
 `explain` and `retrain backends` ask here.
 """
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from retrain.config.schema import TrainConfig
 
 Outcome = Literal["used", "unused", "refused"]
-"""unused: said at the start. refused: exit 2."""
+"""For "unused" the start prints a sentence; for "refused" it exits with code 2."""
 Problems = Iterator[tuple[str, str]]
-"""(key, why its value cannot be followed and what to do), the second without a full stop."""
+"""(key, why the part cannot follow its value and what to do), the second without a full stop."""
 _PLUGIN_KEYS = {
     "loss": "loss.mode",
     "correction": "loss.correction",
@@ -216,8 +216,8 @@ def built_in(kind: Literal["backend", "engine"], name: str) -> Part:
 
 
 def parts_of(config: "TrainConfig", backend: Any = None, engine: Any = None) -> Iterator[Part]:
-    """Yield the backend, and the engine where the backend leaves sampling to one. A plugin is known
-    only where its declared capabilities are given.
+    """Yield the backend, and the engine where the backend leaves sampling to one. For a plugin, the
+    caller must give the declared capabilities.
     """
     names: dict[Literal["backend", "engine"], tuple[str, Any]] = {
         "backend": (config.backend.backend, backend)

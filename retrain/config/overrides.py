@@ -1,9 +1,9 @@
 """Flags and environment variables that set keys, made from the schema: `--lr 1e-4`,
 `--sepa-steps=10`, `--sepa.steps 10`, RETRAIN_TRAINING_LR.
 
-A text becomes a value by the type of its key. A text that does not fit the type is passed on
-unchanged, and the schema refuses it in the sentence that a file's value would get. The schema is
-imported inside the functions, so that `retrain --help` does not pay for it.
+A text becomes a value by the type of its key. A text that does not fit the type stays unchanged,
+and the schema refuses it with the same sentence as a file's value. The functions import the schema,
+so that `retrain --help` does not pay for it.
 """
 
 import re
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def deep_merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Json:
-    """Return a new table: `above` wins, and tables that both hold are merged."""
+    """Return a new table: `above` wins, and tables in both merge."""
     merged = dict(below)
     for name, value in above.items():
         old = merged.get(name)
@@ -38,7 +38,7 @@ _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
 MAX_DIGITS = 4300
 """Python converts no longer text to an integer."""
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "0", "1")
-"""Words, in any case, that are meant as a switch's value; all but the first two are refused."""
+"""Words, in any case, that mean a switch's value; the schema refuses all but the first two."""
 _TOML_STRUCTURE = ("[", "{", '"', "'")
 
 
@@ -52,7 +52,7 @@ class Override:
     origin: str
     """ "flag --lr" or "environment RETRAIN_TRAINING_LR"."""
     adds: bool = False
-    """The value is a table that is merged into the one below it instead of replacing it."""
+    """True if the value is a table to merge into the table below it instead of replacing it."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ class Overrides:
 def parse_overrides(argv: Sequence[str], own_flags: Mapping[str, bool] | None = None) -> Overrides:
     """Split arguments into values for keys and the remaining arguments.
 
-    `own_flags` are the caller's flags, which go to the rest: name to whether a value follows. An
-    unknown flag is a ConfigurationError that names the nearest; all of them are told at once.
+    `own_flags` are the caller's flags, which go to the rest: name to whether a value follows.
+    Raises one ConfigurationError for all unknown flags, which names the nearest flag of each.
     """
     return _Parser(argv, own_flags or {}).parse()
 
 
 def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
-    """Return the values of the variables RETRAIN_<SECTION>_<KEY>. A variable of that form that
-    names no key is refused.
+    """Return the values of the variables RETRAIN_<SECTION>_<KEY>. Refuses a variable of that form
+    that names no key.
     """
     from retrain.config.keys import all_keys
 
@@ -93,8 +93,8 @@ def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
 
 
 def _unknown_variable(name: str, variables: tuple[str, ...]) -> Iterator[str]:
-    """Yield a sentence for a RETRAIN_ variable that names or nearly names one of our sections;
-    another program may use any other.
+    """Yield a sentence for a RETRAIN_ variable that names or nearly names a section. Other programs
+    may use any other variable.
     """
     from retrain.config.keys import key_meant, section_models
     from retrain.config.removed import farewell, removed_key
@@ -114,7 +114,7 @@ def _unknown_variable(name: str, variables: tuple[str, ...]) -> Iterator[str]:
 
 
 def convert(key: "Key", text: str) -> Any:
-    """Convert a text to a value of the key's type; a text that does not fit the type is returned
+    """Convert a text to a value of the key's type. Returns a text that does not fit the type
     unchanged.
     """
     kinds = key.kinds
@@ -245,7 +245,7 @@ class _Parser:
             self._problems.extend(error.problems)
 
     def _find(self, flag: str) -> tuple[str | None, str, bool]:
-        """The key of a flag, the place inside of its table, and whether it is a --no- form."""
+        """Return the key of a flag, the place inside of its table, and True for a --no- form."""
         if flag in self._flags:
             return self._flags[flag], "", False
         if flag.startswith("--no-"):
@@ -309,14 +309,14 @@ class _Parser:
 
 
 def _nearest_flag(word: str, flags: Sequence[str]) -> str | None:
-    """The flag closest to a mistyped one without its dashes, which would make any two short words
-    alike.
+    """Return the flag closest to a mistyped one without its dashes, which would make any two short
+    words alike.
     """
     from retrain.config.keys import all_keys, homes_of
 
-    # Of a key whose flag has no section, the flag with it: --training-batch-size.
+    # A key whose flag has no section is also known with its section: --training-batch-size.
     known = {key.path: key.flag for key in all_keys()}
-    # The word alone counts too where the section stands in front of the flag: --clip-hihg.
+    # If the flag begins with the section, the key alone counts too: --clip-hihg.
     known |= {key.name: key.flag for key in all_keys() if len(homes_of(key.name)) == 1}
     known |= {flag.removeprefix("--"): flag for flag in flags}
     spelt = {_dashed(name): flag for name, flag in known.items()}

@@ -16,14 +16,14 @@ class Source:
     """A source of a run's problems."""
 
     task: str
-    """The name of its table in `[[data.mix]]`; "" where the run has one source."""
+    """The name of its table in `[[data.mix]]`; "" if the run has one source."""
     weight: Points
     config: TrainConfig
     """The configuration of a run on it alone."""
 
 
 def sources_of(config: TrainConfig) -> tuple[Source, ...]:
-    """Return the sources of `[[data.mix]]`, or the only one of a run without it."""
+    """Return the sources of `[[data.mix]]`, or the single source of a run without a mixture."""
     if not config.data.mix:
         return (Source("", [[0, 1.0]], config),)
     return tuple(

@@ -1,9 +1,9 @@
 """Recipes: an `algorithm_mode` replaces the pair of advantage_mode and transform_mode, and
-`algorithm_mode = "dapo"` means all settings of a paper. A key of the file goes before them, and
-they before the defaults.
+`algorithm_mode = "dapo"` means all settings of a paper. A key of the file overrides them, and they
+override the defaults.
 
-A paper's recipe is what its file of retrain/assets/papers says of the method. The model, the data,
-the budget and the folder of that file are the lab's, and no part of it.
+A paper's recipe holds the method's settings from its file in retrain/assets/papers. The model, the
+data, the budget and the folder in that file belong to the lab, so the recipe omits them.
 """
 
 import tomllib
@@ -33,8 +33,9 @@ class Recipe:
     advantage: str
     transform: str
     aggregation: str = ""
-    """The `[loss] aggregation` that belongs to the algorithm: unset means this value, and any other
-    is refused. "" leaves it to the user."""
+    """The `[loss] aggregation` that belongs to the algorithm: unset means this value, and retrain
+    refuses any other. "" leaves the choice to the user.
+    """
 
 
 RECIPES: dict[str, Recipe] = {
@@ -49,11 +50,11 @@ RECIPES: dict[str, Recipe] = {
 
 
 def modes_of(algorithm: str, advantage: str, transform: str) -> tuple[str, str]:
-    """Return the advantage and the transform in use; an algorithm plugin has neither: ("", "")."""
+    """Return the advantage and the transform in use, or ("", "") for an algorithm plugin."""
     if replaces_modes(algorithm):
         built_in = RECIPES.get(algorithm, Recipe("", ""))
         return built_in.advantage, built_in.transform
-    if is_recipe(algorithm) and not advantage:  # of a condition, before it is an arm
+    if is_recipe(algorithm) and not advantage:  # a condition that is not an arm yet
         advantage, transform = (recipe(algorithm)[path] for path in _MODES)
     return advantage, transform
 
@@ -69,15 +70,15 @@ _FOLLOWS: dict[str, tuple[str, ...]] = {
     "reward.type": ("reward.weights", "reward.combine", "reward.params", "reward.overlong_buffer"),
     "data.sampler": ("data.sampler_params",),
 }
-"""Key -> keys that only apply to its value in the recipe; they are dropped when the user sets
-another value."""
+"""Key -> keys that only apply to its value in the recipe; another value from the user drops them.
+"""
 _MODES = ("algorithm.advantage_mode", "algorithm.transform_mode")
 
 
 @cache
 def recipe(name: str) -> Json:
-    """Map "section.key" to the value that the recipe `name` gives it. Plugins beside the file have
-    their full path, so that they are found from every folder.
+    """Map "section.key" to the value that the recipe `name` gives it. Plugins in the file's folder
+    get their full path, so that retrain finds them from every folder.
     """
     with (PAPERS / f"{name}.toml").open("rb") as file:
         sections = tomllib.load(file)
@@ -103,8 +104,8 @@ def _full_path(value: Any) -> Any:
 
 
 def above_recipe(data: Mapping[str, Any]) -> Json:
-    """Return the sections with the keys of the recipe that [algorithm] algorithm_mode names added
-    where they are not given; `data` as it is without one.
+    """Return the sections plus the missing keys from the recipe that [algorithm] algorithm_mode
+    names; without a recipe, return `data` unchanged.
     """
     name = str(_table(data.get("algorithm")).get("algorithm_mode", ""))
     if not is_recipe(name):
@@ -113,8 +114,8 @@ def above_recipe(data: Mapping[str, Any]) -> Json:
 
 
 def above_recipe_of_condition(data: Mapping[str, Any], name: str) -> Json:
-    """Return the sections of a campaign's base above the recipe that a condition names, but for the
-    modes, which are the condition's.
+    """Return a campaign's base sections on top of the recipe that a condition names, without the
+    modes, which come from the condition.
     """
     given = {path: value for path, value in _given(data).items() if path not in _MODES}
     wanted = _wanted(name, given)
@@ -126,7 +127,7 @@ def _given(data: Mapping[str, Any]) -> Json:
 
 
 def _filled(data: Mapping[str, Any], values: Mapping[str, Any]) -> Json:
-    """A copy of the sections with more values."""
+    """Return a copy of the sections with more values."""
     sections = dict(data)
     for path, value in values.items():
         section, _, key = path.partition(".")
@@ -137,8 +138,8 @@ def _filled(data: Mapping[str, Any], values: Mapping[str, Any]) -> Json:
 
 
 def _wanted(name: str, given: Mapping[str, Any]) -> Json:
-    """The keys that a recipe fills in beside those that are given, and its tables with the given
-    entries on top.
+    """Return the keys that a recipe adds to the given keys, and its tables with the given entries
+    on top.
     """
     values = recipe(name)
     dropped = {
@@ -159,7 +160,7 @@ def _wanted(name: str, given: Mapping[str, Any]) -> Json:
 
 
 def _table(section: Any) -> Json:
-    """The given keys of a section, in whichever form it comes."""
+    """Return the given keys of a section, in whichever form it comes."""
     if isinstance(section, BaseModel):
         return section.model_dump(exclude_unset=True, by_alias=True)
     if isinstance(section, dict):
@@ -169,7 +170,8 @@ def _table(section: Any) -> Json:
 
 def departures(name: str, value_of: Callable[[str], Any]) -> Json:
     """Map the keys of the recipe `name` that have another value to that value; {} without a recipe.
-    Keys that only go with one of them are left out. `value_of` gives the value of "section.key".
+    The result omits keys that only apply together with such a key. `value_of` gives the value of
+    "section.key".
     """
     if not is_recipe(name):
         return {}

@@ -1,5 +1,5 @@
-"""What left the configuration and the command line: the rows of removed.toml, and the sentence that
-answers for each.
+"""Removed keys, flags and commands: the rows of removed.toml, and the sentence that answers each of
+them.
 """
 
 import tomllib
@@ -10,7 +10,7 @@ from retrain.config.names import by_path, copied
 from retrain.system import Json
 
 REDEFINED = "dr_grpo is the paper's recipe; what 0.9 called so is grpo_constant today."
-"""Said of every configuration with this algorithm_mode, old or new."""
+"""The note on every configuration with this algorithm_mode, old or new."""
 
 
 @cache
@@ -32,7 +32,7 @@ def farewell(name: str, given: str = "") -> str:
 
 
 def removed_key(word: str) -> str:
-    """The removed "section.key" that a flag or a variable named, "" for any other word.
+    """Return the removed "section.key" that a flag or a variable named, "" for any other word.
 
     `word` stands without its dashes or RETRAIN_ in front.
     """
@@ -48,8 +48,8 @@ def removed_key(word: str) -> str:
 
 
 def without_removed(data: Json, *, all_of_them: bool) -> Json:
-    """Drop the removed keys that have the value of a stored default; with `all_of_them`, whatever
-    their value is, and the keys that have a removed value.
+    """Drop the removed keys that have the value of a stored default. With `all_of_them`, drop them
+    whatever their value, and also the keys that have a removed value.
     """
     kept = copied(data)
     for written, row in removed().items():

@@ -1,8 +1,8 @@
 """Sections about the rest of a run: sampling and evaluation, files and trackers, the adapter's
 rank.
 
-A key's documentation says what it does; its type and range say what is allowed, so the sentence
-does not.
+A key's documentation says what it does. Its type and range say which values are valid, so the
+sentence does not.
 """
 
 from typing import Annotated, Any, Literal
@@ -156,7 +156,7 @@ class Evaluation(Section):
         return self.model_copy(update={"source": source, **own})
 
     def path_of(self, source: str) -> str:
-        """The local copy of a source's data; "" where there is none."""
+        """Return the local copy of a source's data; "" if there is none."""
         return str(self.tasks.get(source_task(source), {}).get("path", ""))
 
     @property
@@ -164,8 +164,8 @@ class Evaluation(Section):
         return self.every > 0 or self.at_start or self.at_end
 
     def over(self, training: Training) -> Training:
-        """[training] with the settings by which held-out answers are sampled; what is unset here
-        is training's.
+        """Return [training] with the sampling settings of held-out answers. A setting that is unset
+        here keeps its value in `training`.
         """
         names = ("temperature", "max_tokens", "top_k", "top_p", "min_p")
         own = {name: getattr(self, name) for name in names}
@@ -187,7 +187,7 @@ class Evaluation(Section):
                     " completions at temperature = 0; give samples = 1 or a temperature above 0",
                 )
         tasks = [source_task(source or config.data.source) for source in self.sources]
-        # The own source is named by "" alone; in a list nobody could tell which task it is.
+        # Only "" names the own source; in a list nobody could tell its task.
         if len(tasks) > 1 and "" in self.sources:
             yield Violation(
                 ("evaluation.source",),
@@ -378,7 +378,7 @@ class Squeeze(Section):
 
     @property
     def is_remote(self) -> bool:
-        """The adapter is stored by a Tinker service."""
+        """Return True if a Tinker service stores the adapter."""
         return self.adapter_path.startswith("tinker://")
 
     def problems(self, config: Any) -> Violations:  # noqa: ARG002 - a rule of one section

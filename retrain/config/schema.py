@@ -62,7 +62,7 @@ __all__ = [
 
 
 _FULL_LR, _FULL_CHECKPOINTS = 1e-6, 2
-"""Where all weights are trained: the learning rate, and the number of checkpoints."""
+"""Defaults of full training: the learning rate, and the number of checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,9 @@ class Provenance:
     """ "section.key" to "file", "environment NAME" or "flag --name"; keys left to their default are
     absent."""
     foreign: bool = False
-    """The configuration was found in a run's folder, which anyone may have made, so code that it
-    names is not run."""
+    """True if the configuration comes from a run's folder, which anyone may have made, so that
+    retrain does not run code that it names.
+    """
 
 
 class TrainConfig(AllSections):
@@ -104,13 +105,13 @@ class TrainConfig(AllSections):
 
     @model_validator(mode="after")
     def _fill_in(self) -> "TrainConfig":
-        """Fill in what another key decides. Such a key stays unset, so that it is never taken for
-        the user's.
+        """Fill in the values that another key decides. Such a key stays unset, so that it does not
+        count as the user's choice.
         """
         for path, (value, _) in self._implied.items():
             section, _, name = path.partition(".")
             filled = getattr(self, section).model_copy()
-            object.__setattr__(filled, name, value)  # the models are frozen for everybody else
+            object.__setattr__(filled, name, value)  # for other code the models are immutable
             object.__setattr__(self, section, filled)
         return self
 
@@ -146,7 +147,7 @@ class TrainConfig(AllSections):
     __hash__ = None  # type: ignore[assignment]  # tables and lists are not hashable
 
     def __repr__(self) -> str:
-        """One line: what is trained, on what, and for how long."""
+        """Return one line: the model, the data, and the length of training."""
         training = self.training
         if self.kind == "squeeze":
             return f"TrainConfig(squeeze {self.squeeze.adapter_path})"

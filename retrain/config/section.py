@@ -21,42 +21,48 @@ from retrain.system import listed
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a key, or of every key of a section, besides its values. Lists of keys are
-    derived from them (`Key.traits`).
+    """Properties of a key, or of every key of a section, besides its values. retrain derives lists
+    of keys from them (`Key.traits`).
     """
 
     meaningful_unset: bool = False
-    """Leaving the key out has a meaning that no value expresses, so a written configuration leaves
-    it out too."""
+    """True if omitting the key has a meaning that no value expresses, so that a written
+    configuration omits it too.
+    """
     acts_by_presence: bool = False
-    """The presence of the section has a meaning, so a written configuration leaves it out while it
-    is unset."""
+    """True if the presence of the section has a meaning, so that a written configuration omits an
+    unset section.
+    """
     may_change_at_resume: bool = False
     own_to_a_run: bool = False
-    """Runs that differ in this key may still be compared: it is not part of what is trained."""
+    """True if runs that differ in this key remain comparable, because it does not change the
+    training.
+    """
     sizes_memory: bool = False
     sets_step_time: bool = False
-    """The duration of a step depends strongly on it."""
+    """True if the duration of a step depends strongly on it."""
     whole_campaign: bool = False
-    """The key is about a campaign as a whole, so a condition cannot set it."""
+    """True if the key is about a campaign as a whole, so that a condition cannot set it."""
     not_for_a_condition: str = ""
-    """Why a condition cannot set it, and which key does instead."""
+    """The reason why a condition cannot set it, and the key to set instead."""
     echoes_training: bool = False
-    """While unset, it has the value of the key of the same name in [training], which the bare name
-    means."""
+    """True if an unset key has the value of the key of the same name in [training], which the bare
+    name means.
+    """
     applies_when: str = ""
     """The values of another key of its section with which it has an effect, as "mode in (ppo)" or
     "kl_coef not in (0)"."""
     movable: bool = False
-    """It is read anew in each step, so `[schedule]` may move it."""
+    """True if retrain reads the key again in each step, so that `[schedule]` may move it."""
     parameter_of: tuple[str, ...] = ()
-    """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
+    """The rewards whose judgment depends on it; "plugin" stands for every plugin."""
     needs: str = ""
-    """What it takes to act, in words of backends and engines with spaces between
-    (`backends.base.Backend.lacks`)."""
+    """The capabilities that the key needs, as space-separated words of backends and engines
+    (`backends.base.Backend.lacks`).
+    """
 
     def __or__(self, other: "Traits") -> "Traits":
-        """A key's own traits, and its section's where it has none."""
+        """Return a key's own traits, and its section's where it has none."""
         return Traits(**{name: getattr(self, name) or getattr(other, name) for name in _TRAITS})
 
 
@@ -67,8 +73,8 @@ _TRAITS = tuple(trait.name for trait in fields(Traits))
 def key(default: Any, doc: str, *, example: Any = None, **marks: Any) -> Any:
     """Declare a key with its default and its documentation.
 
-    `example` stands in the annotated file where there is no default. `marks` are the key's Traits,
-    and pydantic's ge, gt, le, lt, min_length and alias.
+    The annotated file shows `example` if the key has no default. `marks` are the key's Traits, and
+    pydantic's ge, gt, le, lt, min_length and alias.
     """
     traits = {name: marks.pop(name) for name in _TRAITS if name in marks}
     if example is not None:
@@ -77,7 +83,7 @@ def key(default: Any, doc: str, *, example: Any = None, **marks: Any) -> Any:
 
 
 def traits_of(field: FieldInfo) -> Traits:
-    """The traits that `key` was given."""
+    """Return the traits that `key` received."""
     extra: Any = field.json_schema_extra or {"traits": {}}
     return Traits(**extra["traits"])
 
@@ -89,7 +95,7 @@ class Applicability:
     path: str
     values: tuple[str, ...]
     unless: bool
-    """It applies with every other value."""
+    """True if it applies with every other value."""
 
     @classmethod
     def parse(cls, section: str, text: str) -> "Applicability":
@@ -97,17 +103,17 @@ class Applicability:
         return cls(f"{section}.{name}", tuple(values.split(", ")), bool(unless))
 
     def fails(self, config: Any) -> bool:
-        """True where the key has no effect; a key that [schedule] moves takes other values too."""
+        """True if the key has no effect; a key that [schedule] moves takes other values too."""
         if self.path in config.schedule.points:
             return False
         value = config.value(self.path)
-        # -0.0 is 0
+        # This writes -0.0 as 0.
         shown = f"{value or 0:g}" if isinstance(value, int | float) else str(value)
         return (shown in self.values) == self.unless
 
     @property
     def otherwise(self) -> str:
-        """Why the key has no effect, as a clause."""
+        """Return why the key has no effect, as a clause."""
         name = self.path.partition(".")[2]
         values = listed((v if v.isdecimal() else f'"{v}"' for v in self.values), "or")
         if self.unless:
@@ -120,7 +126,7 @@ class Violation:
     """A broken rule between keys. The loader adds the file and makes a sentence of it."""
 
     keys: tuple[str, ...]
-    """The keys that the rule reads, as "section.key"; the first is the one to fix."""
+    """The keys that the rule reads, as "section.key"; the first is the key to fix."""
     message: str
     """One sentence without its full stop."""
 
@@ -129,7 +135,7 @@ Violations = Iterator[Violation]
 
 
 class RuleViolations(ValueError):
-    """Raised for a configuration that breaks rules although each of its values is allowed."""
+    """Raised for a configuration that breaks rules although each of its values is valid alone."""
 
     def __init__(self, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)
@@ -137,7 +143,7 @@ class RuleViolations(ValueError):
 
 
 def repeated(values: Iterable[Any]) -> list[Any]:
-    """Return the first value that is given twice, in a list; [] where each is given once."""
+    """Return the first repeated value, in a list; [] without a repetition."""
     return [value for value, count in Counter(values).items() if count > 1][:1]
 
 
@@ -162,14 +168,14 @@ class Section(BaseModel):
     """The traits of every key of the section."""
 
     def is_set(self, name: str) -> bool:
-        """True if the key was given rather than left to its default."""
+        """True if the user gave the key."""
         return ("from_" if name == "from" else name) in self.model_fields_set
 
     _is_holdable = field_validator("*")(check_serialisable)
 
     def problems(self, config: Any) -> Violations:  # noqa: ARG002 - most have no rule
         """Yield the combinations with other keys that would change the meaning of a run in silence.
-        They need neither the model nor the machine; what needs those is refused by the part that
-        knows.
+        These checks need neither the model nor the machine. The part that knows these refuses other
+        combinations.
         """
         yield from ()

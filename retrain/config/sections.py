@@ -1,8 +1,8 @@
 """The only list of keys: every section is a class with its keys and the rules between them. Most
-stand in algorithm_sections.py, data_sections.py, learning_sections.py and run_sections.py.
+classes are in algorithm_sections.py, data_sections.py, learning_sections.py and run_sections.py.
 
-Flags, the manual, the documentation's tables, the JSON Schema, examples/all_keys.toml and every
-error are made from these classes.
+These classes generate the flags, the manual, the documentation's tables, the JSON Schema,
+examples/all_keys.toml and every error.
 """
 
 import re
@@ -74,12 +74,13 @@ class Condition(Section):
         alias="label",
     )
     sets: Json = Field(default={})
-    """"section.key" -> value of every other key in the condition's table. The values are checked
-    together with the base."""
+    """"section.key" -> value of every other key in the condition's table. The loader checks these
+    values together with the base.
+    """
 
     @model_serializer(mode="wrap")
     def _flat(self, handler: SerializerFunctionWrapHandler) -> Json:
-        """Serialise the condition as a file holds it, with `loss.mode` beside `label`."""
+        """Serialize the condition as a file holds it, with `loss.mode` and `label` in one table."""
         values: Json = handler(self)
         if "given_label" in values:
             values["label"] = values.pop("given_label")
@@ -93,7 +94,7 @@ class Condition(Section):
 
     @property
     def modes(self) -> tuple[str, str]:
-        """The advantage and the transform in use; an algorithm plugin has neither: ("", "")."""
+        """Return the advantage and the transform in use, or ("", "") for an algorithm plugin."""
         return modes_of(self.algorithm_mode, self.advantage_mode, self.transform_mode)
 
     @property
@@ -111,8 +112,8 @@ def told_apart(conditions: Sequence[Condition]) -> tuple[Condition, ...]:
 
 
 def crossed(conditions: Sequence[Condition], grid: Mapping[str, Sequence[Any]]) -> list[Condition]:
-    """Every condition with every combination of the grid's values; one that has a label carries the
-    values behind it.
+    """Return every condition with every combination of the grid's values; one that has a label
+    carries the values behind it.
     """
     made = []
     for condition, combination in product(conditions, product(*grid.values())):
@@ -129,19 +130,21 @@ _NOT_IN_A_LABEL = re.compile(r"[^A-Za-z0-9._+=~-]+")
 
 
 def _suffix(path: str, value: Any) -> str:
-    """How a label shows the value of a key: `~lr=1e-05`, and of a table `~params=n=3-kind=hard`."""
+    """Return the form of a key's value in a label: `~lr=1e-05`, or for a table
+    `~params=n=3-kind=hard`.
+    """
     shown = _NOT_IN_A_LABEL.sub("-", re.sub(r' = ["[{]*', "=", bare_value(value))).strip("-")
     return f"~{path.rpartition('.')[2]}={shown}"
 
 
 def bare_value(value: Any) -> str:
-    """A value as TOML, but a string without its quotes."""
+    """Return a value as TOML, but a string without its quotes."""
     return value if isinstance(value, str) else toml_value(value)
 
 
 def _told_apart(condition: Condition, others: Sequence[Condition]) -> Condition:
-    """A condition whose label has every key in which it differs from `others`. One with a label, or
-    whose values give none, stays as it is.
+    """Return a condition whose label has every key in which it differs from `others`. One with a
+    label, or whose values give none, stays as it is.
     """
     label = condition.label
     for path, value in condition.sets.items():
@@ -234,7 +237,7 @@ class Campaign(Section):
 
     @property
     def correction(self) -> Literal["maxt", "evidence"]:
-        """How the p values of the planned comparison are adjusted."""
+        """The adjustment of the p values of the planned comparison."""
         return "evidence" if self.stop == "evidence" else "maxt"
 
     def problems(self, config: "AllSections") -> Violations:
@@ -369,9 +372,7 @@ class AllSections(Section):
     campaign: Campaign | None = Field(default=None)
 
     def is_set(self, path: str) -> bool:
-        """True if a section ("squeeze") or a key ("backend.devices") was given rather than left to
-        its default.
-        """
+        """True if the user gave the section ("squeeze") or the key ("backend.devices")."""
         section, _, name = path.partition(".")
         if section not in self.model_fields_set or not name:
             return section in self.model_fields_set
@@ -379,7 +380,7 @@ class AllSections(Section):
         return value is not None and value.is_set(name)
 
     def value(self, path: str) -> Any:
-        """The value of "section.key"; None for a key of an absent [campaign]."""
+        """Return the value of "section.key"; None for a key of an absent [campaign]."""
         section, _, name = path.partition(".")
         return getattr(getattr(self, section), "from_" if name == "from" else name, None)
 
@@ -424,8 +425,8 @@ class AllSections(Section):
         return [condition.modes[1] for condition in self.conditions]
 
     def reads(self, path: str) -> bool:
-        """Return True if the section of a key is read. A squeeze job does not train, so it reads
-        few sections unless it evaluates.
+        """Return True if this kind of job reads the section of a key. A squeeze job does not train,
+        so it reads few sections unless it evaluates.
         """
         if self.kind != "squeeze":
             return True
@@ -435,8 +436,8 @@ class AllSections(Section):
         return path.partition(".")[0] in read
 
     def broken_rules(self) -> list[Violation]:
-        """Return every violation once, in the order of the sections. Conditions that set keys of
-        their own are judged one by one by the loader.
+        """Return every violation once, in the order of the sections. The loader judges conditions
+        with keys of their own one by one.
         """
         judged = [getattr(self, name) for name in type(self).model_fields]
         if any(condition.sets_keys for condition in self.conditions):

@@ -1,5 +1,5 @@
 """Sentences about wrong values: pydantic's errors become one sentence each, with place, section,
-key, value, what is allowed and the nearest name.
+key, value, valid values and the nearest name.
 """
 
 import sys
@@ -62,13 +62,13 @@ _WRONG_NUMBER |= dict.fromkeys(
 
 @dataclass(frozen=True)
 class Place:
-    """Says where a key was given."""
+    """Names the place of a key: a file, a flag or a variable."""
 
     provenance: Provenance
 
     def of(self, *paths: str) -> str:
-        """Return where a violation's keys were given: the first flag or variable among them, else
-        the file.
+        """Return the place of a violation's keys: the first flag or variable among them, else the
+        file.
         """
         above = [
             self.provenance.origins[path]
@@ -99,7 +99,7 @@ def details_of(error: ValidationError) -> list[ErrorDetails]:
 
 
 def violations_of(details: Iterable[ErrorDetails]) -> list[Violation]:
-    """The broken rules among the problems."""
+    """Return the broken rules among the problems."""
     found: list[Violation] = []
     for detail in details:
         cause = detail.get("ctx", {}).get("error")
@@ -142,7 +142,7 @@ def _sentence(
         return f"{place.file}: {_finish(text)}"
     path = f"{loc[0]}.{loc[1]}"
     where = place.of(*_spellings(path))
-    # Four parts are a condition's: campaign, conditions, number, key.
+    # Four parts locate a condition's key: campaign, conditions, number, key.
     if len(loc) == 4:
         return f"{where}: {_finish(_condition_problem(loc, details))}"
     if unknown:
@@ -153,13 +153,13 @@ def _sentence(
 
 
 def _spellings(path: str) -> list[str]:
-    """The own name of a key, then its aliases."""
+    """Return the own name of a key, then its aliases."""
     return [path, *(alias for alias, canonical in ALIASES.items() if canonical == path)]
 
 
 def _value(data: Mapping[str, Any], path: str, detail: ErrorDetails) -> Any:
-    """The value that was given, under the key's own name or an alias; the refused one where a
-    section gathered it from other names, as [schedule] does.
+    """Return the given value, under the key's own name or an alias. If a section gathered it from
+    other names, as [schedule] does, return the refused value.
     """
     for candidate in _spellings(path):
         section, _, name = candidate.partition(".")
@@ -191,7 +191,7 @@ def _unknown_key(section: str, name: str, place: Place) -> str:
         )
     own = [key.name for key in all_keys() if key.section == section]
     others = [key.section for key in all_keys() if key.name == name]
-    # From the surest guess to the weakest.
+    # Try the surest guess first and the weakest last.
     meant = synonym(name, section)
     if meant:
         home, _, known = meant.partition(".")
@@ -237,7 +237,7 @@ def _condition_problem(loc: tuple[int | str, ...], details: list[ErrorDetails]) 
 
 
 def _unknown_setting(name: str) -> str:
-    """The reason why a condition cannot set `name`."""
+    """Return the reason why a condition cannot set `name`."""
     gone = farewell(name)
     if gone:
         return gone
@@ -278,7 +278,7 @@ def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     if gone:
         return gone
     refusal = next((detail for detail in details if detail["type"] == "refused"), None)
-    # Of a list, the refused item is the word that may be mistyped.
+    # In a list, the refused item is the word with the possible typing error.
     word = value
     if isinstance(value, list):
         word = (refusal or details[0])["input"]
@@ -304,8 +304,8 @@ def _takers(key: Key, word: Any) -> list[str]:
 
 
 def _place_named(word: str) -> str:
-    """The path, as a data source, of a folder or a data file here that is called `word`; "" if
-    there is none.
+    """Return the path, as a data source, of a folder or a data file here with the name `word`; ""
+    if there is none.
     """
     if is_path_text(word) and Path(word).is_dir():
         return f"./{word}"

@@ -1,5 +1,5 @@
-"""A configuration as a run's folder stores it: its text, its hash, and what may differ when the run
-is resumed.
+"""A configuration as a run's folder stores it: its text, its hash, and the keys that may differ at
+a resume.
 """
 
 import hashlib
@@ -41,15 +41,15 @@ def dump_toml(config: TrainConfig) -> str:
 
 
 def run_command(folder: Path) -> str:
-    """The command line that continues the run in `folder`, whatever file and flags began it: they
-    are all in its config.toml.
+    """Return the command line that continues the run in `folder`, whatever file and flags began it:
+    they are all in its config.toml.
     """
     return f"retrain {quote(str(folder / 'config.toml'))} --resume {quote(str(folder))}"
 
 
 def campaign_command(config: TrainConfig, folder: Path) -> str:
-    """The command line that continues a campaign: the file that began it, the flags above it, and
-    the folder.
+    """Return the command line that continues a campaign: the file that began it, the flags above
+    it, and the folder.
     """
     file, origins = config._provenance.path, config._provenance.origins
     if file is None:  # made in Python, which has its own way to give `[resume] from`
@@ -65,8 +65,8 @@ def campaign_command(config: TrainConfig, folder: Path) -> str:
 
 
 def _stored_value(path: str, value: Any) -> str:
-    """Write one value as TOML. environment.args may hold null, for which TOML has no form, so it is
-    stored as JSON then.
+    """Write one value as TOML. environment.args may hold null, for which TOML has no form, so the
+    file then stores JSON.
     """
     if path == "environment.args" and any(item is None for _, item in items_within(value)):
         value = json.dumps(value, ensure_ascii=False)
@@ -87,12 +87,14 @@ def config_hash(config: TrainConfig) -> str:
 
 
 WITH_OTHER_STEPS = ("training.lr_schedule", "training.lr_horizon")
-"""Keys that may change at a resume that changes max_steps, by which a falling rate is planned."""
+"""Keys that may change at a resume that changes max_steps, since a falling rate depends on
+max_steps.
+"""
 
 
 def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
-    """One sentence for each value that a resumed run may not change, with both values; empty if it
-    may resume.
+    """Return one sentence for each value that a resumed run may not change, with both values; empty
+    if it may resume.
     """
     differing = differing_keys(stored, current)
     other_steps = any(key.path == "training.max_steps" for key in differing)
@@ -108,7 +110,7 @@ def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
 
 
 def differing_keys(stored: TrainConfig, current: TrainConfig) -> list[Key]:
-    """The keys whose values differ, in the order of the schema."""
+    """Return the keys whose values differ, in the order of the schema."""
 
     def kinds(config: TrainConfig) -> list[str]:
         return [device.partition(":")[0] for device in config.backend.device_list]
@@ -118,7 +120,7 @@ def differing_keys(stored: TrainConfig, current: TrainConfig) -> list[Key]:
         for key in all_keys()
         if _jsonable(stored.value(key.path)) != _jsonable(current.value(key.path))
     ]
-    # Devices of the same kind are as good, and an unset one is chosen by the machine.
+    # Devices of the same kind are equivalent, and the machine chooses an unset device.
     both = stored.is_set("backend.devices") and current.is_set("backend.devices")
     if not both or kinds(stored) == kinds(current):
         differing = [key for key in differing if key.path != "backend.devices"]
@@ -132,7 +134,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def shown_value(config: TrainConfig, path: str) -> str:
-    """The value of a key as TOML, or `unset`."""
+    """Return the value of a key as TOML, or `unset`."""
     value = config.value(path)
     if value is None:
         return "unset"

@@ -1,6 +1,6 @@
-"""Keys that were set and have no effect: the rows that say when, and sentences over a whole file.
+"""Set keys without effect: the rows that say when, and the sentences for a whole file.
 
-What a backend or an engine decides by itself stands in its class (`config.needs`).
+The class of a backend or an engine says what it decides by itself (`config.needs`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -66,7 +66,7 @@ def _reads_no_teacher(config: TrainConfig) -> bool:
 
 def _rewards(config: TrainConfig) -> set[str]:
     """Return the rewards of training and of held-out evaluation, if there is any; "plugin" stands
-    for each that is not built in.
+    for every plugin.
     """
     kinds = {*config.reward.types}
     if not _no_evaluation(config):
@@ -333,9 +333,7 @@ def _rows_of(path: str) -> tuple[Row, ...]:
 
 
 def reason_unused(config: TrainConfig, key: Key) -> str:
-    """Return why a key that was set has no effect; "" where it has one or was left to its
-    default.
-    """
+    """Return why a set key has no effect; "" for an unset key and for a key with an effect."""
     downloads = key.path == "model.base_url" and config.squeeze.is_remote
     if not config.is_set(key.path) or (downloads and config.kind == "squeeze"):
         return ""
@@ -387,7 +385,8 @@ def unused_keys(config: TrainConfig) -> list[str]:
     """Return one sentence for each reason why set keys have no effect, in this run or in all runs
     of the campaign.
 
-    Of keys at their default, more than MAX_DEFAULTS_NAMED have none: a program wrote that file.
+    More than MAX_DEFAULTS_NAMED unused keys at their default get no sentence, because a program
+    wrote that file.
     """
     if not any(condition.sets_keys for condition in config.conditions):
         return _sentences(_unused(config))
@@ -395,7 +394,7 @@ def unused_keys(config: TrainConfig) -> list[str]:
         list(_unused(arm, condition.sets))
         for arm, condition in zip(arms(config), config.conditions, strict=True)
     ]
-    # A grid without conditions makes them of the file's own algorithm, so the file is read.
+    # A grid without conditions makes them from the file's own algorithm, so it reads the file.
     read: tuple[str, ...] = ()
     if config.campaign is not None and not config.campaign.conditions:
         read = ("algorithm.advantage_mode", "algorithm.transform_mode")
@@ -408,7 +407,7 @@ def unused_keys(config: TrainConfig) -> list[str]:
 
 
 def _sentences(keys: Iterable[_Unused]) -> list[str]:
-    """Say of keys why they have no effect, those of a reason together."""
+    """Return sentences that say why keys have no effect, one for each reason."""
     together: dict[str, list[str]] = {}
     for key in keys:
         together.setdefault(key.because, []).append(key.shown)
@@ -419,7 +418,7 @@ def _sentences(keys: Iterable[_Unused]) -> list[str]:
 
 
 def _unused(config: TrainConfig, apart: Collection[str] = ()) -> Iterator[_Unused]:
-    """Yield each unused key; the paths `apart` are named even at their default."""
+    """Yield each unused key, the paths `apart` even at their default."""
     at_default: list[_Unused] = []
     for key in all_keys():
         reason = reason_unused(config, key)

@@ -20,8 +20,9 @@ from retrain.system import Json, ParseError, expanded, is_path_text, parse_json,
 
 MAX_SEED = 2**32 - 1
 MAX_COMPLETIONS = 1_000_000
-"""Most completions per step: their rows are held at once, and far more would exhaust any machine
-before the first is sampled."""
+"""Most completions per step. A step holds all rows at once, and far more would exhaust any machine
+before the first sample.
+"""
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=~-]{0,79}")
 _HOST = re.compile(r"((?!-)[\w-]{1,63}\.)*(?!-)[\w-]{1,63}\.?", re.ASCII)
@@ -35,8 +36,8 @@ _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
 
 
 def refuse(problem: str, *, whole: bool = False) -> PydanticCustomError:
-    """A refusal that the loader turns into a sentence about the value: `problem` is its predicate,
-    such as "is not a device". Where it is `whole`, the loader does not say what is allowed.
+    """Return a refusal that the loader turns into a sentence about the value: `problem` is its
+    predicate, such as "is not a device". With `whole`, the loader does not list the allowed values.
     """
     # Pydantic cannot hold a lone surrogate.
     printable = problem.encode(errors="backslashreplace").decode()
@@ -79,8 +80,8 @@ def normalise_device(name: str) -> str:
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """The torch names in a comma-separated list such as "gpu:0,gpu:1"; one device, or two for split
-    mode.
+    """Return the torch names in a comma-separated list such as "gpu:0,gpu:1"; one device, or two
+    for split mode.
     """
     devices = tuple(part.strip() for part in text.split(","))
     for device in devices:
@@ -168,8 +169,8 @@ def check_svd_device(text: str) -> str:
 
 
 def check_variable(name: str) -> str:
-    """Check the name of an environment variable; empty means none. An API key in its place would be
-    stored with the configuration.
+    """Check the name of an environment variable; empty means none. retrain would store an API key
+    with the configuration.
     """
     if name and not _VARIABLE.fullmatch(name):
         raise refuse(
@@ -191,8 +192,8 @@ def parse_grams(value: str | list[str]) -> list[str]:
     """Parse strategic grams from a JSON array, a comma-separated string or a list, stripped and
     without empty ones or repetitions.
 
-    An empty list means the default grams. A gram without a word character could never match and is
-    refused.
+    An empty list means the default grams. Refuses a gram without a word character, which could
+    never match.
     """
     parts: Any = value.split(",") if isinstance(value, str) else value
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -235,8 +236,8 @@ check."""
 
 
 def check_grid(table: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Check a table as `check_table` does; refuse a value that is given twice, and a grid of too
-    many combinations.
+    """Check a table as `check_table` does; refuse a repeated value, and a grid of too many
+    combinations.
     """
     check_table(table)
     for path, values in table.items():
@@ -280,7 +281,9 @@ def check_serialisable(value: Any) -> Any:
 
 
 def items_within(value: Any) -> Iterator[tuple[Any, Any]]:
-    """(name, item) of everything nested in tables and lists; an item of a list is named ""."""
+    """Yield (name, item) of everything nested in tables and lists; an item of a list has the name
+    "".
+    """
     items: Any = ()
     if isinstance(value, dict):
         items = value.items()
@@ -292,9 +295,7 @@ def items_within(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def table_from_json(value: Any) -> Any:
-    """Parse a table that is given as a JSON string; any other value is returned unchanged for the
-    type check.
-    """
+    """Parse a table from a JSON string. Returns any other value unchanged for the type check."""
     if not isinstance(value, str):
         return value
     if not value.strip():

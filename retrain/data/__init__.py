@@ -1,5 +1,5 @@
-"""Problems with reference answers: their sources, their order, and their prompts. What needs a
-tokenizer is imported when first used: a configuration asks only for the names of the sources.
+"""Problems with reference answers: their sources, their order, and their prompts. Names that need a
+tokenizer load on first use, because a configuration asks only for the names of the sources.
 """
 
 from typing import TYPE_CHECKING, Any

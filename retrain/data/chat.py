@@ -1,6 +1,6 @@
 """From an example to a prompt: the text in the tokenizer's chat template, and its token ids.
 
-Nothing is re-encoded afterwards: token ids are the record, text is a view.
+retrain never encodes the text again: token ids are the record, text is a view.
 """
 
 import re
@@ -52,11 +52,11 @@ def render_text(tokenizer: "PreTrainedTokenizerBase", example: Example, data: "D
     """Render the example in the tokenizer's chat template, or as plain text if the tokenizer has
     none.
 
-    A text prompt is put into [data] prompt_template and becomes one user message. In a conversation
-    the template, if it is set, wraps the last user message. The system prompt comes first unless
-    the example has its own. A conversation that ends with the assistant's text is continued there.
-    Raises ConfigurationError if the chat template refuses the conversation or does not write its
-    tools, or if there is none and the example has several turns.
+    A text prompt goes into [data] prompt_template and becomes one user message. In a conversation a
+    given template wraps the last user message. The system prompt comes first unless the example has
+    its own. A conversation that ends with the assistant's text goes on there. Raises
+    ConfigurationError if the chat template refuses the conversation or does not write its tools. It
+    also does so for an example of several turns without a chat template.
     """
     messages = messages_of(example, data)
     if tokenizer.chat_template:
@@ -87,8 +87,8 @@ def render_text(tokenizer: "PreTrainedTokenizerBase", example: Example, data: "D
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[Int32Array]:
     """Return the token ids of rendered prompts, [P] each. A chat template has written its special
-    tokens itself, so none is added; a plain text gets the tokens that the model expects in front,
-    such as BOS, unless it starts with them.
+    tokens itself, so the function adds none. A plain text gets the tokens that the model expects in
+    front, such as BOS, unless it starts with them.
     """
     if not texts:
         return []
@@ -142,8 +142,8 @@ def token_bounds(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> 
 
 
 def _is_byte_level(backend: Any) -> bool:
-    """Return True if every token stands for bytes of the text alone: nothing is put in front, and a
-    normal form at most is taken before.
+    """Return True if every token stands for bytes of the text alone. The tokenizer then adds
+    nothing in front, and at most normalizes the text first.
     """
     splitter = repr(backend.pre_tokenizer)
     return (
@@ -154,8 +154,8 @@ def _is_byte_level(backend: Any) -> bool:
 
 
 def rendering(config: "TrainConfig") -> "Data":
-    """Return the [data] that a run's prompts are rendered with. An environment writes its prompts
-    itself: no template and no system prompt is added.
+    """Return the [data] that renders a run's prompts. An environment writes its prompts itself,
+    without a template and a system prompt.
     """
     data = config.data
     if not config.environment.provider:
@@ -164,7 +164,7 @@ def rendering(config: "TrainConfig") -> "Data":
 
 
 def messages_of(example: Example, data: "Data") -> list[ChatMessage]:
-    """Return the conversation that the chat template is given."""
+    """Return the conversation for the chat template."""
     if isinstance(example.prompt, str):
         template = data.prompt_template
         if template is None:
@@ -231,12 +231,12 @@ def _apply_chat_template(
 
 
 def _dated(template: str, day: str) -> str:
-    """Put a macro in place of transformers' `strftime_now`, which asks the clock."""
+    """Define a macro that replaces transformers' `strftime_now`, which asks the clock."""
     at = date.fromisoformat(day)
     codes = {f"%{letter}": at.strftime(f"%{letter}") for letter in ascii_letters}
     filled = "".join(f"|replace({code!r}, {text!r})" for code, text in codes.items())
     macro = f"{{% macro {DATE_ARGUMENT}(form) %}}{{{{ form{filled} }}}}{{% endmacro %}}"
-    return f"{macro}{{{{ '' }}}}{template}"  # which keeps a line break at its beginning
+    return f"{macro}{{{{ '' }}}}{template}"  # the empty text keeps a line break at its beginning
 
 
 # ---- conversations that go on --------------------------------------------------------------------
@@ -254,11 +254,11 @@ class Continuation:
 
 
 class ChatRenderer:
-    """Messages as token ids: a conversation is opened, and then continued without encoding anything
-    again.
+    """Messages as token ids: the renderer opens a conversation, and then continues it without
+    encoding anything again.
 
-    After a reply only what the template writes behind it is encoded: the end of the turn, the new
-    messages and the head of the next reply. The sampled tokens stay what they are.
+    After a reply it encodes only the template's next text: the end of the turn, the new messages
+    and the head of the next reply. The sampled tokens do not change.
     """
 
     def __init__(
@@ -293,9 +293,9 @@ class ChatRenderer:
     ) -> Continuation:
         """Return the tokens and text that follow the reply which ends `history`.
 
-        `text`: the conversation before that reply, as the template wrote it; `last_token`: the
-        reply's last token. It restarts where the template writes the earlier conversation otherwise
-        than before, as those do that drop old reasoning; white space does not count.
+        `text` is the conversation before that reply, as the template wrote it. `last_token` is the
+        reply's last token. The continuation restarts if the template changes the earlier
+        conversation, for example by dropping old reasoning. White space does not count.
         """
         if self.tokenizer.chat_template:
             marked = [

@@ -3,8 +3,8 @@ download.
 
 A problem is a chain of operations worked from left to right, "(61-35)*4+27=?", and its reference is
 the last value as text. Each difficulty has one family of problems; the fifth mixes the four before
-it, and the sixth is the second lab model's own. The packaged models were pre-trained on the
-training side of the same families only (scripts/make_lab_model.py), so the held-out problems are
+it, and the sixth is the second lab model's own. The packaged models saw only the training side of
+the same families in pre-training (scripts/make_lab_model.py). The held-out problems are therefore
 new to them and to every run.
 """
 
@@ -34,7 +34,7 @@ _PROBLEM_SEED = 20_260_801  # fixed: the lab's problems are the same in every ru
 _PROBLEM_STREAM = 1_000  # apart from the streams of a run
 _DRAWS = 8  # uniforms that a problem may use; the largest family takes 7
 _BLOCK = 1_024  # candidates drawn at once
-_HELDOUT_SHARE = 8  # one problem in eight is held out
+_HELDOUT_SHARE = 8  # one problem in eight
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,13 @@ def build_problem(family: str, draws: Sequence[float]) -> Problem:
 
 
 def _sum_of_four(draws: Sequence[float]) -> Problem:
-    """A number of 10 to 59 and three digits in any order; in half of the problems, and by chance in
-    some others, two of the digits make 10.
+    """Return the sum of a number from 10 to 59 and three digits in any order. In half of the
+    problems, and by chance in some others, two of the digits make 10.
     """
     place, tens, first, second, third, paired = draws[:6]
     digits = [1 + int(9 * draw) for draw in (first, second, third)]
     if paired < 0.5:
-        kept = int(6 * paired)  # which of the three makes no ten
+        kept = int(6 * paired)  # the digit outside the pair that makes 10
         one, other = (number for number in range(3) if number != kept)
         digits[other] = 10 - digits[one]
     digits.insert(int(4 * place), 10 + int(50 * tens))

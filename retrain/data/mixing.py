@@ -1,5 +1,5 @@
-"""The prompts of a run on the sources of `[[data.mix]]`: exact shares of all steps so far, and
-within a source its own shuffle or sampler.
+"""The prompts of a run on the sources of `[[data.mix]]`. Sources have exact shares of all steps so
+far, and each has its own shuffle or sampler.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shares:
-    """What each source has given, and what it is short of its share by."""
+    """The prompts that each source has given, and the number that it still owes."""
 
     owed: tuple[float, ...]
     """Its share of all prompts so far, by the weights of their steps, less those it gave."""
@@ -28,19 +28,19 @@ class Shares:
 
     @classmethod
     def of(cls, sources: int) -> "Shares":
-        """The shares before the first step."""
+        """Return the shares before the first step."""
         return cls((0.0,) * sources, (0,) * sources)
 
     def after(self, weights: Sequence[float], count: int) -> "Shares":
-        """Return the shares after a step of `count` prompts: whole ones to everybody whom they are
-        owed, and the rest by the largest remainders of the running sums.
+        """Return the shares after a step of `count` prompts. A source gets the whole prompts that
+        it is due; the largest remainders of the running sums get the rest.
         """
         total = sum(weights)
         owed = [
             due + count * weight / total for due, weight in zip(self.owed, weights, strict=True)
         ]
         given = [max(0, floor(due)) for due in owed]
-        # Below 0 only where weights jump from source to source: what is too much is taken back.
+        # Below 0 only where weights jump from source to source: they give the excess back.
         while left := count - sum(given):
             able = [number for number, own in enumerate(given) if left > 0 or own]
             first = max if left > 0 else min
@@ -91,11 +91,11 @@ class MixedChoice(PromptChoice):
         ]
         self._shares = Shares.of(len(self._own))
         self._after: dict[int, Shares] = {}
-        """Step -> the shares after it, until it is observed."""
+        """Step -> the shares after it, until `observe` has seen the step."""
 
     def indices(self, step: int, count: int, seed: int) -> list[int]:
         """Return the choice for a step, the prompts of each source spread over it. In split mode
-        the step before may not be observed yet.
+        the run may not have observed the previous step yet.
         """
         before = self._after.get(step - 1, self._shares)
         weights = [value_at(source.weight, step) for source in self._sources]

@@ -1,5 +1,5 @@
-"""The examples of a run, for training and for its evaluations, and their prompts: encoded when they
-are first needed, in an order that is a pure function of (seed, cursor).
+"""The examples of a run, for training and for its evaluations, and their prompts. Prompts get their
+tokens at first use, in an order that is a pure function of (seed, cursor).
 """
 
 import hashlib
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 _CHUNK = 256  # prompts that the search for the longest one encodes at a time
 _SUBSET_SEED = 0
-"""Seed of the subset that max_examples takes. It is the same for every run, and spread over the
-whole set, since sources are sorted by subject."""
+"""Seed of the subset that max_examples takes. Every run takes the same subset, spread over the
+whole set, since many sources have their examples sorted by subject.
+"""
 
 
 def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
@@ -62,8 +63,8 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
 
 
 def of_task(prompts: Iterable[Prompt], source: str) -> list[Prompt]:
-    """The prompts of one of several evaluation sources: the task is its name, which the ids of the
-    examples carry too.
+    """Return the prompts of an evaluation source among several. The source's name becomes the task,
+    which the ids of the examples carry too.
     """
     task = source_task(source)
     return [replace(prompt, example=as_task(prompt.example, task)) for prompt in prompts]
@@ -75,7 +76,7 @@ def as_task(example: Example, task: str) -> Example:
 
 
 def query_of(config: "TrainConfig", split: Split) -> Query:
-    """The request for the examples of `load_examples`."""
+    """Return the request for the examples of `load_examples`."""
     source, copy = "", ""
     if split == "heldout":
         (source,) = config.evaluation.sources
@@ -99,8 +100,8 @@ def examples_key(config: "TrainConfig", split: Split) -> tuple[Hashable, ...] | 
 
 
 def subset(examples: list[Example], limit: int) -> list[Example]:
-    """Take at most `limit` examples (0: all) in their order; the subset of a smaller limit is part
-    of a larger limit's.
+    """Take at most `limit` examples in their order, or all for 0. A larger limit's subset contains
+    a smaller limit's subset.
     """
     if not 0 < limit < len(examples):
         return examples
@@ -121,7 +122,7 @@ def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> 
 
 
 def _beginnings(example: Example) -> list[str]:
-    """Return the prompt after each of its messages, with its white space normalised."""
+    """Return the prompt after each of its messages, with its white space normalized."""
     messages = example.prompt
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
@@ -181,7 +182,7 @@ class PromptSet:
         for start in range(0, len(order), _CHUNK):
             chunk = order[start : start + _CHUNK]
             if self.bounds[chunk[0]] <= longest:
-                break  # no text that is left can be longer
+                break  # no later text can be longer
             counts = count_tokens(self.tokenizer, [self.texts[index] for index in chunk])
             longest = max(longest, *counts)
         return longest
@@ -245,8 +246,8 @@ class MixedPrompts(PromptSet):
         return [0, *accumulate(map(len, self.sets[:-1]))]
 
     def order(self, cursor: int, count: int, seed: int) -> list[int]:
-        """Return the indices of the first prompts of every source in turn, as the gate looks at
-        them; the steps are `data.mixing`'s.
+        """Return the indices of the first prompts of every source in turn, for the gate.
+        `data.mixing` chooses the prompts of the steps.
         """
         rounds = [divmod(place, len(self.sets)) for place in range(cursor, cursor + count)]
         return [self.starts[n] + self.sets[n].order(turn, 1, seed)[0] for turn, n in rounds]
@@ -300,7 +301,7 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
     )
     if dropped:
         prompts.notes.append(f"Dropped prompts: {dropped}")
-    # These stay, with shorter completions, which is said once.
+    # These prompts stay, with shorter completions; one note says so.
     clamped = prompts.longer_than(context - training.max_tokens)
     if clamped:
         prompts.notes.append(_clamped_note(prompts, clamped, training.max_tokens, context))

@@ -17,8 +17,9 @@ from retrain.system import integer_or_digits, parse_json
 Split = Literal["train", "heldout"]
 
 HELDOUT_WORDS = (("test",), ("heldout", "held"), ("validation", "valid", "val", "dev", "eval"))
-"""Words in a file's name that mark held-out data. If a folder has several kinds, the first one in
-this order is used."""
+"""Words in a file's name that mark held-out data. If a folder has several kinds, the first in this
+order counts.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ def find_files(
     """Find the training files and the held-out files at `path`, a file or a folder (searched
     recursively).
 
-    The split is part of a file's name (train*.jsonl; test*, heldout*, validation*) or of its
-    folder's. Where no file is held out, all files are one split: they are returned first, and the
-    second tuple is empty. If the names of some files contain `prefer`, the others are ignored,
-    since several data sets may share a folder. `key` says in messages where the path was given.
-    Raises ConfigurationError if nothing is there.
+    The name of a file (train*.jsonl; test*, heldout*, validation*) or of its folder gives the
+    split. Without a held-out file, the first tuple has all files, and the second tuple is empty. If
+    some names contain `prefer`, the function ignores the other files, since several data sets may
+    share a folder. Messages name `key` as the origin of the path. Raises ConfigurationError if
+    nothing is there.
     """
     if path.is_file():
         return (path,), ()
@@ -110,7 +111,7 @@ def _read_jsonl(file: Path) -> Iterator[RawRow]:
                 columns = parse_json(
                     line.decode("utf-8-sig" if index == 0 else "utf-8"), integer_or_digits
                 )
-            except ValueError:  # not UTF-8, or not JSON
+            except ValueError:  # bytes that are not UTF-8 or not JSON
                 columns = None
             yield RawRow(
                 f"{file.name} line {index + 1}",
@@ -166,8 +167,8 @@ class HubData:
 
     @classmethod
     def parse(cls, source: str) -> "HubData":
-        """Parse hub:NAME[:config][:split]. A single part after the name is a split if it is named
-        like one, or else a configuration; hub:NAME::SPLIT is always a split.
+        """Parse hub:NAME[:config][:split]. A single part after the name is a split if it has the
+        name of one, or else a configuration; hub:NAME::SPLIT is always a split.
         """
         parts = source.removeprefix("hub:").split(":")
         if not parts[0] or len(parts) > 3:
@@ -187,8 +188,8 @@ class HubData:
 def read_hub(data: HubData, splits: Iterable[str]) -> Iterator[RawRow]:
     """Yield the rows of the first of `splits` that the data set has.
 
-    Raises NoSplit if it has none of them, EnvironmentFailure if the hub cannot be reached and the
-    data set is not in its cache, and ConfigurationError for any other reason that the hub gives.
+    Raises NoSplit if it has none of them. Raises EnvironmentFailure if the hub does not answer and
+    its cache lacks the data set, and ConfigurationError for any other reason that the hub gives.
     """
     for split in splits:
         rows = _load_split(data, split)

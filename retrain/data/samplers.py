@@ -1,8 +1,8 @@
 """The choice of a step's prompts: by the shuffle of every epoch, or by a sampler that learns from
 rewards.
 
-A sampler's randomness is given to it, and what it has seen is in the checkpoint, so that a resumed
-run chooses as the undisturbed one.
+A sampler receives its random numbers, and the checkpoint holds what it has seen. A resumed run
+therefore chooses the same prompts as an undisturbed run.
 """
 
 import json
@@ -74,7 +74,9 @@ class PromptSampler(ABC):
 
 
 class _Counting(PromptSampler):
-    """Counts of each example: how often it was taken, and its right and all judged completions."""
+    """Counts of each example: how often a step took it, its correct completions, and all its judged
+    completions.
+    """
 
     defaults: ClassVar[Mapping[str, float]] = {}
 
@@ -96,7 +98,7 @@ class _Counting(PromptSampler):
     def observe(self, indices: Sequence[int], groups: Sequence[Group]) -> None:
         for index, group in zip(indices, groups, strict=True):
             self.taken[index] += 1
-            if len(group):  # one that nobody could judge says nothing
+            if len(group):  # an unjudged group says nothing
                 self._count(index, group.correct, len(group))
 
     def _count(self, index: int, right: int, judged: int) -> None:
@@ -104,7 +106,7 @@ class _Counting(PromptSampler):
         self.right[index], self.judged[index] = right, judged
 
     def _in_turn(self, among: npt.NDArray[np.intp], count: int, uniforms: Uniforms) -> list[int]:
-        """Take `count` of the examples `among`, those that were taken least often first."""
+        """Take `count` of the examples `among`, the least often taken examples first."""
         order = among[np.lexsort((uniforms[among], self.taken[among]))]
         if len(order):
             return np.resize(order, count).tolist()
@@ -123,7 +125,8 @@ class _Counting(PromptSampler):
 
 class DropSolved(_Counting):
     """Examples whose last group had a pass rate of `threshold` or more never come back: the
-    no-positive-resampling of ScaleRL (arXiv 2510.13786). When all are solved, all come back.
+    no-positive-resampling of ScaleRL (arXiv 2510.13786). When the run has solved all, all come
+    back.
     """
 
     defaults: ClassVar[Mapping[str, float]] = {"threshold": 0.9}
@@ -139,7 +142,7 @@ class DropSolved(_Counting):
 
 class Pools(_Counting):
     """Fractions `easy` and `hard` of a step are examples whose last group was all right or all
-    wrong; the rest were mixed or are new. A pool that runs short is filled from the others.
+    wrong. The rest had mixed groups or are new. The other pools fill a pool that runs short.
     """
 
     defaults: ClassVar[Mapping[str, float]] = {"easy": 0.1, "hard": 0.1}
@@ -162,8 +165,8 @@ class Pools(_Counting):
 
 
 class Learnability(_Counting):
-    """Examples are drawn with weights p (1 - p), p the pass rate so far with one right and one
-    wrong answer added. Older groups count `memory` times as much at every later one.
+    """The sampler draws examples with weights p (1 - p), where p is the pass rate so far plus one
+    right and one wrong answer. Every later group multiplies the weight of older groups by `memory`.
     """
 
     defaults: ClassVar[Mapping[str, float]] = {"memory": 0.5}
@@ -189,19 +192,19 @@ SAMPLERS: dict[str, type[PromptSampler] | None] = {
 
 
 class PromptChoice:
-    """The prompts of a run's steps, by the shuffle or by a sampler whose indices are checked."""
+    """The prompts of a run's steps, by the shuffle or by a sampler, with a check of its indices."""
 
     def __init__(self, config: "TrainConfig", prompts: PromptSet) -> None:
-        """Raises ConfigurationError for a sampler that cannot be loaded or fails a trial."""
+        """Raises ConfigurationError for a sampler that does not load or fails a trial."""
         self.prompts = prompts
         self.where = f'[data] sampler = "{config.data.sampler}"'
         self._sampler = build_sampler(config, prompts.examples)
         self._chosen: dict[int, list[int]] = {}
-        """Step -> indices, until the step is observed."""
+        """Step -> indices, until the run observes the step."""
 
     def indices(self, step: int, count: int, seed: int) -> list[int] | None:
-        """The sampler's choice for a step; None for the shuffle. Raises RunFailed for indices that
-        are not `count` examples.
+        """Return the sampler's choice for a step; None for the shuffle. Raises RunFailed for
+        indices that are not `count` examples.
         """
         if self._sampler is None:
             return None
@@ -255,7 +258,7 @@ def build_sampler(config: "TrainConfig", examples: Sequence[Example]) -> PromptS
             raise ConfigurationError(f"[data] sampler_params: {error}.") from error
         return made
 
-    # As many as a step takes: few examples may have to be repeated in the run as well.
+    # Ask for the number of a step, because a run may have to repeat few examples as well.
     some = list(examples[:_TRIAL])
     count = min(4, max(len(some), config.training.batch_size))
     with user_code(where, ConfigurationError):
@@ -281,7 +284,7 @@ def _try(
         if _choice(tried, step, count, size) != chosen:
             raise Fault("gives other indices when `choose` is asked again")
         tried.observe(chosen, [_trial_group(examples[index], index) for index in chosen])
-        # As in a resumed run: another sampler with the stored state goes on in the same way.
+        # Another sampler with the stored state must continue in the same way, as in a resumed run.
         again, after = make(examples), _kept(tried)
         again.load(json.loads(after))
         choices = [_choice(one, step + 1, count, size) for one in (again, tried)]

@@ -57,7 +57,7 @@ def dropped_words(count: int, reason: str, first: str) -> str:
 
 @dataclass
 class ReadResult:
-    """The examples of one split, and remarks about how they were read."""
+    """The examples of one split, and remarks from reading them."""
 
     data: "Data"
     """[data] as it applies here, where [evaluation] source may have replaced the source."""
@@ -105,11 +105,13 @@ class Query:
     """[data], or what [evaluation] source makes of it."""
     split: Split
     named_for_evaluation: bool
-    """[evaluation] source names the source, so all of its examples may be used if it has no
-    splits."""
+    """True if [evaluation] source names the source, so that an evaluation may use all of its
+    examples if it has no splits.
+    """
     traces: bool = False
-    """[sft] reads it: an example's reference is the completion to learn, and "" of a conversation
-    whose replies are learned."""
+    """True if [sft] reads it. An example's reference is the completion to learn, or "" for a
+    conversation with replies to learn.
+    """
 
     @property
     def key(self) -> str:
@@ -312,8 +314,8 @@ _GPQA = (
 
 
 def _gpqa_row(row: dict[str, Any], example_id: str) -> Example | Reason:
-    """Four options in the order of the hashes of their texts with the question's, so that every
-    copy of the set asks alike; the reference is the letter.
+    """Read a row with four options, ordered by the hashes of their texts with the question's, so
+    that every copy of the set asks alike. The reference is the letter.
     """
     texts = [row.get(name) for name in _GPQA]
     if not all(isinstance(text, str) and text.strip() for text in texts):
@@ -328,13 +330,11 @@ def _gpqa_row(row: dict[str, Any], example_id: str) -> Example | Reason:
 
 
 HELDOUT_SHARE = 10
-"""One of this many problems is held out of a local copy that has only one split."""
+"""Number of problems per held-out problem in a local copy with a single split."""
 
 
 def _benchmark_copy(query: Query, read_row: RowReader) -> tuple[ReadResult, int]:
-    """Return the examples from a local copy of MATH or GSM8K, and the number of rows that were
-    read.
-    """
+    """Return the examples from a local copy of MATH or GSM8K, and the number of rows."""
     train, heldout = find_files(query.path, query.key, prefer=query.data.source)
     rows = list(read_files(heldout if heldout and query.split == "heldout" else train))
     result = _read(query, rows, read_row)
@@ -394,7 +394,7 @@ def _trace_row(
     data: "Data", completion_column: str, row: dict[str, Any], example_id: str
 ) -> Example | Reason:
     """Read a prompt and its completion, each a text or messages, or a conversation in `messages`
-    whose replies are learned.
+    with replies to learn.
     """
     info = {"tools": row["tools"]} if row.get("tools") else None
     if row.get(completion_column) is None and row.get("messages"):
@@ -442,8 +442,8 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _from_json(value: object, start: str) -> Any:
-    """Return what a column holds as JSON text that begins with `start`, as data frames and CSV make
-    of tables; any other value as it is.
+    """Parse a column's JSON text that begins with `start`, as data frames and CSV write tables.
+    Return any other value unchanged.
     """
     if isinstance(value, str) and value.startswith(start):
         with suppress(ValueError):
@@ -550,7 +550,7 @@ _USUAL = {
 
 
 def _columns_to_set(query: Query, columns: Collection[str]) -> str:
-    """Say, as the end of a sentence, which keys name the columns of rows that could not be read."""
+    """Return, as the end of a sentence, which keys name the columns of unreadable rows."""
     data = query.data
     if query.traces:
         return (
@@ -583,8 +583,9 @@ def _columns_to_set(query: Query, columns: Collection[str]) -> str:
 # ---- Python code ---------------------------------------------------------------------------------
 
 DataLoader = Callable[..., Iterable[Example]]
-"""`f(**params)`; a loader with held-out examples of its own also takes `split`: "train", the
-default, or "heldout"."""
+"""`f(**params)`. A loader with held-out examples of its own also takes `split`: "train", the
+default, or "heldout".
+"""
 
 _registered: dict[str, DataLoader] = {}
 
@@ -613,8 +614,9 @@ def _call(query: Query, loader: DataLoader) -> ReadResult:
 
 
 MAX_STREAMED = 1_000_000
-"""Examples that a source without a length may give; more would fill the memory before anything is
-said."""
+"""Maximum number of examples of a source without a length; more would fill the memory before any
+message.
+"""
 
 
 def _bounded(query: Query, examples: Iterable[Example]) -> Iterator[Example]:
@@ -670,4 +672,4 @@ SOURCES: dict[str, Callable[[Query], ReadResult]] = {
 }
 """The built-in names of `[data] source`."""
 HUB_SOURCES = SOURCES.keys() - {"lab", "jsonl", "parquet"}
-"""Those that are read from the hub unless `[data] path` names a copy."""
+"""Sources that retrain reads from the hub unless `[data] path` names a copy."""

@@ -1,8 +1,8 @@
 """Traces for the supervised stage: prompts with the completions to learn, as rows of a learner.
 
-The prompt is written as reinforcement learning writes it. A completion is encoded by itself and
-ends with the token that ends a turn of the chat template, so every learned token is one that the
-model could have sampled there.
+The prompt has the same form as in reinforcement learning. The module encodes a completion by
+itself, with the token at its end that ends a turn of the chat template. The model could therefore
+have sampled every learned token there.
 """
 
 import math
@@ -42,7 +42,7 @@ class Trace:
         return sum(stop - start for start, stop in self.spans)
 
     def texts(self, decode: Callable[[Int32Array], str]) -> Iterator[tuple[str, bool]]:
-        """Yield the trace as text in parts, each with whether it is learned."""
+        """Yield the trace as text in parts, each with True if training learns it."""
         end = 0
         for start, stop in self.spans:
             yield decode(self.token_ids[end:start]), False
@@ -67,7 +67,7 @@ class TraceSet:
 
     traces: tuple[Trace, ...]
     examples: Sequence[Example]
-    """Every row that was read, also one that did not fit."""
+    """Every row of the source, also a row that did not fit."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the start of the run."""
 
@@ -97,7 +97,7 @@ class TraceSet:
         return sft.steps or math.ceil(sft.epochs * len(self) / sft.batch_size)
 
     def batch(self, step: int, count: int, seed: int) -> list[Row]:
-        """Return the rows of a step; each pass over the traces is shuffled by the seed alone."""
+        """Return the rows of a step. The seed alone shuffles each pass over the traces."""
         size, rows = len(self), []
         for number, place in enumerate(range(step * count, (step + 1) * count)):
             order = epoch_order(seed, place // size, size, Stream.TRACE_ORDER)
@@ -110,10 +110,10 @@ class TraceSet:
 
 
 def load_traces(config: "TrainConfig", text: TextModel, split: Split = "train") -> TraceSet | None:
-    """Load the traces of [sft]; None where the source has no held-out ones and they are asked for.
+    """Load the traces of [sft]; None for the held-out traces of a source without them.
 
-    Raises ConfigurationError if no trace can be used, EnvironmentFailure if the hub is needed and
-    cannot be reached.
+    Raises ConfigurationError if no trace is usable, EnvironmentFailure if it needs the hub and the
+    hub does not answer.
     """
     query = trace_query(config, split)
     try:
@@ -130,7 +130,7 @@ def load_traces(config: "TrainConfig", text: TextModel, split: Split = "train") 
 
 
 def trace_query(config: "TrainConfig", split: Split) -> Query:
-    """The request for the examples of `load_traces`."""
+    """Return the request for the examples of `load_traces`."""
     source, data = config.sft.source, config.data
     if source not in ("", data.source):
         data = data.model_copy(update={"source": source, "path": "", "params": {}})
@@ -177,7 +177,7 @@ class _Writer:
         return self._conversation(example)
 
     def _completion(self, text: str) -> Int32Array:
-        """[T] the tokens of a completion and of its end."""
+        """Return [T] the tokens of a completion and of its end."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids or ids[-1] not in self._eos_ids:
             ids = [*ids, self._end]

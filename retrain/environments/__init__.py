@@ -1,5 +1,5 @@
-"""Environments: problems whose replies are answered, possibly over several turns, and judged at the
-end.
+"""Environments: problems that answer the model's replies, possibly over several turns, and judge
+them at the end.
 """
 
 from retrain.environments.base import Environment, Episode, Observation, Result

@@ -1,5 +1,5 @@
-"""The contract of an environment: problems, and episodes in which the model's replies are answered
-until its result.
+"""The contract of an environment: problems, and episodes that answer the model's replies until
+their result.
 
 An environment knows messages and text. Tokens, sampling, time limits and credit are retrain's
 business, so a plugin is two small classes.
@@ -22,8 +22,9 @@ class Observation:
     messages: list[ChatMessage]
     """The messages since its last reply; with `rewrites` the whole conversation."""
     rewrites: bool = False
-    """`messages` are the whole conversation. Where they do not continue what the model saw, a new
-    training row begins."""
+    """True if `messages` are the whole conversation. A new training row begins if they do not
+    continue what the model saw.
+    """
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Functions that the model may call, as JSON schemas for the chat template."""
 
@@ -44,10 +45,11 @@ class Result:
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other measures by name; means over a step are logged."""
+    """Other measures by name; retrain logs their means over a step."""
     turn_rewards: Sequence[float] = ()
-    """The worth of each reply, if the environment says; logged, the credit is given for
-    `reward`."""
+    """The worth of each reply, if the environment says it. retrain logs it, but bases credit on
+    `reward`.
+    """
 
 
 class Episode(ABC):
@@ -57,8 +59,8 @@ class Episode(ABC):
 
     @abstractmethod
     def reset(self, example: Example, seed: int) -> list[ChatMessage] | Observation | None:
-        """Begin with the problem `example`. None opens with the example's prompt, messages replace
-        it.
+        """Begin with the problem `example`. A return value of None opens with the example's prompt;
+        messages replace it.
 
         `seed` is the same for all episodes of a group, and for the same step of a resumed run.
         """
@@ -83,8 +85,9 @@ class Environment(ABC):
     """
 
     max_turns: int = 0
-    """Replies after which an episode is ended; 0 leaves it to the episodes. `[environment]
-    max_turns` overrides it."""
+    """Number of replies after which retrain ends an episode; 0 leaves it to the episodes.
+    `[environment] max_turns` overrides it.
+    """
 
     @abstractmethod
     def examples(self, split: Split) -> list[Example]:

@@ -18,12 +18,11 @@ from retrain.types import ChatMessage, Example
 from retrain.web import EventLoop
 
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-"""The form that Qwen and Hermes models are trained to write: <tool_call>{"name": ..., "arguments":
-...}."""
+"""The form that Qwen and Hermes models write: `<tool_call>{"name": ..., "arguments": ...}`."""
 
 
 class OutOfTokens(Exception):
-    """Raised where a rollout waits for a reply, when no token is left for one."""
+    """Raised in a rollout that waits for a reply, when it has no tokens left."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class RolloutBridge:
         self.events: SimpleQueue[_Question | Result | BaseException] = SimpleQueue()
 
     async def ask(self, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> str:
-        """Return the model's reply to the whole conversation `messages`. Raises OutOfTokens where
+        """Return the model's reply to the whole conversation `messages`. Raises OutOfTokens if
         there can be none.
         """
         reply: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -78,7 +77,7 @@ class BridgedEpisode(Episode):
         return self._next()
 
     def result(self) -> Result:
-        while self._result is None:  # a rollout may go on asking where no token is left
+        while self._result is None:  # a rollout may go on asking without a token left
             self._answer(
                 lambda waiting: waiting.set_exception(
                     OutOfTokens("no token is left for another reply")
@@ -130,8 +129,8 @@ class ToolCall:
 
 
 def tool_calls(reply: str) -> list[ToolCall]:
-    """Return the calls in the order of the reply; anything but a JSON object with a name is left
-    out and stays text.
+    """Return the calls in the order of the reply. Anything but a JSON object with a name stays
+    text.
     """
     found = []
     for text in _CALL.findall(reply):

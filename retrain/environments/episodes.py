@@ -1,5 +1,5 @@
-"""Many episodes at once: each is answered on a thread, judged at its end, and costs nobody else
-anything if it hangs or fails.
+"""Many episodes at once. A thread answers each, the environment judges it at its end, and a hung or
+failed episode does not affect others.
 """
 
 import sys
@@ -18,9 +18,9 @@ from retrain.records.redact import reason_of
 from retrain.types import MAX_REWARD, Example, Outcome, Score
 
 MAX_THREADS = 64
-"""Episodes that are answered at the same time; the others wait for their turn."""
+"""Maximum number of episodes that threads answer at the same time; the others wait."""
 _POLL = 0.2
-"""Seconds between two looks at whether the run was asked to stop."""
+"""Seconds between two checks for a request to stop the run."""
 _CLOSING_S = 60.0
 
 
@@ -51,8 +51,8 @@ class ThreadCall:
 
 
 class DaemonThreads:
-    """At most `limit` threads that take jobs, started as they are needed. They are daemons: a hung
-    one does not keep the process alive.
+    """At most `limit` threads that take jobs, started on demand. They are daemons: a hung one does
+    not keep the process alive.
     """
 
     def __init__(self, limit: int, name: str) -> None:
@@ -71,9 +71,7 @@ class DaemonThreads:
         return job
 
     def abandon(self, job: ThreadCall) -> None:
-        """Give up on a job that runs: its thread no longer counts, and what it returns is
-        dropped.
-        """
+        """Give up on a running job: its thread no longer counts, and its result does not matter."""
         with self._lock:
             self._limit += 1
             if self._threads < self._limit and self._jobs.qsize():
@@ -138,8 +136,8 @@ class EpisodeHost:
         correct_threshold: float,
         threads: DaemonThreads | None = None,
     ) -> None:
-        """`max_turns`: most replies, 0 for no limit; `timeout_s`: seconds that the environment may
-        take for one episode.
+        """`max_turns` is the maximum number of replies, 0 for no limit. `timeout_s` is the time
+        that the environment may take for one episode.
         """
         self.environment = environment
         self.max_turns, self.timeout_s, self.correct_threshold = (
@@ -191,8 +189,8 @@ class EpisodeHost:
 
 
 class RunningEpisode:
-    """One episode of a host: `open`, then `reply` after each of the model's replies; `answer` waits
-    for what came of it.
+    """One episode of a host. Call `open`, then `reply` after each of the model's replies; `answer`
+    waits for the result.
     """
 
     def __init__(self, host: EpisodeHost, example: Example, seed: int) -> None:
@@ -201,7 +199,7 @@ class RunningEpisode:
         self._job = host.submit(self._reset)
 
     def reply(self, text: str, *, last: bool) -> None:
-        """Give the environment a reply; `last`: no other can follow, since tokens ran out."""
+        """Give the environment a reply. With `last`, no other can follow, since tokens ran out."""
         self._job = self._host.submit(partial(self._step, text, last))
 
     def end(self) -> None:
@@ -231,7 +229,8 @@ class RunningEpisode:
             check()
             try:
                 failure = job.future.exception(_POLL)
-            # Of this wait: what the environment raised, SystemExit included, is returned.
+            # This timeout comes from the wait: `exception` returns what the environment raised,
+            # SystemExit included.
             except TimeoutError:
                 if not self._is_late:
                     continue

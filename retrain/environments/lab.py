@@ -15,13 +15,13 @@ HIGHER, LOWER = "higher", "lower"
 
 
 class NumberGuessing(Environment):
-    """A number from 1 to `largest`, to be found in `turns` guesses.
+    """A number from 1 to `largest`, which the model must find in `turns` guesses.
 
-    The reward is 1 if it is found, and else 0. The last number of a reply is the guess. The
+    The reward is 1 for finding it, and else 0. The last number of a reply is the guess. The
     episodes of a group look for the same number. The metric `heeded` is the share of the guesses
-    after the first that fit the hints; it is not rewarded. The hints have the wording of the
-    dialogues that the lab model was pre-trained on. There the guesses are spread over the range;
-    sampled guesses often lie outside it.
+    after the first that fit the hints; the reward ignores it. The hints have the wording of the
+    dialogues in the lab model's pre-training. There the guesses spread over the range; sampled
+    guesses often lie outside it.
     """
 
     def __init__(self, largest: int = 10, turns: int = 4, examples: int = 64) -> None:

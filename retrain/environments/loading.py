@@ -28,22 +28,24 @@ PROVIDERS = {
     "verifiers": "retrain.environments.verifiers",
     "reasoning_gym": "retrain.environments.reasoning_gym",
 }
-"""The built-in providers by the module whose `load` builds their environments; each needs its own
-extra, so it is imported when used."""
+"""The built-in providers by the module whose `load` builds their environments. Each needs its own
+extra, so retrain imports it at use.
+"""
 _PACKAGES = {
     "verifiers": ("verifiers", "verifiers"),
     "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
 }
 """Provider -> the module that it imports, and the package, which is also the extra."""
 MIN_LIMIT_S = 600.0
-"""Seconds that each call of an environment's code may take where `[environment] timeout_s` is less:
-data may have to be downloaded."""
+"""Minimum limit in seconds for each call of an environment's code, also if `[environment]
+timeout_s` is less: the call may download data.
+"""
 _AGAIN_S = 5.0
-"""Seconds until the alarm rings again, for code that catches whatever is raised."""
+"""Seconds until the alarm rings again, for code that catches every exception."""
 
 
 def check_package(provider: str) -> None:
-    """Raise EnvironmentFailure if the package of a built-in provider is not installed."""
+    """Raise EnvironmentFailure if the package of a built-in provider is missing."""
     module, extra = _PACKAGES.get(provider, ("", ""))
     if not module or find_spec(module):
         return
@@ -56,8 +58,8 @@ def check_package(provider: str) -> None:
 def load_environment(config: "TrainConfig") -> Environment:
     """Build the environment of `[environment]`.
 
-    Raises ConfigurationError for one that cannot be loaded or built, EnvironmentFailure if its
-    library or data are missing.
+    Raises ConfigurationError if it does not load or build, EnvironmentFailure if its library or
+    data are missing.
     """
     settings = config.environment
     what = (
@@ -85,7 +87,7 @@ def environment_code(what: str, timeout_s: float) -> Iterator[None]:
     becomes a ConfigurationError whose sentence begins with `what`.
 
     `timeout_s` is [environment] timeout_s. Outside the main thread, where Python sets no signal
-    handlers, the time is not limited.
+    handlers, the call has no time limit.
     """
     limit = max(MIN_LIMIT_S, timeout_s)
     try:
@@ -100,8 +102,8 @@ def environment_code(what: str, timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise _TookTooLong in the block after `seconds`. Signal handlers that the block sets are
-    taken back, since with them a run would no longer save itself when it is stopped.
+    """Raise _TookTooLong in the block after `seconds`. Restore the signal handlers that the block
+    changes, since with the block's handlers a stopped run would no longer save itself.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -121,7 +123,7 @@ def _limited(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in handlers.items():
-            if handler is not None:  # None: set by another language, and not to be set from here
+            if handler is not None:  # None: another language set it, and Python cannot
                 signal.signal(number, handler)
 
 
@@ -135,7 +137,7 @@ def environment_name(settings: "Settings") -> str:
 def load_problems(environment: Environment, config: "TrainConfig", split: Split) -> ReadResult:
     """Return the problems of one split, the training ones cut to `[training] max_examples`.
 
-    Raises ConfigurationError if none is left, NoHeldOutSplit if the environment has no evaluation
+    Raises ConfigurationError if there are none, NoHeldOutSplit if the environment has no evaluation
     set.
     """
     name = environment_name(config.environment)
@@ -165,7 +167,7 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
                 " retrain.types.Example with prompts that are text or lists of messages {role,"
                 " content}."
             )
-    # Before the cut, so that no id depends on max_examples.
+    # Number them before the cut, so that ids do not depend on max_examples.
     named = [
         example if example.example_id else replace(example, example_id=f"{split}-{i}")
         for i, example in enumerate(examples)

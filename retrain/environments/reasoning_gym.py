@@ -21,8 +21,9 @@ _SEARCH_S = 10.0
 _TRAIN, _EVALUATION = 512, 64
 """Problems of a split unless `size` and `evaluation_size` say otherwise."""
 _EVALUATION_SEEDS = 1_000_000
-"""Problem i of a data set is made from its seed plus i, so seeds that lie near each other would
-share problems."""
+"""Distance of the evaluation seed. Problem i of a data set comes from its seed plus i, so near
+seeds would share problems.
+"""
 
 
 def load(settings: "Settings") -> Environment:
@@ -31,13 +32,14 @@ def load(settings: "Settings") -> Environment:
 
 
 class ReasoningGym(Environment):
-    """Problems made from a seed; the evaluation set is made from another one."""
+    """Problems made from a seed; the evaluation set has another seed."""
 
     max_turns = 1
 
     def __init__(self, task: str, args: dict[str, Any]) -> None:
         """`args`: size, evaluation_size, seed, instruction, answer, and the parameters of the task
-        itself. `answer` is a regular expression; the first group of its last match is scored.
+        itself. `answer` is a regular expression, and the task scores the first group of its last
+        match.
         """
         import reasoning_gym
 

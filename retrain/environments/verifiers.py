@@ -1,4 +1,4 @@
-"""`provider = "verifiers"`: what is looked at before the verifiers library is imported."""
+"""`provider = "verifiers"`: the checks before retrain imports the verifiers library."""
 
 import shutil
 import subprocess

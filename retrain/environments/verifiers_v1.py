@@ -1,9 +1,9 @@
 """verifiers 0.4 and later: tasksets, agents and harnesses, with the run's sampler as the model of
-the one agent.
+the only agent.
 
-The library talks to a model through a client that it makes from an address. Each episode has an
-address of its own, and the function that makes clients is replaced by one that knows these
-addresses; there is no public hook for it.
+The library talks to a model through a client that it makes from an address. Each episode has its
+own address. This module replaces the function that makes clients with a function that knows these
+addresses, because the library has no public hook.
 """
 
 import sys
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 
 _START_SECONDS = 60
 _MAX_SILENT = 64
-"""Empty replies to a rollout that goes on asking after its tokens ran out; then it is ended by an
-error."""
+"""Empty replies to a rollout that goes on asking after its tokens ran out; an error then ends it.
+"""
 _ADDRESS = "http://retrain.invalid/episode/"
 _HARNESS = "retrain_one_call"
-"""The id of our harness, and the module that it is found in."""
+"""The id of our harness, and its module."""
 
 
 def load(settings: "Settings", name: str) -> Environment:
     """Build the environment of the module `name`. `args` are the fields of its configuration;
     `args.evaluation` are the fields of its taskset for held-out problems.
 
-    Raises ConfigurationError if it cannot be built, has seats besides the trained one, or serves
-    tools to our harness, EnvironmentFailure if it is of the interface before 0.4.
+    Raises ConfigurationError if it does not build, has seats besides the trained seat, or serves
+    tools to our harness. Raises EnvironmentFailure for the interface before 0.4.
     """
     given = dict(settings.args)
     evaluation = given.pop("evaluation", None)
@@ -109,8 +109,8 @@ def is_older(name: str) -> bool:
 
 
 def _built(settings: "Settings", given: Mapping[str, Any], name: str) -> Any:
-    """Build the environment, with a subprocess in place of a machine of the cloud, and a harness in
-    this process where it names none.
+    """Build the environment. Its agents run in a subprocess instead of a cloud machine. An
+    environment without a harness gets a harness in this process.
     """
     config_type = loaders.env_config_type(name)
     seats = [

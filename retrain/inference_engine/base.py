@@ -1,7 +1,8 @@
 """The contract of an inference engine: token ids in, token ids with log-probs out, as they finish.
 
-An engine knows no text. A request carries everything that its completions depend on, so that a
-batch's make-up cannot change them, and whether they are the adapter's or the base model's.
+An engine knows no text. A request carries everything that its completions depend on, so that the
+composition of a batch cannot change them. It also says whether the adapter or the base model
+samples.
 """
 
 import importlib
@@ -34,9 +35,9 @@ class NoiseKey:
 
     def seed_of(self, sample: int, position: int = 0) -> int:
         """Return a seed of 31 bits for one completion, for a sampler with its own random numbers.
-        It is the same for every condition of a campaign. `position` is the request's first one: a
-        later turn with the seed of an earlier one would draw by noise that its own history tells
-        of.
+        It is the same for every condition of a campaign. `position` is the first position of the
+        request. With the seed of an earlier turn, a later turn would reuse random numbers that its
+        own history reveals.
         """
         place = self.step, self.prompt, sample, position
         return int(uniform(self.seed, self.stream, *place) * 2**31)
@@ -44,8 +45,8 @@ class NoiseKey:
 
 @dataclass(frozen=True)
 class Truncation:
-    """The tokens that the sampled distribution keeps (`model/truncation.py` has the definition); it
-    is renormalized over them.
+    """The tokens over which the sampler renormalizes the distribution (`model/truncation.py` has
+    the definition).
     """
 
     top_k: int = 0
@@ -77,19 +78,20 @@ class SampleRequest:
     greedy (evaluation only)."""
     noise: NoiseKey
     first_sample: int = 0
-    """Samples are numbered first_sample .. first_sample + count - 1."""
+    """Samples have the numbers first_sample .. first_sample + count - 1."""
     adapter_slot: int = 0
-    """0: the adapter that is trained, or BASE_MODEL."""
+    """0 for the trained adapter, or BASE_MODEL."""
     truncation: Truncation = WHOLE_VOCABULARY
     """It has no effect on a greedy request."""
     first_position: int = 0
     """The noise coordinate of the first token: in a later turn of a trajectory, the tokens sampled
     in the turns before."""
     extends: int = 0
-    """Leading prompt tokens that are an earlier request's prompt and completion, whose keys and
-    values an engine may still hold; 0 where that is not known."""
+    """Number of leading prompt tokens shared with an earlier request, so that the engine may reuse
+    its KV cache; 0 if unknown.
+    """
     extendable: bool = False
-    """A later request may extend this one."""
+    """True if a later request may extend this request."""
     messages: tuple[ChatMessage, ...] = ()
     """The conversation of the prompt, for a server that takes nothing else; empty in dialogues of
     several turns."""
@@ -99,8 +101,8 @@ class RequestFeed(Protocol):
     """Requests that arrive while others decode: the next turns of dialogues."""
 
     def more(self, idle: bool) -> Sequence[SampleRequest]:
-        """Return requests to sample now. `idle`: none is under way, so wait for some; an empty
-        answer then ends the feed.
+        """Return requests to sample now. With `idle`, no request is under way, so wait for some. An
+        empty answer then ends the feed.
         """
         ...
 
@@ -124,32 +126,40 @@ class EngineCapabilities:
     """
 
     in_process: bool
-    """It computes with the learner's own weights, in this process."""
+    """True if it computes with the learner's own weights, in this process."""
     adapter_reload: bool
-    """`sync` makes it serve a new adapter. An engine with neither this nor `in_process` cannot
-    follow the training and is refused."""
+    """True if `sync` makes it serve a new adapter. An engine with neither this nor `in_process`
+    cannot follow the training, so retrain refuses it.
+    """
     logprobs: Literal["sampled", "raw", "none"]
-    """sampled: of softmax(logits / temperature). raw: of softmax(logits) whatever the temperature;
-    the learner then recomputes the old log-probs. none: refused."""
+    """"sampled": log-probs of softmax(logits / temperature). "raw": log-probs of softmax(logits)
+    whatever the temperature, so that the learner recomputes the old log-probs. retrain refuses
+    "none".
+    """
     token_ids_in: bool = True
-    """Prompts reach the model as token ids; False: as text, which the engine must check by encoding
-    it back. The parity gate then joins whole prompts, past the run's longest row if need be."""
+    """True if prompts reach the model as token ids. If False, they reach it as text, which the
+    engine must check by encoding it back. The parity gate then joins whole prompts, past the run's
+    longest row if need be.
+    """
     token_ids_out: bool = True
-    """The sampled ids come back; False is refused, since decoding and encoding again would train
-    other tokens."""
+    """True if the sampled ids come back. retrain refuses False, since decoding and encoding again
+    would train other tokens.
+    """
     n: bool = True
-    """One call samples all completions of a prompt; False: it takes a call for each."""
+    """True if one call samples all completions of a prompt; False if each needs a call."""
     noise: Literal["counter", "none"] = "none"
     """counter: one Philox uniform per token, so runs are repeatable and conditions share their
     noise."""
     entropy: bool = False
-    """Shannon entropy of every token's distribution."""
+    """True if it returns the Shannon entropy of every token's distribution."""
     kept_set: bool = False
-    """Truncated requests are served: log-probs are of the renormalized distribution, and
-    completions say how many tokens it kept."""
+    """True if the engine serves truncated requests: log-probs refer to the renormalized
+    distribution, and completions say how many tokens it kept.
+    """
     prefix_cache: bool = False
-    """It can compute a prompt once for all of its completions; [inference] prefix_caching switches
-    this on and off."""
+    """True if it can compute a prompt once for all of its completions; [inference] prefix_caching
+    switches this on and off.
+    """
 
 
 @dataclass(frozen=True)
@@ -175,8 +185,9 @@ ENGINES: dict[str, str] = {
     "mlx": "retrain.inference_engine.mlx.MLXEngine",
     "openai": "retrain.inference_engine.openai.OpenAIEngine",
 }
-"""The built-in engines: name -> class. All facts about one stand in its class, which is imported
-when it is asked for one; none of these modules imports a model library."""
+"""The built-in engines: name -> class. The class holds all facts about its engine. retrain imports
+it on demand, and its module imports no model library.
+"""
 
 
 def engine_kind(name: str) -> "type[InferenceEngine]":
@@ -191,9 +202,7 @@ def engine_kind(name: str) -> "type[InferenceEngine]":
 
 
 class Offers:
-    """What a backend or an engine says of the keys that need something
-    (`config.section.Traits.needs`).
-    """
+    """The answers of a backend or an engine to keys with needs (`config.section.Traits.needs`)."""
 
     lacks: ClassVar[Mapping[str, str]] = {}
     """A need that it lacks -> why, and what to do: the start refuses a key with this need."""
@@ -210,27 +219,27 @@ class Offers:
 
 
 class InferenceEngine(Offers, ABC):
-    """A plugin's constructor is called as `Engine(config, model=..., eos_ids=..., device=...)`: the
-    configuration, the learner's model with its adapter (transformers and peft), the tokens that end
-    a completion, and the model's torch device. An engine that samples elsewhere ignores the model.
+    """retrain calls a plugin's constructor as `Engine(config, model=..., eos_ids=..., device=...)`.
+    `model` is the learner's model with its adapter (transformers and peft), `eos_ids` the tokens
+    that end a completion, and `device` the model's torch device. An engine that samples elsewhere
+    ignores the model.
     """
 
     capabilities: EngineCapabilities
     about: ClassVar[Description]
-    """Of a built-in engine."""
+    """The description of a built-in engine."""
     default_port: ClassVar[int] = 0
-    """The port that its server uses by itself; 0 where `retrain serve` cannot start one."""
+    """The port that its server uses by itself; 0 if `retrain serve` cannot start one."""
     needs_address: ClassVar[bool] = False
-    """It samples on servers, and [inference] url must say where they are."""
+    """True if it samples on servers, and [inference] url must name them."""
     decodes_here: ClassVar[bool] = False
-    """It computes on the learner's device, in a data type of that device."""
+    """True if it computes on the learner's device, in a data type of that device."""
     supports_split: ClassVar[bool] = False
-    """It samples from a model in shards, and on a second device of [backend] devices."""
+    """True if it samples from a model in shards, and on a second device of [backend] devices."""
     log: Callable[[str], None] = staticmethod(print)
-    """Reports what happens to the engine during a run; may be called from another thread."""
+    """Reports events of the engine during a run; the call may come from another thread."""
     check: Callable[[], None] = staticmethod(lambda: None)
-    """Called while the engine waits for something that may take long; raises where a signal asked
-    the run to stop."""
+    """The engine calls it during long waits. It raises if a signal asked the run to stop."""
     replicas = 1
     """Servers that share the requests. The parity gate asks each of them."""
     unchecked = False
@@ -245,9 +254,9 @@ class InferenceEngine(Offers, ABC):
 
     @classmethod
     def preflight(cls, config: "TrainConfig") -> str | None:  # noqa: ARG003 - part of the interface
-        """Return a sentence saying why its completions can be evaluated but not trained on; "" or
-        None where they can. Nothing is loaded yet. Raises ConfigurationError or EnvironmentFailure
-        where the engine could not work.
+        """Return a sentence saying why retrain can evaluate its completions but not train on them;
+        "" or None if it can do both. Runs before retrain loads anything. Raises ConfigurationError
+        or EnvironmentFailure if the engine could not work.
         """
         return ""
 
@@ -284,9 +293,9 @@ class InferenceEngine(Offers, ABC):
         """Sample from the learner's adapter of this moment from now on.
 
         `save_adapter` writes it into a folder, in PEFT's format; an engine that shares the
-        learner's weights does not call it. `step` counts the training steps behind it. Called
-        before sampling whenever the adapter may have changed, and by the parity gate, for the trial
-        adapter and again for the restored one, with the same `step`.
+        learner's weights does not call it. `step` counts the training steps behind it. retrain
+        calls it before sampling whenever the adapter may have changed. The parity gate calls it for
+        the trial adapter and again for the restored adapter, with the same `step`.
         """
 
     def sleep(self) -> None:
@@ -295,8 +304,8 @@ class InferenceEngine(Offers, ABC):
         """
 
     def why_it_differs(self) -> str:
-        """Return the reason that the engine itself finds where its log-probs are not the learner's,
-        as part of a sentence; "" if nothing.
+        """Return the reason that the engine itself finds for log-probs unlike the learner's, as
+        part of a sentence; "" if it finds none.
         """
         return ""
 

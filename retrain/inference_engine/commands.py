@@ -1,4 +1,4 @@
-"""The command that starts a server as a configuration needs it: what all servers are told. Each
+"""The command that starts a server for a configuration, with the settings of all servers. Each
 engine's class adds its own flags.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Mapping[str, Sequence[str]]]
 """A server's flags: key of [inference] -> value -> flags."""
 _MAX_SEQUENCES = 256
-"""Sequences that a server is told to run at once; it queues the others."""
+"""Maximum number of sequences that a server runs at once; it queues the others."""
 
 
 class Variable(str):
@@ -30,7 +30,7 @@ class Variable(str):
 
 @dataclass(frozen=True)
 class ServerNeeds:
-    """Facts that a server must be told beside the configuration."""
+    """Facts that a server needs in addition to the configuration."""
 
     model: str
     """Folder or hub id."""
@@ -43,8 +43,9 @@ class ServerNeeds:
     kv_bytes: int
     """Bytes of one token's keys and values."""
     share: float | None = None
-    """Part of the GPU's memory that the learner leaves; None where it is not on this GPU, or not
-    known."""
+    """Part of the GPU's memory that the learner leaves; None if it is not on this GPU, or not
+    known.
+    """
 
 
 @dataclass
@@ -67,7 +68,7 @@ class ServerCommand:
         return " \\\n".join([*lines, line]) + "\n"
 
     def run(self) -> None:
-        """Replace this process with the server. Raises EnvironmentFailure where its program or a
+        """Replace this process with the server. Raises EnvironmentFailure if its program or a
         variable is missing.
         """
         environment = os.environ | {

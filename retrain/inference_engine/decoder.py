@@ -1,8 +1,8 @@
 """The learner's model as the engine uses it: two kinds of forward pass, and a context that leaves
 no trace on the model.
 
-Only the base model's forward is called, never `generate`, so nothing of a generation_config can
-leak in.
+The decoder calls only the base model's forward, never `generate`, so a generation_config has no
+effect.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,10 +38,10 @@ class Decoder:
         *,
         merge: bool = False,
     ) -> None:
-        """`flash`: prompts by torch's flash kernel. `fused`: the fused forward of `model`; None
-        builds one with `merge`, if the family has one.
+        """`flash` computes prompts by torch's flash kernel. `fused` is the fused forward of
+        `model`; None builds it with `merge`, if the family has one.
 
-        `shards`: the ranks that hold the model in parts, so that every pass is collective.
+        `shards` are the ranks that hold the model in parts, so that every pass is collective.
         """
         self._model = model
         self._modules = list(model.modules())
@@ -72,12 +72,12 @@ class Decoder:
     @contextmanager
     def sampling(self, slot: int) -> Iterator[None]:
         """Switch to evaluation mode, without gradient, with our attention and the adapter of this
-        slot; everything is put back on leaving.
+        slot. Restore everything on leaving.
 
         The fused forward has neither modes nor the model's attention.
 
-        no_grad and not inference_mode: some rotary embeddings store buffers on the module during a
-        forward, and an inference tensor there would break the learner's backward.
+        It uses no_grad and not inference_mode. Some rotary embeddings store buffers on the module
+        during a forward, and an inference tensor there would break the learner's backward.
         """
         training = []
         if self.fused is None:
@@ -134,8 +134,8 @@ class Decoder:
         return self._forward(tokens[:, None], batch.positions[:, None], batch, 1)[:, 0]
 
     def run_dummy_passes(self) -> None:
-        """Run dummy forwards until every rank is done, since FSDP gathers are collective. Ends what
-        `prefill` and `decode` begin.
+        """Run dummy forwards until every rank finishes, since FSDP gathers are collective. Ends
+        what `prefill` and `decode` begin.
         """
         if self.shards.size == 1:
             return

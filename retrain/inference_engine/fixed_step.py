@@ -1,9 +1,9 @@
-"""A decoding step from buffers to buffers: what it reads and writes stays where it is, and the host
-is asked for nothing.
+"""A decoding step from buffers to buffers: its inputs and outputs keep their addresses, and it asks
+the host for nothing.
 
-On CUDA a step is captured once for each number of rows in `BUCKETS` and launched as one graph;
-elsewhere it is called again. Tokens are fed back on the device, which also knows when a row is
-finished. The host reads what was drawn one step late.
+On CUDA the engine captures a step once for each number of rows in `BUCKETS` and launches it as one
+graph. Elsewhere it calls the step again. The device feeds tokens back, and knows when a row ends.
+The host reads the draws one step late.
 """
 
 from functools import cache
@@ -17,8 +17,9 @@ from retrain.model.attention import FusedAttention
 from retrain.model.fused import FusedDecoder
 
 BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 513, 32))
-"""Numbers of rows that have a step of their own; rows beyond the active ones compute and are not
-read."""
+"""Numbers of rows that have a step of their own. The engine ignores the results of rows beyond the
+active rows.
+"""
 _WARM_UPS = 2
 """Steps before a capture, in which libraries allocate what they keep."""
 
@@ -31,9 +32,9 @@ def bucket_of(rows: int) -> int:
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for the warm-ups and captures of all steps on `device`.
 
-    One, since torch before 2.15 keeps a cuBLAS workspace (32 MiB) for every stream that ever
-    computed a product; and not torch's own for captures, which is on the device of the first
-    capture.
+    All steps share a stream, since torch before 2.15 keeps a cuBLAS workspace (32 MiB) for every
+    stream that ever computed a product. Torch's own capture stream would be on the device of the
+    first capture.
     """
     with torch.cuda.device(device):
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -70,8 +71,8 @@ class FixedStep:
 
     @torch.no_grad()
     def step(self, rows: int, variant: Variant) -> None:
-        """Feed each row its token, draw the next and store it; a row that is done changes nothing
-        and writes to page 0.
+        """Feed each row its token, draw the next and store it. A finished row changes nothing and
+        writes to page 0.
         """
         state = self.buffers
         active = ~state.done[:rows]

@@ -1,9 +1,9 @@
 """Requests to one or several servers over HTTP: connections that stay open, retries, balancing, and
 what a failure says.
 
-Requests run in an event loop in a thread of its own, so the caller can wait for many at once and
-drop those that it no longer wants. A server that does not answer is left out, its requests go to
-the others, and it is taken back once its health answers.
+Requests run in an event loop in a separate thread, so the caller can wait for many requests at once
+and drop unwanted requests. If a server does not answer, its requests go to the other servers. The
+server returns to use once its health check answers.
 """
 
 import asyncio
@@ -54,20 +54,21 @@ class Patience:
     silent_s: float = math.inf
     """Seconds of asking again: `[inference] patience_s` where that is less."""
     attempts: int = 10
-    """Of an answer that is unfit: about a minute."""
+    """Attempts after an unfit answer: about a minute."""
     word_s: float = 30.0
-    """Seconds between two lines on how much patience is left."""
+    """Seconds between two lines on the remaining patience."""
     slow_tries: int = 3
     """Times that a request may outlast `[inference] timeout_s` while its server is healthy."""
     look_attempts: int = 3
-    """At the start, where somebody is waiting for the sentence, and of a server that is gone where
-    others go on."""
+    """Attempts at the start, when a user waits for the sentence, and attempts on a server that is
+    gone while others go on.
+    """
     first_s: float = 0.5
     max_s: float = 15.0
     health_s: float = 5.0
-    """Seconds until a server counts as silent when it is asked for its health."""
+    """Seconds until a server that does not answer a health check counts as silent."""
     recheck_s: float = 10.0
-    """Between two looks at a server that was left out while others answer."""
+    """Seconds between two checks of a server out of use while others answer."""
 
 
 class TransientFailure(Exception):
@@ -127,13 +128,14 @@ class Server:
     """One address. Its methods try once, and raise TransientFailure, Refusal or RequestTimeout."""
 
     url: str
-    """As shown: without credentials, a trailing slash or /v1."""
+    """The URL as shown: without credentials, a trailing slash or /v1."""
     client: httpx.AsyncClient
     lost: Callable[[int, str], str]
-    """(status, text) of an answer to why the server must be prepared again before it can serve; ""
-    if it need not."""
+    """Maps (status, text) of an answer to why the server needs preparation again before it can
+    serve; "" if it does not.
+    """
     timeout_s: float
-    """From the first byte of a request to the last one of its answer."""
+    """Seconds from the first byte of a request to the last byte of its answer."""
     secrets: tuple[str, ...] = ()
     """Secrets, which no sentence may repeat if the server says them."""
     alive: bool = True
@@ -141,9 +143,9 @@ class Server:
     looked_at: float = 0.0
     taking_back: asyncio.Lock = field(default_factory=asyncio.Lock)
     was_slow: bool = False
-    """A request outlasted its time while it was healthy, which was said."""
+    """True if a request outlasted its time while the server was healthy, and the log says so."""
     problem: str = ""
-    """Why it is left out."""
+    """Why the pool does not use it."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Facts that a dialect learned about it."""
 
@@ -165,7 +167,7 @@ class Server:
             answer = await exchange(
                 self.client, method, path, body, seconds=seconds, max_bytes=_MAX_BYTES
             )
-        # A connection that did not come in time is another failure: nothing was asked yet.
+        # A connection that did not come in time is another failure: the request is still unsent.
         except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
             limit = f"{seconds:g} s"
             if timeout is None:
@@ -218,7 +220,7 @@ class ServerKind(Protocol):
 
 
 class ServerPool:
-    """The servers of `[inference] url`. Close it; requests under way are dropped, which makes a
+    """The servers of `[inference] url`. Close it to drop the requests under way, which makes a
     server abort them.
     """
 
@@ -231,10 +233,10 @@ class ServerPool:
         patience: Patience = Patience(),
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`prepare` makes a server that comes back as the others are, before it gets requests.
+        """`prepare` brings a returning server to the state of the others, before it gets requests.
 
-        `log` is called from another thread. Raises ConfigurationError where `[inference]
-        api_key_env` names a variable that is not set.
+        Another thread calls `log`. Raises ConfigurationError if `[inference] api_key_env` names an
+        unset variable.
         """
         inference = dialect.config.inference
         self._dialect, self._key_env = dialect, inference.api_key_env
@@ -253,11 +255,11 @@ class ServerPool:
             _server(url, headers, inference.timeout_s, dialect.lost, transport)
             for url in inference.urls
         ]
-        """The one that was chosen last comes last."""
+        """The last chosen server comes last."""
         self.came_back = False
-        """Set when a server was taken back; cleared by the caller that checks the servers."""
+        """True after a server returned to use; the caller that checks the servers clears it."""
         self._told = -math.inf
-        """When the last line on patience was said."""
+        """Time of the last line on patience."""
         self._loop = EventLoop("requests to servers")
         self._looks: set[asyncio.Task[None]] = set()
 
@@ -285,11 +287,12 @@ class ServerPool:
         wanted: Server | None = None,
         most: float = math.inf,
     ) -> T:
-        """Make `request` on the `wanted` server, or on the live one with the fewest requests, again
-        and elsewhere while it is TransientFailure or, a few times, stuck; `most` times at most.
+        """Make `request` on the `wanted` server, or on the live server with the fewest requests.
+        Repeat it, also elsewhere, after a TransientFailure and, a few times, if it is stuck; `most`
+        times at most.
 
-        `request` must be one that may be made twice. Raises Unanswered in one sentence once
-        patience is at its end, and ServerFailure at once for an answer that no repetition changes.
+        `request` must be safe to make twice. Raises Unanswered in one sentence once patience is at
+        its end, and ServerFailure at once for an answer that no repetition changes.
         """
         patience = self._patience
         tried: set[str] = set()
@@ -305,8 +308,8 @@ class ServerPool:
                 return False
             unfit += isinstance(error, BadAnswer)
             gone += error.gone
-            # A connection kept open may close as it is used again: uvicorn's does after an error of
-            # its own.
+            # An open connection may close at its next use: uvicorn closes it after an error of its
+            # own.
             if error.gone and (wanted is None or gone >= patience.look_attempts):
                 self._leave_out(server, str(error))
             others_go_on = wanted and not wanted.alive and self.alive
@@ -338,8 +341,9 @@ class ServerPool:
     async def on_each(
         self, request: Callable[[Server], Awaitable[T]], most: float = math.inf
     ) -> dict[str, T]:
-        """Make `request` on every live server, by URL; one that does not answer is left out where
-        another does, after a few tries if it is gone. Raises as `ask` does where none answers.
+        """Make `request` on every live server; returns the answers by URL. If another server
+        answers, the pool stops using a server that does not, after a few tries if it is gone.
+        Raises as `ask` does if none answers.
         """
         results: dict[str, T] = {}
         failed: list[Unanswered] = []
@@ -358,8 +362,8 @@ class ServerPool:
         return results
 
     async def connect(self, look: Callable[[Server], Awaitable[None]]) -> None:
-        """Check the health of every server, then `look`. Those that do not answer are left out;
-        Unanswered at once where none does.
+        """Check the health of every server, then `look`. The pool does not use servers that do not
+        answer. Raises Unanswered at once if none does.
         """
         failed: list[TransientFailure] = []
 
@@ -376,7 +380,7 @@ class ServerPool:
         await self.on_each(look, self._patience.look_attempts)
 
     def _tell_patience(self, started: float) -> None:
-        """Say now and then how long a silent server is still waited for."""
+        """Log now and then how long the pool still waits for a silent server."""
         now = time.monotonic()
         left = self._patience.silent_s - (now - started)
         if self.alive or min(now - started, now - self._told) < self._patience.word_s:
@@ -389,17 +393,18 @@ class ServerPool:
         )
 
     async def _choose(self, tried: Collection[str], wanted: Server | None) -> Server:
-        """Choose the wanted server, or round robin among the least busy ones; those in `tried` come
-        last.
+        """Choose the wanted server, or round robin among the least busy servers; the servers in
+        `tried` come last.
 
-        One that was left out must answer a health check again: TransientFailure if none does.
+        A server out of use must first answer a health check again. Raises TransientFailure if none
+        does.
         """
         dead = [server for server in self.servers if not server.alive]
         if wanted in dead or len(dead) == len(self.servers):
             for server in dead:
                 await self._take_back(server)
         else:
-            # Beside the request, which does not wait for a server that may stay away.
+            # Check in the background: the request does not wait for a server that may stay away.
             for server in dead:
                 if time.monotonic() - server.looked_at > self._patience.recheck_s:
                     look = asyncio.create_task(self._take_back(server))
@@ -486,8 +491,8 @@ class ServerPool:
             raise
 
     def _gave_up(self, error: TransientFailure | RequestTimeout, tries: str = "") -> Unanswered:
-        """Return the failure to raise after the last `error`. An unfit answer's own sentence is
-        kept, since it says what is wrong.
+        """Return the failure to raise after the last `error`. It keeps the sentence of an unfit
+        answer, which says what is wrong.
         """
         title, slow = self._dialect.title, self._patience.slow_tries
         if isinstance(error, RequestTimeout):

@@ -2,15 +2,15 @@
 and pages of one size.
 
 In the contiguous cache active rows are the prefix 0 .. R-1 of preallocated tensors, so decoding
-reads views and gathers nothing; a row that leaves is replaced by a waiting completion or by the
-last active row. Prompts are computed once, packed without padding, and copied to the rows of their
+reads views and gathers nothing. A waiting completion or the last active row replaces a leaving row.
+The engine computes prompts once, packed without padding, and copies them to the rows of their
 group.
 
 In pages a row holds as many as its tokens fill. A page may belong to several rows: rows of a group
 share the full pages of their prompt. Page 0 belongs to no row: rows that do not decode write there.
 
-Shape letters: R active rows, H key-value heads, C capacity in tokens, D head size, P prompt tokens;
-of pages P pages, T tokens of a page, N tokens.
+Shape letters of the cache: R active rows, H key-value heads, C capacity in tokens, D head size, P
+prompt tokens. Shape letters of pages: P pages, T tokens of a page, N tokens.
 """
 
 from collections import OrderedDict
@@ -51,15 +51,15 @@ class PromptState:
 
 
 class LayerCache:
-    """Keys or values of one layer, [rows, H, C, D]: plain, or quantised with one scale per row,
+    """Keys or values of one layer, [rows, H, C, D]: plain, or quantized with one scale per row,
     head and token.
     """
 
     def __init__(self, rows: int, capacity: int, like: Tensor, storage: torch.dtype | None) -> None:
         """`like` is a prompt's tensor [H, P, D]; `storage` is None for its own dtype.
 
-        Zeros, not empty memory: masked positions are multiplied by a weight of 0, and 0 * NaN would
-        be NaN.
+        The buffers begin with zeros, because attention multiplies masked positions by a weight of
+        0, and 0 * NaN would be NaN.
         """
         heads, _, dim = like.shape
         self._compute_dtype, self._storage = like.dtype, storage or like.dtype
@@ -87,8 +87,8 @@ class LayerCache:
             )
 
     def places(self, positions: Tensor) -> Tensor:
-        """[R * H] for `append`: where the tokens at `positions` [R] of rows 0 .. R-1 lie among all
-        heads' tokens, [rows * H * C].
+        """Return [R * H] for `append`: the places of the tokens at `positions` [R] of rows 0 .. R-1
+        among all heads' tokens, [rows * H * C].
         """
         _, heads, capacity, _ = self.tensors[0].shape
         heads_start = (
@@ -109,7 +109,7 @@ class LayerCache:
         return [quantised.to(self._storage).view(torch.int8), scales]
 
     def read(self, rows: int, length: int) -> Tensor:
-        """[rows, H, length, D] in the model's dtype: a view where nothing has to be converted."""
+        """Return [rows, H, length, D] in the model's dtype, a view if stored in it."""
         data, *scales = (tensor[:rows, :, :length] for tensor in self.tensors)
         if not scales:
             return data.to(self._compute_dtype)
@@ -308,9 +308,9 @@ PromptKey = tuple[NoiseKey, int, bytes]
 class PrefixStore:
     """The newest prompts, up to `max_tokens` in all.
 
-    The noise coordinates are part of the key: a redraw of a training group finds its prompt, and
-    nothing else (an evaluation, the parity gate) can hand its own copy to a training step. So a
-    resumed run, which skips those, computes the same bits.
+    The key includes the noise coordinates, so a redraw of a training group finds its prompt. Other
+    callers (an evaluation, the parity gate) cannot hand their own copy to a training step. A
+    resumed run, which skips them, therefore computes the same bits.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -353,10 +353,10 @@ class PagePool:
         device: torch.device,
         tokens: int = PAGE_TOKENS,
     ):
-        """`pages` that rows may hold; `heads`: (H, D) of each layer.
+        """`pages` is the number of pages that rows may hold; `heads` has (H, D) of each layer.
 
-        Zeros, not empty memory: hidden positions of a page are multiplied by a weight of 0, and 0 *
-        NaN would be NaN.
+        Pages begin with zeros, because attention multiplies hidden positions of a page by a weight
+        of 0, and 0 * NaN would be NaN.
         """
         self.tokens, self.pages, self.device = tokens, pages, device
         shapes = [(pages + 1, tokens, *shape) for shape in heads]
@@ -418,7 +418,7 @@ class PagePool:
             stored.index_copy_(0, target, stored.index_select(0, source))
 
     def slot_mapping(self, pages: Sequence[int], count: int) -> npt.NDArray[np.int64]:
-        """[count] where the first tokens of a row that holds `pages` lie, for `write`."""
+        """Return [count] for `write`: the slots of the first tokens of a row that holds `pages`."""
         position = np.arange(count)
         slot_mapping: npt.NDArray[np.int64] = (
             np.array(pages, np.int64)[position // self.tokens] * self.tokens
@@ -440,8 +440,8 @@ class PagedTokens:
         block_table: Tensor,
         cache_seqlens: Tensor,
     ) -> None:
-        """`slot_mapping` [R] of the new tokens; `block_table` [R, pages] int32 of each row;
-        `cache_seqlens` [R] int32 with the new tokens.
+        """`slot_mapping` [R] holds the slots of the new tokens. `block_table` [R, pages] int32
+        holds the pages of each row, and `cache_seqlens` [R] int32 the lengths with the new tokens.
         """
         self._slot_mapping = slot_mapping
         self._pool, self._attend = pool, kernel.paged
@@ -463,7 +463,7 @@ class PagedTokens:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """[R, Hq, 1, D] of queries [R, Hq, 1, D] over the tokens of their rows, in pages. No family
-        with a fused forward has a soft cap.
+        """Return [R, Hq, 1, D] of queries [R, Hq, 1, D] over the tokens of their rows, in pages. It
+        ignores `softcap`, since families with a fused forward have no soft cap.
         """
         return self._attend(query[:, :, 0], key, value, self._rows, scaling, window).unsqueeze(2)

@@ -1,7 +1,7 @@
 """Modular's MAX: `max serve` over HTTP. Token ids, raw log-probs, a sample per request.
 
-Observed with MAX 26.7.0 on a CPU, which serves the base model only; adapters need a GPU and are
-written from its source.
+Tests used MAX 26.7.0 on a CPU, which serves the base model only. Adapters need a GPU; their code
+here follows MAX's source.
 """
 
 from retrain.inference_engine.base import Description, EngineCapabilities, SampleRequest

@@ -1,9 +1,9 @@
 """MLX-LM's server: prompts as text, ids and raw log-probs back, one completion per request,
 adapters in MLX's own format.
 
-Prompts are token ids everywhere else. Here each is decoded, and sent only if the server's tokenizer
-makes the same ids of the text: checked by encoding it here, and by the number of prompt tokens in
-the answer.
+Other engines send prompts as token ids. This engine decodes a prompt, and sends the text only if
+the server's tokenizer makes the same ids of it. Encoding the text here and the number of prompt
+tokens in the answer check this.
 """
 
 import json
@@ -53,8 +53,8 @@ _CONVERTED = "mlx"
 
 class MLXDialect(Dialect):
     title = "The mlx server"
-    # Python's http.server queues 5 connections: of 32 at once, 17 broke; at this distance
-    # none of 64 did
+    # Python's http.server queues 5 connections. With 32 at once, 17 broke. With this spacing none
+    # of 64 broke.
     spacing_s = 0.005
 
     def __init__(self, config: "TrainConfig", eos_ids: "Sequence[int]") -> None:
@@ -74,8 +74,8 @@ class MLXDialect(Dialect):
         settings: Json = {
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
-            # Beside the tokens that the server ends completions at by itself. No seed: with one,
-            # requests run one after the other.
+            # These add to the tokens at which the server ends completions by itself. The request
+            # sends no seed, because seeded requests run one after the other.
             "stop": [self.texts.decode([token]) for token in self.eos_ids],
         }
         return self._completion(
@@ -108,7 +108,9 @@ class MLXDialect(Dialect):
         )
 
     async def why_it_differs(self, server: Server) -> str:
-        """A folder that transformers 5 wrote names rope_theta where the server does not look."""
+        """Detect a folder that transformers 5 wrote: it names rope_theta where the server does not
+        look.
+        """
         from retrain.model.text import resolve_model
 
         file = Path(resolve_model(self.config.model.model)) / "config.json"
@@ -157,8 +159,8 @@ class MLXEngine(ServedEngine):
     def server_command(
         cls, config: "TrainConfig", needs: ServerNeeds, python: str
     ) -> ServerCommand:
-        """It computes in the checkpoint's own dtype, takes adapters with each request, and has no
-        limit of its own on the context.
+        """Return the command of a server. The server computes in the checkpoint's own dtype, takes
+        adapters with each request, and has no limit of its own on the context.
         """
         refuse_four_bits("mlx", config.model)
         if config.model.revision:

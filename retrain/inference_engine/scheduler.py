@@ -1,5 +1,5 @@
-"""Continuous batching: a completion takes a row as soon as one is free, all rows decode together,
-and each leaves when it is finished.
+"""Continuous batching: a completion takes a row as soon as a row is free, all rows decode together,
+and each leaves at its end.
 
 `DecodeRun` keeps the rows. Their keys and values are in rows of one capacity here, and in pages in
 `paged_run.py`.
@@ -45,7 +45,7 @@ class DecodeRun(ABC):
     """One batch of jobs under one adapter slot, from the first prompt to the last token."""
 
     _late = 0
-    """Steps under way while the draws of the one before them are read."""
+    """Number of steps under way while the engine reads the draws of the previous step."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class DecodeRun(ABC):
 
     @abstractmethod
     def _step(self, count: int) -> Tensor:
-        """[R, 4] draws of one step of the first `count` slots or more."""
+        """Return [R, 4] draws of one step of the first `count` slots or more."""
 
     def close(self) -> None:  # noqa: B027 - rows of one capacity go with the run
         """Release its memory."""
@@ -84,7 +84,7 @@ class DecodeRun(ABC):
         return [row for row in self._slots if row is not None]
 
     def advance(self) -> list[Completion]:
-        """Prefill and decode until at least one completion is finished."""
+        """Prefill and decode until at least one completion ends."""
         while self.unfinished:
             self.admit()
             if not self._late:
@@ -147,14 +147,14 @@ class DecodeRun(ABC):
             self.collect()
 
     def collect(self) -> None:
-        """Take over the oldest draws that were not read."""
+        """Read the oldest unread draws into the rows."""
         drawn, rows = self._unread.popleft()
-        table = drawn.read().copy()  # a page-locked one is used again
+        table = drawn.read().copy()  # the engine reuses page-locked memory
         finite = np.isfinite(table[:, 1] + table[:, 2]).tolist()
         for row, draws, token, is_finite in zip(
             rows, table, table[:, 0].tolist(), finite, strict=True
         ):
-            if row is None or row.slot < 0:  # it was finished by the draw before
+            if row is None or row.slot < 0:  # the previous draw ended it
                 continue
             if not is_finite:
                 raise not_finite(row.job, len(row.draws))
@@ -193,7 +193,7 @@ class ContiguousRun(DecodeRun):
         self._arena: KVArena | None = None
 
     def _cached(self, count: int) -> npt.NDArray[np.int64]:
-        """[count] tokens of the first slots in the cache: the position of the next one."""
+        """Return [count] tokens of the first slots in the cache: the position of the next one."""
         cached: npt.NDArray[np.int64] = self.buffers.position[:count].cpu().numpy()
         return cached
 
@@ -235,8 +235,8 @@ class ContiguousRun(DecodeRun):
         return self.buffers.draw(slice(count), logits.to(self.buffers.device), self._variant)
 
     def _prompt_states(self, jobs: Sequence[SampleJob]) -> list[PromptState]:
-        """Return one state per job, in order. With shared prefixes a prompt is computed once for
-        all of its completions.
+        """Return one state per job, in order. With shared prefixes one computation of a prompt
+        serves all of its completions.
         """
         store = self._prefixes
         if store is None:

@@ -2,9 +2,9 @@
 one adapter per version.
 
 Every adapter gets a new folder and a new name. A server that reloads weights under a known name and
-path keeps serving keys and values of the old ones from its prefix cache: vLLM is 0.2 nats off then
-(docs/inference-engines.md). The old adapter is unloaded and its folder removed once every server
-lists the new one.
+path keeps serving old keys and values from its prefix cache. With vLLM the log-probs then differ by
+0.2 nats (docs/inference-engines.md). Once every server lists the new adapter, the engine unloads
+the old adapter and removes its folder.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class ServedSample:
     logprobs: Sequence[float]
     """[T]"""
     stopped: bool
-    """It ended at an EOS; False at the limit."""
+    """True if it ended at an EOS; False at the limit."""
     kept: Sequence[int] | None = None
     """[T] sizes of the kept sets of a truncated request."""
     text: str | None = None
@@ -117,7 +117,9 @@ class Dialect(ABC):
     """Names the server in sentences: "The vllm server"."""
     health: ClassVar[str] = "/health"
     concurrency: ClassVar[int] = 256
-    """Requests under way per server; it queues those that it cannot run."""
+    """Maximum number of requests under way per server, which queues the requests that it cannot
+    run.
+    """
     spacing_s: ClassVar[float] = 0.0
     """Seconds between two requests, for a server that breaks connections which arrive at once."""
 
@@ -127,8 +129,8 @@ class Dialect(ABC):
         self.eos_ids = list(eos_ids)
 
     def lost(self, status: int, text: str) -> str:
-        """Say why an answer means that the server has died, or has been restarted and forgot the
-        adapter; "" where it does not.
+        """Return why an answer means that the server has died, or has restarted without the
+        adapter; "" if it does not.
         """
         return ""
 
@@ -137,8 +139,8 @@ class Dialect(ABC):
         """Learn at the start what the server is: `facts["context"]`, the most tokens of a prompt
         and completion together, if it says so.
 
-        `facts["text_alone"]` is the sentence why its completions cannot be trained on. Raises
-        ServerFailure or ConfigurationError in a sentence where it cannot do what the configuration
+        `facts["text_alone"]` is the sentence why retrain cannot train on its completions. Raises
+        ServerFailure or ConfigurationError in a sentence if it cannot do what the configuration
         asks for.
         """
 
@@ -153,7 +155,7 @@ class Dialect(ABC):
     @abstractmethod
     def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
         """Read the completions of an answer, in any order. A LookupError, TypeError, ValueError or
-        AttributeError means that it has another form, as in `look` and `load`: it is asked for
+        AttributeError means that it has another form, as in `look` and `load`. The engine then asks
         again. ServerMismatch means that no repetition would help.
         """
 
@@ -165,8 +167,8 @@ class Dialect(ABC):
         """Forget an adapter that nothing asks for any more."""
 
     async def adapters(self, server: Server) -> Mapping[str, str] | None:
-        """Return names of the adapters that the server lists, with their folders; None where it has
-        no such list.
+        """Return names of the adapters that the server lists, with their folders; None if it has no
+        such list.
         """
         return None
 
@@ -199,8 +201,8 @@ class ServedEngine(InferenceEngine):
     def __init__(
         self, config: "TrainConfig", *, model: Any, eos_ids: Sequence[int], device: Any
     ) -> None:
-        """Connect. `model` is asked for the size of its vocabulary and its context alone, `device`
-        for whether a server shares it.
+        """Connect. `model` gives only the size of its vocabulary and its context; `device` shows
+        whether a server shares it.
         """
         text = model.config.get_text_config()
         self._vocabulary = int(text.vocab_size)
@@ -246,8 +248,8 @@ class ServedEngine(InferenceEngine):
         return self.sample_feed(RequestList(requests))
 
     def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
-        """Every request goes to a server as soon as there is one: the servers batch those that they
-        have.
+        """Send every request to a server as soon as it exists: the servers batch the requests that
+        they have.
         """
         given = 0
         under_way: set[Future[list[Completion]]] = set()
@@ -324,7 +326,7 @@ class ServedEngine(InferenceEngine):
                 f"returned {len(sampled)} completions and was asked for {request.count}"
             )
         for one in sampled:
-            # Text alone comes without the ids and log-probs that are checked here.
+            # Text alone comes without ids and log-probs to check.
             if one.text is not None:
                 continue
             damage = _damage(one)
@@ -349,7 +351,7 @@ class ServedEngine(InferenceEngine):
         ]
 
     def _problem(self, one: ServedSample, request: SampleRequest) -> str:
-        """Say why a whole completion is not one of the policy; "" if it is."""
+        """Return why the policy cannot have sampled this whole completion; "" if it can."""
         ids, eos = one.token_ids, set(self._dialect.eos_ids)
         truncated = request.truncation.active and request.temperature > 0
         outside = [token for token in ids if not 0 <= token < self._vocabulary]
@@ -418,7 +420,7 @@ class ServedEngine(InferenceEngine):
         self._speak()
 
     async def _unload(self, adapter: ServedAdapter, server: Server) -> None:
-        """Unload an adapter; a server that was restarted, or that another run asked first, does not
+        """Unload an adapter. A restarted server, or a server that another run asked first, does not
         know it.
         """
         with suppress(Refusal):
@@ -443,7 +445,8 @@ class ServedEngine(InferenceEngine):
                     " run; it was unloaded."
                 )
                 await self._unload(ServedAdapter(name, Path(folder)), server)
-        # Last: one that fails in between is looked at again before it serves.
+        # Set it last: after a failure in between, the engine looks at the server again before it
+        # serves.
         server.facts["looked"] = True
 
     async def _prepare(self, server: Server) -> None:
@@ -451,11 +454,11 @@ class ServedEngine(InferenceEngine):
         if server.facts.pop("asleep", False):
             await self._dialect.wake(server)
             self._pool.came_back = True
-        # One that was left out may have come back as another.
+        # A returning server may be another server.
         if "looked" not in server.facts:
             await self._look(server)
         given: ServedAdapter | None = None
-        # The next version may come while a server that is taken back loads this one.
+        # The next version may come while a returning server loads this version.
         while (adapter := self._adapter) is not None and adapter is not given:
             await self._give(server, adapter)
             if given is not None:
@@ -551,8 +554,8 @@ def _damage(one: ServedSample) -> str:
 
 def has_stopped(reason: Any) -> bool:
     """Return True for a completion that ended at an EOS, False at the limit. Raises AnswerFormError
-    for one that the server broke off, and ServerMismatch for any other reason: it may lie in what
-    was sampled, and asking again would draw from what is left.
+    for a completion that the server broke off. Raises ServerMismatch for any other reason: the
+    cause may lie in the sampled text, and a repetition would bias the sample.
     """
     ended = f"ended a completion with finish_reason = {json.dumps(reason)}"
     if reason in _BROKEN_OFF:
@@ -566,7 +569,9 @@ def has_stopped(reason: Any) -> bool:
 
 
 def check_prompt(seen: int, sent: int) -> None:
-    """Raise ServerMismatch if another number of prompt tokens reached the model than was sent."""
+    """Raise ServerMismatch if the model received more or fewer prompt tokens than retrain sent, for
+    example because a server added its own.
+    """
     if seen != sent:
         raise ServerMismatch(f"got a prompt of {sent} tokens, which reached the model as {seen}")
 
@@ -580,10 +585,11 @@ def make_readable(folder: Path) -> None:
 
 
 def _own_folder(config: "TrainConfig") -> Path:
-    """Make a folder for adapters in `[inference] adapter_dir`, or in the run's, which servers on
-    other machines are likely to see too. Folders there that a killed run could not remove are.
+    """Make a folder for adapters in `[inference] adapter_dir`, or in the folder of the run, which
+    servers on other machines are likely to see too. Also remove the folders there that a killed run
+    left behind.
 
-    Raises EnvironmentFailure where it cannot be made.
+    Raises EnvironmentFailure if it cannot make the folder.
     """
     named, place = config.inference.adapter_dir, Path(config.logging.log_dir)
     if named:

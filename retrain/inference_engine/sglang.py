@@ -95,7 +95,7 @@ class SGLangDialect(Dialect):
 
     def _read_one(self, one: Json, prompt: int) -> ServedSample:
         """Read ids and log-probs from the same pairs, the sampled EOS among them; output_ids may
-        lack it. An EOS that is the last token allowed is called a length.
+        lack it. SGLang reports "length" for an EOS at the last permitted position.
         """
         about = one["meta_info"]
         check_prompt(about["prompt_tokens"], prompt)
@@ -110,7 +110,7 @@ class SGLangDialect(Dialect):
             answer = await server.post("/load_lora_adapter", adapter.fields)
         except Refusal as error:
             if "already" in str(error):
-                return  # a second try of a load whose answer was lost
+                return  # a second try of a load after a lost answer
             raise
         if not answer["success"] or adapter.name not in answer.get(
             "loaded_adapters", {adapter.name: ""}

@@ -16,7 +16,7 @@ class Texts:
     """Between token ids and the text that a server of the same model makes them of."""
 
     def __init__(self, model: "Model", title: str) -> None:
-        """`title` names the server in a sentence. The tokenizer is loaded at the first use."""
+        """`title` names the server in a sentence. The first use loads the tokenizer."""
         self._model, self._title = model, title
         # Every completion of a group asks for its prompt's.
         self.of = lru_cache(maxsize=4096)(self._of)

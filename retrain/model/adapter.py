@@ -4,10 +4,9 @@ PEFT folder with a model card.
 Adapter weights are float32 even where the base is bf16: a learning rate of 4e-5 moves them by less
 than bf16 can hold.
 
-A dropout mask is a function of (seed, step, row, layer, position, feature) and of nothing else, so
-it is the same in whatever micro-batch a row lands, in a recomputed forward pass, and after a
-resume. Outside a training pass the module does nothing: the sampler, the parity gate and `logprobs`
-never see dropout.
+A dropout mask is a function of (seed, step, row, layer, position, feature) alone. It is therefore
+the same in every micro-batch, in a recomputed forward pass, and after a resume. Outside a training
+pass the module does nothing: the sampler, the parity gate and `logprobs` never see dropout.
 """
 
 import json
@@ -48,7 +47,7 @@ _MASK = 0xFFFFFFFF
 def philox(
     seed: int, stream: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor]
 ) -> Tensor:
-    """[..., 4] int64 words in [0, 2**32), one block of four per broadcast element of the
+    """Return [..., 4] int64 words in [0, 2**32), one block of four per broadcast element of the
     counter.
     """
     last = counter[3]
@@ -81,14 +80,16 @@ def uniform_words(
     count: int,
     device: torch.device,
 ) -> Tensor:
-    """[..., count] words: element i is word i % 4 of the block with counter (a, b, c, i // 4)."""
+    """Return [..., count] words: element i is word i % 4 of the block with counter (a, b, c, i //
+    4).
+    """
     blocks = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
     words = philox(seed, stream, (a, b, c, blocks))
     return words.flatten(-2)[..., :count]
 
 
 def symmetric_uniforms(seed: int, stream: int, a: int, layer: int, like: Tensor) -> Tensor:
-    """float64 in (-1, 1) in the shape of `like`, with the counter (a, 0, layer)."""
+    """Return float64 in (-1, 1) in the shape of `like`, with the counter (a, 0, layer)."""
     words = uniform_words(seed, stream, a, 0, layer, like.numel(), like.device)
     return ((words.double() + 0.5) / 2**31 - 1).view_as(like)
 
@@ -102,7 +103,7 @@ class DropoutKey:
         self.rows: Tensor | None = None
         """[batch] row numbers of the micro-batch; None switches dropout off."""
         self.lengths: Sequence[int] | None = None
-        """Tokens of each row of a packed sequence; None where rows are padded to one length."""
+        """Tokens of each row of a packed sequence; None for rows padded to one length."""
 
     @property
     def is_active(self) -> bool:
@@ -134,9 +135,9 @@ class KeyedDropout(nn.Module):
         self.threshold = round(rate * 2**32)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [batch, positions, features], or [1, all positions, features] of packed rows; a row
-        starts with its first token. Some layers (OPT's, a shared expert's) flatten both to
-        [batch * positions, features].
+        """Drop features of x [batch, positions, features], or [1, all positions, features] of
+        packed rows. A row starts with its first token. Some layers (OPT's, a shared expert's)
+        flatten both to [batch * positions, features].
         """
         if self.key.rows is None:
             return x
@@ -149,7 +150,7 @@ class KeyedDropout(nn.Module):
         return x * (keep.view_as(x).to(x.dtype) / (1 - self.rate))
 
     def keep_mask(self, positions: int, features: int) -> Tensor:
-        """[batch, positions, features] of bool."""
+        """Return [batch, positions, features] of bool."""
         rows = self.key.rows
         if rows is None:
             raise ValueError("dropout masks exist only inside DropoutKey.active")
@@ -253,7 +254,9 @@ class Adapter(TrainedWeights):
 
     @contextmanager
     def computing(self, base: "BaseModel") -> Iterator[None]:
-        """The adapter's fp32 weights take part in bf16 products: no activation is kept in fp32."""
+        """Let the adapter's fp32 weights take part in bf16 products, so that autograd keeps no
+        activation in fp32.
+        """
         from peft.helpers import disable_input_dtype_casting
 
         if base.dtype == torch.float32:
@@ -328,8 +331,8 @@ class Adapter(TrainedWeights):
 
 
 def check_initial(model: "Model", lora: "Lora") -> None:
-    """Raise ConfigurationError, before a model is loaded, for an adapter of [lora] init_from that
-    this run cannot begin with.
+    """Raise ConfigurationError, before loading a model, for an adapter of [lora] init_from with
+    which this run cannot begin.
     """
     where, rank = f'[lora] init_from = "{lora.init_from}"', model.lora_rank
     ours = {"r": rank, "lora_alpha": _alpha(lora, rank), "use_rslora": lora.use_rslora}
@@ -354,7 +357,7 @@ def _check_settings(folder: Path, where: str, ours: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _refused(where: str) -> Iterator[None]:
-    """Raise ConfigurationError, which begins with `where`, for a folder that cannot be read."""
+    """Raise ConfigurationError, which begins with `where`, for an unreadable folder."""
     try:
         yield
     # It is a ValueError too, but already says which key to change.
@@ -408,7 +411,7 @@ def _alpha(lora: "Lora", rank: int) -> int:
 
 
 def towers(base: "BaseModel") -> list[str]:
-    """The parts of a model of text and images or sound that are not its language model."""
+    """Return the parts of a model of text and images or sound that are not its language model."""
     config = base.model.config
     if config.get_text_config() is config:
         return []
@@ -420,7 +423,7 @@ def towers(base: "BaseModel") -> list[str]:
 
 
 def _inside(parts: list[str]) -> str | None:
-    """The pattern of every module in these parts."""
+    """Return the pattern of every module in these parts."""
     if not parts:
         return None
     return rf"(.*\.)?({'|'.join(map(re.escape, parts))})\..*"
@@ -475,12 +478,12 @@ def _initialise(model: nn.Module, seed: int) -> None:
 
 
 def _trial_change(module: Any, seed: int, number: int) -> tuple[nn.Parameter, Tensor]:
-    """Return a layer's lora_B [O, r], and what strength 1 adds to it: uniform values between -w and
-    w, where w = sqrt(3) / (s |A|).
+    """Return a layer's lora_B [O, r], and the values that strength 1 adds to it. They are uniform
+    between -w and w, w = sqrt(3) / (s |A|).
 
     s is the adapter's scale and |A| the Frobenius norm of lora_A [r, I]. Such values have the
-    standard deviation 1 / (s |A|), and a B of that deviation gives s B A x the root mean square of
-    x in each component.
+    standard deviation 1 / (s |A|). With a B of that deviation, each component of s B A x has the
+    root mean square of x.
     """
     (adapter,) = module.lora_A
     up: nn.Parameter = module.lora_B[adapter].weight

@@ -2,10 +2,10 @@
 unpatched.
 
 While the sampler or the learner runs, the model's configuration names the kernel registered here.
-Every attention layer then hands its queries, keys and values to `attend`, with the batch that was
-passed to the forward. The batch knows which tokens a query may see; in place of a mask,
-transformers passes the width of the layer's sliding window (`_window_mask`). Shape letters: R rows,
-Hq query heads, Hk key-value heads, T queries, L keys, D.
+Every attention layer then hands its queries, keys and values to `attend`, with the forward's batch.
+The batch knows which tokens a query may see. Instead of a mask, transformers passes the width of
+the layer's sliding window (`_window_mask`). Shape letters: R rows, Hq query heads, Hk key-value
+heads, T queries, L keys, D.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ KERNEL = "retrain"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _PROBE_TOKENS = 4
 _MASKED_QUERIES = 512
-"""Queries scored together where a mask is needed, so that memory stays linear in the sequence."""
+"""Queries per product if a mask is necessary, so that memory stays linear in the sequence."""
 
 
 class AttentionBatch(Protocol):
@@ -49,7 +49,7 @@ class AttentionBatch(Protocol):
         softcap: float | None,
         /,
     ) -> Tensor:
-        """[B, Hq, T, D] of queries [B, Hq, T, D] over keys and values [B, Hk, L, D]."""
+        """Return [B, Hq, T, D] of queries [B, Hq, T, D] over keys and values [B, Hk, L, D]."""
         ...
 
 
@@ -64,9 +64,9 @@ class AttentionError(ConfigurationError):
 def missing(model: Any) -> str:
     """Return the reason why `attend` cannot compute a model's attention; "" if it can.
 
-    The model is tried on a few tokens: layers outside transformers' attention interface would
-    silently compute something else. A state that goes from token to token would go from one packed
-    row to the next.
+    The function tries the model on a few tokens: layers outside transformers' attention interface
+    would silently compute something else. A state that goes from token to token would go from one
+    packed row to the next.
     """
     config = model.config.get_text_config()
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
@@ -166,14 +166,14 @@ def _window_mask(
     allow_is_bidirectional_skip: bool | None = None,
     **unused: Any,
 ) -> Tensor:
-    """Return a [1, 1, 1, 1] whose first stride is the sliding window's width plus 2, 2 for none; 0
-    where no window says what a token sees. A slice of it (Gemma 4) keeps the stride, a tensor
-    without values has one too, and what a layer makes of it otherwise has a stride of 1 or 0.
+    """Return a [1, 1, 1, 1] whose first stride encodes the sliding window. The stride is the
+    window's width plus 2, or 2 for no window; 0 means that a window does not describe what a token
+    sees. A slice of it (Gemma 4) keeps the stride, and so does a tensor without values. Other
+    operations of a layer give a stride of 1 or 0.
 
     transformers' mask signature: some families (Qwen2-MoE, Phi-MoE) give their window to the mask
-    and not to the attention function. `use_vmap` is set for a mask function of the family's own
-    (Gemma 3 for embeddings), and `allow_is_bidirectional_skip` is passed where tokens see later
-    ones (BERT).
+    and not to the attention function. A family's own mask function (Gemma 3 for embeddings) sets
+    `use_vmap`. If tokens see later tokens (BERT), the caller passes `allow_is_bidirectional_skip`.
     """
     stride = 2 + (local_size or 0)
     if use_vmap or allow_is_bidirectional_skip is not None:
@@ -197,7 +197,7 @@ def attend(
     """Return [B, T, Hq, D], by transformers' attention signature. A mask's window goes before
     `sliding_window`, as in transformers' own attention.
     """
-    # What this attention would silently leave out is refused.
+    # Refuse arguments that this attention would silently ignore.
     unknown = [
         f"the attention argument {name}"
         for name in ("s_aux", "sinks", "position_bias", "indices", "block_indices")
@@ -223,8 +223,8 @@ def attend(
 
 
 class RowLengths:
-    """The number of tokens that each row sees, the one being decoded included, and their masks,
-    which all layers share.
+    """The number of tokens that each row sees, including the token that it decodes now, and their
+    masks, which all layers share.
     """
 
     def __init__(self, lengths: Tensor, longest: int, ragged: bool) -> None:
@@ -232,7 +232,7 @@ class RowLengths:
         self._biases: dict[int | None, Tensor | None] = {}
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[R, 1, 1, L], or None where every row sees everything."""
+        """Return [R, 1, 1, L], or None where every row sees everything."""
         if window is not None and window >= self.longest:
             window = None
         if window not in self._biases:
@@ -244,10 +244,10 @@ class RowLengths:
 
 
 class FusedAttention:
-    """The two attentions that the engine needs, by PyTorch's fused attention, on every device; a
+    """The two attentions that the engine needs, by PyTorch's fused attention, on every device. A
     soft cap takes plain matrix products, and so does decoding in float32 on a CPU.
 
-    `window` is the number of last tokens that are seen.
+    `window` is the number of last tokens that a query sees.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class FusedAttention:
         softcap: float | None,
     ) -> Tensor:
         """Attend with one query per row, [R, Hq, 1, D], over its own tokens of [R, Hk, L, D]. The
-        queries of a key-value head are laid side by side, so no key is repeated.
+        queries of a key-value head lie side by side, so no key repeats.
         """
         count, heads, _, dim = query.shape
         grouped = query.reshape(count, key.shape[1], heads // key.shape[1], dim)
@@ -293,8 +293,8 @@ class FusedAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Causal attention of the last T of L tokens: [B, Hq, T, D] over [B, Hk, L, D]; query t
-        sees keys 0 .. L - T + t.
+        """Return the causal attention of the last T of L tokens, [B, Hq, T, D] over [B, Hk, L, D].
+        Query t sees keys 0 .. L - T + t.
         """
         queries, length = query.shape[2], key.shape[2]
         groups = query.shape[1] // key.shape[1]
@@ -328,7 +328,7 @@ def prefers_products(query: Tensor) -> bool:
     """Return True if matrix products score these queries faster than the fused kernel, where the
     rows are short or the queries few.
 
-    Without values, as memory is predicted, it does not matter: both ways keep about the same.
+    Without values, in a prediction of memory, it does not matter: both ways keep about the same.
     """
     return query.device.type in ("cpu", "meta") and query.dtype == torch.float32
 
@@ -336,7 +336,7 @@ def prefers_products(query: Tensor) -> bool:
 def _products(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float
 ) -> Tensor:
-    """softmax(scaling * q k + bias) v of queries [R, Hk, G, D]; without gradient."""
+    """Return softmax(scaling * q k + bias) v of queries [R, Hk, G, D]; without gradient."""
     rows, heads = query.shape[:2]
     queries, keys, values = (tensor.flatten(0, 1) for tensor in (query, key, value))
     keys = keys.transpose(1, 2)
@@ -350,8 +350,8 @@ def _products(
 
 
 def visible_bias(lengths: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[R, 1, 1, L] additive mask: row r sees its tokens 0 .. lengths[r] - 1, only the last `window`
-    of them if given.
+    """Return [R, 1, 1, L] additive mask: row r sees its tokens 0 .. lengths[r] - 1, only the last
+    `window` of them if given.
     """
     position = torch.arange(longest, device=lengths.device)
     hidden = position >= lengths[:, None]
@@ -370,10 +370,10 @@ def _biased(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """softmax(scaling * q k + bias) v; under a soft cap softmax(softcap * tanh(scaling * q k /
-    softcap) + bias) v, as Gemma 2 defines it: no fused kernel on a CPU has the tanh.
+    """Return softmax(scaling * q k + bias) v. A soft cap replaces scaling * q k by softcap *
+    tanh(scaling * q k / softcap), as in Gemma 2. The soft cap has no fused kernel on a CPU.
 
-    Nothing in place: the learner differentiates it.
+    It avoids in-place operations, since the learner differentiates it.
     """
     if softcap is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 NO_LIMIT = 1 << 30
 """The context of a model that names none: more tokens than any sequence has."""
 PROMPT_ALLOWANCE = 1024
-"""Prompt tokens assumed beside max_tokens when asking whether the longest row fits, and tokens of
-an environment's answers."""
+"""Assumed prompt tokens, in addition to max_tokens, in the test whether the longest row fits; also
+the assumed tokens of an environment's answers.
+"""
 _SAMPLING_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Float32 logits handled together: on a CPU they stay in the cache over the passes."""
 PREFILL_TOKENS = 8192
@@ -22,40 +23,43 @@ PAGE_TOKENS = 256
 STORE_SHARE = 8
 """Prompts kept for redraws take at most this part (1/8) of the KV budget on top of it."""
 _ROW_CAPS = {"cpu": 64, "cuda": 512}
-"""On a CPU the rows of a piece; a worker decodes one piece at a time. Larger pieces would be too
-few for all workers, and smaller ones take nearly as long. On a GPU more rows decode no faster,
-since it waits for the KV cache."""
+"""Maximum number of rows. On a CPU they are the rows of a piece; a worker decodes one piece at a
+time. Larger pieces would be too few for all workers, and smaller ones take nearly as long. On a GPU
+more rows decode no faster, since it waits for the KV cache.
+"""
 _STORE_ALLOWANCE = 1.25
-"""Prompts kept for their groups and for redraws, beside the rows' own keys and values."""
+"""Factor on the keys and values of the rows: the rest holds prompts kept for their groups and for
+redraws.
+"""
 _SCALE_BYTES = 4
 _QUANTISED = ("int8", "fp8")
 
 
 def sampling_chunk_bytes(device_type: str) -> int:
-    """Bytes of the float32 logits that a sampler handles together."""
+    """Return the bytes of the float32 logits that a sampler handles together."""
     return _SAMPLING_CHUNK_BYTES.get(device_type, _SAMPLING_CHUNK_BYTES["cpu"])
 
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """The budget of one batch. Contiguous rows reserve the longest completion and are never
-    preempted; pages reserve nothing.
+    """The budget of one batch. Contiguous rows reserve the longest completion, so the engine never
+    preempts them; pages reserve nothing.
     """
 
     rows: int
     tokens: int
 
     def rows_together(self, tokens_per_row: int, completions: int) -> int:
-        """The number of `completions` that decode together if the longest has `tokens_per_row`; the
-        others wait their turn.
+        """Return the number of `completions` that decode together if the longest has
+        `tokens_per_row`; the others wait their turn.
         """
         return max(1, min(self.rows, self.tokens // tokens_per_row, completions))
 
 
 def context_length(model_config: Any) -> int:
-    """The positions that prompt and completion share: max_position_embeddings, and with longrope
-    its original length, past which the angles of all positions depend on the longest sequence of a
-    batch. NO_LIMIT if the model names none.
+    """Return the number of positions that prompt and completion share: max_position_embeddings, or
+    with longrope its original length. Past that length, longrope's angles depend on the longest
+    sequence of a batch. NO_LIMIT if the model names none.
     """
     text = model_config.get_text_config()
     most = int(getattr(text, "max_position_embeddings", None) or NO_LIMIT)
@@ -74,9 +78,9 @@ def longest_row(
     context: int,
     prompt_tokens: int = PROMPT_ALLOWANCE,
 ) -> int:
-    """Tokens of the longest prompt and completion that are trained. An unknown prompt counts as
+    """Return the tokens of the longest trained prompt and completion. An unknown prompt counts as
     PROMPT_ALLOWANCE tokens, and so do all answers of an environment together. `context` is the
-    model's.
+    context length of the model.
     """
     answers = environment.provider not in ("", "reasoning_gym") and environment.max_turns != 1
     wanted = training.max_tokens + prompt_tokens + PROMPT_ALLOWANCE * answers
@@ -90,8 +94,8 @@ def longest_sampled(
     context: int,
     prompt_tokens: int = PROMPT_ALLOWANCE,
 ) -> int:
-    """`longest_row` of what is sampled: evaluations may allow longer completions than training
-    does.
+    """Return `longest_row` for sampled completions: evaluations may allow longer completions than
+    training does.
     """
     longest = longest_row(training, environment, context, prompt_tokens)
     more = most_new_tokens(training, evaluation) - training.max_tokens
@@ -99,7 +103,7 @@ def longest_sampled(
 
 
 def most_new_tokens(training: "Training", evaluation: "Evaluation") -> int:
-    """Tokens of the longest completion that the run samples."""
+    """Return the tokens of the longest completion that the run samples."""
     if evaluation.asked_for:
         return max(training.max_tokens, evaluation.over(training).max_tokens)
     return training.max_tokens
@@ -115,9 +119,8 @@ def kv_bytes_per_token(model_config: Any, compute_bytes: int, kv_cache_dtype: st
 
 
 def _kv_bytes_by_layer(model_config: Any, compute_bytes: int, kv_cache_dtype: str) -> list[int]:
-    """Return how many bytes each layer holds for a token; layers without a cache are left out. In
-    Gemma 4 the number and the size of heads differ by layer, and the last layers read the keys and
-    values of an earlier one.
+    """Return how many bytes each layer with a cache holds for a token. In Gemma 4 the number and
+    the size of heads differ by layer. Its last layers read the keys and values of an earlier layer.
     """
     text, found = model_config.get_text_config(), []
     count = text.num_hidden_layers
@@ -151,19 +154,20 @@ def plan_decode(
     kv_cache_dtype: str = "auto",
     paged: bool = False,
 ) -> DecodeLimits:
-    """The budget that fits `memory_bytes`; `tokens_per_row` is the longest prompt and completion
-    together.
+    """Return the budget that fits `memory_bytes`; `tokens_per_row` is the longest prompt and
+    completion together.
 
-    In pages as many rows start as there are pages, up to the device's cap, and prompts that are
-    kept are pages too. Raises EnvironmentFailure where not even one row fits. A quantised cache is
-    unpacked one layer at a time, which is counted.
+    In pages as many rows start as there are pages, up to the device's cap, and stored prompts take
+    pages too. Raises EnvironmentFailure if not even one row fits. The budget counts the unpacking
+    of a quantized cache, one layer at a time.
     """
     per_token = kv_bytes_per_token(model_config, compute_bytes, kv_cache_dtype)
     if kv_cache_dtype in _QUANTISED:
         per_token += max(_kv_bytes_by_layer(model_config, compute_bytes, "auto"))
     allowance = 1.0 if paged else _STORE_ALLOWANCE
     tokens = int(memory_bytes / (per_token * allowance))
-    # Two pages may be full in part: the row's last, and its prompt's, which it has a copy of.
+    # Two pages may be full in part: the row's last page, and the last page of its prompt, which the
+    # row copies.
     if tokens < tokens_per_row + (2 * PAGE_TOKENS if paged else 0):
         needed = per_token * allowance * tokens_per_row
         raise EnvironmentFailure(

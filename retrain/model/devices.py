@@ -1,5 +1,5 @@
-"""The devices and dtypes of a run, and the options of its engine; what this machine lacks is
-refused or replaced.
+"""The devices and dtypes of a run, and the options of its engine. The module refuses or replaces
+what this machine lacks.
 """
 
 from dataclasses import dataclass
@@ -26,17 +26,20 @@ class EngineOptions:
     """The keys of `[inference]` resolved for a device and a model."""
 
     weights: torch.dtype | None = None
-    """dtype of a second copy of the weights for decoding, whose adapter follows the learner's;
-    None: the learner's own weights."""
+    """dtype of a second copy of the weights for decoding, whose adapter follows the learner's
+    adapter. With None, decoding uses the learner's own weights.
+    """
     kv_storage: torch.dtype | None = None
     """None: the dtype that the weights compute in."""
     flash: bool = False
-    """Attention by torch's flash kernel where it can. It computes the same function as torch's
-    fused attention."""
+    """True for attention by torch's flash kernel where it can. It computes the same function as
+    torch's fused attention.
+    """
     prefix_caching: bool = True
     paged: bool = False
-    """Keys and values in pages and steps in fixed buffers, for models that have a fused forward;
-    else rows of one capacity."""
+    """True for keys and values in pages and steps in fixed buffers, for models that have a fused
+    forward; else rows of one capacity.
+    """
     page_tokens: int = PAGE_TOKENS
 
 
@@ -124,11 +127,11 @@ class DeviceChoice(NamedTuple):
 
 
 def choose_device(backend: "Backend", world: World = ALONE) -> DeviceChoice:
-    """Return the devices of `[backend] devices`: one, or in split mode the sampler's and then the
-    learner's.
+    """Return the devices of `[backend] devices`: one device, or in split mode first the sampler's
+    and then the learner's device.
 
-    The unset default falls back to cpu; a named device that is absent is refused. In a parallel run
-    each process takes the GPU of its local rank.
+    The unset default falls back to cpu; retrain refuses a named device that is absent. In a
+    parallel run each process takes the GPU of its local rank.
     """
     names = backend.device_list
     if len(names) > 1 and world.size > 1:

@@ -1,8 +1,7 @@
-"""The bytes of a model with its adapter, counted on the model itself or on one that was never
-allocated.
+"""The bytes of a model with its adapter: a count on the model itself, or on a model without memory.
 
-On torch's meta device a model has shapes and no values. The same count runs on it, so what is
-predicted before the weights are loaded is what is measured afterwards.
+On torch's meta device a model has shapes and no values. The same count runs on it, so the
+prediction before loading the weights equals the measurement afterwards.
 """
 
 import warnings
@@ -28,16 +27,17 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 TRAINED_BYTES = 16
-"""Of a trained parameter: float32, its gradient and two moments."""
+"""Bytes of a trained parameter: float32, its gradient and two moments."""
 _PROBE_TOKENS = 64
 _META = torch.device("meta")
 _NF4_BYTES = 4.127 / 8
-"""A weight in 4 bits with doubly quantised scales, one for 64 weights (arXiv 2305.14314, section
-3)."""
+"""A weight in 4 bits with doubly quantized scales, one for 64 weights (arXiv 2305.14314, section
+3).
+"""
 
 
 class PredictionError(EnvironmentFailure):
-    """The memory of a model cannot be predicted: its code needs its weights."""
+    """retrain cannot predict the memory of a model whose code needs its weights."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,20 @@ class Footprint:
     num_trainable: int
     """Parameters of the adapter."""
     adapter_copies: int
-    """Bytes of the adapter as the fused forward's products read it, beside its float32
-    parameters."""
+    """Bytes of the adapter as the fused forward's products read it, in addition to its float32
+    parameters.
+    """
     kept_per_token: int
     """Bytes that a forward pass keeps for its backward."""
     checkpointed_per_token: int
     """The same with gradient checkpointing: the input of every layer, and one layer's activations
     while it runs again."""
     full_bytes: int
-    """Bytes that stay where all weights are trained, of `full.full_bytes`; 0 with an adapter."""
+    """Permanent bytes of training all weights, by `full.full_bytes`; 0 with an adapter."""
     gradients_per_token: int
-    """Bytes beside these in the backward pass, and all of a forward pass that keeps nothing: about
-    what one layer keeps (measured on the lab model: 1.05 to 1.13 times as much)."""
+    """Additional bytes in the backward pass, and all bytes of a forward pass that keeps nothing.
+    The value is about what one layer keeps (measured on the lab model: 1.05 to 1.13 times as much).
+    """
 
     @property
     def trained_bytes(self) -> int:
@@ -80,13 +82,13 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
     """Measure a model that carries its adapter. Its state does not change, except that fused layers
     share one weight tensor.
 
-    `device_type`: the device on which a model without weights would run; its attention kernel is
-    then counted.
+    `device_type` is the device on which a model without weights would run. The count then includes
+    its attention kernel.
     """
     device_type = device_type or base.device.type
     kernel = attention_of(config.inference.attention_kernel, device_type, base.dtype)
     fused, saved = None, 0
-    # Neither weights in 4 bits nor parts of weights have a fused forward.
+    # 4-bit weights and sharded weights have no fused forward.
     if config.model.load_in_4bit:
         saved = _four_bits_save(base)
     elif base.shards.size == 1:
@@ -119,7 +121,7 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
 
 
 def _four_bits_save(base: BaseModel) -> int:
-    """Return the bytes that 4 bits save in the linear layers; the head is not quantised."""
+    """Return the bytes that 4 bits save in the linear layers; the head keeps its precision."""
     linears = [module.weight for module in base.decoder.modules() if isinstance(module, nn.Linear)]
     return sum(
         weight.nbytes - int(weight.numel() * _NF4_BYTES)
@@ -131,14 +133,14 @@ def _four_bits_save(base: BaseModel) -> int:
 
 
 _sizes: dict[tuple[Any, ...], Footprint] = {}
-"""By all that they depend on: a campaign's runs have few different ones."""
+"""The footprints by everything on which they depend: a campaign's runs have few different sizes."""
 
 
 def size_without_weights(
     config: "TrainConfig", settings: Any, device_type: str, dtype: torch.dtype, shards: World
 ) -> Footprint:
-    """Return the footprint of a model of which only the configuration is there, `settings`, as one
-    of `shards` holds it. Raises PredictionError where its code needs its weights.
+    """Return the footprint of a model from its configuration `settings` alone, as one process of
+    `shards` holds it. Raises PredictionError if the model's code needs the weights.
     """
     key = (
         settings.to_json_string(use_diff=False),
@@ -158,7 +160,7 @@ def size_without_weights(
         _sizes[key] = footprint(base, config, device_type)
     except ConfigurationError:
         raise
-    # torch's grouped product, as of experts, knows no other dtype than bfloat16 there
+    # There torch's grouped product, for experts, knows only bfloat16.
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise PredictionError(
             f'[model] model = "{config.model.model}" cannot be built and run without its weights'
@@ -203,7 +205,7 @@ def _kept_bytes(
     kept: dict[int, torch.UntypedStorage] = {}
 
     def count(tensor: Tensor) -> Any:
-        # The tensor itself is not kept: a graph that holds its own outputs is never freed.
+        # Keep no tensor: Python never frees a graph that holds its own outputs.
         storage = tensor.untyped_storage()
         if id(storage) not in own:
             kept[id(storage)] = storage  # held, so that no other takes its place

@@ -1,7 +1,7 @@
 """All weights of a language model as the weights that a run trains.
 
-The optimizer's weights are float32. Where the model computes in half precision, its own weights are
-their cast, and gradients are added up in float32.
+The optimizer's weights are float32. If the model computes in half precision, its own weights are
+casts of them, and gradients accumulate in float32.
 """
 
 import json
@@ -38,8 +38,8 @@ def trained_weights(base: "BaseModel", config: "TrainConfig") -> TrainedWeights:
 
 
 def full_bytes(weights: int, device_type: str, frozen: int) -> int:
-    """Return the bytes of so many trained weights: float32, gradient and two moments; a copy in the
-    model's dtype for the sampler, and so many `frozen` ones.
+    """Return the bytes of so many trained weights: float32, gradient and two moments. They include
+    a copy in the model's dtype for the sampler, and `frozen` more copies.
     """
     copy = 2 if device_type == "cuda" else 4
     return (4 * 4 + copy * (1 + frozen)) * weights
@@ -110,10 +110,10 @@ class AllWeights(TrainedWeights):
                 parameter.data = data
 
     def trial_changes(self, seed: int) -> list[Change]:
-        """Change one matrix of each layer, in turn one of each kind.
+        """Change one matrix of each layer, taking the kinds of matrices in turn.
 
-        Uniform values between -w and w with w = sqrt(3 / I) have the standard deviation 1 / sqrt(I)
-        for I inputs, so the change of the output is as large as the input.
+        With I inputs, uniform values between -w and w, w = sqrt(3 / I), have the standard deviation
+        1 / sqrt(I). The change of the output is therefore as large as the input.
         """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -130,8 +130,8 @@ class AllWeights(TrainedWeights):
     # -- files -------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write model.safetensors, unless it is there, config.json and a model card. The file is
-        never written in place, since it may be a link.
+        """Write model.safetensors, unless it is there, config.json and a model card. It never
+        writes the file in place, since the file may be a link.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / self.file).exists():

@@ -1,9 +1,9 @@
 """The pieces of a dense decoder layer as differentiable functions that keep little for the backward
-pass; and a whole layer that keeps its input alone.
+pass. A whole layer keeps its input alone.
 
-A frozen norm or activation is computed again in the backward pass from what stands before it.
-Gradients go to the residual stream and to the adapters; frozen weights have none. Shape letters: N
-tokens, H hidden size, I inputs and O outputs of a projection.
+The backward pass computes a frozen norm or activation again from its input. Gradients go to the
+residual stream and to the adapters; frozen weights have none. Shape letters: N tokens, H hidden
+size, I inputs and O outputs of a projection.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,11 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any) -> "Norm":
-        """The norm of a transformers module."""
+        """Return the norm of a transformers module."""
         return cls(module.weight, module.variance_epsilon)
 
     def scale(self, x: Tensor) -> Tensor:
-        """[.., 1] float32, one over the root mean square of x [.., H]."""
+        """Return [.., 1] float32, one over the root mean square of x [.., H]."""
         mean = (
             torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
             .square_()
@@ -48,7 +48,7 @@ class Norm:
         return (x * scale).to(x.dtype).mul_(self.weight)
 
     def forward(self, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(normed x, `scale`); the scale is None where nothing is kept for a backward pass and one
+        """Return (normed x, `scale`). The scale is None if there is no backward pass and a single
         kernel does all, with the same roundings.
         """
         if isinstance(ctx, _NoContext) and x.device.type in _FUSED_NORM:
@@ -71,36 +71,36 @@ class Norm:
 
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
-    """[N, H] from [N, H]."""
+    """Return [N, H] from [N, H]."""
     return _run(_NormFunction, x, norm)
 
 
 def project(x: Tensor, projection: Projection) -> Tensor:
-    """[N, O] from [N, I]."""
+    """Return [N, O] from [N, I]."""
     return _run(_Project, x, None, projection, *_trained(projection))
 
 
 def norm_project(x: Tensor, norm: Norm, projection: Projection) -> Tensor:
-    """[N, O], the projection of the normed residual stream [N, H]."""
+    """Return [N, O], the projection of the normed residual stream [N, H]."""
     return _run(_Project, x, norm, projection, *_trained(projection))
 
 
 def gated_mlp(x: Tensor, norm: Norm, gate_up: Projection, down: Projection) -> Tensor:
-    """[N, H] down(silu(gate) * up) of the normed residual stream [N, H] (SwiGLU, arXiv
+    """Return [N, H] down(silu(gate) * up) of the normed residual stream [N, H] (SwiGLU, arXiv
     2002.05202).
     """
     return _run(_GatedMLP, x, norm, gate_up, down, *_trained(gate_up), *_trained(down))
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor:
-    """Apply the rotary embedding to x [N, heads, D], normed head by head if there is a norm, by cos
-    and sin [N, 1, D], whose halves are equal (arXiv 2104.09864).
+    """Apply the rotary embedding by cos and sin [N, 1, D], whose halves are equal, to x [N, heads,
+    D] (arXiv 2104.09864). A norm acts first, head by head.
     """
     return _run(_Rope, x, cos, sin, norm)
 
 
 def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """Apply the function. Without gradients nothing is saved for a backward pass, since saving
+    """Apply the function. Without gradients it saves nothing for a backward pass, since saving
     costs as much as a small operation.
     """
     if torch.is_grad_enabled():
@@ -109,7 +109,7 @@ def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 class _NoContext:
-    """The context of a function that is never differentiated."""
+    """The context of a function without a backward pass."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         pass
@@ -167,7 +167,7 @@ class _Project(torch.autograd.Function):
             grad_output,
             source,
             reduced,
-            # Not in the first layer: what is below it is frozen.
+            # The first layer does not want it, since nothing trains below it.
             wants_input=ctx.needs_input_grad[0],
             wants_params=_wanted(ctx, 3, ctx.projection),
         )
@@ -175,14 +175,14 @@ class _Project(torch.autograd.Function):
 
 
 def _normed(ctx: Any, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
-    """`Norm.forward`, or x itself where there is no norm."""
+    """Return `Norm.forward`, or x itself where there is no norm."""
     if norm is None:
         return x, None
     return norm.forward(ctx, x)
 
 
 def _before_norm(norm: Norm | None, grad: Tensor | None, x: Tensor, scale: Tensor) -> Tensor | None:
-    """The gradient of x from `grad`, the gradient of `_normed`; None if that is None."""
+    """Return the gradient of x from `grad`, the gradient of `_normed`; None if that is None."""
     if norm is None or grad is None:
         return grad
     return norm.input_gradient(grad, x, scale)
@@ -216,7 +216,7 @@ class _GatedMLP(torch.autograd.Function):
 
 
 def gated(gates: Tensor) -> Tensor:
-    """silu(gate) * up [N, I] of both side by side."""
+    """Return silu(gate) * up [N, I] of both side by side."""
     gate, up = gates.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -235,8 +235,8 @@ def _gate_gradients(
 
 
 def gate_gradient(grad: Tensor, gates: Tensor, active: Tensor) -> Tensor:
-    """The gradient of `gates` [N, 2 I] from `grad`, the gradient of `gated`, which is overwritten;
-    `active` is silu(gate).
+    """Return the gradient of `gates` [N, 2 I] from `grad`, the gradient of `gated`. Overwrites
+    `grad`. `active` is silu(gate).
     """
     gate, up = gates.chunk(2, dim=-1)
     grad_gates = torch.empty_like(gates)
@@ -273,8 +273,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def recomputed(layer: Callable[..., Any], hidden: Tensor, *others: Any, **named: Any) -> Any:
-    """`layer(hidden, *others, **named)`, of which the backward pass keeps the inputs alone and runs
-    the layer again.
+    """Return `layer(hidden, *others, **named)`, of which the backward pass keeps the inputs alone
+    and runs the layer again.
     """
     return checkpoint(
         layer, hidden, *others, use_reentrant=False, preserve_rng_state=False, **named

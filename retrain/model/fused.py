@@ -1,10 +1,10 @@
 """The forward pass of a dense decoder (Llama, Qwen 2 and 3, Mistral) over the parameters of a
 transformers model.
 
-It stands in for the model's own forward in the sampler and in the learner: fewer and larger
-operations, the same function. Whether it is the same is tried on a few tokens, with the sliding
-window that each layer asks for; a model that it does not fit keeps its own forward. Shape letters:
-B rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
+It replaces the model's own forward in the sampler and in the learner: fewer and larger operations,
+the same function. A test on a few tokens, with the sliding window of each layer, checks that it is
+the same. A model that fails the test keeps its own forward. Shape letters: B rows, T tokens of a
+row, N = B T, H hidden size, Hq and Hk heads, D head size.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,9 @@ from retrain.model.projection import Projection, fusable
 
 _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 _WINDOW_IN_CONFIG = {"mistral"}
-"""Families whose attention reads the sliding window from its configuration; elsewhere it has one of
-its own, or none."""
+"""Families whose attention reads the sliding window from its configuration. In other families the
+attention has its own window, or none.
+"""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 """Largest deviation of a layer's hidden states on a probe, relative to a token's norm."""
 _PROBE_TOKENS = 16
@@ -68,7 +69,8 @@ class _Layer:
         self.heads = [outputs // self.head_size for outputs in self.qkv.outputs]
         self.head_norm: Norm | None = None
         """The norms of query and key heads as one: row i of its weight [Hq + Hk, D] is for head i.
-        None where the family has none."""
+        It is None if the family has no such norms.
+        """
         self._norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         if None not in self._norms:
             self.head_norm = Norm(self._joined_norms(), self._norms[0].variance_epsilon)
@@ -119,11 +121,11 @@ class _Layer:
 
 
 class FusedDecoder:
-    """Token ids to last hidden states, with the parameters of the model it was made of."""
+    """Maps token ids to last hidden states, with the parameters of the given model."""
 
     def __init__(self, model: Any, merge: bool) -> None:
-        """`model` is a causal language model of transformers; raises AttributeError where it is
-        built in another way.
+        """`model` is a causal language model of transformers. Raises AttributeError for a model
+        with another structure.
 
         `merge`: a sampler may hold a second copy of the weights, with the adapter in it.
         """
@@ -147,8 +149,8 @@ class FusedDecoder:
     def of(
         cls, model: Any, *, merge: bool, log: Callable[[str], None] = lambda _: None
     ) -> "FusedDecoder | None":
-        """Return None where the model is of another family, its layers are quantised or adapted in
-        another way, or a probe differs.
+        """Return None if the model has another family, quantized layers or other adapters, or if a
+        probe differs.
 
         `log` receives a line where a model of a known family differs on the probe.
         """
@@ -256,11 +258,11 @@ class FusedDecoder:
 
     @torch.no_grad()
     def _difference(self, model: Any) -> str:
-        """Say how it differs from the model's own layers on a probe; "" where it does not, and for
-        a model without weights.
+        """Say how it differs from the model's own layers on a probe; "" if it does not, and for a
+        model without weights.
 
-        Each layer is given the model's own input: over many layers in half precision two roundings
-        of one function drift far apart.
+        Each layer gets the model's own input: over many layers in half precision two roundings of
+        one function drift far apart.
         """
         if self._embed.weight.is_meta:
             return ""
@@ -282,7 +284,7 @@ class FusedDecoder:
         finally:
             for hook in hooks:
                 hook.remove()
-        # The adapter's factors are not written yet.
+        # `refresh` writes the adapter's factors for the first time.
         self.refresh()
         embedded, rotary = self._embedded(ids, torch.arange(count, device=ids.device).unsqueeze(0))
         differences = [
@@ -299,7 +301,7 @@ class FusedDecoder:
 
 
 class _Causal(FusedAttention):
-    """Causal attention within each row, as an `AttentionBatch` that keeps what is asked of it."""
+    """Causal attention within each row, as an `AttentionBatch` that records each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,8 +321,8 @@ class _Causal(FusedAttention):
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """Largest ||found - expected|| / ||expected|| of a token; both [N, H]. A padding token's
-    embedding may be zero, in both.
+    """Return the largest ||found - expected|| / ||expected|| of a token; both [N, H]. A padding
+    token's embedding may be zero, in both.
     """
     found, expected = found.float(), expected.float()
     size = expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)

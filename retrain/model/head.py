@@ -1,15 +1,15 @@
 """Log-probs and entropies of action tokens from hidden states, without ever holding [tokens,
 vocabulary].
 
-The head runs over rows of hidden states in chunks that are sized in bytes. Where its weight is
-frozen, the only gradient is the one with respect to the hidden state, and for a scalar per row that
-gradient is one vector of size H: it is computed while the row's logits are there, and backward is a
-multiplication. No logits are kept and none are computed twice. A trained head keeps no logits
-either: its backward computes each chunk again, and adds up the gradient of the weight.
+The head runs over rows of hidden states in chunks of a fixed number of bytes. With a frozen weight,
+only the hidden state has a gradient. For a scalar per row that gradient is one vector of size H.
+The forward pass computes it while it holds the row's logits, so backward is a multiplication. The
+head keeps no logits and computes them once. A trained head keeps no logits either: its backward
+computes each chunk again, and adds up the gradient of the weight.
 
-Where a token was drawn from a truncated distribution, its row's softmax runs over the kept tokens
-alone: the sampled one and the most probable others, as many as the sampler kept (`truncation.py`).
-The set is a constant to the gradient.
+For a truncated distribution, the row's softmax runs over the kept tokens alone (`truncation.py`).
+These are the sampled token and the most probable others, as many as the sampler kept. The gradient
+treats the set as a constant.
 """
 
 from collections.abc import Iterator
@@ -40,17 +40,17 @@ class Head:
     """The language-model head and what the model does to its logits."""
 
     weight: Tensor
-    """[V, H]; the embedding matrix where the two are tied."""
+    """[V, H]; the embedding matrix if the model ties the two."""
     bias: Tensor | None = None
     """[V]"""
     scale: float = 1.0
-    """Logits are multiplied by it (Cohere's logit_scale, one over Granite's logits_scaling)."""
+    """Factor on the logits (Cohere's logit_scale, one over Granite's logits_scaling)."""
     softcap: float | None = None
     """softcap * tanh(logits / softcap), after the scale (Gemma)."""
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[rows, V] logits of [rows, H] hidden states in float32; the product itself runs in the
-        model's dtype, as the model's own does.
+        """Return [rows, V] logits of [rows, H] hidden states in float32; the product itself runs in
+        the model's dtype, as the model's own does.
 
         `out` [rows, V], of the model's dtype, is memory that the product may use.
         """
@@ -66,7 +66,7 @@ class TokenScores(NamedTuple):
     logprobs: Tensor
     """[N] float32, natural log."""
     entropies: Tensor | None
-    """[N] float32, nats; None where they were not asked for."""
+    """[N] float32, nats; None without `entropy`."""
 
 
 def chunk_rows(vocabulary: int, chunk_bytes: int) -> int:
@@ -88,9 +88,9 @@ def score_tokens(
     """Return log-probs of `targets` [N] under softmax(logits / temperature) of `hidden` [N, H], and
     the entropies if wanted.
 
-    `kept` [N] int64, on the device: tokens of the vocabulary that each softmax runs over; None: all
-    of them. Softmax runs in float32. Gradient flows to `hidden`, and to a head that is trained;
-    from the entropies where `entropy_gradient` is True.
+    `kept` [N] int64, on the device, is the number of tokens that each softmax runs over; None means
+    the whole vocabulary. Softmax runs in float32. Gradient flows to `hidden`, and to a trained
+    head. It flows from the entropies if `entropy_gradient` is True.
     """
     if temperature <= 0:
         raise ValueError(f"the learner's temperature must be above 0, not {temperature}")
@@ -106,8 +106,8 @@ def score_tokens(
 def count_kept(
     head: Head, hidden: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Tensor:
-    """[N] float32 counts of the tokens that the cuts keep of softmax(logits / temperature), for
-    `hidden` [N, H].
+    """Return [N] float32 counts of the tokens that the cuts keep of softmax(logits / temperature),
+    for `hidden` [N, H].
     """
     rows, counts = chunk_rows(len(head.weight), chunk_bytes_on(hidden.device.type)), []
     # Memory for one chunk after the other: new memory costs page faults.
@@ -127,7 +127,7 @@ def count_kept(
 
 @dataclass(frozen=True)
 class _Settings:
-    """What scores the rows of a head, beside their hidden states."""
+    """Everything that scores the rows of a head, except their hidden states."""
 
     head: Head
     targets: Tensor
@@ -184,7 +184,7 @@ class _ChunkedHead(torch.autograd.Function):
                 if entropy_gradient is not None:
                     entropy_gradient[part] = chunk.to_hidden(chunk.entropy_slope())
                 logprob_gradient[part] = chunk.to_hidden(chunk.logprob_slope())
-            del chunk  # before the next one is made
+            del chunk  # before the next chunk
         ctx.save_for_backward(logprob_gradient, entropy_gradient)
         if entropy_gradient is None:
             ctx.mark_non_differentiable(entropies)
@@ -213,7 +213,7 @@ class _TrainedHead(torch.autograd.Function):
             if settings.entropy:
                 entropies[part] = chunk.entropies()
             del chunk
-        # The weights too, so that torch refuses a backward pass after they were written.
+        # Save the weights too, so that torch refuses a backward pass after a write to them.
         ctx.save_for_backward(hidden, weight, bias)
         ctx.settings = settings
         return logprobs, entropies
@@ -246,12 +246,12 @@ class _TrainedHead(torch.autograd.Function):
 
 
 class _Chunk:
-    """Some rows of the head, in as few tensors of [rows, V] as can be: one, and one more each for
-    entropies and for a soft cap.
+    """Some rows of the head, in as few tensors of [rows, V] as possible. One suffices, plus one
+    each for entropies and for a soft cap.
 
-    With u = z / T - max(z / T) and s = sum(exp u): p = exp(u) / s, log p = u - log s, H = log s -
-    sum(p u), which adds terms that are never negative. d log p_target / d z = (onehot - p) / T, and
-    dH / d z = -p * (log p + H) / T. Tokens that are not kept have p = 0.
+    Let u = z / T - max(z / T) and s = sum(exp u). Then p = exp(u) / s, log p = u - log s, and H =
+    log s - sum(p u), a sum without negative terms. Slopes: d log p_target / d z = (onehot - p) / T,
+    and dH / d z = -p * (log p + H) / T. Dropped tokens have p = 0.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class _Chunk:
         """`products` [rows, V] is memory, which the chunk makes its own."""
         self.head, self.targets, self.temperature = head, targets, temperature
         logits = head.logits(hidden, products)
-        # What follows works in place; the slope of the cap needs the capped logits.
+        # The next operations work in place, and the slope of the cap needs the capped logits.
         self.capped = logits.clone() if head.softcap is not None else None
         u = logits
         if temperature != 1.0:
@@ -285,39 +285,39 @@ class _Chunk:
         self.logprobs = (of_target - self._total.log()).squeeze(-1)
 
     def entropies(self) -> Tensor:
-        """[rows] nats; p = 0 adds nothing."""
+        """Return [rows] nats; p = 0 adds nothing."""
         assert self._u is not None
         terms = torch.where(self._weights > 0, self._weights * self._u, 0.0).sum(-1, keepdim=True)
         return (self._total.log() - terms / self._total).squeeze(-1)
 
     def entropy_slope(self) -> Tensor:
-        """[rows, V], the entropies' gradient with respect to logits / T."""
+        """Return [rows, V], the entropies' gradient with respect to logits / T."""
         assert self._u is not None
         shift = self.entropies().unsqueeze(-1) - self._total.log()
         gradient = -self._weights / self._total * (self._u + shift)
         return torch.where(self._weights > 0, gradient, 0.0)
 
     def logprob_slope(self) -> Tensor:
-        """[rows, V], the log-probs' gradient. The chunk's weights are overwritten by it."""
+        """Return [rows, V], the log-probs' gradient. It overwrites the chunk's weights."""
         gradient = self._weights.div_(-self._total)
         gradient[torch.arange(len(gradient), device=gradient.device), self.targets] += 1.0
         return gradient
 
     def to_logits(self, slope: Tensor) -> Tensor:
-        """[rows, V] the gradient with respect to the products, but for their scale / T."""
+        """Return [rows, V] the gradient with respect to the products, but for their scale / T."""
         if self.capped is not None and self.head.softcap is not None:
             slope = slope * (1 - (self.capped / self.head.softcap).square())
         return slope.to(self.head.weight.dtype)
 
     def to_hidden(self, slope: Tensor) -> Tensor:
-        """[rows, H] from the gradient with respect to logits / T, [rows, V]."""
+        """Return [rows, H] from the gradient with respect to logits / T, [rows, V]."""
         hidden_gradient = dense_product(self.to_logits(slope), self.head.weight.T)
         return hidden_gradient.mul_(self.head.scale / self.temperature)
 
 
 def exponentials(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """exp(x) of x <= 0, in `out` if given; 0 where float32 holds it with fewer digits or not at
-    all. NaN stays.
+    """Return exp(x) of x <= 0, in `out` if given; 0 where float32 holds it with fewer digits or not
+    at all. NaN stays.
 
     MKL, which computes it on a CPU, takes 8 to 25 times as long for each such number.
     """

@@ -1,8 +1,8 @@
-"""Test once per process, within seconds, if the Hugging Face hub can be reached.
+"""Test once per process, within seconds, if the Hugging Face hub answers.
 
-Left alone, the hub's clients retry for a minute without a network. After a negative answer they are
-switched to their own offline mode, so that everything later in the process uses the local cache or
-fails at once.
+Left alone, the hub's clients retry for a minute without a network. After a negative answer this
+module switches them to their own offline mode. Everything later in the process then uses the local
+cache or fails at once.
 """
 
 import os
@@ -11,20 +11,19 @@ import threading
 from functools import lru_cache
 
 PATIENCE_S = 5.0
-"""A resolver without a network can block for far longer than any HTTP timeout, so the question is
-asked in a thread."""
+"""A resolver without a network can block for far longer than any HTTP timeout, so a thread asks."""
 
 
 def is_offline() -> bool:
-    """Return True where nobody is to ask the hub; nothing is asked to find out."""
+    """Return True if the process must not ask the hub; does not ask the hub itself."""
     from huggingface_hub import constants
 
     return constants.HF_HUB_OFFLINE
 
 
 def reachable() -> bool:
-    """Return True if the hub answers anything at all; otherwise the process goes offline for
-    good.
+    """Return True if the hub answers anything at all. Otherwise the process stays offline until it
+    ends.
     """
     return not why_unreachable()
 
@@ -44,7 +43,7 @@ def why_unreachable() -> str:
         return ""
     os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries not yet imported, and for child processes
     constants.HF_HUB_OFFLINE = True
-    if "datasets" in sys.modules:  # it copied the constant when it was imported
+    if "datasets" in sys.modules:  # its import copied the constant
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
     return f"the hub ({constants.ENDPOINT}) could not be reached within {PATIENCE_S:g} s"
 

@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 
 _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-"""Of one logit, relative to the largest: about three roundings, which a scale and a cap add up."""
+"""Tolerance of one logit, relative to the largest logit: about three roundings, which a scale and a
+cap add up.
+"""
 _FACTOR_TOLERANCE = 1e-3
-"""Of the factor between all logits, in which roundings average out."""
+"""Tolerance of the factor between all logits, in which roundings average out."""
 _GATHERED = 2
-"""Layers that are whole at once: the one that runs and the next one, which is gathered
-meanwhile."""
+"""Number of layers that are whole at once: the running layer and the next layer, whose gathering
+overlaps.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,11 @@ class BaseModel:
         positions: Tensor | None = None,
         attention_batch: AttentionBatch | None = None,
     ) -> Tensor:
-        """[batch, tokens, H] of [batch, tokens] ids: rows padded on the right, or packed, with our
-        attention plugged in.
+        """Return [batch, tokens, H] of [batch, tokens] ids: rows padded on the right, or packed,
+        with our attention plugged in.
 
-        No token is masked: attention is causal and padding is on the right, where no token sees it.
-        For packed rows an explicit mask says so, since transformers would otherwise read the
+        The model masks no token: attention is causal and padding is on the right, where no token
+        sees it. Packed rows get an explicit mask of ones. Otherwise transformers would read the
         positions back to the host to find the rows.
         """
         packed: dict[str, Any] = {}
@@ -77,7 +80,7 @@ class BaseModel:
 
 
 _model_cache: "dict[tuple[object, ...], BaseModel] | None" = None
-"""Inside `shared_models`: the loaded models, by what they were loaded from."""
+"""Inside `shared_models`: the loaded models, by their source."""
 
 
 @contextmanager
@@ -85,7 +88,7 @@ def shared_models() -> Iterator[None]:
     """Keep a model loaded inside for the next backend that asks for it: consecutive runs load it
     once.
 
-    One backend uses it at a time; the next one removes the adapter of the one before.
+    One backend uses it at a time; the next backend removes the adapter of the previous backend.
     """
     global _model_cache  # noqa: PLW0603 - one cache per process, which a campaign turns on and off
     before, _model_cache = _model_cache, {}
@@ -99,11 +102,11 @@ def load_base_model(
     config: "TrainConfig", folder_or_id: str, device: torch.device, world: World = ALONE
 ) -> BaseModel:
     """Load the base model; `folder_or_id` is what `[model] model` resolves to. Raises
-    EnvironmentFailure where it cannot be loaded.
+    EnvironmentFailure if it does not load.
     """
     dtype = choose_dtype(config.model.dtype, device)
     if part_class("engine", config.inference.engine).decodes_here:
-        # Refuses what cannot be served before gigabytes are loaded.
+        # Refuses impossible options before loading gigabytes.
         engine_options(config.inference, device.type, dtype)
     shards = shards_of(config.backend, world)
     full = config.model.train == "full"  # the next run needs the base
@@ -119,7 +122,7 @@ def load_base_model(
         config.inference.attention_kernel,
         *model_files(folder_or_id),
     )
-    # Before the next one is loaded: there may not be memory for both.
+    # Free others before loading the next model: there may not be memory for both.
     for other in [key for key in _model_cache if key[:-1] != source]:
         del _model_cache[other]
     key = (*source, device)
@@ -219,7 +222,7 @@ def load_weights(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-        # bitsandbytes quantises a weight as it arrives on its device.
+        # bitsandbytes quantizes a weight as it arrives on its device.
         options |= {"quantization_config": quantisation, "device_map": {"": device}}
     try:
         with no_progress_bar():
@@ -258,11 +261,11 @@ def no_progress_bar() -> Iterator[None]:
 
 
 def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
-    """Return the head whose logits are the model's own, found by trying what its configuration
-    mentions on a few tokens.
+    """Return the head whose logits equal the model's logits. It tries the forms that the
+    configuration mentions on a few tokens.
 
-    Families scale or cap their logits under various names; a form that no candidate reproduces is
-    refused, since it would silently train another distribution.
+    Families scale or cap their logits under various names. The function refuses a form that no
+    candidate reproduces, since it would silently train another distribution.
     """
     output = model.get_output_embeddings()
     if output is None or not isinstance(getattr(output, "weight", None), Tensor):
@@ -322,7 +325,7 @@ def _matches(logits: Tensor, expected: Tensor, tolerance: float) -> bool:
 # Each rank holds 1/N of every layer, and all of a layer while it runs (FSDP2, ZeRO stage 3).
 # Embeddings, head and last norm stay whole on every rank: the learner reads the head's weight
 # outside of any layer, tied weights are both at once, and in a model that needs several GPUs they
-# are a few per cent. The base is frozen, so the backward pass reduces nothing. Every pass is
+# are a few percent. A frozen base gives the backward pass nothing to reduce. Every pass is
 # collective, so all ranks make equally many (`World.any_rank`).
 
 
@@ -337,7 +340,7 @@ def shard(
     """Move a frozen `model` to `device`: 1/N of every layer, and all of the rest. One layer at a
     time is whole there.
 
-    Collective. Call it before the adapter is attached, so that FSDP leaves the adapter's parameters
+    Collective. Call it before attaching the adapter, so that FSDP leaves the adapter's parameters
     alone.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -361,7 +364,9 @@ def shard(
 
 
 def layers(decoder: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a transformers model that can be gathered or checkpointed one by one."""
+    """Return the blocks of a transformers model that FSDP can gather and checkpointing can
+    recompute one by one.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [

@@ -1,8 +1,8 @@
 """Choices made from the machine at the first step, then stored with the run.
 
-They depend on the model, the configuration and the device's total memory, never on what happens to
-be free, so two fresh runs of one configuration on one machine choose the same. One choice is
-measured: several workers with one thread, or one worker with several threads (`threads_pay`). The
+They depend on the model, the configuration and the device's total memory, never on its free memory.
+Two fresh runs of one configuration on one machine therefore choose the same. A measurement decides
+one choice: several workers with one thread, or one worker with several threads (`threads_pay`). The
 number of workers changes no byte; the number of threads may.
 """
 
@@ -39,24 +39,26 @@ if TYPE_CHECKING:
     from retrain.model.load import BaseModel
 
 _LEARNING_SHARE = 0.35
-"""Share of the memory beside the weights that the activations of one micro-batch may take."""
+"""Share of the memory left by the weights that the activations of one micro-batch may take."""
 _DECODE_SHARE = 0.65
 """Share of the same for keys and values, which take turns with the activations. The rest is for the
 optimizer, logits and fragmentation."""
 _CUDA_SHARE = 0.92
-"""Share, on a GPU, of the memory beside all that stays: activations and pages take turns, so either
-may have it. The rest is for fragmentation and for captured steps."""
+"""Share, on a GPU, of the memory left by all permanent tensors. Activations and pages take turns,
+so either may use this share. Fragmentation and captured steps take the rest.
+"""
 _CONTEXT = {"cuda": 5 << 28, "cpu": 12 << 20}
-"""Bytes that operators take beside tensors: on a GPU the context, its kernels and the libraries'
-workspaces, 1.25 GiB, an estimate that was not measured on every card."""
+"""Bytes that operators take in addition to tensors. On a GPU they hold the context, its kernels and
+the libraries' workspaces: 1.25 GiB, an estimate without a measurement on every card.
+"""
 _CPU_SHARE = 0.8
 """Share of a computer's memory that a run may take in all; the computer has other work."""
 _MERGED_SHARE = 0.2
-"""Share for the sampler's prepacked copy of the weights; in float32 the adapter is merged into
-it."""
+"""Share for the sampler's prepacked copy of the weights, which in float32 includes the adapter."""
 _LARGE, _LARGE_ROWS = 64 << 20, 16
 """Bytes of a model whose products take most of the time even for few rows, and the rows of its
-pieces: a step of 32 completions then has work for two workers."""
+pieces. A step of 32 completions then has work for two workers.
+"""
 _PROBE_TOKENS, _PROBES = 32, 3
 _THREADS_PAY = 0.9
 """Share of the ideal speed-up that threads must reach. Workers reach nearly as much, and keep it
@@ -71,7 +73,7 @@ pages."""
 class Machine:
     device_type: str
     memory: int
-    """Bytes of the device, or those of the computer that this process may take."""
+    """Bytes of the device, or the bytes of the computer that this process may take."""
     threads: int
     """torch's intra-op threads on the processor."""
 
@@ -105,11 +107,11 @@ class Budget:
     size: Footprint
     machine: Machine
     prompt_tokens: int = PROMPT_ALLOWANCE
-    """Of the longest prompt."""
+    """Tokens of the longest prompt."""
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest row that is trained."""
+        """Tokens of the longest trained row."""
         config, context = self.config, context_length(self.model_config)
         return longest_row(
             config.training, longest_environment(config), context, self.prompt_tokens
@@ -128,7 +130,7 @@ class Budget:
 
     @property
     def spare(self) -> int:
-        """Bytes beside the weights."""
+        """Bytes left by the weights."""
         return max(0, self.machine.usable - self.size.weights - self.size.full_bytes)
 
     @property
@@ -149,7 +151,7 @@ class Budget:
 
     @property
     def prompt_pass(self) -> int:
-        """Bytes of a packed pass over prompts, beside their keys and values."""
+        """Bytes of a packed pass over prompts, in addition to their keys and values."""
         return self.prefill_tokens * self.size.gradients_per_token
 
     @property
@@ -163,13 +165,13 @@ class Budget:
         `TorchEngine` decides it.
         """
         if not part_class("engine", self.config.inference.engine).decodes_here:
-            return False  # the keys are the server's, whose values this process may lack
+            return False  # the server holds the keys, and this process may lack its values
         options = engine_options(self.config.inference, self.machine.device_type, self.size.dtype)
         return options.paged and options.kv_storage is None and self.size.layer_weights > 0
 
     @property
     def copied(self) -> int:
-        """Bytes of the weights that the sampler may lay out anew."""
+        """Bytes of the weights that the sampler may copy into another layout."""
         return self.size.weights or self.size.layer_weights + self.size.head_weights
 
     @property
@@ -182,8 +184,8 @@ class Budget:
         return self.machine.device_type == "cpu" and multiplies and fits
 
     def left_for_pages(self, choices: MachineChoices) -> int:
-        """Bytes that are left for pages of keys and values while the learner holds the activations
-        of a micro-batch, or of the longest row where that alone is more.
+        """Return the bytes left for pages of keys and values while the learner holds the
+        activations of a micro-batch, or of a longer longest row.
         """
         kept = self.size.activations_per_token(checkpointing=choices.gradient_checkpointing)
         tokens = max(choices.micro_batch_tokens, self.longest)
@@ -201,9 +203,9 @@ def choose(
     world: World = ALONE,
     stored: MachineChoices | None = None,
 ) -> MachineChoices:
-    """Return `plan`, or a plan for one worker of several threads where a measurement favours it.
+    """Return `plan`, or a plan for one worker of several threads if a measurement favors it.
 
-    `stored`: the choices of a resumed run, which are kept except for the number of workers.
+    `stored` are the choices of a resumed run, which stay except for the number of workers.
     """
     choices = plan(budget, world)
     if stored:
@@ -254,10 +256,10 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
     if budget.copied > _LARGE:
         rows = min(rows, _LARGE_ROWS)
     kept = size.activations_per_token(checkpointing=checkpointing)
-    # torchrun's processes share the work already, and a sampler beside the learner computes at the
+    # torchrun's processes share the work already, and a sampler next to the learner computes at the
     # same time.
     alone = world.size == 1 and len(config.backend.device_list) == 1
-    # Of trained weights each piece's gradient would go through a pipe.
+    # With trained weights each piece's gradient would go through a pipe.
     shares &= alone and machine.device_type == "cpu" and can_fork() and not size.full_bytes
     workers = min(
         machine.threads * shares,
@@ -307,7 +309,7 @@ def _learning_choices(budget: Budget) -> tuple[int, bool]:
     training, size, memory = budget.config.training, budget.size, budget.learning
     wanted, tokens = training.gradient_checkpointing, training.micro_batch_tokens
     device_type, longest = budget.machine.device_type, max(budget.longest, tokens)
-    # a processor's share leaves room for the gradients
+    # A processor's share leaves room for the gradients.
     beside = size.gradients_per_token if device_type == "cuda" else 0
     checkpointing = wanted is True
     if wanted == "auto":

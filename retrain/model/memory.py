@@ -1,8 +1,8 @@
-"""Predict a run's memory before its weights are loaded, in four terms: weights, trained state, keys
+"""Predict a run's memory before it loads the weights, in four terms: weights, trained state, keys
 and values, one micro-batch.
 
-Sizes are counted on the model without weights, and the choices are those that the run itself makes
-of the machine.
+The module counts sizes on the model without weights, and makes the same choices for the machine as
+the run.
 """
 
 from collections.abc import Iterable, Iterator
@@ -54,7 +54,7 @@ _TRUNCATING_TENSORS = 3
 """More of them, in either, where kept sets reach far into the vocabulary: its largest logits in
 order with their ids, and a mask."""
 _HOLES = 0.1
-"""What the allocator of a CPU holds between tensors, as a share of them."""
+"""Unused memory that the allocator of a CPU holds between tensors, as a share of the tensors."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class Part:
     note: str
     """Its composition in a few words."""
     when: str = ""
-    """"sampling" or "learning", which take turns; "" for what is held throughout."""
+    """"sampling" or "learning", which take turns; "" for permanent memory."""
 
 
 def weights(budget: Budget, choices: MachineChoices) -> Iterator[Part]:
     """Size the weights: n b bytes of n weights of b bytes, and 2 n more for a sampler in bf16.
 
-    While a CPU samples, each of w processes lays out layers and head once more: w n b bytes with
-    the adapter in them, or in half precision beside them.
+    While a CPU samples, each of w processes copies layers and head into another layout: w n b
+    bytes. The copy includes the adapter, except in half precision.
     """
     size, dtype = budget.size, str(budget.size.dtype).removeprefix("torch.")
     if budget.config.model.load_in_4bit:
@@ -89,7 +89,7 @@ def weights(budget: Budget, choices: MachineChoices) -> Iterator[Part]:
 
 
 def trained_state(size: Footprint) -> Part:
-    """Size what is trained: c p + k bytes of c parameters of p bytes each, gradient and moments
+    """Size the trained state: c p + k bytes of c parameters of p bytes each, gradient and moments
     included, and k bytes of copies.
     """
     total = size.full_bytes or size.trained_bytes + size.adapter_copies
@@ -98,11 +98,11 @@ def trained_state(size: Footprint) -> Part:
 
 
 def keys_and_values(budget: Budget, choices: MachineChoices) -> Iterator[Part]:
-    """Size the KV cache: r l k + q bytes of r rows of l tokens of k bytes each, and of prompts that
-    are kept for redraws. In pages t k bytes of t tokens, prompts included.
+    """Size the KV cache, r l k + q bytes: r rows of l tokens of k bytes each, and q bytes of stored
+    prompts. Pages take t k bytes for t tokens, prompts included.
 
-    Beside it stands one pass: the layer of a GPU's prompts, the logits of r rows, and the chunks in
-    which tokens are drawn.
+    One pass adds to it: on a GPU the prompts of one layer, the logits of r rows, and the chunks of
+    the sampling.
     """
     config, plain = budget.config, budget.size.dtype.itemsize
     training, longest = config.training, budget.longest_sampled
@@ -129,7 +129,7 @@ def keys_and_values(budget: Budget, choices: MachineChoices) -> Iterator[Part]:
 
 
 def _logit_bytes(budget: Budget, choices: MachineChoices, rows: int) -> int:
-    """Return the bytes of the logits of so many rows, and of the chunks in which they are drawn."""
+    """Return the bytes of the logits of so many rows, and of the chunks of the sampling."""
     logits = rows * _vocabulary(budget)
     tensors = _SAMPLING_TENSORS + _TRUNCATING_TENSORS * budget.config.training.truncated
     chunk = choices.workers * sampling_chunk_bytes(budget.machine.device_type)
@@ -147,18 +147,18 @@ def _rows(budget: Budget, choices: MachineChoices, completions: int) -> int:
 
 
 def micro_batch(budget: Budget, choices: MachineChoices) -> Part:
-    """Size a pass over one micro-batch: t a + max(t g, m c) bytes of t tokens, which keep a bytes
-    each for the backward pass.
+    """Size a pass over one micro-batch: t a + max(t g, m c) bytes for t tokens. Each token keeps a
+    bytes for the backward pass.
 
     The gradients of a layer, g bytes a token, come after the head's m tensors of a chunk of c
-    bytes. t: a micro-batch, or the longest row if that is more, in every worker.
+    bytes. Every worker counts in t a micro-batch, or the longest row if that is more.
     """
     size, training, workers = budget.size, budget.config.training, choices.workers
     completions = training.batch_size * training.group_size
     most = max(choices.micro_batch_tokens, budget.longest) * workers
     tokens = min(most, budget.longest * completions)
     kept = size.activations_per_token(checkpointing=choices.gradient_checkpointing)
-    # In half precision the product and the gradient's cast stand beside the float32 chunk.
+    # Half precision adds the product and the gradient's cast to the float32 chunk.
     tensors = 1 + (size.dtype != torch.float32) + _TRUNCATING_TENSORS * training.truncated
     if budget.config.may_be_positive("loss.entropy_coef"):
         tensors += _ENTROPY_TENSORS
@@ -179,7 +179,7 @@ def _vocabulary(budget: Budget) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one process, part by part, beside Python and the modules that it imports."""
+    """The memory of one process, part by part, without Python and the modules that it imports."""
 
     device: str
     """torch's name of the learner's device: cpu, cuda:0."""
@@ -246,8 +246,8 @@ class Memory:
         )
 
     def disk_line(self) -> str:
-        """Tell the disk that the checkpoints of all weights take, and what is free there; "" for an
-        adapter. One more than are kept exists while it is saved.
+        """Return a line on the disk that the checkpoints of all weights take, and its free bytes;
+        "" for an adapter. A save needs room for one more checkpoint.
         """
         config, training = self.budget.config, self.budget.config.training
         if config.model.train != "full":
@@ -301,17 +301,17 @@ def predict_memory(
     """Predict the memory of one process on the local backend, at its longest completions after the
     longest prompt of `prompt_tokens`.
 
-    `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a
-    resumed run; `shards` are the processes that hold the base in parts (`load.shards_of`). Raises
-    EnvironmentFailure where the device or the model's configuration is not there, or where one
-    completion does not fit.
+    `memory_gib` describes a device that need not exist here. `choices` are the stored choices of a
+    resumed run. `shards` are the processes that hold the base in parts (`load.shards_of`). Raises
+    EnvironmentFailure if the device or the model's configuration is missing, or if one completion
+    does not fit.
     """
     sampler: torch.device | None
     if memory_gib is None:
         device, _, sampler = choose_device(config.backend)
         machine = Machine.of(device)
     else:
-        # In split mode the sampler's, then the learner's.
+        # Split mode names the sampler's device, then the learner's.
         *others, device = map(torch.device, config.backend.device_list)
         sampler = next(iter(others), None)
         machine = Machine(device.type, int(memory_gib * GIB), torch.get_num_threads())
@@ -320,7 +320,7 @@ def predict_memory(
     dtype = choose_dtype(model.dtype, device)
     size = size_without_weights(config, model_config, device.type, dtype, shards)
     budget = Budget(config, model_config, size, machine)
-    # With the allowance for prompts, as the run itself plans before it knows them.
+    # Plan with the allowance for prompts, as the run itself does before it knows them.
     choices = choices or plan(budget)
     budget = replace(budget, prompt_tokens=prompt_tokens)
     return Memory(str(device), str(sampler or device), budget, choices)

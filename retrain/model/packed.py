@@ -1,7 +1,7 @@
 """Frozen weights in another form: prepacked for small-batch products on a CPU.
 
 A plain product on a CPU repacks the whole weight at every call. With 32 rows that takes as long as
-the multiplication, so it is done once. Shape letters: N tokens, I inputs, O outputs.
+the multiplication, so this module repacks once. Shape letters: N tokens, I inputs, O outputs.
 """
 
 import platform
@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _MIN_ELEMENTS = 150_000
-"""For a smaller weight the operator's overhead exceeds what it saves (measured on two cores, 8 to
-128 rows)."""
+"""Smallest weight to pack. For a smaller weight the operator's overhead exceeds its gain (measured
+on two cores, 8 to 128 rows).
+"""
 
 
 class PackedWeight:
     """The product with a weight [O, I] and a bias [O] that do not change, in the layout that
     oneDNN's kernels read.
 
-    The operators are those that torch's own compiler emits for a frozen linear layer. A weight that
-    is not packed is kept as it is.
+    It uses the operators that torch's own compiler emits for a frozen linear layer. A weight that
+    oneDNN does not pack keeps its layout.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -58,11 +59,11 @@ def packs(elements: int, device: torch.device, dtype: torch.dtype) -> bool:
 def dense_product(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """[N, O] of x [N, I], a weight [O, I], which may be a transposed view, and a bias [O]; without
-    gradient. `out` [N, O] is memory that it may use.
+    """Return [N, O] of x [N, I], a weight [O, I], which may be a transposed view, and a bias [O];
+    without gradient. `out` [N, O] is memory that it may use.
 
-    torch multiplies by MKL, which on AMD's processors takes 8 to 17% longer than oneDNN does with
-    the same weight, not packed (Zen 4, SmolLM2-135M's shapes, `benchmarks/floor.py`).
+    torch multiplies by MKL. On AMD's processors MKL takes 8 to 17% longer than oneDNN with the same
+    unpacked weight (Zen 4, SmolLM2-135M's shapes, `benchmarks/floor.py`).
     """
     if (
         weight.dtype == torch.float32
@@ -98,5 +99,5 @@ def computes_bf16() -> bool:
 
 
 def in_block(path: str) -> bool:
-    """Return True for the path of a module inside one of a decoder's lists of blocks."""
+    """Return True for the path of a module inside a list of decoder blocks."""
     return any(part.isdigit() for part in path.split("."))

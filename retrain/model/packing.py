@@ -1,18 +1,18 @@
 """Rows as one packed sequence, and the attention that keeps them apart.
 
 The layers of a model see N tokens without padding; only the attention knows which row a token
-belongs to. A prompt that rows have in common is packed once. That is exact: its states depend on
-nothing after it, and its gradient is the sum over the rows that read it (prefix grouping, arXiv
-2506.05433).
+belongs to. Rows with a common prompt share one packed copy of it. Sharing is exact, because the
+prompt's states do not depend on later tokens. Its gradient is the sum over the rows that read it
+(prefix grouping, arXiv 2506.05433).
 
 On a CPU short rows attend by matrix products, which is faster than the fused kernel, forward and
 backward. Rows that continue one prompt score its keys in one product, and in the backward pass that
-product's transpose sums the prompt's gradient over them. Scores are made for a bounded number of
-queries at a time, and again in the backward pass from the saved log-sum-exp (arXiv 2205.14135), so
-that memory is linear in the tokens.
+product's transpose sums the prompt's gradient over them. The attention computes scores for a
+bounded number of queries at a time. The backward pass computes them again from the saved
+log-sum-exp (arXiv 2205.14135). Memory is therefore linear in the tokens.
 
-Shape letters: N packed tokens, B segments of one attention call, T queries (t of them in one
-product) and L keys of a segment, Hq and Hk heads, G = Hq / Hk, D head size.
+Shape letters: N packed tokens, B segments of one attention call, Hq and Hk heads, G = Hq / Hk, D
+head size. A segment has L keys and T queries, t of them in one product.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,12 +51,12 @@ class Block:
     """The packed tokens of the prompt; empty where there is none."""
 
     def gather(self, packed: Tensor) -> Tensor:
-        """[Hk, B, G, T, D] from [N, Hk, G, D], zero where there is padding."""
+        """Return [Hk, B, G, T, D] from [N, Hk, G, D], zero where there is padding."""
         rows = packed.index_select(0, self.tokens).index_fill_(0, self.padding, 0.0)
         return rows.view(self.rows, -1, *packed.shape[1:]).permute(2, 0, 3, 1, 4).contiguous()
 
     def turns(self, heads: int) -> Iterator[slice]:
-        """The T queries, as many together as the scores' memory allows."""
+        """Yield the T queries, as many together as the scores' memory allows."""
         width = len(self.tokens) // self.rows
         keys = self.prompt.stop - self.prompt.start + width
         step = max(_MIN_QUERIES, _SCORES // (heads * self.rows * keys))
@@ -72,13 +72,13 @@ def attend(
     order: Tensor,
     scaling: float,
 ) -> Tensor:
-    """[N, Hq, D] of queries [N, Hq, D] over keys and values [N, Hk, D]; every packed token is in
-    one block.
+    """Return [N, Hq, D] of queries [N, Hq, D] over keys and values [N, Hk, D]; every packed token
+    is in one block.
 
     `order` [N]: where the packed tokens stand among the blocks' tokens, one block after the other.
     """
     grouped = query.reshape(len(query), key.shape[1], -1, query.shape[2])
-    apply: Any = _Attend.apply  # which torch does not annotate
+    apply: Any = _Attend.apply  # torch has no annotation for it
     output: Tensor = apply(grouped, key.unsqueeze(2), value.unsqueeze(2), blocks, order, scaling)
     return output.flatten(1, 2)
 
@@ -145,7 +145,7 @@ class _Attend(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Source:
-    """Keys that the queries of a block see: their own (b = Hk * B), or the prompt's, for all of its
+    """Keys that the queries of a block see: their own (b = Hk * B), or the prompt's for all
     segments together (b = Hk).
     """
 
@@ -158,13 +158,13 @@ class _Source:
     own: bool
 
     def flat_gradients(self, rows: int) -> list[Tensor]:
-        """The gradients of a block's own keys and values, as `_flat` gives them."""
+        """Return the gradients of a block's own keys and values, as `_flat` gives them."""
         heads, size = len(self.keys) // rows, self.keys.shape[-1]
         grads = self.grad_keys, self.grad_values
         return [_flat(grad.view(heads, rows, 1, -1, size)) for grad in grads]
 
     def until(self, turn: slice) -> "_Source":
-        """The part that the queries of a turn see."""
+        """Return the part that the queries of a turn see."""
         if not self.own:
             return self
         tensors = self.keys, self.values, self.grad_keys, self.grad_values
@@ -172,7 +172,7 @@ class _Source:
         return _Source(keys, values, grad_keys, grad_values, own=True)
 
     def scores(self, queries: Tensor) -> Tensor:
-        """[b, n, L] of queries [Hk, B, G, t, D], which are the last t of their own L."""
+        """Return [b, n, L] of queries [Hk, B, G, t, D], which are the last t of their own L."""
         scores = torch.bmm(_grouped(queries, self.keys), self.keys.transpose(1, 2))
         if self.own:
             count = queries.shape[3]
@@ -242,17 +242,17 @@ def _gradients(
 
 
 def _turn(tensor: Tensor, turn: slice) -> Tensor:
-    """[Hk, B, G, t, ..] of [Hk, B, G, T, ..]."""
+    """Return [Hk, B, G, t, ..] of [Hk, B, G, T, ..]."""
     return tensor[:, :, :, turn].contiguous()
 
 
 def _grouped(tensor: Tensor, like: Tensor) -> Tensor:
-    """[b, n, ..] of [Hk, B, G, t, ..], with the b of `like`."""
+    """Return [b, n, ..] of [Hk, B, G, t, ..], with the b of `like`."""
     return tensor.view(len(like), -1, tensor.shape[-1])
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """[B * T, Hk, G, D] of [Hk, B, G, T, D]."""
+    """Return [B * T, Hk, G, D] of [Hk, B, G, T, D]."""
     return tensor.permute(1, 3, 0, 2, 4).reshape(
         -1, tensor.shape[0], tensor.shape[2], tensor.shape[4]
     )
@@ -322,14 +322,14 @@ class PackedAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """[1, Hq, N, D] over [1, Hk, N, D]."""
+        """Return [1, Hq, N, D] over [1, Hk, N, D]."""
         if window is not None and window >= self._longest:
             window = None
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, H, D]
         kernel = self._kernel.packed_kernel(query, softcap)
         if kernel:
-            # Nothing is gathered again in the backward pass: the kernel keeps its output and one
-            # number per query and head.
+            # The backward pass gathers nothing again: the kernel keeps its output and one number
+            # per query and head.
             spans, seen = self._spans
             if seen is not None:
                 k, v = k.index_select(0, seen), v.index_select(0, seen)
@@ -392,7 +392,7 @@ class PackedAttention:
         return blocks, self._order(parts)
 
     def _order(self, parts: Sequence[Sequence[Segment]]) -> Tensor:
-        """[N] the places of the packed tokens among the parts' tokens, padding included."""
+        """Return [N] the places of the packed tokens among the parts' tokens, padding included."""
         order = np.empty(sum(segment.length for segment in self._segments), np.int64)
         done = 0
         for part in parts:
@@ -407,7 +407,7 @@ class PackedAttention:
 
 
 def _rows(packed: Tensor, index: Tensor, rows: int) -> Tensor:
-    """[N, H, D] to [rows, H, length, D]."""
+    """Gather [N, H, D] into [rows, H, length, D]."""
     return packed.index_select(0, index).view(rows, -1, *packed.shape[1:]).transpose(1, 2)
 
 
@@ -435,7 +435,7 @@ def _together(
 
 
 def _queries(part: Sequence[Segment]) -> npt.NDArray[np.int64]:
-    """[B, T] packed tokens, padded with packed token 0."""
+    """Return [B, T] packed tokens, padded with packed token 0."""
     queries = np.zeros((len(part), part[0].length), np.int64)
     for index, segment in enumerate(part):
         queries[index, : segment.length] = np.arange(segment.start, segment.stop)

@@ -1,14 +1,13 @@
 """Worker processes that compute the pieces of a step, each with one thread, and meet once per step.
 
-Intra-op threads synchronise at every operator, so one preempted thread stalls them all: on two busy
-cores a lab step takes 0.13 of the time that two threads take (0.10 to 0.18,
-benchmarks/results/versions-workers-lab-4x8x64-2026-11-28.md). Here the
-rows of a step are cut into pieces by a rule that knows nothing of the workers. An idle worker takes
-the next piece, so a preempted one computes fewer. A piece's result has the same bytes in every
-process.
+Intra-op threads synchronize at every operator, so one preempted thread stalls them all. On two busy
+cores a lab step with workers takes 0.13 of the time with two threads (0.10 to 0.18,
+benchmarks/results/versions-workers-lab-4x8x64-2026-11-28.md). Here a rule that knows nothing of the
+workers cuts the rows of a step into pieces. An idle worker takes the next piece, so a preempted
+worker computes fewer. A piece's result has the same bytes in every process.
 
-Workers are forked from this process when they are first needed. They share its frozen weights, read
-the trained ones in memory that this process writes, leave signals to it, and die with it.
+This process forks workers at their first use. They share its frozen weights, read the trained
+weights in memory that this process writes, leave signals to it, and die with it.
 """
 
 import gc
@@ -38,22 +37,22 @@ Result = TypeVar("Result")
 
 Work = Callable[[Piece], Iterable[Result]]
 Shared = Callable[[Iterable[Piece]], Iterator[tuple[int, Result]]]
-"""Pieces to (number of a piece, one of its results) as they come."""
+"""Maps pieces to pairs (number of a piece, one result) in order of arrival."""
 
 _ALIGNMENT = 64
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def can_fork() -> bool:
-    """Return True if workers can be forked; macOS forks too, but its linear algebra does not
-    survive it.
+    """Return True if this process can fork workers; macOS forks too, but its linear algebra does
+    not survive it.
     """
     return sys.platform == "linux"
 
 
 class Pool:
-    """`workers` processes. A single one is this process itself, which computes a piece when its
-    results are asked for.
+    """`workers` processes. A single worker is this process itself, which computes a piece when the
+    caller asks for its results.
     """
 
     def __init__(self, workers: int = 1, changing: Sequence[Tensor] = ()) -> None:
@@ -81,7 +80,7 @@ class Pool:
 
     def shared(self, work: Work[Piece, Result]) -> Shared[Piece, Result]:
         """Return `work` as a function that hands its pieces to idle workers. Call it before the
-        first piece is computed.
+        first piece.
         """
         number = len(self._works)
         self._works.append(work)
@@ -97,7 +96,7 @@ class Pool:
 
     def _hand_out(self, work: int, pieces: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         """Yield results in order, one piece at a time per worker. If the caller stops listening,
-        the pieces under way finish and are dropped.
+        the pieces under way finish, and the pool drops their results.
         """
         if not self._team:
             self._team = [_Fork(self._serve) for _ in range(self.workers)]
@@ -129,7 +128,8 @@ class Pool:
         while True:
             task: _Task = pickle.loads(pipe.recv_bytes())
             if task.version != version:
-                # Derived values are told by versions, which each process counts for itself.
+                # Versions mark derived values as outdated, and each process counts versions for
+                # itself.
                 torch.autograd.graph.increment_version(self._changing)
                 version = task.version
             try:
@@ -188,8 +188,7 @@ class _Fork:
             for number in _IGNORED:
                 signal.signal(number, signal.SIG_IGN)
             die_with_parent(parent)
-            # A collection would write to the pages that are shared with the parent, and so copy
-            # them.
+            # A collection would write to the pages shared with the parent, and so copy them.
             gc.freeze()
             serve(pipe)
         except EOFError:

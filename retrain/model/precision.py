@@ -1,8 +1,7 @@
-"""The same model in another precision: what rounding does to this model's log-probs, measured
-beside its own forward.
+"""The same model in another precision, to measure how rounding changes this model's log-probs.
 
-The base weights are converted for one layer at a time, so the other precision fits wherever the
-model itself does.
+The module converts the base weights of one layer at a time, so the other precision fits wherever
+the model itself fits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,8 +19,8 @@ Saved = list[tuple[nn.Parameter, Tensor]]
 
 
 def other_precision(base: BaseModel) -> torch.dtype | None:
-    """bf16 for a base that computes in float32, float32 for one in half precision; None for a base
-    in parts.
+    """Return bf16 for a base that computes in float32, float32 for one in half precision; None for
+    a base in parts.
     """
     if base.shards.size > 1:
         return None
@@ -34,9 +33,9 @@ def computed_in(
 ) -> Iterator[BaseModel]:
     """Yield `base` with its hidden states and its head in `dtype`.
 
-    Parameters `beside` the model's own stay as they are, and so do weights in 8 or 4 bits, whose
-    scales are converted. Embeddings are looked up first and then converted, which is the same and
-    needs no second table.
+    Parameters `beside` the model's own do not change. Weights in 8 or 4 bits do not change either,
+    but their scales do. A conversion follows the look-up of embeddings, which gives the same values
+    and needs no second table.
     """
     apart = set(map(id, beside))
     embedding, blocks = base.model.get_input_embeddings(), layers(base.decoder)

@@ -1,10 +1,10 @@
 """Linear layers that read the same input as one matrix product, with their LoRA adapters.
 
-The frozen weights of q, k and v (or gate and up) are laid one after the other in one tensor, and
-the model's own parameters become views of it: one copy, shared with every other user of the model.
-The adapter is never added to them. A sampler on a CPU may read a scratch copy made from the
-pristine weights (`refresh`): in float32 with the adapter added; in bfloat16, which would round it
-away, with its up factors as further columns, so that one product sums both in float32. Shape
+The frozen weights of q, k and v (or gate and up) lie one after the other in one tensor. The model's
+own parameters become views of it. Every other user of the model shares this copy. These weights
+never include the adapter. A sampler on a CPU may read a scratch copy made from the pristine weights
+(`refresh`). In float32 this copy includes the adapter. In bfloat16, which would round the adapter
+away, the adapter's up factors are further columns, so that one product sums both in float32. Shape
 letters: N tokens, I inputs, O outputs of all layers together, R ranks of an adapter's parts
 together.
 """
@@ -24,27 +24,30 @@ from retrain.model.packed import (
 )
 
 WEIGHTS: set[type[Tensor]] = {nn.Parameter}
-"""Types of the weights that may be joined in one tensor: not a DTensor, since a process holds only
-a part of it."""
+"""Types of the weights that one tensor may join: not a DTensor, since a process holds only a part
+of it.
+"""
 
 
 class _Factors(NamedTuple):
     down: Tensor
     """[R, I] in the dtype of the weights."""
     up: Tensor
-    """[R, O], scaled: block k holds the rows of layer k's part at its outputs, zeros elsewhere."""
+    """[R, O], scaled. Block k holds the up factor of layer k in the columns of its outputs, and
+    zeros elsewhere.
+    """
 
 
 def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
-    """(the frozen layer, the peft layer around it or None)."""
+    """Return (the frozen layer, the peft layer around it or None)."""
     if hasattr(module, "lora_A"):
         return (module.base_layer, module)
     return (module, None)
 
 
 def fusable(module: nn.Module) -> bool:
-    """True for a linear layer, bare or with one plain LoRA adapter, that is not sharded (its weight
-    a DTensor).
+    """True for a linear layer, bare or with one plain LoRA adapter, whose weight is not a shard (a
+    DTensor).
     """
     base, lora = lora_parts(module)
     return (
@@ -118,7 +121,7 @@ class Projection:
         elif self._trained and self.bias is not None:
             self.bias = _joined_bias(self._bases)
         if not copy or self._merges or self._trained:
-            self.copy = None  # freed before another is made
+            self.copy = None  # free it before making another
         if copy and self._merges:
             assert self.factors is not None
             if self.weight.dtype == torch.float32:
@@ -146,8 +149,8 @@ class Projection:
             start = part.stop
 
     def product(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(y [N, O], reduced) of x [N, I], with the adapter as of the last `refresh`, or without it
-        while it is switched off.
+        """Return (y [N, O], reduced) of x [N, I], with the adapter as of the last `refresh`, or
+        without a disabled adapter.
 
         `reduced` [N, R] is x times the down factors, which `gradients` needs; None if there is no
         adapter to differentiate.
@@ -163,8 +166,8 @@ class Projection:
         return y.addmm_(reduced, self.factors.up), reduced
 
     def _with_reduced(self, x: Tensor) -> Tensor:
-        """[N, I + R]: x [N, I] and its product with the down factors, or zeros while the adapter is
-        switched off.
+        """Return [N, I + R]: x [N, I] and its product with the down factors, or zeros for a
+        disabled adapter.
         """
         assert self.factors is not None
         down = self.factors.down
@@ -172,7 +175,7 @@ class Projection:
         return torch.cat([x, reduced], dim=1)
 
     def _frozen_product(self, x: Tensor) -> Tensor:
-        """[N, O] without any adapter."""
+        """Return [N, O] without any adapter."""
         if self.copy is not None and not self._merges:
             return self.copy.product(x)
         return dense_product(x, self.weight, self.bias)
@@ -186,10 +189,10 @@ class Projection:
         wants_input: bool = True,
         wants_params: bool = True,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Gradients of the input [N, I] and of `parameters`, given grad_output [N, O]; None for
-        what is not wanted.
+        """Return the gradients of the input [N, I] and of `parameters`, given grad_output [N, O];
+        None for unwanted gradients.
 
-        `x` is called for the input where it is needed; `reduced` is the second value of `product`.
+        `x` returns the input if a gradient needs it; `reduced` is the second value of `product`.
         """
         grad_x = dense_product(grad_output, self.weight.T) if wants_input else None
         none: list[Tensor | None] = [None] * (len(self.parameters) * self.adapted)
@@ -225,7 +228,8 @@ def _share_storage(weights: Sequence[nn.Parameter]) -> Tensor:
     first = weights[0]
     rows, inputs = sum(map(len, weights)), first.shape[1]
     size = rows * inputs * first.element_size()
-    # Laid out already if each begins where the one before it ends, in one storage for all.
+    # The weights are in line already if each begins at the end of the previous weight, in one
+    # storage.
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
     in_line = all(
         end == following.data_ptr() for end, following in zip(ends, weights[1:], strict=False)

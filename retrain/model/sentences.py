@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 _BATCH = 128
-"""Windows that are encoded together; they have a few dozen tokens."""
+"""Windows per encoding; they have a few dozen tokens."""
 
 Vectors = npt.NDArray[np.floating]
 
 
 @lru_cache(maxsize=1)
 def load_sentence_encoder(name: str, device: str = "cpu") -> Callable[[Sequence[str]], Vectors]:
-    """[n] sentences -> [n, d] vectors of length 1, by the model of this name or in this folder;
-    loaded once per process.
+    """Load the model of this name or in this folder, once per process. It maps [n] sentences to [n,
+    d] vectors of length 1.
 
     Raises EnvironmentFailure without sentence-transformers, and for a model that is neither here
     nor on the hub.
@@ -76,7 +76,7 @@ def _load(name: str, device: str) -> "SentenceTransformer":
     settings: dict[str, Any] = {"device": device, "model_kwargs": {"use_safetensors": True}}
     with no_progress_bar():
         try:
-            # From the cache first, which waits for no network.
+            # Try the cache first, which waits for no network.
             return SentenceTransformer(
                 str(folder) if here else name, local_files_only=True, **settings
             )

@@ -61,8 +61,8 @@ class TextModel:
 
 
 def resolve_model(name: str) -> str:
-    """Return the folder or hub id behind `[model] model`: "lab" and "lab2" are packaged models, a
-    folder stays, anything else is a hub id.
+    """Return the folder or hub id behind `[model] model`. "lab" and "lab2" name models of the
+    package, a folder stays, anything else is a hub id.
     """
     if name in LAB_MODELS:
         return str(LAB_MODELS[name])
@@ -73,8 +73,8 @@ def resolve_model(name: str) -> str:
 
 
 def base_name(name: str) -> str:
-    """Return the name under which an adapter finds its base from any folder: the absolute path of a
-    folder; the name of a hub id or of a packaged model.
+    """Return the name under which an adapter finds its base from any folder. For a folder it is the
+    absolute path; a hub id or a packaged model keeps its name.
     """
     path = resolve_model(name)
     if name in LAB_MODELS or not Path(path).is_dir():
@@ -96,8 +96,8 @@ _BLOCK, _BLOCKS = 1 << 16, 64
 
 
 def model_fingerprint(model: "Model") -> str | None:
-    """Return the sha256 of a model's folder, of a large file by blocks over its whole length; the
-    commit of a hub id, None where it is not known.
+    """Return the sha256 of a model's folder, with samples of blocks over the whole length of a
+    large file. For a hub id, return its commit, or None if it is unknown.
     """
     folder = Path(resolve_model(model.model))
     if not folder.is_dir():
@@ -225,8 +225,8 @@ def eos_token_ids(
     generation: "GenerationConfig | None" = None,
 ) -> tuple[int, ...]:
     """Return every token that ends a completion, sorted: each EOS of the tokenizer, config.json and
-    generation_config.json, and the special token that the chat template writes after an assistant's
-    turn (a base model's EOS may be another one).
+    generation_config.json. They include the special token that the chat template writes after an
+    assistant's turn (a base model's EOS may be another token).
 
     Raises ConfigurationError if there is none: completions would never end.
     """

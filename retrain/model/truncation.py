@@ -1,22 +1,22 @@
 """The tokens that a truncated policy keeps: one definition, for the sampler that draws and the
 learner that scores.
 
-With z = logits / temperature, the tokens are ordered by falling z, equal ones by rising id. Three
-cuts each keep a prefix of that order, and the shortest prefix counts:
+With z = logits / temperature, tokens have an order: by falling z, and for equal z by rising id.
+Three cuts each keep a prefix of that order, and the shortest prefix counts:
 
 - top_k keeps the first k tokens;
-- top_p keeps the shortest prefix whose probability reaches top_p, among the tokens that top_k left
-  and renormalised over them (transformers and vLLM apply the two in this order as well);
+- top_p keeps the shortest prefix whose probability, renormalized over the tokens that top_k left,
+  reaches top_p (the order of transformers and vLLM as well);
 - min_p keeps the tokens whose probability is at least min_p times the largest, which have
   z >= max z + ln(min_p).
 
-A kept set is therefore one number, the count of its tokens, and this count is all that the learner
-needs: it keeps as many of its own largest z. Let e be the largest difference between the learner's
-z of a position and the sampler's. The log-sum-exp of the m largest z moves by at most e (it is the
-maximum, over all sets of m tokens, of functions that move by at most e), so a truncated log-prob
-moves by at most 2 e, as a log-softmax over the whole vocabulary does. A token that enters the set
-by rounding equals the one that it replaces to within 2 e. A stored threshold on z would instead let
-a token enter or leave with its whole probability. Shape letters: R rows, V vocabulary.
+A kept set is therefore one number, the count of its tokens. The learner needs only this count, and
+keeps as many of its own largest z. Let e be the largest difference between learner and sampler in z
+at a position. The log-sum-exp of the m largest z moves by at most e. It is the maximum, over all
+sets of m tokens, of functions that move by at most e. A truncated log-prob therefore moves by at
+most 2 e, like a log-softmax over the whole vocabulary. A token that enters the set by rounding
+equals the replaced token to within 2 e. A stored threshold on z would instead let a token enter or
+leave with its whole probability. Shape letters: R rows, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -28,13 +28,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BY_PRODUCT = {"cuda"}
-"""Devices whose `cumsum` of floats raises under `torch.use_deterministic_algorithms`, which is set
-for the whole process while a learner on another device takes a step."""
+"""Devices whose `cumsum` of floats raises under `torch.use_deterministic_algorithms`. This setting
+holds for the whole process while a learner on another device takes a step.
+"""
 _WIDEST, _BLOCK = 1024, 256
 _FIRST_LOOK = 128
 _GROWTH = 16
-"""Most kept sets are small: the 128 largest z are searched first, then 16 times as many in the rows
-that need more."""
+"""Factor between two searches. Most kept sets are small, so the search begins with the 128 largest
+z, then takes 16 times as many if necessary.
+"""
 
 
 class Cuts(NamedTuple):
@@ -51,7 +53,7 @@ class Cuts(NamedTuple):
         return Cuts(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
     def most(self, vocabulary: int) -> Tensor:
-        """[R] tokens that top_k leaves."""
+        """Return [R] tokens that top_k leaves."""
         return torch.where(self.top_k > 0, self.top_k.clamp(max=vocabulary), vocabulary)
 
 
@@ -64,11 +66,11 @@ class KeptSets:
     last: Tensor
     """[R] z of the last token kept."""
     tied: Tensor
-    """[R] bool: the next token has the same z, and was cut off for its higher id."""
+    """[R] bool: the next token has the same z, and drops out for its higher id."""
 
     @classmethod
     def of_counts(cls, z: Tensor, counts: Tensor) -> "KeptSets":
-        """The `counts` [R] largest of each row of `z` [R, V]."""
+        """Return the `counts` [R] largest of each row of `z` [R, V]."""
         sets = cls._of_everything(z)
         seen = 0
         for size in _looks(z.shape[1]):
@@ -90,7 +92,8 @@ class KeptSets:
         for size in _looks(z.shape[1]):
             if not len(rows):
                 break
-            # One value more than is searched: the next one may tie with the last one kept.
+            # Take one value more than the search needs: the next value may tie with the last kept
+            # value.
             largest = _largest(z, rows, size + 1)
             counts, found = _prefixes(largest[:, :size], z.shape[1], cuts(rows), total[rows])
             sets._set(rows[found], counts[found], largest[found])
@@ -98,9 +101,7 @@ class KeptSets:
         return sets
 
     def beyond(self, z: Tensor) -> Tensor:
-        """[R, V] bool: the tokens that are not kept, of the same `z` [R, V] that the sets were made
-        of.
-        """
+        """Return [R, V] bool, True for dropped tokens, from the same `z` [R, V] as the sets."""
         last = self.last[:, None]
         beyond = z < last
         rows = self.tied.nonzero()[:, 0]
@@ -120,8 +121,8 @@ class KeptSets:
         )
 
     def _set(self, rows: Tensor, counts: Tensor, largest: Tensor) -> None:
-        """`largest` holds the values of these rows in falling order, one more than `counts` unless
-        there are no more.
+        """Set the sets of `rows`. `largest` holds their values in falling order, one more than
+        `counts` unless there are no more.
         """
         self.counts[rows] = counts
         self.last[rows], self.tied[rows] = _edge(largest, counts)
@@ -147,14 +148,14 @@ class FixedKeptSets(KeptSets):
 
 
 def _edge(largest: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """`last` and `tied` [R] of kept sets, from values [R, size] in falling order."""
+    """Return `last` and `tied` [R] of kept sets, from values [R, size] in falling order."""
     last = largest.gather(-1, counts[:, None] - 1)
     after = largest.gather(-1, counts[:, None].clamp(max=largest.shape[1] - 1))
     return last[:, 0], (after == last)[:, 0] & (counts < largest.shape[1])
 
 
 def _largest(z: Tensor, rows: Tensor, size: int) -> Tensor:
-    """[rows, size or V] values in falling order."""
+    """Return [rows, size or V] values in falling order."""
     part = z if len(rows) == len(z) else z[rows]
     return part.topk(min(size, z.shape[1])).values
 
@@ -191,11 +192,11 @@ def _looks(vocabulary: int) -> Iterator[int]:
 
 
 def keep_only(z: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
-    """`z` [R, V] with -inf in place of what the learner does not keep: all but `targets` [R] and
-    the counts - 1 largest others.
+    """Return `z` [R, V] with dropped tokens set to -inf. Kept: `targets` [R] and the counts - 1
+    largest others.
 
-    The sampled token belongs to the set it was drawn from. Under another rounding or another policy
-    it may stand behind the first `counts` [R] tokens; it then takes the last place. Changes `z`.
+    The sampled token belongs to its set. Under another rounding or another policy it may come after
+    the first `counts` [R] tokens; it then takes the last place. Changes `z`.
     """
     targets = targets.unsqueeze(-1)
     own = z.gather(-1, targets)
@@ -205,7 +206,7 @@ def keep_only(z: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
 
 
 def running_sums(x: Tensor) -> Tensor:
-    """[r, n] sums of x [r, n] >= 0 up to each place, never falling."""
+    """Return [r, n] sums of x [r, n] >= 0 up to each place, never falling."""
     if x.device.type not in BY_PRODUCT:
         return x.cumsum(-1)
     count = x.shape[-1]

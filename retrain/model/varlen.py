@@ -37,7 +37,7 @@ class Spans:
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "Spans":
-        """From the lengths of each sequence."""
+        """Make spans from the lengths of each sequence."""
         ends_queries, ends_keys = (
             torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device)
             for lengths in (queries, keys)
@@ -52,8 +52,8 @@ PackedKernel = Callable[[Tensor, Tensor, Tensor, Spans, float, int | None], Tens
 def flash(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float, window: int | None
 ) -> Tensor:
-    """torch's flash kernel (CUDA, half precision). Its backward is deterministic where torch is
-    told to be so, not with `warn_only`.
+    """Attend by torch's flash kernel (CUDA, half precision). Its backward is deterministic under
+    torch.use_deterministic_algorithms, but not with `warn_only`.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -66,7 +66,9 @@ def flash(
 
 
 def _window_size(window: int | None) -> tuple[int, int]:
-    """Keys that a query sees before its own and after it, as the kernel counts them; -1: all."""
+    """Return the number of keys that a query sees before its own and after it, as the kernel counts
+    them; -1 for all.
+    """
     return (-1 if window is None else window - 1), 0
 
 
@@ -101,8 +103,8 @@ D]."""
 def flash_paged(
     query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None
 ) -> Tensor:
-    """torch's flash kernel (CUDA, half precision). A row's result does not depend on the other
-    rows: its keys are not split.
+    """Attend over pages by torch's flash kernel (CUDA, half precision). A row's result does not
+    depend on the other rows, since the kernel does not split its keys.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -117,7 +119,7 @@ def flash_paged(
 def plain_paged(
     query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None
 ) -> Tensor:
-    """The same in matrix products, over all pages that a row could hold."""
+    """Attend as `flash_paged` in matrix products, over all pages that a row could hold."""
     count, heads, size = query.shape
     grouped = query.view(count, keys.shape[2], -1, size)
     k, v = (

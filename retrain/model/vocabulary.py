@@ -1,15 +1,16 @@
 """From token ids to text, without the tokenizer's own decoder: what each token contributes to a
 completion.
 
-A token stands for bytes. A table of them, made once, gives the pieces of a completion (which token
-wrote which characters: planning detection needs it) and its text, at a million tokens per second.
-Tokens for padding, for the beginning and end of a text, and those that a chat template writes
-around a turn contribute nothing. Other special tokens, such as a thought's tags, are text.
+A token stands for bytes. A table of these bytes gives the text of a completion and its pieces, at a
+million tokens per second. Pieces say which token wrote which characters, which planning detection
+needs. Tokens for padding, for the beginning and end of a text, and the tokens that a chat template
+writes around a turn contribute nothing. Other special tokens, such as a thought's tags, are text.
 
-The bytes come from the decoder that tokenizer.json declares: ByteLevel (GPT-2, Llama 3, Qwen,
-SmolLM), Metaspace or Replace + ByteFallback (sentencepiece: Llama 2, Gemma, Mistral), Fuse
-(characters), or none (words joined with spaces). Other decoders, and tokenizers without a
-tokenizer.json, are asked token by token what they add to a text.
+The bytes come from the decoder that tokenizer.json declares. Known decoders are ByteLevel (GPT-2,
+Llama 3, Qwen, SmolLM), Metaspace or Replace + ByteFallback (sentencepiece: Llama 2, Gemma,
+Mistral). Fuse (characters) and none (words joined with spaces) are known too. For other decoders,
+and for tokenizers without a tokenizer.json, the table asks token by token what the tokenizer adds
+to a text.
 """
 
 import codecs
@@ -36,27 +37,28 @@ _BYTE_ALPHABET = {chr(byte): byte for byte in _PRINTABLE}
 _BYTE_ALPHABET |= {
     chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)}.difference(_PRINTABLE)))
 }
-"""GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest is
-shifted past U+0100."""
+"""GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest lies
+past U+0100.
+"""
 
 
 class VocabularyTable:
     """The text that every token id contributes.
 
-    `pieces` splits a completion over its tokens: a code point that is split over tokens belongs to
-    the token that completes it, and the earlier ones get "". Bytes that are not UTF-8 become
-    U+FFFD, the ones left open at the end in the last token's piece. Concatenated, the pieces are
-    `text`. But for special tokens that are text it is the tokenizer's own `decode(ids,
-    skip_special_tokens=True)` with two exceptions, both in sentencepiece-like vocabularies: the
-    space before a completion's first word is kept, and a run of broken byte tokens keeps its valid
-    part.
+    `pieces` splits a completion over its tokens. If several tokens form a code point, it belongs to
+    the token that completes it, and the earlier tokens get "". Bytes that are not UTF-8 become
+    U+FFFD. Bytes left open at the end become U+FFFD in the last token's piece. Concatenated, the
+    pieces are `text`. Apart from special tokens that are text, it equals the tokenizer's own
+    `decode(ids, skip_special_tokens=True)` with two exceptions. In sentencepiece-like vocabularies
+    it keeps the space before a completion's first word, and the valid part of a run of broken byte
+    tokens.
     """
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", size: int = 0, eos_ids: Iterable[int] = ()
     ) -> None:
-        """`size` is the model's vocab_size: rows beyond the tokenizer's own entries can be sampled,
-        and are empty. `eos_ids`: the model's own ends of a completion.
+        """`size` is the model's vocab_size: the sampler can draw rows beyond the tokenizer's own
+        entries, and their text is empty. `eos_ids`: the model's own ends of a completion.
         """
         tokens: dict[int, str] = {index: token for token, index in tokenizer.get_vocab().items()}
         silent = {*eos_ids, *_silent_ids(tokenizer)}
@@ -94,7 +96,7 @@ class VocabularyTable:
 
 
 def _join_code_points(token_bytes: Sequence[bytes]) -> list[str]:
-    """Decode UTF-8 over tokens. What stays open at the end stands in the last token with a byte."""
+    """Decode UTF-8 over tokens. The last token with a byte gets the bytes left open at the end."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces = [decoder.decode(raw) for raw in token_bytes]
     written = [position for position, raw in enumerate(token_bytes) if raw]
@@ -180,14 +182,13 @@ def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None
         case {"type": "BPEDecoder", "suffix": str(suffix)}:
             return [lambda token: token.replace(suffix, " ")]
         case {"type": "Fuse" | "Strip"}:
-            # Strip removes the space that opens a text, but a completion goes on
-            # after its prompt
+            # Strip removes the space that opens a text, but a completion goes on after its prompt.
             return []
     return None
 
 
 def _byte_of_name(token: str) -> str | bytes:
-    """The byte that a token such as <0x0A> names; any other token as it is."""
+    """Return the byte that a token such as <0x0A> names; any other token as it is."""
     found = _BYTE_TOKEN.fullmatch(token)
     if found:
         return bytes([int(found[1], 16)])
@@ -195,7 +196,9 @@ def _byte_of_name(token: str) -> str | bytes:
 
 
 def _byte_level(token: str) -> str | bytes:
-    """An added token with a character outside the alphabet, such as a space, stands for itself."""
+    """Return the token's bytes. An added token with a character outside the alphabet, such as a
+    space, stands for itself.
+    """
     try:
         return bytes([_BYTE_ALPHABET[character] for character in token])
     except KeyError:

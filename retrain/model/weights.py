@@ -21,7 +21,7 @@ class Change(NamedTuple):
 
     parameter: nn.Parameter
     change: Tensor
-    """Strength 1 adds it; the change of the layer's output is then about as large as its input."""
+    """The change at strength 1, which changes the layer's output by about the size of its input."""
 
 
 class TrainedWeights(ABC):
@@ -30,7 +30,9 @@ class TrainedWeights(ABC):
     model: nn.Module
     """The model that the engine samples from."""
     frozen_layers = True
-    """The layers themselves are frozen, so that the fused forward gives every gradient."""
+    """True if the layers themselves have frozen weights, so that the fused forward gives every
+    gradient.
+    """
     drops = False
     """Dropout acts in training passes."""
     undecayed: Collection[str] = ()
@@ -46,7 +48,7 @@ class TrainedWeights(ABC):
     @property
     @abstractmethod
     def beside(self) -> Sequence[nn.Parameter]:
-        """The model's parameters beside those that it was loaded with."""
+        """The parameters that the trained weights add to the loaded model."""
 
     @property
     def is_dropping(self) -> bool:
@@ -59,30 +61,30 @@ class TrainedWeights(ABC):
         device: torch.device,  # noqa: ARG002
         lengths: Sequence[int] | None,  # noqa: ARG002
     ) -> AbstractContextManager[None]:
-        """The dropout masks of a step act inside, for rows of these numbers and lengths."""
+        """Apply the dropout masks of a step inside, for rows of these numbers and lengths."""
         return nullcontext()
 
     def computing(self, base: "BaseModel") -> AbstractContextManager[object]:  # noqa: ARG002
-        """The model computes in its own dtype inside."""
+        """Let the model compute in its own dtype inside."""
         return nullcontext()
 
     def written(self) -> None:  # noqa: B027 - most have nothing to follow
-        """Follow `parameters`, which were written."""
+        """Follow a write to `parameters`."""
 
     @abstractmethod
     def disabled(self) -> AbstractContextManager[None]:
-        """Inside, the model is the base as it was loaded."""
+        """Make the model equal the loaded base inside."""
 
     @abstractmethod
     def holding(self, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
-        """Use other weights inside; the exact bytes are restored afterwards."""
+        """Use other weights inside, and restore the exact bytes afterwards."""
 
     def keep_start(self, folder: Path) -> None:
         """Keep the weights that `save` wrote to `folder` for `started`."""
         self._start = self.read(folder / self.file)
 
     def started(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights of `keep_start`."""
+        """Give the model the weights of `keep_start` inside."""
         return self.holding(self._start)
 
     @abstractmethod
@@ -120,7 +122,7 @@ class TrainedWeights(ABC):
         save_file(weights, path, metadata={"format": "pt"})
 
     def read(self, path: Path) -> dict[str, Tensor]:
-        """Read what `write` wrote; ValueError where it is of other weights."""
+        """Read what `write` wrote; ValueError if it is of other weights."""
         from safetensors.torch import load_file
 
         weights = load_file(path)
@@ -137,7 +139,7 @@ class TrainedWeights(ABC):
         self.written()
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote; ValueError where it is of other weights."""
+        """Load what `save` wrote; ValueError if it is of other weights."""
         self.set(self.read(folder / self.file))
 
 

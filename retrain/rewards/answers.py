@@ -1,9 +1,9 @@
 r"""The final answer of a completion, and its comparison with the reference as a string.
 
 The answer is the content of the last `\boxed{...}` or `\fbox{...}` that is not empty. The last box
-decides even if it is broken: a completion that was cut inside its box has given no answer. Strings
-are compared as a reader sees them, or after the normalization of the MATH paper (Hendrycks et al.
-2021, `is_equiv`).
+decides even if it is incomplete: a completion that ends inside its box has given no answer. The
+comparison takes strings as a reader sees them, or after the normalization of the MATH paper
+(Hendrycks et al. 2021, `is_equiv`).
 """
 
 import re
@@ -34,12 +34,11 @@ _MARKER = re.compile(
 )
 _BARE = re.compile(r"[^$\n]*+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""A brace, or an escape, which is skipped: an escaped brace, a line break, the first letter of a
-command."""
+"""A brace, or an escape to skip: an escaped brace, a line break, the first letter of a command."""
 _MATH_MODE = re.compile(r"\A\$+([^$]+)\$+\Z")
 _WHOLE = re.compile(r"\A([-+]?[\d,]+)\.0+\Z")
 MAX_ANSWER = 1 << 16
-"""Maximum characters of a box; a longer one counts as broken and is not read to its end."""
+"""Maximum characters of a box; the search stops there, and a longer box counts as broken."""
 
 
 def extract_boxed(text: str, after_think: bool = True) -> str | None:
@@ -77,8 +76,8 @@ def after_thought(text: str, prompt: str = "", think_end_token: str = "") -> str
     """Return what follows the last thought: "" if a thought never ends, the whole text if there is
     none.
 
-    The end of `prompt` may open the thought, or end it. A `think_end_token` must stand in one of
-    them.
+    The end of `prompt` may open the thought, or end it. If a `think_end_token` is missing at the
+    end of the prompt and in the text, the result is "".
     """
     prompt, start = prompt.rstrip(), 0
     tags = THOUGHT_TAGS
@@ -96,8 +95,8 @@ def after_thought(text: str, prompt: str = "", think_end_token: str = "") -> str
 
 
 def bare_answer(reference: str) -> str:
-    """Return what a completion would put into its box for a reference that holds more: a solution
-    with `####`, several lines, math mode, the fraction .0 of an integer.
+    """Return what a completion would put into its box for a longer reference. Such references have
+    a solution with `####`, several lines, math mode, or the fraction .0 of an integer.
     """
     text = reference.rpartition("####")[2].strip()
     if r"\begin" not in text:
@@ -108,8 +107,8 @@ def bare_answer(reference: str) -> str:
 
 
 def closing_brace(text: str, start: int, limit: int = sys.maxsize) -> int | None:
-    """Return the index of the brace that closes the group whose content starts at `start`; None if
-    the text ends first, or none closes it before `limit`.
+    """Return the index of the brace that closes the group whose content starts at `start`. Return
+    None if there is none before `limit` or the end.
     """
     depth = 1
     for brace in _BRACE.finditer(text, start, limit):
@@ -123,7 +122,7 @@ def closing_brace(text: str, start: int, limit: int = sys.maxsize) -> int | None
 
 
 class _NotNormalizable(ValueError):
-    """The normalisation is not defined for this string, which is then compared as it stands."""
+    """The string has no normalization, so the comparison takes it unchanged."""
 
 
 def canonical_answer(answer: str, normalize: Normalization) -> str:
@@ -218,8 +217,8 @@ def _braced_first(text: str) -> str:
 
 
 def _brace_fractions(text: str) -> str:
-    r"""`\frac12` and `\frac1{2}` are `\frac{1}{2}`. A fraction with a single character left leaves
-    the whole string as it is.
+    r"""Write `\frac12` and `\frac1{2}` as `\frac{1}{2}`. A fraction before a single last character
+    leaves the whole string unchanged.
     """
     first, *rest = text.split(r"\frac")
     done = [first]

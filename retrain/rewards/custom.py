@@ -1,10 +1,11 @@
-"""Rewards written by the user: `score(response, reference)`, or `score(responses, reference)` for a
-whole group, called inside a worker process that can be killed.
+"""The user's own rewards: `score(response, reference)`, or `score(responses, reference)` for a
+whole group. A worker process, which the pool can kill, calls them.
 
 The function may also take the keywords prompt (the rendered text), example (a
-`retrain.types.Example`), params, token_count and finish_reason; of a group token_counts and
-finish_reasons, lists as long as responses. It may be sync or async, and returns a float, a bool, or
-None for "could not judge"; for a group a list of these. Only worker processes import this file.
+`retrain.types.Example`), params, token_count and finish_reason. For a group it may take
+token_counts and finish_reasons, lists as long as responses. It may be sync or async. It returns a
+float, a bool, or None for "could not judge", and for a group a list of these. Only worker processes
+import this file.
 """
 
 import asyncio
@@ -59,7 +60,9 @@ class UserReward:
         return self._of_one(value)
 
     def _of_group(self, value: object, size: int) -> dict[str, Any]:
-        """A member that got None, or no number, leaves the others their rewards."""
+        """Return the rewards of a group. A member that got None, or no number, leaves the others
+        their rewards.
+        """
         if isinstance(value, list) and len(value) == size:
             return {"members": [self._of_one(reward) for reward in value]}
         what = f"{len(value)} rewards" if isinstance(value, list) else _kind_of(value)
@@ -92,11 +95,11 @@ def load_rewards(
     """Load every named function as a plugin. `plugins` is the [plugins] section and `source` the
     file of the configuration.
 
-    Raises ConfigurationError, one sentence, for a function that cannot be found, imported, or
-    called as a reward.
+    Raises ConfigurationError, one sentence, for a function that is missing, does not import, or is
+    not callable as a reward.
     """
     config = TrainConfig.model_validate({"plugins": plugins, "reward": {"params": params}})
-    # Plugins are also looked for beside the file.
+    # retrain also looks for plugins in the folder of the file.
     config._provenance = Provenance(path=Path(source) if source else None)
     runner = asyncio.Runner()
     return {name: UserReward(load_function("reward", name, config), runner) for name in names}

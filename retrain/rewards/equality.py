@@ -1,6 +1,6 @@
 r"""The comparison of the `math` reward: structures item by item (forms.py), equations by their left
-side, words and units beside the value (quantities.py). Fractions and decimals are compared exactly.
-Other expressions go to `equal`, which is math-verify in a worker.
+side, words and units next to the value (quantities.py). The comparison of fractions and decimals is
+exact. Other expressions go to `equal`, which is math-verify in a worker.
 """
 
 import re
@@ -33,7 +33,7 @@ class _UndecidedError(Exception):
 
 
 def decide_by_strings(answer: str, reference: str) -> bool | None:
-    """Return right or wrong if the strings decide; None if expressions have to be compared."""
+    """Return right or wrong if the strings decide; None if only a comparison of expressions can."""
     answer, reference = same_characters(answer), same_characters(reference)
     if not answer or not reference:
         return False
@@ -58,8 +58,8 @@ def _undecided(_gold: str, _answer: str) -> bool:
 
 
 def _signed(integer: "re.Match[str]") -> tuple[bool, str]:
-    """Split off the sign, so that integers of any length can be compared: Python's int refuses more
-    than 4,300 digits.
+    """Split off the sign, to compare integers of any length: Python's int refuses more than 4,300
+    digits.
     """
     digits = integer[2].lstrip("0")
     return integer[1] == "-" and bool(digits), digits
@@ -100,7 +100,7 @@ def _same(gold: Form, answer: Form, equal: Equal) -> bool:
 
 
 def _by_name(form: Form) -> Sequence[Form]:
-    """Return the items, those of `y=1,x=2` in the order of their names."""
+    """Return the items; named items such as `y=1,x=2` have the order of their names."""
     named = form.kind == "list" and all("=" in item.text for item in form.items)
     return sorted(form.items, key=lambda item: item.text) if named else form.items
 
@@ -124,8 +124,8 @@ def _any_order(golds: Sequence[Form], answers: Sequence[Form], equal: Equal) -> 
 
 
 def _within(value: Form) -> Form | None:
-    r"""Return the structure that has a name or a unit: of `(x,y)=(1,2)`, `A=\{1,2\}`; None if none
-    has.
+    r"""Return the structure with a name or a unit, as in `(x,y)=(1,2)` and `A=\{1,2\}`; None
+    without one.
     """
     sides, parts = split(value.text, _EQUALS), quantity(value.text)
     inside = value
@@ -222,7 +222,7 @@ _CHOICE = re.compile(r"(?:[(\[]([A-J])[)\]]|([A-J])(?:\)|[.:](?!\d*:)|$))\s*(.*)
 _BASE = re.compile(r"\(?0*([0-9A-F]+)\)?_\{?(\d+)\}?")
 _COLON = re.compile(":")
 _LITERAL = re.compile(r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])")
-"""Expressions that are compared letter by letter: math-verify would evaluate or drop these."""
+"""Expressions to compare letter by letter: math-verify would evaluate or drop these."""
 _OPEN_RELATION = re.compile(r"[<>]|\\(?:ne|le|ge|sim|neg)(?![a-zA-Z])")
 _NO_SPACE = re.compile(r"(\\[a-zA-Z]+) (?![a-zA-Z])|(?<![a-zA-Z0-9)}\]]) ")
 _TWO_NUMBERS = re.compile(r"(?<!_)[\d)\]] +\d")
@@ -264,7 +264,9 @@ def _same_quantity(theirs: Quantity, ours: Quantity, equal: Equal) -> bool:
 
 
 def _choice(text: str) -> tuple[str, str]:
-    """Return the letter of `(A) 13` and the text beside it; no letter where none or several are."""
+    """Return the letter of `(A) 13` and the other text; "" for the letter if the text has none or
+    several.
+    """
     match = _CHOICE.fullmatch(text)
     if not match or _CHOICE_MARK.search(match[3]):
         return "", text

@@ -1,19 +1,19 @@
 """A fork server: one process that has imported the libraries, and forks a reward worker within
 milliseconds when asked.
 
-Workers are forked from this process and never from the trainer, whose threads and accelerator a
-fork would break. The server ends when the trainer is gone, and its workers with it.
+This process forks the workers. The trainer never does, because a fork would break its threads and
+accelerator. The server ends when the trainer is gone, and its workers with it.
 
-Neither multiprocessing nor loky serves here (tried with Python 3.11 and loky 3):
+multiprocessing and loky do not serve here (tried with Python 3.11 and loky 3):
 
 - multiprocessing's forkserver runs the user's main module again in each worker. A script that calls
-  `train` without a main guard gets a RuntimeError there, one read from standard input a
-  FileNotFoundError, and each worker ends with exit code 1. Its `kill` leaves what user code
-  started running, and a process has one such server, with the imports and the environment of
-  the first pool.
-- loky needs no main guard, but a worker killed at its deadline ends the whole pool: the other jobs
-  raise TerminatedWorkerError, and the next answer takes 6 s, since each worker imports sympy anew
-  (here a fork: 0.03 s).
+  `train` without a main guard gets a RuntimeError there, and a script from standard input gets a
+  FileNotFoundError. Each worker then ends with exit code 1. multiprocessing's `kill` leaves
+  processes that user code started. A process has one such server, with the imports and the
+  environment of the first pool.
+- loky needs no main guard, but a worker killed at its deadline ends the whole pool. The other jobs
+  raise TerminatedWorkerError. The next answer takes 6 s, since each worker imports sympy again (a
+  fork here takes 0.03 s).
 """
 
 import importlib
@@ -68,8 +68,8 @@ class ForkServer:
         self._start()
 
     def spawn(self) -> tuple[int, Channel]:
-        """Fork a worker and return its process id and the channel to it. A lost server is restarted
-        once; then ForkServerLost is raised.
+        """Fork a worker and return its process id and the channel to it. It restarts a lost server
+        once, then raises ForkServerLost.
         """
         with self._lock:
             try:
@@ -82,8 +82,8 @@ class ForkServer:
                 return self._spawn()
 
     def end(self, pid: int) -> int | None:
-        """Kill a worker with everything it started and return its exit code (negative: the signal);
-        None if the server is lost.
+        """Kill a worker with everything it started, and return its exit code (negative for a
+        signal), or None for a lost server.
         """
         with self._lock:
             try:
@@ -117,7 +117,7 @@ class ForkServer:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what user code prints is progress; standard output is the run's result
+            stdout=2,  # user code prints progress, but standard output is the run's result
             pass_fds=[theirs.fileno()],
             start_new_session=True,
             env={"OMP_NUM_THREADS": "1"} | os.environ,
@@ -151,7 +151,7 @@ class ForkServer:
             )
             return self._read_reply()
         except OSError as error:
-            # A reply that is late would be taken for the answer to the next request.
+            # A late reply would count as the answer to the next request.
             self._control.close()
             raise ForkServerLost(str(error)) from error
 
@@ -222,7 +222,7 @@ def _worker_main(control: socket.socket, descriptor: int, server: int) -> NoRetu
 
         serve(Channel(socket.socket(fileno=descriptor)))
         status = 0
-    except BaseException:  # of any kind: the process ends below without showing it
+    except BaseException:  # the process ends below without showing any of them
         from retrain.records.redact import harmless
 
         print(harmless(traceback.format_exc()), file=sys.stderr)

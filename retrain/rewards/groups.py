@@ -1,5 +1,5 @@
 """The completions of one prompt, judged together: what waits for the whole group, the majority's
-vote, and the normalisation of a reward within its group.
+vote, and the normalization of a reward within its group.
 """
 
 import threading
@@ -21,7 +21,7 @@ _EPS = 1e-6
 
 @dataclass
 class Member:
-    """A completion that was handed in, and what its rewards will say."""
+    """A submitted completion, and its scores to come."""
 
     request: ScoreRequest
     parts: "list[Future[PartScore]]" = field(default_factory=list)
@@ -44,8 +44,8 @@ class Judges(Protocol):
 class ScoreGroup:
     """Takes the completions of one prompt in any order, and gives each a score to come.
 
-    What looks at one completion begins at once. Only a reward that looks at several waits, until
-    the last of `size` completions is here. One thread submits.
+    A reward that looks at one completion begins at once. A reward that looks at several completions
+    waits until the last of `size` completions is here. One thread submits.
     """
 
     def __init__(self, judges: Judges, size: int) -> None:
@@ -57,7 +57,7 @@ class ScoreGroup:
         raises for a bug only.
         """
         member = Member(request, self._judges.ask_alone(request))
-        member.score.set_running_or_notify_cancel()  # it can no longer be cancelled
+        member.score.set_running_or_notify_cancel()  # nobody can cancel it now
         self._members.append(member)
         if len(self._members) == self._size:
             members = sorted(self._members, key=lambda one: one.request.sample)
@@ -102,8 +102,8 @@ def _results(member: Member, index: int) -> list[PartScore]:
 
 
 def majority(boxes: Sequence[str | None], normalize: Normalization) -> list[float]:
-    """Return 1 for the completions whose answer is the group's most frequent one, else 0; TTRL,
-    arXiv 2504.16084. Of equally frequent answers the one of the lowest sample counts.
+    """Return 1 for the completions with the group's most frequent answer, else 0; TTRL, arXiv
+    2504.16084. If several answers are equally frequent, the answer of the first sample counts.
 
     A completion without an answer has no vote.
     """
@@ -113,8 +113,8 @@ def majority(boxes: Sequence[str | None], normalize: Normalization) -> list[floa
 
 
 def normalised(rewards: Sequence[float]) -> list[float]:
-    """Return (r - mean) / (std + 1e-6) within the group, with n - 1 in the std's denominator;
-    exactly 0 where all rewards are equal.
+    """Return (r - mean) / (std + 1e-6) within the group, with n - 1 in the std's denominator. Equal
+    rewards give exactly 0.
     """
     if len(set(rewards)) <= 1:
         return [0.0] * len(rewards)

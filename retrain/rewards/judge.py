@@ -2,14 +2,14 @@
 right.
 
 A verdict is the first word of the reply, yes or no. Whatever else happens (no answer, another first
-word) is could-not-judge and never a 0. Verdicts are kept by content, so equal completions are
-judged once, and a resumed run repeats the verdicts of the steps that it repeats even where the
-judge itself would not.
+word) is could-not-judge and never a 0. The reward stores verdicts by content, so it judges equal
+completions once. A resumed run repeats the stored verdicts of the steps that it repeats, even if
+the judge itself would answer differently.
 
-Its client sends one user message and takes one reply. It retries what may pass (time-outs, lost
-connections, 408, 409, 425, 429, 5xx, bodies that are not chat completions) and raises for what will
-not, such as a wrong key. When the server says Retry-After, all requests wait, not just the one that
-was told.
+Its client sends one user message and takes one reply. It retries transient failures (time-outs,
+lost connections, 408, 409, 425, 429, 5xx, bodies that are not chat completions). It raises for
+permanent failures, such as a wrong key. When the server says Retry-After, all requests wait, not
+just the request that received it.
 """
 
 import asyncio
@@ -49,17 +49,19 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 5
 MAX_REPLY = 1 << 20
-"""Bytes of a response; a longer one is not read to its end."""
+"""Maximum bytes of a response; the client stops reading there."""
 REPLY_TOKENS = 1024
 """Leaves room for a judge that thinks before its verdict."""
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 20.0
 _MAX_TOKENS = 1 << 40
-"""Tokens of one request, and units of any currency: a server that reports more is not believed."""
+"""Plausible maximum of the tokens of one request, and of units of any currency; retrain ignores
+larger reports.
+"""
 _TRANSIENT = frozenset({408, 409, 425, 429})
 
 
 class ChatFailed(Exception):
-    """No reply, with the reason as a clause. `usage` holds the requests that were sent."""
+    """No reply, with the reason as a clause. `usage` holds the sent requests."""
 
     def __init__(self, reason: str, usage: JudgeUsage = JudgeUsage()) -> None:  # noqa: B008 - it is frozen
         super().__init__(reason)
@@ -78,12 +80,12 @@ class _Transient(Exception):
 class Reply:
     text: str
     cut: bool
-    """It reached the limit of tokens."""
+    """True if it reached the limit of tokens."""
     usage: JudgeUsage
 
 
 class ChatClient:
-    """Belongs to one event loop. `timeout_s` bounds a request from its first byte to the last one
+    """Belongs to one event loop. `timeout_s` bounds a request from its first byte to the last byte
     of the answer.
     """
 
@@ -120,7 +122,7 @@ class ChatClient:
             wait_initial=_FIRST_WAIT_S,
             wait_max=_MAX_WAIT_S,
         )
-        async with self._slots:  # held between attempts too: a server in trouble is asked less
+        async with self._slots:  # held between attempts too, to ask a server in trouble less
             try:
                 async for attempt in retries:
                     with attempt:
@@ -264,9 +266,9 @@ answer is."""
 
 _PLACE = re.compile(r"\{(question|reference|completion)\}")
 _FENCE = re.compile(r"^([ \t]*)-{5,}[ \t]*$", re.MULTILINE)
-"""A line such as those that enclose the student's work in the template."""
+"""A line of dashes such as the lines around the student's work in the template."""
 _VERDICT = re.compile(
-    # the first word, in bold perhaps
+    # The first word, in bold perhaps.
     r"""[\s*_]*(yes|no)\b(?!\s*(?:\?|(?:/|\bor\b|\band\b)\s*(?:yes|no)\b))"""
     r"""|\s*[*_"'`\u201c\u2018(\[]+(yes|no)\b\W*$""",  # in quotes or brackets: nothing else
     re.IGNORECASE,
@@ -279,8 +281,8 @@ def judge_message(template: str, question: str, reference: str, completion: str)
     """Return the template with its places filled in one pass, so that a completion cannot name a
     place itself. Other braces stay.
 
-    Of a completion's lines of dashes four are left, so that it cannot end the student's work. A
-    lone surrogate becomes a question mark.
+    A completion's lines of dashes keep four dashes, so that the completion cannot end the student's
+    work. A lone surrogate becomes a question mark.
     """
     if len(completion) > MAX_COMPLETION:
         completion = "[...]" + completion[-MAX_COMPLETION:]
@@ -319,12 +321,12 @@ class LanguageModelJudge:
     def __init__(self, reward: "Reward", cache: Path | None = None) -> None:
         """`cache` is the file of verdicts; None keeps them for the life of the judge only.
 
-        Raises EnvironmentFailure where the key's variable is needed and not set.
+        Raises EnvironmentFailure if the judge needs the key's variable and it is unset.
         """
         self._reward = reward
         self._template = reward.judge_template or DEFAULT_TEMPLATE
         name = reward.judge_api_key_env
-        key = key_from(name)  # a server of one's own may need none
+        key = key_from(name)  # the user's own server may need none
         if not key and (
             not reward.judge_base_url or "judge_api_key_env" in reward.model_fields_set
         ):
@@ -346,14 +348,14 @@ class LanguageModelJudge:
         self._loop = EventLoop("judge")
 
     def submit(self, request: ScoreRequest) -> "Future[PartScore]":
-        """Return the score to come; cancelled if the judge is closed before."""
+        """Return the score to come; closing the judge cancels it."""
         return self._loop.start(self._judge(request))
 
     def probe(self) -> str:
         """Ask about an answer that is right. Returns a sentence for the user if the reply is not a
         plain yes, "" otherwise.
 
-        Raises EnvironmentFailure if the judge cannot be asked at all.
+        Raises EnvironmentFailure if the judge does not answer at all.
         """
         model = self._reward.judge_model
         try:
@@ -413,8 +415,8 @@ class LanguageModelJudge:
         return score
 
     async def _ask(self, message: str) -> PartScore:
-        """A reply without a verdict is asked for once more: hosted models do not repeat themselves,
-        even at temperature 0.
+        """Ask for a verdict, and once more after a reply without one: hosted models do not repeat
+        themselves, even at temperature 0.
         """
         usage = JudgeUsage()
         for _ in range(_UNREADABLE_ATTEMPTS):
@@ -465,7 +467,7 @@ class Verdicts:
         self._torn = not content.endswith(b"\n") and bool(content)
 
     def _read(self, line: bytes) -> None:
-        """Skip a torn or foreign line: its question is asked again."""
+        """Read a line. Skip a torn or foreign line: the judge asks its question again."""
         try:
             entry = json.loads(line)
             self._known[str(entry["key"])] = {"yes": 1.0, "no": 0.0}[entry["verdict"]]

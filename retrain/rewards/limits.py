@@ -1,9 +1,9 @@
-r"""The answers that the `math` reward calls wrong before sympy sees them, because sympy could not
-evaluate them in any time: `9^{9^{9^9}}`, `(10^9)!`, forty nested fractions.
+r"""The answers that the `math` reward calls wrong before sympy sees them, because sympy could never
+finish them: `9^{9^{9^9}}`, `(10^9)!`, forty nested fractions.
 
-The limits leave room: among the 5,000 answers of the MATH test set the longest has 81 characters,
-the deepest nests 3 brackets, the largest exponent and the largest factorial have 4 digits, none has
-a power of numbers as its exponent, and the one power of a sum is a square.
+The limits leave room. Among the 5,000 answers of the MATH test set the longest has 81 characters,
+and the deepest nests 3 brackets. The largest exponent and the largest factorial have 4 digits. They
+have no power of numbers as an exponent, and the only power of a sum is a square.
 """
 
 import math
@@ -22,8 +22,9 @@ MAX_BARS = 16
 MAX_DIGITS = 4
 """Maximum digits of a number in an exponent, before a factorial sign or in a binomial."""
 MAX_TERMS = 150
-"""Terms of the powers of sums in an answer when they are multiplied out: sympy takes 0.4 s for
-`(x+2)^{100}`, 5 s for `(x+y+z+1)^{15}`."""
+"""Terms of the multiplied-out powers of sums in an answer: sympy takes 0.4 s for `(x+2)^{100}`, 5 s
+for `(x+y+z+1)^{15}`.
+"""
 
 _LONG_NUMBER = re.compile(rf"(?<![\d.])\d{{{MAX_DIGITS + 1}}}")
 _EXPONENT = re.compile(r"\^(?:(?P<open>[{(])|(?P<number>-?[\d.]+)(?P<tower>\^)?)")
@@ -44,7 +45,7 @@ _CLOSING = {"{": "}", "(": ")", "[": "]"}
 def is_refused(answer: str) -> bool:
     """Return True if a normalized answer exceeds a static limit or has unbalanced braces.
 
-    It is then wrong without being evaluated.
+    Such an answer counts as wrong without an evaluation.
     """
     if (
         len(answer) > MAX_LENGTH
@@ -65,8 +66,8 @@ def is_refused(answer: str) -> bool:
 
 
 def _nesting(text: str) -> int:
-    r"""How deep the expression nests. A bracket is a level, and so is a function that waits for its
-    argument: `\sin\sin x` has two.
+    r"""Return the nesting depth of the expression. A bracket is a level, and so is a function that
+    waits for its argument: `\sin\sin x` has two.
 
     An exponent of such a function is another level, since `\sin^2\sin^2` costs the parser as much
     as `\sin(\sin(`.
@@ -99,8 +100,8 @@ def _nesting(text: str) -> int:
 
 
 def _expanded_terms(text: str, partner: dict[int, int]) -> int:
-    """Count the terms after all powers of sums are multiplied out: a sum of k terms to the power n
-    has C(n + k - 1, k - 1).
+    """Count the terms of the multiplied-out powers of sums. A sum of k terms to the power n has C(n
+    + k - 1, k - 1).
     """
     terms = 1
     for power in _POWER.finditer(text):

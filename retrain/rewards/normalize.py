@@ -2,7 +2,7 @@ r"""One LaTeX for the forms in which people and models write an answer: unicode,
 words, units, thousands, `\frac` without braces. The `math` reward normalizes both sides before it
 compares them (equality.py). Pure strings; no rule changes a value.
 
-Afterwards words and units stand in `\text{...}` and nowhere else, and no other style is left.
+Afterwards words and units occur only in `\text{...}`, and the answer has no other style.
 """
 
 import re
@@ -28,7 +28,7 @@ def _apply(rules: list[Rule], text: str) -> str:
 
 @lru_cache(maxsize=4096)  # A group asks for the same reference G times.
 def normalize(answer: str) -> str:
-    """Return the answer in the one form that equality.py reads."""
+    """Return the answer in the normal form that equality.py reads."""
     text = answer if answer.isascii() else _plain_characters(answer)
     if "\\begin" not in text:
         text = text.replace("\\\\", "\\")
@@ -295,7 +295,7 @@ def _argument(text: str, position: int) -> tuple[str, int]:
     if token is None:
         return "", position
     argument, position = token[1], token.end()
-    if _TAKES_ARGUMENTS.fullmatch(argument):  # Its own arguments stand in braces already.
+    if _TAKES_ARGUMENTS.fullmatch(argument):  # Its own arguments have braces already.
         while text[position : position + 1] == "{":
             end = closing_brace(text, position + 1)
             if end is None:
@@ -391,7 +391,7 @@ _CLOSE = re.compile(r"\\\}|[)\]]")
 
 
 def _joined_thousands(text: str) -> str:
-    """Remove the commas of `1,000`, but not those of a point, a set or an interval."""
+    """Remove the commas of `1,000`, but not the commas of a point, a set or an interval."""
 
     def join(match: re.Match[str]) -> str:
         before = text[: match.start()]

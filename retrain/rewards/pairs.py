@@ -28,7 +28,7 @@ def score_answers(
 
 
 def judge_answers(config: TrainConfig, pairs: Sequence[tuple[str, str | Example]]) -> list[Score]:
-    """Return the scores behind `score_answers`: a reward, or why it could not be judged."""
+    """Return the scores behind `score_answers`: a reward, or the reason for a failure to judge."""
     with build_scorer(config) as scorer:
         if scorer.judges_groups:
             raise ConfigurationError(

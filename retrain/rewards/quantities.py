@@ -1,5 +1,5 @@
-r"""What a value of a normalized answer (normalize.py) consists of: the number or expression, the
-words and units beside it, and the letters in it.
+r"""The parts of a value in a normalized answer (normalize.py): the number or expression, its words
+and units, and its letters.
 """
 
 import re
@@ -78,7 +78,7 @@ _NOT_UNITS = frozenset(
         " thousandth thrice times to too trillion triple tripled true twice under unless up west wrong"
     ).split()
 )
-"""Words that change what the number beside them says."""
+"""Words that change the meaning of the number next to them."""
 _BEFORE_NUMBERS = frozenset(["dollar", "euro", "pound", "yen", "rs", "total"])
 _SILENT = frozenset(["the", "a", "an", "of", "and", "only", "exactly", "precisely"])
 _LEAD_IN = re.compile(
@@ -150,7 +150,9 @@ def _unit(word: str) -> str:
 
 
 def same_words(gold: str, answer: str) -> bool:
-    """True if words are the same, or stand on one side and are a unit or what is counted."""
+    """True if both sides have the same words, or if only one side has words, and these name a unit
+    or the counted things.
+    """
     one_side = not gold or not answer
     return gold == answer or (one_side and not set((gold or answer).split()) & _NOT_UNITS)
 

@@ -21,14 +21,14 @@ class ScoreRequest:
     """The prompt's place in the step."""
     sample: int
     token_count: int = 0
-    """Tokens of the completion, a sampled EOS included; 0 where no model wrote it."""
+    """Tokens of the completion, a sampled EOS included; 0 if no model wrote it."""
     finish_reason: FinishReason = FinishReason.STOP
 
 
 @dataclass(frozen=True)
 class PartScore:
     """The score of one reward of a weighted sum: its value, or None with the reason. `types.Score`
-    is the sum's.
+    is the score of the sum.
 
     A reward of whole groups gives the score of each of the `members`; without them it failed, and
     its reason holds for all.

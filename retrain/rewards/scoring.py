@@ -1,9 +1,9 @@
-"""From a completion to a score: right, wrong, or could not judge; and the guard that stops a run
-whose completions cannot be judged. Failures are counted and shown; they never become zeros.
+"""From a completion to a score: right, wrong, or could not judge. A guard stops a run whose
+completions the rewards cannot judge. The module counts and shows failures; they never become zeros.
 
-`Scorer.submit` and `ScoreGroup.submit` never block on an answer: strings are compared at once,
-math-verify and user code run in worker processes (workers.py), and a language model is asked from a
-thread (judge.py), so that completions are judged while others still decode.
+`Scorer.submit` and `ScoreGroup.submit` never block on an answer, so that judging overlaps with
+decoding. They compare strings at once. Worker processes run math-verify and user code (workers.py),
+and a thread asks a language model (judge.py).
 """
 
 import importlib.util
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 WINDOW_STEPS = 20
 _MIN_COMPLETIONS = 8
-"""Fewer completions than this may all fail by accident, so the run is not stopped for it."""
+"""Fewer completions than this may all fail by accident, so the run does not stop for them."""
 
 
 @dataclass(frozen=True)
 class _StepFailures:
     total: int
     reasons: dict[str, int]
-    """Number of completions that could not be judged, by reason."""
+    """Number of unjudged completions, by reason."""
 
 
 class FailureGuard:
@@ -110,8 +110,8 @@ class FailureGuard:
 
 
 def check_held_out(scores: Iterable[Score], max_failure_rate: float) -> None:
-    """Raise ResumableFailure if more of an evaluation's answers could not be judged than the rate
-    allows; a single one is always allowed.
+    """Raise ResumableFailure if an evaluation has more unjudged answers than the rate permits; it
+    always permits a single one.
     """
     outcomes = list(scores)
     reasons, total = _reasons(outcomes), len(outcomes)
@@ -120,7 +120,7 @@ def check_held_out(scores: Iterable[Score], max_failure_rate: float) -> None:
 
 
 def _reasons(scores: Iterable[Score]) -> Counter[str]:
-    """Count the completions that could not be judged, by reason."""
+    """Count the unjudged completions, by reason."""
     return Counter(
         score.reason or "no reason given"
         for score in scores
@@ -140,8 +140,9 @@ def _too_many_failures(what: str, reasons: Counter[str], rate: float) -> Resumab
 
 
 Judge = Callable[[ScoreRequest], "float | Message | Future[PartScore]"]
-"""The reward if it is decided at once; otherwise the job for a worker, or the future score of a
-language model."""
+"""The reward if the judge decides at once; otherwise the job for a worker, or the future score of a
+language model.
+"""
 GroupJudge = Callable[[Sequence[ScoreRequest]], "list[float] | Message"]
 """The rewards of a group, in the order of its samples, or the job for a worker."""
 
@@ -156,7 +157,7 @@ class WeightedJudge:
     """True if it compares the answer with the reference, so that the reference itself must score
     1."""
     group: GroupJudge | None = None
-    """Judges the completions of a prompt together, in place of `judge`."""
+    """Judges the completions of a prompt together, instead of `judge`."""
 
 
 def box_reader(reward: "Reward") -> Callable[[str, str], str | None] | None:
@@ -205,8 +206,8 @@ class Scorer:
         *,
         normalises: bool = False,
     ) -> None:
-        """The scorer owns the pool and the language model that judges, and closes them.
-        `normalises`: each reward within its group, before they are summed.
+        """The scorer owns the pool and the language model that judges, and closes them. With
+        `normalises`, it normalizes each reward within its group before the sum.
         """
         self._parts = tuple(parts)
         self._correct_threshold = correct_threshold
@@ -216,7 +217,7 @@ class Scorer:
 
     @property
     def compares_answers(self) -> bool:
-        """True if the gold answer must score `gold_reward`."""
+        """True if the reference answer must score `gold_reward`."""
         return all(part.compares_answers for part in self._parts) and not self._normalises
 
     @property
@@ -404,7 +405,9 @@ def _weighted(
     of_groups: frozenset[str],
     model: "LanguageModelJudge | None",
 ) -> WeightedJudge:
-    """`of_groups`: the user's functions that take a whole group."""
+    """Return the judge of one reward; `of_groups` names the user's functions that take a whole
+    group.
+    """
     reward = config.reward
     if kind == "judge" and model is not None:
         return WeightedJudge(model.submit, weight)
@@ -494,8 +497,10 @@ def _majority(reward: "Reward", requests: Sequence[ScoreRequest]) -> list[float]
 @dataclass(frozen=True)
 class BuiltinReward:
     judge: Callable[["Reward", ScoreRequest], float | Message] | None = None
-    """Compares the answer with the reference; None for `custom`, which calls the user's function,
-    `judge`, which asks a language model, and those that need more than `[reward]`."""
+    """Compares the answer with the reference. It is None for `custom`, which calls the user's
+    function, for `judge`, which asks a language model, and for rewards that need more than
+    `[reward]`.
+    """
     compares_answers: bool = False
     reads_boxes: bool = False
     needs_workers: bool = False

@@ -14,7 +14,7 @@ from sympy import Expr, I, N
 from retrain.rewards.equality import same_answer
 from retrain.rewards.normalize import normalize
 
-# It warns that its timeouts are off, which is intended: the parent keeps time.
+# It warns that its timeouts are off, but the parent keeps time.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 # math-verify takes a letter at the end for a unit: 4t for 4.
 _CONFIGURATION = [LatexExtractionConfig(normalization_config=NormalizationConfig(boxed="all"))]
@@ -90,15 +90,15 @@ def _pass_memory_errors_on() -> None:
     MemoryError passes through them.
 
     They do so in two dozen places and offer no setting for it. An answer for which memory ran out
-    would be found unequal: a wrong answer, where the score must be could-not-judge. Nothing
-    outside of these modules can see such an error: Python 3.11 reports caught exceptions to tracers
-    only, which slow every call down, and a failed allocation leaves no trace in the process's peak
-    memory. Without the address-space limit such errors would be rare, but the parent's memory watch
-    alone is no protection while the parent waits for a core. So the rebinding stays, in processes
-    that do nothing but verify.
+    would count as wrong, although the score must be could-not-judge. Code outside of these modules
+    cannot see such an error. Python 3.11 reports caught exceptions to tracers only, which slow
+    every call down, and a failed allocation leaves no trace in the process's peak memory. Without
+    the address-space limit such errors would be rare. But the parent's memory watch alone does not
+    protect while the parent waits for a core. So the rebinding stays, in processes that do nothing
+    but verify.
 
-    Exception itself, and a kind beside MemoryError that a later import defines, pass through too;
-    the worker cannot judge then.
+    Exception itself, and a kind of exception that a later import defines, pass through too; the
+    worker cannot judge then.
     """
     kinds = _ExceptMemory(kind for kind in Exception.__subclasses__() if kind is not MemoryError)
     for name in (
@@ -111,4 +111,4 @@ def _pass_memory_errors_on() -> None:
 
 
 _warm_up()
-_pass_memory_errors_on()  # after the first use: by now all kinds of exceptions are defined
+_pass_memory_errors_on()  # after the first use, when all kinds of exceptions exist

@@ -1,6 +1,5 @@
-"""A reward worker: messages over a connected socket between it and the trainer's process, and its
-life: load what the set-up names, then answer one job after another until it is killed or left
-alone.
+"""A reward worker, and its messages over a connected socket to the trainer's process. It loads what
+the set-up names, then answers one job after another until the pool kills it or goes away.
 """
 
 import json
@@ -23,8 +22,9 @@ from retrain.records.redact import note_values
 
 
 Message = dict[str, Any]
-"""One JSON object. NaN and infinities are written as Python's json writes them, unpaired surrogates
-as escapes."""
+"""One JSON object. NaN and infinities have the form of Python's json, unpaired surrogates are
+escapes.
+"""
 
 _HEADER = struct.Struct("<I")
 """The length of the JSON text that follows, in bytes."""
@@ -35,7 +35,7 @@ class ChannelClosed(EOFError):
 
 
 class BadMessage(ValueError):
-    """The bytes received are not a message. Nothing that follows them can be understood either."""
+    """The bytes received are not a message. The worker cannot understand later bytes either."""
 
 
 def encode(message: Message) -> bytes:
@@ -126,8 +126,8 @@ class Channel:
 
 
 def serve(channel: Channel) -> None:
-    """Answer jobs until the other side closes. The first message is the set-up; its reply is
-    {"ready": true, "group_rewards": [names]} or {"refused": sentence}.
+    """Answer jobs until the other side closes. The first message is the set-up. Its reply is
+    `{"ready": true, "group_rewards": [names]}` or `{"refused": sentence}`.
 
     Every later message is a job, and its reply carries the job's number.
     """
@@ -153,8 +153,8 @@ def serve(channel: Channel) -> None:
 
 
 def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
-    """Return one function per kind of job. A reply holds "value" (null: could not judge) and, if it
-    is null, "reason"; the reply for a whole group holds one for each of its "members".
+    """Return one function per kind of job. A reply holds "value" (null for could not judge) and, if
+    it is null, "reason". The reply for a whole group holds one for each of its "members".
     """
     if setup["address_space"] is not None:  # bytes that this process may map
         try:
@@ -185,6 +185,6 @@ def _verify(job: Message) -> Message:
         return {"value": float(right(job["gold"], job["answer"]))}
     except MemoryError:
         return {"value": None, "reason": "math-verify ran out of memory"}
-    # What the library would have passed over with its own `except Exception`.
+    # The library's own `except Exception` would have ignored this error.
     except Exception as error:  # noqa: BLE001 - of a kind that was defined later, or Exception itself
         return {"value": None, "reason": f"math-verify failed ({type(error).__name__}: {error})"}

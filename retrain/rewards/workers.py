@@ -1,8 +1,8 @@
 """The pool of reward workers, seen from the trainer: processes that a deadline can kill.
 
-One thread here keeps one worker process: it sends a job, waits on the wall clock, and kills and
-replaces the worker when the deadline or the memory limit is passed. Nothing inside a worker is
-trusted to stop by itself.
+One thread here keeps one worker process. It sends a job, waits on the wall clock, and kills and
+replaces a worker that exceeds the deadline or the memory limit. The pool never trusts code inside a
+worker to stop by itself.
 """
 
 import itertools
@@ -21,8 +21,9 @@ from retrain.rewards.worker import BadMessage, Channel, ChannelClosed, Message, 
 from retrain.system import resident_bytes, usable_cores
 
 MEMORY_LIMIT = 2 << 30
-"""Maximum resident bytes of a verifying worker; no answer that ended in time was seen to take more
-than 0.1 GiB."""
+"""Maximum resident bytes of a verifying worker; answers that ended in time took at most 0.1 GiB in
+tests.
+"""
 ADDRESS_SPACE_LIMIT = 4 << 30
 """Maximum bytes that a verifying worker may map: the second limit, for memory that grows faster
 than the parent looks."""
@@ -38,16 +39,19 @@ class WorkerSetup:
     """The first message to each worker of a pool: what it must load."""
 
     verify: bool = False
-    """The workers run math-verify, so the fork server imports it and the memory limits hold."""
+    """True if the workers run math-verify, so that the fork server imports it and the memory limits
+    hold.
+    """
     rewards: tuple[str, ...] = ()
     """Names of the user's functions."""
     params: dict[str, Any] = field(default_factory=dict)
     plugins: dict[str, Any] = field(default_factory=dict)
     """The [plugins] section."""
     source: str | None = None
-    """The file of the configuration; user functions are looked for beside it too."""
+    """The file of the configuration; workers look for user functions in its folder too."""
     secrets: tuple[str, ...] = field(default=(), repr=False)
-    """Texts that a worker masks in all that it says, beside the secrets of its environment."""
+    """Extra strings to redact from the worker's output, in addition to secrets in its environment.
+    """
 
     @property
     def preload(self) -> list[str]:
@@ -96,7 +100,7 @@ class WorkerPool:
         """Judge one job. Its deadline starts when a ready worker takes it; every failure is a
         could-not-judge.
 
-        Raises TypeError for a message that cannot be written as JSON.
+        Raises TypeError for a message that JSON cannot hold.
         """
         number = next(self._numbers)
         members = len(message.get("responses", ()))
@@ -110,7 +114,7 @@ class WorkerPool:
         """Wait for the first worker; return the names of the rewards that take a whole group.
 
         Raises ConfigurationError if it cannot load what the set-up names, EnvironmentFailure if it
-        cannot be started.
+        does not start.
         """
         thread = self._threads[0]
         thread.started.wait(2 * STARTUP_LIMIT_S)
@@ -125,7 +129,7 @@ class WorkerPool:
         return thread.group_rewards
 
     def close(self) -> None:
-        """Kill the workers. Waiting jobs are cancelled; jobs under way end as could-not-judge."""
+        """Kill the workers. This cancels waiting jobs; jobs under way end as could-not-judge."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -146,8 +150,9 @@ class WorkerPool:
 @dataclass(frozen=True)
 class _Job:
     number: int
-    """The number that the reply repeats, so that bytes which user code left in the channel are not
-    taken for the next answer."""
+    """The number that the reply repeats, so that the pool does not take bytes from user code in the
+    channel for the next answer.
+    """
     message: bytes
     future: "Future[PartScore]"
     members: int

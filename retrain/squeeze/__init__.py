@@ -1,8 +1,8 @@
 """LoRA-Squeeze: the rank that an adapter uses, and the same adapter at that rank (arXiv 2602.10993,
 the post-hoc variant).
 
-The exact singular values of each layer's update follow from a small core, so nothing is randomised
-and no full update is built.
+The exact singular values of each layer's update follow from a small core, so the method needs no
+random numbers and no full update.
 """
 
 from importlib.util import find_spec

@@ -89,8 +89,8 @@ def weight_names(layer: str) -> tuple[str, str]:
 
 
 def read_adapter(folder: Path) -> LoraAdapter:
-    """Read a plain LoRA adapter. Raises ConfigurationError for any other folder, so that no part of
-    an adapter is dropped silently.
+    """Read a plain LoRA adapter. Raises ConfigurationError for any other folder, so as not to drop
+    a part of an adapter silently.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -3,8 +3,8 @@ smallest rank that keeps enough.
 
 The singular values of one layer's update B A come from QR of both factors and the SVD of the r x r
 core. Shapes: A [rank, d_in], B [d_out, rank]. With A^T = Q_a R_a and B = Q_b R_b the product is Q_b
-(R_b R_a^T) Q_a^T, so the SVD of the core R_b R_a^T holds all of it: exact for every rank, in
-float64, without the d_out x d_in matrix.
+(R_b R_a^T) Q_a^T. The SVD of the core R_b R_a^T is therefore exact for every rank, in float64,
+without the d_out x d_in matrix.
 """
 
 import math
@@ -198,7 +198,7 @@ class Analysis:
         return SqueezeSummary(self.source_rank, self.recommended_rank, self.threshold, self.table)
 
     def ranks_per_layer(self) -> dict[str, int]:
-        """For each layer, the smallest rank at which that layer reaches the threshold."""
+        """Return, for each layer, the smallest rank at which that layer reaches the threshold."""
         return {layer.name: layer.smallest_rank(self.threshold) for layer in self.layers}
 
     def to_json(self) -> dict[str, Any]:
@@ -227,8 +227,8 @@ def analyze_adapter(
 
     Empty `target_ranks` mean 1, 2, 4, ... below the source rank, and the source rank. If no rank
     keeps enough, the source rank gets a row and the recommendation. A `source_rank` other than 0
-    must be the adapter's. Raises ConfigurationError for an adapter that is not plain LoRA or not
-    trained, and for ranks that do not fit it.
+    must equal the rank of the adapter. Raises ConfigurationError for an adapter that is not plain
+    LoRA or not trained, and for ranks that do not fit it.
     """
     adapter = read_adapter(Path(adapter_path))
     return analyze(

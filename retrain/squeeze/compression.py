@@ -1,9 +1,9 @@
-"""Compression of an adapter to a lower rank: the update of every layer is truncated to its first
-singular values, at the same scale.
+"""Compression of an adapter to a lower rank: each layer's update keeps its first singular values,
+at the same scale.
 
-Truncation acts on B A, and the model's update is s B A, so s must not change: alpha' = alpha k / r,
-and alpha sqrt(k / r) for rank-stabilised LoRA, where s = alpha / sqrt(r). alpha' may be a
-fraction, since peft only divides it.
+Truncation acts on B A, and the model's update is s B A, so s must not change. Hence alpha' = alpha
+k / r, and alpha sqrt(k / r) for rank-stabilized LoRA, where s = alpha / sqrt(r). A fraction is
+valid for alpha', since peft only divides it.
 """
 
 import json
@@ -43,8 +43,7 @@ class Compression:
     ranks: dict[str, int]
     """Rank of each layer by name."""
     relative_error: float
-    """Frobenius norm of the part that was cut off, relative to the whole update (all layers as
-    one)."""
+    """Frobenius norm of the dropped part, relative to the whole update (all layers as one)."""
     storage_error: float
     """Frobenius norm of stored minus truncated update, relative to the whole update: the rounding
     to the source's dtype."""
@@ -147,7 +146,7 @@ def truncated(layer: LoraLayer, factors: Factors, k: int) -> tuple[Tensor, Tenso
     """Return A' [k, d_in] and B' [d_out, k] from the first k singular values, in the source's
     dtype. Each of the two contains the square roots of the values.
 
-    A layer of zeros keeps the first rows of A, so that it can still be trained.
+    A layer of zeros keeps the first rows of A, so that it remains trainable.
     """
     if not factors.values[0]:
         return layer.a[:k].contiguous(), torch.zeros(layer.b.shape[0], k, dtype=layer.b.dtype)
@@ -159,7 +158,7 @@ def truncated(layer: LoraLayer, factors: Factors, k: int) -> tuple[Tensor, Tenso
 
 def ranks_of(adapter: LoraAdapter, target: int | Mapping[str, int]) -> dict[str, int]:
     """Return the rank of each layer. Raises ConfigurationError for a rank that does not fit, and
-    for names that are not the layers'.
+    for names that do not match the layers.
     """
     names = {layer.name for layer in adapter.layers}
     if not isinstance(target, int) and set(target) != names:
@@ -183,8 +182,8 @@ def ranks_of(adapter: LoraAdapter, target: int | Mapping[str, int]) -> dict[str,
 
 
 def check_output(source: Path, output: Path, overwrite: bool) -> None:
-    """Raise ConfigurationError if `output` is the source's folder, or a folder with files that may
-    not be replaced.
+    """Raise ConfigurationError if `output` is the source's folder, or a folder with files that
+    retrain may not replace.
     """
     where = f'[squeeze] output_path = "{output}"'
     if output.resolve() == source.resolve():
@@ -207,7 +206,7 @@ def check_output(source: Path, output: Path, overwrite: bool) -> None:
 def _write(output: Path, tensors: dict[str, Tensor], settings: dict[str, Any], card: str) -> None:
     from safetensors.torch import save_file
 
-    # What it replaces is ours or empty: check_output looked.
+    # check_output has verified that the replaced folder is ours or empty.
     with replacing_folder(output) as aside:
         mark(aside, "squeeze")
         save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -266,7 +265,7 @@ def _verify(
     """Read the written adapter and compare every layer's update with the truncated one; return the
     Frobenius norm of all differences.
 
-    That norm bounds the largest difference of a single weight. Raises RunFailed if a layer differs
+    The norm bounds the largest difference of a single weight. Raises RunFailed if a layer differs
     by more than rounding.
     """
     stored = {layer.name: layer for layer in read_adapter(output).layers}
@@ -281,7 +280,7 @@ def _verify(
             dim=1,
         )
         difference = product_norm(a, b)
-        # half a unit of rounding on each factor, and as much again for all else
+        # Half a unit of rounding on each factor, and as much again for all else.
         allowed = 4 * torch.finfo(layer.a.dtype).eps * abs(source.scale) * float(kept.sum())
         if difference > allowed:
             raise RunFailed(

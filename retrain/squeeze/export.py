@@ -1,5 +1,5 @@
-"""A trained adapter as others load it: a folder for peft and vLLM, or a merged model for
-transformers, each with its tokenizer and a model card.
+"""A trained adapter for other programs. The export is a folder for peft and vLLM, or a merged model
+for transformers, with its tokenizer and a model card.
 """
 
 import json
@@ -34,7 +34,7 @@ from retrain.tracking.lines import pass_at_1
 from retrain.types import WHOLE_MODEL
 
 SETTINGS_FILE = "retrain.toml"
-"""The run's configuration beside the exported weights."""
+"""The run's configuration, in the folder of the exported weights."""
 _SHOWN = (
     "model.model", "algorithm.algorithm_mode", "algorithm.advantage_mode",
     "algorithm.transform_mode", "training.seed", "training.batch_size", "training.group_size",
@@ -64,13 +64,13 @@ def export_run(
     trust: bool,
     log: Say,
 ) -> Export:
-    """Write the adapter of `checkpoint` (the newest by default), or the model merged with it, or
-    the model that was trained as a whole, to `output`, which must be absent or empty.
+    """Write the adapter of `checkpoint` (the newest by default), the model merged with it, or a
+    model trained as a whole, to `output`. The folder `output` must be absent or empty.
 
-    Raises ConfigurationError for a folder without a run or its weights, for one that is in use, and
-    for an adapter that `uploads` would send without its base; RunFailed for a missing or
-    damaged checkpoint; EnvironmentFailure where the base model cannot be had. The run's own Python
-    code is not executed, but with `trust` a model's `trust_remote_code` is.
+    Raises ConfigurationError for a folder in use or without a run or its weights, and for an
+    adapter that `uploads` would send without its base. Raises RunFailed for a missing or damaged
+    checkpoint, and EnvironmentFailure if the base model is not available. The export never executes
+    the run's own Python code, but with `trust` it executes a model's `trust_remote_code`.
     """
     folder, config = RunFolder(run), stored_run(run).config
     what = _kind_of(config, merged)
@@ -81,7 +81,7 @@ def export_run(
     note_secrets(config)
     found = _checkpoint(folder, checkpoint)
     if what != "Model":
-        read_adapter(found.folder)  # refused before anything large is loaded
+        read_adapter(found.folder)  # refuse it before loading anything large
     base = base_name(resolve_model(config.model.model))
     is_local = Path(base).is_dir()
     if uploads and what == "Adapter":
@@ -108,8 +108,8 @@ def export_run(
 def _texts(
     config: TrainConfig, base: str, found: Checkpoint, scores: list[Evaluation], what: str
 ) -> dict[str, str]:
-    """Return the settings and the card by their files' names. They are masked as text too: a masked
-    value that the schema refuses stays in the configuration.
+    """Return the settings and the card by their files' names. The function masks them as text too:
+    a masked value that the schema refuses stays in the configuration.
     """
     again = Redactor().config(replaced(config, _own_settings(config)))
     texts = {SETTINGS_FILE: dump_toml(again), CARD_FILE: _card(again, base, found, scores, what)}
@@ -117,7 +117,7 @@ def _texts(
 
 
 def _kind_of(config: TrainConfig, merged: bool) -> str:
-    """Return what is exported."""
+    """Return the kind of the export."""
     if config.model.train == "full":
         return "Model"
     return "Merged model" if merged else "Adapter"
@@ -147,8 +147,8 @@ def _write_model(model: Any, folder: Path) -> None:
 
 
 def _own_settings(config: TrainConfig) -> dict[str, str]:
-    """The settings that replace the run's own: its folder, and a label that has the form of a
-    secret, since masked it would be no label.
+    """Return the settings that replace the run's own: its folder, and a label in the form of a
+    secret, which a mask would make unusable.
     """
     settings = {"logging.log_dir": "logs/reproduced"}
     if Redactor().text(config.logging.label) != config.logging.label:
@@ -192,7 +192,7 @@ def _writing(output: Path) -> Iterator[None]:
     except OSError as error:
         if not is_disk(error):
             raise
-        # a copy's error names what is copied, which is whole
+        # a copy's error names the source, which is intact
         raise EnvironmentFailure(
             f"{output} cannot be written: {error.strerror}; free space there, or name another disk"
             " by --output."
@@ -200,8 +200,8 @@ def _writing(output: Path) -> Iterator[None]:
 
 
 def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
-    """Return a checkpoint that matches its manifest. A damaged newest one is refused: an earlier
-    one is other weights, which the user asks for by --checkpoint.
+    """Return a checkpoint that matches its manifest. Refuse a damaged newest checkpoint: an earlier
+    checkpoint has other weights, which the user requests by --checkpoint.
     """
     store = CheckpointStore(stored_checkpoints(folder))
     steps = store.steps()
@@ -220,7 +220,7 @@ def _merged(config: TrainConfig, base: str, adapter: Path) -> Any:
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
-    # The base as it was published: the merge would round weights in 4 bits once more.
+    # Take the published base: the merge would round weights in 4 bits once more.
     plain = replaced(config, {"model.load_in_4bit": False}).model
     model = load_weights(plain, base, torch.device("cpu"), "auto")
     # Peft reads an attribute that transformers deprecates.
@@ -240,13 +240,13 @@ def _merged(config: TrainConfig, base: str, adapter: Path) -> Any:
 
 
 def _beside(run: Path, what: str) -> Path:
-    """Name a folder beside a run. A run given as `.` has its name only once it is resolved."""
+    """Return a folder next to a run. A run given as `.` gets its name only by resolving it."""
     place = run.resolve()
     return place.parent / f"{place.name}-{what.split()[0].lower()}"
 
 
 def _whole(config: TrainConfig, base: str, folder: Path, merged: bool) -> Any:
-    """Return the transformers model of a checkpoint; None where its adapter is exported."""
+    """Return the transformers model of a checkpoint; None for the export of its adapter."""
     if config.model.train == "full":
         return _trained(config, base, folder)
     return _merged(config, base, folder) if merged else None
@@ -283,8 +283,8 @@ def _write_adapter(adapter: Path, output: Path, base: str) -> None:
 
 
 def _held_out(folder: RunFolder, config: TrainConfig, step: int) -> list[Evaluation]:
-    """The run's evaluations of the untrained model and of the exported weights, as far as it made
-    them.
+    """Return the run's evaluations of the untrained model and of the exported weights, as far as it
+    made them.
     """
     if not folder.evaluation.is_file():
         return []
@@ -306,8 +306,8 @@ def _card(
     held_out: list[Evaluation],
     what: str,
 ) -> str:
-    """The README.md of the export. `hub_base` is "" for a base that is a folder, which no card may
-    name.
+    """Return the README.md of the export. `hub_base` is "" for a base that is a folder, which no
+    card may name.
     """
     name = hub_base or Path(config.model.model).name
     library = "peft" if what == "Adapter" else "transformers"
@@ -351,7 +351,7 @@ def _card(
 
 
 def check_hub(name: str) -> None:
-    """Raise EnvironmentFailure where nothing can be uploaded: no token, or no network."""
+    """Raise EnvironmentFailure if an upload is impossible: no token, or no network."""
     from huggingface_hub import get_token
 
     if not get_token():

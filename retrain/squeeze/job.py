@@ -1,5 +1,6 @@
-"""The job of a `[squeeze]` section: analyse an adapter, recommend a rank, write the smaller one,
-and compare the held-out accuracy of both on the same problems with the same sampling noise.
+"""The job of a `[squeeze]` section: analyze an adapter, recommend a rank, and write the smaller
+adapter. The job compares the held-out accuracy of both on the same problems with the same random
+numbers.
 """
 
 import json
@@ -52,7 +53,7 @@ class Accuracy:
 
     @property
     def differences(self) -> list[float]:
-        """The accuracy after minus before, for each problem that was judged both times."""
+        """The accuracy after minus before, for each problem with a verdict both times."""
         both = zip(self.before.problems, self.after.problems, strict=True)
         return [
             new.correct / new.samples - old.correct / old.samples
@@ -63,8 +64,8 @@ class Accuracy:
     @property
     def interval(self) -> tuple[float, float] | None:
         """The 95% interval of the mean difference over new problems. Pairing by problem makes it
-        far narrower than the intervals of the two accuracies. None for fewer than two problems, and
-        if all differences are equal, so that the standard error is 0.
+        far narrower than the intervals of the two accuracies. It is None for fewer than two
+        problems, and if all differences are equal, so that the standard error is 0.
         """
         d, error = self.differences, 0.0
         if len(d) > 1:
@@ -122,8 +123,8 @@ def measure_accuracy(
     """Measure pass@1 of both adapters by `[evaluation]`, `[data]`, `[reward]` and `[training]`, on
     `[model] model` or the adapter's own base.
 
-    The compressed adapter is padded with zeros to the source's rank, which leaves its update and
-    its scale unchanged.
+    The function pads the compressed adapter with zeros to the source's rank, which does not change
+    its update and its scale.
     """
     from safetensors.torch import save_file
 
@@ -138,7 +139,7 @@ def measure_accuracy(
             "lora.alpha": int(settings["lora_alpha"]),
             "lora.use_rslora": bool(settings.get("use_rslora")),
             "lora.target_modules": sorted(settings["target_modules"]),
-            # Held-out problems are loaded only where an evaluation is asked for.
+            # retrain loads held-out problems only for an evaluation.
             "evaluation.at_end": True,
             "backend.shard_base": False,
         },
@@ -222,10 +223,10 @@ def run_squeeze(
 
 @contextmanager
 def local_adapter(config: "TrainConfig") -> Iterator[Path]:
-    """Yield the PEFT folder of `[squeeze] adapter_path`; a tinker:// path is downloaded from
-    `[model] base_url` into a temporary one.
+    """Yield the PEFT folder of `[squeeze] adapter_path`. For a tinker:// path, download it from
+    `[model] base_url` into a temporary folder.
 
-    Raises EnvironmentFailure where the service hands out no adapter.
+    Raises EnvironmentFailure if the service hands out no adapter.
     """
     path = config.squeeze.adapter_path
     if not config.squeeze.is_remote:
@@ -267,7 +268,7 @@ def squeeze_adapter(
     output = Path(settings.output_path) if settings.output_path else None
     check_settings(settings, adapter)
     if output:
-        # Before the work.
+        # Check the output before the work.
         check_output(adapter.folder, output, overwrite)
     analysis = analyze(
         adapter,

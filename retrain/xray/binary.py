@@ -1,15 +1,15 @@
 """The objective that an advantage climbs where a reward is 1 or 0, computed exactly.
 
-Of the G completions of a prompt that the policy solves with probability p, the number k of right
-ones is binomial. On policy, with an advantage A(right | k) and A(wrong | k) of the completions of
-a group with k right ones, the expected gradient is
+If the policy solves a prompt with probability p, the number k of right completions among G is
+binomial. Let A(right | k) and A(wrong | k) be the advantages in a group with k right completions.
+On policy, the expected gradient is
 
     E[1/G sum_i A_i grad log pi(y_i)] = f'(p) grad p,
     f'(p) = sum_k Bin(k; G-1, p) [A(right | k+1) - A(wrong | k)],
 
 because sum_y grad pi(y) is grad p over the right answers and -grad p over the wrong ones. So the
-algorithm climbs f, and f'(p) is the weight of a prompt by its pass rate: (G-1)/G for `grpo`, 1 for
-`rloo`, k (1-p)^(k-1) for pass@k (PKPO, arXiv 2505.15201).
+algorithm climbs f, and f'(p) is the weight of a prompt by its pass rate. It is (G-1)/G for `grpo`,
+1 for `rloo`, and k (1-p)^(k-1) for pass@k (PKPO, arXiv 2505.15201).
 """
 
 from collections.abc import Callable, Sequence
@@ -53,20 +53,20 @@ class Xray:
         return self.right[1:] - self.wrong[:-1]
 
     def weight(self, rates: Rates) -> Float64Array:
-        """f'(p) at pass rates [n], the weight of the gradient of a prompt's pass rate."""
+        """Return f'(p) at pass rates [n], the weight of the gradient of a prompt's pass rate."""
         return bernstein(self.coefficients, rates)
 
     def objective(self, rates: Rates) -> Float64Array:
-        """f(p) - f(0) at pass rates [n], the exact integral of the weight."""
+        """Return f(p) - f(0) at pass rates [n], the exact integral of the weight."""
         sums = np.concatenate([[0.0], np.cumsum(self.coefficients)])
         return bernstein(sums, rates) / self.group
 
     def noise(self, rates: Rates) -> Float64Array:
-        """Standard deviation of one group's gradient over its mean, at pass rates [n]. Infinite
-        where the mean is 0.
+        """Return the standard deviation of one group's gradient over its mean, at pass rates [n].
+        Infinite where the mean is 0.
 
-        The gradient is with respect to the logit of p, so grad log pi is 1-p for a right completion
-        and -p for a wrong one.
+        The gradient is with respect to the logit of p. Thus grad log pi is 1-p for a right
+        completion and -p for a wrong completion.
         """
         p = np.asarray(rates, dtype=np.float64)
         k = np.arange(self.group + 1)
@@ -102,9 +102,9 @@ def xray(
 ) -> Xray:
     """Read an advantage of right and of wrong completions off groups with k of `group` right ones.
 
-    The groups k = 0 to G are one step: their prompts have every pass rate equally often, which an
-    advantage that compares over the step (`reinforce_pp`) then sees. All completions are
-    equally long. Raises ValueError for a group of fewer than two completions, or advantages of
+    The groups k = 0 to G are one step, whose prompts have every pass rate equally often. An
+    advantage that compares over the step (`reinforce_pp`) then sees this mixture. All completions
+    are equally long. Raises ValueError for a group of fewer than two completions, or advantages of
     another shape.
     """
     if group < 2:
@@ -120,8 +120,8 @@ def xray(
 
 
 def _means(values: Float64Array) -> tuple[Float64Array, Float64Array]:
-    """[G+1] mean advantage of the right and of the wrong completions; 0 where there is none.
-    `values` [G+1, G] has the right ones of group k first.
+    """Return [G+1] mean advantage of the right and of the wrong completions; 0 if a group has none.
+    `values` [G+1, G] has the right completions of group k first.
     """
     groups, group = values.shape
     right, wrong = np.zeros(groups), np.zeros(groups)
@@ -134,7 +134,7 @@ def _means(values: Float64Array) -> tuple[Float64Array, Float64Array]:
 
 
 def binomial(count: int, rates: Rates) -> Float64Array:
-    """[n, count+1] probability of each number of successes at success rates [n]."""
+    """Return [n, count+1] probability of each number of successes at success rates [n]."""
     p = np.asarray(rates, dtype=np.float64)[:, None]
     k = np.arange(count + 1)
     ways = np.array([comb(count, number) for number in k], dtype=np.float64)
@@ -143,6 +143,6 @@ def binomial(count: int, rates: Rates) -> Float64Array:
 
 
 def bernstein(coefficients: Float64Array, rates: Rates) -> Float64Array:
-    """The polynomial sum_k c_k Bin(k; n-1, p) of n coefficients at rates [m]."""
+    """Return the polynomial sum_k c_k Bin(k; n-1, p) of n coefficients at rates [m]."""
     values: Float64Array = binomial(len(coefficients) - 1, rates) @ coefficients
     return values

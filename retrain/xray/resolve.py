@@ -33,10 +33,10 @@ def read_xray(
 ) -> list[Xray]:
     """Return the X-rays of a TOML file (one a condition) or of an advantage's name.
 
-    A group's size is the file's unless it is given; a name has the default. Raises
-    ConfigurationError for a file or plugin that cannot be loaded, and for an algorithm plugin,
-    whose token advantages follow from more than rewards. Code that a file in a run's folder names
-    is executed only with `trust`.
+    Without `group`, the file gives a group's size, and a name has the default. Raises
+    ConfigurationError for a file or plugin that does not load, and for an algorithm plugin, whose
+    token advantages follow from more than rewards. With `trust` alone, retrain executes code that a
+    file in a run's folder names.
     """
     config = _named(name, trust)
     size = group or config.training.group_size
@@ -54,7 +54,9 @@ def read_xray(
 
 
 def _named(name: str, trust: bool) -> "TrainConfig":
-    """The configuration of a file, or one with the advantage `name`, or else the algorithm."""
+    """Return the configuration of a file, or a configuration with the advantage or algorithm
+    `name`.
+    """
     from retrain.config import config_from_mapping, load_config
 
     if name.endswith(".toml") or Path(name).is_file():
@@ -68,7 +70,9 @@ def _named(name: str, trust: bool) -> "TrainConfig":
 
 
 def _arms(config: "TrainConfig") -> list[tuple[str, "TrainConfig"]]:
-    """The configurations of a file by what distinguishes them: one, or a campaign's conditions."""
+    """Return the configurations of a file by what distinguishes them: one, or a campaign's
+    conditions.
+    """
     if not config.is_set("campaign"):
         modes = config.algorithm
         return [(modes.algorithm_mode or modes.advantage_mode, config)]
@@ -79,17 +83,17 @@ def _arms(config: "TrainConfig") -> list[tuple[str, "TrainConfig"]]:
 
 
 def headline_of(config: "TrainConfig") -> str:
-    """One line about a run's advantage; "" where it has no X-ray or its plugin cannot be used."""
+    """Return a line about a run's advantage; "" if it has no X-ray or its plugin is unusable."""
     try:
         one = _read("", config, config.training.group_size)
-    except (ConfigurationError, RunFailed):  # which explain says as a problem
+    except (ConfigurationError, RunFailed):  # explain says it as a problem
         return ""
     return f"{headline(one)} {one.name}".rstrip()
 
 
 def _read(label: str, config: "TrainConfig", group: int) -> Xray:
     """X-ray an advantage with the values that [schedule] gives to the first step, since no step may
-    have the file's; the label names the step where one of its parameters moves.
+    have the values of the file. The label names the step if a schedule moves a parameter.
     """
     plan = Plan.of(config)
     if any(path.startswith("algorithm.advantage_params.") for path in plan.moved(0)):
@@ -124,7 +128,7 @@ def _read(label: str, config: "TrainConfig", group: int) -> Xray:
 
 
 def _step(groups: list[list[float]]) -> StepTokens:
-    """A step of completions that only their rewards tell apart."""
+    """Return a step of completions that only their rewards tell apart."""
     segments = Segments([_TOKENS] * sum(map(len, groups)))
     return StepTokens(
         rewards=groups,

@@ -17,7 +17,7 @@ _ALIKE = 1e-6
 
 
 def text_lines(xrays: Sequence[Xray]) -> Iterator[str]:
-    """The table of all, then a sentence for each that has one."""
+    """Yield the table of all, then a sentence for each that has one."""
     yield (
         "Weight f'(p) of a prompt by its pass rate p, for right-or-wrong rewards, on policy;"
         f" 1 at p = {_MIDDLE:g}."
@@ -45,7 +45,7 @@ def text_lines(xrays: Sequence[Xray]) -> Iterator[str]:
 
 
 def sentences(one: Xray) -> Iterator[str]:
-    """The meaning of one advantage's numbers."""
+    """Yield the meaning of one advantage's numbers."""
     if one.is_flat:
         yield (
             "no gradient at any pass rate: right and wrong completions get the same advantages in"
@@ -85,7 +85,7 @@ def sentences(one: Xray) -> Iterator[str]:
 
 
 def objective_name(one: Xray) -> str:
-    """The closed form of the objective where it is a known one, else ""."""
+    """Return the closed form of the objective where it is a known one, else ""."""
     group, coefficients = one.group, one.coefficients
     scale = coefficients[0]
     if scale == 0:
@@ -107,21 +107,21 @@ def objective_name(one: Xray) -> str:
 
 
 def _pass_at_k(group: int, k: int) -> Float64Array:
-    """[G] Bernstein coefficients of (1-p)^(k-1), which is the slope of pass@k over k."""
+    """Return [G] Bernstein coefficients of (1-p)^(k-1), which is the slope of pass@k over k."""
     from math import comb
 
     return np.array([comb(group - 1 - i, k - 1) / comb(group - 1, k - 1) for i in range(group)])
 
 
 def relative_weight(one: Xray, rates: Sequence[float] | Float64Array) -> Float64Array:
-    """The weight over the weight at p = 0.5; as it is where that is 0."""
+    """Return the weight over the weight at p = 0.5; as it is where that is 0."""
     (middle,) = one.weight([_MIDDLE])
     weight = one.weight(rates)
     return weight / middle if abs(middle) > _ALIKE else weight
 
 
 def blocks(values: Float64Array) -> str:
-    """[n] numbers as n characters, from 0 or the least to the largest."""
+    """Return [n] numbers as n characters, from 0 or the least to the largest."""
     low, high = min(0.0, float(values.min())), float(values.max())
     if high <= low:
         return _BLOCKS[0] * len(values)

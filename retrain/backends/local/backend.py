@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 class LocalBackend(LocalFacts):
     """Loads the model, attaches the adapter, and builds the engine that samples from both.
 
-    `choices` come from an earlier start of the same run; without them they are made from the
-    machine. Nothing is printed here: the caller prints `notes`, `device_name` and
+    `choices` come from an earlier start of the same run; without them the backend chooses for this
+    machine. The backend prints nothing: the caller prints `notes`, `device_name` and
     `trainable_parameters_line`.
     """
 
     _weights_alone: Path | None = None
-    """The checkpoint that was loaded, if it has no optimizer."""
+    """The loaded checkpoint, if it has no optimizer."""
     _sampler_adapter: Adapter | None = None
     """The sampler's own copy in split mode."""
 
@@ -60,8 +60,8 @@ class LocalBackend(LocalFacts):
         eos_ids: Sequence[int] | None = None,
         world: World = ALONE,
     ) -> None:
-        """`eos_ids`: the tokens that end a completion; the tokenizer is loaded for them where they
-        are not given.
+        """`eos_ids` are the tokens that end a completion. If None, the backend loads the tokenizer
+        for them.
         """
         self.config = config
         device, _, sampler_device = choose_device(config.backend, world)
@@ -69,11 +69,11 @@ class LocalBackend(LocalFacts):
         path = resolve_model(config.model.model)
         self._base = load_base_model(config, path, device, world)
         if engine_class(config) is PyTorchEngine:
-            # Before peft may refuse its layers: the first reason is the one that counts.
+            # Check this before peft can refuse the layers, because the user sees the first reason.
             refuse_undecodable(self._base.model)
         self._weights = trained_weights(self._base, config)
         budget = budget_of(config, self._base)
-        # One choice is measured, so ranks could choose differently.
+        # A measurement decides one choice, so ranks could choose differently.
         self._choices = world.broadcast(choose(budget, self._base, world, choices))
         self._bytes_left_for_kv_pages = budget.left_for_pages(self._choices)
         self._threads_before = torch.get_num_threads()
@@ -203,8 +203,8 @@ class LocalBackend(LocalFacts):
         return self._choices.gradient_checkpointing
 
     def _teacher(self) -> Callable[[], AbstractContextManager[None]]:
-        """Read the teacher's adapter, where the teacher is one: it acts inside of what is
-        returned.
+        """Read the teacher's adapter, if the teacher is an adapter. It acts inside the returned
+        context.
         """
         reference = self.config.algorithm.reference
         if reference == "start":
@@ -270,8 +270,8 @@ class LocalBackend(LocalFacts):
             and self._sampler_adapter is None
             and self.engine.held_bytes > self._bytes_left_for_kv_pages
         ):
-            # The sampler's pages go where activations do not fit beside them; their contents are of
-            # the weights before this step.
+            # Free the sampler's pages if activations do not fit with them in memory. Their contents
+            # come from the weights before this step.
             self.engine.free_pages()
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
@@ -327,24 +327,25 @@ class LocalBackend(LocalFacts):
 
 
 def _choose_kernels(attention: str) -> None:
-    """Choose kernels before the first product on a CUDA device. The settings are the process's; no
-    other device reads them.
+    """Set the CUDA kernels for this process. Call it before the first matrix product; CPU runs
+    ignore it.
     """
-    # Else cuBLAS may sum in another order.
+    # Without it cuBLAS may sum in another order.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # cuDNN's attention plans anew for every length, and with a mask its backward can give NaN
+    # cuDNN's attention plans again for every length, and with a mask its backward can give NaN
     # (pytorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.enable_flash_sdp(attention != "cutlass")  # what is left is CUTLASS's kernel
-    # The parts of a product are added in float32: sums in bf16 would add to the difference between
-    # sampler and learner.
+    # only CUTLASS's kernel remains
+    torch.backends.cuda.enable_flash_sdp(attention != "cutlass")
+    # Sum the parts of a product in float32, because sums in bf16 would add to the difference
+    # between sampler and learner.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one of this thread: torch's operators go to their tensors'
-    device, and kernels of a model's own code, which may be Triton's, to the current one.
+    """Make a CUDA device the current device of this thread. Torch's operators run on the device of
+    their tensors, but a model's own kernels, such as Triton kernels, run on the current device.
     """
     if device.type == "cuda":
         return torch.cuda.device(device)
@@ -353,12 +354,12 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
-    """Use, on CUDA, kernels whose sums do not depend on the order in which threads arrive; on a CPU
-    they are so already.
+    """Use, on CUDA, kernels whose sums do not depend on the order in which threads arrive. CPU
+    kernels already have this property.
 
-    Not `warn_only`, under which the backward pass of torch's attention stays non-deterministic. The
-    flag is the process's: a sampler in another thread (split mode) has no operator that raises
-    under it, and its cache's `index_copy_` is slower meanwhile.
+    `warn_only` would leave the backward pass of torch's attention non-deterministic. The flag
+    applies to the process. A sampler in another thread (split mode) has no operator that raises
+    under it, but its cache's `index_copy_` is slower meanwhile.
     """
     if device.type != "cuda":
         yield

@@ -1,5 +1,5 @@
-"""The change of the trained weights that the parity gate tries, and takes back byte for byte: a
-seeded one with a visible effect on every layer.
+"""The parity gate's trial change of the trained weights, a seeded change with a visible effect on
+every layer. The gate takes it back byte for byte.
 
 At a fresh start every lora_B is 0, so an engine that ignores, mis-scales or mis-maps the adapter
 would agree with the learner.

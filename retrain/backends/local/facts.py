@@ -47,7 +47,7 @@ class LocalFacts(Backend):
 
 
 def _full_problems(config: "TrainConfig") -> Iterator[tuple[str, str]]:
-    """What training all weights does not know."""
+    """Yield the keys, with reasons, that training all weights does not support."""
     full = '[model] train = "full"'
     if config.model.load_in_4bit:
         yield "model.load_in_4bit", f"{full} steps weights in float32; set it false"

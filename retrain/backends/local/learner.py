@@ -1,8 +1,8 @@
-"""The learning pass: rows in, optimizer steps out, with one normalisation per optimizer batch,
-however it is cut into micro-batches.
+"""The learning pass: rows in, optimizer steps out, with one normalization per optimizer batch,
+whatever its micro-batches.
 
-The policy is softmax(logits / temperature) over the tokens that the sampler kept. Dropout, where it
-is on, acts in the training pass and where old log-probs are recomputed for it.
+The policy is softmax(logits / temperature) over the tokens that the sampler kept. Dropout acts in
+the training pass, and in the pass that recomputes old log-probs for it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -80,9 +80,9 @@ class _Settings:
     loss: "Loss"
     temperature: float
     entropy: bool
-    """The loss reads entropies."""
+    """True if the loss reads entropies."""
     supervised: bool
-    """The loss is cross-entropy."""
+    """True if the loss is cross-entropy."""
 
 
 @dataclass(frozen=True)
@@ -91,25 +91,26 @@ class _Piece:
 
     rows: Sequence[LearnerRow]
     share: bool
-    """A prompt is computed once for its rows."""
+    """True if one computation of a prompt serves all its rows."""
     dummy: bool
-    """Dummy micro-batch, for the collectives of the other processes: its loss is 0 and its scores
-    are dropped."""
+    """True for a dummy micro-batch, which serves the collectives of the other processes. Its loss
+    is 0, and the learner drops its scores.
+    """
     settings: _Settings
     step: int | None = None
-    """The step whose dropout masks act; None: no dropout."""
+    """The step whose dropout masks act; None for no dropout."""
     weights: Sequence[_Weights] = ()
     """One for each row."""
     measured: bool = False
-    """The log-probs are wanted too."""
+    """True if the caller wants the log-probs too."""
     entropy: bool = False
-    """The entropies are wanted too."""
+    """True if the caller wants the entropies too."""
     reference: bool = False
-    """Scores are the frozen base's, with the adapter off, over the whole vocabulary."""
+    """True if scores come from the frozen base, with the adapter off, over the whole vocabulary."""
     dtype: torch.dtype | None = None
-    """Scores are of the base in this dtype; None: its own."""
+    """Dtype of the base that computes the scores; None for its own dtype."""
     truncation: Truncation | None = None
-    """Scores are the numbers of tokens that it keeps; None: log-probs."""
+    """With a truncation, scores are the numbers of tokens that it keeps; with None, log-probs."""
 
 
 @dataclass(frozen=True)
@@ -122,17 +123,17 @@ class _Contribution:
     clip: Tensor
     """[2] `clip_counts`."""
     metrics: Tensor
-    """[metrics, 2] (sum, number) of each metric of a loss of one's own."""
+    """[metrics, 2] (sum, number) of each metric of a custom loss."""
     entropy: Tensor
-    """[2] (sum, number) of the entropies, where they are wanted."""
+    """[2] (sum, number) of the entropies, if the piece asks for them."""
     logprobs: dict[int, Float32Array]
-    """Log-probs by row number, where they are wanted."""
+    """Log-probs by row number, if the piece asks for them."""
     gradients: list[Float32Array]
-    """Gradients of the parameters, in order; empty where they were added in place."""
+    """Gradients of the parameters, in order; empty if the process added them in place."""
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """What is added up over the pieces of an update."""
+        """Return the tensors that the learner sums over the pieces of an update."""
         return self.loss, self.infinite, self.clip, self.entropy, self.metrics
 
 
@@ -147,9 +148,9 @@ class Learner:
         world: World = ALONE,
         pool: Pool | None = None,
     ) -> None:
-        """`fused` stands in for the model's own forward wherever no dropout acts.
+        """`fused` replaces the model's own forward wherever no dropout acts.
 
-        In a parallel `world` every process is given all rows, computes its share, and ends with the
+        In a parallel `world` every process receives all rows, computes its share, and ends with the
         whole result.
         """
         self.base, self.weights, self.choices = base, weights, choices
@@ -157,7 +158,7 @@ class Learner:
         self.world = world
         self.max_tokens = config.training.max_tokens
         self.seed = config.training.seed
-        # Before `begin`, which asks the loss what it reads.
+        # Load the loss before `begin`, which asks what it reads.
         self._read_loss(config)
         self.begin(config)
         self._kernel_of = partial(attention_of, config.inference.attention_kernel, base.device.type)
@@ -169,7 +170,7 @@ class Learner:
         self._score_pieces = self._pool.shared(self._score)
 
     def begin(self, config: "TrainConfig", *, supervised: bool = False) -> None:
-        """Begin a stage with these settings and a new optimizer; a `supervised` one minimises the
+        """Begin a stage with these settings and a new optimizer; a `supervised` stage minimizes the
         mean cross-entropy of the action tokens.
         """
         self.supervised = supervised
@@ -225,9 +226,10 @@ class Learner:
     ) -> StepResult:
         """Take one step.
 
-        `sampler_is_raw`: the recorded log-probs are at temperature 1 whatever the training
-        temperature, so the learner's own replace them, and the ratios of sampler and learner are
-        reported at 1. `entropy`: the policy's mean entropy is reported.
+        `sampler_is_raw` says that the recorded log-probs are at temperature 1 whatever the training
+        temperature. The learner's own log-probs then replace them, and the result reports the
+        ratios of sampler and learner at temperature 1. With `entropy`, the result reports the
+        policy's mean entropy.
         """
         check_rows(rows)
         batch = _learner_rows(rows, [row.trained for row in rows])
@@ -258,18 +260,18 @@ class Learner:
     def _before_updates(
         self, measured: dict[int, Float32Array], batch: list[LearnerRow], step: int
     ) -> list[Float32Array]:
-        """Return what was measured of the rows of the first minibatch, before any update."""
+        """Return the measurements of the rows of the first minibatch, before any update."""
         first_pass = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
         first = {row.number for part in first_pass[:1] for row in part}
         return [ratios for number, ratios in measured.items() if number in first]
 
     def _with_passes_before(self, batch: list[LearnerRow], step: int) -> list[LearnerRow]:
-        """Add what the loss reads of passes before the first update: the learner's own old
-        log-probs, and the reference's.
+        """Add what the loss reads of passes before the first update: the old log-probs of the
+        learner and the log-probs of the reference.
         """
         if self._recompute:
-            # As in the first pass, under its masks and in its micro-batches: the first ratio is
-            # exactly 1.
+            # Use the masks and micro-batches of the first pass, so that the first ratio is exactly
+            # 1.
             first_pass = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
             parts = [_with(part, self.score(part, masks_of=step), "old") for part in first_pass]
             batch = sorted(chain.from_iterable(parts), key=lambda row: row.number)
@@ -278,7 +280,7 @@ class Learner:
         return batch
 
     def _divergence(self, batch: Sequence[LearnerRow]) -> float | None:
-        """Return the mean KL divergence from the reference; None where the loss reads none."""
+        """Return the mean KL divergence from the reference; None if the loss reads none."""
         pairs = [(row.old, row.reference) for row in batch if row.reference is not None]
         if not pairs:
             return None
@@ -299,15 +301,15 @@ class Learner:
     def logprobs(
         self, rows: Sequence[Row], temperature: float | None = None, **asked: Any
     ) -> list[Float32Array]:
-        """[T] log-probs of each row, without gradient or dropout, at the training temperature
-        unless one is given; `asked` as in `score`. A row without actions has no values.
+        """Return [T] log-probs of each row, without gradient or dropout, at `temperature` or else
+        the training temperature; `asked` as in `score`. A row without actions has no values.
         """
         check_rows(rows)
         filled = _learner_rows(rows, [row.num_actions for row in rows])
         return for_each_row(rows, self.score(filled, temperature, **asked))
 
     def _reference_logprobs(self, batch: list[LearnerRow]) -> list[Float32Array]:
-        """[T] log-probs of each row by [loss] kl_reference, over the whole vocabulary."""
+        """Return [T] log-probs of each row by [loss] kl_reference, over the whole vocabulary."""
         if self._settings.loss.kl_reference == "base":
             return self.score(batch, reference=True)
         with self.weights.started():
@@ -315,7 +317,7 @@ class Learner:
             return self.score(whole)
 
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
-        """[T] the numbers of tokens that `truncation` keeps, of each row."""
+        """Return [T] the numbers of tokens that `truncation` keeps, of each row."""
         return self.logprobs(rows, truncation=truncation)
 
     def score(
@@ -326,12 +328,12 @@ class Learner:
         masks_of: int | None = None,
         **asked: Any,
     ) -> list[Float32Array]:
-        """[T] log-probs of each row, under the dropout masks of the step `masks_of` if given, or
-        what else the fields `asked` of a piece ask for.
+        """Return [T] log-probs of each row, under the dropout masks of the step `masks_of` if
+        given. The fields `asked` of a piece can ask for other values.
 
-        The base is not truncated: its own most probable tokens are another set, and the divergence
-        of a truncated policy from the whole base is finite. For a fixed kept set it exceeds the
-        divergence over that set by a constant, -ln of the base's mass of the set.
+        The learner does not truncate the base. The base's own most probable tokens are another set,
+        and the divergence of a truncated policy from the whole base is finite. For a fixed kept set
+        it exceeds the divergence over that set by a constant, -ln of the base's mass of the set.
         """
         settings = replace(self._settings, temperature=temperature or self.temperature)
         asked |= {"settings": settings, "step": masks_of}
@@ -399,7 +401,8 @@ class Learner:
         sampler_of = {row.number: row.sampler for row in rows}
         zeros = partial(torch.zeros, device=self.base.device)
         sums = [zeros(()), zeros(()), zeros(2), zeros(2), zeros(len(self._metrics), 2)]
-        # In the order of the pieces, whichever worker is done first: sums depend on the order.
+        # Take the order of the pieces, whichever worker finishes first, because sums depend on the
+        # order.
         for learned in in_order(self._learn_pieces(pieces)):
             self.optimizer.add(learned.gradients)
             for total, part in zip(sums, learned.parts, strict=True):
@@ -426,9 +429,8 @@ class Learner:
         """Return row number -> weights, for all rows of the optimizer batch, whichever process
         computes them.
 
-        The policy term is averaged over the rows that have one and the tokens that count in it; KL
-        and entropy are averaged over all rows, so that switching them on changes nothing in the
-        policy term.
+        The policy term averages over the rows that have one and the tokens that count in it. KL and
+        entropy average over all rows, so that switching them on changes nothing in the policy term.
         """
         aggregation = "token_mean" if self.supervised else self._aggregation
         own, common = [row.row for row in rows], (aggregation, self.max_tokens, completions)
@@ -495,7 +497,7 @@ class Learner:
         )
 
     def _loss(self, tokens: ActionTokens, settings: _Settings) -> tuple[Tensor, Terms | None]:
-        """Return the loss of a micro-batch, and the answer of a loss of one's own."""
+        """Return the loss of a micro-batch, and the answer of a custom loss."""
         if settings.supervised:
             return -(tokens.new * tokens.weights).sum(), None
         own = correction = None
@@ -507,7 +509,7 @@ class Learner:
         return policy_loss(tokens, settings.loss, values, correction), own
 
     def _clip_counts(self, tokens: ActionTokens, own: Terms | None) -> Tensor:
-        """[2] `clip_counts`; zeros for a loss of one's own that gives no mask."""
+        """Return [2] `clip_counts`; zeros for a custom loss that gives no mask."""
         clipped = None
         if own is not None:
             clipped = own.clipped
@@ -516,13 +518,13 @@ class Learner:
         return clip_counts(tokens, self._settings.loss, clipped)
 
     def _entropy(self, entropies: Tensor | None) -> Tensor:
-        """[2] (sum, number) of the entropies."""
+        """Return [2] (sum, number) of the entropies."""
         if entropies is None:
             return torch.zeros(2, device=self.base.device)
         return torch.stack([entropies.detach().sum(), entropies.new_tensor(len(entropies))])
 
     def _measured(self, own: Terms | None) -> Tensor:
-        """[metrics, 2] (sum, number) of each metric; zeros for a dummy."""
+        """Return [metrics, 2] (sum, number) of each metric; zeros for a dummy."""
         if own is None or not self._metrics:
             return torch.zeros(len(self._metrics), 2, device=self.base.device)
         if tuple(own.metrics) != self._metrics:
@@ -539,7 +541,7 @@ class Learner:
         )
 
     def _score(self, piece: _Piece) -> Iterator[dict[int, Float32Array]]:
-        """Return what is asked of the piece's rows, by row number."""
+        """Return the requested scores of the piece's rows, by row number."""
         micro, head, temperature = (
             self._micro_batch(piece),
             self.base.head,
@@ -575,7 +577,7 @@ class Learner:
         )
 
     def _hidden_states(self, micro: MicroBatch) -> Tensor:
-        """[1, N, H]; [rows, longest, H] where the rows are padded."""
+        """Return [1, N, H], or [rows, longest, H] for padded rows."""
         if (
             self._fused is not None
             and micro.attention is not None
@@ -604,12 +606,12 @@ class Learner:
 
     @contextmanager
     def _training(self, micro: MicroBatch, step: int) -> Iterator[None]:
-        """The adapter's dropout and gradient checkpointing are on inside, for the forward pass and
-        its backward.
+        """Switch the adapter's dropout and gradient checkpointing on inside, for the forward pass
+        and its backward.
 
-        A checkpointed layer keeps its input and runs again in the backward pass. Not by
-        transformers' own gradient checkpointing: that wants layers in training mode, where some
-        families drop out (OPT, StarCoder 2).
+        A checkpointed layer keeps its input and runs again in the backward pass. The gradient
+        checkpointing of transformers would want layers in training mode, where some families drop
+        out (OPT, StarCoder 2).
         """
         for layer in self._checkpointed:
             layer.forward = partial(recomputed, layer.forward)
@@ -621,7 +623,7 @@ class Learner:
                 del layer.forward
 
     def _dropout(self, micro: MicroBatch, step: int) -> AbstractContextManager[None]:
-        """The masks of `step` act inside, where there is dropout."""
+        """Apply the masks of `step` inside, if there is dropout."""
         if self._settings.supervised:
             step += _SUPERVISED_STEPS
         numbers, lengths = [row.number for row in micro.rows], None
@@ -631,9 +633,9 @@ class Learner:
 
 
 def recomputes_old_logprobs(loss: "Loss", *, rounded: bool) -> bool:
-    """Return True if old log-probs come from the learner: as `[loss] old_logprobs` says; unset, for
-    mode = "gspo" where log-probs are `rounded`, since its narrow clip would take rounding for a
-    change of the policy.
+    """Return True if old log-probs come from the learner, as `[loss] old_logprobs` says. If it is
+    unset, this holds for mode = "gspo" with `rounded` log-probs. Its narrow clip would otherwise
+    take rounding for a change of the policy.
     """
     if loss.is_set("old_logprobs") or loss.mode != "gspo":
         return loss.old_logprobs == "recomputed"
@@ -662,7 +664,7 @@ def rounds(inference: "Inference", dtype: torch.dtype) -> bool:
     """Return True if learner or sampler computes in less than float32, so that their log-probs of
     one token differ by more than float32's rounding.
 
-    `dtype` is the base's.
+    `dtype` is the dtype of the base.
     """
     return dtype != torch.float32 or inference.reduced_precision
 
@@ -682,7 +684,7 @@ def _checkpointed_layers(base: BaseModel, choices: MachineChoices) -> list[nn.Mo
 
 
 def _learner_rows(rows: Sequence[Row], wanted: Sequence[bool | int]) -> list[LearnerRow]:
-    """The rows that are wanted, with their place among all."""
+    """Return the wanted rows, with their place among all."""
     return [
         LearnerRow(number, row, row.logprobs, row.logprobs)
         for number, (row, counts) in enumerate(zip(rows, wanted, strict=True))

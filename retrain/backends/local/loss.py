@@ -2,8 +2,9 @@
 
 Tensors are flat, [N] over the action tokens of all sequences one after the other; `lengths` says
 how many belong to each. A loss is a weighted sum of per-token terms, and the weights carry the
-whole normalisation. They are computed once for an optimizer batch, before its first backward and
-from the rows of all processes, so that neither micro-batches nor processes can change the gradient.
+whole normalization. The learner computes the weights once per optimizer batch, before its first
+backward, from the rows of all processes. Micro-batches and processes therefore cannot change the
+gradient.
 
 Sources: importance sampling and CISPO as Tinker defines them, PPO (1707.06347), dual clip
 (1912.09729), DAPO's higher upper clip (2503.14476), GSPO (2507.18071), CISPO (2506.13585), Dr.
@@ -28,35 +29,37 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def ratio(new: Tensor, old: Tensor, log_ratio_clamp: float) -> Tensor:
-    """[N] exp(new - old), the log-ratio clamped to +-log_ratio_clamp; outside the clamp there is no
-    gradient.
+    """Return [N] exp(new - old), the log-ratio clamped to +-log_ratio_clamp; outside the clamp
+    there is no gradient.
     """
     return (new - old).clamp(-log_ratio_clamp, log_ratio_clamp).exp()
 
 
 def sequence_means(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[sequences] mean over each sequence's tokens; 0 for an empty one."""
+    """Return [sequences] mean over each sequence's tokens; 0 for an empty one."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=values.device)
     return torch.segment_reduce(values, "sum", lengths=counts, initial=0.0) / counts.clamp(min=1)
 
 
 def spread(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[N] the value of each token's sequence, from [sequences]."""
+    """Return [N] the value of each token's sequence, from [sequences]."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=values.device)
     # Without the size the host would wait for the sum of the counts.
     return values.repeat_interleave(counts, output_size=sum(lengths))
 
 
 def gspo_ratio(new: Tensor, old: Tensor, lengths: Sequence[int], log_ratio_clamp: float) -> Tensor:
-    """[sequences] s_i = exp(mean_t log ratio): the geometric mean of the token ratios (GSPO)."""
+    """Return [sequences] s_i = exp(mean_t log ratio): the geometric mean of the token ratios
+    (GSPO).
+    """
     return sequence_means((new - old).clamp(-log_ratio_clamp, log_ratio_clamp), lengths).exp()
 
 
 def cispo_weight(
     new: Tensor, old: Tensor, low: float, high: float, log_ratio_clamp: float
 ) -> Tensor:
-    """[N] the ratio clipped to [low, high], detached: it weighs the log-prob's gradient and never
-    cuts it off (CISPO).
+    """Return [N] the ratio clipped to [low, high], detached: it weighs the log-prob's gradient and
+    never cuts it off (CISPO).
     """
     return ratio(new, old, log_ratio_clamp).clamp(low, high).detach()
 
@@ -64,7 +67,7 @@ def cispo_weight(
 def sequence_ratio(
     train: Tensor, sampler: Tensor, lengths: Sequence[int], log_ratio_clamp: float
 ) -> Tensor:
-    """[N] exp(sum_t (train - sampler)) of each token's sequence, the sum clamped to
+    """Return [N] exp(sum_t (train - sampler)) of each token's sequence, the sum clamped to
     +-log_ratio_clamp; detached.
     """
     counts = torch.tensor(lengths, dtype=torch.int64, device=train.device)
@@ -75,12 +78,12 @@ def sequence_ratio(
 def kl_term(
     new: Tensor, reference: Tensor, estimator: KLEstimator, log_ratio_clamp: float
 ) -> Tensor:
-    """[N] per-token estimate of KL(policy || reference) from tokens of the policy (Schulman's k1,
-    k2, k3).
+    """Return [N] per-token estimate of KL(policy || reference) from tokens of the policy
+    (Schulman's k1, k2, k3).
 
-    As values all three estimate it. As loss terms, the tokens held fixed, their expected gradients
-    differ: 0 for k1, the gradient of KL(policy || reference) for k2, and of KL(reference || policy)
-    for k3.
+    All three values estimate this KL. Their gradients as loss terms, with fixed tokens, have
+    different expectations. With k1 the expectation is 0. With k2 it is the gradient of KL(policy ||
+    reference), and with k3 the gradient of KL(reference || policy).
     """
     difference = (new - reference).clamp(-log_ratio_clamp, log_ratio_clamp)
     if estimator == "k1":
@@ -96,8 +99,8 @@ def kl_term(
 def clipped_terms(
     ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> Tensor:
-    """[N] -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), bounded by -dual_clip * A where A
-    < 0 and dual_clip is on.
+    """Return [N] -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), bounded by -dual_clip * A
+    where A < 0 and dual_clip is on.
     """
     gain = torch.minimum(
         ratios * advantages, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -108,8 +111,8 @@ def clipped_terms(
 
 
 def detached_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] the ratios that the clip reads, without gradient: a token's own, or in gspo the one of
-    its sequence.
+    """Return [N] the ratios that the clip reads, without gradient: a token's own ratio, or in gspo
+    the ratio of its sequence.
     """
     new = tokens.new.detach()
     if settings.mode != "gspo":
@@ -120,11 +123,11 @@ def detached_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def gspo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] the clip acts on the sequence's ratio, and every token of a sequence has the same
-    gradient weight.
+    """Return [N] terms whose clip acts on the sequence's ratio, so that every token of a sequence
+    has the same gradient weight.
 
-    The forward value of each token's ratio is s_i, its gradient s_i * d log pi_t (GSPO-token), so
-    that advantages may differ by token; with equal advantages and the sequence mean this is GSPO's
+    The forward value of each token's ratio is s_i, and its gradient s_i * d log pi_t (GSPO-token),
+    so advantages may differ by token. With equal advantages and the sequence mean this is GSPO's
     own gradient.
     """
     ratios = detached_ratios(tokens, settings) * (tokens.new - tokens.new.detach()).exp()
@@ -132,8 +135,8 @@ def gspo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def sapo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] -A f(rho), f(rho) = 4 / tau * sigmoid(tau (rho - 1)), tau = tau_pos where A > 0 and
-    tau_neg elsewhere (SAPO, 2511.20347).
+    """Return [N] -A f(rho), f(rho) = 4 / tau * sigmoid(tau (rho - 1)). The value of tau is tau_pos
+    where A > 0 and tau_neg elsewhere (SAPO, 2511.20347).
 
     f'(1) = 1: on policy the gradient equals importance sampling's, and off policy it fades in both
     directions.
@@ -147,8 +150,8 @@ def sapo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def gmpo_log_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] log-ratios, at most clip_high where A > 0 and at least -clip_low elsewhere: GMPO clips
-    one side, in log space.
+    """Return [N] log-ratios, at most clip_high where A > 0 and at least -clip_low elsewhere: GMPO
+    clips one side, in log space.
     """
     low, high = settings.clips
     clamp = settings.log_ratio_clamp
@@ -159,11 +162,12 @@ def gmpo_log_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def gmpo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] -A times the geometric mean of the sequence's clipped ratios, with the gradient through
-    the token's own (GMPO, 2507.20673).
+    """Return [N] -A times the geometric mean of the sequence's clipped ratios, with the gradient
+    through the token's own (GMPO, 2507.20673).
 
-    As in gspo, advantages may differ by token; with equal ones and the sequence mean the gradient
-    is GMPO's own. A clipped token loses its gradient and still counts in the mean.
+    Advantages may differ by token, as in gspo. With equal advantages and the sequence mean the
+    gradient equals the gradient of GMPO. A clipped token loses its gradient and still counts in the
+    mean.
     """
     clipped = gmpo_log_ratios(tokens, settings)
     means = spread(sequence_means(clipped.detach(), tokens.lengths).exp(), tokens.lengths)
@@ -171,8 +175,8 @@ def gmpo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def dppo_kept(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] of bool: the token's probability has moved by at most clip_high up (A > 0) or clip_low
-    down (A < 0) from the sampled one.
+    """Return [N] of bool: True if the token's probability rises at most clip_high (A > 0) or falls
+    at most clip_low (A < 0).
     """
     low, high = settings.clips
     moved = tokens.new.detach().exp() - tokens.old.exp()
@@ -180,8 +184,8 @@ def dppo_kept(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def dppo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] -min(rho, cap) A log pi of the tokens inside the trust region, the weight detached (DPPO
-    with the binary total variation, 2602.04879).
+    """Return [N] -min(rho, cap) A log pi of the tokens inside the trust region, the weight detached
+    (DPPO with the binary total variation, 2602.04879).
     """
     cap = settings.params.get("cap", LOSSES["dppo"].parameters["cap"])
     weight = ratio(tokens.new.detach(), tokens.old, settings.log_ratio_clamp).clamp(max=cap)
@@ -197,7 +201,7 @@ TERMS: dict[str, Callable[[ActionTokens, "Loss"], Tensor]] = {
 
 
 def policy_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] per-token policy loss of a built-in mode, before correction and normalisation."""
+    """Return [N] per-token policy loss of a built-in mode, before correction and normalization."""
     if settings.mode in TERMS:
         return TERMS[settings.mode](tokens, settings)
     if settings.mode == "cispo":
@@ -210,14 +214,15 @@ def policy_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def correction_weight(tokens: ActionTokens, settings: "Loss") -> Tensor | None:
-    """[N] detached weight for the mismatch between the learner's old log-probs and the sampler's;
-    None where it is off.
+    """Return [N] detached weight for the mismatch between the old log-probs of learner and sampler;
+    None if it is off.
 
-    tis and icepop weigh tokens, by min(ratio, correction_cap) and by a ratio in [correction_low,
-    correction_high], else 0. seq_tis and seq_mask weigh completions by the product of their
-    ratios, truncated at correction_cap or dropped outside of [correction_low, correction_high];
-    geometric keeps or drops them by the geometric mean, which does not depend on their length (all
-    three: "When Speed Kills Stability", Liu, Li et al. 2025, and verl's rollout correction).
+    tis weighs tokens by min(ratio, correction_cap). icepop weighs them by a ratio in
+    [correction_low, correction_high], else by 0. Both seq_tis and seq_mask weigh completions by the
+    product of their ratios. With seq_tis, correction_cap truncates it. With seq_mask, a completion
+    outside of [correction_low, correction_high] drops out. The correction geometric keeps or drops
+    completions by the geometric mean, which does not depend on their length. Source of these three:
+    "When Speed Kills Stability", Liu, Li et al. 2025, and verl's rollout correction.
     """
     kind, pair = settings.correction, (tokens.old.detach(), tokens.sampler)
     lengths, clamp = tokens.lengths, settings.log_ratio_clamp
@@ -243,10 +248,11 @@ def policy_loss(
     terms: Tensor | None = None,
     correction: Tensor | None = None,
 ) -> Tensor:
-    """Return the scalar to minimise: sum of weights * policy * correction + regulariser_weights *
+    """Return the scalar to minimize: sum of weights * policy * correction + regulariser_weights *
     (kl_coef * KL - entropy_coef * entropy).
 
-    `terms` and `correction`, [N] each, come from plugins; None: the built-in ones of `settings`.
+    `terms` and `correction`, [N] each, come from plugins. By default they come from the built-in
+    functions of `settings`.
     """
     if terms is None:
         terms = policy_terms(tokens, settings)
@@ -274,10 +280,11 @@ def policy_loss(
 
 
 def clipped_tokens(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] of bool: the clip took the token's policy gradient away, or in cispo bounded its weight;
-    in importance_sampling and ppo the clamp of the log-ratio counts as one.
+    """Return [N] of bool: True if the clip took the token's policy gradient away, or in cispo
+    bounded its weight. In importance_sampling and ppo the clamp of the log-ratio counts as a clip.
 
-    gmpo: the one-sided clip in log space; dppo: the probability left the trust region.
+    In gmpo the clip is one-sided in log space. In dppo a token counts if its probability left the
+    trust region.
     """
     ratios, (low, high) = detached_ratios(tokens, settings), settings.clips
     if settings.mode == "cispo":
@@ -302,11 +309,11 @@ def clipped_tokens(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def clip_counts(tokens: ActionTokens, settings: "Loss", clipped: Tensor | None = None) -> Tensor:
-    """[2] float: clipped tokens, and all tokens with a policy gradient to lose. In gspo sequences,
-    each with the share of its tokens: it is clipped as a whole unless its tokens' advantages differ
-    in sign.
+    """Return [2] float: clipped tokens, and all tokens with a policy gradient to lose. In gspo the
+    function counts sequences, each with the share of its tokens. The clip acts on a whole sequence
+    unless its tokens' advantages differ in sign.
 
-    `clipped` [N] of bool is what a plugin says; None: the built-in clip's tokens.
+    `clipped` [N] of bool comes from a plugin; None means the tokens of the built-in clip.
     """
     active = (tokens.advantages != 0) & (tokens.weights != 0)
     if clipped is None:

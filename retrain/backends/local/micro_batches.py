@@ -46,14 +46,15 @@ class LearnerRow:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows as one forward pass: packed into one sequence, or padded on the right where the model
-    cannot be packed.
+    """Rows as one forward pass: packed into one sequence, or padded on the right if the model
+    cannot take packed rows.
     """
 
     rows: Sequence[LearnerRow]
     token_ids: Tensor
-    """[1, N] int64, or [rows, longest] padded with a value that is never read: attention is causal,
-    nothing is predicted there."""
+    """[1, N] int64, or [rows, longest] with padding. The value of the padding has no effect, since
+    attention is causal and the loss ignores its predictions.
+    """
     positions: Tensor | None
     """Like token_ids: each token's place in its own row. None: 0 .. longest - 1 in every row."""
     attention: PackedAttention | None
@@ -67,16 +68,16 @@ class MicroBatch:
     """Action tokens of each row."""
 
     def flat(self, arrays: Sequence[Float32Array]) -> Tensor:
-        """[A] float32 on the device, from one array per row."""
+        """Return [A] float32 on the device, from one array per row."""
         return torch.from_numpy(np.concatenate(arrays)).to(self.token_ids.device)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """[A, H] the hidden states that predict the actions."""
+        """Return [A, H] the hidden states that predict the actions."""
         return hidden.flatten(0, 1).index_select(0, self.predictors)
 
     def kept(self) -> Tensor | None:
-        """[A] int64 on the device: tokens that each action was drawn from; None where every one was
-        drawn from the whole vocabulary.
+        """Return [A] int64 on the device: the number of tokens from which the sampler drew each
+        action. The result is None if it drew every action from the whole vocabulary.
         """
         counts = [row.row.kept for row in self.rows]
         if all(count is None for count in counts):

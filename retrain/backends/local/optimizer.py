@@ -67,8 +67,8 @@ class AdapterOptimizer:
                 parameter.grad.zero_()
 
     def add(self, gradients: Sequence[Float32Array]) -> None:
-        """Add a part of the gradient that another process computed, of every parameter in order; an
-        empty one was added in place.
+        """Add a part of the gradient that another process computed, of every parameter in order.
+        The process has already added an empty part in place.
         """
         for own, part in zip(self.gradients() if gradients else (), gradients, strict=True):
             own.add_(torch.from_numpy(part))

@@ -1,11 +1,11 @@
-"""The PRIME-RL backend: prompts, rewards and credit here; gradients in PRIME-RL's trainer,
-completions from its inference servers.
+"""The PRIME-RL backend. retrain computes prompts, rewards and credit; PRIME-RL's trainer computes
+gradients, and its inference servers sample completions.
 
-Batch N, counted from 1, is retrain's step N - 1. It is sampled with policy v(N - 1), or with the
-one before where the trainer is slower than `sync_wait_s`. The servers are moved to each policy that
-the trainer broadcasts. A server keeps its prefix cache over an update, so they are sampled from
-with a cache salt per version, which keeps keys and values of an older policy out. Nothing here
-loads weights or imports torch.
+Batch N, counted from 1, is retrain's step N - 1. The servers sample it with policy v(N - 1), or
+with the previous policy if the trainer is slower than `sync_wait_s`. The backend moves the servers
+to each policy that the trainer broadcasts. A server keeps its prefix cache over an update. A cache
+salt per version therefore keeps keys and values of an older policy out. This backend loads no
+weights and does not import torch.
 """
 
 import json
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_URL = "http://localhost:8000"
-"""Where PRIME-RL's inference server listens unless it is told otherwise."""
+"""Default address of PRIME-RL's inference server."""
 _GENERATE = "/inference/v1/generate"
 _ADAPTER_NAME = "retrain-policy"
 _UPDATE_S = 720.0
@@ -60,7 +60,7 @@ _SUM_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class ServedPolicy(ServedAdapter):
-    """A policy as servers know it; `name` is empty where the base model itself was updated."""
+    """A policy as servers know it; `name` is empty if the trainer updates the base model itself."""
 
     salt: str
     """Separates the prefix caches of policies."""
@@ -105,8 +105,8 @@ class PrimeDialect(VLLMDialect):
         }
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
-        """Exchange an adapter in place; for whole weights the server pauses, and is resumed even
-        after a failure.
+        """Exchange an adapter in place. For whole weights the server pauses, and resumes even after
+        a failure.
         """
         assert isinstance(adapter, ServedPolicy)
         if adapter.name:
@@ -213,7 +213,7 @@ class PrimeEngine(ServedEngine):
     def _completions(
         self, index: int, request: SampleRequest, server: Server, answer: Any
     ) -> list[Completion]:
-        """Return completions with the kept sets themselves, which the trainer renormalises over."""
+        """Return completions with the kept sets themselves, over which the trainer renormalizes."""
         completions = super()._completions(index, request, server, answer)
         if any(completion.kept is None for completion in completions):
             return completions
@@ -227,7 +227,7 @@ class PrimeEngine(ServedEngine):
         ]
 
     def _leave(self) -> None:
-        """The servers belong to PRIME-RL and keep the policy that they have."""
+        """Do nothing: the servers belong to PRIME-RL and keep their policy."""
 
 
 # -- the backend -----------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class PrimeRLBackend(PrimeRLFacts):
     # -- learning ----------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Make sure, before a step is sampled, that a trainer is there to learn from it."""
+        """Make sure, before the servers sample a step, that a trainer is there to learn from it."""
         if not self._prepared:
             self._sender.prepare(self._shipped)
             self._prepared = True
@@ -377,8 +377,8 @@ class PrimeRLBackend(PrimeRLFacts):
         self.save_adapter(folder)
 
     def _newest(self) -> Policy | None:
-        """After the last batch the trainer's answer may never come, and a run whose trainer is gone
-        must still be saved.
+        """Return the newest policy. After the last batch the trainer's answer may never come, and
+        retrain must still save a run whose trainer is gone.
         """
         if not self._lost:
             try:
@@ -388,7 +388,9 @@ class PrimeRLBackend(PrimeRLFacts):
         return self._broadcasts.newest
 
     def load(self, folder: Path) -> None:
-        """The trainer restores its own state; ours is how many batches it had been sent."""
+        """Restore the number of sent batches, which is our only state. The trainer restores its
+        own.
+        """
         batches = read_object(folder / STATE).get("batches")
         if not isinstance(batches, int):
             raise RunFailed(

@@ -1,17 +1,17 @@
 """The exchange with PRIME-RL's trainer: rows in its format, the ways of a batch, and the policies
 that it broadcasts.
 
-A step's rows are msgpack arrays whose entries stand in the order of the format's fields. It has no
-names and no version, so the order is all there is. The layout is the one of PRIME-RL v0.9.0 (24
-August 2026) with `sampling_mask`, which later versions append (#3431), read up to commit 0f59b24: a
-decoder ignores what it does not know at the end and fills in what is missing, so one layout serves
-v0.9.0 and what came after it. Batches are numbered from 1 and travel as files that appear whole, or
-as ZMQ messages.
+A step's rows are msgpack arrays whose entries have the order of the format's fields. The format has
+no names and no version, so the order alone identifies a field. The layout comes from PRIME-RL
+v0.9.0 (24 August 2026), with `sampling_mask`, which later versions append (#3431), up to commit
+0f59b24. A decoder ignores unknown fields at the end and fills in missing fields, so one layout
+serves v0.9.0 and later versions. Batch numbers start at 1. Batches travel as files that appear
+whole, or as ZMQ messages.
 
-Policies are received over a file system with the trainer's handshake of four files (v0.9.0, #3357).
-For each version the trainer writes `.sender_ready` and waits for `.receiver_ready`, which is this
-side's only file; then it writes `.started`, the weights, and `.finished`. Versions count from 0:
-version N is the policy after N batches. Nothing here imports torch.
+This side receives policies over a file system with the trainer's handshake of four files (v0.9.0,
+#3357). For each version the trainer writes `.sender_ready` and waits for `.receiver_ready`, which
+is this side's only file; then it writes `.started`, the weights, and `.finished`. Versions count
+from 0: version N is the policy after N batches. This module does not import torch.
 """
 
 import time
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 
 ENVIRONMENT = "retrain"
-"""Name under which the trainer groups its metrics; the format has one per token. "all" is reserved
-there."""
+"""Name under which the trainer groups its metrics; the format has one per token. The trainer
+reserves "all".
+"""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class Sample:
     advantages: npt.NDArray[np.float32]
     """0 outside the actions."""
     kept: Sequence[Int32Array] | None = None
-    """[T] arrays: the token ids that each action was drawn from; None where it was the whole
-    vocabulary."""
+    """[T] arrays of the token ids from which the sampler drew each action. It is None for the whole
+    vocabulary.
+    """
 
     @classmethod
     def of(cls, row: Row) -> "Sample":
@@ -85,11 +87,11 @@ class Sample:
 
 
 def share_out(samples: Sequence[Sample], ranks: int, most_tokens: int) -> list[list[list[Sample]]]:
-    """[ranks][micro-batches][samples]: every rank gets the same number of micro-batches, as the
-    trainer's collectives require.
+    """Return [ranks][micro-batches][samples]: every rank gets the same number of micro-batches, as
+    the trainer's collectives require.
 
     A micro-batch holds up to `most_tokens` tokens, or one sample that is longer; 0 gives each
-    sample its own. Where the number does not divide, a sample without actions fills up.
+    sample its own. If the number does not divide evenly, a sample without actions fills the gap.
     """
     packs: list[list[Sample]] = []
     for sample in sorted(samples, key=len, reverse=True):  # first fit decreasing
@@ -122,9 +124,9 @@ def encode(micro_batches: Sequence[Sequence[Sample]], temperature: float) -> byt
 def _micro_batch(pack: Sequence[Sample], temperature: float) -> list[Any]:
     """Return entries 1 to 17 in the trainer's order.
 
-    The temperature stands at every token: the trainer divides the logits at position i by entry i,
-    and those predict token i + 1, so the first action is scored with the entry of the last context
-    token.
+    Every token has a temperature. The trainer divides the logits at position i by entry i, and
+    these logits predict token i + 1. The entry of the last context token therefore scores the first
+    action.
     """
     lengths = [len(sample) for sample in pack]
     tokens = sum(lengths)
@@ -155,8 +157,8 @@ def _joined(parts: Sequence[npt.NDArray[Any]]) -> list[Any]:
 
 
 def _sampling_mask(pack: Sequence[Sample]) -> list[bytes] | None:
-    """[ids, counts] as int32 bytes: how many ids each position kept, 0 for the whole vocabulary,
-    and the ids one after another.
+    """Return [ids, counts] as int32 bytes: how many ids each position kept, 0 for the whole
+    vocabulary, and the ids one after another.
     """
     if all(sample.kept is None for sample in pack):
         return None
@@ -189,7 +191,7 @@ def trained_samples(rows: Sequence[Row]) -> Iterator[Sample]:
 
 
 BATCHES, LATER_NAME = "rollouts", "batches"
-"""Where v0.9.0 looks for batches, and where versions since #3444 do."""
+"""Folder in which v0.9.0 looks for batches, and the folder of versions since #3444."""
 _MARKER = ".made-by-retrain"
 _NEWS_S = 0.02
 """ZMQ needs a moment to report that a subscriber has gone."""
@@ -204,12 +206,12 @@ class Sender(ABC):
 
     @abstractmethod
     def wait_for_trainer(self) -> None:
-        """Raise NotReached where no trainer would receive a batch that is sent now."""
+        """Raise NotReached if no trainer would receive a batch now."""
 
     @abstractmethod
     def send(self, batch: int, payloads: Sequence[bytes]) -> None:
-        """Send batch number `batch`, its payload for each rank. Raises NotReached where none of it
-        was sent.
+        """Send batch number `batch`, its payload for each rank. Raises NotReached if no part of it
+        went out.
         """
 
     def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
@@ -217,8 +219,8 @@ class Sender(ABC):
 
 
 class FileSystemSender(Sender):
-    """`<output_dir>/rollouts/step_<N>/rank_<R>.bin`, written beside its place and renamed, so that
-    a reader never sees a part.
+    """Writes `<output_dir>/rollouts/step_<N>/rank_<R>.bin` under a temporary name and renames it,
+    so that a reader never sees a part.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -226,8 +228,8 @@ class FileSystemSender(Sender):
         self._later = output_dir / LATER_NAME
 
     def prepare(self, shipped: int) -> None:
-        """Batches past `shipped` are left over from an interrupted session, and a trainer would
-        take them for new ones: they go.
+        """Remove batches past `shipped`. They come from an interrupted session, and a trainer would
+        take them for new batches.
 
         Raises ConfigurationError for batches that another program wrote.
         """
@@ -248,7 +250,7 @@ class FileSystemSender(Sender):
                 file.unlink()
 
     def wait_for_trainer(self) -> None:
-        """A file waits for its reader."""
+        """Return at once, since a file waits for its reader."""
 
     def send(self, batch: int, payloads: Sequence[bytes]) -> None:
         folder = self.folder / f"step_{batch}"
@@ -262,9 +264,9 @@ class FileSystemSender(Sender):
 class ZmqSender(Sender):
     """Publishes on `zmq_port`, a topic per rank; ranks report on the next port that they are ready.
 
-    A publisher drops what nobody subscribes to, in silence. The socket is an XPUB, which a
-    subscriber cannot tell from a PUB and which reports subscriptions: a batch is sent only while
-    every rank has one, also after either side has started anew.
+    A publisher silently drops messages without a subscriber. The socket is therefore an XPUB, which
+    reports subscriptions and looks like a PUB to a subscriber. The sender sends a batch only while
+    every rank has a subscription, also after a restart of either side.
     """
 
     def __init__(self, options: "PrimeRLOptions") -> None:
@@ -295,7 +297,7 @@ class ZmqSender(Sender):
             ) from error
 
     def prepare(self, shipped: int) -> None:
-        """A message that was not received is gone, so there is nothing to clear."""
+        """Clear nothing: a message without a receiver is gone."""
 
     def wait_for_trainer(self) -> None:
         options, deadline = self._options, time.monotonic() + self._options.sync_wait_s
@@ -359,8 +361,9 @@ OFFERED, ACKNOWLEDGED, STARTED, FINISHED = (
 )
 ADAPTER = "adapter_config.json"
 TARGET_LAG = 1
-"""Batch N may be sampled with version N - 1 - TARGET_LAG at the earliest: the trainer's own
-orchestrator works one batch ahead."""
+"""The oldest version that may sample batch N is N - 1 - TARGET_LAG: the trainer's own orchestrator
+works one batch ahead.
+"""
 
 
 @dataclass(frozen=True)
@@ -369,7 +372,7 @@ class Policy:
     folder: Path
     """PEFT's files or a whole checkpoint, until the trainer has broadcast two more versions."""
     receipt: int
-    """Counts what was received; a trainer that starts anew offers a version again."""
+    """Counts received policies; a restarted trainer offers a version again."""
 
     @property
     def is_adapter(self) -> bool:
@@ -393,10 +396,10 @@ class Broadcasts:
         self._receipts = 0
 
     def take(self, shipped: int) -> Policy:
-        """Return the policy after `shipped` batches; where it does not come within `wait_s`, the
-        one before.
+        """Return the policy after `shipped` batches, or the previous policy if it does not come
+        within `wait_s`.
 
-        Raises ServerFailure where neither came, or where a version is incomplete.
+        Raises ServerFailure if both are missing, or if a version is incomplete.
         """
         deadline = time.monotonic() + self.wait_s
         while True:
@@ -424,20 +427,21 @@ class Broadcasts:
         )
 
     def _receive_offers(self, shipped: int) -> None:
-        """Acknowledge every offer, also of a version that a restarted trainer offers again. None
-        past `shipped` can be of this run.
+        """Acknowledge every offer, also of a version that a restarted trainer offers again. An
+        offer past `shipped` cannot come from this run.
         """
         for version, folder in self._versions():
             if version > shipped:
                 continue
-            # By this session, or by an earlier one of the run, whose policy is taken up again.
+            # This session acknowledged it, or an earlier session of the run, whose policy continues
+            # here.
             if (folder / ACKNOWLEDGED).exists():
                 if self.newest is not None and version <= self.newest.version:
                     continue
             else:
                 try:
                     (folder / ACKNOWLEDGED).touch()
-                except FileNotFoundError:  # a trainer that starts anew is emptying the folder
+                except FileNotFoundError:  # a restarting trainer is emptying the folder
                     continue
             deadline = time.monotonic() + self.wait_s
             while not (folder / FINISHED).exists():

@@ -1,11 +1,11 @@
 """Learning on a Tinker service: rows become datums, each update is one forward-backward pass and
 one optimizer step.
 
-Requests of one training client are carried out in the order in which they are made, in whatever
-order they are waited for. So a step asks for all of its updates and for a sampler of the weights
-after them in one go, and waits once: everything stays on policy, and the service is never idle
-between an update and the next. A step's own sampling begins when the sampler is there; nothing is
-sampled from older weights.
+The service runs the requests of one training client in the order of their making, whatever the
+order of waiting. A step therefore requests all of its updates, and a sampler of the weights after
+them, at once, and waits once. Everything stays on policy, and the service has no idle time between
+two updates. A step's own sampling begins when the sampler is there, so older weights sample
+nothing.
 """
 
 import json
@@ -77,11 +77,11 @@ class _UpdateRequest:
     stepped: Any
     """Futures of the pass and of the optimizer step."""
     computed: "LossCall | None" = None
-    """The loss, where it is computed here."""
+    """The loss, if this machine computes it."""
 
 
 def _logprobs_of_pass(rows: Sequence[_TrainedRow], outputs: Sequence[Any]) -> list[Float32Array]:
-    """[T] of each row, from a forward-backward pass whose update is done."""
+    """Return [T] log-probs of each row, from a completed forward-backward pass."""
     found = [
         action_logprobs(row.shifted, output) for row, output in zip(rows, outputs, strict=True)
     ]
@@ -104,7 +104,7 @@ class TinkerBackend(TinkerFacts):
     def __init__(
         self, config: "TrainConfig", *, eos_ids: Sequence[int], log: Callable[[str], None]
     ) -> None:
-        """Connect. The training client is made at its first use, or by `load` from a checkpoint,
+        """Connect. The first use makes the training client, or `load` makes it from a checkpoint,
         and `log` reports it.
         """
         self.config = config
@@ -156,8 +156,8 @@ class TinkerBackend(TinkerFacts):
         return self._trainer
 
     def _create(self) -> Any:
-        """The head is not adapted: an empty [lora] target_modules means the linear layers of the
-        blocks, here as locally.
+        """Create the training client. The head has no adapter: an empty [lora] target_modules means
+        the linear layers of the blocks, here as locally.
         """
         return self._service.client.create_lora_training_client(
             self.base_model,
@@ -196,7 +196,7 @@ class TinkerBackend(TinkerFacts):
         if name:
             return step_result([Update(nonfinite=name)], [], [], training.max_tokens)
         completions = num_completions(rows) / training.minibatches
-        # Every pass is requested before one is waited for, so that the service has no gap.
+        # Request every pass before waiting for one, so that the service has no gap.
         with self._service.slot():
             requested = [
                 (turn, self._request_update(part, step, completions))
@@ -209,7 +209,7 @@ class TinkerBackend(TinkerFacts):
                 self._finished(update, log_ratios if turn == 0 else [])
                 for turn, update in requested
             ]
-        # Later minibatches were measured after an update; only the first one's rows had none.
+        # Later minibatches follow an update; only the rows of the first minibatch do not.
         first = requested[0][1]
         unmoved = len(first.rows) if isinstance(first, _UpdateRequest) else 0
         result = step_result(updates, log_ratios, log_ratios[:unmoved], training.max_tokens)
@@ -220,8 +220,8 @@ class TinkerBackend(TinkerFacts):
     def _request_update(
         self, rows: Sequence[_TrainedRow], step: int, completions: float
     ) -> "_UpdateRequest | Update":
-        """Ask for the gradient of one optimizer batch and for the step with it; an Update where
-        nothing was asked for.
+        """Request the gradient of one optimizer batch and the step with it. Returns an Update if
+        there was nothing to request.
         """
         from tinker import types
 
@@ -241,7 +241,7 @@ class TinkerBackend(TinkerFacts):
         if config.loss.mode not in TINKER_LOSSES:
             return self._request_computed(rows, weights, adam)
         # A service that takes means divides each row's term, which is undone: the weights already
-        # normalise the gradient.
+        # normalize the gradient.
         means = config.backend.tinker.loss_reduction != "sum"
         undone = [float(len(row.shifted) * len(rows)) if means else 1.0 for row in rows]
         scaled = [
@@ -322,7 +322,7 @@ class TinkerBackend(TinkerFacts):
         )
 
     def _note_reduction(self, metrics: Mapping[str, float]) -> None:
-        """Say once, after the first update, that SkyRL divides a loss that is taken for a sum."""
+        """Log once, after the first update, that SkyRL divides a loss assumed to be a sum."""
         if self.config.backend.tinker.loss_reduction == "sum" and not self._said_reduction:
             self._said_reduction = True
             if any(name.startswith("skyrl.ai/") for name in metrics):
@@ -333,8 +333,8 @@ class TinkerBackend(TinkerFacts):
                 )
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:  # noqa: ARG002 - always 1
-        """Return log-probs at temperature 1, the only one that the service's learner knows; another
-        is refused before the run.
+        """Return log-probs at temperature 1, the only temperature that the service's learner knows.
+        The start of a run refuses any other.
         """
         check_rows(rows)
         shifted = [ShiftedRow.of(row) for row in rows if row.num_actions]
@@ -357,7 +357,7 @@ class TinkerBackend(TinkerFacts):
     # -- files -------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """The service keeps weights and optimizer; the folder names the place."""
+        """Save weights and optimizer at the service; the folder names the place."""
         with self._service.slot():
             path = self._service.result(
                 "a checkpoint", lambda: self.trainer.save_state(self._name("checkpoint"))
@@ -379,7 +379,7 @@ class TinkerBackend(TinkerFacts):
         self._write(folder, sampler=path)
 
     def _name(self, kind: str) -> str:
-        """Return a name that is unique within the training client, since a save may be tried
+        """Return a name that is unique within the training client, since retrain may try a save
         again.
         """
         self._saves += 1

@@ -2,9 +2,9 @@
 step from the log-probs it returns.
 
 Position i of `inputs` predicts position i of `targets`, which is the next token of the row.
-Log-probs and advantages stand where an action is predicted, and 0 everywhere else, so the prompt
-and an environment's tokens have no term in the loss. Shape letters: N positions of a row, T action
-tokens; in the loss N are action tokens.
+Log-probs and advantages have values where a position predicts an action, and 0 everywhere else. The
+prompt and an environment's tokens therefore have no term in the loss. Shape letters: N positions of
+a row, T action tokens. In the loss N are action tokens.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class ShiftedRow:
         return len(self.inputs)
 
     def at_actions(self, values: Float32Array) -> Float32Array:
-        """[N] `values` [T] where the actions are predicted, 0 elsewhere."""
+        """Return [N] with `values` [T] at the positions that predict the actions, 0 elsewhere."""
         placed = np.zeros(len(self), np.float32)
         placed[self.predictors] = values
         return placed
@@ -76,8 +76,8 @@ def _datum(row: ShiftedRow, **inputs: Float32Array) -> "types.Datum":
 
 
 def action_logprobs(row: ShiftedRow, output: Any) -> Float32Array | None:
-    """[T] the learner's log-probs in one item of `loss_fn_outputs`; None where the service returned
-    none.
+    """Return [T] the learner's log-probs in one item of `loss_fn_outputs`; None if the service
+    returned none.
     """
     if "logprobs" not in output:
         return None
@@ -95,7 +95,7 @@ Values = npt.NDArray[np.float64]
 
 
 def ratio_bounds(loss: "Loss") -> tuple[float, float] | None:
-    """Return lowest and highest ratio, as the service takes them; None where nothing is clipped."""
+    """Return lowest and highest ratio, as the service takes them; None without a clip."""
     low, high = loss.clips
     if loss.mode == "importance_sampling":
         return None
@@ -105,7 +105,7 @@ def ratio_bounds(loss: "Loss") -> tuple[float, float] | None:
 
 
 def policy_terms(new: Values, old: Values, advantages: Values, loss: "Loss") -> Values:
-    """[N] per-token loss."""
+    """Return [N] per-token loss."""
     ratio, bounds = np.exp(new - old), ratio_bounds(loss)
     if bounds is None:
         return -ratio * advantages
@@ -118,7 +118,7 @@ def policy_terms(new: Values, old: Values, advantages: Values, loss: "Loss") -> 
 def clipped_tokens(
     new: Values, old: Values, advantages: Values, loss: "Loss"
 ) -> npt.NDArray[np.bool_]:
-    """[N] the clip removed the token's gradient, or in cispo bounded its weight."""
+    """Return [N], True if the clip removed the token's gradient, or in cispo bounded its weight."""
     ratio, bounds = np.exp(new - old), ratio_bounds(loss)
     if bounds is None:
         return np.zeros(len(ratio), bool)

@@ -35,8 +35,8 @@ class TinkerEngine(InferenceEngine):
         self._sampler: Any = None
 
     def expect_new_weights(self) -> None:
-        """Ask for a sampler of the weights after all updates that were requested so far, without
-        waiting for any of them.
+        """Ask for a sampler of the weights after all updates requested so far, without waiting for
+        any of them.
         """
         self._coming = self._request_sampler()
 

@@ -1,9 +1,9 @@
-"""Losses that the service does not have, computed here: sapo, gmpo, dppo and a loss of one's own.
-torch comes with this module.
+"""Losses that the service does not have, computed here: sapo, gmpo, dppo and custom losses. torch
+comes with this module.
 
-The SDK's `forward_backward_custom` asks for a forward pass, hands the log-probs to a function of
-ours as tensors, and sends the gradient of its answer back as the weights of a cross-entropy. So an
-update takes one more forward pass, and waits for it.
+The SDK's `forward_backward_custom` asks for a forward pass and hands the log-probs to a function of
+ours. It sends the gradient of the answer back as the weights of a cross-entropy. So an update takes
+one more forward pass, and waits for it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class NonfiniteError(RetrainError):
-    """A tensor of an update, which the message names, is not finite; nothing was sent."""
+    """A tensor of an update, which the message names, is not finite; retrain has sent nothing."""
 
 
 @dataclass
 class LossCall:
-    """The loss function of one update, and its results once the SDK has called it with datums and
-    the [positions] log-probs of each, with gradient: the scalar to minimise, and numbers to report.
+    """The loss function of one update. The SDK calls it with datums and the [positions] log-probs
+    of each, with gradient. Its results are the scalar to minimize, and numbers to report.
     """
 
     settings: "Loss"
@@ -73,7 +73,7 @@ class LossCall:
         else:
             terms = Terms(policy_terms(tokens, self.settings), None, {})
         loss: Tensor = (terms.values * weights).sum()
-        # The SDK takes this gradient itself; here it is looked at before anything is sent.
+        # The SDK takes this gradient itself; check it here before retrain sends anything.
         gradients = torch.autograd.grad(loss, list(logprobs), retain_graph=True)
         _refuse_nonfinite({"log-probs": [new], "loss": [loss], "gradient of the loss": gradients})
         self.loss = loss.item()

@@ -1,5 +1,5 @@
 """The connection to a Tinker service: its key, its address, its time limits, its errors as one
-sentence each, the campaign's throttle, and the adapter that it hands out, as a PEFT folder.
+sentence each. It holds the campaign's throttle, and gives the service's adapter as a PEFT folder.
 
 The SDK retries status 429, 5xx and lost connections by itself, for up to 300 s per call, so nothing
 here tries a call again. SDK 0.38 has no call for an adapter's archive, and the hosted service hands
@@ -60,7 +60,7 @@ class Service:
         self.timeout = config.backend.tinker.timeout_s
         throttle = throttle_of(config.backend)
         self.slot: Callable[[], AbstractContextManager[None]] = nullcontext
-        """A context that holds one of the campaign's `max_concurrent` places."""
+        """A context that holds a place among the campaign's `max_concurrent` places."""
         if throttle:
             self.slot = throttle.slot
         self._folder = Path(config.resume.from_ or config.logging.log_dir)
@@ -82,7 +82,7 @@ class Service:
             )
         # It logs what it then raises.
         logging.getLogger("tinker.lib.retry_handler").setLevel(logging.CRITICAL)
-        try:  # where nothing listens, the SDK would try for minutes before it says so
+        try:  # without a listener the SDK would try for minutes
             if base_url:
                 httpx.get(base_url, timeout=_REACH_S)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -121,9 +121,10 @@ class Service:
         """Turn the SDK's exceptions into EnvironmentFailure: one sentence that names the request,
         `what`.
 
-        A refusal by the sampler (`of_sampler`) leaves the learner as it is, so the run is saved:
-        ServerFailure. After any other failure no further call is made: the SDK refuses them for the
-        same learner, and a dead service would take minutes each.
+        A refusal by the sampler (`of_sampler`) does not touch the learner, so it raises
+        ServerFailure and retrain saves the run. After any other failure retrain makes no further
+        call: the SDK refuses calls for the same learner, and a dead service would take minutes
+        each.
         """
         if self._broken:
             raise EnvironmentFailure(self._broken)
@@ -177,7 +178,7 @@ def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
 
     Thread(target=work, daemon=True).start()
     end = time.monotonic() + seconds
-    # In short waits: a signal's handler runs between them, whichever thread the signal came to.
+    # Wait in short steps: a signal's handler runs between them, whichever thread got the signal.
     while not answer.done() and time.monotonic() < end:
         wait([answer], timeout=_POLL_S)
     return answer.result(timeout=0)
@@ -232,8 +233,8 @@ class Throttle:
     """At most `limit` calls at a time over every process and thread that names the same folder. Any
     thread may call it.
 
-    A counting semaphore of file locks, one file per slot: the kernel releases a lock when its
-    holder dies, however it dies, so a killed worker never keeps a slot.
+    A counting semaphore of file locks, one file per slot. The kernel releases a lock when its
+    holder dies, so even a killed worker keeps no slot.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -287,12 +288,12 @@ _MAX_BYTES = sum(_FILES.values())
 _MAX_AT_ONCE = 1 << 20
 """Bytes. tarfile reads a file's long name into memory at its declared length, without a limit."""
 _MAX_MEMBERS = 1000
-"""Files in an archive: one of nothing but empty files would have millions."""
+"""Maximum number of files in an archive: an archive of empty files could hold millions."""
 
 
 def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> None:
     """Write the two files of a PEFT adapter into `folder`. Raises EnvironmentFailure, one sentence,
-    where the service offers none.
+    if the service offers none.
     """
     found = _PATH.fullmatch(path)
     address = base_url or os.environ.get("TINKER_BASE_URL", "")
@@ -365,8 +366,8 @@ def _origin(url: "httpx.URL") -> tuple[str, str, int | None]:
 
 
 def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
-    """Unpack only the two files, to our own paths; other entries, links and sparse files are
-    skipped.
+    """Unpack only the two files, to our own paths. Other entries, links and sparse files stay
+    packed.
     """
     from safetensors import SafetensorError
 
@@ -419,8 +420,8 @@ class _HeaderReader(io.BufferedReader):
 
 
 def _name_target_modules(folder: Path) -> None:
-    """Name the target modules: SkyRL leaves target_modules null, for which peft would take its own
-    default; the weights say which modules are adapted.
+    """Name the target modules, as the weights show them. SkyRL leaves target_modules null, for
+    which peft would take its own default.
     """
     from safetensors import safe_open
 
