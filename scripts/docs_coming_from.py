@@ -44,12 +44,15 @@ max_grad_norm = 1.0
 retrain answers a foreign name with its own key before a run starts:
 `[training] num_generations is not a key; did you mean group_size?`
 
-So paste your settings, run `retrain explain my.toml`, and follow the sentences.
+So paste your settings, run `retrain explain my.toml`, and follow the sentences. They give the names;
+translate the values by the tables below.
 
 !!! warning "The same word, another meaning"
     - `advantage_mode = "grpo"` does not divide by the standard deviation. TRL and verl do by default:
       write `"grpo_std"`.
-    - `batch_size` counts prompts. TRL's batch sizes count completions.
+    - `batch_size` counts prompts. TRL's count completions of one pass, before accumulation.
+    - TRL without `peft_config` trains all weights: `[model] train = "full"`.
+    - TRL's `loss_type = "dapo"` is an aggregation. `algorithm_mode = "dapo"` is the paper's whole recipe.
     - `minibatches` is a number of updates. verl's `ppo_mini_batch_size` is a size.
     - The defaults are `temperature = 0.7` and no gradient clipping. Other trainers use 1.0 and a clip.
     - `[algorithm] reference` is the teacher of distillation. `[loss] kl_reference` is the KL anchor.

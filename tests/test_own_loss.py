@@ -166,6 +166,10 @@ WRONG: dict[str, tuple[str, str]] = {
         "return -tokens.advantages * (tokens.new + tokens.entropy)",
         "reads tokens.entropy, which is None unless it declares wrong.needs_entropy = True",
     ),
+    "reference without saying so": (
+        "return -tokens.advantages * (tokens.new - tokens.reference)",
+        "reads tokens.reference, which is None unless it declares wrong.needs_reference = True",
+    ),
     "fails for one token": (
         "assert max(tokens.lengths) > 1\nreturn -tokens.advantages * tokens.new",
         "fails on a small example (AssertionError)",

@@ -184,11 +184,11 @@ def _tried(function: OwnFunction, *inputs: Any) -> Any:
     try:
         return function.call(*inputs)
     except Exception:
+        full = small_batch().tokens
         for name in ("entropy", "reference"):
-            if function.declares(f"needs_{name}"):
-                continue
             try:
-                function.call(small_batch().tokens)
+                filled = {name: getattr(full, name)}
+                function.call(replace(small_batch(function).tokens, **filled))
             except Exception:  # noqa: BLE001 - then it fails for another reason
                 continue
             raise Fault(
