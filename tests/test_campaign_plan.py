@@ -46,13 +46,8 @@ def test_an_empty_campaign_is_five_conditions_by_eight_seeds_of_500_steps() -> N
     runs = plan("[campaign]").runs
     assert len(runs) == 40
     assert {run.seed for run in runs} == {42, 101, 202, 303, 404, 505, 606, 707}
-    assert [run.condition for run in runs[:5]] == [
-        "grpo+none",
-        "maxrl+none",
-        "maxrl+gtpo",
-        "maxrl+gtpo_hicra",
-        "maxrl+gtpo_sepa",
-    ]
+    labels = ["grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa"]
+    assert [run.condition for run in runs[:5]] == labels
     assert {run.config.training.max_steps for run in runs} == {500}
 
 
@@ -67,12 +62,8 @@ def test_every_run_is_named_and_lives_by_its_condition_and_seed() -> None:
 
 def test_a_seeds_conditions_start_before_the_next_seed() -> None:
     """What is finished when a campaign is cut are pairs."""
-    assert [(run.seed, run.condition) for run in plan(TWO_PPO).runs] == [
-        (1, "grpo+none"),
-        (1, "ppo"),
-        (2, "grpo+none"),
-        (2, "ppo"),
-    ]
+    order = [(1, "grpo+none"), (1, "ppo"), (2, "grpo+none"), (2, "ppo")]
+    assert [(run.seed, run.condition) for run in plan(TWO_PPO).runs] == order
 
 
 @pytest.mark.parametrize(
@@ -311,6 +302,20 @@ def test_a_wrong_plugin_is_said_before_any_data_is_loaded(monkeypatch: pytest.Mo
     campaign = planned_config({"seeds": [1, 2], "max_steps": 2, "conditions": conditions})
     with pytest.raises(ConfigurationError, match=r"no_such\.plugin"):
         check(plan_campaign(campaign, Path("campaign")))
+
+
+@pytest.mark.parametrize(("most", "counted"), [(0, 20), (200, 20), (16, 16)])
+def test_the_effect_that_seeds_find_counts_the_problems_that_there_are(
+    tmp_path: Path, most: int, counted: int
+) -> None:
+    for name, rows in (("train", 4), ("test", 20)):
+        lines = [f'{{"prompt": "{name} {row}", "answer": "1"}}\n' for row in range(rows)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    data = {"source": str(tmp_path / "train.jsonl"), "path": ""}
+    held_out = {"source": str(tmp_path / "test.jsonl"), "max_examples": most, "samples": 4}
+    asked = planned_config({"seeds": [*range(8)], "max_steps": 2}, data=data, evaluation=held_out)
+    said = " ".join(check(plan_campaign(asked, Path("campaign"))).lines)
+    assert f" {counted} held-out problems x 4 samples " in said
 
 
 def test_what_no_run_could_do_is_said_before_the_first_run(

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -120,10 +120,8 @@ def test_the_tasks_of_an_array_train_the_runs_of_the_campaign(
     again = replaced(config, {"resume.from": str(tmp_path / "c")}, origin="flag")
     for number in ("", "4", "-1", "3", "0", "2", "1", "1"):
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", number)
-        if number in ("", "4", "-1"):
-            with pytest.raises(ConfigurationError, match="set it to one from 0 to 3"):
-                run_campaign(again)
-        else:
+        refused = pytest.raises(ConfigurationError, match="set it to one from 0 to 3")
+        with refused if number in ("", "4", "-1") else nullcontext():
             run_campaign(again)
     for name in NAMES:
         adapter = f"runs/{name}/checkpoints/final/adapter_model.safetensors"

@@ -38,7 +38,11 @@ class Board:
         self._quiet = quiet
         self._out = out or sys.stdout
         self._mask = Redactor().text
-        self._numbers = {entry.name: number for number, entry in enumerate(manifest.runs, start=1)}
+        total = len(manifest.runs)
+        self._prefix = {
+            entry.name: f"[{number:>{len(str(total))}}/{total}] {entry.name}"
+            for number, entry in enumerate(manifest.runs, start=1)
+        }
 
     def say(self, line: str) -> None:
         text = encodable(clean(self._mask(line)), self._out.encoding or "utf-8")
@@ -48,7 +52,7 @@ class Board:
 
     def started(self, name: str) -> None:
         if not self._quiet:
-            self.say(f"{self._prefix(name)} started")
+            self.say(f"{self._prefix[name]} started")
 
     def ended(self, name: str) -> None:
         entry = self._manifest[name]
@@ -57,14 +61,10 @@ class Board:
         # The comparison reports a damaged file.
         with contextlib.suppress(RetrainError, OSError):
             words = progress_words(stored, self._plan.max_steps, entry.status)
-        line = f"{self._prefix(name)} {entry.status}: {words}"
+        line = f"{self._prefix[name]} {entry.status}: {words}"
         if entry.reason:
             line += f" | {one_line(entry.reason, _REASON_LENGTH)} | {stored.path / OUTPUT}"
         self.say(line)
-
-    def _prefix(self, name: str) -> str:
-        total = len(self._numbers)
-        return f"[{self._numbers[name]:>{len(str(total))}}/{total}] {name}"
 
 
 def progress_words(stored: StoredRun, max_steps: int, status: Status) -> str:

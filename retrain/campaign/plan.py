@@ -5,6 +5,7 @@ conditions that they concern.
 Planning starts and writes nothing, so `retrain explain` shows the plan that a campaign would run.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -249,27 +250,26 @@ def check(plan: CampaignPlan) -> Findings:
         if cannot:
             raise ConfigurationError(cannot)
         check_plugins(run.config)
-    lacking = _without_held_out(plan)
-    sources = dict.fromkeys(lacking.values())
-    missing = [f"No held-out evaluation at the end: {name} holds nothing out." for name in sources]
-    said = (*lines, *condition_notes(plan), *missing, *_design_lines(plan))
+    lacking, problems = _without_held_out(plan)
+    missing = [
+        f"No held-out evaluation at the end: {name} holds nothing out."
+        for name in dict.fromkeys(lacking.values())
+    ]
+    said = (*lines, *condition_notes(plan), *missing, *_design_lines(plan, problems))
     return Findings(said, frozenset(lacking))
 
 
-def _design_lines(plan: CampaignPlan) -> Iterator[str]:
-    """Yield sentences on the differences that the campaign's seeds can find, and on a margin that
-    needs more seeds.
+def _design_lines(plan: CampaignPlan, problems: int) -> Iterator[str]:
+    """Yield sentences on the differences that the campaign's seeds can find with so many held-out
+    problems (0 if unknown), and on a margin that needs more seeds.
     """
     from retrain.analysis.power import Rule, design_line, equivalence_line
 
     settings, comparisons = plan.settings, len(plan.conditions) - 1
     if not comparisons:
         return
-    evaluation, seeds, problems = plan.runs[0].config.evaluation, len(plan.seeds), 0
-    if evaluation.asked_for:
-        problems = sum(part.max_examples for part in evaluation.parts)
-    rule = Rule(comparisons, correction=settings.correction)
-    yield design_line(seeds, rule, problems, evaluation.samples)
+    seeds, rule = len(plan.seeds), Rule(comparisons, correction=settings.correction)
+    yield design_line(seeds, rule, problems, plan.runs[0].config.evaluation.samples)
     yield from equivalence_line(seeds, comparisons, settings)
 
 
@@ -301,32 +301,32 @@ def evaluated_where_possible(plan: CampaignPlan, checked: Findings) -> CampaignP
     return replace(plan, runs=tuple(runs))
 
 
-def _without_held_out(plan: CampaignPlan) -> dict[str, str]:
+def _without_held_out(plan: CampaignPlan) -> tuple[dict[str, str], int]:
     """Return condition -> data source, for conditions that ask for an evaluation without a held-out
-    split. It loads each source once.
+    split, and the number of held-out problems (0 if unknown). It loads each source once.
     """
-    known: dict[str, bool] = {}
+    known: dict[str, int | None] = {}
     lacking: dict[str, str] = {}
     for run in plan.runs[: len(plan.conditions)]:
         if not run.config.evaluation.asked_for:
             continue
         source = repr((run.config.data, run.config.evaluation.source, run.config.environment))
         if source not in known:
-            known[source] = _has_held_out(run.config, plan.config)
-        if not known[source]:
+            known[source] = _held_out(run.config, plan.config)
+        if known[source] is None:
             place = f"[data] source = {run.config.data.source!r}"
             if run.config.environment.provider:
                 place = f"[environment] {environment_name(run.config.environment)}"
             lacking[run.condition] = place
-    return lacking
+    return lacking, next(iter(known.values()), 0) or 0
 
 
-def _has_held_out(config: TrainConfig, campaign: TrainConfig) -> bool:
-    """True if a run has held-out problems. Raises NoHeldOutSplit if the user asked for an
-    evaluation; the campaign's own default is not a reason to refuse.
+def _held_out(config: TrainConfig, campaign: TrainConfig) -> int | None:
+    """Return the number of held-out problems of a run; None if it has none. Raises NoHeldOutSplit
+    if the user asked for an evaluation; the campaign's own default is not a reason to refuse.
     """
     try:
-        _load_held_out(config)
+        return _load_held_out(config)
     except NoHeldOutSplit:
         if (
             campaign.is_set("evaluation.at_end")
@@ -334,23 +334,25 @@ def _has_held_out(config: TrainConfig, campaign: TrainConfig) -> bool:
             or config.evaluation.at_start
         ):
             raise
-        return False
-    return True
+        return None
 
 
-def _load_held_out(config: TrainConfig) -> None:
-    """Load the held-out problems; raise NoHeldOutSplit without any. A source of a mixture may lack
-    them, but not all.
+def _load_held_out(config: TrainConfig) -> int:
+    """Return the number of held-out problems, 0 if it is unknown; raise NoHeldOutSplit without any.
+    A source of a mixture may lack them, but not all.
     """
     if config.data.mix and not config.evaluation.source:
         sources = Plan.of(config).sources
         for number, source in enumerate(sources, start=1):
             with suppress(NoHeldOutSplit) if number < len(sources) else nullcontext():
                 _load_held_out(source.config)
-                return
+                break
     elif config.environment.provider:
         with closing(load_environment(config)) as environment:
             load_problems(environment, config, "evaluation")
     else:
-        for own in Plan.of(config).evaluations:
-            load_examples(own, "heldout")
+        plan = Plan.of(config)
+        sizes = (len(load_examples(own, "heldout").examples) for own in plan.evaluations)
+        mosts = (own.evaluation.max_examples or sys.maxsize for own in plan.evaluations)
+        return sum(map(min, sizes, mosts))
+    return 0

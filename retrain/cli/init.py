@@ -46,9 +46,7 @@ def command(
         print(f"Already there, as it would be written: {', '.join(there)}.")
     if written:
         print(f"Wrote {', '.join(map(str, written))}.")
-    run = f"retrain {output}"
-    if output == Path("retrain.toml"):
-        run = "retrain"
+    run = "retrain" if output == Path("retrain.toml") else f"retrain {output}"
     print(
         f"Next: {run} (template {template})."
         " `retrain help config --json > retrain.schema.json` lets an editor complete its keys."
@@ -59,9 +57,7 @@ def _unknown(template: str) -> ConfigurationError:
     names = {name: name for name in templates()}
     names |= {name.removeprefix("papers/"): name for name in names}
     near = nearest(template, names, NAME_CUTOFF)
-    hint = f"allowed are {', '.join(templates())}."
-    if near:
-        hint = f"did you mean {names[near]}?"
+    hint = f"did you mean {names[near]}?" if near else f"allowed are {', '.join(templates())}."
     return ConfigurationError(f"--template {template!r} is not known; {hint}")
 
 

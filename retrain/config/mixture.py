@@ -122,9 +122,7 @@ _A_TABLE = {
 
 
 def _wrong_weight(weight: Any) -> Iterator[str]:
-    points = weight
-    if not isinstance(weight, list):
-        points = [[0, weight]]
+    points = [[0, weight]] if not isinstance(weight, list) else weight
     problem = wrong_points(points)
     if problem and points is not weight:
         problem = f"is {toml_value(weight)}, and must be a number or points [step, weight]"

@@ -279,9 +279,7 @@ def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
         return gone
     refusal = next((detail for detail in details if detail["type"] == "refused"), None)
     # In a list, the refused item is the word with the possible typing error.
-    word = value
-    if isinstance(value, list):
-        word = (refusal or details[0])["input"]
+    word = (refusal or details[0])["input"] if isinstance(value, list) else value
     near = nearest(word, choices_of(key.field, names_of)) if isinstance(word, str) else None
     wrong = str(refusal["ctx"]["problem"]) if refusal else _what_is_wrong(key, value, details[0])
     allowed = "" if refusal and refusal["ctx"]["whole"] else f"; allowed: {key.allowed}"

@@ -316,9 +316,7 @@ class OneCall(vf.Harness[OneCallConfig]):  # type: ignore[misc]  # the base clas
         tool_interception_url: Any = None,
     ) -> Any:
         system, prompt = self.resolve_prompt(data)
-        messages = []
-        if system:
-            messages = [{"role": "system", "content": system}]
+        messages = [{"role": "system", "content": system}] if system else []
         messages += (
             [{"role": "user", "content": prompt}]
             if isinstance(prompt, str)

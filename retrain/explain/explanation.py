@@ -433,9 +433,7 @@ def _settings(config: TrainConfig) -> list[Setting]:
 def _runs(config: TrainConfig) -> tuple[tuple[CampaignRun, ...], CampaignPlan | None]:
     """Return the runs, and the plan if it is a campaign."""
     if config.kind == "campaign":
-        new = CAMPAIGN_FOLDER
-        if config.is_set("logging.log_dir"):
-            new = Path(config.logging.log_dir)
+        new = Path(config.logging.log_dir) if config.is_set("logging.log_dir") else CAMPAIGN_FOLDER
         plan = plan_campaign(config, Path(config.resume.from_) if config.resume.from_ else new)
         return plan.runs, plan
     folder = Path(config.resume.from_ or config.logging.log_dir)

@@ -169,9 +169,7 @@ class Server:
             )
         # A connection that did not come in time is another failure: the request is still unsent.
         except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
-            limit = f"{seconds:g} s"
-            if timeout is None:
-                limit = f"[inference] timeout_s = {seconds:g}"
+            limit = f"[inference] timeout_s = {seconds:g}" if timeout is None else f"{seconds:g} s"
             raise RequestTimeout(f"{self.url} did not answer a request within {limit}") from error
         except AnswerOverflow as error:
             raise Refusal(

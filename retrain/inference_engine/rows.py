@@ -59,9 +59,7 @@ def pieces(jobs: Sequence[SampleJob], rows: int, most: int) -> list[Sequence[Sam
     jobs alone, not of the number of workers.
     """
     count = min(-(-len(jobs) // rows), most)
-    edges = []
-    if count:
-        edges = [len(jobs) * number // count for number in range(count + 1)]
+    edges = [len(jobs) * number // count for number in range(count + 1)] if count else []
     return [jobs[start:stop] for start, stop in pairwise(edges)]
 
 

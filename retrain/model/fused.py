@@ -56,9 +56,7 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.head_size: int = attention.head_dim
         self.scaling: float = attention.scaling
-        place = attention
-        if attention.config.model_type in _WINDOW_IN_CONFIG:
-            place = attention.config
+        place = attention.config if attention.config.model_type in _WINDOW_IN_CONFIG else attention
         self.window: int | None = getattr(place, "sliding_window", None)
         self.attention_norm = Norm.of(layer.input_layernorm)
         self.mlp_norm = Norm.of(layer.post_attention_layernorm)

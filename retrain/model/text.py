@@ -251,9 +251,7 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     special = set(tokenizer.all_special_ids) | {
         index for index, token in tokenizer.added_tokens_decoder.items() if token.special
     }
-    after = []
-    if found:
-        after = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"]
+    after = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"] if found else []
     if after and after[0] in special:
         return int(after[0])
     return None

@@ -345,9 +345,7 @@ def analysis_lines(analysis: Analysis) -> list[str]:
 
 def compression_lines(compression: Compression) -> list[str]:
     low, high = min(compression.ranks.values()), compression.rank
-    rank = f"rank {high}"
-    if low < high:
-        rank = f"ranks {low} to {high}"
+    rank = f"ranks {low} to {high}" if low < high else f"rank {high}"
     saved = 1 - compression.parameters / compression.source_parameters
     return [
         (

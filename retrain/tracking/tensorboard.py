@@ -59,9 +59,7 @@ class TensorboardTracker(ExternalTracker):
 
             first = self.settings.first_step
             # The steps that a resumed run repeats hide their earlier events.
-            purge = first
-            if name:
-                purge = first + 1
+            purge = first + 1 if name else first
             self._writers[name] = SummaryWriter(
                 str(self.settings.folder.tensorboard / name), purge_step=purge if first else None
             )

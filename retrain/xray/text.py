@@ -91,9 +91,7 @@ def objective_name(one: Xray) -> str:
     if scale == 0:
         return ""
     if np.allclose(coefficients, scale, rtol=_ALIKE) and scale > 0:
-        factor = f"{scale:.4g} x "
-        if np.isclose(scale, 1, rtol=_ALIKE):
-            factor = ""
+        factor = "" if np.isclose(scale, 1, rtol=_ALIKE) else f"{scale:.4g} x "
         return f"{factor}the pass rate p, as grpo and rloo do"
     # (1 - (1-p)^(G-1)) / p, the slope of log p's expansion, as a Bernstein polynomial.
     likelihood = group / np.arange(1, group + 1)

@@ -475,9 +475,7 @@ class Learner:
             entropies = scores.entropies
             if not settings.entropy:
                 scores = scores._replace(entropies=None)
-            weights = piece.weights
-            if piece.dummy:
-                weights = [_Weights(0.0, 0.0)] * len(piece.rows)
+            weights = [_Weights(0.0, 0.0)] * len(piece.rows) if piece.dummy else piece.weights
             tokens = _action_tokens(micro, scores, weights)
             loss, own = self._loss(tokens, settings)
             loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
