@@ -303,7 +303,7 @@ def evaluated_where_possible(plan: CampaignPlan, checked: Findings) -> CampaignP
 
 def _without_held_out(plan: CampaignPlan) -> tuple[dict[str, str], int]:
     """Return condition -> data source, for conditions that ask for an evaluation without a held-out
-    split, and the number of held-out problems (0 if unknown). It loads each source once.
+    split. Return the number of held-out problems too, 0 if unknown. It loads each source once.
     """
     known: dict[str, int | None] = {}
     lacking: dict[str, str] = {}
