@@ -260,8 +260,8 @@ def check(plan: CampaignPlan) -> Findings:
 
 
 def _design_lines(plan: CampaignPlan, problems: int) -> Iterator[str]:
-    """Yield sentences on the differences that the campaign's seeds can find with so many held-out
-    problems (0 if unknown), and on a margin that needs more seeds.
+    """Yield sentences on the differences that the campaign's seeds can find, and on a margin that
+    needs more seeds. `problems` is the number of held-out problems, 0 if unknown.
     """
     from retrain.analysis.power import Rule, design_line, equivalence_line
 
