@@ -426,8 +426,8 @@ def _judge_references(config: TrainConfig, examples: Sequence[Example]) -> None:
 
 
 def _asks_nobody(query: Query) -> bool:
-    """True if files alone give the answer, or retrain refuses the query: on an offline hub, or for
-    training on a set for evaluation.
+    """True if files alone give the answer, or if retrain refuses the query: on an offline hub, or
+    for training on a set for evaluation.
     """
     source, reader = query.data.source, SOURCES.get(query.data.source)
     on_hub = source in HUB_SOURCES or source.startswith("hub:")
