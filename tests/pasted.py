@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +132,7 @@ def _run_campaign(config: Any, **_: Any) -> Any:
     from retrain.config import dump_toml
 
     checked = check(plan_campaign(config, Path("campaign")))
-    with open_campaign(config, checked, datetime.now().astimezone()) as (plan, manifest):
+    with open_campaign(config, checked) as (plan, manifest):
         for run in plan.runs:
             right = [int(index < 60 + run.seed * len(run.condition) % 4) for index in range(100)]
             folder = write_run(

@@ -118,10 +118,10 @@ def test_the_tasks_of_an_array_train_the_runs_of_the_campaign(
     config = config_from_mapping(sections(tmp_path / "c", {"launcher": "array"}))
     assert {entry.status for entry in run_campaign(config).runs} == {Status.PENDING}
     again = replaced(config, {"resume.from": str(tmp_path / "c")}, origin="flag")
-    for number in ("", "4", "-1", "3", "0", "2", "1", "1"):
+    for number in ("", "4", "-1", "a", "3", "0", "2", "1", "1"):
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", number)
-        refused = pytest.raises(ConfigurationError, match="set it to one from 0 to 3")
-        with refused if number in ("", "4", "-1") else nullcontext():
+        refused = pytest.raises(ConfigurationError, match="set it to one from 0 to 3, or unset it")
+        with refused if number in ("4", "-1", "a") else nullcontext():
             run_campaign(again)
     for name in NAMES:
         adapter = f"runs/{name}/checkpoints/final/adapter_model.safetensors"
@@ -582,10 +582,11 @@ def test_folders_made_in_one_second_are_numbered(
 
     monkeypatch.chdir(tmp_path)
     values = {key: value for key, value in sections(tmp_path).items() if key != "logging"}
-    config, now = config_from_mapping(values), datetime(2026, 11, 21, 12, 0, 0)
+    config = config_from_mapping(values)
     checked = check(plan_campaign(config, Path("campaign")))
+    monkeypatch.setattr("retrain.campaign.manifest.TIMESTAMP", "20261121_120000")
     for end in ("", "-2", "-3"):
-        with open_campaign(config, checked, now) as (plan, manifest):
+        with open_campaign(config, checked) as (plan, manifest):
             assert plan.folder == Path(f"logs/campaign_20261121_120000{end}")
             assert [entry.status for entry in Manifest.read(plan.folder).runs] == [
                 Status.PENDING

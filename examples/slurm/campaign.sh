@@ -11,11 +11,16 @@ if [[ -z ${SLURM_ARRAY_TASK_ID:-} ]]; then
 	(($# >= 2)) || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 	file=$1 folder=$2
 	shift 2
-	[[ -f $folder/manifest.json ]] || retrain "$file" --log-dir "$folder" --campaign-launcher array
+	place=--log-dir
+	[[ ! -f $folder/manifest.json ]] || place=--resume
+	retrain "$file" "$place" "$folder" --campaign-launcher array
 	runs=$(python -c 'import json, sys; print(len(json.load(sys.stdin)["runs"]))' <"$folder/manifest.json")
 	job=$(sbatch --parsable --job-name=retrain --array="0-$((runs - 1))" --requeue --open-mode=append --signal=B:USR1@120 \
 		--output="$folder/slurm-%a.log" "$@" "$0" "$file" "$folder")
-	sbatch --job-name=compare --dependency="afterany:$job" --output="$folder/compare.log" --wrap "retrain compare '$folder'"
+	sbatch --job-name=compare --dependency="afterany:$job" --output="$folder/compare.log" <<-END
+		#!/usr/bin/env bash
+		retrain compare $(printf %q "$folder")
+	END
 	exit
 fi
 

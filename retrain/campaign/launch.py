@@ -44,6 +44,8 @@ from retrain.errors import (
     RunFailed,
 )
 from retrain.install import install_hint
+from retrain.records.checkpoint import CheckpointStore
+from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.disk import is_disk, path_error
 from retrain.records.redact import harmless
 from retrain.records.run_folder import OUTPUT, RunFolder
@@ -128,6 +130,8 @@ def perform(config: TrainConfig) -> RunOutcome:
         )
     if used:
         return RunOutcome(Status.INTERRUPTED, used)
+    if config.model.train == "full":
+        CheckpointStore(stored_checkpoints(folder)).keep_weights()
     return RunOutcome(Status.DONE)
 
 

@@ -305,7 +305,7 @@ def _now() -> str:
 
 @contextmanager
 def open_campaign(
-    config: TrainConfig, checked: Findings, now: datetime
+    config: TrainConfig, checked: Findings
 ) -> Iterator[tuple[CampaignPlan, Manifest]]:
     """Yield the campaign's plan and its written manifest; a lock keeps other writers out of the
     folder until the context ends. `checked` is what `check` found about the plan.
@@ -314,7 +314,7 @@ def open_campaign(
     default is `logs/campaign_YYYYMMDD_HHMMSS`. Raises ConfigurationError for a folder that the
     campaign may not use.
     """
-    resumed = bool(config.resume.from_)
+    resumed, now = bool(config.resume.from_), datetime.now().astimezone()
     folder = Path(config.resume.from_) if resumed else _new_folder(config, now)
     if resumed and not (folder / MANIFEST).is_file():
         raise ConfigurationError(

@@ -250,7 +250,7 @@ def check(plan: CampaignPlan) -> Findings:
         if cannot:
             raise ConfigurationError(cannot)
         check_plugins(run.config)
-    lacking, problems = _without_held_out(plan)
+    lacking, problems = _held_out_of(plan)
     missing = [
         f"No held-out evaluation at the end: {name} holds nothing out."
         for name in dict.fromkeys(lacking.values())
@@ -301,7 +301,7 @@ def evaluated_where_possible(plan: CampaignPlan, checked: Findings) -> CampaignP
     return replace(plan, runs=tuple(runs))
 
 
-def _without_held_out(plan: CampaignPlan) -> tuple[dict[str, str], int]:
+def _held_out_of(plan: CampaignPlan) -> tuple[dict[str, str], int]:
     """Return condition -> data source, for conditions that ask for an evaluation without a held-out
     split. Return the number of held-out problems too, 0 if unknown. It loads each source once.
     """
@@ -351,8 +351,11 @@ def _load_held_out(config: TrainConfig) -> int:
         with closing(load_environment(config)) as environment:
             load_problems(environment, config, "evaluation")
     else:
-        plan = Plan.of(config)
-        sizes = (len(load_examples(own, "heldout").examples) for own in plan.evaluations)
-        mosts = (own.evaluation.max_examples or sys.maxsize for own in plan.evaluations)
-        return sum(map(min, sizes, mosts))
+        return sum(
+            min(
+                len(load_examples(own, "heldout").examples),
+                own.evaluation.max_examples or sys.maxsize,
+            )
+            for own in Plan.of(config).evaluations
+        )
     return 0

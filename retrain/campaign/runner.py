@@ -10,7 +10,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import closing, suppress
-from datetime import datetime
 from pathlib import Path
 from signal import Signals
 
@@ -46,7 +45,7 @@ from retrain.errors import (
     RunFailed,
     UntrainedAdapter,
 )
-from retrain.records.checkpoint import FINAL, CheckpointStore
+from retrain.records.checkpoint import FINAL
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.disk import writing_to
 from retrain.records.redact import note_secrets
@@ -59,6 +58,7 @@ Say = Callable[[str], None]
 
 _POLL_S = 0.1
 TASK = "SLURM_ARRAY_TASK_ID"
+"""The variable with the number of the run that a task of an array trains."""
 
 
 def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
@@ -73,11 +73,11 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
     draft = plan_campaign(config, Path("campaign"))
     checked = check(draft)
     if draft.settings.launcher == "array":
-        return _task_of_array(config, checked)
+        return _task_of_array(config, checked, quiet=quiet)
     with (
         Interrupts() as interrupts,  # A second signal meets it while the others close.
         closing(_launcher(draft)) as launcher,
-        open_campaign(config, checked, datetime.now().astimezone()) as (plan, manifest),
+        open_campaign(config, checked) as (plan, manifest),
     ):
         resume_hint = f"continue with `{campaign_command(config, plan.folder)}`"
         board = Board(plan, manifest, quiet=quiet)
@@ -105,25 +105,27 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
     return manifest
 
 
-def _task_of_array(config: TrainConfig, checked: Findings) -> Manifest:
-    """Plan a new campaign and train nothing; in a task of the array, train its run."""
-    if not config.resume.from_:
-        with open_campaign(config, checked, datetime.now().astimezone()) as (plan, manifest):
-            print(
-                f"{plan.folder} plans {counted(len(plan.runs), 'run')}. Give each task of an array"
-                f" from 0 to {len(plan.runs) - 1} `{campaign_command(config, plan.folder)}`."
-            )
+def _task_of_array(config: TrainConfig, checked: Findings, *, quiet: bool) -> Manifest:
+    """Train the run of this task of an array. Outside of a task, write the plan alone."""
+    number = os.environ.get(TASK, "")
+    if not number:
+        with open_campaign(config, checked) as (plan, manifest):
+            board = Board(plan, manifest, quiet=quiet)
+            again = campaign_command(config, plan.folder)
+            tasks = f"Start an array of tasks 0 to {len(plan.runs) - 1}; each calls `{again}`."
+            for line in (*checked.lines, _size(plan), tasks):
+                board.say(line)
             return manifest
-    plan = evaluated_where_possible(plan_campaign(config, Path(config.resume.from_)), checked)
-    manifest = Manifest.read(plan.folder)
+    folder = Path(config.resume.from_ or config.logging.log_dir)
+    plan = evaluated_where_possible(plan_campaign(config, folder), checked)
+    manifest = Manifest.read(folder)
     manifest.resumed_with(plan)
-    number = int(os.environ.get(TASK) or -1)
-    if not 0 <= number < len(plan.runs):
+    if not number.isdecimal() or int(number) >= len(plan.runs):
         raise ConfigurationError(
-            f'[campaign] launcher = "array" trains the run with the number {TASK} ({number});'
-            f" set it to one from 0 to {len(plan.runs) - 1}."
+            f'{TASK} = {number!r} names no run of [campaign] launcher = "array"; set it to one from'
+            f" 0 to {len(plan.runs) - 1}, or unset it."
         )
-    run = plan.runs[number]
+    run = plan.runs[int(number)]
     if not is_finished(run):
         outcome = InProcess(loads_models=False).start(run, 0).outcome
         if outcome.stopped_by:
@@ -204,6 +206,8 @@ class _Execution:
         self._jobs: dict[int, tuple[CampaignRun, Job]] = {}
         """Running runs by slot."""
         self._retries: Counter[str] = Counter()
+        self._told: set[str] = set()
+        """Conditions with a first complete pair, which it has looked at."""
         self._stopping = False
         self._rule: EvidenceRule | None = None
         self._not_looked: RetrainError | None = None
@@ -332,23 +336,26 @@ class _Execution:
         except OSError as error:
             self._record(run, not_started(run, error))
 
-    def _tell_same_runs(self, ended: CampaignRun) -> None:
-        """Say so if `ended` and the other run of its condition's first pair are one run: the keys
-        of the condition change nothing.
+    def _tell_same_runs(self) -> None:
+        """Say so, once for a condition, if the two runs of its first complete pair are one: what
+        the condition sets changes nothing.
         """
-        baseline, *others = self._plan.runs[: len(self._plan.conditions)]
-        for run in others:
-            pair = run, baseline
-            if ended not in pair or any(
-                self._manifest[one.name].status is not Status.DONE for one in pair
-            ):
+        done = {
+            (run.condition, run.seed): run
+            for run in self._plan.runs
+            if self._manifest[run.name].status is Status.DONE
+        }
+        for (condition, seed), run in done.items():
+            baseline = done.get((self._plan.conditions[0], seed), run)
+            if baseline is run or condition in self._told:
                 continue
+            self._told.add(condition)
             # The comparison at the end names a damaged file; other runs go on meanwhile.
             with suppress(RetrainError):
                 if are_the_same([(StoredRun(run.folder), StoredRun(baseline.folder))]):
                     self._board.say(
                         f"{run.name} is the same run as {baseline.name}, byte for byte: what"
-                        f" {run.condition} sets changed nothing here, or both trained on nothing."
+                        f" {condition} sets changed nothing here, or both trained on nothing."
                     )
 
     def _record(self, run: CampaignRun, outcome: RunOutcome) -> None:
@@ -375,9 +382,7 @@ class _Execution:
         if outcome.stopped_by is not None:
             self._interrupts.adopt([outcome.stopped_by])
         if outcome.status is Status.DONE:
-            if run.config.model.train == "full":
-                CheckpointStore(stored_checkpoints(RunFolder(run.folder))).keep_weights()
-            self._tell_same_runs(run)
+            self._tell_same_runs()
             self._on_done()
         # In this process a signal ends the run before the loop calls `_stop`.
         if self._interrupts.stopped_by is None:

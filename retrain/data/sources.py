@@ -424,7 +424,7 @@ def _take_solutions(read: ReadResult) -> None:
     examples, read.examples = read.examples, []
     for example in examples:
         solution = (example.info or {}).get("solution")
-        if solution:
+        if isinstance(solution, str) and solution.strip():
             read.examples.append(replace(example, reference=solution))
         else:
             read.drop(Reason.NO_COMPLETION, example.example_id)
