@@ -26,11 +26,11 @@ MAX_NODES = 250
 BUDGETS: dict[str, int] = {
     "retrain/*.py": 9_569,
     "retrain/advantages/": 10_781,
-    "retrain/analysis/": 29_663,
+    "retrain/analysis/": 29_655,
     "retrain/assets/": 1_801,
     "retrain/audit/": 1_008,
-    "retrain/backends/": 22_765,
-    "retrain/campaign/": 8_328,
+    "retrain/backends/": 22_753,
+    "retrain/campaign/": 8_327,
     "retrain/cli/": 14_187,
     "retrain/config/": 24_993,
     "retrain/data/": 11_285,
@@ -52,7 +52,7 @@ BUDGETS: dict[str, int] = {
     "bytes of the package's other files": 6_897_952,
     "lines of tests": 54_602,
     "lines of benchmarks": 5_125,
-    "words of the pages": 67_213,
+    "words of the pages": 67_209,
 }
 """The most of each that there may be. A budget only falls: lower it when you remove something.
 

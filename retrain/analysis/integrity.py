@@ -107,7 +107,9 @@ def _not_as_planned(run: StoredRun, given: Mapping[str, Any]) -> str:
     if config.condition_label != planned.condition:
         return f"holds a run of {config.condition_label}, and {planned.condition} is planned"
     for path, value in planned_values(given, planned.condition).items():
-        stored = _plain(config.value(path))
+        # As JSON holds it.
+        own = config.value(path)
+        stored = json.loads(json.dumps(own, default=lambda item: item.model_dump()))
         # A masked value may stand for any other, so it contradicts nothing.
         if stored != value and MASK not in f"{stored}{value}":
             return (
@@ -179,11 +181,6 @@ def _condition(tables: Mapping[str, Any], label: str) -> Json:
     condition = min(found, key=lambda one: len(one.label))
     own = {name: getattr(condition, name) for name in _MODES}
     return {f"algorithm.{name}": mode for name, mode in own.items() if mode} | condition.sets
-
-
-def _plain(value: Any) -> Any:
-    """Return the value as JSON holds it."""
-    return json.loads(json.dumps(value, default=lambda item: item.model_dump()))
 
 
 # -- runs that repeat others, and runs that are not listed -----------------------------------------

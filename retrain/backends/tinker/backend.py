@@ -32,7 +32,6 @@ from retrain.backends.rows import (
 )
 from retrain.backends.tinker.datums import (
     ShiftedRow,
-    Values,
     action_logprobs,
     clipped_tokens,
     policy_datum,
@@ -307,7 +306,7 @@ class TinkerBackend(TinkerFacts):
         # The loss of a built-in mode, from the log-probs that the service returned.
         loss, rows = self._settings.loss, [row.row for row in update.rows]
         flat_new, old, advantages = (
-            _flat(values)
+            np.concatenate(values).astype(np.float64)
             for values in (new, [r.logprobs for r in rows], [r.advantages for r in rows])
         )
         weights = np.repeat(update.weights, [row.num_actions for row in rows])
@@ -442,7 +441,3 @@ def stored_path(folder: Path) -> str:
             " path); name another checkpoint."
         )
     return path
-
-
-def _flat(arrays: Sequence[Float32Array]) -> Values:
-    return np.concatenate(arrays).astype(np.float64)
