@@ -107,7 +107,7 @@ def _not_as_planned(run: StoredRun, given: Mapping[str, Any]) -> str:
     if config.condition_label != planned.condition:
         return f"holds a run of {config.condition_label}, and {planned.condition} is planned"
     for path, value in planned_values(given, planned.condition).items():
-        # As JSON holds it.
+        # Compare the value as JSON holds it.
         own = config.value(path)
         stored = json.loads(json.dumps(own, default=lambda item: item.model_dump()))
         # A masked value may stand for any other, so it contradicts nothing.
