@@ -16,6 +16,7 @@ from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow, pack, split_rows
 from retrain.backends.rows import check_rows, learning_rate, minibatch_split, needed_tokens, shift
 from retrain.config.schema import Training
+from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.adapter import Adapter, DropoutKey, KeyedDropout
 from retrain.model.adapter import philox as torch_philox
 from retrain.model.attention import FusedAttention
@@ -448,8 +449,6 @@ def test_starting_from_an_adapter_takes_its_weights(tmp_path: Path) -> None:
 def test_starting_from_another_kind_of_adapter_is_refused(
     tmp_path: Path, sections: dict[str, dict[str, Any]], words: str
 ) -> None:
-    from retrain.errors import ConfigurationError
-
     make_learner(config_for()).weights.save(tmp_path)
     sections = sections | {"lora": sections.get("lora", {}) | {"init_from": str(tmp_path)}}
     with pytest.raises(ConfigurationError, match=words):
@@ -458,8 +457,6 @@ def test_starting_from_another_kind_of_adapter_is_refused(
 
 def test_starting_from_an_adapter_with_scales_of_single_layers_is_refused(tmp_path: Path) -> None:
     """Its weights have this run's shapes, and would mean others."""
-    from retrain.errors import ConfigurationError
-
     make_learner(config_for()).weights.save(tmp_path)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "alpha_pattern": {"q_proj": 2}}))
@@ -468,8 +465,6 @@ def test_starting_from_an_adapter_with_scales_of_single_layers_is_refused(tmp_pa
 
 
 def test_an_unknown_target_module_is_refused_with_the_known_ones() -> None:
-    from retrain.errors import ConfigurationError
-
     with pytest.raises(ConfigurationError, match=r"'w_q'.*q_proj"):
         make_learner(config_for(lora={"target_modules": ["w_q"]}))
 
@@ -480,7 +475,6 @@ def test_an_unknown_target_module_is_refused_with_the_known_ones() -> None:
 def test_a_named_device_that_is_absent_is_refused_and_the_unset_default_falls_back() -> None:
     from retrain.config import TrainConfig
     from retrain.distributed import World
-    from retrain.errors import ConfigurationError, EnvironmentFailure
     from retrain.model.devices import choose_device
 
     with pytest.raises(EnvironmentFailure, match="gpu:7"):
@@ -493,16 +487,19 @@ def test_a_named_device_that_is_absent_is_refused_and_the_unset_default_falls_ba
 
 
 @pytest.mark.parametrize("has_units", [False, True])
-def test_bf16_on_a_processor_without_units_for_it_is_said(
+def test_bf16_on_a_device_without_units_for_it_is_said(
     monkeypatch: pytest.MonkeyPatch, has_units: bool
 ) -> None:
     from retrain.model import devices
 
     monkeypatch.setattr(devices, "computes_bf16", lambda: has_units)
-    asked, cpu = config_for(inference={"dtype": "bf16"}), torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _: has_units)
+    asked, auto = config_for(inference={"dtype": "bf16"}), config_for()
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert bool(devices.half_precision_note(asked.model, asked.inference, cpu)) is not has_units
-    assert not devices.half_precision_note(asked.model, asked.inference, torch.device("cuda"))
-    assert not devices.half_precision_note(asked.model, config_for().inference, cpu)
+    # "auto" is fp32 on a processor and bf16 on a GPU.
+    assert not devices.half_precision_note(auto.model, auto.inference, cpu)
+    assert bool(devices.half_precision_note(auto.model, auto.inference, gpu)) is not has_units
 
 
 def test_attention_is_never_cudnns() -> None:

@@ -186,15 +186,9 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 
 def half_precision_note(model: "Model", inference: "Inference", device: torch.device) -> str:
-    """Return a line on bf16 where the processor has no units for it; "" otherwise."""
-    keys = [
-        key
-        for key, dtype in (("[model]", model.dtype), ("[inference]", inference.dtype))
-        if dtype == "bf16"
-    ]
-    if not keys or device.type != "cpu" or computes_bf16():
+    """Return a line on bf16 where the device has no units for it; "" otherwise."""
+    narrow = choose_dtype(model.dtype, device) == torch.bfloat16 or inference.dtype == "bf16"
+    has_units = torch.cuda.is_bf16_supported(False) if device.type == "cuda" else computes_bf16()
+    if not narrow or has_units:
         return ""
-    return (
-        f'{" and ".join(keys)} dtype = "bf16": this processor has no bf16 units and computes it'
-        " many times slower than fp32."
-    )
+    return "[model] or [inference] dtype is bf16, which this device computes more slowly than fp32."
