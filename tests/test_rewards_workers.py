@@ -318,12 +318,12 @@ def score(response, reference):
     child = os.fork()
     if child == 0:
         os.setsid()  # out of the worker's session, so that nothing kills it with the worker
-        time.sleep(20)
+        time.sleep(60)
         os._exit(0)
     open(reference, "w").write(str(child))
     if response == "die":
         os._exit(3)
-    time.sleep(20)
+    time.sleep(60)
 """
 
 

@@ -291,10 +291,10 @@ class TinkerBackend(TinkerFacts):
             return update
         passed = self._service.result("a forward-backward pass", lambda: update.passed)
         stepped = self._service.result("an optimizer step", lambda: update.stepped)
-        metrics = dict(stepped.metrics or {})
+        metrics = stepped.metrics or {}
         self._note_reduction(metrics)
         norm = next(
-            (float(value) for name, value in metrics.items() if name.endswith("grad_norm")), np.nan
+            (value for name, value in metrics.items() if name.endswith("grad_norm")), np.nan
         )
         new = _logprobs_of_pass(update.rows, passed.loss_fn_outputs)
         log_ratios += [
@@ -306,7 +306,7 @@ class TinkerBackend(TinkerFacts):
         # The loss of a built-in mode, from the log-probs that the service returned.
         loss, rows = self._settings.loss, [row.row for row in update.rows]
         flat_new, old, advantages = (
-            np.concatenate(values).astype(np.float64)
+            np.concatenate(values, dtype=np.float64)
             for values in (new, [r.logprobs for r in rows], [r.advantages for r in rows])
         )
         weights = np.repeat(update.weights, [row.num_actions for row in rows])
