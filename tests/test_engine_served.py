@@ -1133,8 +1133,8 @@ def test_skipping_the_gate_is_said_loudly_and_recorded(
     )
     assert main([str(toml), "--skip-parity"]) == 0
     assert (
-        "PARITY GATE SKIPPED (--skip-parity): nothing checks that the vllm engine samples from the"
-        " trained policy" in capsys.readouterr().out
+        "Parity gate skipped (--skip-parity): retrain does not check that the vllm engine samples"
+        " from the trained policy" in capsys.readouterr().out
     )
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["parity_gate"] is None
     assert main([str(toml), "--overwrite"]) == 1, "the gate stops the same run"

@@ -389,7 +389,7 @@ def test_an_engine_plugin_runs_and_passes_the_gate_again_at_its_first_new_adapte
         ("IgnoresTheAdapter", TRIAL, 0),
         (
             "StopsReloading",
-            "after the first step's adapter was synced, engine and learner disagree",
+            "after the sync of the first step's adapter, engine and learner disagree",
             1,
         ),
     ],

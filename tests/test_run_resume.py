@@ -311,8 +311,8 @@ def test_a_run_without_a_step_left_says_so(
     small_run(small(tmp_path, training={"max_steps": 1}), quiet=True)
     small_run(small(tmp_path, training={"max_steps": 1}, resume={"from": str(tmp_path)}))
     said = capsys.readouterr().out
-    assert "and [training] max_steps = 1" in said.partition("Loading tokenizer")[0]
-    assert "train on with `retrain " in said and f"--resume {tmp_path} --max-steps 2`" in said
+    assert "1 steps of [training] max_steps = 1" in said.partition("Loading tokenizer")[0]
+    assert "To train longer: `retrain " in said and f"--resume {tmp_path} --max-steps 2`" in said
 
 
 def falling(folder: Path, steps: int, **training: Any) -> TrainConfig:

@@ -1,5 +1,5 @@
 """Teachers of `[algorithm] reference`: their log-probs against an independent forward in float64,
-what distilling climbs, and what is refused.
+what distilling optimizes, and what is refused.
 """
 
 import sys
