@@ -31,7 +31,7 @@ BUDGETS: dict[str, int] = {
     "retrain/audit/": 1_008,
     "retrain/backends/": 22_753,
     "retrain/campaign/": 8_327,
-    "retrain/cli/": 14_187,
+    "retrain/cli/": 14_181,
     "retrain/config/": 24_993,
     "retrain/data/": 11_285,
     "retrain/environments/": 5_186,
@@ -49,10 +49,10 @@ BUDGETS: dict[str, int] = {
     "scripts/": 15_489,
     "examples/": 2_116,
     "core/": 132,
-    "bytes of the package's other files": 6_897_952,
-    "lines of tests": 54_602,
+    "bytes of the package's other files": 6_897_819,
+    "lines of tests": 54_591,
     "lines of benchmarks": 5_125,
-    "words of the pages": 67_209,
+    "words of the pages": 67_180,
 }
 """The most of each that there may be. A budget only falls: lower it when you remove something.
 

@@ -101,8 +101,8 @@ WRONG: dict[str, tuple[str, str]] = {
     "whitens its advantages": (
         "a = tokens.advantages\nreturn -(a / (a.std() + 1e-6)) * tokens.new",
         (
-            "gives a sequence other terms when it stands alone, so the result would depend on how"
-            " the batch is cut into micro-batches"
+            "gives a sequence other terms when it stands alone, so the result would depend on the"
+            " micro-batches"
         ),
     ),
     "detaches everything": (

@@ -120,7 +120,7 @@ def test_a_template_that_asks_for_the_date_gets_that_of_the_first_start():
 
 
 def test_an_argument_that_retrain_sets_itself_is_refused():
-    with pytest.raises(ConfigurationError, match="add_generation_prompt is set by retrain"):
+    with pytest.raises(ConfigurationError, match="retrain itself sets add_generation_prompt"):
         render_prompt(
             byte_level(), EXAMPLE, data(chat_template_args={"add_generation_prompt": False})
         )

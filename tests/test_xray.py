@@ -131,9 +131,7 @@ def test_the_command_prints_a_row_for_each_condition(
     Path("my.toml").write_text(f"[campaign]\nseeds = [1]\nconditions = [{', '.join(conditions)}]\n")
     assert main(["xray", "my.toml", "wrong_way.f", "--group", "4"]) == 0
     text = capsys.readouterr().out
-    assert (
-        "grpo+none (G = 4)" in text and "maxrl+none: it climbs log p, expanded to order 3" in text
-    )
+    assert "grpo+none (G = 4)" in text and "maxrl+none: it optimizes log p" in text
     assert "wrong_way.f: it lowers the pass rate of every prompt" in text
     assert main(["xray", "grpo", "--json"]) == 0
     (one,) = json.loads(capsys.readouterr().out)["xrays"]

@@ -43,7 +43,7 @@ def command(
     written = write_files(files, "name another file with --output, or say --force", force)
     there = [str(path) for path in files if path not in written]
     if there:
-        print(f"Already there, as it would be written: {', '.join(there)}.")
+        print(f"Already there with the same content: {', '.join(there)}.")
     if written:
         print(f"Wrote {', '.join(map(str, written))}.")
     run = "retrain" if output == Path("retrain.toml") else f"retrain {output}"

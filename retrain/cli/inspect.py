@@ -29,8 +29,8 @@ def command(
         typer.Option(
             metavar="NAME",
             help=(
-                "Another transform on the same completions, such as gtpo_hicra or grpo+gtpo; may be"
-                " repeated."
+                "Another transform on the same completions, such as gtpo_hicra or grpo+gtpo;"
+                " you may repeat it."
             ),
         ),
     ] = None,

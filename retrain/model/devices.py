@@ -153,7 +153,8 @@ def choose_device(backend: "Backend", world: World = ALONE) -> DeviceChoice:
     return DeviceChoice(
         torch.device("cpu"),
         LogLine(
-            f'No device "{backend.devices}" here, and [backend] devices is not set: using cpu.',
+            f'No device "{backend.devices}" here, and the file sets no [backend] devices: using'
+            " cpu.",
             "no GPU here",
         ),
     )

@@ -63,7 +63,7 @@ def sentences(one: Xray) -> Iterator[str]:
     elif np.all(weight <= _ALIKE):
         yield "it lowers the pass rate of every prompt; turn the sign of the advantage."
     elif name := objective_name(one):
-        yield f"it climbs {name}."
+        yield f"it optimizes {name}."
     else:
         hard, middle, easy = one.weight([0.05, _MIDDLE, 0.95])
         yield (
