@@ -36,7 +36,7 @@ BUDGETS: dict[str, int] = {
     "retrain/data/": 11_285,
     "retrain/environments/": 5_186,
     "retrain/explain/": 4_524,
-    "retrain/inference_engine/": 20_410,
+    "retrain/inference_engine/": 20_409,
     "retrain/inspect/": 3_633,
     "retrain/model/": 24_922,
     "retrain/records/": 13_170,
@@ -49,10 +49,10 @@ BUDGETS: dict[str, int] = {
     "scripts/": 15_489,
     "examples/": 2_116,
     "core/": 132,
-    "bytes of the package's other files": 6_897_819,
+    "bytes of the package's other files": 6_897_780,
     "lines of tests": 54_591,
     "lines of benchmarks": 5_125,
-    "words of the pages": 67_180,
+    "words of the pages": 67_161,
 }
 """The most of each that there may be. A budget only falls: lower it when you remove something.
 

@@ -442,7 +442,7 @@ def test_a_registered_source_is_called_with_its_params(tmp_path):
     register_source("tens", lambda count: [Example(f"{i}*10=?", str(10 * i)) for i in range(count)])
     loaded = load_examples(config(source="tens", params={"count": 3}))
     assert loaded.examples[2] == Example("2*10=?", "20", example_id="tens-2")
-    with pytest.raises(ConfigurationError, match="cannot be called with"):
+    with pytest.raises(ConfigurationError, match="does not take"):
         load_examples(config(source="tens", params={"size": 3}))
     with pytest.raises(NoHeldOutSplit):
         load_examples(config(source="tens", params={"count": 3}), "heldout")
@@ -500,7 +500,7 @@ def test_what_a_plugin_leaves_out_is_dropped_like_a_row(plugin):
     [
         ("strings", "gave a str instead of"),
         ("broken", "failed with KeyError"),
-        ("absent", "cannot be loaded"),
+        ("absent", "does not load"),
     ],
 )
 def test_a_plugins_mistake_is_one_sentence(plugin, name, sentence):
@@ -584,7 +584,7 @@ def test_without_a_network_a_hub_set_is_one_sentence_and_a_local_one_works(tmp_p
     assert lines[3].startswith("heldout NoHeldOutSplit")
     for line in lines[4:]:
         assert "EnvironmentFailure" in line
-        assert "could not be reached within 5 s. Offline, set [data] path to a local copy" in line
+        assert "did not answer within 5 s. Offline, set [data] path to a local copy" in line
 
 
 def test_a_pipe_is_told_which_source_takes_so_long(tmp_path, monkeypatch, capsys):

@@ -361,7 +361,7 @@ def test_a_run_is_not_resumed_on_other_examples(name: str, tmp_path: Path) -> No
             {"sampler": "pools", "sampler_params": {"easy": 2}},
             "easy = 2 is not a number from 0 to 1",
         ),
-        ({"sampler": "no_such_module.S"}, "cannot be loaded"),
+        ({"sampler": "no_such_module.S"}, "does not load"),
     ],
 )
 def test_explain_refuses_the_sampler_that_a_run_would_refuse(

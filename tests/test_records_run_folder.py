@@ -482,7 +482,7 @@ def test_interrupting_twice_ends_at_once(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(Interrupted, match="SIGINT"):
             session.interrupts.check()
-        with pytest.raises(StoppedAtOnce, match="nothing more was saved"):
+        with pytest.raises(StoppedAtOnce, match="without another save"):
             os.kill(os.getpid(), signal.SIGINT)
 
 

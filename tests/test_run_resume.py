@@ -525,7 +525,7 @@ def test_the_printed_command_of_a_campaign_has_its_file_and_its_flags(
     ("wrong", "said"),
     [
         ({"data": {"source": "lines.jsonl"}}, "no usable training row"),
-        ({"algorithm": {"advantage_mode": "no.such"}}, "cannot be loaded"),
+        ({"algorithm": {"advantage_mode": "no.such"}}, "does not load"),
         ({"lora": {"target_modules": ["zzz"]}}, "no such linear layer"),
     ],
 )
@@ -552,7 +552,7 @@ def test_a_refused_run_deletes_nothing_that_was_there(
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigurationError, match="cannot be loaded"):
+    with pytest.raises(ConfigurationError, match="does not load"):
         small_run(small(tmp_path / "run", algorithm={"advantage_mode": "no.such"}), quiet=True)
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 

@@ -339,7 +339,7 @@ CASES = [
     Case(
         "a plugin whose file is named like a module of Python's own",
         2,
-        "/json.py is not read, since Python has a module json of its own; rename the file.",
+        "/json.py, since it has a module json of its own. Rename the file.",
         '[algorithm]\nadvantage_mode = "json.centered"',
         files={"json.py": "def centered(rewards):\n    return rewards\n"},
     ),

@@ -15,7 +15,7 @@ _SCHEMA_LINE = "#:schema retrain.schema.json"
 
 def command(
     template: Annotated[
-        str, typer.Option(help="Which template; --list shows them.")
+        str, typer.Option(help="Name of the template; --list shows them.")
     ] = "quickstart",
     output: Annotated[Path, typer.Option(help="The file to write.")] = Path("retrain.toml"),
     show_list: Annotated[

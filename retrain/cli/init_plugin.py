@@ -22,7 +22,7 @@ Kind = Literal[
 
 def command(
     kind: Annotated[
-        Kind, typer.Option(metavar="KIND", help=f"What it is: {', '.join(get_args(Kind))}.")
+        Kind, typer.Option(metavar="KIND", help=f"Kind of plugin: {', '.join(get_args(Kind))}.")
     ],
     name: Annotated[str, typer.Option(help="Its name: of the file and of the function or class.")],
     with_test: Annotated[bool, typer.Option("--with-test", help="Write a test beside it.")] = False,

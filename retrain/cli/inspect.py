@@ -41,7 +41,7 @@ def command(
     sample: Annotated[
         int | None, typer.Option(help="One completion of the prompt; by default all.")
     ] = None,
-    by: Annotated[Quantity, typer.Option(help="What colors a token.")] = Quantity.ADVANTAGE,
+    by: Annotated[Quantity, typer.Option(help="Color of a token.")] = Quantity.ADVANTAGE,
     detectors: Annotated[
         bool,
         typer.Option("--detectors", help="Show the masks of both planning detectors side by side."),

@@ -62,7 +62,7 @@ class Data(Section):
     params: Table = key({}, "Parameters of a data plugin.")
     sampler: Annotated[str, OpenName("sampler")] = key(
         "shuffle",
-        "Which prompts a step takes: each once an epoch, by their difficulty so far, or a plugin.",
+        "Prompts of a step: each once an epoch, by their difficulty so far, or a plugin.",
     )
     sampler_params: Table = key({}, "Parameters of the sampler, such as threshold = 0.9.")
     mix: list[Table] = key(

@@ -576,8 +576,8 @@ class Loss(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "k3",
         "Per-token KL estimator. k2 has the expected gradient of KL(policy || base), k3 of"
-        " KL(base || policy). As a loss term k1 has the expected gradient 0, so it is not"
-        " allowed.",
+        " KL(base || policy). retrain refuses k1 as a loss term, since its expected gradient"
+        " is 0.",
         applies_when="kl_coef not in (0)",
     )
     entropy_coef: float = key(

@@ -81,7 +81,7 @@ class Evaluation(Section):
     )
     tasks: Annotated[Json, AfterValidator(check_tasks)] = key(
         {},
-        "What differs for a source of the list, by its name: samples, temperature, max_examples,"
+        "Settings of a source of the list, by its name: samples, temperature, max_examples,"
         " and path, a local copy of its data.",
         example={"aime24": {"samples": 32}},
     )
@@ -111,7 +111,7 @@ class Evaluation(Section):
     )
     top_k: int | None = key(
         None,
-        "As [training] top_k, for held-out samples; unset means training's.",
+        "Top-k of held-out samples; unset means [training] top_k.",
         ge=0,
         meaningful_unset=True,
         echoes_training=True,
@@ -119,7 +119,7 @@ class Evaluation(Section):
     )
     top_p: float | None = key(
         None,
-        "As [training] top_p, for held-out samples; unset means training's.",
+        "Top-p of held-out samples; unset means [training] top_p.",
         gt=0,
         le=1,
         meaningful_unset=True,
@@ -128,7 +128,7 @@ class Evaluation(Section):
     )
     min_p: float | None = key(
         None,
-        "As [training] min_p, for held-out samples; unset means training's.",
+        "Min-p of held-out samples; unset means [training] min_p.",
         ge=0,
         lt=1,
         meaningful_unset=True,
@@ -373,7 +373,7 @@ class Squeeze(Section):
         "cpu", "Torch device of the SVD."
     )
     rule: Literal["mean", "min"] = key(
-        "mean", "What must keep the variance: the mean of the layers, or the worst layer."
+        "mean", "Layers that must keep the variance: their mean, or the worst one."
     )
     per_layer: bool = key(False, "Choose a rank for each layer.")
     evaluate: bool = key(False, "Evaluate the compressed adapter.")

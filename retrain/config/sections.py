@@ -219,7 +219,7 @@ class Campaign(Section):
     )
     launcher: Literal["local", "ray", "array"] = key(
         "local",
-        'What starts the runs; "array" is a cluster\'s job array with one run per task.',
+        'Launcher; "array" is a cluster\'s job array, one run per task.',
     )
     ray_address: str = key(
         "",

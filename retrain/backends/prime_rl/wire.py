@@ -306,7 +306,7 @@ class ZmqSender(Sender):
             self._hear(min(left, options.sync_poll_s))
         if self._missing:
             raise NotReached(
-                f"Of PRIME-RL's trainer, {len(self._missing)} of {options.trainer_ranks} data"
+                f"PRIME-RL's trainer: {len(self._missing)} of {options.trainer_ranks} data"
                 f" ranks did not subscribe to tcp://{options.zmq_host}:{options.zmq_port}"
                 f" within sync_wait_s = {options.sync_wait_s:g} s. Start the trainer with the"
                 " same rollout_transport, or check [backend.options] trainer_ranks."
