@@ -87,7 +87,7 @@ class StoppedAtOnce(KeyboardInterrupt):
     """
 
     def __init__(self, signal_number: int) -> None:
-        super().__init__("Stopped at once; nothing more was saved.")
+        super().__init__("Stopped at once, without another save.")
         self.exit_code = 128 + signal_number
 
 

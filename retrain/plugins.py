@@ -196,7 +196,7 @@ def load_plugin(
     places = ["built in"] * (name in own) + [f"entry point {place_of(point)}" for point in points]
     if len(places) > 1:
         raise ConfigurationError(
-            f"{where} is found twice ({' and '.join(places)}); rename or uninstall one."
+            f"{where} exists twice ({' and '.join(places)}); rename or uninstall one."
         )
     if name in own:
         return own[name]
@@ -443,7 +443,8 @@ def probe(plugin: Plugin, config: "TrainConfig", trial: Callable[[], str | None]
         note = f"{plugin.where} {problem}"
         if config.plugins.strict:
             raise ConfigurationError(
-                f"{_file(config)}{note}; fix it, or set [plugins] strict = false to be warned only."
+                f"{_file(config)}{note}; fix it, or set [plugins] strict = false to get only a"
+                " warning."
             ) from error
         note = f"{note}; the run continues because [plugins] strict = false."
     return [note] if note else []
@@ -506,7 +507,7 @@ def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
             reason = f"has no {attribute}" + (f", but {close}" if close else "")
         tried.append(f"{candidate} ({reason})")
     raise ConfigurationError(
-        f"{where} cannot be loaded: tried {', '.join(tried)} in {', '.join(folders)} and sys.path."
+        f"{where} does not load: tried {', '.join(tried)} in {', '.join(folders)} and sys.path."
     )
 
 
@@ -516,7 +517,7 @@ def _import(name: str, folders: Sequence[str], where: str) -> ModuleType | None:
         existing = _files_of(name, folders)
         if len(existing) > 1:
             raise ConfigurationError(
-                f"{where} is found twice, in {existing[0]} and {existing[1]}; rename one."
+                f"{where} exists twice, in {existing[0]} and {existing[1]}; rename one."
             )
         try:
             module = importlib.import_module(name)
@@ -528,8 +529,8 @@ def _import(name: str, folders: Sequence[str], where: str) -> ModuleType | None:
         own = name.partition(".")[0] in sys.stdlib_module_names
         if own and existing and getattr(module, "__file__", None) != str(existing[0]):
             raise ConfigurationError(
-                f"{where}: {existing[0]} is not read, since Python has a module {name} of its own;"
-                " rename the file."
+                f"{where}: Python ignores {existing[0]}, since it has a module {name} of its"
+                " own. Rename the file."
             )
         return module
 
@@ -601,7 +602,7 @@ def source_arguments(
         signature.bind(**given)
     except TypeError as error:
         raise ConfigurationError(
-            f"{where} cannot be called with [data] params {sorted(params)}: {error}."
+            f"{where} does not take [data] params {sorted(params)}: {error}."
         ) from error
     return given
 

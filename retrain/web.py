@@ -106,8 +106,8 @@ def client_for(url: str, **settings: Any) -> httpx.AsyncClient:
     except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
         names = [name for name in os.environ if name.upper() in _CONNECTING] or _CONNECTING
         raise EnvironmentFailure(
-            f"The environment names a proxy or certificates that cannot be used ({error}): correct"
-            f" or unset {' and '.join(names)}."
+            f"The environment names an unusable proxy or unusable certificates ({error});"
+            f" correct or unset {' and '.join(names)}."
         ) from error
 
 
@@ -142,7 +142,7 @@ def key_from(variable: str) -> str:
     if not (key.isascii() and key.isprintable()):
         raise EnvironmentFailure(
             f"The environment variable {variable} holds a key with a line break or a character"
-            " beyond ASCII, which no request can carry; set it to the key alone."
+            " beyond ASCII, which no request can carry. Set it to the bare key."
         )
     return key
 

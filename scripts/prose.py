@@ -60,14 +60,14 @@ noun; the passive; more than 25 words, or two of `;` and `:`; a possessive at th
 the subject; "is no X"; a word that the field does not use.
 """
 BUDGETS: dict[str, tuple[int, int]] = {
-    "subject": (0, 17),
-    "noun": (2, 43),
-    "passive": (7, 366),
-    "length": (33, 258),
-    "possessive": (0, 3),
-    "negation": (0, 17),
+    "subject": (0, 4),
+    "noun": (2, 34),
+    "passive": (6, 115),
+    "length": (32, 75),
+    "possessive": (0, 1),
+    "negation": (0, 16),
     "is no": (0, 1),
-    "word": (0, 44),
+    "word": (0, 28),
 }
 """The most hits of a rule in the manual and in the package. A budget only falls."""
 _PAGES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")

@@ -71,7 +71,7 @@ class Paste:
         done = commands.run(
             [sys.executable, __file__, what, *arguments], cwd=Path(folder), env=self._environment
         )
-        parted = arguments[:1] == ("diff",) and done.stdout.startswith("They part at step ")
+        parted = arguments[:1] == ("diff",) and done.stdout.startswith("First difference: step ")
         if done.returncode not in (0, 3) and not parted:
             said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
             self.problems.append(f"{what} {' '.join(arguments)}: {said[-1]}")

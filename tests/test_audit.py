@@ -105,7 +105,7 @@ def test_the_command_prints_text_and_json(
     assert main(["audit", str(file), "--examples", "5", "--reward-type", "match"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Audit of match: ") and "with 5 examples of jsonl" in said
-    assert "right called wrong, all families: " in said
+    assert "false negatives, all families: " in said
     assert main(["audit", str(file), "--examples", "5", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["examples"] == 5 and result["rates"][-1]["kind"] == "all families"

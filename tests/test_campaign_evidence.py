@@ -206,7 +206,7 @@ def test_a_manifest_that_cannot_be_written_is_told_and_the_runs_go_on(
     monkeypatch.setattr(Manifest, "write", write)
     said = execute(plan, launcher)
     assert len(launcher.started) == len(plan.runs)
-    assert [line for line in said if "manifest.json cannot be written (Permission denied)" in line]
+    assert [line for line in said if "manifest.json is not writable (Permission denied)" in line]
     assert len(said) == 1
 
 
@@ -224,7 +224,7 @@ def test_a_manifest_that_lacks_the_last_change_is_told(
     whole = Manifest.write
     monkeypatch.setattr(Manifest, "write", write)
     (line,) = execute(plan, launcher)
-    assert "manifest.json cannot be written (Permission denied)" in line
+    assert "manifest.json is not writable (Permission denied)" in line
 
 
 def test_a_damaged_file_of_a_run_that_is_done_stops_no_other(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_damaged_file_of_a_run_that_is_done_stops_no_other(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (errno.EMFILE, "it cannot be started: Too many open files"),
+        (errno.EMFILE, "it does not start: Too many open files"),
         (errno.EACCES, "output.log cannot be used: this user may not read or write it"),
     ],
 )
@@ -430,7 +430,7 @@ def test_a_decided_condition_is_dropped_and_the_others_go_on(tmp_path: Path) -> 
     )
     assert (
         "rloo+none_s10" in launcher.started
-        and said[-1] == "All 10 seeds were looked at; not decided: rloo+none."
+        and said[-1] == "All 10 seeds are in. Not decided: rloo+none."
     )
     verdicts = {
         item.condition: item.conclusion
@@ -649,16 +649,14 @@ def test_what_would_give_the_looks_another_meaning_is_refused(
 
 def test_a_campaign_that_was_to_be_tested_once_is_not_looked_at(tmp_path: Path) -> None:
     execute(planned(tmp_path / "c", stop="seeds", max_seeds=0, seeds=[1]), Simulated(BETTER))
-    with pytest.raises(ConfigurationError, match="was planned to be tested once"):
+    with pytest.raises(ConfigurationError, match="which has one test after all of its seeds"):
         execute(planned(tmp_path / "c", seeds=[1]), Simulated(BETTER))
 
 
 def test_seeds_beyond_those_named_count_on_from_the_largest() -> None:
     config = config_from_toml('[campaign]\nseeds = [42, 7]\nstop = "evidence"\nmax_seeds = 5')
     assert config.campaign and planned_seeds(config.campaign) == (42, 7, 43, 44, 45)
-    with pytest.raises(
-        ConfigurationError, match="max_seeds = 2 is below the 3 seeds that are named"
-    ):
+    with pytest.raises(ConfigurationError, match="max_seeds = 2 is below the 3 seeds of the list"):
         config_from_toml('[campaign]\nseeds = [1, 2, 3]\nstop = "evidence"\nmax_seeds = 2')
 
 

@@ -198,10 +198,7 @@ def test_conditions_that_differ_in_a_further_key_are_labelled_by_it(
         ("training.seed = 5", "training.seed is not for a condition; [campaign] seeds gives it"),
         (
             "max_steps = 5",
-            (
-                "training.max_steps is not for a condition; conditions are compared after the same"
-                " steps"
-            ),
+            ("training.max_steps is not for a condition; all conditions need the same steps"),
         ),
         ("squeeze.per_layer = true", "[squeeze] belongs to the whole campaign"),
         ('label = "a/b"', "cannot name a folder"),

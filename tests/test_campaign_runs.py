@@ -363,8 +363,8 @@ def test_a_run_whose_output_cannot_be_written_fails_and_the_next_one_is_tried(
         assert entry.status is Status.FAILED
         assert (
             entry.reason
-            == f"{tmp_path}/c/runs/{entry.name}/output.log cannot be written: No space left on"
-            " device; free space there"
+            == f"{tmp_path}/c/runs/{entry.name}/output.log is not writable (No space left on"
+            " device); free space there"
         )
 
 
@@ -391,7 +391,7 @@ def test_a_manifest_that_cannot_be_written_now_is_written_with_the_next_change(
         manifest.started(NAMES[0])
         manifest.ended(NAMES[0], Status.DONE)
     (note,) = manifest.notes
-    assert note.startswith(f"{tmp_path}/manifest.json cannot be written (No space left on device);")
+    assert note.startswith(f"{tmp_path}/manifest.json is not writable (No space left on device);")
     assert Manifest.read(tmp_path)[NAMES[0]].status is Status.PENDING
     manifest.started(NAMES[1])
     assert [entry.status for entry in Manifest.read(tmp_path).runs[:2]] == [
@@ -735,7 +735,7 @@ def test_a_lost_worker_starts_again_and_a_killed_campaign_loses_nothing(
     campaign.process.kill()
     printed, _ = campaign.process.communicate()
     assert (
-        f"{names[1]}: its process was killed by SIGKILL; restarting it from its last checkpoint"
+        f"{names[1]}: its process died of SIGKILL. Restarting it from its last checkpoint"
         in printed
     )
     deadline = time.monotonic() + 10

@@ -115,7 +115,7 @@ def test_the_checkout_has_what_init_writes_and_init_beside_it_says_so(
     [
         ("--template", "quickstrat", 2, "--template 'quickstrat' is not known; did you mean"),
         ("--output", "mine/x.toml", 2, "mine cannot be used: it is a file, and a folder is"),
-        ("--output", "/proc/x.toml", 3, "/proc/x.toml cannot be written; name another place."),
+        ("--output", "/proc/x.toml", 3, "/proc/x.toml is not writable; name another place."),
     ],
 )
 def test_init_explains_what_is_wrong(
@@ -135,7 +135,7 @@ def test_a_mistyped_template_is_told_the_near_one(
 
 def test_a_template_without_its_flag_is_told_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "lab"]) == 2
-    assert "(lab); an example is `retrain init --template lab" in capsys.readouterr().err
+    assert "(lab). An example is `retrain init --template lab" in capsys.readouterr().err
 
 
 def test_preview_shows_the_difference_and_writes_nothing(
@@ -164,7 +164,7 @@ def test_what_a_person_has_to_change_is_named(capsys: pytest.CaptureFixture[str]
     )
     assert main(["migrate-config", "old.toml", "--check"]) == 1
     seen = capsys.readouterr()
-    assert "change what is named above" in seen.out
+    assert "make the changes above" in seen.out
     assert seen.err.startswith("Yours to change: model.dtype = fp8 left in 0.10; use ")
     assert "Yours to change: evaluation.covariate left in 0.10; " in seen.err
     Path("old.toml").write_text('[[campaign.conditions]]\nalgorithm_mode = "dr_grpo"\n')
@@ -264,7 +264,7 @@ def test_init_writes_all_files_of_a_template_or_none(capsys: pytest.CaptureFixtu
     Path("dapo.py").write_text("mine")
     argv = ["init", "--template", "papers/dapo", "--output"]
     assert main([*argv, "new.toml"]) == 2
-    assert "dapo.py exists and is not overwritten" in capsys.readouterr().err
+    assert "dapo.py exists, and retrain never overwrites it" in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["dapo.py"]
     assert main([*argv, ".", "--force"]) == 2
     assert "is a folder; name a file" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def test_a_deleted_current_folder_is_a_sentence(
     gone.rmdir()
     assert main(list(arguments)) == 2
     assert capsys.readouterr().err == (
-        "retrain: the current folder was deleted; change to one that exists, such as with `cd`.\n"
+        "retrain: the current folder no longer exists; change to another one with `cd`.\n"
     )
 
 
@@ -108,7 +108,7 @@ def test_a_mistyped_command_gets_its_nearest_name(capsys: pytest.CaptureFixture[
     assert main(["migrate"]) == 2
     assert "did you mean `retrain migrate-config`?" in capsys.readouterr().err
     assert main(["zzz"]) == 2
-    assert "the commands are" in capsys.readouterr().err
+    assert "`retrain --help` lists the commands" in capsys.readouterr().err
 
 
 def test_every_wrong_flag_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,7 +257,7 @@ def test_a_broken_dotenv_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
     Path(".env").write_bytes(b"KEY=\xff\xfe\n")
     Path("run.toml").touch()
     assert main(["run.toml"]) == 2
-    assert ".env cannot be read" in capsys.readouterr().err
+    assert ".env is not readable" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
@@ -307,7 +307,7 @@ def test_a_help_page_fits_80_columns(
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("version --loud", "`retrain version`: no such option: --loud; an example is"),
+        ("version --loud", "`retrain version`: no such option: --loud. An example is"),
         ("init --outputt x", "no such option: --outputt (Possible options: --output)"),
         ("init --output", "`retrain init`: option '--output' requires an argument"),
         ("diff logs/lab", "`retrain diff`: missing argument 'OTHER' (Another run's folder"),
@@ -320,9 +320,9 @@ def test_a_help_page_fits_80_columns(
         ("power --effect=abc", "invalid value for '--effect': it should be a valid number"),
         (
             "backends --format x",
-            "'--format' / '--json': 'x' is not one of 'text', 'json'; an example",
+            "'--format' / '--json': 'x' is not one of 'text', 'json'. An example",
         ),
-        ("backends a b", "`retrain backends`: got unexpected extra argument(s) (b); an example is"),
+        ("backends a b", "`retrain backends`: got unexpected extra argument(s) (b). An example is"),
         ("report", "`retrain report`: missing argument 'DIR' (A run's folder"),
     ],
 )

@@ -33,8 +33,8 @@ def install(folder: Path, name: str, value: str, code: str) -> None:
         ("absent", "g", "def f(rewards): return rewards", "has no attribute 'g'"),
         ("needy", "f", "import not_there_at_all\ndef f(rewards): ...", "not_there_at_all"),
         ("broken", "f", "def f(rewards:", "SyntaxError"),
-        ("grpo", "f", "def f(rewards): return rewards", "found twice"),
-        ("pools", "f", "def f(rewards): return rewards", "for [data] sampler its name is found"),
+        ("grpo", "f", "def f(rewards): return rewards", "two plugins have its name"),
+        ("pools", "f", "def f(rewards): return rewards", "for [data] sampler its name is a"),
     ],
 )
 def test_an_installed_plugin_is_loaded_and_what_stands_against_it_is_said(
@@ -124,11 +124,11 @@ def test_a_written_test_is_green_and_fails_with_the_plugin(
     ("kind", "name", "said"),
     [
         ("advantag", "my_part", "is not one of 'transform', 'advantage', 'algorithm'"),
-        ("advantage", "json", "the name of a module"),
+        ("advantage", "json", "the name of an importable module"),
         ("advantage", "class", "not a word of Python"),
         ("advantage", "my-part", "must be a Python name"),
-        ("advantage", "there", "there.py exists and is not overwritten"),
-        ("reward", "both", "both.py exists and is not overwritten; choose another --name"),
+        ("advantage", "there", "there.py exists, and retrain never overwrites it"),
+        ("reward", "both", "both.py exists, and retrain never overwrites it; choose another"),
     ],
 )
 def test_a_plugin_that_cannot_be_written_says_why(

@@ -81,7 +81,7 @@ def test_ranks_are_rounded_up_to_what_vllm_takes(rank: int) -> None:
 
 
 def test_a_rank_beyond_vllms_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="lora_rank = 513: vLLM serves ranks up to 512"):
+    with pytest.raises(ConfigurationError, match=r"lora_rank = 513 exceeds .* rank of 512"):
         command("vllm", model={"lora_rank": 513})
 
 
@@ -112,7 +112,7 @@ def test_every_key_that_serve_passes_on_changes_the_command_or_is_refused(
     try:
         changed = command(engine, inference={name: value})
     except ConfigurationError as error:
-        assert f"[inference] {name} = " in str(error) and "has no such setting; use " in str(error)  # noqa: PT017
+        assert f"[inference] {name} = " in str(error) and "is not a setting of a " in str(error)  # noqa: PT017
     else:
         assert changed != command(engine)
 
@@ -181,7 +181,7 @@ def test_the_printed_command_is_a_shell_command() -> None:
         (
             ["mlx", "--inference-attention-kernel", "tk"],
             2,
-            '[inference] attention_kernel = "tk": a server of mlx has no such setting',
+            '[inference] attention_kernel = "tk" is not a setting of a mlx server',
         ),
         (
             ["vllm", "--backend", "prime_rl"],
@@ -191,7 +191,7 @@ def test_the_printed_command_is_a_shell_command() -> None:
         (
             ["mlx", "--prompt-tokens", "50", "--run", "--python", "/nowhere/python"],
             3,
-            "/nowhere/python cannot be started",
+            "/nowhere/python does not start",
         ),
     ],
 )

@@ -175,7 +175,7 @@ def test_an_evaluation_with_too_many_unjudged_answers_fails_as_training_does() -
     with pytest.raises(
         RunFailed,
         match=(
-            r"9 of 40 held-out answers could not be judged \(9 times: the worker died\), more than"
+            r"9 of 40 held-out answers got no verdict \(9 times: the worker died\), more than"
             r" .*0\.1"
         ),
     ):

@@ -117,7 +117,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path, monkeypatch: pytest.M
         load_config(environ={})
     with pytest.raises(ConfigurationError, match=r"absent\.toml does not exist; check the path"):
         load_config("absent.toml", environ={})
-    with pytest.raises(ConfigurationError, match="is a folder, and a TOML file is expected"):
+    with pytest.raises(ConfigurationError, match="is a folder; name a TOML file"):
         load_config(tmp_path, environ={})
     (tmp_path / "latin.toml").write_bytes(b'[model]\nmodel = "\xe9"')
     with pytest.raises(ConfigurationError, match=r"latin\.toml is not UTF-8 text \(byte 17\)"):

@@ -493,8 +493,8 @@ def test_devices_may_change_within_their_kind(
         (
             {"squeeze": {"adapter_path": "a", "compress_to": 4}},
             (
-                "[squeeze] compress_to = 4 is unused here: no output_path is given, so nothing is"
-                " compressed."
+                "[squeeze] compress_to = 4 is unused here: without output_path the job compresses"
+                " nothing."
             ),
         ),
         (
@@ -515,8 +515,8 @@ def test_devices_may_change_within_their_kind(
         (
             {"squeeze": {"adapter_path": "a", "evaluate": True}},
             (
-                "[squeeze] evaluate = true is unused here: no output_path is given, so nothing is"
-                " compressed."
+                "[squeeze] evaluate = true is unused here: without output_path the job compresses"
+                " nothing."
             ),
         ),
         (

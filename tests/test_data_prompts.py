@@ -213,7 +213,7 @@ def test_a_prompt_needs_room_for_one_token_in_the_context():
 def test_no_prompt_left_is_fatal():
     with pytest.raises(
         ConfigurationError,
-        match=r"has no usable prompt: 2 longer than the context \(first: e0 with ",
+        match=r"has no usable prompt \(2 longer than the context \(first: e0 with ",
     ):
         encode_prompts(CONFIG.training, text_model(context=2), loaded("a", "b"))
 

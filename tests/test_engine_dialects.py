@@ -235,7 +235,7 @@ def test_rope_is_named_where_the_server_cannot_have_read_it(
     config = SimpleNamespace(model=SimpleNamespace(model=str(tmp_path)))
     dialect, server = cast(Any, SimpleNamespace(config=config)), cast(Any, None)
     found = asyncio.run(MLXDialect.why_it_differs(dialect, server))
-    assert ('"rope_theta": 1000000.0 beside it' in found) is told and bool(found) is told
+    assert ('"rope_theta": 1000000.0 next to it' in found) is told and bool(found) is told
 
 
 def test_a_prompt_that_does_not_survive_as_text_is_refused(mlx: MLXDouble, tmp_path: Path) -> None:

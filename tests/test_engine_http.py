@@ -129,8 +129,8 @@ def test_a_silent_server_has_longer_than_an_unfit_answer_counted_down(
     patience = replace(HASTY, silent_s=20, attempts=2, word_s=0.3)
     assert ask(net.pool(A, patience=patience)) == [{"done": 1}]
     waits = [line for line in net.said if "patience_s" in line]
-    assert waits and all("is asked for another " in line for line in waits)
-    assert net.said[-1].endswith("answers again and is taken back.")
+    assert waits and all("retrain tries for another " in line for line in waits)
+    assert net.said[-1].endswith("answers again, so retrain uses it.")
     net.answers[A] = 500
     with pytest.raises(ServerFailure, match="2 tries"):
         ask(net.pool(A, patience=patience))
@@ -237,7 +237,7 @@ def test_a_dead_server_is_left_out_and_taken_back_once_prepared(net: Net) -> Non
     start = monotonic()
     while len(pool.alive) < 2 and monotonic() < start + 10:
         ask(pool)
-    assert net.said[1:] == ["The server http://127.0.0.1:2 answers again and is taken back."]
+    assert net.said[1:] == ["The server http://127.0.0.1:2 answers again, so retrain uses it."]
     assert prepared == [B] and pool.came_back
     assert {answer["by"] for answer in ask(pool, 6)} == {"a", "b"}
 
@@ -335,7 +335,7 @@ def test_one_stuck_request_among_many_is_made_again(net: Net) -> None:
     net.answers[A] = sometimes
     assert ask(net.pool(A), 20) == [{"done": 1}] * 20 and stuck
     assert (
-        len(net.said) == 1 and "though it is healthy; such requests are made again" in net.said[0]
+        len(net.said) == 1 and "though it is healthy; retrain repeats such requests" in net.said[0]
     )
 
 
@@ -356,7 +356,7 @@ def test_the_key_comes_from_its_variable_and_stays_out_of_sentences(
     ask(net.pool(A, key_env="SERVER_KEY"))
     assert net.asked[-1].headers["Authorization"] == "Bearer very-secret-value"
     net.answers[A] = 401
-    with pytest.raises(ServerFailure, match="the key in SERVER_KEY was not accepted") as caught:
+    with pytest.raises(ServerFailure, match="it rejects the key in SERVER_KEY") as caught:
         ask(net.pool(A, key_env="SERVER_KEY"))
     assert "very-secret" not in str(caught.value)
     with pytest.raises(
@@ -364,7 +364,7 @@ def test_the_key_comes_from_its_variable_and_stays_out_of_sentences(
     ):
         ask(net.pool(A))
     with pytest.raises(
-        ConfigurationError, match='api_key_env = "NO_SUCH_KEY" names a variable that is not set'
+        ConfigurationError, match='api_key_env = "NO_SUCH_KEY" names a variable without a value'
     ):
         net.pool(A, key_env="NO_SUCH_KEY")
 
@@ -414,7 +414,7 @@ KEY = "very-secret-value"
         ("HTTP_PROXY", "ftp://127.0.0.1", "Unknown scheme for proxy"),
         ("HTTP_PROXY", "http://u:pw@h:port", "Invalid port: 'port'"),
         ("SSL_CERT_FILE", "/none", "No such file"),
-        ("NO_PROXY", "fd00::/8", r"\): correct or unset NO_PROXY\.$"),
+        ("NO_PROXY", "fd00::/8", r"\); correct or unset NO_PROXY\.$"),
     ],
 )
 def test_an_unusable_proxy_is_one_sentence_and_this_machine_needs_none(
@@ -510,7 +510,7 @@ def test_https_of_a_server_without_it_is_not_answered_with_start_it() -> None:
             ),
         ),
         (hanging_after_headers, "did not answer a request within .* though it is healthy"),
-        (endless, "more than 1 MiB, which was not read to the end"),
+        (endless, "more than 1 MiB, which retrain did not read to the end"),
         (
             lambda handler: handler.send(307, b"", Location=f"http://u:{KEY}@10.0.0.1:9/v1"),
             r"answered 307: it redirects to 10\.0\.0\.1:9; name",
@@ -529,7 +529,7 @@ def test_https_of_a_server_without_it_is_not_answered_with_start_it() -> None:
             r"does not answer .*503 overloaded; \d+ tries",
         ),
         (failing(400, f"invalid key {KEY}"), r"answered 400: invalid key \*\*\*"),
-        (failing(401, f"Bearer {KEY}"), "the key in SERVER_KEY was not accepted"),
+        (failing(401, f"Bearer {KEY}"), "it rejects the key in SERVER_KEY"),
         (raw(b"[" * 100_000, 400), "answered 400"),
     ],
     ids=[

@@ -602,7 +602,7 @@ class Opens(Fails):
 @pytest.mark.parametrize(
     ("provider", "args", "sentence"),
     [
-        ("tests.test_environments.Nowhere", {}, "cannot be loaded"),
+        ("tests.test_environments.Nowhere", {}, "does not load"),
         (
             "tests.test_environments.Misbehaves",
             {},
@@ -622,7 +622,7 @@ class Opens(Fails):
         (
             "retrain.environments.lab.NumberGuessing",
             {"examples": 0},
-            "has no training set, so it can evaluate and not train",
+            "has no training set, so it can only evaluate",
         ),
     ],
 )

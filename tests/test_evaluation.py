@@ -130,7 +130,7 @@ def test_held_out_answers_of_a_random_reward_run_are_judged_as_any_others(
     judged, by_chance = (lines(tmp_path / name / "evaluation.jsonl") for name in rewards)
     assert by_chance == judged and 0 < sum(line["correct"] for line in judged) < 16
     assert lines(tmp_path / "random" / "metrics.jsonl")[0]["correct_rate"] == 1.0
-    assert capsys.readouterr().out.count("Held-out answers are judged by match") == 1
+    assert capsys.readouterr().out.count("The reward of held-out answers is match") == 1
 
 
 @pytest.mark.parametrize(

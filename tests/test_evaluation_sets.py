@@ -114,7 +114,7 @@ def test_a_preset_reads_the_hubs_data_set(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_evaluation_set_is_not_trained_on() -> None:
-    with pytest.raises(ConfigurationError, match="is an evaluation set and is not trained on"):
+    with pytest.raises(ConfigurationError, match="is an evaluation set, not for training"):
         load_examples(config_from_mapping({"data": {"source": "aime24"}}))
 
 

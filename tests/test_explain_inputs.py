@@ -61,7 +61,7 @@ def test_what_the_machine_lacks_is_refused_with_3(
         ({"lora": {"init_from": "nowhere"}}, 2, "no adapter_config.json there"),
         ({"reward": {"type": "random.gauss"}}, 2, "could judge none of 3 reference answers"),
         ({"data": {"source": "math"}}, 3, "is not in the hub's cache"),
-        ({"data": {"source": "aime24"}}, 2, "is an evaluation set and is not trained on"),
+        ({"data": {"source": "aime24"}}, 2, "is an evaluation set, not for training"),
         ({"evaluation": {"source": "aime24", "every": 1}}, 3, "is not in the hub's cache"),
         (
             {"algorithm": {"transform_mode": "hicra"}, "planning": {"detector": "semantic"}},
@@ -121,8 +121,8 @@ def test_explain_repeats_what_a_run_says_of_its_prompts_and_held_out_problems(
     }
     explain_exit(tmp_path, sections)
     said = " ".join(capsys.readouterr().out.split())
-    assert "none of 1 prompt asks for one" in said
-    assert "Held-out problems that are also trained on: 1, the first is" in said
+    assert "none of 1 prompt asks for one, so" in said
+    assert "Held-out problems that are in training too: 1, the first is" in said
 
 
 @pytest.mark.parametrize("command", ["explain", "audit", "eval"])

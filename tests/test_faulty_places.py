@@ -105,7 +105,7 @@ def test_a_nul_in_dotenv_is_said(
     (tmp_path / ".env").write_bytes(b"A_TEST_VARIABLE=1\0\n")
     (tmp_path / "x.toml").touch()
     assert main(["explain", "x.toml"]) == 2
-    assert ".env cannot be read (embedded null byte)" in capsys.readouterr().err
+    assert ".env is not readable (embedded null byte)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -443,7 +443,7 @@ def test_starting_from_an_adapter_takes_its_weights(tmp_path: Path) -> None:
         ({"model": {"lora_rank": 8}}, "r = 4"),
         ({"lora": {"alpha": 3}}, "lora_alpha = 8"),
         ({"lora": {"use_rslora": True}}, "use_rslora = False"),
-        ({"lora": {"target_modules": ["q_proj"]}}, "nothing of that name is trained here"),
+        ({"lora": {"target_modules": ["q_proj"]}}, "not among the trained weights here"),
     ],
 )
 def test_starting_from_another_kind_of_adapter_is_refused(

@@ -403,7 +403,7 @@ def test_a_run_says_its_memory_before_it_loads_the_weights(
     config = small(tmp_path / "run", training={"max_steps": 1})
     small_run(config)
     printed = capsys.readouterr().out.splitlines()
-    (line,) = [text for text in printed if text.startswith("Predicted memory beside Python")]
+    (line,) = [text for text in printed if text.startswith("Predicted peak memory without Python")]
     assert printed.index(line) < next(
         index for index, text in enumerate(printed) if text.startswith("Loading train model")
     )

@@ -88,7 +88,7 @@ def test_a_constant_of_none_and_another_name_of_a_function_are_written(
 
 
 def test_two_functions_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="two functions are called same"):
+    with pytest.raises(ConfigurationError, match="two functions have the name same"):
         module_source([first, same])
 
 

@@ -101,8 +101,8 @@ WRONG: dict[str, tuple[str, str]] = {
     "whitens its advantages": (
         "a = tokens.advantages\nreturn -(a / (a.std() + 1e-6)) * tokens.new",
         (
-            "gives a sequence other terms when it stands alone, so the result would depend on how"
-            " the batch is cut into micro-batches"
+            "gives a sequence other terms when it stands alone, so the result would depend on the"
+            " micro-batches"
         ),
     ),
     "detaches everything": (
@@ -229,7 +229,7 @@ def test_a_wrong_loss_is_refused_before_the_run_in_a_sentence_that_says_what_to_
     (problem,) = incapable(own("wrong"))
     assert problem.startswith('[loss] mode = "my_losses.wrong" ') and sentence in problem
     assert (
-        problem.endswith("; fix it, or set [plugins] strict = false to be warned only.")
+        problem.endswith("; fix it, or set [plugins] strict = false to get only a warning.")
         and problem.count("\n") == 0
     )
     assert torch.equal(torch.random.get_rng_state(), before)

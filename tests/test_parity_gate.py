@@ -389,7 +389,7 @@ def test_an_engine_plugin_runs_and_passes_the_gate_again_at_its_first_new_adapte
         ("IgnoresTheAdapter", TRIAL, 0),
         (
             "StopsReloading",
-            "after the first step's adapter was synced, engine and learner disagree",
+            "after the sync of the first step's adapter, engine and learner disagree",
             1,
         ),
     ],
@@ -426,8 +426,8 @@ def test_a_run_on_an_engine_plugin_stops_at_the_gate(
             "faulty_engines.DeclaresNothing",
             ["declares no capabilities", "capabilities = EngineCapabilities"],
         ),
-        ("faulty_engines.Nothing", ["cannot be loaded"]),
-        ("faulty_engines.lines", ["cannot be loaded"]),
+        ("faulty_engines.Nothing", ["does not load"]),
+        ("faulty_engines.lines", ["does not load"]),
     ],
 )
 def test_what_an_engine_declares_is_checked_before_a_model_is_loaded(

@@ -231,7 +231,7 @@ READS += "    return [reward - mean for reward in ctx.rewards]\n"
 
 def test_an_advantage_that_reads_examples_is_not_tried_and_says_so() -> None:
     (note,) = pipeline(READS.format(name="example.info['level']")).notes
-    assert "reads `example`, so it could not be tried" in note
+    assert "reads `example`, so retrain could not try it" in note
     assert pipeline(READS.format(name="texts")).notes == []
 
 

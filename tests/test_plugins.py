@@ -358,7 +358,7 @@ def test_the_folder_of_the_file_is_importable_from_elsewhere(
     assert load_plugin("advantage", f"{name}.f", loaded)([0.0]) == [5.0]
     write("def f(rewards): return [6.0] * len(rewards)", ".", name)
     sys.modules.pop(name)
-    with pytest.raises(ConfigurationError, match="found twice") as caught:
+    with pytest.raises(ConfigurationError, match="exists twice") as caught:
         load_plugin("advantage", f"{name}.f", loaded)
     assert str(file) in str(caught.value)
 
@@ -383,10 +383,10 @@ def test_entry_points_are_found_and_a_name_found_twice_is_an_error(
     ]
     monkeypatch.setattr(plugins, "installed_plugins", lambda: installed)
     assert load_plugin("advantage", "median", config(), plugins_builtins())([0.0]) == [7.0]
-    with pytest.raises(ConfigurationError, match="found twice"):
+    with pytest.raises(ConfigurationError, match="exists twice"):
         load_plugin("advantage", "grpo", config(), plugins_builtins())
     installed.append(EntryPoint("median", f"{name}:g", "retrain.plugins"))
-    with pytest.raises(ConfigurationError, match="found twice"):
+    with pytest.raises(ConfigurationError, match="exists twice"):
         load_plugin("advantage", "median", config(), plugins_builtins())
     installed[:] = [EntryPoint("lost", "nowhere_at_all:f", "retrain.plugins")]
     with pytest.raises(ConfigurationError, match="nowhere_at_all"):

@@ -177,7 +177,7 @@ def test_a_worker_that_is_killed_ends_the_run_in_a_sentence(pool: Pool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         yield piece
 
-    with pytest.raises(RunFailed, match="killed by signal 9"):
+    with pytest.raises(RunFailed, match="died of signal 9"):
         list(pool.shared(work)([1]))
 
 

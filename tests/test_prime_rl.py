@@ -189,7 +189,7 @@ def test_zmq_reaches_each_rank_on_its_topic_and_says_when_one_has_gone() -> None
         while not refuses(sender):
             time.sleep(0.01)
         with pytest.raises(
-            ServerFailure, match=r"1 of 2 data ranks did not subscribe .* start the trainer"
+            ServerFailure, match=r"1 of 2 data ranks did not subscribe .* Start the trainer"
         ):
             sender.send(2, [b"", b""])
         sender._options = options
@@ -257,12 +257,12 @@ def test_a_trainer_that_never_offers_is_named_with_the_folder_and_the_key(tmp_pa
 
 def test_an_offer_that_is_never_finished_is_told_apart(tmp_path: Path) -> None:
     folder = Broadcaster(tmp_path).offer(0)
-    with pytest.raises(ServerFailure, match="acknowledged, but it has not begun to write it"):
+    with pytest.raises(ServerFailure, match="heard back, but it has not begun to write it"):
         broadcasts(tmp_path).take(0)
     (folder / ".started").touch()
     (folder / ".receiver_ready").unlink()
     with pytest.raises(
-        ServerFailure, match="acknowledged, but it began to write it and did not finish"
+        ServerFailure, match="heard back, but it began to write it and did not finish"
     ):
         broadcasts(tmp_path).take(0)
 
@@ -295,7 +295,7 @@ def test_a_trainer_that_starts_anew_is_answered_again(tmp_path: Path) -> None:
 def test_a_trainer_ahead_of_the_run_is_not_followed(tmp_path: Path) -> None:
     Broadcaster(tmp_path).offer(7)
     with pytest.raises(
-        ServerFailure, match=r"offers policy v7 .*has sent 3 batches: resume the trainer at step 3"
+        ServerFailure, match=r"offers policy v7 .*has sent 3 batches. Resume the trainer at step 3"
     ):
         broadcasts(tmp_path).take(3)
     assert not (tmp_path / "broadcasts" / "step_7" / ".receiver_ready").exists()
@@ -303,7 +303,7 @@ def test_a_trainer_ahead_of_the_run_is_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "sentence"),
-    [("cut", "is incomplete although it is marked as finished"), ("none", "holds no weights")],
+    [("cut", "is incomplete despite its mark of completion"), ("none", "holds no weights")],
 )
 def test_a_truncated_policy_is_not_served(tmp_path: Path, damage: str, sentence: str) -> None:
     def write(folder: Path) -> None:
@@ -436,8 +436,8 @@ def test_a_step_that_was_sent_in_part_is_not_called_saved(
     monkeypatch.setattr(ZmqSender, "send", breaks)
     config = prime(tmp_path, server, "zmq", options={"zmq_port": free_port(2)})
     told = (
-        r"Half of it was sent\. Step 0 was under way and is not saved, and there is no checkpoint"
-        r" yet, so a resume begins at step 0"
+        r"Half of it was sent\. Step 0 was under way and is not on disk; the run has no"
+        r" checkpoint yet, so a resume begins at step 0"
     )
     with trainer_of(config, learner), pytest.raises(ServerFailure, match=told):
         small_run(config, quiet=True)
@@ -547,7 +547,7 @@ def test_raw_logprobs_are_found_out(
     answer = {"choices": [{"logprobs": {"content": [{"top_logprobs": raw}]}}]}
     monkeypatch.setattr(server, "_inference_v1_generate", lambda body: answer)
     with pytest.raises(
-        ServerFailure, match=r"0\.736 in all\): start it with logprobs_mode = processed_logprobs"
+        ServerFailure, match=r"up to 0\.736\)\. Start it with logprobs_mode = processed_logprobs"
     ):
         check()
     pool.close()

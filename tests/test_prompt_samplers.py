@@ -345,7 +345,7 @@ def test_a_run_is_not_resumed_on_other_examples(name: str, tmp_path: Path) -> No
     for flags in ([], ["--evaluation-samples", "2", "--evaluation-temperature", "1"]):
         notes: list[str] = []
         evaluate_run(tmp_path / "run", overrides=parse_overrides(flags), log=notes.append)
-        assert any("The held-out examples are others than" in note for note in notes)
+        assert any("The held-out examples differ from the run's own" in note for note in notes)
     for other in (again, replaced(again, {"evaluation.every": 3})):
         with pytest.raises(ConfigurationError, match=r"\[evaluation\] source holds other examples"):
             train(other, quiet=True, skip_parity=True)
@@ -361,7 +361,7 @@ def test_a_run_is_not_resumed_on_other_examples(name: str, tmp_path: Path) -> No
             {"sampler": "pools", "sampler_params": {"easy": 2}},
             "easy = 2 is not a number from 0 to 1",
         ),
-        ({"sampler": "no_such_module.S"}, "cannot be loaded"),
+        ({"sampler": "no_such_module.S"}, "does not load"),
     ],
 )
 def test_explain_refuses_the_sampler_that_a_run_would_refuse(

@@ -153,7 +153,7 @@ def test_a_changed_number_a_changed_token_and_a_changed_adapter_are_found(
 
     commit_folder(checkpoint, flipped, step=4, config_hash=state["config_hash"])
     assert main(["verify", str(copy), "--steps", "2:4"]) == 1
-    assert "They part at step 4, in the adapter." in capsys.readouterr().out
+    assert "First difference: step 4, in the adapter." in capsys.readouterr().out
     change_row(copy / "metrics.jsonl", 3, loss=9.0)
     assert main(["verify", str(copy), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -172,12 +172,12 @@ def test_the_evaluation_at_the_checkpoint_is_made_again(
     written.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["verify", str(copy)]) != 0
     said = capsys.readouterr().err
-    assert f"{copy} cannot be verified from step 2" in said and "evaluation.jsonl differs" in said
+    assert f"cannot start from step 2 of {copy}" in said and "evaluation.jsonl differs" in said
     assert "--overwrite" not in said, "which would delete what is to be verified"
 
     reseal(copy, rows)
     assert main(["verify", str(copy)]) == 1
-    assert "at step 2, in evaluation.jsonl: " in capsys.readouterr().out
+    assert "First difference: step 2, in evaluation.jsonl: " in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_the_evaluation_of_an_earlier_max_steps_is_made_again(
     rows[0]["correct"] = 1 - rows[0]["correct"]
     reseal(run, rows)
     assert main(["verify", str(run)]) == 1
-    assert "at step 2, in evaluation.jsonl: " in capsys.readouterr().out
+    assert "First difference: step 2, in evaluation.jsonl: " in capsys.readouterr().out
 
 
 def test_changed_tokens_and_changed_answers_are_found_though_the_records_are_equal(
@@ -208,7 +208,7 @@ def test_changed_tokens_and_changed_answers_are_found_though_the_records_are_equ
     whole = tokens.read_bytes()
     change_tokens(tokens, lambda arrays: arrays["token_ids"].__iadd__(1))
     assert main(["verify", str(copy)]) == 1
-    assert "part at step 3, in the stored tokens." in capsys.readouterr().out
+    assert "First difference: step 3, in the stored tokens." in capsys.readouterr().out
     tokens.write_bytes(whole)
     (copy / "environment.json").unlink()  # what it holds is not compared
     change_row(copy / "emergence" / "generations.jsonl", 3, completion="other")
@@ -228,7 +228,7 @@ def test_a_changed_last_adapter_is_found(copy: Path, capsys: pytest.CaptureFixtu
     last = copy / "checkpoints" / "final" / "adapter_model.safetensors"
     last.write_bytes(last.read_bytes() + b"x")
     assert main(["verify", str(copy)]) == 1
-    assert "They part at step 4, in the adapter." in capsys.readouterr().out
+    assert "First difference: step 4, in the adapter." in capsys.readouterr().out
 
 
 def test_what_is_no_longer_there_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,7 +336,7 @@ def test_the_evaluation_after_the_last_step_is_compared(
     last = lines(copy / "evaluation.jsonl")[-1]
     change_row(copy / "evaluation.jsonl", 4, correct=1 - last["correct"])
     assert last["step"] == 4 and main(["verify", str(copy)]) == 1
-    assert "part at step 4, in evaluation.jsonl: " in capsys.readouterr().out
+    assert "First difference: step 4, in evaluation.jsonl: " in capsys.readouterr().out
 
 
 def test_a_checkpoint_where_the_run_was_stopped_is_compared(
@@ -347,7 +347,7 @@ def test_a_checkpoint_where_the_run_was_stopped_is_compared(
     checkpoint = copy / "checkpoints" / "step_000002" / "adapter_model.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes() + b"x")
     assert main(["verify", str(copy), "--steps", "0:2"]) == 1
-    assert "They part at step 2, in the adapter." in capsys.readouterr().out
+    assert "First difference: step 2, in the adapter." in capsys.readouterr().out
 
 
 def test_keys_that_a_resume_changed_are_named_before_it(base: Path, copy: Path) -> None:

@@ -91,13 +91,13 @@ def test_a_later_source_wins_and_is_named(file: Path) -> None:
 
 def test_what_the_file_sets_otherwise_is_named_in_one_line(file: Path) -> None:
     config = load_config(file, environ={})
-    assert departure_note(config) == "dapo without its clip_high (yours: 0.2)."
+    assert departure_note(config) == "Recipe dapo, but you set clip_high to 0.2."
     assert departure_note(config) in preflight_lines(config)
     assert departure_note(with_mode("dapo")) == ""
     assert REDEFINED in preflight_lines(with_mode("dr_grpo"))
     assert REDEFINED not in preflight_lines(with_mode("grpo_constant"))
     moved = replaced(with_mode("dapo"), {"schedule.points": {"loss.clip_high": [[0, 0.3]]}})
-    assert departure_note(moved) == "dapo without its clip_high (yours: moved by [schedule])."
+    assert departure_note(moved) == "Recipe dapo, but you set clip_high to a schedule."
     assert not any("clip_high = " in line for line in preflight_lines(moved))
     assert any(line.startswith('algorithm_mode = "dapo" sets') for line in preflight_lines(config))
 

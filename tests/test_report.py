@@ -475,7 +475,7 @@ def test_every_axis_has_its_name_and_a_bar_is_a_95_percent_interval(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--output", "x.svg"], "name it .html, and its figures are written beside it"),
+        (["--output", "x.svg"], "name it .html. Its figures go next to it"),
         (["--contrast", "nobody"], "is not two conditions as A:B"),
         (["--contrast", "a:b"], "--contrast names a"),
         (["--control", "--baseline", "a"], "both name the baseline"),

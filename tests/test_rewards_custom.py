@@ -282,7 +282,7 @@ def test_a_reply_that_cannot_be_read_could_not_judge_and_the_next_answer_is_its_
     with custom("by_channel", deadline_s=10.0) as scorer:
         score = judged(scorer, response)
         assert score.outcome is Outcome.COULD_NOT_JUDGE
-        assert "could not be read" in score.reason
+        assert "is not readable" in score.reason
         assert [judged(scorer, "4").reward for _ in range(2)] == [1.0, 1.0]
 
 

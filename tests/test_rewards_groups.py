@@ -272,7 +272,7 @@ def test_a_group_function_that_hangs_is_killed_and_the_next_group_is_judged() ->
 )
 def test_a_reply_that_is_no_group_s_could_not_be_judged(reply: str) -> None:
     with scorer_of("my_groups.forged") as scorer:
-        assert all("could not be read" in score.reason for score in scored(scorer, reply, "b"))
+        assert all("is not readable" in score.reason for score in scored(scorer, reply, "b"))
 
 
 def test_a_group_function_with_another_input_is_refused() -> None:

@@ -267,7 +267,7 @@ def test_one_fault_is_retried(fault: Answer, requests: int) -> None:
         ),
         (failing(500), judge.MAX_ATTEMPTS, "500 Internal Server Error: it is broken"),
         (raw(b"gibberish"), judge.MAX_ATTEMPTS, "other than a chat completion: 'gibberish'"),
-        (hanging_up, judge.MAX_ATTEMPTS, "could not be reached (RemoteProtocolError"),
+        (hanging_up, judge.MAX_ATTEMPTS, "does not answer (RemoteProtocolError"),
         (saying(""), 2, "the judge's reply was empty"),
         (saying("I think so"), 2, "begins with neither yes nor no: 'I think so'"),
         (
@@ -306,7 +306,7 @@ def test_a_server_that_is_not_there_could_not_judge() -> None:
             {"reward": {"type": "judge", "judge_model": "m", "judge_base_url": url}}
         )
     ) as scorer:
-        assert "could not be reached (ConnectError" in score(scorer, "The answer is 4.").reason
+        assert "does not answer (ConnectError" in score(scorer, "The answer is 4.").reason
 
 
 def test_a_limit_of_the_rate_stops_every_request_for_as_long_as_it_says() -> None:
@@ -401,7 +401,7 @@ def test_a_full_disk_costs_the_memory_of_verdicts_and_no_verdict(
     path.parent.write_text("in the way")
     with judged_by(fair, path) as (scorer, _):
         assert score(scorer, "The answer is 4.").outcome is Outcome.RIGHT
-    assert "verdicts.jsonl cannot be written" in capsys.readouterr().err
+    assert "verdicts.jsonl is not writable" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -484,10 +484,10 @@ def test_a_key_is_needed_for_the_hosted_service_and_where_one_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY")
-    with pytest.raises(EnvironmentFailure, match="OPENAI_API_KEY, which is not set"):
+    with pytest.raises(EnvironmentFailure, match="environment variable OPENAI_API_KEY; set"):
         build_scorer(config_from_mapping({"reward": {"type": "judge", "judge_model": "m"}}))
     with (
-        pytest.raises(EnvironmentFailure, match="MY_KEY, which is not set"),
+        pytest.raises(EnvironmentFailure, match="environment variable MY_KEY; set"),
         judged_by(fair, judge_api_key_env="MY_KEY"),
     ):
         pass

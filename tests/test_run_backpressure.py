@@ -156,6 +156,6 @@ log_dir = "{tmp_path / "run"}"
 
 def test_split_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigurationError, match="sampled before the one before it has been measured"
+        ConfigurationError, match="two sample a step before the last one's measurement"
     ):
         small(tmp_path, backpressure={"enabled": True}, backend={"devices": "gpu:0,gpu:1"})

@@ -87,9 +87,7 @@ def test_a_judge_that_fails_stops_the_run_with_its_reason_and_no_zero(tmp_path: 
     forbidden = serving(first(saying("yes"), 1, failing(403, "your account is empty")))
     with (
         forbidden as server,
-        pytest.raises(
-            RunFailed, match=r"could not be judged.*403 Forbidden: your account is empty"
-        ),
+        pytest.raises(RunFailed, match=r"verdict.*403 Forbidden: your account is empty"),
     ):
         small_run(small(tmp_path, **judged(server.url)), quiet=True)
     (record,) = lines(tmp_path / "metrics.jsonl")

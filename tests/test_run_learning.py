@@ -297,7 +297,7 @@ def test_the_gate_stops_a_reward_that_refuses_the_gold_answer(tmp_path: Path) ->
     data.mkdir()
     # A reference whose braces do not balance can never be boxed.
     (data / "train.jsonl").write_text('{"prompt": "1+1=?", "answer": "{2"}\n' * 8)
-    with pytest.raises(RunFailed, match=r"gold answer"):
+    with pytest.raises(RunFailed, match=r"reference answer"):
         train(
             small(tmp_path / "run", data={"source": str(data)}, reward={"type": "match"}),
             quiet=True,

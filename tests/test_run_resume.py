@@ -311,8 +311,8 @@ def test_a_run_without_a_step_left_says_so(
     small_run(small(tmp_path, training={"max_steps": 1}), quiet=True)
     small_run(small(tmp_path, training={"max_steps": 1}, resume={"from": str(tmp_path)}))
     said = capsys.readouterr().out
-    assert "and [training] max_steps = 1" in said.partition("Loading tokenizer")[0]
-    assert "train on with `retrain " in said and f"--resume {tmp_path} --max-steps 2`" in said
+    assert "1 steps of [training] max_steps = 1" in said.partition("Loading tokenizer")[0]
+    assert "To train longer: `retrain " in said and f"--resume {tmp_path} --max-steps 2`" in said
 
 
 def falling(folder: Path, steps: int, **training: Any) -> TrainConfig:
@@ -525,7 +525,7 @@ def test_the_printed_command_of_a_campaign_has_its_file_and_its_flags(
     ("wrong", "said"),
     [
         ({"data": {"source": "lines.jsonl"}}, "no usable training row"),
-        ({"algorithm": {"advantage_mode": "no.such"}}, "cannot be loaded"),
+        ({"algorithm": {"advantage_mode": "no.such"}}, "does not load"),
         ({"lora": {"target_modules": ["zzz"]}}, "no such linear layer"),
     ],
 )
@@ -552,7 +552,7 @@ def test_a_refused_run_deletes_nothing_that_was_there(
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigurationError, match="cannot be loaded"):
+    with pytest.raises(ConfigurationError, match="does not load"):
         small_run(small(tmp_path / "run", algorithm={"advantage_mode": "no.such"}), quiet=True)
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 

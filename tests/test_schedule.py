@@ -109,7 +109,7 @@ def test_a_condition_schedules_keys_beside_those_of_the_base() -> None:
         "gtpo.beta": [[0, 0.2]],
         "loss.kl_coef": [[0, 0.1], [9, 0.0]],
     }
-    with pytest.raises(ConfigurationError, match=r'"loss.mode" is not read anew'):
+    with pytest.raises(ConfigurationError, match=r'"loss.mode" is not a key that a'):
         config_from_toml(head + modes + 'schedule."loss.mode" = [[0, 1]]\n')
     with pytest.raises(ConfigurationError, match=r"schedule.kontrol is not a key"):
         config_from_toml(head + modes + 'schedule.kontrol = "x"\n')
@@ -260,7 +260,7 @@ def test_explain_shows_what_will_move(tmp_path: Path, capsys: pytest.CaptureFixt
 # -- what is refused -------------------------------------------------------------------------------
 
 REFUSED = {
-    "mode": ({"loss.mode": [[0, 1]]}, r'"loss.mode" is not read anew .* loss.kl_coef'),
+    "mode": ({"loss.mode": [[0, 1]]}, r'"loss.mode" is not a key that .* loss.kl_coef'),
     "near": ({"loss.kl_coeff": [[0, 1]]}, 'did you mean "loss.kl_coef"'),
     "falling": ({"loss.kl_coef": [[4, 1], [2, 0]]}, "rising steps"),
     "none": ({"loss.kl_coef": []}, "rising steps"),

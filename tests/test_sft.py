@@ -253,7 +253,7 @@ def test_a_run_learns_its_traces_before_its_first_step(straight: Path) -> None:
     assert summary["tokens"] > counted > 0
     log = (straight / "output.log").read_text(encoding="utf-8")
     assert "Supervised step 4 | loss=" in log
-    assert "Held-out problems that are also trained on: 1," in log
+    assert "Held-out problems that are in training too: 1," in log
 
 
 def stopped(cut: tuple[str, int], config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +409,7 @@ def test_reinforcement_draws_what_it_would_draw_without_the_stage(
         small_run(config, quiet=True)
     assert timeless(tmp_path / "with/metrics.jsonl") == timeless(tmp_path / "without/metrics.jsonl")
     assert main(["diff", str(straight), str(tmp_path / "with")]) == 1
-    assert "They part at step 0, in sft.jsonl." in capsys.readouterr().out
+    assert "First difference: step 0, in sft.jsonl." in capsys.readouterr().out
 
 
 def test_its_order_is_the_seed_s_alone(data: Path, text: TextModel) -> None:

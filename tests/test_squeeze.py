@@ -532,6 +532,4 @@ def test_an_analysis_alone_draws_its_curve_beside_the_runs_and_touches_no_adapte
     picture.parent.rmdir()
     picture.parent.touch()
     assert main(["squeeze.toml"]) == 0
-    assert (
-        f"The variance curve is not drawn: {picture} cannot be written" in capsys.readouterr().out
-    )
+    assert f"not draw the variance curve: {picture} is not writable" in capsys.readouterr().out

@@ -1,5 +1,5 @@
 """Teachers of `[algorithm] reference`: their log-probs against an independent forward in float64,
-what distilling climbs, and what is refused.
+what distilling optimizes, and what is refused.
 """
 
 import sys
@@ -406,7 +406,7 @@ def test_a_step_is_scored_once_and_only_where_a_stage_reads_it(
 def test_a_plugin_that_reads_a_teacher_where_there_is_none_is_named(
     modes: dict[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigurationError, match=r"readers.*there is no teacher: set .* reference"):
+    with pytest.raises(ConfigurationError, match=r"readers.*has no teacher .*; set .* reference"):
         small_run(small(tmp_path / "run", algorithm=modes), quiet=True)
 
 

@@ -330,7 +330,7 @@ def test_a_loss_that_is_computed_here_needs_torch(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     (problem,) = incapable(tinker_config(tmp_path, loss=loss))
-    assert "is computed here with torch, which is not installed; pip install torch" in problem
+    assert "needs torch, which this environment lacks; pip install torch" in problem
 
 
 def test_what_a_service_of_means_or_one_without_entropies_cannot_do_is_refused(
@@ -502,7 +502,7 @@ def test_a_service_that_withholds_eos_or_log_probs_stops_the_run(
             "refused the request (400: no such model)",
         ),
         ("optim_step", APIStatusError(503), "failed (503) and failed again whenever the SDK tried"),
-        ("forward_backward", APIConnectionError("lost"), "could not be reached"),
+        ("forward_backward", APIConnectionError("lost"), "does not answer"),
         (
             "forward_backward",
             ValueError("Error retrieving result: exceeded 3 retries"),
@@ -753,7 +753,7 @@ def test_neither_a_run_nor_a_campaign_imports_torch(tmp_path: Path, campaign: bo
     assert "Traceback" not in found.stderr and "PyTorch was not found" not in found.stderr
     assert (
         not campaign
-        or "LoRA-Squeeze failed; the campaign continues: LoRA-Squeeze and `retrain export` need"
+        or "LoRA-Squeeze failed, and the campaign continues: LoRA-Squeeze and `retrain export` need"
         " torch"
         in found.stdout
     )
@@ -783,8 +783,8 @@ def test_a_command_that_needs_torch_says_where_it_is_to_be_had(tmp_path: Path) -
     command = [sys.executable, "-c", COMMANDS_WITHOUT_TORCH, *commands]
     found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert json.loads(found.stdout.splitlines()[-1]) == [3, 3, 3, 3, 3, 0], found.stderr
-    assert found.stderr.count("this needs torch, which is not installed here") == 5
-    assert "install retrain itself with `pip install " in found.stderr
+    assert found.stderr.count("this needs torch, which retrain-core leaves out") == 5
+    assert "Install retrain itself with `pip install " in found.stderr
     assert "Traceback" not in found.stderr and "bug" not in found.stderr
 
 
@@ -828,13 +828,13 @@ def test_a_file_of_every_default_is_refused_for_its_temperature(
     said = "".join(capsys.readouterr())
     assert '[training] temperature = 0.7 with backend = "tinker"' in said
     assert "remove [training] temperature" in said and "or write 1.0" in said
-    assert "sampled and trained at temperature 1" not in said
+    assert "retrain samples and trains at temperature 1" not in said
     assert said.count('with backend = "tinker"') == 1
 
 
 def test_the_temperature_is_said_and_is_one() -> None:
     assert any(
-        "sampled and trained at temperature 1" in line
+        "retrain samples and trains at temperature 1" in line
         for line in notes(config_from_mapping(TINKER))
     )
     assert config_from_mapping({}).training.temperature == 0.7

@@ -132,10 +132,10 @@ def test_an_engine_that_cannot_give_kept_sets_is_refused(
 
 def test_a_run_says_that_it_is_truncated_and_counts_the_memory(tmp_path: Path) -> None:
     whole, cut = small(tmp_path), small(tmp_path, training={"top_p": 0.9}, loss={"kl_coef": 0.1})
-    assert not any("renormalized" in note for note in notes(whole))
-    (note,) = [note for note in notes(cut) if "renormalized" in note]
+    assert not any("kept token" in note for note in notes(whole))
+    (note,) = [note for note in notes(cut) if "kept token" in note]
     assert (
-        note.startswith("[training] top_p = 0.9: sampled and trained as")
+        note.startswith("[training] top_p = 0.9: retrain samples and trains")
         and "whole distribution of [loss] kl_reference" in note
     )
     larger, smaller = (predict_memory(config).turns for config in (cut, whole))

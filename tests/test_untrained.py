@@ -181,7 +181,7 @@ def test_a_run_whose_every_update_was_skipped_says_so_at_its_end(
     )
     assert run.summary.untrained == said == overview(run.folder).runs[0].loss_note
     lines_ = capsys.readouterr().out.splitlines()
-    assert "Step 0: gradient norm was not finite; skipped 1 update." in lines_ and said in lines_
+    assert "Step 0: gradient norm was not finite, skipped 1 update." in lines_ and said in lines_
 
 
 def test_a_model_that_is_not_asked_for_a_box_gets_a_template_and_then_a_count(
@@ -248,8 +248,8 @@ def test_references_that_hold_more_than_the_answer_are_named_twice(
     sections = {"data": {"source": str(tmp_path / "sums.jsonl")}, "reward": {"type": "match"}}
     config = small(tmp_path / "run", **sections, training={"max_steps": 3})
     note = (
-        '4 of 4 references hold more than the answer: [reward] type = "match" gives 0 to 1 for'
-        " '1.0' (sums-0); write the bare answer there"
+        '4 of 4 references hold more than the answer. For example, [reward] type = "match" gives 0 to'
+        " 1 for '1.0' (sums-0). Write the bare answer there"
     )
     assert check_inputs(config) == f"{note}."
     run = small_run(config)
@@ -293,4 +293,4 @@ def test_a_step_that_trains_nothing_is_compared_on_four_completions(
     assert {record["log_ratio_tokens"] for record in records} == {16}
     assert records[0]["log_ratio_mean"] < 1e-5 < records[1]["log_ratio_mean"]
     said = capsys.readouterr().out
-    assert "Step 1 trained nothing; sampler and learner differed by 0.01 nats" in said
+    assert "Step 1 trained nothing. Sampler and learner differed by 0.01 nats" in said

@@ -13,7 +13,7 @@ from retrain.errors import ConfigurationError
 from retrain.types import Example
 
 SENTENCES = Path(__file__).parent / "data" / "wrong_plugins.md"
-ADVICE = "; fix it, or set [plugins] strict = false to be warned only."
+ADVICE = "; fix it, or set [plugins] strict = false to get only a warning."
 """Ends most sentences; the file has it once."""
 LOSS = "import torch\ndef wrong(tokens):\n    return "
 ADVANTAGE = "def wrong(rewards):\n    "

@@ -73,7 +73,7 @@ def test_pass_at_k_of_the_whole_group_has_no_gradient_and_says_so() -> None:
 @pytest.mark.filterwarnings("error")
 def test_an_advantage_without_any_for_a_single_right_answer_has_a_sentence() -> None:
     one = of(lambda rewards: rewards if sum(rewards) > 1 else [0.0] * len(rewards))
-    assert "5% of the time weighs" in next(sentences(one))
+    assert "at p = 5% weighs" in next(sentences(one))
 
 
 @pytest.mark.parametrize("function", [grpo, grpo_std, maxrl])
@@ -131,9 +131,7 @@ def test_the_command_prints_a_row_for_each_condition(
     Path("my.toml").write_text(f"[campaign]\nseeds = [1]\nconditions = [{', '.join(conditions)}]\n")
     assert main(["xray", "my.toml", "wrong_way.f", "--group", "4"]) == 0
     text = capsys.readouterr().out
-    assert (
-        "grpo+none (G = 4)" in text and "maxrl+none: it climbs log p, expanded to order 3" in text
-    )
+    assert "grpo+none (G = 4)" in text and "maxrl+none: it optimizes log p" in text
     assert "wrong_way.f: it lowers the pass rate of every prompt" in text
     assert main(["xray", "grpo", "--json"]) == 0
     (one,) = json.loads(capsys.readouterr().out)["xrays"]

@@ -89,7 +89,7 @@ CASES = [
     Case(
         "a value that an option does not take",
         2,
-        "'--format' / '--json': 'xml' is not one of 'text', 'json'; an example",
+        "'--format' / '--json': 'xml' is not one of 'text', 'json'. An example",
         None,
         ("status", "--format", "xml"),
     ),
@@ -107,12 +107,12 @@ CASES = [
     at_load(
         "a date that is none",
         '[data]\nchat_template_args = { strftime_now = "yesterday" }',
-        '[data] chat_template_args: strftime_now = "yesterday" is not a day; write one such as',
+        '[data] chat_template_args: strftime_now = "yesterday" is not a day such as',
     ),
     at_load(
         "a schedule of a key that is read once",
         '[schedule]\n"model.lora_rank" = [[0, 4], [10, 8]]',
-        '"model.lora_rank" is not read anew in each step; these are: ',
+        '"model.lora_rank" is not a key that a schedule can move. It can move ',
     ),
     at_load(
         "a schedule whose steps fall",
@@ -165,7 +165,7 @@ CASES = [
     at_load(
         "one token to choose from",
         "[training]\ntop_k = 1",
-        "[training] top_k = 1 keeps one token, so all completions of a prompt are equal",
+        "[training] top_k = 1 makes all completions of a prompt equal",
         printed=True,
     ),
     at_load(
@@ -177,7 +177,7 @@ CASES = [
     at_load(
         "SEPA without a ramp",
         '[algorithm]\ntransform_mode = "gtpo_sepa"\n[sepa]\nsteps = 0',
-        '[sepa] steps = 0 with schedule = "linear" keeps lambda at 0',
+        '[sepa] steps = 0 with schedule = "linear" turns SEPA off in',
         printed=True,
     ),
     at_load(
@@ -195,7 +195,7 @@ CASES = [
     at_load(
         "one checkpoint kept",
         "[training]\nkeep_checkpoints = 1",
-        "keep_checkpoints = 1 would leave nothing to fall back on",
+        "keep_checkpoints = 1 leaves no second checkpoint",
         printed=True,
     ),
     at_load(
@@ -207,7 +207,7 @@ CASES = [
     at_load(
         "a removed key",
         '[backend]\nprime_rl_transport = "zmq"',
-        "was moved to [backend.options] transport; run `retrain migrate-config",
+        "is now in [backend.options] transport; run `retrain migrate-config",
         printed=True,
     ),
     at_load(
@@ -339,7 +339,7 @@ CASES = [
     Case(
         "a plugin whose file is named like a module of Python's own",
         2,
-        "/json.py is not read, since Python has a module json of its own; rename the file.",
+        "/json.py, since it has a module json of its own. Rename the file.",
         '[algorithm]\nadvantage_mode = "json.centered"',
         files={"json.py": "def centered(rewards):\n    return rewards\n"},
     ),
@@ -534,7 +534,7 @@ CASES = [
     Case(
         "a report written into a picture",
         2,
-        "its figures are written beside it as svg and png",
+        "Its figures go next to it as svg and png",
         "",
         ("report", "old", "--output", "x.svg"),
         {"old/notes.txt": ""},
@@ -695,7 +695,7 @@ CASES = [
     at_load(
         "loose advantages",
         "[backend]\noptions = { strict_advantages = false }",
-        "strict_advantages = false is refused",
+        "strict_advantages = false would average",
     ),
     at_load(
         "alias and key",
@@ -705,7 +705,7 @@ CASES = [
     at_load(
         "grams twice",
         '[logging]\nstrategic_grams = "a"\n[planning]\nstrategic_grams = "b"',
-        "[planning] strategic_grams and both are given",
+        "[planning] strategic_grams, and the file has both",
     ),
     at_load(
         "gram without a word",
@@ -933,12 +933,12 @@ CASES = [
     at_load(
         "a supervised stage without a length",
         '[sft]\nsource = "traces.jsonl"',
-        '[sft] source = "traces.jsonl" is set, and neither steps nor epochs says how long',
+        '[sft] source = "traces.jsonl" needs the length of the stage',
     ),
     at_load(
         "a run without a step",
         "[training]\nmax_steps = 0",
-        "[training] max_steps = 0 is for a run that ends after its supervised stage",
+        "[training] max_steps = 0 needs a supervised stage",
     ),
     at_load("seed twice", "[campaign]\nseeds = [1, 1]", "[campaign] seeds names 1 twice"),
     at_load(

@@ -31,7 +31,7 @@ none."""
 
 def no_reference() -> Any:
     raise NoTeacher(
-        "`reference_logprobs` is read, and there is no teacher: set [algorithm] reference to"
+        "The run has no teacher that gives `reference_logprobs`; set [algorithm] reference to"
         ' "base", "gold" or the folder of an adapter.'
     )
 

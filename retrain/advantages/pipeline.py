@@ -192,8 +192,8 @@ class CreditPipeline:
             )
         if self.spec.use_gtpo and config.gtpo.beta > 1:
             self.notes.append(
-                f"[gtpo] beta = {config.gtpo.beta:g} is above 1: weights are clipped at 0 and no"
-                " longer average to 1."
+                f"[gtpo] beta = {config.gtpo.beta:g} is above 1, so retrain clips weights at 0,"
+                " and they no longer average to 1."
             )
         if self.spec.apply_hicra and config.hicra.alpha == 1:
             self.notes.append(

@@ -55,7 +55,9 @@ def tried(plugin: Plugin, config: "TrainConfig", trial: Callable[[], str | None]
     except NoTeacher as missing:
         raise ConfigurationError(f"{plugin.where}: {missing}") from missing
     except NotInStep as missing:
-        note = f"{plugin.where} reads `{missing.name}`, so it could not be tried on a small example"
+        note = (
+            f"{plugin.where} reads `{missing.name}`, so retrain could not try it on a small example"
+        )
         return [f"{note} before the first step."]
 
 
@@ -63,8 +65,8 @@ def same_again(give: Callable[[], list[Any]]) -> None:
     """Raise Fault for a plugin whose second call gives other numbers."""
     if give() != give():
         raise Fault(
-            "gives other numbers when it is asked again; a run repeats and resumes byte for byte,"
-            " so draw none at random and keep nothing between the calls of a function"
+            "gives other numbers at a second call; a run must repeat byte for byte, so draw"
+            " nothing at random and keep no state"
         )
 
 
@@ -172,8 +174,8 @@ def _try_advantage(plugin: Plugin, config: "TrainConfig") -> str | None:
         return None
     return (
         f"{plugin.where} gives equal rewards advantages that do not cancel (mean"
-        f" {', '.join(uncentred)}): it trains such groups too, also one whose completions are all"
-        " wrong; subtract the group's mean unless that is meant."
+        f" {', '.join(uncentred)}). So it trains groups of equal rewards too, even if all"
+        " completions are wrong. Subtract the group's mean unless you want that."
     )
 
 

@@ -136,8 +136,8 @@ def check_ramp(settings: "Sepa") -> None:
     """Raise ConfigurationError for settings with which a controller in use could never leave 0."""
     if settings.steps <= 0 and settings.schedule == "linear":
         raise ConfigurationError(
-            f'[sepa] steps = {settings.steps} with schedule = "linear" keeps lambda at 0; '
-            'give steps of 1 or more, schedule = "auto", or a transform_mode without SEPA.'
+            f'[sepa] steps = {settings.steps} with schedule = "linear" turns SEPA off; give'
+            ' steps of 1 or more, schedule = "auto", or a transform_mode without SEPA.'
         )
 
 
@@ -167,9 +167,9 @@ def maximal_lambda_note(algorithm: "Algorithm", settings: "Sepa", max_steps: int
         return None
     bound = "reaches at most" if settings.schedule == "linear" else "is only sure to reach"
     return (
-        f"SEPA's lambda {bound} {largest:.3f} in this run: the last step is {max_steps - 1}, and"
-        f" the ramp ends at step {settings.delay_steps + settings.steps}; lower [sepa] steps or"
-        " delay_steps, or raise max_steps."
+        f"SEPA's lambda {bound} {largest:.3f} in this run. The last step is {max_steps - 1},"
+        f" and the ramp ends at step {settings.delay_steps + settings.steps}. Lower [sepa]"
+        " steps or delay_steps, or raise max_steps."
     )
 
 

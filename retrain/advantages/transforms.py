@@ -106,8 +106,8 @@ def sure_sentence(share: float) -> str:
     if share < MAX_TOP_SHARE:
         return ""
     return (
-        f"This model is sure of nearly every token: {share:.0%} of the gradient comes from"
-        f" {TOP:.0%} of them, so weighing or masking tokens changes little."
+        f"This model is certain of most tokens: {TOP:.0%} of them carry {share:.0%} of the"
+        " gradient, so token-level credit can change little."
     )
 
 

@@ -178,8 +178,8 @@ def _lines(audit: Audit) -> Iterator[str]:
         f" with {counted(audit.examples, 'example')} of {audit.source}."
     )
     sides = {
-        "right_called_wrong": "right called wrong",
-        "wrong_called_right": "wrong called right",
+        "right_called_wrong": "false negatives",
+        "wrong_called_right": "false positives",
     }
     rows = [("family", *sides.values(), "not judged" if audit.could_not_judge else "")]
     for rate in rates:

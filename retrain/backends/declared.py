@@ -130,7 +130,7 @@ def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Itera
     if (own or here) and importlib.util.find_spec("torch") is None:
         kind, name = next(iter({**own, "loss": loss.mode}.items()))
         yield (
-            f'{KINDS[kind].key} = "{name}" is computed here with torch, which is not installed; pip'
+            f'{KINDS[kind].key} = "{name}" needs torch, which this environment lacks; pip'
             " install torch, or use another."
         )
         return
@@ -169,8 +169,8 @@ def loss_notes(config: "TrainConfig") -> list[str]:
     warnings = proof_warnings(config)
     notes = [warnings.get(one.kind) or f"{one.where} {_loss_words(one)}." for one in functions]
     notes += [
-        f"{one.where} makes tokens with a positive advantage less probable: is its sign meant? What"
-        " it returns is minimised."
+        f"{one.where} makes tokens with a positive advantage less probable: is its sign meant?"
+        " retrain minimizes what it returns."
         for one in functions
         if one.kind == "loss" and one.kind not in warnings and has_wrong_sign(one)
     ]
@@ -182,7 +182,7 @@ def _loss_words(own: OwnFunction) -> str:
         return "is a plugin, tried on a small batch"
     parts = {
         "finite": True,
-        "one gradient however the batch is cut": True,
+        "one gradient for all micro-batches": True,
         "none where every advantage is 0": not own.declares("own_term"),
         "a term of its own where the advantage is 0": own.declares("own_term"),
         "reads whole sequences": own.declares("sequence_level"),
@@ -225,16 +225,16 @@ def capability_notes(config: "TrainConfig") -> Iterator[str]:
         sampler = f'[backend] backend = "{config.backend.backend}"'
     if engine and engine.noise == "none":
         yield (
-            f"{sampler} draws its own noise: runs with one seed share their prompts but not their"
-            " sampling, and a run cannot be repeated exactly."
+            f"{sampler} draws its own random numbers, so runs with one seed share only their"
+            " prompts, and a run does not repeat exactly."
         )
     if engine and not engine.token_ids_in:
         yield f"{sampler} takes prompts as text, so each must encode back to its own ids."
     if engine and local and is_raw(engine, config.training.temperature):
         yield (
-            f"{sampler} returns log-probs before the temperature: the learner computes those at"
-            f" {config.training.temperature:g} itself, in two more forward passes per step, and"
-            " surprisals and log_ratio_mean are those at temperature 1."
+            f"{sampler} returns log-probs before the temperature, so the learner recomputes"
+            f" them at {config.training.temperature:g} in two more forward passes per step."
+            " Surprisals and log_ratio_mean are at temperature 1."
         )
 
 

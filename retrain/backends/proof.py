@@ -248,9 +248,9 @@ def _does_not_depend_on_the_cut(function: OwnFunction) -> None:
     sequences = _sequences()
     if not _equal_parts(function, [(index, [len(index)]) for index in reversed(sequences)]):
         raise Fault(
-            "gives a sequence other terms when it stands alone, so the result would depend on how"
-            " the batch is cut into micro-batches, or on chance; a term may read its own sequence"
-            " and nothing else, not tokens.weights either ([loss] aggregation takes the mean)"
+            "gives a sequence other terms when it stands alone, so the result would depend on"
+            " the micro-batches, or on chance. A term may read only its own sequence, and not"
+            " tokens.weights ([loss] aggregation takes the mean)"
         )
     whole = list(range(sum(LENGTHS)))
     if not function.declares("sequence_level") and not _equal_parts(
@@ -297,8 +297,8 @@ def prove_correction(function: OwnFunction) -> None:
         alone = function.call(batch.part(index, [len(index)]))
         if not torch.allclose(alone, weights[index], rtol=1e-9, atol=1e-12):
             raise Fault(
-                "gives a sequence other weights when it stands alone, so the result would depend on"
-                " how the batch is cut into micro-batches"
+                "gives a sequence other weights when it stands alone, so the result would"
+                " depend on the micro-batches"
             )
 
 
@@ -312,7 +312,7 @@ def prove_aggregation(function: OwnFunction) -> None:
             " other numbers"
         )
     if not any(weights):
-        raise Fault("gives every token the weight 0, so nothing would be learned")
+        raise Fault("gives every token the weight 0, so the model would not learn")
 
 
 def metric_names(function: OwnFunction, device: torch.device) -> tuple[str, ...]:

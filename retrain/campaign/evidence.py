@@ -88,7 +88,7 @@ class EvidenceRule:
             if not self._undecided:
                 self._say(f"Decided after {seeds} of at most {len(self._plan.seeds)}.")
             elif len(self._record.looked) == len(self._plan.seeds):
-                self._say(f"All {seeds} were looked at; not decided: {', '.join(self._undecided)}.")
+                self._say(f"All {seeds} are in. Not decided: {', '.join(self._undecided)}.")
 
     def _due(self) -> int | None:
         """Return the seed to look at now: a seed whose failed run now has a result, or else the

@@ -174,9 +174,9 @@ class EndedJob:
 def not_started(run: CampaignRun, error: OSError) -> RunOutcome:
     """Return the outcome of a run whose process or whose output.log the system refuses."""
     if is_disk(error):
-        reason = f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there"
+        reason = f"{run.folder / OUTPUT} is not writable ({error.strerror}); free space there"
     else:
-        reason = str(path_error(error) or f"it cannot be started: {error.strerror}")
+        reason = str(path_error(error) or f"it does not start: {error.strerror}")
     return RunOutcome(Status.FAILED, reason)
 
 
@@ -245,10 +245,11 @@ def share_devices(plan: CampaignPlan) -> list[Devices]:
     workers = settings.max_workers or min(room, len(plan.runs))
     if workers > room:
         raise ConfigurationError(
-            f"[campaign] max_workers = {workers} exceeds the {room} runs that fit on {len(pool)}"
-            f" GPUs (devices_per_run = {settings.devices_per_run}, workers_per_device ="
-            f" {settings.workers_per_device}); lower it, or set workers_per_device ="
-            f" {-(-workers // len(groups))} if the memory of one GPU is enough for that."
+            f"[campaign] max_workers = {workers} exceeds the {room} runs that fit on"
+            f" {len(pool)} GPUs (devices_per_run = {settings.devices_per_run},"
+            f" workers_per_device = {settings.workers_per_device}). Lower it, or set"
+            f" workers_per_device = {-(-workers // len(groups))} if the memory of one GPU is"
+            " enough for that."
         )
     return [groups[number % len(groups)] for number in range(workers)]
 
@@ -384,7 +385,7 @@ class Worker:
         except ValueError:  # The pipe has no answer, or only a part.
             pass
         if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            how = f"died of {signal.Signals(-code).name}"
         else:
             how = f"ended with exit code {code}"
         return RunOutcome(Status.FAILED, f"its process {how}", lost=True)
@@ -434,7 +435,7 @@ class RayLauncher:
             import ray
         except ImportError as error:
             raise EnvironmentFailure(
-                f'[campaign] launcher = "ray" needs Ray, which is not installed ({error});'
+                f'[campaign] launcher = "ray" needs Ray, which does not import ({error});'
                 f" {install_hint('ray')}."
             ) from error
         self._ray = ray
@@ -446,9 +447,9 @@ class RayLauncher:
                 self._own_folder = mkdtemp(prefix="retrain-ray-", dir="/tmp")
             except OSError as error:
                 raise EnvironmentFailure(
-                    '[campaign] launcher = "ray": a local cluster keeps its sockets in /tmp, which'
-                    f" cannot be written ({error.strerror}); make it writable, or name a cluster"
-                    " with ray_address."
+                    '[campaign] launcher = "ray" needs a writable /tmp for a local cluster'
+                    f" ({error.strerror}); make it writable, or name a cluster with"
+                    " ray_address."
                 ) from error
         try:
             self._connect()
@@ -482,7 +483,7 @@ class RayLauncher:
                 where = f"ray_address = {self._settings.ray_address!r}"
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise EnvironmentFailure(
-                f"[campaign] {where}: no Ray cluster answers ({first}); check `ray status`, or"
+                f"[campaign] {where}: no Ray cluster answers ({first}). Check `ray status`, or"
                 " leave it out."
             ) from error
 
@@ -523,8 +524,8 @@ def gpu_share(settings: Campaign) -> float:
     if settings.devices_per_run > 1 and settings.workers_per_device > 1:
         raise ConfigurationError(
             f"[campaign] devices_per_run = {settings.devices_per_run} and workers_per_device ="
-            f" {settings.workers_per_device}: Ray gives a run either whole GPUs or a part of one;"
-            " leave one of the two keys at 1."
+            f" {settings.workers_per_device}: Ray gives a run either whole GPUs or a part of"
+            " one. Leave one of the two keys at 1."
         )
     return settings.devices_per_run / settings.workers_per_device
 

@@ -183,8 +183,8 @@ class Manifest:
         except OSError as error:
             if not self._is_behind:
                 self.notes.append(
-                    f"{self.folder / MANIFEST} cannot be written ({error.strerror}); the runs go"
-                    " on, and it is tried again at the next change."
+                    f"{self.folder / MANIFEST} is not writable ({error.strerror}); the runs go"
+                    " on, and retrain tries again at the next change."
                 )
             self._is_behind = True
 
@@ -237,9 +237,9 @@ class Manifest:
         planned, now = (self.plan or {}).get("margin"), plan.settings.margin
         if self.plan and now != planned:
             raise ConfigurationError(
-                f"[campaign] margin = {_shown(now)}: {self.folder} was planned with"
-                f" {_shown(planned)}, and a plan keeps its margin; restore that, and give another"
-                " one to `retrain compare --margin`."
+                f"[campaign] margin = {_shown(now)}: the plan of {self.folder} has"
+                f" {_shown(planned)}, and a plan keeps its margin. Restore that, and give"
+                " another one to `retrain compare --margin`."
             )
 
     def _check_looks(self, plan: CampaignPlan) -> None:
@@ -254,8 +254,8 @@ class Manifest:
         )
         if self.plan and self.plan.get("rule") == "seeds":
             raise ConfigurationError(
-                f'[campaign] stop = "evidence": {self.folder} was planned to be tested once, after'
-                f" all of its seeds; {otherwise}"
+                f'[campaign] stop = "evidence" does not fit the plan of {self.folder}, which'
+                f" has one test after all of its seeds; {otherwise}"
             )
         # A seed has two looks if the campaign tried its failed run again.
         looked = list(dict.fromkeys(look["seed"] for look in self.looks))
@@ -266,8 +266,8 @@ class Manifest:
         ):
             if looked and now != before:
                 raise ConfigurationError(
-                    f"[campaign] {key} = {toml_value(now)}: {self.folder} has been looked at"
-                    f" {len(looked)} times with {toml_value(before)}; restore that, {otherwise}"
+                    f"[campaign] {key} = {toml_value(now)}: {self.folder} had {len(looked)}"
+                    f" interim looks with {toml_value(before)}. Restore that, {otherwise}"
                 )
 
 
@@ -359,7 +359,8 @@ def _new_folder(config: TrainConfig, now: datetime) -> Path:
             number += 1
         except OSError as error:
             raise EnvironmentFailure(
-                f"{folder} cannot be created: {error.strerror}; choose another [logging] log_dir."
+                f"{folder} is not a usable folder ({error.strerror}); choose another [logging]"
+                " log_dir."
             ) from error
         else:
             return folder

@@ -98,8 +98,8 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
     if undone:
         first = undone[0]
         raise RunFailed(
-            f"{len(undone)} of {len(manifest.runs)} runs did not finish; the first is {first.name}"
-            f" ({first.status}: {(first.reason or '').rstrip('.')}). See"
+            f"{len(undone)} of {len(manifest.runs)} runs did not finish. The first is"
+            f" {first.name} ({first.status}: {(first.reason or '').rstrip('.')}). See"
             f" {plan.folder / first.dir / OUTPUT}, then {resume_hint}."
         )
     return manifest
@@ -369,7 +369,7 @@ class _Execution:
         ):
             self._retries[run.name] += 1
             self._board.say(
-                f"{run.name}: {outcome.reason}; restarting it from its last checkpoint."
+                f"{run.name}: {outcome.reason}. Restarting it from its last checkpoint."
             )
             self._waiting.appendleft(run)
             return
@@ -438,7 +438,7 @@ class AutoSqueeze:
             self._say(f"LoRA-Squeeze uses the next run instead: {error}")
             return False
         except (RetrainError, OSError) as error:
-            self._say(f"LoRA-Squeeze failed; the campaign continues: {error}")
+            self._say(f"LoRA-Squeeze failed, and the campaign continues: {error}")
             return True
         for line in squeezed.lines():
             self._say(line)

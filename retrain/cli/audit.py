@@ -46,8 +46,7 @@ def command(
     overrides = flags_after(context, "audit takes one configuration")
     if not target.is_file():
         raise ConfigurationError(
-            f"{target} is not a file; name a configuration, whose [reward] is audited on its"
-            " [data]."
+            f"{target} is not a file; name a configuration with a [reward] and [data]."
         )
     load_dotenv()
     config = load_config(target, overrides)

@@ -21,8 +21,8 @@ def command(
     ] = "",
     form: Form = "text",
 ) -> None:
-    """List engines and backends: what each is and can do, what is installed here, and which
-    versions its tests used.
+    """List engines and backends: what each is and can do, what this machine has, and which versions
+    its tests used.
     """
     from retrain.backends.declared import catalogue
 

@@ -153,7 +153,7 @@ def _compare(
     if campaigns:
         if len(targets) > 1 or len(baseline) > 1:
             raise ConfigurationError(
-                f"{campaigns[0]} is a campaign, and one is compared at a time, with one condition"
+                f"{campaigns[0]} is a campaign; name one campaign at a time, with one condition"
                 " as --baseline."
             )
         return compare_campaign(
@@ -168,7 +168,7 @@ def _compare(
         needs = (
             "--control takes a campaign"
             if control
-            else "runs need --baseline RUN... to be compared with"
+            else "runs need --baseline RUN... for a comparison"
         )
         raise ConfigurationError(f"{no_campaign(targets[0])}, and {needs}.")
     return compare_runs(

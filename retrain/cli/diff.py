@@ -76,7 +76,7 @@ def difference_lines(
         yield f"They are equal until {shorter.path} ends; it has no step {parting.step}."
     elif parting:
         fields = f": {first_of(parting.fields)}" if parting.fields else ""
-        yield f"They part at step {parting.step}, in {parting.record}{fields}."
+        yield f"First difference: step {parting.step}, in {parting.record}{fields}."
     for difference in found.recorded:
         yield f"  {'Other' if parting else 'Other, without effect'}: {difference}."
 

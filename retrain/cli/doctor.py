@@ -126,7 +126,7 @@ def _memory() -> Finding:
 
 def _hub() -> Finding:
     if missing_package("huggingface_hub"):
-        return Finding("hub", "note", "huggingface_hub is not installed", f"`{install_hint()}`")
+        return Finding("hub", "note", "huggingface_hub is missing", f"`{install_hint()}`")
     from huggingface_hub import constants
 
     from retrain.model.hub import why_unreachable
@@ -156,11 +156,11 @@ def _folder() -> Finding:
         return Finding(
             "folder",
             "lacks",
-            f"{Path.cwd()} cannot be written: {error.strerror}",
-            "runs are written to logs/ here; change to a folder of your own, or set --log-dir.",
+            f"{Path.cwd()} is not writable: {error.strerror}",
+            "runs go to logs/ here; change to a folder of your own, or set --log-dir.",
         )
     free = shutil.disk_usage(Path()).free / 2**30
-    return Finding("folder", "ok", f"{Path.cwd()} can be written, {free:.0f} GiB free")
+    return Finding("folder", "ok", f"{Path.cwd()} is writable, {free:.0f} GiB free")
 
 
 def _keys() -> Finding:

@@ -47,4 +47,4 @@ def advice(arguments: Sequence[str]) -> str:
     near = nearest(word, COMMANDS)
     if near:
         return f"did you mean `retrain {near}`?"
-    return f"the commands are {', '.join(COMMANDS)}."
+    return "to train, name a file: `retrain FILE.toml`. `retrain --help` lists the commands."

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from retrain.config.keys import Key
 
 FOOTER = """\
---flag VALUE and --flag=VALUE; --switch and --no-switch; lists as 1,2 or [1, 2];
-tables as repeated KEY=VALUE. --section.key VALUE works for every key, and
-RETRAIN_<SECTION>_<KEY> sets it from the environment.
+Write --flag VALUE or --flag=VALUE, --switch or --no-switch, a list as 1,2 or
+[1, 2], a table as repeated KEY=VALUE. --section.key VALUE works for every key,
+and RETRAIN_<SECTION>_<KEY> sets it from the environment.
 A later one wins: defaults, recipe, file, environment, flags.
 """
 _PAPERS_FIRST = """\
@@ -26,13 +26,13 @@ algorithm_mode = "NAME" takes the settings of a paper; your file wins over them:
 """
 _PAPERS_LAST = """\
 `retrain explain FILE --algorithm-mode NAME` shows what it sets; docs/papers.md has
-its formula, its source and what is not reproduced. It also has the papers whose
+its formula, its source and its gaps. It also has the papers whose
 algorithm is a plugin, or needs a teacher: you start from their file.
 """
 _ASK = """\
 `retrain help KEY` says what a key does, `retrain help SECTION` all keys of a
-section, `retrain man` everything; --KEY VALUE sets one (outside of model,
-algorithm, training, optimizer, backend and logging: --SECTION-KEY VALUE).
+section, `retrain man` everything. --KEY VALUE sets one. Outside of model,
+algorithm, training, optimizer, backend and logging use --SECTION-KEY VALUE.
 """
 
 

@@ -15,7 +15,7 @@ _SCHEMA_LINE = "#:schema retrain.schema.json"
 
 def command(
     template: Annotated[
-        str, typer.Option(help="Which template; --list shows them.")
+        str, typer.Option(help="Name of the template; --list shows them.")
     ] = "quickstart",
     output: Annotated[Path, typer.Option(help="The file to write.")] = Path("retrain.toml"),
     show_list: Annotated[
@@ -43,7 +43,7 @@ def command(
     written = write_files(files, "name another file with --output, or say --force", force)
     there = [str(path) for path in files if path not in written]
     if there:
-        print(f"Already there, as it would be written: {', '.join(there)}.")
+        print(f"Already there with the same content: {', '.join(there)}.")
     if written:
         print(f"Wrote {', '.join(map(str, written))}.")
     run = "retrain" if output == Path("retrain.toml") else f"retrain {output}"

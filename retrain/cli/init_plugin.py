@@ -22,7 +22,7 @@ Kind = Literal[
 
 def command(
     kind: Annotated[
-        Kind, typer.Option(metavar="KIND", help=f"What it is: {', '.join(get_args(Kind))}.")
+        Kind, typer.Option(metavar="KIND", help=f"Kind of plugin: {', '.join(get_args(Kind))}.")
     ],
     name: Annotated[str, typer.Option(help="Its name: of the file and of the function or class.")],
     with_test: Annotated[bool, typer.Option("--with-test", help="Write a test beside it.")] = False,
@@ -37,8 +37,8 @@ def command(
     is_name = re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) and not keyword.iskeyword(name)
     if not is_name or importlib.util.find_spec(name):
         raise ConfigurationError(
-            f"--name {name!r} cannot be a plugin's: it must be a Python name, such as my_{kind},"
-            " and not a word of Python or the name of a module that can be imported already."
+            f"--name {name!r} must be a Python name such as my_{kind}, and not a word of Python"
+            " or the name of an importable module."
         )
     file = output / f"{name}.toml"
     texts = plugin_texts(kind, file)

@@ -29,8 +29,8 @@ def command(
         typer.Option(
             metavar="NAME",
             help=(
-                "Another transform on the same completions, such as gtpo_hicra or grpo+gtpo; may be"
-                " repeated."
+                "Another transform on the same completions, such as gtpo_hicra or grpo+gtpo;"
+                " you may repeat it."
             ),
         ),
     ] = None,
@@ -41,7 +41,7 @@ def command(
     sample: Annotated[
         int | None, typer.Option(help="One completion of the prompt; by default all.")
     ] = None,
-    by: Annotated[Quantity, typer.Option(help="What colors a token.")] = Quantity.ADVANTAGE,
+    by: Annotated[Quantity, typer.Option(help="Color of a token.")] = Quantity.ADVANTAGE,
     detectors: Annotated[
         bool,
         typer.Option("--detectors", help="Show the masks of both planning detectors side by side."),

@@ -81,9 +81,8 @@ def _answer(arguments: list[str]) -> int:
         from retrain.install import install_hint
 
         sentence = (
-            f"this needs {absent}, which is not installed here (retrain-core leaves it out);"
-            f" install retrain itself with `{install_hint()}`, or train on a service with [backend]"
-            ' backend = "tinker".'
+            f"this needs {absent}, which retrain-core leaves out. Install retrain itself with"
+            f' `{install_hint()}`, or train on a service with [backend] backend = "tinker".'
         )
         return _ended_by(EnvironmentFailure(sentence), arguments)
     # `retrain help config | head`: the reader has what it wanted.
@@ -111,7 +110,7 @@ def _require_folder() -> None:
         Path.cwd()
     except FileNotFoundError:
         raise ConfigurationError(
-            "the current folder was deleted; change to one that exists, such as with `cd`."
+            "the current folder no longer exists; change to another one with `cd`."
         ) from None
 
 
@@ -141,7 +140,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         return run_file(arguments)
     raise ConfigurationError(
-        f"{shortened(first)!r} is neither a command nor a file; {advice(arguments)}"
+        f"{shortened(first)!r} is not a command or a file; {advice(arguments)}"
     )
 
 

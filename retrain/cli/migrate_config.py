@@ -114,7 +114,7 @@ def _print(result: Json, whole: bool, check: bool) -> None:
         how = (
             "`retrain migrate-config` with --write or --output does it"
             if result["difference"]
-            else "change what is named above"
+            else "make the changes above"
         )
         print(f"{name} needs migration; {how}.")
     else:
@@ -201,7 +201,7 @@ def _move(document: Any, legacy: list[str], has_header: bool, name: str) -> None
     options = backend["options"]
     if not isinstance(options, MutableMapping):
         raise ConfigurationError(
-            f"{name}: [backend] options is not a table; make it one and migrate again."
+            f"{name}: [backend] options is not a table. Make it one and migrate again."
         )
     for path in legacy:
         key = path.removeprefix("backend.")
@@ -213,9 +213,9 @@ def _move(document: Any, legacy: list[str], has_header: bool, name: str) -> None
             options.comment("; ".join(filter(None, comments)))
         if options.setdefault(new_key, value) != value:
             raise ConfigurationError(
-                f"{name}: [backend] {key} = {toml_value(value)} and [backend.options] {new_key} ="
-                f" {toml_value(options[new_key])} contradict each other; delete one and migrate"
-                " again."
+                f"{name}: [backend] {key} = {toml_value(value)} and [backend.options] {new_key}"
+                f" = {toml_value(options[new_key])} contradict each other. Delete one and"
+                " migrate again."
             )
     if adds_table and list(document)[-1] != "backend":
         # A blank line before the section that follows.

@@ -105,6 +105,6 @@ def _wrong_use(name: str, error: Any, arguments: Sequence[str]) -> str:
         if flag in getattr(getattr(error, "param", None), "opts", ()) and repr(value) not in found:
             found += f", and got {value!r}"
     return (
-        f"`retrain {name}`: {found[:1].lower()}{found[1:]}; an example is `{EXAMPLES[name]}`, and"
-        f" `retrain {name} --help` says more."
+        f"`retrain {name}`: {found[:1].lower()}{found[1:]}. An example is `{EXAMPLES[name]}`,"
+        f" and `retrain {name} --help` says more."
     )

@@ -27,8 +27,8 @@ class Row:
 def command(form: Form = "text") -> None:
     """List what every key that takes a plugin can be: built in, and installed.
 
-    It loads installed plugins and prints why one does not load: an error of its module, a name that
-    is missing, or a name that occurs twice.
+    It loads installed plugins and prints why one does not load, such as an error of its module or a
+    name that occurs twice.
     """
     builtin = [
         Row(kind, name, expected.forms, "built in")
@@ -72,7 +72,7 @@ def _installed(point: EntryPoint, builtin: Sequence[Row], points: Sequence[Entry
         error = str(failed)
     own = " and ".join(KINDS[row.kind].key for row in builtin if row.name == point.name)
     if own:
-        error = f"for {own} its name is found twice, being built in; rename it"
+        error = f"for {own} its name is a built-in one; rename it"
     if sum(other.name == point.name for other in points) > 1:
-        error = "its name is found twice; rename or uninstall one"
+        error = "two plugins have its name; rename or uninstall one"
     return Row("", point.name, signature, place_of(point), error)

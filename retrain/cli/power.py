@@ -51,8 +51,7 @@ def command(
 
     if (pilot is None) == (sd is None):
         raise ConfigurationError(
-            "retrain power needs the spread of the differences: a pilot's folder, or --sd; give one"
-            " of them."
+            "retrain power needs the spread of the differences; give a pilot's folder, or --sd."
         )
     found = read_pilot(pilot, metric) if pilot else None
     if found and found.sd == 0:
@@ -138,7 +137,9 @@ def _design_line(plan: "SeedPlan", spread: "Spread") -> str:
     from retrain.analysis.pilot import MAX_DESIGN_SEEDS
     from retrain.records.terminal import counted
 
-    luck = f"Noise from the seeds alone: sd {_number(spread.luck**0.5)}; no evaluation reduces it"
+    luck = (
+        f"Noise from the seeds alone: sd {_number(spread.luck**0.5)}, which no evaluation reduces"
+    )
     found = plan.cheapest(spread)
     if not found:
         return (

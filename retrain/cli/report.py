@@ -36,7 +36,7 @@ def command(
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(help="The condition that the others are compared with; the first by default."),
+        typer.Option(help="The baseline condition; the first by default."),
     ] = None,
     metric: Annotated[
         str | None, typer.Option(help="Metric to compare, as in `retrain compare`.")
@@ -102,8 +102,8 @@ def _check_output(output: Path | None) -> None:
         return
     if output.suffix in PICTURES:
         raise ConfigurationError(
-            f"--output {output} would be a page of HTML; name it .html, and its figures are written"
-            " beside it as svg and png."
+            f"--output {output} would be an HTML page; name it .html. Its figures go next to it"
+            " as svg and png."
         )
     if output.is_dir():
         raise ConfigurationError(

@@ -66,13 +66,13 @@ def run_file(arguments: Sequence[str]) -> int:
     elif config.kind == "campaign":
         if parsed.overwrite:
             raise ConfigurationError(
-                "--overwrite is for a single run: a flag does not delete a campaign; name another"
-                " --log-dir, or delete the old folder yourself."
+                "--overwrite is for a single run, not for a campaign; name another --log-dir,"
+                " or delete the old folder yourself."
             )
         if parsed.skip_parity:
             raise ConfigurationError(
-                "--skip-parity is for a single run: a comparison needs runs that passed the parity"
-                " gate; leave it out."
+                "--skip-parity is for a single run, since a comparison needs runs that passed"
+                " the parity gate; leave it out."
             )
         from retrain.campaign import run_campaign
 
@@ -99,7 +99,7 @@ def _refuse_run_as_file(parsed: RunArguments) -> None:
 
     if parsed.path and kind_of(parsed.path) == "run":
         raise ConfigurationError(
-            f"{parsed.path} is a run's folder, and no configuration file is given; continue it with"
+            f"{parsed.path} is a run's folder, not a configuration file; continue it with"
             f" `{RunFolder(parsed.path).resume_command}`."
         )
 
@@ -149,8 +149,8 @@ def _refuse_unreadable(folder: "RunFolder", kind: str) -> None:
     if kind in ("run", "campaign"):
         what = "a campaign" if kind == "campaign" else f"no {folder.config.name} yet"
         raise ConfigurationError(
-            f"{path} holds {what}, and no configuration file is given; name the file that the"
-            f" {kind} began with: `retrain FILE --resume {path}`."
+            f"{path} holds {what}. To continue, name the file that the {kind} began with:"
+            f" `retrain FILE --resume {path}`."
         )
     if not path.exists():
         raise ConfigurationError(f"--resume {path} does not exist; name the folder of a run.")
@@ -196,8 +196,8 @@ def _refuse_two_intents(parsed: RunArguments, config: "TrainConfig") -> None:
         and Path(given).resolve() != Path(resumed).resolve()
     ):
         raise ConfigurationError(
-            f"--log-dir {given} is not the folder of [resume] from = {resumed!r}, in which a"
-            " resumed run continues; leave --log-dir out, or copy the folder and resume the copy."
+            f"--log-dir {given} is not the folder of [resume] from = {resumed!r}; leave"
+            " --log-dir out, or copy the folder and resume the copy."
         )
 
 
@@ -208,10 +208,7 @@ def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "SqueezeResult") ->
     it is in the folder of the `runs`, under the name of the adapter.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        return (
-            "The variance curve is not drawn: matplotlib is not installed;"
-            f" {install_hint('report')}."
-        )
+        return f"The variance curve needs matplotlib; {install_hint('report')}."
     from retrain.report.data import SqueezeCurve
     from retrain.report.figures import write_squeeze_picture
     from retrain.tracking.build import SQUEEZE_RUN
@@ -227,7 +224,7 @@ def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "SqueezeResult") ->
         write_squeeze_picture(SqueezeCurve.from_json("", squeezed.to_json()), picture)
     except OSError as error:
         return (
-            f"The variance curve is not drawn: {picture} cannot be written"
+            f"retrain did not draw the variance curve: {picture} is not writable"
             f" ({error.strerror or error})."
         )
     return f"Picture: {picture}"

@@ -36,9 +36,7 @@ def command(
     run: Annotated[
         bool, typer.Option("--run", help="Start it in this terminal instead of printing it.")
     ] = False,
-    python: Annotated[
-        str, typer.Option(help="Python of the environment in which the server is installed.")
-    ] = "python",
+    python: Annotated[str, typer.Option(help="Python of the server's environment.")] = "python",
     prompt_tokens: Annotated[
         int,
         typer.Option(min=0, help="Tokens of the longest prompt; 0 reads the data and counts them."),
@@ -89,8 +87,8 @@ def server_command(
 
     if declared_backend(config).sampler:
         raise ConfigurationError(
-            f'[backend] backend = "{config.backend.backend}" brings its own servers,'
-            f" which take its weights as {engine}'s do not; start them as its documents say, or set"
+            f'[backend] backend = "{config.backend.backend}" brings its own servers, since'
+            f" {engine} cannot take its weights; start them as its documents say, or set"
             ' backend = "local".'
         )
     return engine_kind(engine).server_command(config, needs, python)

@@ -63,8 +63,7 @@ def load_dotenv() -> bool:
         load(path, override=False)
     except (ValueError, OSError) as error:  # It is not UTF-8, or has a NUL.
         raise ConfigurationError(
-            f"{path} cannot be read ({error}); it holds lines NAME=value in UTF-8: correct or"
-            " remove it."
+            f"{path} is not readable ({error}); write lines NAME=value in UTF-8, or remove it."
         ) from error
     return True
 
@@ -117,13 +116,13 @@ def write_files(files: Mapping[Path, str], instead: str, force: bool = False) ->
                 f"--output {path} is a folder; name a file, such as {path / 'retrain.toml'}."
             )
         if path.exists() and not force:
-            raise ConfigurationError(f"{path} exists and is not overwritten; {instead}.")
+            raise ConfigurationError(f"{path} exists, and retrain never overwrites it; {instead}.")
     for path, text in new.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text.encode())
         except FileNotFoundError as error:  # For example, the path is below /proc.
-            raise EnvironmentFailure(f"{path} cannot be written; name another place.") from error
+            raise EnvironmentFailure(f"{path} is not writable; name another place.") from error
     return list(new)
 
 
@@ -134,7 +133,7 @@ def pair_of(text: str) -> tuple[str, str]:
     candidate, colon, baseline = text.partition(":")
     if not (candidate and colon and baseline) or candidate == baseline:
         raise ConfigurationError(
-            f"--contrast {text} is not two conditions as A:B; A is compared with B."
+            f"--contrast {text} is not two conditions as A:B, which compares A with B."
         )
     return candidate, baseline
 

@@ -10,13 +10,13 @@ COMMANDS = {
     "eval": "held-out pass@1 and pass@k of a checkpoint or base model",
     "export": "the adapter, or a merged model, for peft and vLLM",
     "compare": "conditions across seeds: differences, intervals, verdicts",
-    "diff": "the first step and field in which two runs differ",
-    "verify": "take recorded steps again, and compare every byte",
+    "diff": "where two runs first differ, and why",
+    "verify": "recompute steps and compare them byte for byte",
     "report": "one HTML page of a run or campaign",
     "inspect": "the credit of every token of a step, in color",
-    "audit": "how often a reward errs on answers whose verdict is known",
+    "audit": "false negatives and false positives of a reward",
     "power": "how many seeds it takes to find a difference",
-    "xray": "what objective an advantage climbs, before any run",
+    "xray": "which objective an advantage optimizes, before any run",
     "man": "the manual, whole or by topic",
     "help": "the short page, or what a key, section or command does",
     "serve": "the command that starts an inference server",
@@ -75,9 +75,9 @@ FLAGS = {
 
 SWITCHES = {
     "--overwrite": "empty the run's folder first, if retrain made it",
-    "--quiet": "print the start, the evaluations and the end alone",
+    "--quiet": "print only the start, the evaluations and the end",
     "--verbose": "print every line, on a terminal too",
-    "--skip-parity": "do not check that the engine samples what is trained",
+    "--skip-parity": "skip the check that the engine samples the trained policy",
 }
 
 

@@ -1,4 +1,4 @@
-"""`retrain verify`: take recorded steps again and compare every number, token and adapter."""
+"""`retrain verify`: recompute steps and compare every number, token and adapter."""
 
 import re
 from dataclasses import asdict
@@ -30,7 +30,7 @@ def command(
     trust: Trust = False,
     form: Form = "text",
 ) -> None:
-    """Take steps of a run again, from the nearest sealed checkpoint, and compare records, answers,
+    """Recompute steps of a run from the nearest sealed checkpoint, and compare records, answers,
     stored tokens and adapters byte for byte. Exits with 1 at the first difference.
     """
     from retrain.analysis.parting import compared
@@ -107,8 +107,8 @@ def _replay(run: "StoredRun", start: int, stop: int, scratch: Path) -> None:
     except NotResumable as error:
         raise ConfigurationError(
             of_the_run(
-                f"{run.path} cannot be verified from step {start}: {error.problem}; {error.remedy},"
-                " or verify other --steps."
+                f"Verify cannot start from step {start} of {run.path}, since {error.problem};"
+                f" {error.remedy}, or verify other --steps."
             )
         ) from error
     except ConfigurationError as error:
@@ -123,8 +123,8 @@ def _refuse_served(run: "StoredRun") -> None:
 
     if not (backend_kind(run.config.backend.backend).in_process and run.has_counter_noise):
         raise ConfigurationError(
-            f"{run.path} was sampled or trained by a service or a server, whose bytes are not the"
-            " same twice; runs that sample and learn in one process can be verified."
+            f"{run.path} used a service or a server, whose bytes differ each time; verify works"
+            " for runs that sample and learn in one process."
         )
 
 
@@ -148,7 +148,7 @@ def _range(text: str, run: "StoredRun") -> tuple[int, int]:
         start, stop = int(parts[1] or 0), int(parts[2] or taken)
     if not parts or not 0 <= start < stop <= taken:
         raise ConfigurationError(
-            f"--steps {text} is not a range of steps that {run.path} has taken; give A:B with"
-            f" 0 <= A < B <= {taken}, such as 0:{taken}."
+            f"--steps {text} is not a range of the steps of {run.path}; give A:B with 0 <= A <"
+            f" B <= {taken}, such as 0:{taken}."
         )
     return start, stop

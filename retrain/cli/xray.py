@@ -1,4 +1,4 @@
-"""`retrain xray`: what objective an advantage climbs, and how noisily."""
+"""`retrain xray`: which objective an advantage optimizes, and how noisily."""
 
 import sys
 from contextlib import redirect_stdout

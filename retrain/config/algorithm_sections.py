@@ -59,26 +59,26 @@ class Algorithm(Section):
     )
     surprisal_mask_scope: Literal["batch", "group", "completion"] = key(
         "batch",
-        "Tokens over which the mask's threshold is computed.",
+        "Tokens that set the mask's threshold.",
         applies_when="surprisal_mask_rho not in (0)",
     )
     surprisal_mask_denominator: Literal["all", "kept"] = key(
         "all",
-        "Tokens over which the means of [loss] aggregation are taken: all, masked ones as zeros, or"
-        " the kept ones of each update.",
+        "Tokens in the means of [loss] aggregation: all, masked ones as zeros, or the kept"
+        " ones of each update.",
         applies_when="surprisal_mask_rho not in (0)",
     )
     reference: PathText = key(
         "",
-        'Teacher whose log-probs of the sampled tokens a stage may read: "base" (the frozen model),'
-        ' "start" (the weights before the first step of RL), "gold" (the policy itself with the'
-        " answer in its prompt), or the folder of an adapter of this model; empty is none.",
+        'Teacher that scores the sampled tokens; empty is none. "base": the frozen model.'
+        ' "start": the weights before the first RL step. "gold": the policy with the answer in'
+        " its prompt. Else the folder of an adapter of this model.",
         needs="teacher",
     )
     reference_prompt: str = key(
         "{prompt}\n\nThe correct answer is {answer}.",
-        'The last user message of the teacher with reference = "gold"; {prompt} is what the policy'
-        " was given, {answer} the reference answer.",
+        'The last user message of the teacher with reference = "gold"; {prompt} is the'
+        " policy's prompt, {answer} the reference answer.",
         applies_when="reference in (gold)",
     )
     reference_coef: float = key(
@@ -186,7 +186,7 @@ class Gtpo(Section):
     )
     norm: Literal["completion", "group"] = key(
         "completion",
-        "Tokens over which the mean uncertainty is taken.",
+        "Tokens in the mean uncertainty.",
         applies_when="beta not in (0)",
     )
     negative: Literal["same", "inverse"] = key(
@@ -234,7 +234,7 @@ class Sepa(Section):
     )
     warmup: int = key(
         50,
-        "Steps before the reference variance is fixed (auto).",
+        "Steps before SEPA fixes the reference variance (auto).",
         ge=1,
         applies_when="schedule not in (linear)",
     )
@@ -250,16 +250,15 @@ class Sepa(Section):
                             "algorithm.transform_mode",
                             "algorithm.algorithm_mode",
                         ),
-                        '[sepa] steps = 0 with schedule = "linear" keeps lambda at 0, so'
-                        f' "{transform}" would equal the same without SEPA; give steps of 1 or'
-                        ' more, or schedule = "auto"',
+                        '[sepa] steps = 0 with schedule = "linear" turns SEPA off in'
+                        f' "{transform}"; give steps of 1 or more, or schedule = "auto"',
                     )
 
 
 class Planning(Section):
     """The detector of planning tokens."""
 
-    detector: Literal["regex", "semantic"] = key("regex", "How planning tokens are found.")
+    detector: Literal["regex", "semantic"] = key("regex", "Method that finds planning tokens.")
     model: PathText = key(
         "all-MiniLM-L6-v2",
         "Sentence-transformers model of the semantic detector: its name or folder.",

@@ -62,13 +62,13 @@ class Data(Section):
     params: Table = key({}, "Parameters of a data plugin.")
     sampler: Annotated[str, OpenName("sampler")] = key(
         "shuffle",
-        "Which prompts a step takes: each once an epoch, by their difficulty so far, or a plugin.",
+        "Prompts of a step: each once an epoch, by their difficulty so far, or a plugin.",
     )
     sampler_params: Table = key({}, "Parameters of the sampler, such as threshold = 0.9.")
     mix: list[Table] = key(
         [],
-        "Sources to train on together, each a table [[data.mix]] of source or environment, weight,"
-        " name, reward, and the keys of this section in which it differs.",
+        "Sources to train on together, each a table [[data.mix]]. It holds source or"
+        " environment, weight, name, reward, and the keys of this section in which it differs.",
     )
 
     def problems(self, config: Any) -> Violations:
@@ -76,8 +76,8 @@ class Data(Section):
         if not (isinstance(day, str) and _DAY.fullmatch(day)):
             yield Violation(
                 ("data.chat_template_args",),
-                f"[data] chat_template_args: {DATE_ARGUMENT} = {toml_value(day)} is not a day;"
-                ' write one such as "2026-11-28"',
+                f"[data] chat_template_args: {DATE_ARGUMENT} = {toml_value(day)} is not a day"
+                ' such as "2026-11-28"',
             )
         if self.source in ("jsonl", "parquet") and not (self.path or config.environment.provider):
             yield Violation(
@@ -154,7 +154,7 @@ class Reward(Section):
     """The reward of a completion."""
 
     type: RewardType | Annotated[list[RewardType], Field(min_length=1)] = key(
-        "match", "Reward, or a list of rewards whose weighted sum is used."
+        "match", "Reward, or a list of rewards, which retrain adds by weight."
     )
     weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
     combine: Literal["sum", "normalise_then_sum"] = key(
@@ -174,7 +174,7 @@ class Reward(Section):
     )
     judge_base_url: ServerURL = key(
         "",
-        "Where the judge is served, such as http://127.0.0.1:8000/v1; empty means"
+        "Address of the judge, such as http://127.0.0.1:8000/v1; empty means"
         " https://api.openai.com/v1.",
         parameter_of=("judge",),
         may_change_at_resume=True,
@@ -189,8 +189,8 @@ class Reward(Section):
     )
     judge_template: str = key(
         "",
-        "What the judge is asked, with {question}, {reference} and {completion} in their places;"
-        " empty is the built-in question.",
+        "Question to the judge, with {question}, {reference} and {completion} in their"
+        " places; empty is the built-in question.",
         parameter_of=("judge",),
     )
     judge_concurrency: int = key(
@@ -257,12 +257,14 @@ class Reward(Section):
     correct_threshold: float = key(0.5, "A completion is correct when its reward is above this.")
     max_failure_rate: float = key(
         0.05,
-        "Stop when more than this fraction of the last 20 steps' completions could not be judged; 1"
-        " is off.",
+        "Stop when the reward could not judge more than this fraction of the last 20 steps'"
+        " completions; 1 is off.",
         ge=0,
         le=1,
     )
-    deadline_s: float = key(5.0, "Seconds after which a verification is killed.", gt=0)
+    deadline_s: float = key(
+        5.0, "Seconds that a verification may take before retrain kills it.", gt=0
+    )
     workers: int = key(
         0,
         "Worker processes that verify; 0 chooses by the machine.",

@@ -58,7 +58,7 @@ def judging_note(training: TrainConfig, judging: TrainConfig) -> str:
         because = f"the {' + '.join(left_out)} reward says nothing about them"
     if judging.evaluation.reward:
         because = "as [evaluation] reward says"
-    return f"Held-out answers are judged by {' + '.join(judging.reward.types)}: {because}."
+    return f"The reward of held-out answers is {' + '.join(judging.reward.types)}: {because}."
 
 
 def judge_words(judges: Rewards, reward: Reward) -> str:

@@ -54,8 +54,8 @@ class Backend(Section):
     )
     devices: Annotated[str, AfterValidator(check_devices)] = key(
         "gpu:0",
-        "Comma-separated devices; two mean split mode, inference on the first and training on the"
-        " last; unset falls back to cpu.",
+        "Comma-separated devices. Two mean split mode: inference on the first, training on the"
+        " last. Unset falls back to cpu.",
         meaningful_unset=True,
         sets_step_time=True,
         not_for_a_condition=(
@@ -65,8 +65,8 @@ class Backend(Section):
     )
     shard_base: bool = key(
         False,
-        "Shard the frozen layers over the processes of torchrun, for a model too big for one GPU;"
-        " layers are gathered one at a time.",
+        "Shard the frozen layers over the processes of torchrun, for a model too big for one"
+        " GPU. A process gathers one layer at a time.",
         may_change_at_resume=True,
         needs="shards",
     )
@@ -79,8 +79,9 @@ class Backend(Section):
     )
     options: Annotated[Table, AfterValidator(_expanded_options)] = key(
         {},
-        "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_*, wire,"
-        " output_dir and trainer_ranks; tinker knows base_model, loss_reduction and timeout_s.",
+        "Options of one backend. prime_rl knows transport, zmq_*, strict_advantages, sync_*,"
+        " wire, output_dir and trainer_ranks. tinker knows base_model, loss_reduction and"
+        " timeout_s.",
     )
     max_concurrent: int = key(
         4,
@@ -107,9 +108,9 @@ class Backend(Section):
         """
         if self.shard_base and processes == 1:
             raise ConfigurationError(
-                "[backend] shard_base = true splits the frozen weights over the processes of"
-                " torchrun, and this run has one process; start the run by torchrun"
-                " --nproc-per-node N -m retrain, or leave shard_base false."
+                "[backend] shard_base = true needs several processes, and this run has one;"
+                " start it by torchrun --nproc-per-node N -m retrain, or leave shard_base"
+                " false."
             )
         return self.shard_base
 
@@ -160,8 +161,8 @@ class Backend(Section):
                     yield f"{name} = {value} is refused; allowed: {allowed}"
         if self.options.get("strict_advantages") is False:
             yield (
-                "strict_advantages = false is refused, since it would average per-token advantages"
-                " in silence; leave it true"
+                "strict_advantages = false would average per-token advantages silently; leave"
+                " it true"
             )
 
 
@@ -173,7 +174,7 @@ class PrimeRLOptions(Section):
     zmq_port: int = key(5555, "Port of the ZMQ transport.", ge=1, le=65535)
     zmq_hwm: int = key(10, "Messages that ZMQ holds before it drops or blocks.", ge=1)
     strict_advantages: bool = key(
-        True, "Must stay true: per-token advantages are never averaged silently."
+        True, "Must stay true: retrain never averages per-token advantages silently."
     )
     sync_wait_s: float = key(
         30,
@@ -199,8 +200,8 @@ class TinkerOptions(Section):
     base_model: str = key("", "Name of the base model at the service; empty means [model] model.")
     loss_reduction: Literal["sum", "mean"] = key(
         "sum",
-        "How the service adds up a loss: sum, as the hosted one does, or mean over positions and"
-        " rows (SkyRL's JAX backend); the gradient is normalized by [loss] aggregation either way.",
+        "How the service adds up a loss. The hosted one takes the sum, SkyRL's JAX backend the"
+        " mean over positions and rows. [loss] aggregation normalizes the gradient either way.",
     )
     timeout_s: float = key(1800, "Maximum wait for one answer, in seconds.", gt=0)
 
@@ -224,13 +225,14 @@ class Model(Section):
     )
     train: Literal["lora", "full"] = key(
         "lora",
-        "The weights that are trained: a LoRA adapter, or full, all weights of the language model.",
+        "The weights that retrain trains: a LoRA adapter, or full, all weights of the language"
+        " model.",
         sets_step_time=True,
         needs="all_weights",
     )
     lora_rank: int = key(
         32,
-        "LoRA rank; alpha is twice the rank unless [lora] alpha is set.",
+        "LoRA rank; alpha is twice the rank unless you set [lora] alpha.",
         ge=1,
         sets_step_time=True,
         needs="optimizer",
@@ -276,7 +278,7 @@ class Training(Section):
         ge=0,
         may_change_at_resume=True,
         not_for_a_condition=(
-            "conditions are compared after the same steps, so [campaign] max_steps gives it"
+            "all conditions need the same steps, so [campaign] max_steps gives it"
         ),
     )
     batch_size: int = key(8, "Prompts per step.", ge=1, le=MAX_COMPLETIONS, sets_step_time=True)
@@ -357,16 +359,16 @@ class Training(Section):
     )
     dynamic_sampling: int = key(
         0,
-        "Maximum number of times that a group whose rewards are all equal is sampled again;"
-        " correct_rate, mean_reward and SEPA's gate use the first draws, which are not"
-        " selected by reward.",
+        "Maximum number of times that retrain samples a group of equal rewards again. The"
+        " metrics correct_rate and mean_reward and SEPA's gate use the first draws, so"
+        " resampling does not bias them.",
         ge=0,
         le=1000,
     )
     max_examples: int = key(0, "Number of the data source's examples to use; 0 uses all.", ge=0)
     save_every: int = key(
         20,
-        "Steps between checkpoints; 0 saves only at the end and when the run is stopped.",
+        "Steps between checkpoints; 0 saves only at the end and when the run stops.",
         ge=0,
         may_change_at_resume=True,
         own_to_a_run=True,
@@ -401,21 +403,21 @@ class Training(Section):
         if self.top_k == 1:
             yield Violation(
                 ("training.top_k",),
-                "[training] top_k = 1 keeps one token, so all completions of a prompt are equal"
-                " and nothing is learned; give 0 (off) or 2 or more",
+                "[training] top_k = 1 makes all completions of a prompt equal, so the run"
+                " learns nothing; give 0 (off) or 2 or more",
             )
         if self.keep_checkpoints == 1:
             yield Violation(
                 ("training.keep_checkpoints",),
-                "[training] keep_checkpoints = 1 would leave nothing to fall back on when the"
-                " newest is damaged; give 0 (all) or 2 or more",
+                "[training] keep_checkpoints = 1 leaves no second checkpoint to fall back on;"
+                " give 0 (all) or 2 or more",
             )
         completions = self.batch_size * self.group_size
         if completions > MAX_COMPLETIONS:
             yield Violation(
                 ("training.batch_size", "training.group_size"),
-                f"[training] batch_size x group_size = {completions:,} completions per step, which"
-                f" are held in memory at once; give {MAX_COMPLETIONS:,} at most",
+                f"[training] batch_size x group_size = {completions:,} completions per step,"
+                f" and memory holds them all at once; give {MAX_COMPLETIONS:,} at most",
             )
         if self.minibatches > completions:
             yield Violation(
@@ -494,7 +496,8 @@ class Loss(Section):
     clip_low: float | None = key(
         None,
         "Lower clip distance of the ratio (ppo, gspo), bound of it (cispo), or distance of its"
-        " logarithm (gmpo) or of the probability (dppo); unset is 0.2, 3e-4, 0, 0.4, 0.15 by mode.",
+        " logarithm (gmpo) or of the probability (dppo). Unset is 0.2, 3e-4, 0, 0.4, 0.15 by"
+        " mode.",
         ge=0,
         meaningful_unset=True,
         example=0.2,
@@ -505,7 +508,8 @@ class Loss(Section):
     clip_high: float | None = key(
         None,
         "Upper clip distance of the ratio (ppo, gspo), bound of it (cispo), or distance of its"
-        " logarithm (gmpo) or of the probability (dppo); unset is 0.2, 4e-4, 4, 0.4, 0.15 by mode.",
+        " logarithm (gmpo) or of the probability (dppo). Unset is 0.2, 4e-4, 4, 0.4, 0.15 by"
+        " mode.",
         ge=0,
         meaningful_unset=True,
         example=0.2,
@@ -535,24 +539,24 @@ class Loss(Section):
     )
     correction_low: float = key(
         0.5,
-        "Tokens (icepop) or completions (seq_mask, geometric) with a correction weight below this"
-        " are dropped.",
+        "Drop tokens (icepop) or completions (seq_mask, geometric) with a correction weight"
+        " below this.",
         ge=0,
         movable=True,
     )
     correction_high: float = key(
         5.0,
-        "Tokens (icepop) or completions (seq_mask, geometric) with a correction weight above this"
-        " are dropped.",
+        "Drop tokens (icepop) or completions (seq_mask, geometric) with a correction weight"
+        " above this.",
         gt=0,
         movable=True,
     )
     aggregation: Annotated[str, OpenName("aggregation")] = key(
         "token_mean",
-        "How token losses become an update's loss, built in or a plugin: means are over the"
-        " completions with an advantage, constant divides by max_tokens for every judged completion"
-        " of the step, sum does not divide; unset is token_mean, or constant with algorithm_mode"
-        " grpo_constant.",
+        "How token losses become an update's loss, built in or a plugin. Means are over the"
+        " completions with an advantage. constant divides by max_tokens for every judged"
+        " completion of the step. sum does not divide. Unset is token_mean, or constant with"
+        " algorithm_mode grpo_constant.",
         meaningful_unset=True,
     )
     kl_coef: float = key(
@@ -565,14 +569,15 @@ class Loss(Section):
     )
     kl_reference: Literal["base", "start"] = key(
         "base",
-        "Policy from which the KL divergence is measured: the frozen base model, or the weights"
-        " before the first step of RL, after [sft] or [lora] init_from.",
+        "Reference policy of the KL divergence: the frozen base model, or the weights before"
+        " the first RL step, after [sft] or [lora] init_from.",
         needs="start",
     )
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "k3",
-        "Per-token KL estimator. Its expected gradient is the gradient of KL(policy || base) for"
-        " k2, of KL(base || policy) for k3, and 0 for k1, which is refused.",
+        "Per-token KL estimator. k2 has the expected gradient of KL(policy || base), k3 of"
+        " KL(base || policy). retrain refuses k1 as a loss term, since its expected gradient"
+        " is 0.",
         applies_when="kl_coef not in (0)",
     )
     entropy_coef: float = key(
@@ -598,9 +603,9 @@ class Loss(Section):
     )
     old_logprobs: Literal["sampler", "recomputed"] = key(
         "sampler",
-        "Log-probs in the ratio's denominator: the sampler's, or recomputed by the learner before"
-        " the first update, under the same dropout masks; unset is sampler, or recomputed with mode"
-        " gspo in half precision.",
+        "Log-probs in the ratio's denominator, from the sampler or recomputed. The learner"
+        " recomputes them before the first update, with the same dropout masks. Unset is"
+        " sampler, or recomputed with mode gspo in half precision.",
         meaningful_unset=True,
         needs="correction",
     )
@@ -625,9 +630,8 @@ class Loss(Section):
         if self.kl_coef > 0 and self.kl_estimator == "k1":
             yield Violation(
                 ("loss.kl_estimator", "loss.kl_coef"),
-                '[loss] kl_estimator = "k1" as a loss term has an expected gradient of 0, so it'
-                ' would add noise and no pull towards the base; use "k2" for KL(policy || base), or'
-                ' "k3" for KL(base || policy)',
+                '[loss] kl_estimator = "k1" as a loss term has an expected gradient of 0; use'
+                ' "k2" (KL of policy to base) or "k3" (base to policy)',
             )
         for mode in dict.fromkeys(condition.algorithm_mode for condition in config.conditions):
             fixed = fixed_aggregation(mode)
@@ -649,15 +653,15 @@ class Loss(Section):
         if self.correction == "geometric" and not bounded:
             yield Violation(
                 ("loss.correction", "loss.correction_low", "loss.correction_high"),
-                '[loss] correction = "geometric" needs correction_low and correction_high, since'
-                " the mean ratio of a completion stays near 1 and the defaults would drop none;"
-                " give bounds such as 0.999 and 1.001",
+                '[loss] correction = "geometric" needs correction_low and correction_high,'
+                " such as 0.999 and 1.001; a completion's mean ratio stays near 1, so the"
+                " defaults drop none",
             )
         if self.correction_low > self.correction_high:
             yield Violation(
                 ("loss.correction_low", "loss.correction_high"),
                 f"[loss] correction_low = {self.correction_low} is above correction_high ="
-                f" {self.correction_high}, so every token is dropped",
+                f" {self.correction_high}, which drops every token",
             )
 
     def _clip_problems(self) -> Violations:
@@ -672,9 +676,8 @@ class Loss(Section):
             unset = " (its default)" if self.clip_high is None else ""
             yield Violation(
                 ("loss.clip_low", "loss.clip_high", "loss.mode"),
-                f"[loss] clip_low = {low} is above clip_high = {high}{unset}, and with mode ="
-                f' "cispo" they bound the ratio itself; give a clip_low of at most {high}, or raise'
-                " clip_high",
+                f"[loss] clip_low = {low} is above clip_high = {high}{unset}, and mode ="
+                f' "cispo" bounds the ratio by both; give at most {high}, or raise clip_high',
             )
         if self.mode in ("ppo", "gspo") and low >= 1:
             yield Violation(

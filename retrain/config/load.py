@@ -77,8 +77,8 @@ def load_config(
         and config.model_fields_set <= _SECTIONS_OF_A_SQUEEZE_JOB
     ):
         raise ConfigurationError(
-            f"{file}: [squeeze] needs adapter_path, the folder of the adapter to squeeze, such as"
-            " logs/lab/checkpoints/final; for a training run leave [squeeze] out."
+            f"{file}: [squeeze] needs adapter_path, the folder of an adapter, such as"
+            " logs/lab/checkpoints/final. To train, leave [squeeze] out."
         )
     return config
 
@@ -199,11 +199,9 @@ def read_text(file: Path, named: bool = True) -> str:
             f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8."
         ) from error
     except IsADirectoryError as error:
-        raise ConfigurationError(
-            f"{file} is a folder, and a TOML file is expected; name the file."
-        ) from error
+        raise ConfigurationError(f"{file} is a folder; name a TOML file.") from error
     except OSError as error:
-        raise ConfigurationError(f"{file} cannot be read: {error.strerror}.") from error
+        raise ConfigurationError(f"{file} is not readable: {error.strerror}.") from error
 
 
 def parse_named(text: str, name: str) -> Json:

@@ -94,8 +94,8 @@ def wrong_key(config: "TrainConfig", path: str) -> str:
         close = nearest(path, allowed)
         hint = f'; did you mean "{close}"?' if close else ""
         return (
-            f"is not read anew in each step; these are: {', '.join(allowed)}, and the numbers of"
-            f" {', '.join(TABLES)}{hint}"
+            f"is not a key that a schedule can move. It can move {', '.join(allowed)}, and the"
+            f" numbers of {', '.join(TABLES)}{hint}"
         )
     training = config.training
     if path == "training.lr" and (training.lr_schedule != "constant" or training.lr_warmup_steps):
@@ -110,8 +110,8 @@ def wrong_points(points: Any) -> str:
     """Say what is wrong with a schedule, as the end of a sentence; "" for a right one."""
     if not isinstance(points, list):
         return (
-            f"is {toml_value(points)}, and must be a list of points [step, value], such as"
-            " [[0, 0.01], [200, 0.0]]; a value that does not move belongs into the key's section"
+            f"is {toml_value(points)}, and must be a list of points [step, value], such as [[0,"
+            " 0.01], [200, 0.0]]. A value that does not move belongs into the key's section"
         )
     for point in points:
         if not (isinstance(point, list) and len(point) == 2 and all(map(_is_number, point))):

@@ -86,7 +86,7 @@ def _backend_lacks(part: Part) -> dict[str, str]:
         {
             "entropy_bonus": (declared.entropy, "its learner has no entropies; leave it at 0"),
             "kept_sets": (sampler is None or sampler.kept_set, _NO_KEPT_SETS),
-            "loss": (declared.losses, "its loss is configured elsewhere; leave it out here"),
+            "loss": (declared.losses, "its trainer has its own loss settings; leave it out here"),
             "shards": (
                 part.facts.in_process,
                 "it holds the model in its own way; leave it false",
@@ -128,7 +128,7 @@ def _engine_lacks(part: Part) -> dict[str, str]:
 
 
 _NO_KEPT_SETS = (
-    "the loss is over the kept tokens, and it does not report how many were kept; leave it off, or"
+    "the loss is over the kept tokens, and it does not report their number; leave it off, or"
     ' use engine = "pytorch"'
 )
 

@@ -165,7 +165,7 @@ def table_entry(text: str, flag: str) -> Json:
     parsed = (_toml(f"value = {value}") or {"value": None})["value"]
     if parsed is None and value.lstrip().startswith(_TOML_STRUCTURE):
         raise ConfigurationError(
-            f"flag {flag} {text!r}: the value is not valid TOML; quote it if it is a string."
+            f"flag {flag} {text!r} is not valid TOML; quote it if it is a string."
         )
     # A bare word is a string, and so is a date.
     if not isinstance(parsed, (str, int, float, bool, list, dict)):

@@ -81,15 +81,15 @@ class Evaluation(Section):
     )
     tasks: Annotated[Json, AfterValidator(check_tasks)] = key(
         {},
-        "What differs for a source of the list, by its name: samples, temperature, max_examples,"
+        "Settings of a source of the list, by its name: samples, temperature, max_examples,"
         " and path, a local copy of its data.",
         example={"aime24": {"samples": 32}},
     )
     reward: Annotated[str, OpenName("reward", may_be_empty=True)] = key(
         "",
-        "Reward that judges held-out answers, with the parameters of [reward]; empty means"
-        " training's without random, overlong and majority, and in campaigns the base's for all"
-        " conditions.",
+        "Reward that judges held-out answers, with the parameters of [reward]. Empty means"
+        " training's without random, overlong and majority, and in campaigns the base's for"
+        " all conditions.",
     )
     max_examples: int = key(200, "Maximum number of problems evaluated; 0 uses all.", ge=0)
     samples: int = key(1, "Completions sampled per problem.", ge=1, le=MAX_COMPLETIONS)
@@ -111,7 +111,7 @@ class Evaluation(Section):
     )
     top_k: int | None = key(
         None,
-        "As [training] top_k, for held-out samples; unset means training's.",
+        "Top-k of held-out samples; unset means [training] top_k.",
         ge=0,
         meaningful_unset=True,
         echoes_training=True,
@@ -119,7 +119,7 @@ class Evaluation(Section):
     )
     top_p: float | None = key(
         None,
-        "As [training] top_p, for held-out samples; unset means training's.",
+        "Top-p of held-out samples; unset means [training] top_p.",
         gt=0,
         le=1,
         meaningful_unset=True,
@@ -128,14 +128,14 @@ class Evaluation(Section):
     )
     min_p: float | None = key(
         None,
-        "As [training] min_p, for held-out samples; unset means training's.",
+        "Min-p of held-out samples; unset means [training] min_p.",
         ge=0,
         lt=1,
         meaningful_unset=True,
         echoes_training=True,
         example=0.0,
     )
-    k: list[Positive] = key([1], "Values of k for which pass@k is reported.", min_length=1)
+    k: list[Positive] = key([1], "Values of k of pass@k.", min_length=1)
 
     @property
     def sources(self) -> list[str]:
@@ -219,8 +219,8 @@ class Inference(Section):
     )
     url: ServerURL | Annotated[list[ServerURL], Field(min_length=1)] = key(
         "",
-        "Server of the engines other than pytorch, such as http://127.0.0.1:8000; requests are"
-        " balanced over a list.",
+        "Server of the engines other than pytorch, such as http://127.0.0.1:8000; a list"
+        " shares the requests.",
         may_change_at_resume=True,
         own_to_a_run=True,
         needs="server",
@@ -247,8 +247,8 @@ class Inference(Section):
     )
     patience_s: float = key(
         600.0,
-        "Seconds for which a server that is busy or gone is asked again before the run stops; it is"
-        " saved, and can be resumed.",
+        "Seconds for which retrain asks a busy or absent server again before it saves and"
+        " stops the run.",
         gt=0,
         may_change_at_resume=True,
         own_to_a_run=True,
@@ -264,9 +264,9 @@ class Inference(Section):
     )
     attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key(
         "default",
-        "Attention implementation. default: torch's flash kernel where it runs, else torch's"
-        " choice. flash: that or nothing. cutlass: torch's other CUDA kernel. triton and tk are"
-        " refused.",
+        "Attention implementation. The default is torch's flash kernel where it runs, else"
+        " torch's choice. With flash a run needs that kernel. The kernel cutlass is torch's"
+        " other one for CUDA. This engine lacks triton and tk.",
         needs="engine kernels",
     )
     dtype: Literal["auto", "bf16", "fp8", "fp4"] = key(
@@ -284,10 +284,10 @@ class Inference(Section):
     )
     mismatch_limit: float | None = key(
         None,
-        "Stop the run when log_ratio_mean, the mean |learner - sampler log-prob| in nats before a"
-        " step's first update, exceeds this for 3 steps in a row; 0 is off; unset is ten times the"
-        " parity gate's own mean, at least 1e-3 (half precision: 0.02), and off with dropout or in"
-        " split mode.",
+        "Stop the run when log_ratio_mean exceeds this for 3 steps in a row; 0 is off. The"
+        " metric is the mean |learner - sampler log-prob| in nats before a step's first"
+        " update. Unset is ten times the parity gate's own mean, at least 1e-3 (half precision"
+        " 0.02), and off with dropout or in split mode.",
         ge=0,
         meaningful_unset=True,
         example=0.02,
@@ -317,7 +317,9 @@ class Backpressure(Section):
     """Batch size that follows measured throughput."""
 
     enabled: bool = key(False, "Adapt the batch size.")
-    warmup_steps: int = key(10, "Steps to collect before the throughput model is fitted.", ge=1)
+    warmup_steps: int = key(
+        10, "Steps to collect before the first fit of the throughput model.", ge=1
+    )
     ema_decay: float = key(0.9, "Decay of the throughput's moving average.", ge=0, lt=1)
     throttle_margin: float = key(0.85, "Target fraction of the optimal concurrency.", gt=0, le=1)
     increase_margin: float = key(
@@ -332,7 +334,7 @@ class Backpressure(Section):
         0.0, "Peak memory bandwidth in GB/s for roofline hints; 0 skips them.", ge=0
     )
     cooldown: int = key(5, "Minimum number of steps between two changes.", ge=0)
-    min_r2: float = key(0.5, "Smallest R squared at which a fit is trusted.", ge=0, le=1)
+    min_r2: float = key(0.5, "Smallest R squared of a fit that retrain trusts.", ge=0, le=1)
     weights: Literal["relative", "none"] = key("relative", "Weights of the fit.")
 
     def problems(self, config: Any) -> Violations:
@@ -345,8 +347,8 @@ class Backpressure(Section):
         if self.enabled and len(config.backend.device_list) > 1:
             yield Violation(
                 ("backpressure.enabled", "backend.devices"),
-                "[backpressure] enabled = true with two [backend] devices, where a step is sampled"
-                " before the one before it has been measured; name one device, or leave it false",
+                "[backpressure] enabled = true needs one [backend] device, since two sample a"
+                " step before the last one's measurement; name one, or leave it false",
             )
 
 
@@ -371,7 +373,7 @@ class Squeeze(Section):
         "cpu", "Torch device of the SVD."
     )
     rule: Literal["mean", "min"] = key(
-        "mean", "What must keep the variance: the mean of the layers, or the worst layer."
+        "mean", "Layers that must keep the variance: their mean, or the worst one."
     )
     per_layer: bool = key(False, "Choose a rank for each layer.")
     evaluate: bool = key(False, "Evaluate the compressed adapter.")
@@ -416,8 +418,8 @@ class Logging(Section):
     )
     label: Annotated[str, AfterValidator(check_label)] = key(
         "",
-        "Name of the condition in metrics and on the screen; empty means {advantage}+{transform};"
-        " campaigns set it.",
+        "Name of the condition in metrics and on the screen; campaigns set it. Empty means"
+        " {advantage}+{transform}.",
         not_for_a_condition="label names the condition",
     )
     wandb_project: str = key("", "Weights & Biases project; setting it switches wandb on.")

@@ -96,7 +96,7 @@ class TrainConfig(AllSections):
             return data
         data, both_given = moved_aliases(data)
         if both_given:
-            sentence = "{} is another name of {} and both are given; keep the second"
+            sentence = "{} is another name of {}, and the file has both; keep the second"
             pairs = [(alias, ALIASES[alias]) for alias in both_given]
             raise RuleViolations(
                 [Violation(pair, sentence.format(*map(bracketed, pair))) for pair in pairs]
@@ -135,9 +135,9 @@ class TrainConfig(AllSections):
                 why = "gives no value" if is_settable(path) else "names no key that a grid may vary"
                 yield Violation(
                     ("campaign.grid",),
-                    f'[campaign.grid] "{path}" = {toml_value(values)} {why}; name a key of a run'
-                    ' and its values, such as "training.lr" = [1e-5, 4e-5], and write algorithms'
-                    " and seeds as [[campaign.conditions]] and [campaign] seeds",
+                    f'[campaign.grid] "{path}" = {toml_value(values)} {why}; name a key of a'
+                    ' run and its values, such as "training.lr" = [1e-5, 4e-5]. Algorithms and'
+                    " seeds belong to [[campaign.conditions]] and [campaign] seeds",
                 )
 
     def __eq__(self, other: object) -> bool:

@@ -195,8 +195,8 @@ class Campaign(Section):
     )
     margin: float | None = key(
         None,
-        "Differences in the held-out accuracy below this are called equivalent; unset plans no such"
-        " verdict.",
+        "A difference in the held-out accuracy below this counts as equivalent; unset plans no"
+        " such verdict.",
         gt=0,
         lt=1,
         meaningful_unset=True,
@@ -219,7 +219,7 @@ class Campaign(Section):
     )
     launcher: Literal["local", "ray", "array"] = key(
         "local",
-        'What starts the runs; "array": the tasks of a cluster\'s job array, a run each.',
+        'Launcher; "array" is a cluster\'s job array, one run per task.',
     )
     ray_address: str = key(
         "",
@@ -228,7 +228,7 @@ class Campaign(Section):
     )
     max_retries: int = key(
         2,
-        "Times that a run is restarted after its worker was lost (killed, or its machine gone).",
+        "Restarts of a run after the loss of its worker (killed, or its machine gone).",
         ge=0,
     )
     devices_per_run: int = key(1, "Devices of one run; two sample and train at once.", ge=1, le=2)
@@ -299,7 +299,7 @@ class Campaign(Section):
             yield Violation(
                 ("campaign.max_seeds", "campaign.seeds"),
                 f"[campaign] max_seeds = {self.max_seeds} is below the {len(self.seeds)} seeds"
-                " that are named; raise it, or name fewer",
+                " of the list; raise it, or name fewer",
             )
         if max(self.seeds) + max(0, self.max_seeds - len(self.seeds)) > MAX_SEED:
             yield Violation(

@@ -186,8 +186,8 @@ def _unknown_section(name: str, data: Mapping[str, Any]) -> str:
 def _unknown_key(section: str, name: str, place: Place) -> str:
     if section == "backend" and name.startswith(LEGACY_PREFIX):
         return (
-            f"[backend] {name} was moved to [backend.options] {name.removeprefix(LEGACY_PREFIX)}; "
-            f"run `retrain migrate-config {place.file} --write` to rewrite the file"
+            f"[backend] {name} is now in [backend.options] {name.removeprefix(LEGACY_PREFIX)};"
+            f" run `retrain migrate-config {place.file} --write` to rewrite the file"
         )
     own = [key.name for key in all_keys() if key.section == section]
     others = [key.section for key in all_keys() if key.name == name]

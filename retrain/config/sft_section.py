@@ -43,8 +43,8 @@ class Sft(Section):
     )
     max_tokens: int = key(
         0,
-        "Maximum number of tokens of prompt and completion; a longer trace is left out. 0 is the"
-        " model's context.",
+        "Maximum number of tokens of prompt and completion; retrain leaves out longer traces."
+        " 0 is the model's context.",
         ge=0,
         sizes_memory=True,
     )
@@ -73,8 +73,8 @@ class Sft(Section):
             name = min(asked, key=list(type(self).model_fields).index)
             yield Violation(
                 ("sft.steps", f"sft.{name}"),
-                f"[sft] {name} = {toml_value(getattr(self, name))} is set, and neither steps nor"
-                " epochs says how long the stage is; set one of them, or steps = 0 for no stage",
+                f"[sft] {name} = {toml_value(getattr(self, name))} needs the length of the"
+                " stage; set steps or epochs, or steps = 0 for no stage",
             )
         beside = "environment.provider" if config.environment.provider else "data.mix"
         if self.is_on and not self.source and config.value(beside):
@@ -86,6 +86,6 @@ class Sft(Section):
         if not config.training.max_steps and not self.is_on:
             yield Violation(
                 ("training.max_steps", "sft.steps"),
-                "[training] max_steps = 0 is for a run that ends after its supervised stage, and"
-                " [sft] has no steps or epochs; give max_steps of at least 1, or [sft] steps",
+                "[training] max_steps = 0 needs a supervised stage, and [sft] has no steps or"
+                " epochs; give max_steps of at least 1, or [sft] steps",
             )

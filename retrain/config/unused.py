@@ -122,7 +122,7 @@ ROWS = (
     ),
     Row(
         "squeeze.compress_to squeeze.per_layer squeeze.evaluate",
-        "no output_path is given, so nothing is compressed",
+        "without output_path the job compresses nothing",
         lambda c: c.kind != "run" and (not c.squeeze.output_path),
     ),
     Row(
@@ -144,7 +144,7 @@ ROWS = (
     ),
     Row(
         "environment.*",
-        "no environment provider is set",
+        "[environment] has no provider",
         lambda c: not c.environment.provider,
         but="environment.provider",
     ),
@@ -160,7 +160,7 @@ ROWS = (
     ),
     Row(
         "evaluation.source evaluation.reward",
-        "the evaluation set of [environment] is used, and its rubric scores",
+        "[environment] gives the evaluation set, and its rubric scores",
         _has_environment,
     ),
     Row(
@@ -185,7 +185,7 @@ ROWS = (
     ),
     Row(
         "data.prompt_column data.answer_column",
-        "this source's columns are fixed",
+        "this source has fixed columns",
         lambda c: c.data.source in ("math", "gsm8k", "lab"),
     ),
     Row(
@@ -213,7 +213,7 @@ ROWS = (
     ),
     Row(
         "algorithm.params",
-        "no algorithm_mode is set",
+        "[algorithm] has no algorithm_mode",
         lambda c: not any(replaces_modes(x.algorithm_mode) for x in c.conditions),
     ),
     Row(
@@ -274,13 +274,13 @@ ROWS = (
     ),
     Row(
         "evaluation.*",
-        "no evaluation is asked for (every, at_start, at_end)",
+        "evaluation is off (every, at_start, at_end)",
         _no_evaluation,
         but="evaluation.every evaluation.at_start evaluation.at_end",
     ),
     Row(
         "backpressure.*",
-        "back pressure is not enabled",
+        "back pressure is off",
         lambda c: not c.backpressure.enabled,
         but="backpressure.enabled",
     ),
@@ -292,12 +292,12 @@ ROWS = (
     ),
     Row(
         "logging.wandb_entity logging.wandb_tags",
-        "no wandb_project is set",
+        "[logging] has no wandb_project",
         _no_tracker_of("wandb"),
     ),
     Row(
         "logging.wandb_run_name logging.wandb_group",
-        "neither wandb nor trackio is asked for",
+        "[logging] trackers has neither wandb nor trackio",
         _no_tracker_of("wandb", "trackio"),
     ),
     Row("logging.label", "the conditions of the campaign have their own", _campaign),
@@ -353,7 +353,7 @@ def _reasons(config: TrainConfig, key: Key) -> Iterator[str]:
     yield from (row.because for row in _rows_of(key.path) if row.when(config))
     traits = key.traits
     if traits.parameter_of and _rewards(config).isdisjoint(traits.parameter_of):
-        yield f"no {' or '.join(traits.parameter_of)} reward is used"
+        yield f"the run has no {' or '.join(traits.parameter_of)} reward"
     owners = [name for name, bounds in table("correction").items() if key.name in bounds]
     if owners and key.section == "loss" and config.loss.correction not in owners:
         yield f"it belongs to correction = {listed(map(toml_value, owners))}"

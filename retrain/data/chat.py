@@ -66,8 +66,8 @@ def render_text(tokenizer: "PreTrainedTokenizerBase", example: Example, data: "D
             if key not in str(tokenizer.chat_template):
                 raise ConfigurationError(
                     f"[data] source: {example.example_id} has {key}, which the chat template of"
-                    f" {tokenizer.name_or_path} does not write; use a model for tools, or prompts"
-                    f" without {key}."
+                    f" {tokenizer.name_or_path} does not write. Use a model for tools, or"
+                    f" prompts without {key}."
                 )
         return _apply_chat_template(
             tokenizer,
@@ -79,8 +79,8 @@ def render_text(tokenizer: "PreTrainedTokenizerBase", example: Example, data: "D
     if any(message["role"] not in ("system", "user") for message in messages):
         raise ConfigurationError(
             f"[data] source: the prompt of {example.example_id} is a conversation, and the"
-            f" tokenizer of {tokenizer.name_or_path} has no chat template; use an instruction-tuned"
-            " model, or prompts that are text."
+            f" tokenizer of {tokenizer.name_or_path} has no chat template. Use an"
+            " instruction-tuned model, or text prompts."
         )
     return _PLAIN_JOIN.join(message["content"] for message in messages)
 
@@ -202,7 +202,7 @@ def _apply_chat_template(
     ours = sorted(set(arguments) & set(_OURS))
     if ours:
         raise ConfigurationError(
-            f"[data] chat_template_args: {ours[0]} is set by retrain itself; give only variables of"
+            f"[data] chat_template_args: retrain itself sets {ours[0]}. Give only variables of"
             " the model's template, such as { enable_thinking = false }."
         )
     try:
@@ -225,8 +225,8 @@ def _apply_chat_template(
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigurationError(
             f"The chat template of {tokenizer.name_or_path} refuses a conversation of the roles"
-            f" {roles}: {first_line(error)}; change [data] system_prompt, chat_template_args or the"
-            " prompts."
+            f" {roles}: {first_line(error)}. Change [data] system_prompt, chat_template_args or"
+            " the prompts."
         ) from error
 
 

@@ -56,8 +56,8 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     repeated = len(result.examples) - len({example.example_id for example in result.examples})
     if repeated:
         result.notes.append(
-            "Examples that share their example_id with another, so that their results are counted"
-            f" together: {repeated:,}"
+            "Examples that share their example_id with another, so that their results count as"
+            f" one: {repeated:,}"
         )
     return result
 
@@ -116,8 +116,8 @@ def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> 
     if not shared:
         return None
     return (
-        f"Held-out problems that are also trained on: {len(shared):,}, the first is {shared[0]};"
-        " held-out accuracy is too high."
+        f"Held-out problems that are in training too: {len(shared):,}, the first is"
+        f" {shared[0]}. Held-out accuracy is too high."
     )
 
 
@@ -288,8 +288,8 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
         dropped = dropped_words(len(lengths), "longer than the context", words)
     if not kept:
         raise ConfigurationError(
-            f'[data] source = "{loaded.data.source}" has no usable prompt: {dropped}; take a model'
-            " with a longer context, or shorter problems."
+            f'[data] source = "{loaded.data.source}" has no usable prompt ({dropped}); take a'
+            " model with a longer context, or shorter problems."
         )
     prompts = PromptSet(
         tokenizer,
@@ -317,7 +317,7 @@ def _too_long(text: TextModel, texts: Sequence[str], bounds: Sequence[int]) -> d
 
 def _clamped_note(prompts: PromptSet, clamped: int, max_tokens: int, context: int) -> str:
     return (
-        f"[training] max_tokens = {max_tokens} and the prompt exceed the model's context of"
-        f" {context:,} for {clamped:,} of {len(prompts):,} prompts, whose completions end at the"
-        f" context (after {context - prompts.longest:,} tokens or more)"
+        f"[training] max_tokens = {max_tokens} exceeds the model's context of {context:,} for"
+        f" {clamped:,} of {len(prompts):,} prompts, so their completions end after"
+        f" {context - prompts.longest:,} tokens or more"
     )

@@ -135,8 +135,8 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
     except (ArrowException, OSError) as error:
         reason = first_line(error).rstrip(".")
         raise ConfigurationError(
-            f"{file} is not a readable parquet file: {reason}; write it again, or give the rows as"
-            " .jsonl."
+            f"{file} is not a readable parquet file ({reason}); write it again, or give the"
+            " rows as .jsonl."
         ) from error
 
 
@@ -221,9 +221,10 @@ def _load_split(data: HubData, split: str) -> Any:
             return None
         if online:
             raise ConfigurationError(
-                f"[data] source: {data} could not be loaded from the Hugging Face hub: {reason}"
+                f"[data] source {data} did not load from the Hugging Face hub: {reason}"
             ) from error
         raise EnvironmentFailure(
-            f"[data] source: {data} is not in the hub's cache, and {hub.why_unreachable()};"
-            ' offline, set [data] path to a local copy (.jsonl or .parquet), or source = "lab".'
+            f"[data] source: {data} is not in the hub's cache, and {hub.why_unreachable()}."
+            " Offline, set [data] path to a local copy (.jsonl or .parquet), or source ="
+            ' "lab".'
         ) from error

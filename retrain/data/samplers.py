@@ -282,7 +282,7 @@ def _try(
         if _kept(tried) != before:
             raise Fault("changes its state in `choose`, which `observe` alone may do")
         if _choice(tried, step, count, size) != chosen:
-            raise Fault("gives other indices when `choose` is asked again")
+            raise Fault("gives other indices at a second call of `choose`")
         tried.observe(chosen, [_trial_group(examples[index], index) for index in chosen])
         # Another sampler with the stored state must continue in the same way, as in a resumed run.
         again, after = make(examples), _kept(tried)

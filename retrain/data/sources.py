@@ -137,9 +137,9 @@ class Query:
 
     def no_heldout(self) -> NoHeldOutSplit:
         return NoHeldOutSplit(
-            f'[data] source = "{self.data.source}" has no held-out split, and an evaluation was'
-            " asked for: put test.jsonl beside train.jsonl in a folder, name problems that are not"
-            " trained on in [evaluation] source, or switch off every, at_start and at_end there."
+            f'[data] source = "{self.data.source}" has no held-out split for the evaluation.'
+            " Put test.jsonl next to train.jsonl in a folder, name other problems in"
+            " [evaluation] source, or switch off every, at_start and at_end there."
         )
 
 
@@ -282,7 +282,7 @@ class Benchmark:
     def __call__(self, query: Query) -> ReadResult:
         if query.split == "train":
             raise ConfigurationError(
-                f"{query.key} is an evaluation set and is not trained on; name it in [evaluation]"
+                f"{query.key} is an evaluation set, not for training; name it in [evaluation]"
                 " source."
             )
         if query.data.path:
@@ -344,9 +344,9 @@ def _benchmark_copy(query: Query, read_row: RowReader) -> tuple[ReadResult, int]
         one for one in result.examples if _is_heldout(one) == (query.split == "heldout")
     ]
     result.notes.append(
-        f"{query.data.source}: {', '.join(file.name for file in train)} is one split only, so one"
-        f" problem in {HELDOUT_SHARE}, chosen by the hash of its text, is held out and never"
-        " trained on"
+        f"{query.data.source}: {', '.join(file.name for file in train)} is one split only, so"
+        f" retrain holds out one problem in {HELDOUT_SHARE}, by the hash of its text, and never"
+        " trains on it"
     )
     return result, len(rows)
 

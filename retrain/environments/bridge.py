@@ -80,7 +80,7 @@ class BridgedEpisode(Episode):
         while self._result is None:  # a rollout may go on asking without a token left
             self._answer(
                 lambda waiting: waiting.set_exception(
-                    OutOfTokens("no token is left for another reply")
+                    OutOfTokens("no token remains for another reply")
                 )
             )
             self._next()
@@ -108,7 +108,7 @@ class BridgedEpisode(Episode):
         event = self._bridge.events.get()
         if isinstance(event, BaseException):
             raise (
-                RuntimeError("the rollout was cancelled")
+                RuntimeError("retrain cancelled the rollout")
                 if isinstance(event, asyncio.CancelledError)
                 else event
             )

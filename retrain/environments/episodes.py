@@ -289,7 +289,7 @@ def play(host: EpisodeHost, example: Example, replies: Sequence[str]) -> Score:
         answer = episode.answer(lambda: None)
     if isinstance(answer, Score):
         return answer
-    return could_not_judge("no reply was given")
+    return could_not_judge("no reply came")
 
 
 def _checked(said: object, method: str) -> Observation:

@@ -50,8 +50,8 @@ def check_package(provider: str) -> None:
     if not module or find_spec(module):
         return
     raise EnvironmentFailure(
-        f'[environment] provider = "{provider}" needs the package {extra}, which is not installed'
-        f" here; install it with {install_hint(extra)}."
+        f'[environment] provider = "{provider}" needs the package {extra}; install it with'
+        f" {install_hint(extra)}."
     )
 
 
@@ -147,14 +147,13 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
         examples = list(environment.examples(split))
     if not examples and split == "evaluation":
         raise NoHeldOutSplit(
-            f"[environment] {name} has no evaluation set, and an evaluation was asked for: switch"
-            " off every, at_start and at_end in [evaluation], or choose an environment that has"
-            " one."
+            f"[environment] {name} has no evaluation set. Switch off every, at_start and at_end"
+            " in [evaluation], or choose an environment that has one."
         )
     if not examples:
         raise ConfigurationError(
-            f"[environment] {name} has no training set, so it can evaluate and not train: choose"
-            " another environment, or look among its args for one that selects a training split."
+            f"[environment] {name} has no training set, so it can only evaluate. Choose another"
+            " environment, or look among its args for one that selects a training split."
         )
     for example in examples:
         if not (

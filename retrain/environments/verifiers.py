@@ -26,8 +26,8 @@ def load(settings: "Settings") -> Environment:
     installed = Version(version("verifiers"))
     if installed < _FIRST:
         raise EnvironmentFailure(
-            f"verifiers {installed} is installed and {_FIRST} or later is needed, since support for"
-            f" its older interface left in 0.10; run pip install 'verifiers>={_FIRST}'."
+            f"retrain 0.10 needs verifiers {_FIRST} or later, and this environment has"
+            f" {installed}; run pip install 'verifiers>={_FIRST}'."
         )
     # owner/my-env@1.0 is the module my_env.
     name = settings.id.rpartition("/")[2].partition("@")[0].replace("-", "_")
@@ -41,7 +41,7 @@ def load(settings: "Settings") -> Environment:
 def _install(settings: "Settings", name: str) -> None:
     """Get the package of the module `name` from the Prime hub, if the configuration allows it."""
     missing = (
-        f'[environment] id = "{settings.id}": its package is not installed here (no module {name})'
+        f'[environment] id = "{settings.id}": this environment lacks its package (no module {name})'
     )
     command = f"prime env install {settings.id}"
     if not settings.auto_install:

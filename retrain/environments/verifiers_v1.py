@@ -67,13 +67,13 @@ def load(settings: "Settings", name: str) -> Environment:
     except Exception as error:  # building it runs code that is not ours
         if is_older(name):
             raise EnvironmentFailure(
-                f'[environment] id = "{settings.id}" is of the interface before verifiers 0.4, a'
-                " module with load_environment, and support for it left in 0.10; use the"
+                f'[environment] id = "{settings.id}" has the interface before verifiers 0.4'
+                " (load_environment), which retrain 0.10 no longer supports; use the"
                 " environment's newer version."
             ) from error
         raise ConfigurationError(
-            f'[environment] id = "{settings.id}" could not be loaded with args'
-            f" {dict(settings.args)}: {describe(error)}."
+            f'[environment] id = "{settings.id}" does not load with args {dict(settings.args)}:'
+            f" {describe(error)}."
         ) from error
     seats = list(agent_config_fields(environment.config))
     if len(seats) != 1:
@@ -90,8 +90,8 @@ def load(settings: "Settings", name: str) -> Environment:
             first is not None and first.toolsets(first.config)
         ):
             raise ConfigurationError(
-                f'[environment] id = "{settings.id}" serves tools over MCP, which the harness that'
-                f" retrain brings does not call; name one that does, such as args = {{ {seat} = {{"
+                f'[environment] id = "{settings.id}" serves tools over MCP, which retrain\'s own'
+                f" harness does not call. Name one that does, such as args = {{ {seat} = {{"
                 ' harness = { id = "null" } } }, whose programs need uv.'
             )
     return VerifiersV1(environment, held_out)

@@ -135,8 +135,8 @@ def caveats(
         yield from equivalence_line(power.seeds, power.comparisons, config.campaign)
     if config.is_set("evaluation.at_end") and not config.evaluation.asked_for:
         yield (
-            "No held-out evaluation ([evaluation] at_end = false), so conditions are compared by"
-            " their training correct rate."
+            "No held-out evaluation ([evaluation] at_end = false), so retrain compares"
+            " conditions by their training correct rate."
         )
     if schedule is None:
         return
@@ -158,9 +158,9 @@ def caveats(
 
     if sharing * memory.peak > memory.machine.memory:
         yield (
-            f"[campaign] workers_per_device = {sharing}: together they take up to"
-            f" {byte_words(sharing * memory.peak)} of {byte_words(memory.machine.memory)} on one"
-            " device, since each run sizes its KV cache for the whole device."
+            f"[campaign] workers_per_device = {sharing} takes up to"
+            f" {byte_words(sharing * memory.peak)} of {byte_words(memory.machine.memory)} on"
+            " one device, since each run sizes its KV cache for the whole device."
         )
 
 

@@ -58,8 +58,7 @@ def from_pilot(folder: Path) -> StepTime:
         times += [time for time in recorded.to_pylist() if time is not None]
     if not times:
         raise ConfigurationError(
-            f"--pilot {folder} has no step yet, so no time was measured; wait for one, or use"
-            " --probe."
+            f"--pilot {folder} has no step yet, so it has no time; wait for one, or use --probe."
         )
     where = f"{len(runs)} runs in {folder}" if len(runs) > 1 else str(folder)
     return StepTime(median(times), f"median of {counted(len(times), 'step')}, {where}")

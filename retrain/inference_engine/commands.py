@@ -79,7 +79,7 @@ class ServerCommand:
             os.execvpe(arguments[0], arguments, environment)
         except OSError as error:
             raise EnvironmentFailure(
-                f"{arguments[0]} cannot be started ({error.strerror}); name the Python of the"
+                f"{arguments[0]} does not start ({error.strerror}); name the Python of the"
                 " server's environment with --python, or start the printed command there."
             ) from error
 
@@ -94,7 +94,7 @@ def _resolved(value: str) -> str:
     if not isinstance(value, Variable):
         return value
     if value not in os.environ:
-        raise EnvironmentFailure(f"[inference] api_key_env names {value}, which is not set.")
+        raise EnvironmentFailure(f"[inference] api_key_env names {value}, which has no value.")
     return os.environ[value]
 
 
@@ -141,8 +141,8 @@ def setting_flags(engine: str, inference: "Inference", known: Settings) -> list[
             default = "default" if name == "attention_kernel" else "auto"
             allowed = " or ".join(map(toml_value, [*flags, default]))
             raise ConfigurationError(
-                f"[inference] {name} = {toml_value(value)}: a server of {engine} has no such"
-                f" setting; use {allowed}."
+                f"[inference] {name} = {toml_value(value)} is not a setting of a {engine}"
+                f" server; use {allowed}."
             )
         found += flags[value]
     return found
@@ -151,6 +151,5 @@ def setting_flags(engine: str, inference: "Inference", known: Settings) -> list[
 def refuse_four_bits(engine: str, model: "Model") -> None:
     if model.load_in_4bit:
         raise ConfigurationError(
-            f"[model] load_in_4bit = true: a server of {engine} has no such setting; leave it"
-            " false."
+            f"[model] load_in_4bit = true is not a setting of a {engine} server; leave it false."
         )

@@ -174,7 +174,8 @@ class Server:
         except AnswerOverflow as error:
             raise Refusal(
                 200,
-                f"an answer of more than {_MAX_BYTES >> 20} MiB, which was not read to the end",
+                f"an answer of more than {_MAX_BYTES >> 20} MiB, which retrain did not read to"
+                " the end",
             ) from error
         except httpx.RequestError as error:
             raise TransientFailure(
@@ -245,8 +246,8 @@ class ServerPool:
             key = key_from(self._key_env)
             if not key:
                 raise ConfigurationError(
-                    f'[inference] api_key_env = "{self._key_env}" names a variable that is not set;'
-                    " export it or leave the key out."
+                    f'[inference] api_key_env = "{self._key_env}" names a variable without a'
+                    " value; export it or leave the key out."
                 )
             headers["Authorization"] = f"Bearer {key}"
         self.servers = [
@@ -386,7 +387,7 @@ class ServerPool:
         self._told = now
         problems = "; ".join(server.problem for server in self.servers)
         self._log(
-            f"{self._dialect.title} does not answer ({problems}); it is asked for another"
+            f"{self._dialect.title} does not answer ({problems}); retrain tries for another"
             f" {left:.0f} s ([inference] patience_s)."
         )
 
@@ -429,7 +430,7 @@ class ServerPool:
                 server.problem = str(error)
                 return
             server.alive = self.came_back = True
-            self._log(f"{self._dialect.title} {server.url} answers again and is taken back.")
+            self._log(f"{self._dialect.title} {server.url} answers again, so retrain uses it.")
 
     async def _check_health(self, server: Server) -> None:
         path, seconds = self._dialect.health, self._patience.health_s
@@ -483,8 +484,8 @@ class ServerPool:
             if not server.was_slow:
                 server.was_slow = True
                 self._log(
-                    f"{self._dialect.title} {error}, though it is healthy; such requests are made"
-                    " again."
+                    f"{self._dialect.title} {error}, though it is healthy; retrain repeats such"
+                    " requests."
                 )
             raise
 
@@ -517,7 +518,7 @@ class ServerPool:
             return ServerFailure(f"{where}: {error}.")
         how = "it requires a key: name its variable"
         if self._key_env:
-            how = f"the key in {self._key_env} was not accepted"
+            how = f"it rejects the key in {self._key_env}"
         return ServerFailure(f"{where} ({error}): {how} in [inference] api_key_env.")
 
 

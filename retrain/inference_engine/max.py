@@ -14,7 +14,7 @@ class MAXDialect(VLLMDialect):
     title = "The max server"
     chosen_logprob = 1  # 0 is off
     how_to_load = (
-        "it was started without adapters, which MAX serves on a GPU only; start it there with"
+        "it runs without adapters, which MAX serves on a GPU only. Start it there with"
         " --enable-lora, --max-lora-rank, --max-num-loras 2, --no-enable-prefix-caching and"
         ' --prefer-module-v3, or use engine = "pytorch"'
     )

@@ -121,8 +121,8 @@ class MLXDialect(Dialect):
         if theta in (None, _ROPE_THETA, settings.get("rope_theta")):
             return ""
         return (
-            f"{file} names rope_theta in rope_parameters alone, which MLX-LM does not read: write"
-            f' "rope_theta": {theta} beside it, and start the server again'
+            f"{file} names rope_theta only in rope_parameters, which MLX-LM does not read."
+            f' Write "rope_theta": {theta} next to it, and start the server again'
         )
 
     # -- the adapter -------------------------------------------------------------------------------
@@ -165,8 +165,8 @@ class MLXEngine(ServedEngine):
         refuse_four_bits("mlx", config.model)
         if config.model.revision:
             raise ConfigurationError(
-                f'[model] revision = "{config.model.revision}": mlx_lm.server takes no revision;'
-                " download this one, and give its folder as [model] model."
+                f'[model] revision = "{config.model.revision}": mlx_lm.server takes no'
+                " revision. Download this one, and give its folder as [model] model."
             )
         inference = config.inference
         return ServerCommand(

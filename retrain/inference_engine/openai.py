@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 CHAT = "/v1/chat/completions"
 _TOKEN = "token_id:"
 _LIKE_LLAMA_CPP = (
-    "can be evaluated but not trained with: it answers as llama.cpp's server does, which takes and"
-    " returns token ids with log-probs, but loads no PEFT adapter while it runs, leaves out the"
-    " tokens of a character that is cut, and gives log-probs before the temperature. In an"
-    " evaluation of the base model, or of a merged export, the text is scored as it comes, and"
-    ' encoded again to count its tokens; for a judge, [reward] type = "judge" needs text alone. To'
-    " train, use vllm, sglang, mlx or max."
+    "serves evaluations, not training: it answers as llama.cpp's server does. Such a server"
+    " takes and returns token ids with log-probs, but loads no PEFT adapter while it runs. It"
+    " leaves out the tokens of an unfinished character, and gives log-probs before the"
+    " temperature. An evaluation of the base model, or of a merged export, scores the text as"
+    ' it comes, and encodes it again to count its tokens. For a judge, [reward] type = "judge"'
+    " needs only text. To train, use vllm, sglang, mlx or max."
 )
 _MAX_STOPS = 4
 """Maximum number of stop strings of OpenAI's API."""
@@ -93,10 +93,11 @@ class OpenAIDialect(VLLMDialect):
                     " and returns text"
                 )
             facts["text_alone"] = (
-                f"{where} can be evaluated but not trained with: {lack}, and the loss needs token"
-                " ids with log-probs. To train, use the engine made for the server (vllm, sglang,"
-                ' mlx, max); for a judge, [reward] type = "judge" needs text alone. In an'
-                " evaluation the text is scored as it comes, and encoded again to count its tokens."
+                f"{where} serves evaluations, not training: {lack}, and the loss needs token"
+                " ids with log-probs. To train, use the engine made for the server (vllm,"
+                ' sglang, mlx, max); for a judge, [reward] type = "judge" needs only text. An'
+                " evaluation scores the text as it comes, and encodes it again to count its"
+                " tokens."
             )
         # A strict server takes some fields of NEUTRAL alone, or none.
         fields: list[str] = []
@@ -227,9 +228,9 @@ class OpenAIDialect(VLLMDialect):
             problem = f"{characters:,} characters as {counted:,}"
         if problem:
             raise ServerMismatch(
-                f"returned {problem} tokens and was asked for at most {most:,}: it ignores"
-                " max_tokens, and such an answer is not scored; use a server that keeps it, or"
-                " raise [evaluation] max_tokens"
+                f"returned {problem} tokens for a request of at most {most:,}. It ignores"
+                " max_tokens, and retrain does not score such an answer. Use a server that"
+                " keeps it, or raise [evaluation] max_tokens"
             )
 
     def _read_one(self, choice: Json, request: SampleRequest) -> ServedSample:
@@ -245,8 +246,8 @@ class OpenAIDialect(VLLMDialect):
             if declined or not isinstance(text, str) or reason not in (*_STOPPED, "length"):
                 # Never asked again: what a filter lets through is another distribution.
                 raise ServerMismatch(
-                    f"answered with finish_reason = {json.dumps(reason)}, and no answer that could"
-                    " be scored"
+                    f"answered with finish_reason = {json.dumps(reason)}, and without an answer"
+                    " to score"
                 ) from None
             stopped = reason in _STOPPED
             ids = self.texts.encode(text) + self.eos_ids[:1] * stopped

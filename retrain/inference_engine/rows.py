@@ -283,10 +283,10 @@ def not_finite(job: SampleJob, position: int) -> RunFailed:
     """Return the failure of a row whose logits hold NaN or +inf."""
     key = job.request.noise
     return RunFailed(
-        f"The model's logits are not finite at step {key.step}, prompt slot {key.prompt}, sample"
-        f" {job.sample}, completion token {position}: the adapter has diverged or the dtype is too"
-        " narrow; lower [training] lr, or resume from an earlier checkpoint, or set [model] dtype"
-        ' = "fp32".'
+        f"The model's logits are not finite at step {key.step}, prompt slot {key.prompt},"
+        f" sample {job.sample}, completion token {position}. The adapter has diverged, or the"
+        " dtype is too narrow. Lower [training] lr, resume from an earlier checkpoint, or set"
+        ' [model] dtype = "fp32".'
     )
 
 

@@ -305,8 +305,8 @@ class ServedEngine(InferenceEngine):
                 raise ServerFailure(
                     f"{self._dialect.title} {server.url} takes {context} tokens, and [training]"
                     f" max_tokens = {request.max_tokens} after a prompt of {prompt} needs"
-                    f" {prompt + request.max_tokens}; it would cut completions short: start it with"
-                    " more, or lower max_tokens."
+                    f" {prompt + request.max_tokens}, so it would cut completions short. Start"
+                    " it with more, or lower max_tokens."
                 )
             path, body = self._dialect.call(request, adapter, server)
             return self._completions(index, request, server, await server.post(path, body))
@@ -323,7 +323,7 @@ class ServedEngine(InferenceEngine):
         sampled = self._dialect.read(answer, request)
         if len(sampled) != request.count:
             raise AnswerFormError(
-                f"returned {len(sampled)} completions and was asked for {request.count}"
+                f"returned {len(sampled)} completions for a request of {request.count}"
             )
         for one in sampled:
             # Text alone comes without ids and log-probs to check.
@@ -368,7 +368,7 @@ class ServedEngine(InferenceEngine):
         if len(ids) != request.max_tokens and (len(ids) > request.max_tokens or not one.stopped):
             if len(ids) > request.max_tokens:
                 return (
-                    f"returned {len(ids):,} tokens and was asked for at most"
+                    f"returned {len(ids):,} tokens for a request of at most"
                     f" {request.max_tokens:,}: it ignores max_tokens"
                 )
             return (
@@ -435,14 +435,14 @@ class ServedEngine(InferenceEngine):
         if refused and refused != server.facts.get("told_fields"):
             server.facts["told_fields"] = refused
             self._lines.append(
-                f"{self._dialect.title} {server.url} does not take {refused}; left out, so its own"
-                " values of these count: they must leave the distribution as it is."
+                f"{self._dialect.title} {server.url} does not take {refused}, so its own values"
+                " of these apply. They must leave the distribution as it is."
             )
         for name, folder in (await self._dialect.adapters(server) or {}).items():
             if _owner_is_dead(Path(folder).parent):
                 self._lines.append(
-                    f"{self._dialect.title} {server.url} still had the adapter {name} of a killed"
-                    " run; it was unloaded."
+                    f"{self._dialect.title} {server.url} still had the adapter {name} of a"
+                    " killed run; unloaded it."
                 )
                 await self._unload(ServedAdapter(name, Path(folder)), server)
         # Set it last: after a failure in between, the engine looks at the server again before it
@@ -476,9 +476,8 @@ class ServedEngine(InferenceEngine):
         # MAX's list has names alone.
         if listed is not None and listed.get(adapter.name) not in (str(adapter.folder), ""):
             raise ServerFailure(
-                f"{self._dialect.title} {server.url} does not list the adapter {adapter.name} that"
-                f" it was given ({', '.join(listed)}); it would sample from"
-                " another policy."
+                f"{self._dialect.title} {server.url} does not list the new adapter"
+                f" {adapter.name} ({', '.join(listed)}); it would sample from another policy."
             )
 
     def _unseen(self, server: Server, adapter: ServedAdapter, said: str) -> ServerFailure:
@@ -486,9 +485,9 @@ class ServedEngine(InferenceEngine):
         key = "[inference] adapter_dir" if inference.adapter_dir else "[logging] log_dir"
         return ServerFailure(
             f"{self._dialect.title} {server.url} cannot read the adapter in {adapter.folder}"
-            f" ({said}): server and learner must both see {key} under this one path, and the server"
-            " as a user that may read it; mount it there, or name a folder that both see in"
-            " [inference] adapter_dir."
+            f" ({said}). Server and learner must both see {key} under this one path, and the"
+            " server must have the right to read it. Mount it there, or name a folder that"
+            " both see in [inference] adapter_dir."
         )
 
     # -- around the learning pass ------------------------------------------------------------------
@@ -546,8 +545,8 @@ def _damage(one: ServedSample) -> str:
     ]
     if wrong:
         return (
-            f"returned a log-prob of {json.dumps(wrong[0])}, which no sampled token has: its"
-            " weights or its settings are broken"
+            f"returned a log-prob of {json.dumps(wrong[0])}, which no sampled token has; check"
+            " its weights and its settings"
         )
     return ""
 
@@ -562,8 +561,8 @@ def has_stopped(reason: Any) -> bool:
         raise AnswerFormError(ended)
     if reason not in ("stop", "length"):
         raise ServerMismatch(
-            f"{ended}, and not at its end-of-sequence token or at max_tokens; switch off what ends"
-            " completions by their content, such as a filter or a check for repetition"
+            f"{ended}, and not at its end-of-sequence token or at max_tokens. Switch off what"
+            " ends completions by their content, such as a filter or a repetition check"
         )
     return bool(reason == "stop")
 
@@ -601,8 +600,8 @@ def _own_folder(config: "TrainConfig") -> Path:
         folder = mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=place)
     except OSError as error:
         raise EnvironmentFailure(
-            f"[inference] adapter_dir = {named!r} cannot be a folder: {error.strerror}; name"
-            " another one."
+            f"[inference] adapter_dir = {named!r} is not a usable folder ({error.strerror});"
+            " name another one."
         ) from error
     for old in place.glob(f"{_FOLDER}*"):
         if _owner_is_dead(old):

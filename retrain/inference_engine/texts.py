@@ -50,6 +50,6 @@ class Texts:
                 return text
         raise ConfigurationError(
             f"{self._title} takes prompts as text, and the prompt {self.decode(ids)[:60]!r}"
-            f" ({len(ids)} tokens) encodes to other token ids than it was made of, so the model"
-            ' would see another prompt: use [inference] engine = "pytorch" or "vllm".'
+            f" ({len(ids)} tokens) encodes to other token ids, so the model would see another"
+            ' prompt. Use [inference] engine = "pytorch" or "vllm".'
         )

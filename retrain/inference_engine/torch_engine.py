@@ -236,10 +236,10 @@ class TorchEngine(PyTorchEngine):
                 )
             if prompt_tokens < 1 or limit < 1 or request.temperature < 0:
                 raise ConfigurationError(
-                    f"A request for {request.max_tokens} tokens after a prompt of {prompt_tokens}"
-                    f" at temperature {request.temperature} cannot be sampled: the model's context"
-                    f" is {self._decoder.context} tokens, a prompt has at least one, max_tokens is"
-                    " at least 1."
+                    f"The engine cannot sample {request.max_tokens} tokens after a prompt of"
+                    f" {prompt_tokens} at temperature {request.temperature}. The model's"
+                    f" context is {self._decoder.context} tokens; prompt and max_tokens are at"
+                    " least 1."
                 )
             jobs += [
                 SampleJob(index, request, request.first_sample + number, limit)

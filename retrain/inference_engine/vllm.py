@@ -88,7 +88,7 @@ class VLLMDialect(Dialect):
     def lost(self, status: int, text: str) -> str:
         if status == 500 and ("EngineCore" in text or "EngineDead" in text):
             return "its engine has died"
-        return "it has been restarted" if status == 404 and "does not exist" in text else ""
+        return "it has restarted" if status == 404 and "does not exist" in text else ""
 
     async def look(self, server: Server) -> None:
         models = (await server.get("/v1/models"))["data"]
@@ -98,7 +98,7 @@ class VLLMDialect(Dialect):
         if name not in bases or (not wanted and len(bases) > 1):
             raise ConfigurationError(
                 f'[inference] served_model = "{wanted}": {self.title} {server.url} has'
-                f" {', '.join(bases) or 'no model'}; name one of them."
+                f" {', '.join(bases) or 'no model'}. Name one of them."
             )
         server.facts |= {"base": name, "context": bases[name].get("max_model_len")}
         if self.config.training.truncated:
@@ -173,8 +173,8 @@ class VLLMDialect(Dialect):
         cut, advice = self.config.training, "or leave top_k, top_p and min_p off"
         if not cut.top_k:
             raise ConfigurationError(
-                f"[training] top_p or min_p without top_k: {self.title} says which tokens were kept"
-                f" only with a top_k; set one, {advice}."
+                f"[training] top_p or min_p needs a top_k, since {self.title} reports the kept"
+                f" tokens only with one; set one, {advice}."
             )
         settings = {"max_tokens": 1, "temperature": 1.0, "top_k": cut.top_k, "logprobs": 0}
         body = {"model": server.facts["base"], "token_ids": _PROBE, "sampling_params": settings}
@@ -185,10 +185,9 @@ class VLLMDialect(Dialect):
         except Refusal as error:
             problem = f"answers {error.status} ({error})"
         raise ConfigurationError(
-            f"[training] top_k = {cut.top_k} is trained over the tokens that were kept, and"
-            f" {self.title} {server.url} {problem} at {_GENERATE}: start it with"
-            " --return-sampling-mask and --enable-scale-out (vLLM 0.28 or later, on a GPU),"
-            f" {advice}."
+            f"[training] top_k = {cut.top_k} trains over the kept tokens, and {self.title}"
+            f" {server.url} {problem} at {_GENERATE}. Start it with --return-sampling-mask and"
+            f" --enable-scale-out (vLLM 0.28 or later, on a GPU), {advice}."
         )
 
     async def why_it_differs(self, server: Server) -> str:
@@ -332,5 +331,6 @@ def _served_rank(rank: int) -> str:
         if served >= rank:
             return str(served)
     raise ConfigurationError(
-        f"[model] lora_rank = {rank}: vLLM serves ranks up to {LORA_RANKS[-1]}; give that or less."
+        f"[model] lora_rank = {rank} exceeds vLLM's largest rank of {LORA_RANKS[-1]}; give that"
+        " or less."
     )

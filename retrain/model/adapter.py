@@ -203,8 +203,9 @@ class Adapter(TrainedWeights):
             except ValueError as error:
                 raise ConfigurationError(
                     "[lora] target_modules: peft does not adapt all of"
-                    f" {', '.join(sorted(settings.target_modules))} in {type(base.model).__name__}"
-                    f" ({first_line(error)}); name those that it may adapt, or use another model."
+                    f" {', '.join(sorted(settings.target_modules))} in"
+                    f" {type(base.model).__name__} ({first_line(error)}). Name layers that it"
+                    " can adapt, or use another model."
                 ) from error
         self.peft_model.eval()
         _initialise(self.peft_model, seed)
@@ -448,15 +449,15 @@ def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
     if not wanted:
         if not found:
             raise ConfigurationError(
-                "[lora] target_modules = []: this model's blocks have no linear layers; name the"
-                " layers to adapt."
+                "[lora] target_modules = [] finds no linear layers in this model's blocks;"
+                " name the layers to adapt."
             )
         return [name for name in found if name != _ROUTER]
     unknown = [name for name in wanted if name.rsplit(".", 1)[-1] not in found]
     if unknown:
         raise ConfigurationError(
-            f"[lora] target_modules names {', '.join(map(repr, unknown))}, but this model's blocks"
-            f" have no such linear layer; allowed: {', '.join(found)}."
+            f"[lora] target_modules names {', '.join(map(repr, unknown))}, but this model's"
+            f" blocks have no such linear layer. Allowed: {', '.join(found)}."
         )
     return sorted(wanted)
 

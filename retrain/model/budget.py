@@ -132,8 +132,8 @@ def _kv_bytes_by_layer(model_config: Any, compute_bytes: int, kv_cache_dtype: st
             continue
         if not hasattr(layer, "num_attention_heads"):
             raise ConfigurationError(
-                f"[model] of type {text.model_type} has no attention heads, so its memory cannot be"
-                " predicted: use a dense Llama, Qwen, Gemma, Mistral or Phi model."
+                f"[model] of type {text.model_type} has no attention heads, so retrain cannot"
+                " predict its memory; use a dense Llama, Qwen, Gemma, Mistral or Phi model."
             )
         heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
         size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
@@ -171,9 +171,9 @@ def plan_decode(
     if tokens < tokens_per_row + (2 * PAGE_TOKENS if paged else 0):
         needed = per_token * allowance * tokens_per_row
         raise EnvironmentFailure(
-            f"One completion of {tokens_per_row} tokens needs {needed / 2**30:.1f} GiB of KV cache"
-            f" and {memory_bytes / 2**30:.1f} GiB are left for it; lower [training] max_tokens (or"
-            ' that of [evaluation]), or set [inference] kv_cache_dtype = "int8".'
+            f"One completion of {tokens_per_row} tokens needs {needed / 2**30:.1f} GiB of KV"
+            f" cache, and the budget has {memory_bytes / 2**30:.1f} GiB. Lower [training] or"
+            ' [evaluation] max_tokens, or set [inference] kv_cache_dtype = "int8".'
         )
     rows = tokens // (PAGE_TOKENS if paged else tokens_per_row)
     return DecodeLimits(rows=min(_ROW_CAPS.get(device_type, _ROW_CAPS["cpu"]), rows), tokens=tokens)

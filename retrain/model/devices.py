@@ -54,8 +54,8 @@ def engine_options(
     if inference.dtype in ("fp8", "fp4"):
         raise ConfigurationError(
             f'[inference] dtype = "{inference.dtype}" needs {inference.dtype[-1]}-bit matrix'
-            ' products, which the pytorch engine has on no device; use "auto" (the model\'s own)'
-            f' or "bf16", or engine = "vllm" with a {inference.dtype} model on a GPU that has them.'
+            ' products, which the pytorch engine lacks. Use "auto" (the model\'s own), "bf16",'
+            f' or engine = "vllm" with a {inference.dtype} model on a GPU that has them.'
         )
     if inference.kv_cache_dtype == "fp8" and device_type == "mps":
         raise ConfigurationError(
@@ -86,7 +86,7 @@ _ABSENT_KERNELS = {
         " (attention backend TRITON_ATTN)"
     ),
     "tk": (
-        "ThunderKittens' kernels, which are in no released package; they would be built from"
+        "ThunderKittens' kernels, which no package contains; build them from"
         " github.com/HazyResearch/ThunderKittens"
     ),
 }
@@ -148,12 +148,14 @@ def choose_device(backend: "Backend", world: World = ALONE) -> DeviceChoice:
     if backend.is_set("devices"):
         raise EnvironmentFailure(
             f'[backend] devices = "{backend.devices}": this machine has no such device'
-            f" ({present_devices()}); name one of these, or leave the key out to fall back to cpu."
+            f" ({present_devices()}). Name one of these, or leave the key out to fall back to"
+            " cpu."
         )
     return DeviceChoice(
         torch.device("cpu"),
         LogLine(
-            f'No device "{backend.devices}" here, and [backend] devices is not set: using cpu.',
+            f'No device "{backend.devices}" here, and the file sets no [backend] devices: using'
+            " cpu.",
             "no GPU here",
         ),
     )

@@ -163,8 +163,8 @@ def size_without_weights(
     # There torch's grouped product, for experts, knows only bfloat16.
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise PredictionError(
-            f'[model] model = "{config.model.model}" cannot be built and run without its weights'
-            f" ({type(error).__name__}), so its memory is not predicted."
+            f'[model] model = "{config.model.model}" does not run without its weights'
+            f" ({type(error).__name__}), so retrain does not predict its memory."
         ) from error
     return _sizes[key]
 

@@ -45,7 +45,7 @@ def why_unreachable() -> str:
     constants.HF_HUB_OFFLINE = True
     if "datasets" in sys.modules:  # its import copied the constant
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
-    return f"the hub ({constants.ENDPOINT}) could not be reached within {PATIENCE_S:g} s"
+    return f"the hub ({constants.ENDPOINT}) did not answer within {PATIENCE_S:g} s"
 
 
 def _ask(endpoint: str, answers: list[bool]) -> None:

@@ -168,8 +168,8 @@ def decoder_of(model: "PreTrainedModel", name: str) -> nn.Module:
         decoder = getattr(model, "model", None)
     if decoder is None:
         raise ConfigurationError(
-            f'[model] model = "{name}": {type(model).__name__} has no decoder apart from its head,'
-            " so it cannot be trained here; use another model."
+            f'[model] model = "{name}": {type(model).__name__} has no decoder apart from its'
+            " head, so retrain cannot train it. Use another model."
         )
     return decoder
 
@@ -229,9 +229,9 @@ def load_weights(
             model = AutoModelForCausalLM.from_pretrained(folder_or_id, **options)
     except (OSError, ValueError, ImportError) as error:
         raise EnvironmentFailure(
-            f'[model] model = "{settings.model}" cannot be loaded ({first_line(error)}): it must be'
-            " a folder with config.json and safetensors weights of a causal language model, an id"
-            ' that the hub or its cache can serve, or "lab", which needs neither.'
+            f'[model] model = "{settings.model}" does not load ({first_line(error)}). Name a'
+            " folder with config.json and safetensors weights of a causal language model, an"
+            ' id of the hub or its cache, or "lab".'
         ) from error
     return model
 
@@ -270,8 +270,8 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
     output = model.get_output_embeddings()
     if output is None or not isinstance(getattr(output, "weight", None), Tensor):
         raise ConfigurationError(
-            f'[model] model = "{name}" has no linear language-model head, so it cannot be trained'
-            " here."
+            f'[model] model = "{name}" has no linear language-model head, so retrain cannot'
+            " train it."
         )
     weight, bias = output.weight, getattr(output, "bias", None)
     probe = torch.arange(min(_PROBE_TOKENS, weight.shape[0]), device=weight.device).unsqueeze(0)
@@ -292,9 +292,9 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
             ):
                 return head
     raise ConfigurationError(
-        f'[model] model = "{name}" changes its logits in a way that the learner does not know, so'
-        " log-probs would be wrong; scaled and soft-capped heads are known: use another model, or"
-        " report it."
+        f'[model] model = "{name}" changes its logits in a way that the learner does not know,'
+        " so log-probs would be wrong. The learner knows scaled and soft-capped heads. Use"
+        " another model, or report it."
     )
 
 
@@ -350,7 +350,7 @@ def shard(
     blocks = layers(decoder)
     if not blocks:
         raise ConfigurationError(
-            f'[backend] shard_base = true: no layers were found in [model] model = "{name}"; set'
+            f'[backend] shard_base = true finds no layers in [model] model = "{name}"; set'
             " shard_base = false, or use a model of transformers."
         )
     for block in blocks:

@@ -288,15 +288,15 @@ def _check_trained(config: "TrainConfig", size: Footprint, machine: Machine) -> 
     learned, there = (number / 2**30 for number in (held, machine.memory))
     if size.full_bytes and held > machine.usable:
         raise EnvironmentFailure(
-            f'[model] train = "full" takes {learned:,.1f} GiB for {size.num_trainable:,} weights'
-            " with their gradients, two moments and copies, and a run may take"
-            f" {machine.usable / 2**30:,.1f} GiB of {machine.device_type}; use a smaller [model]"
-            ' model, or set train = "lora".'
+            f'[model] train = "full" takes {learned:,.1f} GiB for {size.num_trainable:,}'
+            " weights with gradients, moments and copies, and a run may take"
+            f" {machine.usable / 2**30:,.1f} GiB of {machine.device_type}. Use a smaller"
+            ' [model] model, or set train = "lora".'
         )
     if learned > there:
         raise EnvironmentFailure(
-            f"[model] lora_rank = {rank} gives an adapter of {size.num_trainable:,} parameters,"
-            f" which take {learned:,.0f} GiB with their gradient and two moments, and"
+            f"[model] lora_rank = {rank} gives an adapter of {size.num_trainable:,} parameters."
+            f" They take {learned:,.0f} GiB with their gradient and two moments, and"
             f" {machine.device_type} has {there:,.0f} GiB; lower lora_rank."
         )
 

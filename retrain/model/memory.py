@@ -85,7 +85,12 @@ def weights(budget: Budget, choices: MachineChoices) -> Iterator[Part]:
         rounds = casts or size.dtype != torch.float32
         copy = size.layer_weights + size.head_weights + size.adapter_copies * rounds
         copy = choices.workers * copy * (2 if casts else itemsize) // itemsize
-    yield Part("sampler copy", copy, "layers and head, laid out for few rows", "sampling")
+    yield Part(
+        "sampler copy",
+        copy,
+        "weights of the layers and the head, in the sampler's layout",
+        "sampling",
+    )
 
 
 def trained_state(size: Footprint) -> Part:
@@ -235,7 +240,7 @@ class Memory:
     def line(self) -> str:
         """Return one line for the start of a run."""
         parts = ", ".join(f"{part.name} {byte_words(part.bytes)}" for part in self.parts)
-        return f"Predicted memory beside Python: {parts}; peak {self.peak_words}."
+        return f"Predicted peak memory without Python: {self.peak_words}. Parts: {parts}."
 
     @property
     def peak_words(self) -> str:

@@ -219,7 +219,7 @@ class _Fork:
         code = os.waitstatus_to_exitcode(status)
         self.pid = 0
         if code < 0:
-            how = f"was killed by signal {-code} (memory may have run out)"
+            how = f"died of signal {-code} (memory may have run out)"
         else:
             how = f"ended with exit code {code}"
         return ResumableFailure(

@@ -96,7 +96,7 @@ def _load(name: str, device: str) -> "SentenceTransformer":
             return SentenceTransformer(name, **settings)
         except (OSError, ValueError) as error:
             raise EnvironmentFailure(
-                f'[planning] model = "{name}" could not be loaded: {_line(error)}.'
+                f'[planning] model = "{name}" does not load: {_line(error)}.'
             ) from error
 
 

@@ -193,7 +193,7 @@ def _from_pretrained(
         if online:
             where = f"the folder {path}" if is_local else "the Hugging Face hub"
             raise EnvironmentFailure(
-                f'The {part} of [model] model = "{name}" could not be loaded from {where}:'
+                f'The {part} of [model] model = "{name}" did not load from {where}:'
                 f" {first_line(error)}"
             ) from error
         raise EnvironmentFailure(
@@ -237,8 +237,8 @@ def eos_token_ids(
     if not ids:
         raise ConfigurationError(
             "[model] model: neither the tokenizer nor generation_config.json of"
-            f" {tokenizer.name_or_path} names an end-of-sequence token, so no completion could end;"
-            " set eos_token in its tokenizer_config.json."
+            f" {tokenizer.name_or_path} names an end-of-sequence token, so no completion could"
+            " end. Set eos_token in its tokenizer_config.json."
         )
     return ids
 

@@ -147,9 +147,9 @@ def difference(weights: dict[str, Tensor], parameters: dict[str, nn.Parameter]) 
     """Say how the tensors of a file differ from the parameters here; "" if they fit."""
     for name in sorted(weights.keys() | parameters.keys()):
         if name not in parameters:
-            return f"{name} is in the file, but nothing of that name is trained here"
+            return f"{name} is in the file, but not among the trained weights here"
         if name not in weights:
-            return f"{name} is trained here, but is not in the file"
+            return f"{name} is among the trained weights here, but not in the file"
         if weights[name].shape != parameters[name].shape:
             return (
                 f"{name} has shape {list(weights[name].shape)} in the file and"

@@ -96,7 +96,7 @@ def _when_done(
 
 
 def _results(member: Member, index: int) -> list[PartScore]:
-    ended = PartScore(None, "the scorer was closed before it was judged")
+    ended = PartScore(None, "the scorer closed before a verdict")
     done = [ended if part.cancelled() else part.result() for part in member.parts]
     return [score.of_member(index) for score in done]
 

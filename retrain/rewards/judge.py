@@ -155,8 +155,7 @@ class ChatClient:
             raise _Transient(f"{self.host} answered with more than {MAX_REPLY >> 20} MiB") from None
         except httpx.HTTPError as error:
             raise _Transient(
-                f"{self.host} could not be reached ({type(error).__name__}:"
-                f" {error or 'no details'})"
+                f"{self.host} does not answer ({type(error).__name__}: {error or 'no details'})"
             ) from None
         if answer.status != 200:
             raise self._failure(answer)
@@ -331,9 +330,8 @@ class LanguageModelJudge:
             not reward.judge_base_url or "judge_api_key_env" in reward.model_fields_set
         ):
             raise EnvironmentFailure(
-                f'[reward] type = "judge" reads its API key from the environment variable {name},'
-                " which is not set; set it, or put it into .env, or name another variable with"
-                " judge_api_key_env."
+                f'[reward] type = "judge" needs an API key in the environment variable {name};'
+                " set it, put it into .env, or name another variable with judge_api_key_env."
             )
         self._client = ChatClient(
             reward.judge_base_url or OPENAI_URL,
@@ -363,16 +361,16 @@ class LanguageModelJudge:
             reply = self._loop.start(asked).result()
         except ChatFailed as error:
             raise EnvironmentFailure(
-                f'[reward] type = "judge": {error}; check judge_base_url, judge_model = "{model}",'
-                f" and the key in the variable {self._reward.judge_api_key_env}"
+                f'[reward] type = "judge": {error}. Check judge_base_url, judge_model ='
+                f' "{model}", and the key in the variable {self._reward.judge_api_key_env}'
                 " (judge_api_key_env)."
             ) from None
         verdict = read_verdict(reply.text)
         if verdict is None:
             return (
-                f"The judge {model} was asked whether 2 + 2 = 4 and replied {_shown(reply.text)!r},"
-                " which begins with neither yes nor no; completions that get such a reply could"
-                " not be judged."
+                f"To the question whether 2 + 2 = 4, the judge {model} replied"
+                f" {_shown(reply.text)!r}, which begins with neither yes nor no. Such a reply"
+                " leaves a completion without a verdict."
             )
         if verdict:
             return ""
@@ -491,8 +489,8 @@ class Verdicts:
                 file.write(line.encode())
         except OSError as error:
             print(
-                f"judge: {self._path} cannot be written ({error}); a resumed run will ask again for"
-                " its verdicts.",
+                f"The judge's {self._path} is not writable ({error}), so a resumed run will ask"
+                " again for its verdicts.",
                 file=sys.stderr,
             )
             self._path = None

@@ -32,9 +32,9 @@ def judge_answers(config: TrainConfig, pairs: Sequence[tuple[str, str | Example]
     with build_scorer(config) as scorer:
         if scorer.judges_groups:
             raise ConfigurationError(
-                f'[reward] type = "{" + ".join(config.reward.types)}" judges the completions of a'
-                " prompt together, but here each is judged alone; name the rewards that judge one"
-                ' completion, such as type = "match".'
+                f'[reward] type = "{" + ".join(config.reward.types)}" judges the completions of'
+                " a prompt together, and retrain judges each alone here; name other rewards,"
+                ' such as type = "match".'
             )
         scorer.probe()
         futures = []

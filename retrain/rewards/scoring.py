@@ -92,8 +92,9 @@ class FailureGuard:
             reasons.update(step.reasons)
         if self._max_failure_rate < 1 and total and reasons.total() == total:
             raise RunFailed(
-                f"None of the last {total} completions could be judged"
-                f" ({reasons.most_common(1)[0][0].rstrip('.')}); fix the reward and start again."
+                f"None of the last {total} completions got a verdict"
+                f" ({reasons.most_common(1)[0][0].rstrip('.')}); fix the reward and start"
+                " again."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,8 +132,8 @@ def _reasons(scores: Iterable[Score]) -> Counter[str]:
 def _too_many_failures(what: str, reasons: Counter[str], rate: float) -> ResumableFailure:
     reason, count = reasons.most_common(1)[0]
     return ResumableFailure(
-        f"{reasons.total()} of {what} could not be judged ({count} times: {reason.rstrip('.')}),"
-        f" more than [reward] max_failure_rate = {rate:g} allows; fix the reward."
+        f"{reasons.total()} of {what} got no verdict ({count} times: {reason.rstrip('.')}),"
+        f" more than [reward] max_failure_rate = {rate:g} allows. Fix the reward."
     )
 
 
@@ -270,7 +271,7 @@ class Scorer:
             try:
                 return self._pool.submit(value)
             except TypeError as error:
-                reason = f"the example's info cannot be sent to {value['handler']}: {error}"
+                reason = f"retrain cannot send the example's info to {value['handler']}: {error}"
                 score = PartScore(None, reason)
         future: Future[PartScore] = Future()
         future.set_result(score)
@@ -377,8 +378,8 @@ def _pool(
         return None
     if verify and importlib.util.find_spec("math_verify") is None:
         raise EnvironmentFailure(
-            '[reward] type = "math" needs the package math-verify, which is not installed here; '
-            "install it (pip install 'math-verify[antlr4_13_2]') or use type = \"match\"."
+            '[reward] type = "math" needs the package math-verify; install it (pip install'
+            " 'math-verify[antlr4_13_2]') or use type = \"match\"."
         )
     setup = WorkerSetup(
         verify=verify,

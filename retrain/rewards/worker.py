@@ -51,7 +51,7 @@ def _plain(value: object) -> object:
         return value.tolist()
     if isinstance(value, datetime | date):
         return value.isoformat()
-    raise TypeError(f"a value of type {type(value).__name__} cannot be written as JSON")
+    raise TypeError(f"a value of type {type(value).__name__} has no JSON form")
 
 
 class Channel:
@@ -164,7 +164,7 @@ def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
             )
         # The system has no such limit, so the parent's watch has to do.
         except (ValueError, OSError) as error:
-            print(f"reward worker: its memory cannot be limited here ({error})", file=sys.stderr)
+            print(f"reward worker: this machine cannot limit its memory ({error})", file=sys.stderr)
     note_values(setup["secrets"])
     handlers: dict[str, Callable[[Message], Message]] = {}
     if setup["verify"]:

@@ -122,9 +122,9 @@ class WorkerPool:
             raise ConfigurationError(thread.refusal)
         if thread.group_rewards is None:
             raise EnvironmentFailure(
-                "[reward] cannot be loaded:"
-                f" {thread.failure or 'its worker did not start in time'}; start the run again, or"
-                " look at what the machine does."
+                "[reward] does not load, since"
+                f" {thread.failure or 'its worker did not start in time'}; start the run again,"
+                " or look at what the machine does."
             )
         return thread.group_rewards
 
@@ -219,7 +219,7 @@ class _WorkerThread(threading.Thread):
             return self.refusal
         # A TimeoutError is an OSError.
         except (ForkServerLost, ChannelClosed, BadMessage, OSError) as error:
-            return f"no reward worker could be started ({error})"
+            return f"retrain cannot start a reward worker ({error})"
         return ""
 
     def _spawn(self) -> _Worker:
@@ -250,12 +250,12 @@ class _WorkerThread(threading.Thread):
             self._discard()
             return PartScore(
                 None,
-                f"the reward worker did not take its job within deadline_s = {self._deadline_s:g}"
-                " and was killed",
+                "the reward worker did not take its job within deadline_s ="
+                f" {self._deadline_s:g}, so retrain killed it",
             )
         except BadMessage as error:
             self._discard()
-            return PartScore(None, f"the reward worker's reply could not be read: {error}")
+            return PartScore(None, f"the reward worker's reply is not readable: {error}")
         except ChannelClosed:
             status = self._discard()
             if self._closing.is_set():
@@ -272,8 +272,8 @@ class _WorkerThread(threading.Thread):
                 self._discard()
                 return PartScore(
                     None,
-                    f"the reward took longer than deadline_s = {self._deadline_s:g} and its worker"
-                    " was killed",
+                    f"the reward took longer than deadline_s = {self._deadline_s:g}, so retrain"
+                    " killed its worker",
                 )
             try:
                 reply = worker.channel.receive(min(left, _TICK_S), _MAX_REPLY * max(1, job.members))
@@ -286,8 +286,8 @@ class _WorkerThread(threading.Thread):
                     self._discard()
                     return PartScore(
                         None,
-                        f"the reward needed more than {MEMORY_LIMIT / 2**30:g} GiB and its worker"
-                        " was killed",
+                        f"the reward needed more than {MEMORY_LIMIT / 2**30:g} GiB, so retrain"
+                        " killed its worker",
                     )
                 continue
             if reply.get("number") != job.number:

@@ -80,8 +80,8 @@ def evaluate_run(
     result = evaluate_weights(config, found, log, keep)
     if stored and other_heldout(folder, given, result.heldout_sha256):
         log(
-            f"The held-out examples are others than those that {folder.path} was evaluated on: this"
-            " result is not comparable with the run's own."
+            f"The held-out examples differ from the run's own in {folder.path}, so the results"
+            " are not comparable."
         )
     return result
 

@@ -51,8 +51,8 @@ _HOT = 2.0
 """Least temperature of the looks after the first; every server takes it."""
 _FIRST_STRENGTH, _STRENGTH_TRIES = 0.1, 8
 _CHECK = (
-    "check the engine's model, tokenizer and dtype ([inference] dtype), how it loads the adapter"
-    " and its scale, cached prefixes, and seed, temperature, top_p and penalty of its own"
+    "check the engine's model, tokenizer, [inference] dtype, adapter and its scale, cached"
+    " prefixes, and its own seed, temperature, top_p and penalty"
 )
 _NOT_APPLICABLE = "not applicable"
 
@@ -97,7 +97,7 @@ class GateResult:
     @property
     def brief(self) -> str:
         """The short form of `line`, for a terminal."""
-        return f"gate: engine and learner {self._agreement}, gold answers {self.gold}"
+        return f"gate: engine and learner {self._agreement}, reference answers {self.gold}"
 
     @property
     def _agreement(self) -> str:
@@ -110,19 +110,20 @@ class GateResult:
     def line(self) -> str:
         if self.max_difference is None:
             return (
-                f"Parity gate passed in part: {self.tokens} tokens sampled, gold answers score:"
-                f" {self.gold}; engine and learner were not compared, since this backend's trainer"
-                " returns no log-probs."
+                f"Parity gate passed in part: reference answers accepted {self.gold},"
+                f" {self.tokens} tokens sampled. The gate compared no log-probs, since this"
+                " backend's trainer returns none."
             )
-        effect = "the adapter's effect was not checked, since this backend cannot try one"
+        effect = "the effect of an adapter is unknown, since this backend cannot try one"
         if self.adapter_effect is not None:
             effect = (
                 f"the adapter changes the log-probs by {self.adapter_effect:.2g} nats on average"
             )
-        ends = "EOS is trained" if self.endings else "no completion could be made to end"
+        ends = "completions end at EOS" if self.endings else "no completion ended at EOS"
         return (
-            f"Parity gate passed: engine and learner {self._agreement} over {self.tokens} tokens"
-            f" (tolerance {self.tolerance:.2g}), {effect}, {ends}, gold answers score: {self.gold}."
+            f"Parity gate passed: engine and learner {self._agreement} over {self.tokens}"
+            f" tokens (tolerance {self.tolerance:.2g}), {effect}, {ends}, reference answers"
+            f" accepted {self.gold}."
         )
 
 
@@ -204,7 +205,7 @@ def _first_look(inputs: GateInputs, asked: Sequence[Asked]) -> GateSample:
     """Compare with the current adapter. A server without a key for its precision may differ as half
     precision makes this model differ. The gate then uses half precision from there on.
     """
-    when = "after the first step's adapter was synced, " if inputs.trained else ""
+    when = "after the sync of the first step's adapter, " if inputs.trained else ""
     try:
         return _compare(inputs, asked, when)
     except RunFailed:
@@ -322,7 +323,7 @@ def scored_gold(scorer: Scorer, think_end_token: str, prompts: Sequence[Prompt])
     for prompt, score in zip(prompts, [future.result() for future in futures], strict=True):
         if score.reward is None or not isclose(score.reward, scorer.gold_reward):
             raise _refused(
-                f"the gold answer {prompt.example.reference!r} of {prompt.prompt_id}",
+                f"the reference answer {prompt.example.reference!r} of {prompt.prompt_id}",
                 score,
                 "[reward] type and normalize, or the reference",
             )
@@ -332,6 +333,6 @@ def scored_gold(scorer: Scorer, think_end_token: str, prompts: Sequence[Prompt])
 def _refused(what: str, score: Score, advice: str) -> RunFailed:
     reason = f" ({score.reason})" if score.reason else ""
     return RunFailed(
-        f"Parity gate: {what} scores {score.reward}{reason}, which is not right, so a right"
-        f" completion would not be rewarded; check {advice}."
+        f"Parity gate: {what} gets reward {score.reward}{reason}, as a right completion would."
+        f" Check {advice}."
     )

@@ -198,8 +198,8 @@ def completed(inputs: GateInputs, asked: Sequence[Asked], look: int) -> list[Com
     wanted = sum(one.count for one in requests)
     if len(completions) != wanted:
         raise RunFailed(
-            f"Parity gate: the engine returned {len(completions)} completions, and was asked for"
-            f" {wanted}."
+            f"Parity gate: the engine returned {len(completions)} completions, and the request"
+            f" was for {wanted}."
         )
     for item in completions:
         problem = _problem(item, requests[item.request], inputs.eos_ids)
@@ -221,12 +221,12 @@ def _problem(completion: Completion, request: SampleRequest, eos_ids: Sequence[i
     if ends[:-1].any() or ends[-1] != stopped:
         return (
             "returned a completion that stopped without one of the end-of-sequence tokens"
-            f" {[*eos_ids]}, or went on after it, so endings would not be trained"
+            f" {[*eos_ids]}, or went on after it, so the model would not learn to end"
         )
     if not stopped and len(ids) != request.max_tokens:
         return (
-            f"returned {len(ids)} tokens of a completion that did not stop, and was asked for"
-            f" {request.max_tokens}"
+            f"returned {len(ids)} tokens of a completion that did not stop, and the request was"
+            f" for {request.max_tokens}"
         )
     broken = logprobs[~(np.isfinite(logprobs) & (logprobs <= _ROUNDED_LOGPROB))]
     if len(broken):
@@ -236,8 +236,8 @@ def _problem(completion: Completion, request: SampleRequest, eos_ids: Sequence[i
         )
     if request.truncation.active and (completion.kept is None or len(completion.kept) != len(ids)):
         return (
-            "does not say how many tokens [training] top_k, top_p and min_p kept, so it may not"
-            ' truncate at all: leave the three off, or use [inference] engine = "pytorch"'
+            "does not report the tokens that [training] top_k, top_p and min_p keep, so it may"
+            ' not truncate; leave these off, or use engine = "pytorch"'
         )
     return ""
 

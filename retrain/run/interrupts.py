@@ -104,7 +104,7 @@ def _acknowledge(heard: int) -> None:
         while number := numbers.read(1):
             if number[0] in _STOPPING:
                 print(
-                    "retrain: Stopping at the next safe point; a second signal stops at once.",
+                    "retrain: Stopping at the next safe point. A second signal stops at once.",
                     file=sys.stderr,
                 )
                 numbers.readall()  # Later signals need no line.

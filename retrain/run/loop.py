@@ -56,7 +56,7 @@ class Run:
             import pandas as pd
         except ModuleNotFoundError as error:
             raise EnvironmentFailure(
-                "Run.metrics() makes a pandas frame, and pandas is not installed; `pip install"
+                "Run.metrics() needs pandas, which this environment lacks; `pip install"
                 " pandas`, or take Run.records()."
             ) from error
         return pd.DataFrame([record.to_json() for record in self.records()]).convert_dtypes()

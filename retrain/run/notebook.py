@@ -43,8 +43,8 @@ def with_functions(
     source = module_source(functions.values())
     if Redactor().text(source) != source:
         raise ConfigurationError(
-            "A function that is given to train holds a secret, and its source is kept in the run's"
-            " folder; read the secret from an environment variable inside the function."
+            "A function for train holds a secret, and retrain keeps its source in the run's"
+            " folder; read the secret from an environment variable."
         )
     folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
     folder.refuse_run(resuming=bool(config.resume.from_))
@@ -94,21 +94,22 @@ def _collect(function: Callable[..., Any], lines: dict[str, str], asked: str) ->
         )
     if function.__code__.co_freevars:
         raise ConfigurationError(
-            f"{asked}: {function.__name__} uses {', '.join(function.__code__.co_freevars)} of the"
-            " function around it, which its source does not show; define it at the top level."
+            f"{asked}: {function.__name__} uses {', '.join(function.__code__.co_freevars)} of"
+            " the function around it. Its source does not show that; define it at the top"
+            " level."
         )
     try:
         source = textwrap.dedent(inspect.getsource(function)).rstrip()
         signature = _names_of_signature(source)
     except (OSError, TypeError, SyntaxError):  # The text may also begin left of the function.
         raise ConfigurationError(
-            f"{asked}: the source of {function.__name__} is not known here; write it into a file"
-            " and name it in the configuration, such as my_module.my_function."
+            f"{asked}: retrain cannot see the source of {function.__name__}. Write it into a"
+            " file and name it in the configuration, such as my_module.my_function."
         ) from None
     if lines.get(function.__name__, source) != source:
         raise ConfigurationError(
-            f"{asked}: two functions are called {function.__name__}, and a module holds one of"
-            " them; rename one."
+            f"{asked}: two functions have the name {function.__name__}, and a module holds only"
+            " one. Rename one."
         )
     lines[function.__name__] = ""  # A function that calls itself must not come twice.
     for name in sorted(_names(function.__code__) | signature):

@@ -58,11 +58,11 @@ def departure_note(config: TrainConfig) -> str:
     found = departures(name, config.value)
     yours = {path: toml_value(value) for path, value in found.items()}
     if is_recipe(name):
-        yours |= {path: "moved by [schedule]" for path in recipe(name) if path in moved}
-    said = [f"{path.partition('.')[2]} (yours: {value})" for path, value in yours.items()]
+        yours |= {path: "a schedule" for path in recipe(name) if path in moved}
+    said = [f"{path.partition('.')[2]} to {value}" for path, value in yours.items()]
     if not said:
         return ""
-    return f"{name} without its {', '.join(said)}."
+    return f"Recipe {name}, but you set {', '.join(said)}."
 
 
 def _spent_rate_note(training: Training) -> str:
@@ -104,9 +104,10 @@ def notes(config: TrainConfig) -> list[str]:
     pressure = config.backpressure
     if pressure.enabled:
         found.append(
-            f"[backpressure] changes the batch size, from {config.training.batch_size} to between"
-            f" {pressure.min_batch_size} and {pressure.max_batch_size} prompts per step: steps"
-            " differ in size and time, and runs of one seed see a prompt in different steps."
+            f"[backpressure] changes the batch size, from {config.training.batch_size} to"
+            f" between {pressure.min_batch_size} and {pressure.max_batch_size} prompts per"
+            " step. Steps differ in size and time, and runs of one seed see a prompt in"
+            " different steps."
         )
     return [note for note in (*found, *_initial_notes(config)) if note]
 
@@ -119,13 +120,13 @@ def sharding_note(config: TrainConfig, *, evaluates: bool = False) -> str:
         return ""
     if evaluates:
         return (
-            "[backend] shard_base = true is unused here: retrain eval runs in one process, which"
-            " holds the whole model."
+            "[backend] shard_base = true has no effect here: retrain eval runs in one process,"
+            " which holds the whole model."
         )
     return (
-        "[backend] shard_base = true: every forward pass, also for each generated token, gathers"
-        " all layers from the other processes, so use it only where one GPU cannot hold the model;"
-        " the memory that explain predicts is for one process with the whole model."
+        "[backend] shard_base = true gathers all layers in every forward pass, also for each"
+        " generated token. Use it only if one GPU cannot hold the model. The memory that"
+        " explain predicts is for one process with the whole model."
     )
 
 
@@ -136,11 +137,10 @@ def skipped_gate_line(config: TrainConfig) -> str:
     if backend_kind(backend).in_process:
         sampler = f"{config.inference.engine} engine"
     return (
-        f"PARITY GATE SKIPPED (--skip-parity): nothing checks that the {sampler}"
-        f" samples from the trained policy. Its log-probs at temperature {training.temperature:g},"
-        " the adapter's effect, cached prefixes, the end-of-sequence token, the chat template and"
-        " the gold answers are taken on trust, now, at the first new adapter and after a server"
-        " comes back."
+        f"Parity gate skipped (--skip-parity): retrain does not check that the {sampler}"
+        " samples from the trained policy. Unchecked: log-probs at temperature"
+        f" {training.temperature:g}, adapter, cached prefixes, end-of-sequence token, chat"
+        " template, reference answers."
     )
 
 
@@ -166,10 +166,9 @@ def unasked_note(config: TrainConfig, prompts: Sequence[str]) -> str:
     if template not in (None, PLAIN_TEMPLATE):
         asking = toml_value(f"{template} {ASKING}")
     return (
-        f"[reward] type = {toml_value(config.reward.type)} reads the answer in the last {_BOX}{{}}"
-        f" of a completion, and none of {counted(len(prompts), 'prompt')} asks for one: a model"
-        f" that is not asked for it mostly gets 0; set [data] prompt_template = {asking} to ask"
-        " for it."
+        f"[reward] type = {toml_value(config.reward.type)} reads the last {_BOX}{{}} of a"
+        f" completion, and none of {counted(len(prompts), 'prompt')} asks for one, so most"
+        f" rewards will be 0. Set [data] prompt_template = {asking}."
     )
 
 
@@ -183,9 +182,9 @@ def reference_note(reward: Reward, examples: Sequence[Example], share: float = 0
         return ""
     example, bare = unpaid[0]
     return (
-        f"{len(unpaid):,} of {len(examples):,} references hold more than the answer: [reward]"
-        f" type = {toml_value(reward.type)} gives 0 to {bare} for"
-        f" {example.reference[:_SHOWN]!r} ({example.example_id}); write the bare answer there"
+        f"{len(unpaid):,} of {len(examples):,} references hold more than the answer. For"
+        f" example, [reward] type = {toml_value(reward.type)} gives 0 to {bare} for"
+        f" {example.reference[:_SHOWN]!r} ({example.example_id}). Write the bare answer there"
     )
 
 
@@ -243,9 +242,7 @@ def _full_note(config: TrainConfig) -> str:
     ]
     if config.model.train != "full" or not unset:
         return ""
-    return (
-        f'[training] {" and ".join(unset)}, since [model] train = "full" and nothing else is set.'
-    )
+    return f'[training] {" and ".join(unset)}, the default with [model] train = "full".'
 
 
 def _lab_note(config: TrainConfig) -> str:
@@ -254,9 +251,8 @@ def _lab_note(config: TrainConfig) -> str:
     if config.model.model != "lab2" or data.source != "lab" or data.difficulty == MAX_DIFFICULTY:
         return ""
     return (
-        f'[data] difficulty = {data.difficulty} with [model] model = "lab2", which knows sums of'
-        f" four numbers alone and gets nearly everything else wrong; set [data] difficulty ="
-        f" {MAX_DIFFICULTY}."
+        f'[data] difficulty = {data.difficulty} with [model] model = "lab2", which knows only'
+        f" sums of four numbers; set [data] difficulty = {MAX_DIFFICULTY}."
     )
 
 
@@ -268,10 +264,9 @@ def _loss_note(config: TrainConfig) -> str:
     if not all(_clips_nothing(with_values(config, values)) for values in steps):
         return ""
     return (
-        f'[loss] mode = "{config.loss.mode}" with one update per step: the ratio is 1 up to the'
-        " mismatch of sampler and learner, and the gradient is importance_sampling's; the clip"
-        " acts with [training] updates_per_batch or minibatches of at least 2, and clip_fraction"
-        " says how often."
+        f'[loss] mode = "{config.loss.mode}" with one update per step never clips, so its'
+        " gradient is the one of importance_sampling. The clip acts with [training]"
+        " updates_per_batch or minibatches of at least 2; clip_fraction says how often."
     )
 
 
@@ -305,9 +300,8 @@ def _split_note(config: TrainConfig) -> str:
     loss = config.loss
     if loss.mode == "gspo" and not config.is_set("loss.old_logprobs"):
         correction = (
-            'the ratio of [loss] mode = "gspo" is against the log-probs of the weights that'
-            " sampled, but in half precision against recomputed ones, which corrects nothing: set"
-            ' old_logprobs = "recomputed" and correction = "tis" there'
+            'the ratio of [loss] mode = "gspo" corrects it, but not in half precision; there'
+            ' set old_logprobs = "recomputed" and correction = "tis"'
         )
     elif loss.old_logprobs == "sampler":
         correction = (
@@ -324,9 +318,9 @@ def _split_note(config: TrainConfig) -> str:
             ' "icepop"'
         )
     return (
-        "Split mode: a step that follows neither a checkpoint nor an evaluation is sampled with"
-        f" weights one step old; {correction}, and ratio_mean, ess and mismatch_k1 show how far"
-        " sampler and learner are apart."
+        "Split mode samples with weights one step old, except after a checkpoint or an"
+        f" evaluation. For this, {correction}. The metrics ratio_mean, ess and mismatch_k1 show"
+        " how far sampler and learner differ."
     )
 
 
@@ -338,7 +332,7 @@ def _dropout_note(lora: Lora, loss: Loss) -> str:
         return ""
     effect = (
         f"[lora] dropout = {lora.dropout:g} is off while sampling, so ratio_mean, ess and"
-        " mismatch_k1 contain its effect and are not 1, 1 and 0 before the first update"
+        " mismatch_k1 differ from 1, 1 and 0 before the first update"
     )
     if loss.old_logprobs == "recomputed":
         return (
@@ -356,17 +350,17 @@ def _initial_notes(config: TrainConfig) -> list[str]:
     warm = "[lora] init_from" if folder else "[sft]" if config.sft.is_on else ""
     if warm and config.may_be_positive("loss.kl_coef") and config.loss.kl_reference == "base":
         found.append(
-            f"[loss] kl_coef with {warm}: the KL term pulls toward the base model, not toward the"
-            ' weights before the first step; [loss] kl_reference = "start" does that.'
+            f"[loss] kl_coef with {warm} pulls toward the base model. To pull toward the"
+            ' weights before the first step, set [loss] kl_reference = "start".'
         )
     settings = Path(folder) / "adapter_config.json"
     if folder and settings.is_file():
         base = read_object(settings).get("base_model_name_or_path")
         if base and base_name(str(base)) != base_name(model):
             found.append(
-                f'[lora] init_from = "{folder}" was trained on the base model {base}, and [model]'
-                f" model is {model}; unless that is a copy of the same model, set [model] model ="
-                f" {toml_value(str(base))}."
+                f'[lora] init_from = "{folder}" belongs to the base model {base}, and [model]'
+                f" model is {model}. Unless that is a copy of the same model, set [model] model"
+                f" = {toml_value(str(base))}."
             )
     return found
 
@@ -384,7 +378,7 @@ def _truncation_note(config: TrainConfig) -> str:
     if config.may_be_positive("loss.kl_coef"):
         kl = "; the KL term is against the whole distribution of [loss] kl_reference"
     return (
-        f"[training] {values}: sampled and trained as the distribution renormalized over the kept"
-        " tokens, so log-probs, surprisals and entropies are of that distribution, and a position"
-        f" where one token is kept trains nothing{kl}."
+        f"[training] {values}: retrain samples and trains the distribution over the kept"
+        " tokens, also for log-probs, surprisals and entropies. A position with one kept token"
+        f" trains nothing{kl}."
     )

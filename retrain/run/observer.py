@@ -127,7 +127,7 @@ class StepObserver:
             self.tracker.message(self._untrained_line())
         if step.result.nonfinite_updates:
             self.tracker.message(
-                f"Step {step.number}: {step.result.nonfinite_tensor} was not finite; skipped"
+                f"Step {step.number}: {step.result.nonfinite_tensor} was not finite, skipped"
                 f" {counted(step.result.nonfinite_updates, 'update')}."
             )
 
@@ -139,8 +139,8 @@ class StepObserver:
             self._said_rewritten = True
             self.tracker.message(
                 f"Step {step.number}: {rewritten} trajectories have more than one row, since"
-                " the chat template or the environment rewrites earlier turns; each row holds the"
-                " context that the model saw."
+                " the chat template or the environment rewrites earlier turns. Each row holds"
+                " the context that the model saw."
             )
 
     def _record(
@@ -207,10 +207,10 @@ class StepObserver:
         if chance < _IMPOSSIBLE and not self._said_identical:
             self._said_identical = True
             self.tracker.message(
-                f"Step {step.number}: completions of one prompt are identical, and by their own"
-                f" log-probs the chance is below {chance:.0e}: the engine does not draw them one by"
-                " one from the distribution that it reports; check how it takes n, seed and"
-                " temperature. Every step records identical_chance."
+                f"Step {step.number}: completions of one prompt are identical, and by their"
+                f" log-probs the chance is below {chance:.0e}. The engine does not sample them"
+                " independently; check how it takes n, seed and temperature. Every step"
+                " records identical_chance."
             )
         return chance
 
@@ -253,10 +253,10 @@ def check_updates(state: TrainerState, result: StepResult) -> None:
     """Raise RunFailed at the third step in a row without a finite update."""
     if state.nonfinite_streak >= _NONFINITE_LIMIT:
         raise RunFailed(
-            f"{result.nonfinite_tensor} was not finite in {_NONFINITE_LIMIT} steps in a row; the"
-            " weights come from the last finite update: start a new run from them (an adapter as"
-            " [lora] init_from, all weights as [model] model after `retrain export`) with a lower"
-            ' [training] lr, [loss] max_grad_norm = 1.0 or [model] dtype = "fp32".'
+            f"{result.nonfinite_tensor} was not finite in {_NONFINITE_LIMIT} steps in a row."
+            " The weights come from the last finite update. Start a new run from them with a"
+            ' lower [training] lr, [loss] max_grad_norm = 1.0 or [model] dtype = "fp32". Name'
+            " an adapter by [lora] init_from, a `retrain export` by [model] model."
         )
 
 
@@ -269,11 +269,11 @@ def check_mismatch(
     if is_above(limit, mean) and state.mismatch_streak >= _MISMATCH_STEPS:
         raise RunFailed(
             f"Sampler and learner differed by {mean:.2g} nats per token on average at step"
-            f" {state.step - 1}, above the limit of {limit:.2g} for {_MISMATCH_STEPS} steps in a"
-            f" row, and the parity gate had measured {state.gate_mismatch or 0:.1e}: the sampled"
-            " policy is not the trained one; look at log_ratio_mean in metrics.jsonl and at the"
-            " engine, or set [inference] mismatch_limit (0 is off) and continue with"
-            f" `{resume}`."
+            f" {state.step - 1}, above the limit of {limit:.2g} for {_MISMATCH_STEPS} steps in"
+            f" a row. The parity gate had measured {state.gate_mismatch or 0:.1e}, so the"
+            " engine no longer samples the trained policy. Look at log_ratio_mean in"
+            " metrics.jsonl and at the engine, or set [inference] mismatch_limit (0 is off)"
+            f" and continue with `{resume}`."
         )
 
 
@@ -282,7 +282,7 @@ def untrained_mismatch_line(number: int, result: StepResult, limit: float | None
     trained tokens.
     """
     return (
-        f"Step {number} trained nothing; sampler and learner differed by"
-        f" {result.log_ratio_mean:.2g} nats per token over {result.log_ratio_tokens} tokens of"
-        f" it, above the limit of {limit:.2g}, which does not count such a step."
+        f"Step {number} trained nothing. Sampler and learner differed by"
+        f" {result.log_ratio_mean:.2g} nats per token over {result.log_ratio_tokens} of its"
+        f" tokens, above the limit of {limit:.2g}, which ignores such steps."
     )

@@ -307,7 +307,7 @@ def _log_context(training: Training, positions: int, log: Say) -> None:
     if training.max_tokens >= positions:
         log(
             f"[training] max_tokens = {training.max_tokens:,}, and the model has {positions:,}"
-            " positions for prompt and completion (with longrope those of its original length): a"
+            " positions for prompt and completion (with longrope, of its original length). A"
             " completion ends where they are full."
         )
 
@@ -691,7 +691,10 @@ def load_held_out(
         except NoHeldOutSplit:
             if not task or (task == asked[-1][-1] and not chosen):
                 raise
-            log(f"The source {task} has no held-out rows, so it is trained on and not evaluated.")
+            log(
+                f"The source {task} has no held-out rows, so retrain trains on it and does not"
+                " evaluate it."
+            )
             continue
         seen = contamination_note(trained, prompts.examples)
         count = min(own.evaluation.max_examples or len(prompts), len(prompts))

@@ -111,9 +111,10 @@ class Saver:
             lost = f"{'Supervised step' if stage == 'sft' else 'Step'} {step} was under way and"
         if self.saved is None:
             return (
-                f"{lost} is not saved, and there is no checkpoint yet, so a resume begins at step 0"
+                f"{lost} is not on disk; the run has no checkpoint yet, so a resume begins at"
+                " step 0"
             )
-        return f"{lost} is not saved; the newest checkpoint is that after {steps_at(self.saved)}"
+        return f"{lost} is not on disk; the newest checkpoint is after {steps_at(self.saved)}"
 
     @property
     def is_behind(self) -> bool:
@@ -140,7 +141,7 @@ class Saver:
             self._failures += 1
             where = error.filename or self.store.folder
             sentence = (
-                f"The checkpoint of step {state.step} could not be written to {where}:"
+                f"retrain cannot write the checkpoint of step {state.step} to {where}:"
                 f" {error.strerror or error}"
             )
             if self._failures >= _ATTEMPTS or not may_retry:

@@ -280,8 +280,8 @@ class Session:
             )
         if environment.get("model_sha256") not in (None, own["model_sha256"]):
             self.tracker.message(
-                f'[model] model = "{model.model}" has other files than when the run began; if its'
-                " weights changed, restore them: the adapter was trained on the first ones."
+                f'[model] model = "{model.model}" has other files than when the run began. If'
+                " its weights changed, restore them, since the adapter fits the first ones."
             )
         replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
 
@@ -585,9 +585,9 @@ class Session:
         """Raise RunFailed in every process if the processes do not have the same weights."""
         if self.world.size > 1 and len({*self.world.gather(self.parts.backend.digest())}) > 1:
             raise RunFailed(
-                f"The processes of this run have different weights after step {self.state.step}, so"
-                " nothing is saved; resume from the last checkpoint, and check the GPUs of the"
-                " process whose metrics differ."
+                "The processes of this run have different weights after step"
+                f" {self.state.step}, so retrain saved nothing. Resume from the last"
+                " checkpoint, and check the GPUs of the process whose metrics differ."
             )
 
     def save_now(self) -> str:

@@ -79,8 +79,9 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
             yield _reopen(config, folder)
         elif holds_run and not overwrite:
             raise ConfigurationError(
-                f"{folder.path} already holds a run: continue it with `{folder.resume_command}`,"
-                " start it anew with --overwrite, or choose another [logging] log_dir."
+                f"{folder.path} already holds a run: continue it with"
+                f" `{folder.resume_command}`, start over with --overwrite, or choose another"
+                " [logging] log_dir."
             )
         else:
             try:
@@ -185,8 +186,8 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     aside = aside_of(folder.metrics)
     if aside.exists():
         notes.append(
-            f"{aside} holds the rows of the steps that are made again, until the first of them is"
-            " written."
+            f"{aside} holds the rows of the steps that retrain makes again, until it writes the"
+            " first of them."
         )
     store.make_room_after(state, notes.append)
     return RunStart(config, folder, store, state, checkpoint, tuple(notes), replayed)
@@ -199,7 +200,7 @@ def _refuse_damaged(folder: RunFolder) -> None:
     folders = folder.folders()
     for path in (*folders, *folder.lines(), folder.verdicts, folder.output):
         if path.is_symlink():
-            problem = f"{path} is a link, and nothing behind a link is changed"
+            problem = f"{path} is a link, and retrain changes nothing behind a link"
             raise NotResumable(folder, problem, "put the file or folder itself there")
         if path in folders and path.exists() and not path.is_dir():
             problem = f"{path} is a file, and a run keeps a folder of that name"
@@ -241,9 +242,10 @@ def refuse_other_schedule(stored: TrainConfig, config: TrainConfig, step: int) -
         rates = ", ".join(f"{learning_rate(training, each):.3g}" for each in steps)
         choices.append(f"--lr-horizon {horizon} makes it {rates}")
     raise ConfigurationError(
-        f"[training] max_steps = {after.max_steps} in place of {before.max_steps} would change the"
-        f" learning rate, which is {before.lr_schedule}: at steps {', '.join(map(str, steps))}"
-        f" {' and '.join(choices)}; say one of the two, or another --lr-schedule."
+        f"[training] max_steps = {after.max_steps} instead of {before.max_steps} would change"
+        f" the learning rate, which is {before.lr_schedule}. At steps"
+        f" {', '.join(map(str, steps))} {' and '.join(choices)}. Choose one, or another"
+        " --lr-schedule."
     )
 
 
@@ -254,8 +256,8 @@ def _no_step_left(config: TrainConfig, folder: RunFolder, steps: int) -> str:
     if config.training.lr_schedule != "constant":
         more += f" --lr-horizon {further}"
     return (
-        f"No step is left: the run has taken {steps}, and [training] max_steps ="
-        f" {config.training.max_steps}; train on with `{folder.resume_command} {more}`."
+        f"This run is complete: {steps} steps of [training] max_steps ="
+        f" {config.training.max_steps}. To train longer: `{folder.resume_command} {more}`."
     )
 
 
@@ -354,8 +356,7 @@ def _newest(
     if found is None and folder.trainer_state.exists():
         raise NotResumable(
             folder,
-            f"{folder.trainer_state.name} says that a checkpoint was made, but {store.folder} holds"
-            " none",
+            f"{folder.trainer_state.name} names a checkpoint, but {store.folder} holds none",
         )
     for line in passed_over:
         log(line)
@@ -371,7 +372,7 @@ class NotResumable(ConfigurationError):
         """`problem` and `remedy` are parts of a sentence."""
         self.problem, self.remedy = problem, remedy
         super().__init__(
-            f"{folder.path} cannot be resumed and is left as it is: {problem}; {remedy}, start the"
-            " run anew with --overwrite, which deletes what is there, or choose another [logging]"
-            " log_dir."
+            f"{folder.path} is not resumable, and retrain left it unchanged, since {problem};"
+            f" {remedy}, start over with --overwrite, which deletes what is there, or choose"
+            " another [logging] log_dir."
         )

@@ -55,8 +55,8 @@ class SupervisedStage:
         """The size of the stage."""
         traces = self.traces
         return (
-            f"{counted(len(traces), 'trace')}, {traces.tokens:,} tokens of which {traces.learned:,}"
-            f" are learned, for {counted(self.steps, 'supervised step')} of"
+            f"{counted(len(traces), 'trace')}, {traces.tokens:,} tokens with {traces.learned:,}"
+            f" to learn, for {counted(self.steps, 'supervised step')} of"
             f" {self.config.sft.batch_size:,}"
         )
 

@@ -76,9 +76,9 @@ class Teacher:
         place = _place(question, given, prompt)
         if place < 0:
             raise RunFailed(
-                f'[algorithm] reference = "gold": the question of {prompt.prompt_id} does not stand'
-                " in its prompt word for word, so the answer cannot be put beside it; use another"
-                " teacher, or another [data] prompt_template."
+                '[algorithm] reference = "gold" needs the question verbatim in the prompt, and'
+                f" the prompt of {prompt.prompt_id} lacks it; use another teacher, or another"
+                " [data] prompt_template."
             )
         hint = _filled(self.algorithm.reference_prompt, question, prompt.example.reference)
         whole = f"{given[:place]}{hint}{given[place + len(question) :]}"
@@ -86,9 +86,10 @@ class Teacher:
         ids = np.concatenate([told, row.token_ids[start:]])
         if len(ids) > self.text.context:
             raise RunFailed(
-                f'[algorithm] reference = "gold": the prompt of {prompt.prompt_id} with the answer,'
-                f" and a completion, have {len(ids):,} tokens, and the model's context has"
-                f" {self.text.context:,}; lower [training] max_tokens, or shorten reference_prompt."
+                f'[algorithm] reference = "gold" needs {len(ids):,} tokens for prompt'
+                f" {prompt.prompt_id}, answer and completion, and the model's context has"
+                f" {self.text.context:,}; lower [training] max_tokens, or shorten"
+                " reference_prompt."
             )
         moved = len(told) - start
         spans = tuple((first + moved, stop + moved) for first, stop in row.spans)
@@ -123,8 +124,8 @@ def check_teacher(config: "TrainConfig") -> None:
     where, folder = f'[algorithm] reference = "{reference}"', Path(reference)
     if not (folder / "adapter_config.json").is_file():
         raise ConfigurationError(
-            f'{where}: no adapter_config.json there; use "base", "start", "gold" or a PEFT adapter'
-            " folder, such as logs/lab/checkpoints/final."
+            f'{where} holds no adapter_config.json; use "base", "start", "gold" or a PEFT'
+            " adapter folder, such as logs/lab/checkpoints/final."
         )
     try:
         settings = read_object(folder / "adapter_config.json")
@@ -141,8 +142,8 @@ def check_teacher(config: "TrainConfig") -> None:
     for name, (key, own) in wanted.items():
         if settings.get(name, False) != own:
             raise ConfigurationError(
-                f"{where} has {name} = {settings.get(name)}, and {key} gives {own}: the teacher is"
-                " held in this run's adapter, so it must be of the same model, rank and scale; name"
+                f"{where} has {name} = {settings.get(name)}, and {key} gives {own}. The teacher"
+                " uses this run's adapter, so it needs the same model, rank and scale; name"
                 " another folder, or make the key the same."
             )
 
@@ -171,6 +172,6 @@ def teacher_note(config: "TrainConfig") -> str:
     }
     return (
         f'[algorithm] reference = "{reference}":'
-        f" {who.get(reference, 'the adapter of that folder')} scores a step's tokens where a stage"
-        " reads them, in one more forward pass; no second model is held."
+        f" {who.get(reference, 'the adapter of that folder')} scores a step's tokens where a"
+        " stage reads them, in one more forward pass without a second model."
     )

@@ -168,7 +168,8 @@ def _refuse_code(config: TrainConfig, path: Path) -> None:
 def _check_place(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigurationError(
-            f"{output} is not an empty folder, and nothing is replaced; name a new one by --output."
+            f"{output} is not an empty folder, and export never overwrites; choose another"
+            " --output."
         )
     place = output.resolve()
     if place == Path.cwd() or place.is_mount():
@@ -177,9 +178,7 @@ def _check_place(output: Path) -> None:
             " of; name a new folder in it by --output."
         )
     if not next(parent for parent in place.parents if parent.exists()).is_dir():
-        raise ConfigurationError(
-            f"{output} lies in a file; name a folder that can be made by --output."
-        )
+        raise ConfigurationError(f"{output} lies in a file; choose another --output.")
     inside = RunFolder(output).doomed()
     if inside:
         raise ConfigurationError(f"{inside}; name another by --output.")
@@ -194,8 +193,8 @@ def _writing(output: Path) -> Iterator[None]:
             raise
         # a copy's error names the source, which is intact
         raise EnvironmentFailure(
-            f"{output} cannot be written: {error.strerror}; free space there, or name another disk"
-            " by --output."
+            f"{output} is not writable ({error.strerror}); free space there, or name"
+            " another disk by --output."
         ) from error
 
 

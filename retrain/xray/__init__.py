@@ -1,4 +1,4 @@
-"""The objective that an advantage climbs, and its noise: exact for right-or-wrong rewards, without
+"""The objective of an advantage, and its noise: exact for right-or-wrong rewards, without
 a model.
 
 `binary.xray` computes it, and `text` prints it.

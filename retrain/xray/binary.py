@@ -1,4 +1,4 @@
-"""The objective that an advantage climbs where a reward is 1 or 0, computed exactly.
+"""The objective that an advantage optimizes where a reward is 1 or 0, computed exactly.
 
 If the policy solves a prompt with probability p, the number k of right completions among G is
 binomial. Let A(right | k) and A(wrong | k) be the advantages in a group with k right completions.

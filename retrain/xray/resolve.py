@@ -42,13 +42,13 @@ def read_xray(
     size = group or config.training.group_size
     if size < 2:
         raise ConfigurationError(
-            f"{name}: [training] group_size = {size} leaves nothing to compare within a prompt; an"
-            " X-ray needs 2 or more, such as --group 8."
+            f"{name}: [training] group_size = {size} leaves nothing to compare within a prompt."
+            " Use 2 or more, such as --group 8."
         )
     if size > MAX_GROUP:
         raise ConfigurationError(
-            f"{name}: [training] group_size = {size} is above the {MAX_GROUP} of an X-ray; name a"
-            " smaller group, such as --group 8."
+            f"{name}: [training] group_size = {size} is above the {MAX_GROUP} of an X-ray. Name"
+            " a smaller group, such as --group 8."
         )
     return [_read(label, arm, size) for label, arm in _arms(config)]
 

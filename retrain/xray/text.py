@@ -48,8 +48,8 @@ def sentences(one: Xray) -> Iterator[str]:
     """Yield the meaning of one advantage's numbers."""
     if one.is_flat:
         yield (
-            "no gradient at any pass rate: right and wrong completions get the same advantages in"
-            " expectation, so nothing is learned from right-or-wrong rewards."
+            "no gradient at any pass rate: right and wrong completions get the same advantages"
+            " in expectation, so right-or-wrong rewards do not train."
         )
         return
     rates = np.linspace(0.001, 0.999, 999)
@@ -63,13 +63,12 @@ def sentences(one: Xray) -> Iterator[str]:
     elif np.all(weight <= _ALIKE):
         yield "it lowers the pass rate of every prompt; turn the sign of the advantage."
     elif name := objective_name(one):
-        yield f"it climbs {name}."
+        yield f"it optimizes {name}."
     else:
         hard, middle, easy = one.weight([0.05, _MIDDLE, 0.95])
         yield (
-            "a prompt solved 5% of the time weighs"
-            f" {hard / middle:.3g} times one that is solved half of the time, one solved 95%"
-            f" {easy / middle:.3g} times."
+            f"a prompt at p = 5% weighs {hard / middle:.3g} times a prompt at 50%, a prompt at"
+            f" 95% {easy / middle:.3g} times."
         )
     wrong, right = one.uniform
     uneven = [
@@ -133,7 +132,7 @@ def _number(value: float) -> str:
     return f"{value:.2f}"
 
 
-WEIGHTS = "weights of a prompt that is solved 5% / 50% / 95% of the time"
+WEIGHTS = "weights of prompts at a pass rate of 5% / 50% / 95%"
 """The numbers that `headline` shows."""
 
 

@@ -90,7 +90,7 @@ def test_a_short_run_raises_the_reward(tmp_path: Path) -> None:
             {},
             r'serves tools over MCP.* such as args = \{ agent = \{ harness = \{ id = "null" \} \} \}',
         ),
-        ("lab_sums", {"wrong": 1}, "could not be loaded with args"),
+        ("lab_sums", {"wrong": 1}, "does not load with args"),
     ],
 )
 def test_what_cannot_train_says_so(

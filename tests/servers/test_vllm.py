@@ -306,7 +306,7 @@ def test_a_service_of_text_or_of_chat_alone_is_evaluated_as_the_local_engine_is(
     local, *others = [
         evaluated(tmp_path / name, vllm, name) for name in ("local", "text_alone", "chat_alone")
     ]
-    assert "".join(capsys.readouterr()).count("encoded again to count its tokens") == 2
+    assert "".join(capsys.readouterr()).count("encodes it again to count its tokens") == 2
     for answers in others:
         same = [mine == other for mine, other in zip(answers, local, strict=True)]
         print(f"\n{sum(same)} of {len(same)} greedy completions are equal")

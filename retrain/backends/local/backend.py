@@ -251,9 +251,8 @@ class LocalBackend(LocalFacts):
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
         if self._weights_alone:
             raise RunFailed(
-                f"{self._weights_alone} holds the weights alone, which a finished run of a campaign"
-                " keeps, and no optimizer to go on with; start a new run from them: [model] model ="
-                " that folder's export."
+                f"{self._weights_alone} holds only weights, as a finished run of a campaign"
+                " does; start a new run with that folder's export as [model] model."
             )
         engine = self.engine.capabilities
         raw = is_raw(engine, self.config.training.temperature)

@@ -649,12 +649,12 @@ def old_logprobs_note(loss: "Loss", *, rounded: bool) -> str:
     if recomputes_old_logprobs(loss, rounded=True):
         chosen = "" if loss.is_set("old_logprobs") else "as old_logprobs is unset, "
         return (
-            f'[loss] mode = "gspo": {rounding}; {chosen}the learner recomputes old log-probs before'
-            " the first update of each step."
+            f'[loss] mode = "gspo": {rounding}, so {chosen}the learner recomputes old log-probs'
+            " before the first update of each step."
         )
     return (
-        f'[loss] old_logprobs = "sampler" with mode = "gspo": {rounding}, so it takes gradient away'
-        ' on policy (clip_fraction); leave old_logprobs unset, or give "recomputed".'
+        f'[loss] old_logprobs = "sampler" with mode = "gspo": {rounding}, so it takes gradient'
+        ' away on policy (clip_fraction). Leave old_logprobs unset, or give "recomputed".'
     )
 
 
@@ -674,9 +674,8 @@ def _checkpointed_layers(base: BaseModel, choices: MachineChoices) -> list[nn.Mo
     found = layers(base.model)
     if not found:
         raise ConfigurationError(
-            "[training] gradient_checkpointing: no layers are found in"
-            f" {type(base.model).__name__}; set it false, and lower [training] micro_batch_tokens"
-            " where memory is short."
+            f"[training] gradient_checkpointing finds no layers in {type(base.model).__name__};"
+            " set it false, and lower [training] micro_batch_tokens if memory is short."
         )
     return found
 

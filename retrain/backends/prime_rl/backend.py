@@ -150,9 +150,9 @@ class PrimeDialect(VLLMDialect):
             total = sum(np.exp(sorted(one["logprob"] for one in token["top_logprobs"])[-2:]))
             if abs(total - 1) > _SUM_TOLERANCE:
                 raise ServerFailure(
-                    f"{self.title} {server.url} returns log-probs of another distribution than it"
-                    f" samples from (two kept tokens have probabilities of {total:.3f} in all):"
-                    " start it with logprobs_mode = processed_logprobs."
+                    f"{self.title} {server.url} returns log-probs of another distribution than"
+                    f" it samples from (two kept tokens add up to {total:.3f}). Start it with"
+                    " logprobs_mode = processed_logprobs."
                 )
 
 
@@ -186,8 +186,9 @@ class PrimeEngine(ServedEngine):
         policy = self._broadcasts.take(step)
         if policy.version < step:
             self.log(
-                f"Step {step} is sampled with policy v{policy.version}: the trainer needs longer"
-                f" than sync_wait_s for v{step}, so sampling and learning overlap by one step."
+                f"Step {step} samples with policy v{policy.version}, since the trainer needs"
+                f" longer than sync_wait_s for v{step}. So sampling and learning overlap by one"
+                " step."
             )
         served = ServedPolicy.of(policy)
         if served == self._adapter:
@@ -303,8 +304,9 @@ class PrimeRLBackend(PrimeRLFacts):
         ]
         if training.truncated:
             lines.append(
-                "PRIME-RL: kept sets are sent as sampling_mask, which trainers read since September"
-                " 2026 (#3431); v0.9.0 itself ignores them, and its ratios would be wrong."
+                "PRIME-RL gets kept sets as sampling_mask, which trainers read since September"
+                " 2026 (#3431). A trainer of v0.9.0 ignores them, so its ratios would be"
+                " wrong."
             )
         return lines
 
@@ -394,7 +396,7 @@ class PrimeRLBackend(PrimeRLFacts):
         batches = read_object(folder / STATE).get("batches")
         if not isinstance(batches, int):
             raise RunFailed(
-                f"{folder / STATE} does not say how many batches were sent: the file was changed."
+                f"{folder / STATE} lacks the number of sent batches, so the file is damaged."
             )
         self._shipped = batches
 

@@ -291,9 +291,9 @@ class ZmqSender(Sender):
         except zmq.ZMQError as error:
             self.close()
             raise EnvironmentFailure(
-                f"[backend.options] zmq_host = {options.zmq_host!r}, zmq_port = {options.zmq_port}:"
-                f" {error}; batches are published on this port and the next one, so choose two that"
-                " are free on this machine."
+                f"[backend.options] zmq_host = {options.zmq_host!r}, zmq_port ="
+                f" {options.zmq_port}: {error}. retrain publishes batches on this port and the"
+                " next one, so choose two free ports."
             ) from error
 
     def prepare(self, shipped: int) -> None:
@@ -306,11 +306,10 @@ class ZmqSender(Sender):
             self._hear(min(left, options.sync_poll_s))
         if self._missing:
             raise NotReached(
-                f"PRIME-RL's trainer is not connected: {len(self._missing)} of"
-                f" {options.trainer_ranks} data ranks did not subscribe to"
-                f" tcp://{options.zmq_host}:{options.zmq_port} within sync_wait_s ="
-                f" {options.sync_wait_s:g} s; start the trainer with the same rollout_transport, or"
-                " check [backend.options] trainer_ranks."
+                f"PRIME-RL's trainer: {len(self._missing)} of {options.trainer_ranks} data"
+                f" ranks did not subscribe to tcp://{options.zmq_host}:{options.zmq_port}"
+                f" within sync_wait_s = {options.sync_wait_s:g} s. Start the trainer with the"
+                " same rollout_transport, or check [backend.options] trainer_ranks."
             )
 
     def _hear(self, seconds: float) -> None:
@@ -415,15 +414,16 @@ class Broadcasts:
         ahead = [version for version, _ in self._versions() if version > shipped]
         if ahead:
             raise ServerFailure(
-                f"PRIME-RL's trainer offers policy v{max(ahead)} in {self.folder}, and this run has"
-                f" sent {shipped} batches: resume the trainer at step {shipped}, or give both sides"
-                " an empty output_dir and start anew."
+                f"PRIME-RL's trainer offers policy v{max(ahead)} in {self.folder}, and this run"
+                f" has sent {shipped} batches. Resume the trainer at step {shipped}, or give"
+                " both sides an empty output_dir and start over."
             )
         have = "no policy has come yet" if newest is None else f"the newest is v{newest.version}"
         raise ServerFailure(
             f"PRIME-RL's trainer did not offer policy v{shipped} in {self.folder} within"
-            f" sync_wait_s = {self.wait_s:g} s ({have}): start it with that output_dir, read its"
-            " log, or raise [backend.options] sync_wait_s above the time of one of its steps."
+            f" sync_wait_s = {self.wait_s:g} s ({have}). Start it with that output_dir, read"
+            " its log, or raise [backend.options] sync_wait_s above the time of one of its"
+            " steps."
         )
 
     def _receive_offers(self, shipped: int) -> None:
@@ -452,9 +452,9 @@ class Broadcasts:
                         else "has not begun to write it"
                     )
                     raise ServerFailure(
-                        f"PRIME-RL's trainer offered policy v{version}, which was acknowledged, but"
-                        f" it {found} and did not finish within sync_wait_s = {self.wait_s:g} s"
-                        f" ({folder}): look at its log, or raise [backend.options] sync_wait_s."
+                        f"PRIME-RL's trainer offered policy v{version} and heard back, but it"
+                        f" {found} and did not finish within sync_wait_s = {self.wait_s:g} s"
+                        f" ({folder}). Look at its log, or raise [backend.options] sync_wait_s."
                     )
                 self._sleep(self.poll_s)
             policy = Policy(version, folder, receipt=self._receipts)
@@ -484,9 +484,9 @@ def check_weights(policy: Policy) -> None:
             read_object(policy.folder / ADAPTER)
     except (SafetensorError, OSError, ValueError) as error:
         raise ServerFailure(
-            f"Policy v{policy.version} of PRIME-RL's trainer is incomplete although it is marked as"
-            f" finished: {first_line(error)} in {policy.folder}; look at the trainer's disk, and"
-            " let it broadcast the version again."
+            f"Policy v{policy.version} of PRIME-RL's trainer is incomplete despite its mark of"
+            f" completion ({first_line(error)} in {policy.folder}). Look at the trainer's disk,"
+            " and let it broadcast the version again."
         ) from error
     if not files:
         raise ServerFailure(

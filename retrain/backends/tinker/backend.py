@@ -93,8 +93,8 @@ def _logprobs_of_pass(rows: Sequence[_TrainedRow], outputs: Sequence[Any]) -> li
     if not all(np.isfinite(logprobs).all() for logprobs in new):
         raise RunFailed(
             "Tinker's learner returned log-probs that are not finite, and has already changed"
-            " the weights with them; the last checkpoint is sound: resume from it with a lower"
-            " [training] lr or [loss] max_grad_norm = 1.0."
+            " the weights with them. Resume from the last checkpoint with a lower [training]"
+            " lr or [loss] max_grad_norm = 1.0."
         )
     return new
 
@@ -326,9 +326,9 @@ class TinkerBackend(TinkerFacts):
             self._said_reduction = True
             if any(name.startswith("skyrl.ai/") for name in metrics):
                 self._log(
-                    "This service is SkyRL, whose JAX backend divides the loss by positions and"
-                    ' rows: set [backend.options] loss_reduction = "mean", or eps and max_grad_norm'
-                    " act on gradients that are far too small."
+                    "This service is SkyRL, whose JAX backend divides the loss by positions"
+                    ' and rows. Set [backend.options] loss_reduction = "mean", or eps and'
+                    " max_grad_norm act on gradients that are far too small."
                 )
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:  # noqa: ARG002 - always 1
@@ -348,8 +348,8 @@ class TinkerBackend(TinkerFacts):
         values = [each for each in read if each is not None]
         if len(values) < len(shifted):
             raise RunFailed(
-                "Tinker returned no log-probs for a forward pass, so sampler and learner cannot be"
-                " compared."
+                "Tinker returned no log-probs for a forward pass, so retrain cannot compare"
+                " sampler and learner."
             )
         return for_each_row(rows, values)
 

@@ -105,8 +105,8 @@ class TinkerEngine(InferenceEngine):
         if not ended and len(tokens) < request.max_tokens:
             raise RunFailed(
                 f"Tinker ended a completion after {len(tokens)} of {request.max_tokens} tokens"
-                f" ({sequence.stop_reason}) without returning an end-of-sequence token, so the"
-                " model would never learn to stop; nothing was trained on it."
+                f" ({sequence.stop_reason}) without an end-of-sequence token, so the model"
+                " would never learn to stop. retrain did not train on it."
             )
         reason = FinishReason.STOP if ended else FinishReason.LENGTH
         sample, values = request.first_sample + index, np.array(logprobs, np.float32)

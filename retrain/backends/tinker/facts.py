@@ -41,8 +41,8 @@ class TinkerFacts(RemoteBackend):
     served_losses = TINKER_LOSSES
     has_reference = False
     temperature_note = (
-        "Tinker's learner knows log-probs at temperature 1 only, so the model is sampled and"
-        " trained at temperature 1."
+        "Tinker's learner knows log-probs at temperature 1 only, so retrain samples and trains"
+        " at temperature 1."
     )
 
     lacks: ClassVar = {
@@ -60,8 +60,8 @@ class TinkerFacts(RemoteBackend):
             " old_logprobs"
         ),
         "kept_sets": (
-            "Tinker's losses are over the whole vocabulary, so a truncated policy cannot be"
-            " trained; leave it off"
+            "Tinker's losses are over the whole vocabulary, so it cannot train a truncated"
+            " policy; leave it off"
         ),
     }
 
@@ -83,16 +83,15 @@ class TinkerFacts(RemoteBackend):
     def problems(cls, config: "TrainConfig") -> Iterator[tuple[str, str]]:
         if config.training.temperature != cls.only_temperature:
             because = (
-                "Tinker's learner knows log-probs at temperature 1 only, so another policy would be"
-                " sampled than is trained; leave it out (remove [training] temperature), or write"
-                " 1.0"
+                "Tinker's learner knows log-probs at temperature 1 only, so it would train"
+                " another policy; leave it out (remove [training] temperature), or write 1.0"
             )
             yield "training.temperature", because
         mean = config.backend.tinker.loss_reduction == "mean"
         if mean and config.loss.mode not in TINKER_LOSSES:
             because = (
-                'a service with [backend.options] loss_reduction = "mean" divides by the weights'
-                " that carry the gradient of a loss that is computed here; use"
+                'a service with [backend.options] loss_reduction = "mean" divides by the'
+                " weights that carry the gradient of retrain's own loss; use"
                 f" {listed(TINKER_LOSSES, 'or')}"
             )
             yield "loss.mode", because
@@ -102,6 +101,6 @@ class TinkerFacts(RemoteBackend):
         if not missing_package("tinker"):
             return ""
         return (
-            '[backend] backend = "tinker" needs the Tinker SDK, which is not installed;'
-            f" {install_hint('tinker')}, or without torch as docs/tinker.md describes."
+            f'[backend] backend = "tinker" needs the Tinker SDK; {install_hint("tinker")}, or'
+            " without torch as docs/tinker.md describes."
         )

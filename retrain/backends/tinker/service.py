@@ -77,8 +77,8 @@ class Service:
         key = os.environ.get(KEY, "")
         if not key:
             raise EnvironmentFailure(
-                f"{KEY} is not set, and Tinker at {self.address} asks for a key; set the variable,"
-                " or add it to .env."
+                f"{KEY} is not set, and Tinker at {self.address} asks for a key; set the"
+                " variable, or add it to .env."
             )
         # It logs what it then raises.
         logging.getLogger("tinker.lib.retry_handler").setLevel(logging.CRITICAL)
@@ -104,9 +104,9 @@ class Service:
             if not isinstance(error.__cause__, TimeoutError):
                 raise
             raise EnvironmentFailure(
-                f"Tinker at {self.address} opened no session within {_SESSION_S:g} s, so another"
-                f" program may answer there; check [model] base_url, and that {KEY} is a key of"
-                " that service (tml-...)."
+                f"Tinker at {self.address} opened no session within {_SESSION_S:g} s, so"
+                f" another program may answer there. Check [model] base_url, and that {KEY} is"
+                " a key of that service (tml-...)."
             ) from error
 
     @property
@@ -212,7 +212,7 @@ def _reason(error: BaseException, seconds: float) -> str:
     if status is not None:
         return f"failed ({status}) and failed again whenever the SDK tried for 300 s"
     if isinstance(error, tinker.APIConnectionError):
-        return "could not be reached, however often the SDK tried"
+        return "does not answer, however often the SDK tried"
     if isinstance(error, TimeoutError):
         return f"gave no answer within {seconds:g} s ([backend.options] timeout_s)"
     return f"failed: {first_line(error)}"
@@ -353,12 +353,8 @@ def _fetch(url: str, timeout: float, into: IO[bytes]) -> None:
                             )
                     return
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise EnvironmentFailure(
-            f"its archive could not be fetched ({first_line(error)})."
-        ) from error
-    raise EnvironmentFailure(
-        f"its archive could not be fetched (more than {_REDIRECTS} redirections)."
-    )
+        raise EnvironmentFailure(f"its archive did not arrive ({first_line(error)}).") from error
+    raise EnvironmentFailure(f"its archive did not arrive (more than {_REDIRECTS} redirections).")
 
 
 def _origin(url: "httpx.URL") -> tuple[str, str, int | None]:
