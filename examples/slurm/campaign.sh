@@ -19,7 +19,7 @@ if [[ -z ${SLURM_ARRAY_TASK_ID:-} ]]; then
 		--output="$folder/slurm-%a.log" "$@" "$0" "$file" "$folder")
 	sbatch --job-name=compare --dependency="afterany:$job" --output="$folder/compare.log" <<-END
 		#!/usr/bin/env bash
-		retrain compare $(printf %q "$folder")
+		retrain compare -- $(printf %q "$folder")
 	END
 	exit
 fi
