@@ -595,14 +595,14 @@ def test_the_default_evaluation_is_left_out_where_nothing_is_held_out(tmp_path: 
 
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
-    plan = plan_campaign(
-        config_from_mapping(sections(tmp_path / "c", data={"source": str(problems)})), tmp_path
-    )
-    checked = check(plan)
-    assert any("No held-out evaluation at the end" in line for line in checked.lines)
-    assert not any(
-        run.config.evaluation.asked_for for run in evaluated_where_possible(plan, checked).runs
-    )
+    own = {"source": str(problems)}
+    for data, place in ((own, f"source = '{problems}'"), ({"mix": [own]}, "mix")):
+        plan = plan_campaign(config_from_mapping(sections(tmp_path) | {"data": data}), tmp_path)
+        checked = check(plan)
+        line = f"No held-out evaluation at the end: [data] {place} holds nothing out."
+        assert line in checked.lines
+        after = evaluated_where_possible(plan, checked).runs
+        assert not any(run.config.evaluation.asked_for for run in after)
 
 
 def test_folders_made_in_one_second_are_numbered(
