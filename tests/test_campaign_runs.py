@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -128,6 +129,46 @@ def test_the_tasks_of_an_array_train_the_runs_of_the_campaign(
         assert (tmp_path / "c" / adapter).read_bytes() == (sequential.folder / adapter).read_bytes()
     ended = run_campaign(replaced(again, {"campaign.launcher": "local"}, origin="flag")).runs
     assert {(entry.status, entry.started) for entry in ended} == {(Status.DONE, None)}
+
+
+def test_the_plan_numbers_the_tasks_of_an_array_even_if_the_file_has_more_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_from_mapping(sections(tmp_path / "c", {"launcher": "array"}))
+    given = {"resume.from": str(tmp_path / "c"), "campaign.seeds": [3, 1, 2]}
+    later = replaced(config, given, origin="flag")
+    monkeypatch.setattr("retrain.campaign.launch.perform", lambda run: RunOutcome(Status.FAILED))
+    told = [
+        ("0", "is not a campaign"),
+        ("0", "grpo.none_s1: "),
+        ("4", "no run"),
+        ("9" * 9999, "no"),
+    ]
+    for number, words in told:
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", number)
+        with pytest.raises((ConfigurationError, RunFailed), match=words):
+            run_campaign(later)
+        monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
+        if "campaign" in words:
+            run_campaign(config)
+
+
+def test_the_plan_of_an_array_forgets_earlier_failures(
+    sequential: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tasks write no manifest.json, so the failure of an earlier session would stay."""
+    folder = tmp_path / "it is here"
+    shutil.copytree(sequential.folder, folder)
+    (folder / "runs" / NAMES[1] / "summary.json").unlink()
+    manifest = Manifest.read(folder)
+    for name, status in zip(NAMES, ("failed", "failed", "interrupted", "done"), strict=True):
+        manifest[name].status = Status(status)
+    manifest.write()
+    settings = sections(folder, {"launcher": "array"}, resume={"from": str(folder)})
+    entries = run_campaign(config_from_mapping(settings)).runs
+    assert [entry.status for entry in entries] == ["done", "pending", "done", "done"]
+    assert [run.status for run in Manifest.read(folder).runs] == [run.status for run in entries]
+    assert f"`retrain status '{folder}' --watch`" in capsys.readouterr().out
 
 
 def test_a_run_that_shared_the_loaded_model_is_the_run_alone(
@@ -494,10 +535,6 @@ def test_what_would_change_the_campaign_is_refused_at_resume(sequential: Finishe
     )
 
 
-def test_a_folder_without_a_campaign_cannot_be_resumed(tmp_path: Path) -> None:
-    assert "holds no campaign" in refused(tmp_path / "c", resume={"from": str(tmp_path)})
-
-
 def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
@@ -514,17 +551,11 @@ def test_a_campaign_is_no_single_run(tmp_path: Path) -> None:
 
 
 def test_a_run_never_starts_in_a_campaigns_folder(sequential: Finished) -> None:
-    run = (
-        plan_campaign(config_from_mapping(sections(sequential.folder)), sequential.folder)
-        .runs[0]
-        .config
-    )
-    for change in (
-        {"resume.from": str(sequential.folder)},
-        {"logging.log_dir": str(sequential.folder)},
-    ):
+    folder = sequential.folder
+    run = plan_campaign(config_from_mapping(sections(folder)), folder).runs[0].config
+    for key in ("resume.from", "logging.log_dir"):
         with pytest.raises(ConfigurationError, match="holds a campaign, not a single run"):
-            small_run(replaced(run, change), quiet=True)
+            small_run(replaced(run, {key: str(folder)}), quiet=True)
 
 
 def test_a_campaign_with_an_algorithm_can_be_resumed(tmp_path: Path) -> None:
@@ -564,14 +595,14 @@ def test_the_default_evaluation_is_left_out_where_nothing_is_held_out(tmp_path: 
 
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
-    plan = plan_campaign(
-        config_from_mapping(sections(tmp_path / "c", data={"source": str(problems)})), tmp_path
-    )
-    checked = check(plan)
-    assert any("No held-out evaluation at the end" in line for line in checked.lines)
-    assert not any(
-        run.config.evaluation.asked_for for run in evaluated_where_possible(plan, checked).runs
-    )
+    own = {"source": str(problems)}
+    for data, place in ((own, f"source = '{problems}'"), ({"mix": [own]}, "mix")):
+        plan = plan_campaign(config_from_mapping(sections(tmp_path) | {"data": data}), tmp_path)
+        checked = check(plan)
+        line = f"No held-out evaluation at the end: [data] {place} holds nothing out."
+        assert line in checked.lines
+        after = evaluated_where_possible(plan, checked).runs
+        assert not any(run.config.evaluation.asked_for for run in after)
 
 
 def test_folders_made_in_one_second_are_numbered(

@@ -518,7 +518,7 @@ CASES = [
     Case(
         "going on with a campaign that is not there",
         2,
-        "holds no campaign",
+        "is not a campaign",
         "[campaign]",
         ("run.toml", "--resume", "absent"),
     ),

@@ -19,19 +19,21 @@ if [[ -z ${SLURM_ARRAY_TASK_ID:-} ]]; then
 		--output="$folder/slurm-%a.log" "$@" "$0" "$file" "$folder")
 	sbatch --job-name=compare --dependency="afterany:$job" --output="$folder/compare.log" <<-END
 		#!/usr/bin/env bash
-		retrain compare $(printf %q "$folder")
+		retrain compare -- $(printf %q "$folder")
 	END
 	exit
 fi
 
 # Slurm sends TERM to a step that it preempts or cancels, and USR1 to this script two minutes before the time limit.
+# A TERM to srun itself would kill the run before it saves. The last task's SLURM_JOB_ID is the whole array's.
+task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 srun retrain "$1" --resume "$2" --campaign-launcher array &
 child=$! late='' code=0
-trap 'late=yes; kill -TERM "$child"' USR1
+trap 'late=yes; scancel --signal=TERM "$task.0"' USR1
 trap : TERM
 # A signal ends a wait; the run saves meanwhile.
 while kill -0 "$child" 2>/dev/null; do
 	wait "$child" && code=0 || code=$?
 done
-[[ -z $late ]] || scontrol requeue "$SLURM_JOB_ID"
+[[ -z $late ]] || scontrol requeue "$task"
 exit "$code"

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from retrain import __version__
 from retrain.analysis.planned import ALPHA, AnalysisPlan, CampaignRecord
-from retrain.analysis.runs import MANIFEST, no_campaigns_value
+from retrain.analysis.runs import MANIFEST, campaign_runs, no_campaigns_value
 from retrain.campaign.plan import (
     RUNS,
     CampaignPlan,
@@ -34,7 +34,6 @@ from retrain.records.run_folder import RunFolder, kind_of, mark, writer_lock
 from retrain.records.terminal import clean
 from retrain.system import Json, read_object, toml_value
 
-LOGS = Path("logs")
 TIMESTAMP = "%Y%m%d_%H%M%S"
 _AS_WRITTEN = ConfigDict(extra="forbid")
 """retrain refuses a manifest with an unknown field, since writing the manifest again would lose
@@ -218,7 +217,7 @@ class Manifest:
         self._check_looks(plan)
         fresh = Manifest.of_plan(plan, datetime.now().astimezone())
         self.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
-        self._by_name = {entry.name: entry for entry in self.runs}
+        self.__post_init__()
         self.config, self.conditions = fresh.config, fresh.conditions
         self.seeds, self.max_steps = fresh.seeds, fresh.max_steps
 
@@ -237,8 +236,8 @@ class Manifest:
         planned, now = (self.plan or {}).get("margin"), plan.settings.margin
         if self.plan and now != planned:
             raise ConfigurationError(
-                f"[campaign] margin = {_shown(now)}: the plan of {self.folder} has"
-                f" {_shown(planned)}, and a plan keeps its margin. Restore that, and give"
+                f"[campaign] margin = {now or 'unset'}: the plan of {self.folder} has"
+                f" {planned or 'unset'}, and a plan keeps its margin. Restore that, and give"
                 " another one to `retrain compare --margin`."
             )
 
@@ -269,10 +268,6 @@ class Manifest:
                     f"[campaign] {key} = {toml_value(now)}: {self.folder} had {len(looked)}"
                     f" interim looks with {toml_value(before)}. Restore that, {otherwise}"
                 )
-
-
-def _shown(margin: float | None) -> str:
-    return "unset" if margin is None else f"{margin:g}"
 
 
 def analysis_plan(plan: CampaignPlan) -> AnalysisPlan:
@@ -314,12 +309,10 @@ def open_campaign(
     default is `logs/campaign_YYYYMMDD_HHMMSS`. Raises ConfigurationError for a folder that the
     campaign may not use.
     """
-    resumed, now = bool(config.resume.from_), datetime.now().astimezone()
-    folder = Path(config.resume.from_) if resumed else _new_folder(config, now)
-    if resumed and not (folder / MANIFEST).is_file():
-        raise ConfigurationError(
-            f"--resume {folder} holds no campaign (no {MANIFEST}); name a campaign's folder."
-        )
+    resumed, now = config.resume.from_, datetime.now().astimezone()
+    folder = Path(resumed) if resumed else _new_folder(config, now)
+    if resumed:
+        campaign_runs(folder)  # This refuses another folder before the mark.
     plan = evaluated_where_possible(plan_campaign(config, folder), checked)
     mark(folder, "campaign")
     with writer_lock(RunFolder(folder)):
@@ -352,7 +345,7 @@ def _new_folder(config: TrainConfig, now: datetime) -> Path:
         return folder
     name, number = f"campaign_{now.strftime(TIMESTAMP)}", 1
     while True:
-        folder = LOGS / (name if number == 1 else f"{name}-{number}")
+        folder = Path("logs", name if number == 1 else f"{name}-{number}")
         try:
             folder.mkdir(parents=True)
         except FileExistsError:

@@ -308,16 +308,17 @@ def _held_out_of(plan: CampaignPlan) -> tuple[dict[str, str], int]:
     known: dict[str, int | None] = {}
     lacking: dict[str, str] = {}
     for run in plan.runs[: len(plan.conditions)]:
-        if not run.config.evaluation.asked_for:
+        config = run.config
+        if not config.evaluation.asked_for:
             continue
-        source = repr((run.config.data, run.config.evaluation.source, run.config.environment))
+        source = repr((config.data, config.evaluation.source, config.environment))
         if source not in known:
-            known[source] = _held_out(run.config, plan.config)
+            known[source] = _held_out(config, plan.config)
         if known[source] is None:
-            place = f"[data] source = {run.config.data.source!r}"
-            if run.config.environment.provider:
-                place = f"[environment] {environment_name(run.config.environment)}"
-            lacking[run.condition] = place
+            place = f"[data] source = {config.data.source!r}"
+            if config.environment.provider:
+                place = f"[environment] {environment_name(config.environment)}"
+            lacking[run.condition] = "[data] mix" if config.data.mix else place
     return lacking, next(iter(known.values()), 0) or 0
 
 

@@ -11,10 +11,11 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from shlex import quote
 from signal import Signals
 
 from retrain.analysis.integrity import are_the_same
-from retrain.analysis.runs import StoredRun
+from retrain.analysis.runs import StoredRun, campaign_runs
 from retrain.backends.base import backend_kind
 from retrain.campaign.board import Board
 from retrain.campaign.evidence import EvidenceRule
@@ -22,7 +23,9 @@ from retrain.campaign.launch import (
     InProcess,
     Job,
     Launcher,
+    RayLauncher,
     RunOutcome,
+    Subprocesses,
     not_started,
     share_devices,
 )
@@ -111,21 +114,28 @@ def _task_of_array(config: TrainConfig, checked: Findings, *, quiet: bool) -> Ma
     if not number:
         with open_campaign(config, checked) as (plan, manifest):
             board = Board(plan, manifest, quiet=quiet)
-            again = campaign_command(config, plan.folder)
-            tasks = f"Start an array of tasks 0 to {len(plan.runs) - 1}; each calls `{again}`."
-            for line in (*checked.lines, _size(plan), tasks):
+            for run in plan.runs:
+                _renew(run, manifest)
+            manifest.write()
+            for line in (*checked.lines, _size(plan)):
                 board.say(line)
+            board.say(
+                f"Start an array of tasks 0 to {len(plan.runs) - 1}; each calls"
+                f" `{campaign_command(config, plan.folder)}`."
+            )
             return manifest
     folder = Path(config.resume.from_ or config.logging.log_dir)
     plan = evaluated_where_possible(plan_campaign(config, folder), checked)
+    # The file may plan more by now.
+    numbered = [run.name for run in campaign_runs(folder)]
     manifest = Manifest.read(folder)
     manifest.resumed_with(plan)
-    if not number.isdecimal() or int(number) >= len(plan.runs):
+    if number not in map(str, range(len(numbered))):
         raise ConfigurationError(
             f'{TASK} = {number!r} names no run of [campaign] launcher = "array"; set it to one from'
-            f" 0 to {len(plan.runs) - 1}, or unset it."
+            f" 0 to {len(numbered) - 1}, or unset it."
         )
-    run = plan.runs[int(number)]
+    run = {run.name: run for run in plan.runs}[numbered[int(number)]]
     if not is_finished(run):
         outcome = InProcess(loads_models=False).start(run, 0).outcome
         if outcome.stopped_by:
@@ -144,19 +154,15 @@ def _size(plan: CampaignPlan) -> str:
     return (
         f"Campaign {plan.folder}: {counted(len(plan.conditions), 'condition')} x"
         f" {counted(len(plan.seeds), 'seed')} = {counted(len(plan.runs), 'run')} of"
-        f" {counted(plan.max_steps, 'step')}{resumed}. `retrain status {plan.folder} --watch` shows"
-        " their progress."
+        f" {counted(plan.max_steps, 'step')}{resumed}. `retrain status {quote(str(plan.folder))}"
+        " --watch` shows their progress."
     )
 
 
 def _launcher(plan: CampaignPlan) -> Launcher:
     if plan.settings.launcher == "ray":
-        from retrain.campaign.launch import RayLauncher
-
         return RayLauncher(plan)
     if plan.settings.parallel:
-        from retrain.campaign.launch import Subprocesses
-
         return Subprocesses(share_devices(plan))
     kinds = [backend_kind(run.config.backend.backend) for run in plan.runs]
     return InProcess(loads_models=any(kind.loads_model for kind in kinds))
@@ -178,6 +184,16 @@ def is_finished(run: CampaignRun) -> bool:
         and stored.steps >= run.config.training.max_steps
         and not resume_differences(stored.config, run.config)
     )
+
+
+def _renew(run: CampaignRun, manifest: Manifest) -> bool:
+    """Bring the status of an earlier session up to date. Return True if the run is to train."""
+    if is_finished(run):
+        if manifest[run.name].status is not Status.DONE:
+            manifest.ended(run.name, Status.DONE)
+        return False
+    manifest.try_again(run.name)
+    return True
 
 
 # -- the loop over the runs ------------------------------------------------------------------------
@@ -301,11 +317,8 @@ class _Execution:
                 and entry.status in (Status.FAILED, Status.SKIPPED)
             ):
                 continue
-            if not is_finished(run):
-                self._manifest.try_again(run.name)
+            if _renew(run, self._manifest):
                 self._waiting.append(run)
-            elif entry.status is not Status.DONE:
-                self._manifest.ended(run.name, Status.DONE)
         self._look()
         self._manifest.write()
 
