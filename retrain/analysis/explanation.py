@@ -65,10 +65,8 @@ def lost_words(contrast: Contrast, comparison: Comparison) -> str:
 def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     pairs, family = counted(found.pairs, "pair"), counted(comparison.family, "comparison")
-    if test.rule == "evidence" and not found.unsure:
-        return (
-            f"The evidence is {1 / found.p_adjusted:.3g} over {family}; {1 / test.alpha:g} decides."
-        )
+    if found.evidence is not None and not found.unsure:
+        return f"The evidence is {found.evidence:.3g} over {family}; {1 / test.alpha:g} decides."
     if not found.can_conclude(test.alpha):
         return (
             f"With {pairs} the smallest possible adjusted p is"

@@ -137,7 +137,7 @@ def _without_variation(comparison: Comparison) -> str:
     if not comparison.metric.is_rate or means not in ({0.0}, {1.0}):
         return ""
     if not comparison.problems:
-        return f"it is {100 * means.pop():g}% in every run"
+        return f"it is {100 * (means.pop() or 0):g}% in every run"
     return "every run solved all" if 1.0 in means else "no run solved any"
 
 
