@@ -5,7 +5,7 @@ import numpy.typing as npt
 from scipy.special import stdtrit
 
 from retrain.analysis.e_process import adjust, capital
-from retrain.analysis.statistics import Floats, max_t_rows, sign_flip_p_rows
+from retrain.analysis.statistics import Floats, max_t_rows
 
 ALPHA = 0.05
 Bools = npt.NDArray[np.bool_]
@@ -39,7 +39,5 @@ def found_once(differences: Floats, contrast: int = 0) -> Bools:
 
 def _significant(rows: Floats, contrast: int) -> Bools:
     """[campaigns] whether a contrast's adjusted sign-flip p (its first step) is below ALPHA."""
-    if rows.shape[1] == 1:
-        return sign_flip_p_rows(rows[:, 0]) < ALPHA
     order = [contrast, *(other for other in range(rows.shape[1]) if other != contrast)]
     return max_t_rows(np.swapaxes(rows[:, order], 1, 2)) < ALPHA

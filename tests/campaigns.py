@@ -202,7 +202,7 @@ def write_planned(
         planned_config({"seeds": seeds, "max_steps": 2, "conditions": conditions} | campaign),
         folder,
     )
-    manifest = Manifest.of_plan(plan, datetime(2026, 11, 21, 12))
+    manifest = Manifest.of_plan(plan, datetime(2026, 11, 21, 12), "1111")
     for run in plan.runs:
         right = arms[run.condition][run.seed - 1]
         write_run(

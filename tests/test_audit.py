@@ -76,7 +76,7 @@ def test_a_reward_that_errs_shows(
     assert total["wrong_called_right"]["rate"] > 0.3
     assert result.could_not_judge == total["could_not_judge"] > 0
     text = to_text(result)
-    assert "not judged" in text and "called right" in text
+    assert "not judged" in text and "called right" in text and r"answers in \boxed{}" in text
     assert len(result.errors()) > 50
     assert text.count(" called ") < 12  # a few of them, spread over the families
 
@@ -105,10 +105,10 @@ def test_the_command_prints_text_and_json(
     assert main(["audit", str(file), "--examples", "5", "--reward-type", "match"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Audit of match: ") and "with 5 examples of jsonl" in said
-    assert "false negatives, all families: " in said
+    assert "false negatives (right called wrong), all families: " in said
     assert main(["audit", str(file), "--examples", "5", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["examples"] == 5 and result["rates"][-1]["kind"] == "all families"
+    assert result["form"] == r"\boxed{}" and result["rates"][-1]["kind"] == "all families"
     assert {"kind", "right", "reference", "response", "reward"} == set(result["errors"][0])
 
 

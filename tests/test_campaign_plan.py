@@ -311,8 +311,11 @@ def test_the_effect_that_seeds_find_counts_the_problems_that_there_are(
     data = {"source": str(tmp_path / "train.jsonl"), "path": ""}
     held_out = {"source": str(tmp_path / "test.jsonl"), "max_examples": most, "samples": 4}
     asked = planned_config({"seeds": [*range(8)], "max_steps": 2}, data=data, evaluation=held_out)
-    said = " ".join(check(plan_campaign(asked, Path("campaign"))).lines)
-    assert f" {counted} held-out problems x 4 samples " in said
+    found = check(plan_campaign(asked, Path("campaign")))
+    assert f" {counted} held-out problems x 4 samples " in " ".join(found.lines)
+    (tmp_path / "test.jsonl").write_text("".join(lines).replace("test 3", "test three"))
+    again = check(plan_campaign(asked, Path("campaign")))
+    assert again.heldout_sha256 != found.heldout_sha256
 
 
 def test_what_no_run_could_do_is_said_before_the_first_run(

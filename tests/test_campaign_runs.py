@@ -495,7 +495,7 @@ def test_a_resume_keeps_the_margin_that_was_planned(tmp_path: Path) -> None:
 
     manifest = Manifest.of_plan(plan(margin=0.02), datetime.now())
     manifest.resumed_with(plan(margin=0.02))
-    for other, shown in ((plan(margin=0.05), "0.05"), (plan(), "unset")):
+    for other, shown in ((plan(margin=0.05), "0.05"), (plan(), "none")):
         with pytest.raises(ConfigurationError, match=f"margin = {shown}.*planned with 0.02"):
             manifest.resumed_with(other)
 

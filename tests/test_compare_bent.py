@@ -252,6 +252,15 @@ def train_a_run_on(campaign: Path) -> None:
     edit_manifest(campaign, lambda content: content.update(max_steps=4))
 
 
+def sample_more_answers(campaign: Path) -> None:
+    for config in campaign.glob("runs/*/config.toml"):
+        replace_in(config, r"\nsamples = 1", r"\nsamples = 4")
+
+
+def change_the_held_out_file(campaign: Path) -> None:
+    edit_manifest(campaign, lambda content: content.update(heldout_sha256="2222"))
+
+
 def take_the_folders_of_good_seeds(campaign: Path) -> list[str]:
     seeds = (1, 2, 4, 5, 6, 8)
     return [
@@ -308,6 +317,8 @@ TRICKS: list[tuple[Edit, str]] = [
         r"direction \(neither direction is better, planned higher is better\)",
     ),
     (train_a_run_on, r"max_steps \(4, planned 2\); the steps of the longest run \(4, planned 2\)"),
+    (sample_more_answers, r"Exploratory: .* evaluation \(.* 4 samples, .*planned .* 1 sample, "),
+    (change_the_held_out_file, r"Exploratory: .* held-out problems \(2222, planned 1111\)"),
     (turn_the_direction_in_the_plan, "edited after it was hashed"),
     (
         put_another_seeds_run_into_a_folder,
@@ -430,7 +441,7 @@ def test_a_trick_is_noticed(
     loose = bool(arguments) and not arguments[0].startswith("-")
     text = said(capsys, *arguments) if loose else said(capsys, copy, *arguments)
     assert re.search(noticed, text), text
-    assert "As planned" not in text or trick in AS_PLANNED
+    assert "Preregistered" not in text or trick in AS_PLANNED
 
 
 # -- what the other readers say, and what may be planned -------------------------------------------

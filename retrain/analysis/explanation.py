@@ -15,6 +15,7 @@ from retrain.analysis.measures import (
     size_words,
 )
 from retrain.analysis.pairs import outlying_seeds
+from retrain.analysis.power import finds, minimal_detectable_effect
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
 
@@ -64,10 +65,8 @@ def lost_words(contrast: Contrast, comparison: Comparison) -> str:
 def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     pairs, family = counted(found.pairs, "pair"), counted(comparison.family, "comparison")
-    if test.rule == "evidence" and not found.unsure:
-        return (
-            f"The evidence is {1 / found.p_adjusted:.3g} over {family}; {1 / test.alpha:g} decides."
-        )
+    if found.evidence is not None and not found.unsure:
+        return f"The evidence is {found.evidence:.3g} over {family}; {1 / test.alpha:g} decides."
     if not found.can_conclude(test.alpha):
         return (
             f"With {pairs} the smallest possible adjusted p is"
@@ -92,8 +91,8 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     unit = " points" if metric.is_rate else ""
     return (
         f"{interval_alone}With {counted(found.pairs, 'seed')}, a true difference of {high}{unit}"
-        f" would be found with a power of at least {100 * test.power:g}%, one below {low}{unit}"
-        " with less."
+        f" would be found with at least {100 * test.power:g}% power, one below {low}{unit} with"
+        " less."
     )
 
 
@@ -297,6 +296,19 @@ def looks_taken(comparison: Comparison) -> Iterator[str]:
         yield f"Look {number} (seed {look.seed}): {'; '.join(parts)}."
 
 
+def _about_size(comparison: Comparison) -> Iterator[str]:
+    """Yield the rule behind the sizes that an undecided comparison could have found."""
+    rule = comparison.test.of_family(comparison.family)
+    found = [one.conclusion for one in comparison.contrasts if one.conclusion.detectable]
+    undecided = [one for one in found if one.verdict is Verdict.INCONCLUSIVE and not one.unsure]
+    for pairs in sorted({one.pairs for one in undecided}):
+        units = minimal_detectable_effect(pairs, 1.0, rule) or 0.0
+        yield (
+            f"{finds(pairs, units, rule)}, as `retrain explain` says before the runs. The sizes"
+            " above are that at both ends of the 95% interval of this sd."
+        )
+
+
 def computed(comparison: Comparison) -> Iterator[str]:
     """Yield sentences on the computation of the numbers."""
     metric, test = comparison.metric, comparison.test
@@ -307,6 +319,7 @@ def computed(comparison: Comparison) -> Iterator[str]:
         f"{metric.description[0].upper()}{metric.description[1:]}{judge}{how}; {direction}. The"
         " unit is the run; runs are paired by seed."
     )
+    yield from _about_size(comparison)
     several = comparison.family > 1
     family = counted(comparison.family, "comparison")
     adjusted = {

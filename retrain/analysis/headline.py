@@ -104,6 +104,8 @@ def _undecided(comparison: Comparison) -> str:
             f"{contrasts[0].condition} against {contrasts[0].baseline}:"
             f" {same_runs_words(contrasts[0])}."
         )
+    if alike := _without_variation(comparison):
+        return f"Undecided {scope(comparison)}: {alike}, so there is nothing to compare."
     if test.rule != "evidence" and not any(
         contrast.conclusion.can_conclude(test.alpha) for contrast in contrasts
     ):
@@ -127,6 +129,16 @@ def _undecided(comparison: Comparison) -> str:
         f" from {_baselines(comparison)}; the largest difference is"
         f" {item_words(largest, comparison)}."
     )
+
+
+def _without_variation(comparison: Comparison) -> str:
+    """Say that no run solved a problem, or every run all of them; "" otherwise."""
+    means = {arm.mean for arm in comparison.arms}
+    if not comparison.metric.is_rate or means not in ({0.0}, {1.0}):
+        return ""
+    if not comparison.problems:
+        return f"it is {100 * (means.pop() or 0):g}% in every run"
+    return "every run solved all" if 1.0 in means else "no run solved any"
 
 
 def same_runs_words(contrast: Contrast) -> str:
@@ -185,7 +197,7 @@ def difference_and_interval(contrast: Contrast, comparison: Comparison) -> str:
     ends = ""
     if found.interval:
         low, high = (difference_words(end, metric).removesuffix(" pp") for end in found.interval)
-        ends = f" [{low}, {high}]"
+        ends = f" [{low}, {high}]" if found.sd else " in every pair"
     return f"{difference_words(found.mean, metric)}{ends} ({counted(found.pairs, 'seed')})"
 
 

@@ -189,6 +189,8 @@ def interval_words(interval: Interval | None, metric: Metric) -> str:
     if interval is None:
         return ""
     low, high = interval
+    if low == high:
+        return "no variation"
     if metric.is_rate:
         return f"{_points(low, '+')} to {_points(high, '+')} pp"
     return f"{low:+.4g} to {high:+.4g}"

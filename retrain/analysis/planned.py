@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from retrain.analysis.arms import evaluation_words
 from retrain.analysis.integrity import absent_words, given_keys
 from retrain.analysis.measures import Metric, direction_words
 from retrain.analysis.runs import MANIFEST, StoredRun, no_campaigns_value, seeds_words
+from retrain.config import TrainConfig
 from retrain.records.entries import Direction
 from retrain.records.terminal import counted
 from retrain.system import Json, read_object
@@ -49,6 +51,11 @@ class AnalysisPlan:
     """The runs that have no pair. Plans of 0.9 lack this field, leave out failed runs, and set no
     limit to their number.
     """
+    evaluation: str = ""
+    """The sampling and the number of held-out problems, in words; "" without an evaluation, and in
+    plans of 0.10 and older."""
+    heldout_sha256: str = ""
+    """The hash of the held-out problems; "" if unknown."""
 
     def to_json(self) -> Json:
         """Return the plan with `sha256`, the hash of the rest."""
@@ -90,6 +97,7 @@ class _Stored(BaseModel):
     looks: list[Look] = []
     seeds: list[int] = []
     max_steps: int | None = None
+    heldout_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,8 @@ class CampaignRecord:
     """True if the plan is absent although the version that wrote the manifest recorded one."""
     grid: Sequence[str] = ()
     """The keys that [campaign.grid] varies."""
+    heldout_sha256: str = ""
+    """The hash of the held-out problems when the campaign was last started."""
 
     @classmethod
     def read(cls, folder: Path) -> "CampaignRecord":
@@ -132,6 +142,7 @@ class CampaignRecord:
             # Every version that writes "looks" writes a plan too.
             removed=stored.plan is None and "looks" in content,
             grid=[*(given_keys(folder).get("campaign", {}).get("grid") or {})],
+            heldout_sha256=stored.heldout_sha256,
         )
 
     @property
@@ -177,6 +188,16 @@ class CampaignRecord:
         return any(seed in self.looks_of(other) for other in conditions)
 
 
+def planned_evaluation(config: TrainConfig) -> str:
+    """Return the sampling and the number of held-out problems of a run, in words."""
+    evaluation = config.evaluation
+    problems = " and ".join(
+        f"{part.max_examples or 'all'} problems{f' of {source}' * bool(source)}"
+        for source, part in zip(evaluation.sources, evaluation.parts, strict=True)
+    )
+    return f"{evaluation_words(evaluation, config.training)}, {problems}"
+
+
 def deviations(
     record: CampaignRecord,
     *,
@@ -184,7 +205,7 @@ def deviations(
     pairs: Sequence[tuple[str, str]],
     metric: Metric,
     test: "TestSettings",
-    runs: Iterable[StoredRun],
+    runs: Collection[StoredRun],
     absences: "Absences | None" = None,
 ) -> Iterator[str]:
     """Yield the ways in which a comparison differs from the plan, such as "metric (auc, planned
@@ -202,7 +223,7 @@ def deviations(
         planned = ", ".join(map(str, plan.seeds[: len(record.looked)]))
         yield f"its looks (at seeds {', '.join(map(str, record.looked))}, planned {planned})"
     if test.margin != plan.margin:
-        yield f"margin ({_margin(test.margin)}, {_margin(plan.margin)} planned)"
+        yield f"margin ({margin_words(test.margin)}, {margin_words(plan.margin)} planned)"
     # The lines above report another baseline, which changes the family by itself.
     contrasts = {(condition, plan.baseline) for condition in plan.conditions}
     if baseline == plan.baseline and set(pairs) != contrasts:
@@ -222,7 +243,7 @@ def _settings(
     baseline: str,
     metric: Metric,
     test: "TestSettings",
-    runs: Iterable[StoredRun],
+    runs: Collection[StoredRun],
 ) -> Iterator[tuple[str, object, object]]:
     """Yield (name, value now, planned value) of each."""
     better = test.direction(metric.better)
@@ -234,9 +255,14 @@ def _settings(
     # A run may go on after its campaign, and then evaluates again.
     longest = max([plan.max_steps, *(run.steps for run in runs)])
     yield "the steps of the longest run", longest, plan.max_steps
+    if plan.heldout_sha256:
+        yield "held-out problems", record.heldout_sha256[:8], plan.heldout_sha256[:8]
+    for own in {planned_evaluation(run.config) for run in runs if run.condition == plan.baseline}:
+        if plan.evaluation:
+            yield "evaluation", own, plan.evaluation
 
 
-def _margin(value: float | None) -> str:
+def margin_words(value: float | None) -> str:
     if value is None:
         return "none"
     return f"{value:g}"

@@ -9,7 +9,7 @@ within about five points (benchmarks/results/calibration-2026-11-22.md).
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, floor, log2
@@ -41,6 +41,7 @@ to nothing.
 _MAX_LOOKS = 64
 MAX_SEEDS = 100_000
 """A difference that needs more seeds is out of reach."""
+SD_UNIT = "standard deviations of the paired differences"
 SEED_COUNTS = (4, 6, 8, 12, 16, 24, 32)
 """Rows of the table of detectable differences."""
 
@@ -168,28 +169,10 @@ def seeds_needed(effect: float, sd: float, rule: Rule = _ALONE) -> int:
             f"an effect of {effect} at an sd of {sd} needs more than {MAX_SEEDS:,} seeds"
         )
     # The normal approximation is near the answer, and every power on the way is a simulation.
-    start = max(fewest, floor(rule.normal_seeds(effect, sd)))
-    return _first_count(
-        lambda seeds: power_of(seeds, effect / sd, rule) >= rule.power, fewest, start
+    counts = range(fewest, 4 * ceil(rule.normal_seeds(effect, sd)) + fewest)
+    return fewest + bisect_left(
+        counts, True, key=lambda seeds: power_of(seeds, effect / sd, rule) >= rule.power
     )
-
-
-def _first_count(enough: Callable[[int], bool], fewest: int, start: int) -> int:
-    """Return the first count from `fewest` on that is enough: doubled steps away from `start`, then
-    bisection.
-    """
-    step = 1
-    if enough(start):
-        high, low = start, start - 1
-        while low >= fewest and enough(low):
-            step *= 2
-            high, low = low, max(fewest - 1, low - step)
-    else:
-        low, high = start, start + 1
-        while not enough(high):
-            step *= 2
-            low, high = high, high + step
-    return low + 1 + bisect_left(range(low + 1, high), True, key=enough)
 
 
 def normal_seeds(effect: float, sd: float, alpha: float = 0.05, power: float = 0.8) -> float:
@@ -285,6 +268,15 @@ def equivalence_line(seeds: int, comparisons: int, settings: "Campaign") -> Iter
         )
 
 
+def finds(seeds: int, size: float, rule: Rule, unit: str = SD_UNIT) -> str:
+    """State the size of the difference that a campaign finds, before and after its runs."""
+    looked = ", looked at one by one," if rule.correction == "evidence" else ""
+    return (
+        f"{counted(seeds, 'seed')}{looked} and {counted(rule.comparisons, 'comparison')} find a"
+        f" true difference of {size:.3g} {unit} with {100 * rule.power:g}% power"
+    )
+
+
 def design_line(seeds: int, rule: Rule, problems: int = 0, samples: int = 1) -> str:
     """Return a line on the effects that a campaign can find by comparing every condition with the
     first.
@@ -301,11 +293,7 @@ def design_line(seeds: int, rule: Rule, problems: int = 0, samples: int = 1) -> 
             f" {family} at {rule.alpha:g} {needs} at least {fewest} seeds; use {fewest + 1}, in"
             " case one run fails."
         )
-    looked = ", looked at one by one," if rule.correction == "evidence" else ""
-    found = (
-        f"{counted(seeds, 'seed')}{looked} and {family} find a true difference of {units:.2g}"
-        f" standard deviations of the paired differences in {100 * rule.power:g}% of campaigns."
-    )
+    found = f"{finds(seeds, units, rule)}."
     if seeds == fewest:
         found += f" Fewer seeds cannot conclude: use {fewest + 1}, in case one run fails."
     if not problems:

@@ -42,8 +42,6 @@ Key = TypeVar("Key", bound=Hashable)
 EXACT_SEEDS = 20
 """Up to this many seeds a test counts all 2^n sign flips; beyond, a sample of them."""
 _MONTE_CARLO_FLIPS = 100_000
-_FLIPS_AT_ONCE = 1000
-"""Number of flips in a block, since 100,000 flips of 1,000 seeds would take 0.8 GB."""
 _TIE = 1e-12
 """Sums this close, relative to the sum of all |d|, count as equal: 0.1 + 0.2 and 0.3 differ in
 binary only."""
@@ -106,52 +104,8 @@ def t_interval(differences: Numbers, confidence: float = 0.95) -> Interval:
 
 
 def sign_flip_p(differences: Numbers) -> float:
-    """Two-sided p of the mean under sign flips: the fraction of all 2^n flips whose mean is at
-    least as far from 0.
-
-    Beyond EXACT_SEEDS, (b + 1) / (m + 1) from a fixed sample of m flips, b of them as far; it is
-    never 0.
-    """
-    d = numbers(differences)
-    if len(d) <= EXACT_SEEDS:
-        return float(sign_flip_p_rows(d[np.newaxis])[0])
-    d = _scaled(d)
-    rng, bar = np.random.default_rng(0), abs(d.sum()) - _TIE * np.abs(d).sum()
-    sizes, counts = np.unique(np.abs(d), return_counts=True)
-    as_far = 0
-    for _ in range(_MONTE_CARLO_FLIPS // _FLIPS_AT_ONCE):
-        # Answers to many problems differ by few sizes: draw how many of each size to turn.
-        if len(sizes) < len(d) / 4:
-            turned = rng.binomial(counts, 0.5, size=(_FLIPS_AT_ONCE, len(sizes)))
-            sums = (counts - 2 * turned) @ sizes
-        else:
-            flips = rng.integers(0, 2, size=(_FLIPS_AT_ONCE, len(d)), dtype=np.int8)
-            sums = d.sum() - 2 * (flips @ d)
-        as_far += int(np.count_nonzero(np.abs(sums) >= bar))
-    return (as_far + 1) / (_MONTE_CARLO_FLIPS + 1)
-
-
-def sign_flip_p_rows(differences: Floats) -> Floats:
-    """Turn [rows, n] differences into [rows] exact p, n <= EXACT_SEEDS; it takes memory for rows *
-    2^(n-1) sums.
-    """
-    d = _scaled(differences)
-    sums = d[:, :1]  # The first sign stays: a flip and its mirror image are equally far from zero.
-    for column in range(1, d.shape[1]):
-        one = d[:, column : column + 1]
-        sums = np.concatenate([sums + one, sums - one], axis=1)
-    bar = np.abs(d.sum(axis=1)) - _TIE * np.abs(d).sum(axis=1)
-    fractions: Floats = (np.abs(sums) >= bar[:, np.newaxis]).mean(axis=1)
-    return fractions
-
-
-def _scaled(d: Floats) -> Floats:
-    """Divide each row by its largest |d|, so that no sum overflows; p does not depend on the
-    scale.
-    """
-    largest = np.abs(d).max(axis=-1, keepdims=True)
-    scaled: Floats = d / np.where(largest > 0, largest, 1.0)
-    return scaled
+    """Return the two-sided p of the mean under sign flips, as `max_t` of one contrast."""
+    return max_t([dict(enumerate(numbers(differences)))])[0]
 
 
 def smallest_p(seeds: int) -> float:

@@ -13,7 +13,7 @@ effect".
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -211,6 +211,8 @@ class Conclusion:
     within_margin: bool
     """True for a difference that is also smaller than the margin."""
     verdict: Verdict
+    evidence: float | None = None
+    """The evidence over the family; None for the rule "maxt"."""
 
     def can_conclude(self, alpha: float) -> bool:
         return self.smallest_p_adjusted is None or self.smallest_p_adjusted < alpha
@@ -236,7 +238,11 @@ def conclude(
     equivalence = _equivalence(family, test.margin)
     better = test.direction(better)
     rows = zip(family, adjusted, at_worst, smallest, equivalence, strict=True)
-    return [_conclusion(*row, test, len(family), better) for row in rows]
+    found = [_conclusion(*row, test, len(family), better) for row in rows]
+    if test.rule != "evidence":
+        return found
+    evidence = test.evidence_for([paired.by_seed for paired in family])
+    return [replace(one, evidence=value) for one, value in zip(found, evidence, strict=True)]
 
 
 def _conclusion(

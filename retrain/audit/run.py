@@ -91,6 +91,7 @@ class Audit:
         return {
             "reward": self.reward,
             "source": self.source,
+            "form": "\\boxed{}",
             "examples": self.examples,
             "rates": list(self.rates()),
             "errors": [
@@ -175,25 +176,32 @@ def _lines(audit: Audit) -> Iterator[str]:
     rates = list(audit.rates())
     yield (
         f"Audit of {one_line(audit.reward, _REWARD_WIDTH)}: {len(audit.verdicts):,} completions,"
-        f" with {counted(audit.examples, 'example')} of {audit.source}."
+        f" with {counted(audit.examples, 'example')} of {audit.source}.\nAll of them give their"
+        " answers in \\boxed{}. If your reward reads another form, these rates say nothing of it:"
+        " test it\nwith pairs of your own and retrain.rewards.score_answers.\n"
     )
     sides = {
-        "right_called_wrong": "false negatives",
-        "wrong_called_right": "false positives",
+        "right_called_wrong": "false negatives (right called wrong)",
+        "wrong_called_right": "false positives (wrong called right)",
     }
-    rows = [("family", *sides.values(), "not judged" if audit.could_not_judge else "")]
+    rows = [
+        (
+            "family",
+            "false negatives",
+            "false positives",
+            "not judged" if audit.could_not_judge else "",
+        )
+    ]
     for rate in rates:
         unjudged = f"{rate['could_not_judge']:,}" if rate["could_not_judge"] else ""
         rows.append((rate["kind"], *(_of(rate[side]) for side in sides), unjudged))
-    yield ""
     yield from table_lines(rows, right=(1, 2, 3))
     yield ""
     for side, words in sides.items():
         yield f"{words}, {_ALL}: {_share(rates[-1][side])}"
     errors = audit.errors()
     if errors:
-        yield ""
-        yield "Errors (--json lists all):" if len(errors) > _ERRORS_SHOWN else "Errors:"
+        yield "\nErrors (--json lists all):" if len(errors) > _ERRORS_SHOWN else "\nErrors:"
         for verdict in errors[:: -(-len(errors) // _ERRORS_SHOWN)]:
             yield f"  {_error_line(verdict)}"
 

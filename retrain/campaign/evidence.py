@@ -144,32 +144,25 @@ class EvidenceRule:
         if comparison.test.rule != "evidence":
             self._say(f"{name} decides nothing. {comparison.planned}")
             return look
-        look = self._judged(look, comparison, record)
+        look = self._judged(look, comparison)
         for line in self._lines(look, comparison):
             self._say(f"{name}: {line}")
         return look
 
-    def _judged(self, look: Look, comparison: Comparison, record: CampaignRecord) -> Look:
-        taken = [record.looks_of(contrast.condition) for contrast in comparison.contrasts]
-        at_looks = [
-            {looks[seed]: value for seed, value in contrast.differences.items()}
-            for looks, contrast in zip(taken, comparison.contrasts, strict=True)
-        ]
+    def _judged(self, look: Look, comparison: Comparison) -> Look:
         # Over the whole family: a decided condition has its evidence still, and bets no more.
-        found = comparison.test.evidence_for(at_looks)
-        undecided = set(self._undecided)
-        open_now = [
-            (contrast.condition, value, contrast.conclusion.verdict)
-            for contrast, value in zip(comparison.contrasts, found, strict=True)
-            if contrast.condition in undecided
-        ]
+        open_now = {
+            contrast.condition: contrast.conclusion
+            for contrast in comparison.contrasts
+            if contrast.condition in self._undecided
+        }
         return replace(
             look,
-            evidence={condition: round(value, 4) for condition, value, _ in open_now},
+            evidence={name: round(found.evidence or 0.0, 4) for name, found in open_now.items()},
             decided={
-                condition: str(verdict)
-                for condition, _, verdict in open_now
-                if verdict is not Verdict.INCONCLUSIVE
+                name: str(found.verdict)
+                for name, found in open_now.items()
+                if found.verdict is not Verdict.INCONCLUSIVE
             },
         )
 

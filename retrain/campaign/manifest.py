@@ -15,7 +15,13 @@ from pathlib import Path
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from retrain import __version__
-from retrain.analysis.planned import ALPHA, AnalysisPlan, CampaignRecord
+from retrain.analysis.planned import (
+    ALPHA,
+    AnalysisPlan,
+    CampaignRecord,
+    margin_words,
+    planned_evaluation,
+)
 from retrain.analysis.runs import MANIFEST, campaign_runs, no_campaigns_value
 from retrain.campaign.plan import (
     RUNS,
@@ -97,6 +103,8 @@ class Manifest:
     """The planned comparison from before the first run, with its hash (analysis/planned.py); a
     resumed campaign keeps it.
     """
+    heldout_sha256: str = ""
+    """The hash of the held-out problems at the newest start; "" if unknown."""
     looks: list[Json] = field(default_factory=list)
     """With stop = "evidence": the findings and decisions of each look."""
     notes: list[str] = field(default_factory=list, init=False, repr=False)
@@ -108,7 +116,7 @@ class Manifest:
         self._by_name = {entry.name: entry for entry in self.runs}
 
     @classmethod
-    def of_plan(cls, plan: CampaignPlan, now: datetime) -> "Manifest":
+    def of_plan(cls, plan: CampaignPlan, now: datetime, heldout_sha256: str = "") -> "Manifest":
         """Return a manifest with every run pending."""
         runs = [
             RunEntry(run.name, run.condition, run.seed, dir=f"{RUNS}/{run.name}")
@@ -123,7 +131,8 @@ class Manifest:
             seeds=list(plan.seeds),
             max_steps=plan.max_steps,
             runs=runs,
-            plan=analysis_plan(plan).to_json(),
+            plan=analysis_plan(plan, heldout_sha256).to_json(),
+            heldout_sha256=heldout_sha256,
         )
 
     @classmethod
@@ -141,7 +150,8 @@ class Manifest:
     def write(self) -> None:
         """Replace manifest.json atomically, credentials masked."""
         names = (
-            "timestamp retrain_version config conditions seeds max_steps runs squeeze plan looks"
+            "timestamp retrain_version config conditions seeds max_steps runs squeeze plan"
+            " heldout_sha256 looks"
         )
         values = {name: getattr(self, name) for name in names.split()} | {
             "runs": [asdict(entry) for entry in self.runs]
@@ -236,8 +246,8 @@ class Manifest:
         planned, now = (self.plan or {}).get("margin"), plan.settings.margin
         if self.plan and now != planned:
             raise ConfigurationError(
-                f"[campaign] margin = {now or 'unset'}: the plan of {self.folder} has"
-                f" {planned or 'unset'}, and a plan keeps its margin. Restore that, and give"
+                f"[campaign] margin = {margin_words(now)}: the plan of {self.folder} has"
+                f" {margin_words(planned)}, and a plan keeps its margin. Restore that, and give"
                 " another one to `retrain compare --margin`."
             )
 
@@ -270,20 +280,23 @@ class Manifest:
                 )
 
 
-def analysis_plan(plan: CampaignPlan) -> AnalysisPlan:
+def analysis_plan(plan: CampaignPlan, heldout_sha256: str) -> AnalysisPlan:
     """Plan to compare every condition with the first, by held-out accuracy if the runs evaluate."""
-    metric = "pass@1" if plan.runs[0].config.evaluation.asked_for else "correct_rate"
+    config = plan.runs[0].config
+    evaluation = planned_evaluation(config) if config.evaluation.asked_for else ""
     baseline, *others = plan.conditions
     return AnalysisPlan(
         baseline=baseline,
         conditions=tuple(others),
-        metric=metric,
+        metric="pass@1" if evaluation else "correct_rate",
         alpha=ALPHA,
         rule=plan.settings.stop,
         seeds=plan.seeds,
         max_steps=plan.max_steps,
         margin=plan.settings.margin,
         leaves_out="failed and collapsed",
+        evaluation=evaluation,
+        heldout_sha256=heldout_sha256,
     )
 
 
@@ -319,13 +332,14 @@ def open_campaign(
         if resumed:
             manifest = Manifest.read(folder)
             manifest.resumed_with(plan)
+            manifest.heldout_sha256 = checked.heldout_sha256
         elif (folder / MANIFEST).is_file():
             raise ConfigurationError(
                 f"{folder} already holds a campaign; continue it with"
                 f" `{campaign_command(config, folder)}`, or choose another [logging] log_dir."
             )
         else:
-            manifest = Manifest.of_plan(plan, now)
+            manifest = Manifest.of_plan(plan, now, checked.heldout_sha256)
         manifest.write()
         yield plan, manifest
 

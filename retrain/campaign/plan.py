@@ -20,7 +20,7 @@ from retrain.config.load import arms, given_values
 from retrain.config.names import folder_name
 from retrain.config.plan import Plan
 from retrain.config.schema import Campaign, Condition, Logging, Provenance
-from retrain.data.prompts import load_examples
+from retrain.data.prompts import fingerprint, load_examples
 from retrain.data.sources import NoHeldOutSplit
 from retrain.environments.loading import environment_name, load_environment, load_problems
 from retrain.errors import ConfigurationError
@@ -28,6 +28,7 @@ from retrain.run.notes import notes, preflight_lines
 from retrain.run.parts import check_plugins
 from retrain.system import Json
 from retrain.tracking.build import tracker_names
+from retrain.types import Example
 
 RUNS = "runs"
 THROTTLE = "tinker_throttle"
@@ -236,6 +237,8 @@ class Findings:
     """Conditions whose data source has no held-out split, so that retrain leaves out the default
     evaluation at the end.
     """
+    heldout_sha256: str
+    """The hash of the held-out problems; "" if unknown."""
 
 
 def check(plan: CampaignPlan) -> Findings:
@@ -250,13 +253,13 @@ def check(plan: CampaignPlan) -> Findings:
         if cannot:
             raise ConfigurationError(cannot)
         check_plugins(run.config)
-    lacking, problems = _held_out_of(plan)
+    lacking, (problems, sha256) = _held_out_of(plan)
     missing = [
         f"No held-out evaluation at the end: {name} holds nothing out."
         for name in dict.fromkeys(lacking.values())
     ]
     said = (*lines, *condition_notes(plan), *missing, *_design_lines(plan, problems))
-    return Findings(said, frozenset(lacking))
+    return Findings(said, frozenset(lacking), sha256)
 
 
 def _design_lines(plan: CampaignPlan, problems: int) -> Iterator[str]:
@@ -301,11 +304,15 @@ def evaluated_where_possible(plan: CampaignPlan, checked: Findings) -> CampaignP
     return replace(plan, runs=tuple(runs))
 
 
-def _held_out_of(plan: CampaignPlan) -> tuple[dict[str, str], int]:
+HeldOut = tuple[int, str]
+"""The number of held-out problems, and their hash; 0 and "" if unknown."""
+
+
+def _held_out_of(plan: CampaignPlan) -> tuple[dict[str, str], HeldOut]:
     """Return condition -> data source, for conditions that ask for an evaluation without a held-out
-    split. Return the number of held-out problems too, 0 if unknown. It loads each source once.
+    split. Return the held-out problems of the first too. It loads each source once.
     """
-    known: dict[str, int | None] = {}
+    known: dict[str, HeldOut | None] = {}
     lacking: dict[str, str] = {}
     for run in plan.runs[: len(plan.conditions)]:
         config = run.config
@@ -319,11 +326,11 @@ def _held_out_of(plan: CampaignPlan) -> tuple[dict[str, str], int]:
             if config.environment.provider:
                 place = f"[environment] {environment_name(config.environment)}"
             lacking[run.condition] = "[data] mix" if config.data.mix else place
-    return lacking, next(iter(known.values()), 0) or 0
+    return lacking, next(iter(known.values()), None) or (0, "")
 
 
-def _held_out(config: TrainConfig, campaign: TrainConfig) -> int | None:
-    """Return the number of held-out problems of a run; None if it has none. Raises NoHeldOutSplit
+def _held_out(config: TrainConfig, campaign: TrainConfig) -> HeldOut | None:
+    """Return the held-out problems of a run; None if it has none. Raises NoHeldOutSplit
     if the user asked for an evaluation; the campaign's own default is not a reason to refuse.
     """
     try:
@@ -338,9 +345,9 @@ def _held_out(config: TrainConfig, campaign: TrainConfig) -> int | None:
         return None
 
 
-def _load_held_out(config: TrainConfig) -> int:
-    """Return the number of held-out problems, 0 if it is unknown; raise NoHeldOutSplit without any.
-    A source of a mixture may lack them, but not all.
+def _load_held_out(config: TrainConfig) -> HeldOut:
+    """Return the held-out problems; raise NoHeldOutSplit without any. A source of a mixture may
+    lack them, but not all.
     """
     if config.data.mix and not config.evaluation.source:
         sources = Plan.of(config).sources
@@ -352,11 +359,10 @@ def _load_held_out(config: TrainConfig) -> int:
         with closing(load_environment(config)) as environment:
             load_problems(environment, config, "evaluation")
     else:
-        return sum(
-            min(
-                len(load_examples(own, "heldout").examples),
-                own.evaluation.max_examples or sys.maxsize,
-            )
-            for own in Plan.of(config).evaluations
-        )
-    return 0
+        counts, every = 0, list[Example]()
+        for own in Plan.of(config).evaluations:
+            examples = load_examples(own, "heldout").examples
+            counts += min(len(examples), own.evaluation.max_examples or sys.maxsize)
+            every += examples
+        return counts, fingerprint(every)
+    return 0, ""

@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from retrain.analysis.power import SD_UNIT, Rule, finds
 from retrain.backends.declared import backend_words, engine_words
 from retrain.config import moving
 from retrain.config.plan import Plan
-from retrain.explain.explanation import POWER
 from retrain.records.terminal import GAP, counted, duration, table_lines
 from retrain.rewards.scoring import REWARDS
 from retrain.system import toml_value
@@ -200,12 +200,9 @@ def _conditions(seen: "Explanation") -> Iterator[str]:
     yield f"{GAP}W{WEIGHTS[1:]}: `retrain xray` says more."
     power = seen.power
     if power and power.detectable is not None:
-        unit = "standard deviations of the paired differences"
-        if power.metric:
-            unit = f"in {power.metric}"
-        family = counted(power.comparisons, "comparison")
-        found = f"{power.detectable:.3g} {unit} with probability {POWER:.0%}, over {family}"
-        yield f"{GAP}{counted(power.seeds, 'seed')} find a difference of {found}."
+        unit = f"in {power.metric}" if power.metric else SD_UNIT
+        found = finds(power.seeds, power.detectable, Rule(power.comparisons), unit)
+        yield f"{GAP}{found}; `retrain compare` gives the same after the runs, in points."
         design = power.cheapest
         if design is not None:
             answers = f"{design.problems:,} problems x {counted(design.samples, 'sample')}"
