@@ -292,6 +292,35 @@ def test_a_campaign_counts_its_runs_and_those_that_have_not_started(
     )
 
 
+def test_a_campaign_without_its_process_says_which_command_continues_it(
+    finished: Path, tmp_path: Path, sleeper: int
+) -> None:
+    folder = campaign(tmp_path / "c", finished)
+    manifest, begun = folder / "manifest.json", {"command": "retrain c.toml --lr=3e-4"}
+
+    def note(**more: Any) -> str:
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | more))
+        (found,) = overview(folder).campaigns
+        assert found.note in "\n".join(printed_lines(overview(folder)))
+        assert not any("--resume" in run.note for run in found.runs)
+        return found.note
+
+    assert f"continue with the command that began it and `--resume {folder}`." in note()
+    again = f"`retrain c.toml --lr=3e-4 --resume {folder}`."
+    assert note(**begun).endswith(
+        f"is not running, so no further run starts; continue with {again}"
+    )
+    own(folder, sleeper)
+    assert note() == ""
+    age(folder, 100)
+    assert f"(pid {sleeper} on {socket.gethostname()} is gone)" in note()
+    RunFolder(folder).lock_owner.unlink()
+    queued = note(config={"campaign": {"launcher": "array"}})
+    assert queued.endswith(f"submit the array again; each task calls {again}")
+    own(folder / "runs" / "maxrl+none_s1", sleeper)
+    assert note() == ""
+
+
 @pytest.mark.parametrize("ends", ["before", "after"])
 def test_a_run_may_end_while_it_is_looked_at(
     run: Path, sleeper: int, monkeypatch: pytest.MonkeyPatch, ends: str

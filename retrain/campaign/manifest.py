@@ -26,7 +26,7 @@ from retrain.campaign.plan import (
 )
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
-from retrain.config.stored import campaign_command
+from retrain.config.stored import begun_by, campaign_command
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
@@ -100,6 +100,8 @@ class Manifest:
     """
     looks: list[Json] = field(default_factory=list)
     """With stop = "evidence": the findings and decisions of each look."""
+    command: str = ""
+    """The command line without a folder; "" from Python."""
     notes: list[str] = field(default_factory=list, init=False, repr=False)
     """Sentences for the runner to print once and remove; the file does not have them."""
     _is_behind: bool = field(default=False, init=False, repr=False)
@@ -125,6 +127,7 @@ class Manifest:
             max_steps=plan.max_steps,
             runs=runs,
             plan=analysis_plan(plan).to_json(),
+            command=begun_by(plan.config),
         )
 
     @classmethod
@@ -143,6 +146,7 @@ class Manifest:
         """Replace manifest.json atomically, credentials masked."""
         names = (
             "timestamp retrain_version config conditions seeds max_steps runs squeeze plan looks"
+            " command"
         )
         values = {name: getattr(self, name) for name in names.split()} | {
             "runs": [asdict(entry) for entry in self.runs]
@@ -150,6 +154,10 @@ class Manifest:
         # The configuration has its masks already, in a form that loads again.
         masked = Redactor().json(values) | {"config": self.config}
         replace_file(self.folder / MANIFEST, json.dumps(masked, indent=1) + "\n")
+
+    @property
+    def resume_command(self) -> str:
+        return campaign_command(self.command, self.folder)
 
     def __getitem__(self, name: str) -> RunEntry:
         return self._by_name[name]
@@ -219,7 +227,7 @@ class Manifest:
         fresh = Manifest.of_plan(plan, datetime.now().astimezone())
         self.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
         self._by_name = {entry.name: entry for entry in self.runs}
-        self.config, self.conditions = fresh.config, fresh.conditions
+        self.config, self.conditions, self.command = fresh.config, fresh.conditions, fresh.command
         self.seeds, self.max_steps = fresh.seeds, fresh.max_steps
 
     def _stored_plan(self) -> CampaignPlan:
@@ -327,9 +335,10 @@ def open_campaign(
             manifest = Manifest.read(folder)
             manifest.resumed_with(plan)
         elif (folder / MANIFEST).is_file():
+            again = campaign_command(begun_by(config), folder)
             raise ConfigurationError(
-                f"{folder} already holds a campaign; continue it with"
-                f" `{campaign_command(config, folder)}`, or choose another [logging] log_dir."
+                f"{folder} already holds a campaign; continue it with `{again}`, or choose another"
+                " [logging] log_dir."
             )
         else:
             manifest = Manifest.of_plan(plan, now)

@@ -36,7 +36,6 @@ from retrain.campaign.plan import (
     plan_campaign,
 )
 from retrain.config import TrainConfig, replaced, resume_differences
-from retrain.config.stored import campaign_command
 from retrain.errors import (
     ConfigurationError,
     EnvironmentFailure,
@@ -79,7 +78,7 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
         closing(_launcher(draft)) as launcher,
         open_campaign(config, checked) as (plan, manifest),
     ):
-        resume_hint = f"continue with `{campaign_command(config, plan.folder)}`"
+        resume_hint = f"continue with `{manifest.resume_command}`"
         board = Board(plan, manifest, quiet=quiet)
         with writing_to(plan.folder, resume_hint):
             for line in (*checked.lines, _size(plan)):
@@ -111,8 +110,10 @@ def _task_of_array(config: TrainConfig, checked: Findings, *, quiet: bool) -> Ma
     if not number:
         with open_campaign(config, checked) as (plan, manifest):
             board = Board(plan, manifest, quiet=quiet)
-            again = campaign_command(config, plan.folder)
-            tasks = f"Start an array of tasks 0 to {len(plan.runs) - 1}; each calls `{again}`."
+            tasks = (
+                f"Start an array of tasks 0 to {len(plan.runs) - 1}; each calls"
+                f" `{manifest.resume_command}`."
+            )
             for line in (*checked.lines, _size(plan), tasks):
                 board.say(line)
             return manifest
@@ -248,7 +249,7 @@ class _Execution:
         self._say_notes()
         number = self._interrupts.stopped_by
         if number is not None:
-            again = campaign_command(self._plan.config, self._plan.folder)
+            again = self._manifest.resume_command
             raise Interrupted(
                 f"Interrupted by {Signals(number).name}; continue with `{again}`.", number
             )

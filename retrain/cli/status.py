@@ -100,7 +100,7 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
         printed += [
             campaign_line(campaign),
             *_table(campaign.runs, campaign.path / "runs", width),
-            *filter(None, [campaign.evidence]),
+            *filter(None, [campaign.evidence, campaign.note]),
             "",
         ]
     if seen.runs:
