@@ -177,6 +177,7 @@ def is_finished(run: CampaignRun) -> bool:
         bool(summary)
         and not stored.unfinished
         and stored.steps >= run.config.training.max_steps
+        and stored.took(run.config.training.max_steps)
         and not resume_differences(stored.config, run.config)
     )
 

@@ -97,6 +97,10 @@ def notes(config: TrainConfig) -> list[str]:
         _truncation_note(config),
         _split_note(config),
         teacher_note(config),
+        "[sft] evaluate_every alone measures the log-prob of held-out traces; set [evaluation]"
+        " at_end = true to evaluate held-out problems at those steps too."
+        if config.sft.is_on and config.sft.evaluate_every and not config.evaluation.asked_for
+        else "",
     ]
     if config.kind != "squeeze" and config.training.temperature == 1:
         found.append(backend_kind(config.backend.backend).temperature_note)
