@@ -137,7 +137,7 @@ def campaign_line(campaign: "CampaignStatus") -> str:
     if campaign.median_step_time_s is not None:
         line += f", median step time {campaign.median_step_time_s:.2f} s"
     if campaign.remaining_s is not None:
-        line += f", {duration(campaign.remaining_s)} left"
+        line += f", {duration(campaign.remaining_s)} of steps left"
     return line
 
 
