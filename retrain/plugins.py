@@ -182,15 +182,20 @@ class Fault(Exception):
 
 
 def load_plugin(
-    kind: str, name: str, config: "TrainConfig", builtins: Mapping[str, Any] | None = None
+    kind: str,
+    name: str,
+    config: "TrainConfig",
+    builtins: Mapping[str, Any] | None = None,
+    key: str = "",
 ) -> Any:
     """Return the callable, class or built-in object that `name` means for this kind.
 
-    `builtins` holds the kind's own names. Raises ConfigurationError, one sentence naming the
+    `builtins` holds the kind's own names, and `key` is the key with the name unless the kind has
+    one. Raises ConfigurationError, one sentence naming the
     attempts, for a missing or ambiguous name. It does so too for code that does not load, a
     signature of another kind, or params that it cannot take.
     """
-    where = f'{_file(config)}{KINDS[kind].key} = "{name}"'
+    where = _file(config) + (key or f'{KINDS[kind].key} = "{name}"')
     installed = installed_plugins()
     own, points = dict(builtins or {}), [point for point in installed if point.name == name]
     places = ["built in"] * (name in own) + [f"entry point {place_of(point)}" for point in points]

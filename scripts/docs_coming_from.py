@@ -62,11 +62,10 @@ translate the values by the tables below.
 
 | there | here |
 |---|---|
-| TRL `scale_rewards = "group"`, verl `norm_adv_by_std_in_grpo = True` | `advantage_mode = "grpo_std"` |
-| TRL `scale_rewards = False` | `advantage_mode = "grpo"` |
-| TRL `loss_type = "grpo"`, verl `seq-mean-token-mean` | `[loss] aggregation = "sequence_mean"` |
-| TRL `loss_type = "dapo"`, verl `token-mean` | `[loss] aggregation = "token_mean"` |
-| TRL `loss_type = "dr_grpo"`, verl `seq-mean-token-sum-norm` | `[loss] aggregation = "constant"` |
+| verl `norm_adv_by_std_in_grpo = True` | `advantage_mode = "grpo_std"` |
+| verl `seq-mean-token-mean` | `[loss] aggregation = "sequence_mean"` |
+| verl `token-mean` | `[loss] aggregation = "token_mean"` |
+| verl `seq-mean-token-sum-norm` | `[loss] aggregation = "constant"` |
 | TRL `importance_sampling_level = "sequence"` | `[loss] mode = "gspo"` |
 | TRL `vllm_importance_sampling_correction`, verl `rollout_is` | `[loss] correction`, such as `"tis"`, with `old_logprobs = "recomputed"` |
 | TRL `GRPOTrainer(reward_funcs=f)` | `retrain.train(config, reward=f)`, or a [reward](plugins.md#a-reward) |

@@ -169,6 +169,7 @@ def test_the_exit_code_says_whether_it_would_be_refused(
     ("sections", "words"),
     [
         ({"loss": {"mode": "ppo"}}, "with one update per step never clips"),
+        ({"loss": {"mode": "plugins.own"}}, "A clip of it acts with"),
         (
             {"algorithm": {"transform_mode": "gtpo_sepa"}, "training": {"max_steps": 500}},
             "reaches at most 0.898",
@@ -178,7 +179,7 @@ def test_the_exit_code_says_whether_it_would_be_refused(
             "from 2 to between 1 and 32 prompts per step",
         ),
     ],
-    ids=["D29", "the default ramp", "back pressure"],
+    ids=["D29", "an own loss", "the default ramp", "back pressure"],
 )
 def test_what_may_surprise_in_a_run_is_a_warning(
     tmp_path: Path, sections: dict[str, Any], words: str

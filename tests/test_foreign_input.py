@@ -282,6 +282,10 @@ def test_a_setting_that_has_no_key_is_answered_with_what_is_done_instead() -> No
         ConfigurationError, match=r"\[training\] gamma is not a key; there is no critic"
     ):
         config_from_toml("[training]\ngamma = 1.0")
+    with pytest.raises(ConfigurationError, match=r'"grpo_std" for "group" or true, "grpo" for "no'):
+        config_from_toml('[training]\nscale_rewards = "group"')
+    with pytest.raises(ConfigurationError, match=r'"token_mean" for "bnpo" or "dapo", and "const'):
+        config_from_toml('[loss]\nloss_type = "bnpo"')
 
 
 def test_a_name_means_what_it_means_in_its_section() -> None:

@@ -230,7 +230,7 @@ def test_in_colour_the_conditions_stand_side_by_side(run: StoredRun) -> None:
         "maxrl+gtpo_sepa" in line and "maxrl+gtpo_hicra" in line for line in out.splitlines()
     )
     assert "48;2;" in out and "\x1b[1;4" in out  # a background, and a planning phrase
-    assert "coloured by surprisal" in printed(read_step(run, 1), by=Quantity.SURPRISAL)
+    assert "a token's shade is its surprisal" in printed(read_step(run, 1), by=Quantity.SURPRISAL)
 
 
 def test_json_holds_every_token(run: StoredRun, capsys: Captured) -> None:

@@ -349,8 +349,9 @@ def test_a_run_of_one_token_is_checked_on_as_many_as_any_other(
 
 
 def test_an_engine_plugin_runs_and_passes_the_gate_again_at_its_first_new_adapter(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("retrain.tracking.console.REMINDER_S", 0.01)
     Served.syncs.clear()
     train(
         small(
@@ -359,7 +360,8 @@ def test_an_engine_plugin_runs_and_passes_the_gate_again_at_its_first_new_adapte
             training={"max_steps": 3},
         )
     )
-    assert capsys.readouterr().out.count("Parity gate passed") == 2
+    shown = capsys.readouterr()
+    assert shown.out.count("Parity gate passed") == 2 and "Still at: Parity gate" in shown.err
     assert Served.syncs == [
         0,
         0,

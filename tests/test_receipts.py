@@ -420,7 +420,16 @@ def test_an_evaluation_of_another_shape_is_named(
 def test_equal_runs_do_not_part(base: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_row(copy / "metrics.jsonl", 1, step_time_s=99.0)  # what a clock says is not a difference
     assert main(["diff", str(base), str(copy)]) == 0
-    assert "are equal" in capsys.readouterr().out
+    assert "are equal." in capsys.readouterr().out
+    change_config(copy, ('label = ""', 'label = "mine"'))
+    for step in range(4):
+        change_row(copy / "metrics.jsonl", step, condition="mine")
+    assert main(["diff", str(base), str(copy)]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"are equal but for the label of the condition ({lines(base / 'metrics.jsonl')[0]['condition']}, mine).\n"
+        in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import torch
 from retrain.backends.rows import learning_rate
 from retrain.cli.main import main
 from retrain.config import TrainConfig, dump_toml, load_config, replaced, resume_differences
-from retrain.config.stored import campaign_command, config_hash
+from retrain.config.stored import begun_by, campaign_command, config_hash
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.text import resolve_model
 from retrain.records.run_folder import RunFolder, mark
@@ -515,7 +515,9 @@ def test_the_printed_command_of_a_campaign_has_its_file_and_its_flags(
     ]
     given += ["--data-system-prompt", "a 'b' c"]
     config = load_config("camp.toml", given, {})
-    (command,) = printed_commands(f"`{campaign_command(config, Path('logs/a campaign'))}`")
+    (command,) = printed_commands(
+        f"`{campaign_command(begun_by(config), Path('logs/a campaign'))}`"
+    )
     again = load_config(command[0], command[1:], {})
     assert command[0] == "camp.toml" and again.resume.from_ == "logs/a campaign"
     assert not resume_differences(config, again) and again.campaign == config.campaign

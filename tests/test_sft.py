@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from retrain.analysis.runs import StoredRun
+from retrain.analysis.runs import PlannedRun, StoredRun
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, dump_toml
 from retrain.data.lab import examples as lab_examples
@@ -20,6 +20,8 @@ from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.text import TextModel, load_text_model
 from retrain.records.checkpoint import CheckpointStore
 from retrain.report.data import held_out_points
+from retrain.run.notes import notes
+from retrain.run.parts import check_plugins
 from retrain.run.saver import steps_at
 from retrain.run.session import Session
 from retrain.run.supervised import SupervisedStage
@@ -430,9 +432,13 @@ def test_a_plain_supervised_run_ends_after_its_stage(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
+    planned = PlannedRun("c", 1, "", "")
     for more in ({"max_hours": 1e-9}, {}, {}):
         resume = {"from": str(folder) if folder.exists() else ""}
         small_run(run(folder, data, training={"max_steps": 0} | more, resume=resume))
+        cut = "max_hours = 1e-09 came within the supervised stage; give" if more else ""
+        assert cut in StoredRun(folder, planned).unfinished
+        assert bool(cut) == bool(StoredRun(folder, planned).unfinished)
     assert not (folder / "metrics.jsonl").exists()
     assert CheckpointStore(folder / "checkpoints").steps() == [0]
     assert (folder / "checkpoints/final/adapter_model.safetensors").is_file()
@@ -441,6 +447,14 @@ def test_a_plain_supervised_run_ends_after_its_stage(
         assert words in printed
     assert main(["status", str(folder)]) == 0
     assert "done" in capsys.readouterr().out
+
+
+def test_a_missing_plugin_and_an_evaluation_that_nobody_asked_for_are_named() -> None:
+    sft = {"source": "no_such.traces", "steps": 1, "evaluate_every": 1}
+    config = config_from_mapping({"model": {"model": "lab"}, "data": {"source": "lab"}, "sft": sft})
+    with pytest.raises(ConfigurationError, match=r'\[sft\] source = "no_such.traces" cannot be'):
+        check_plugins(config)
+    assert any("set [evaluation] at_end = true" in note for note in notes(config))
 
 
 def test_explain_shows_what_is_learned(

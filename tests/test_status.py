@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -292,6 +293,35 @@ def test_a_campaign_counts_its_runs_and_those_that_have_not_started(
     )
 
 
+def test_a_campaign_without_its_process_says_which_command_continues_it(
+    finished: Path, tmp_path: Path, sleeper: int
+) -> None:
+    folder = campaign(tmp_path / "c", finished)
+    manifest, begun = folder / "manifest.json", {"command": "retrain c.toml --lr=3e-4"}
+
+    def note(**more: Any) -> str:
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | more))
+        (found,) = overview(folder).campaigns
+        assert found.note in "\n".join(printed_lines(overview(folder)))
+        assert not any("--resume" in run.note for run in found.runs)
+        return found.note
+
+    assert f"continue with the command that began it and `--resume {folder}`." in note()
+    again = f"`retrain c.toml --lr=3e-4 --resume {folder}`."
+    assert note(**begun).endswith(
+        f"is not running, so no further run starts; continue with {again}"
+    )
+    own(folder, sleeper)
+    assert note() == ""
+    age(folder, 100)
+    assert f"(pid {sleeper} on {socket.gethostname()} is gone)" in note()
+    RunFolder(folder).lock_owner.unlink()
+    queued = note(config={"campaign": {"launcher": "array"}})
+    assert queued.endswith(f"submit the array again; each task calls {again}")
+    own(folder / "runs" / "maxrl+none_s1", sleeper)
+    assert note() == ""
+
+
 @pytest.mark.parametrize("ends", ["before", "after"])
 def test_a_run_may_end_while_it_is_looked_at(
     run: Path, sleeper: int, monkeypatch: pytest.MonkeyPatch, ends: str
@@ -461,6 +491,18 @@ def test_the_command_prints_a_table_or_json(run: Path, capsys: pytest.CaptureFix
         assert main(["status", str(run.parent), *arguments]) == 0
         document = json.loads(capsys.readouterr().out)
         assert document["campaigns"] == [] and document["runs"][0]["state"] == "done"
+
+
+def test_a_program_that_asks_while_a_run_starts_gets_an_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start() -> None:
+        mark(tmp_path / "logs" / "a", "run")
+        own(tmp_path / "logs" / "a", os.getpid())
+
+    Timer(0.3, start).start()
+    assert main(["status", str(tmp_path / "logs"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["state"] == "starting"
 
 
 def test_a_narrow_terminal_leaves_columns_out_before_lines_wrap(

@@ -104,10 +104,12 @@ def test_evaluation_line_shows_the_interval_and_what_could_not_be_judged() -> No
 def test_the_end_compares_before_and_after() -> None:
     before, after = evaluation(0, problem(100, 37)), evaluation(70, problem(10, 8))
     summary = RunSummary(
-        "done", "a+b", 0, 70, 140.0, 1234567, before, after, STEP, "checkpoints/final"
+        "done", "a+b", 0, 70, 140.0, 1234567, before, after, STEP, "checkpoints/final", wall_s=150
     )
     text = "\n".join(summary_lines(summary, Path("logs/lab")))
-    assert "70 steps" in text and "1,234,567 tokens" in text
+    assert (
+        "70 steps, 1,234,567 tokens, 140.0s of steps and evaluations; this session took 150" in text
+    )
     assert re.search(r"pass@1=37\.0%.* -> pass@1=80\.0%", text)
     assert "adapter: logs/lab/checkpoints/final" in text
 

@@ -31,6 +31,8 @@ of completed steps, so they come before the step's record. The supervised stage 
 """
 Place = tuple[int, str]
 """A step, and a name of `ORDER`."""
+_NO_TRAINING = {*MEASURED, "condition"}
+"""Fields of a step that say nothing of its training: times, memory, and the condition's label."""
 _SHOWN = 4
 
 
@@ -101,7 +103,7 @@ def _records(run: StoredRun, steps: range) -> dict[Place, Any]:
     for line in read_jsonl(files.metrics) if files.metrics.is_file() else ():
         if line["step"] in steps:
             found[line["step"], metrics] = {
-                name: value for name, value in line.items() if name not in MEASURED
+                name: value for name, value in line.items() if name not in _NO_TRAINING
             }
     for line in read_jsonl(files.generations) if files.generations.is_file() else ():
         if line["step"] in steps:

@@ -194,10 +194,14 @@ class StoredRun:
         """True if its own summary has the status done, after its last step. A run that `[training]
         max_hours` ended before may have failed to go on.
         """
-        return (
-            self.summary.get("status") == "done"
-            and self.counted_steps >= self.config.training.max_steps
-        )
+        planned = self.config.training.max_steps
+        return self.summary.get("status") == "done" and self.took(planned)
+
+    def took(self, planned: int) -> bool:
+        """True if the run took `planned` steps, or with 0 its supervised stage."""
+        if not planned:
+            return _object_or_empty(self.folder.trainer_state).get("stage") == "rl"
+        return self.counted_steps >= planned
 
     @property
     def skipped(self) -> bool:
@@ -224,7 +228,7 @@ class StoredRun:
         if self.summary and not self.planned:
             return ""
         planned = self.config.training.max_steps
-        if self.counted_steps >= planned:
+        if self.took(planned):
             return ""
         # Its own summary says done. The campaign's reason may be older than the run.
         hours = self.used_hours(self.config.training)
@@ -237,13 +241,15 @@ class StoredRun:
         not, or if summary.json does not say how long the run took.
         """
         steps, seconds = self.counted_steps, self.summary.get("seconds")
-        if not training.max_hours or steps >= training.max_steps:
+        if not training.max_hours or self.took(training.max_steps):
             return ""
         if not isinstance(seconds, int | float) or seconds < training.max_hours * 3600:
             return ""
+        after = f"after {steps} of {counted(training.max_steps, 'step')}"
+        if not training.max_steps:
+            after = "within the supervised stage"
         return (
-            f"[training] max_hours = {training.max_hours:g} came after {steps} of"
-            f" {counted(training.max_steps, 'step')}; give more hours, such as"
+            f"[training] max_hours = {training.max_hours:g} came {after}; give more hours, such as"
             f" {training.more_hours(seconds)}"
         )
 

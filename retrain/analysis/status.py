@@ -16,6 +16,7 @@ from typing import Any, Self
 from retrain.analysis.integrity import given_keys, problem_of
 from retrain.analysis.planned import CampaignRecord, evidence_line
 from retrain.analysis.runs import (
+    MANIFEST,
     RECENT,
     StoredRun,
     campaign_runs,
@@ -24,13 +25,14 @@ from retrain.analysis.runs import (
     subfolders,
     unreadable_manifest,
 )
+from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.disk import path_error
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import MARKER, Liveness, RunFolder, Writer
 from retrain.records.terminal import counted, duration
 from retrain.records.untrained import untrained_line, untrained_streak
-from retrain.system import Json
+from retrain.system import Json, read_object
 
 _PATIENCE_S = 600.0
 """A live process stalls if it writes nothing for this long and for _PATIENCE_STEPS step times,
@@ -112,6 +114,8 @@ class CampaignStatus:
     """A sentence on the looks of a campaign with stop = "evidence"; "" before the first."""
     steps_of_run: int = 0
     """The planned steps of each run; 0 if the manifest does not say."""
+    note: str = ""
+    """The command that continues it, if runs remain and no process starts them."""
 
     @classmethod
     def of(cls, folder: Path, now: float) -> Self:
@@ -122,7 +126,8 @@ class CampaignStatus:
             record = CampaignRecord.read(folder)
         except RunFailed:  # The plan is unreadable; `retrain compare` reports it.
             return cls(folder, runs)
-        return cls(folder, runs, evidence_line(record), record.max_steps or 0)
+        note = "" if record.looks and not record.undecided else _left(folder, runs, given)
+        return cls(folder, runs, evidence_line(record), record.max_steps or 0, note)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -163,8 +168,31 @@ class CampaignStatus:
         return (
             {"path": str(self.path), "name": self.path.name}
             | summary
-            | {"runs": [run.to_json() for run in self.runs], "evidence": self.evidence}
+            | {"runs": [run.to_json() for run in self.runs]}
+            | {"evidence": self.evidence, "note": self.note}
         )
+
+
+def _left(folder: Path, runs: Sequence[RunStatus], given: Mapping[str, Any]) -> str:
+    """Say how a campaign goes on if runs remain and its process does not run. No process owns the
+    runs of an array, and a pending run may wait in the queue.
+    """
+    states, writer = {run.state for run in runs}, Writer.of(RunFolder(folder))
+    is_live = writer.liveness() is not Liveness.GONE if writer else bool(states & LIVE)
+    if is_live or states <= {State.DONE, State.SKIPPED}:
+        return ""
+    again = f"the command that began it and `--resume {folder}`"
+    if begun := read_object(folder / MANIFEST).get("command"):
+        again = f"`{campaign_command(begun, folder)}`"
+    if given.get("campaign", {}).get("launcher") == "array":
+        return (
+            "Its array has unfinished runs and no running task. Unless tasks wait in the queue,"
+            f" submit the array again; each task calls {again}."
+        )
+    return (
+        f"The campaign's process is not running{f' ({writer} is gone)' if writer else ''}, so no"
+        f" further run starts; continue with {again}."
+    )
 
 
 @dataclass(frozen=True)
@@ -392,20 +420,22 @@ def _state(run: StoredRun, writer: Writer | None, idle: float, step_time: float 
 
 
 def _note(run: StoredRun, state: State, writer: Writer | None, idle: float) -> str:
-    resume = f"resume it with `{run.folder.resume_command}`"
+    resume = f"; resume it with `{run.folder.resume_command}`"
     if not run.folder.marker.is_file():
-        resume = f"put back its {MARKER} to resume it"
+        resume = f"; put back its {MARKER} to resume it"
+    elif run.planned:  # The campaign resumes it, and says by which command.
+        resume = ""
     match state:
         case State.DEAD:
             steps = counted(run.steps, "step")
-            return f"killed after {steps} ({writer} is gone); {resume}."
+            return f"killed after {steps} ({writer} is gone){resume}."
         case State.STALLED:
             return (
                 f"{writer} has written nothing for {duration(idle)}; check it there, and if it"
-                f" hangs, end it and {resume}."
+                f" hangs, end it{resume}."
             )
         case State.STOPPED | State.FAILED:
-            return f"{run.unfinished}; {resume}."
+            return f"{run.unfinished}{resume}."
         case _:
             return ""
 

@@ -32,7 +32,7 @@ from retrain.campaign.plan import (
 )
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
-from retrain.config.stored import campaign_command
+from retrain.config.stored import begun_by, campaign_command
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
@@ -107,6 +107,8 @@ class Manifest:
     """The hash of the held-out problems at the newest start; "" if unknown."""
     looks: list[Json] = field(default_factory=list)
     """With stop = "evidence": the findings and decisions of each look."""
+    command: str = ""
+    """The command line without a folder; "" from Python."""
     notes: list[str] = field(default_factory=list, init=False, repr=False)
     """Sentences for the runner to print once and remove; the file does not have them."""
     _is_behind: bool = field(default=False, init=False, repr=False)
@@ -133,6 +135,7 @@ class Manifest:
             runs=runs,
             plan=analysis_plan(plan, heldout_sha256).to_json(),
             heldout_sha256=heldout_sha256,
+            command=begun_by(plan.config),
         )
 
     @classmethod
@@ -151,7 +154,7 @@ class Manifest:
         """Replace manifest.json atomically, credentials masked."""
         names = (
             "timestamp retrain_version config conditions seeds max_steps runs squeeze plan"
-            " heldout_sha256 looks"
+            " heldout_sha256 looks command"
         )
         values = {name: getattr(self, name) for name in names.split()} | {
             "runs": [asdict(entry) for entry in self.runs]
@@ -159,6 +162,10 @@ class Manifest:
         # The configuration has its masks already, in a form that loads again.
         masked = Redactor().json(values) | {"config": self.config}
         replace_file(self.folder / MANIFEST, json.dumps(masked, indent=1) + "\n")
+
+    @property
+    def resume_command(self) -> str:
+        return campaign_command(self.command, self.folder)
 
     def __getitem__(self, name: str) -> RunEntry:
         return self._by_name[name]
@@ -228,7 +235,7 @@ class Manifest:
         fresh = Manifest.of_plan(plan, datetime.now().astimezone())
         self.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
         self.__post_init__()
-        self.config, self.conditions = fresh.config, fresh.conditions
+        self.config, self.conditions, self.command = fresh.config, fresh.conditions, fresh.command
         self.seeds, self.max_steps = fresh.seeds, fresh.max_steps
 
     def _stored_plan(self) -> CampaignPlan:
@@ -334,9 +341,10 @@ def open_campaign(
             manifest.resumed_with(plan)
             manifest.heldout_sha256 = checked.heldout_sha256
         elif (folder / MANIFEST).is_file():
+            again = campaign_command(begun_by(config), folder)
             raise ConfigurationError(
-                f"{folder} already holds a campaign; continue it with"
-                f" `{campaign_command(config, folder)}`, or choose another [logging] log_dir."
+                f"{folder} already holds a campaign; continue it with `{again}`, or choose another"
+                " [logging] log_dir."
             )
         else:
             manifest = Manifest.of_plan(plan, now, checked.heldout_sha256)

@@ -39,7 +39,6 @@ from retrain.campaign.plan import (
     plan_campaign,
 )
 from retrain.config import TrainConfig, replaced, resume_differences
-from retrain.config.stored import campaign_command
 from retrain.errors import (
     ConfigurationError,
     EnvironmentFailure,
@@ -82,7 +81,7 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
         closing(_launcher(draft)) as launcher,
         open_campaign(config, checked) as (plan, manifest),
     ):
-        resume_hint = f"continue with `{campaign_command(config, plan.folder)}`"
+        resume_hint = f"continue with `{manifest.resume_command}`"
         board = Board(plan, manifest, quiet=quiet)
         with writing_to(plan.folder, resume_hint):
             for line in (*checked.lines, _size(plan)):
@@ -117,12 +116,12 @@ def _task_of_array(config: TrainConfig, checked: Findings, *, quiet: bool) -> Ma
             for run in plan.runs:
                 _renew(run, manifest)
             manifest.write()
-            for line in (*checked.lines, _size(plan)):
-                board.say(line)
-            board.say(
+            tasks = (
                 f"Start an array of tasks 0 to {len(plan.runs) - 1}; each calls"
-                f" `{campaign_command(config, plan.folder)}`."
+                f" `{manifest.resume_command}`."
             )
+            for line in (*checked.lines, _size(plan), tasks):
+                board.say(line)
             return manifest
     folder = Path(config.resume.from_ or config.logging.log_dir)
     plan = evaluated_where_possible(plan_campaign(config, folder), checked)
@@ -182,6 +181,7 @@ def is_finished(run: CampaignRun) -> bool:
         bool(summary)
         and not stored.unfinished
         and stored.steps >= run.config.training.max_steps
+        and stored.took(run.config.training.max_steps)
         and not resume_differences(stored.config, run.config)
     )
 
@@ -264,7 +264,7 @@ class _Execution:
         self._say_notes()
         number = self._interrupts.stopped_by
         if number is not None:
-            again = campaign_command(self._plan.config, self._plan.folder)
+            again = self._manifest.resume_command
             raise Interrupted(
                 f"Interrupted by {Signals(number).name}; continue with `{again}`.", number
             )

@@ -39,7 +39,12 @@ def command(
         print_json({"equal": found.parting is None} | asdict(found))
     else:
         if found.parting is None:
-            print(f"The records of {ours.path} and {theirs.path} are equal.")
+            label = ""
+            if ours.condition != theirs.condition:
+                label = (
+                    f" but for the label of the condition ({ours.condition}, {theirs.condition})"
+                )
+            print(f"The records of {ours.path} and {theirs.path} are equal{label}.")
         for line in difference_lines(ours, theirs, found):
             print(line)
         for run, records in zip((ours, theirs), found.alone, strict=True):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from retrain.analysis.status import CampaignStatus, Overview, RunStatus
 
 _CLEAR = "\x1b[H\x1b[2J"
+_START_S = 10.0
+"""Seconds that a program, which reads JSON, waits for a run that it began to make its folder."""
 _HEADER = (
     "run",
     "state",
@@ -54,7 +56,10 @@ def command(
     from retrain.records.redact import Redactor
     from retrain.records.terminal import clean
 
+    given_up = time.monotonic() + _START_S
     try:
+        while form == "json" and not logs.is_dir() and time.monotonic() < given_up:
+            time.sleep(0.1)
         while True:
             with _uncollected():
                 from retrain.analysis.status import overview
@@ -100,7 +105,7 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
         printed += [
             campaign_line(campaign),
             *_table(campaign.runs, campaign.path / "runs", width),
-            *filter(None, [campaign.evidence]),
+            *filter(None, [campaign.evidence, campaign.note]),
             "",
         ]
     if seen.runs:
@@ -132,7 +137,7 @@ def campaign_line(campaign: "CampaignStatus") -> str:
     if campaign.median_step_time_s is not None:
         line += f", median step time {campaign.median_step_time_s:.2f} s"
     if campaign.remaining_s is not None:
-        line += f", {duration(campaign.remaining_s)} left"
+        line += f", {duration(campaign.remaining_s)} of steps left"
     return line
 
 

@@ -50,8 +50,8 @@ class Sft(Section):
     )
     evaluate_every: int = key(
         0,
-        "Steps of the stage between held-out evaluations, which also measure the mean log-prob of"
-        " held-out traces; 0 is off.",
+        "Steps of the stage between evaluations, which measure the mean log-prob of held-out traces"
+        " and the problems that [evaluation] asks for; 0 is off.",
         ge=0,
         may_change_at_resume=True,
     )

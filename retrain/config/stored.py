@@ -47,21 +47,25 @@ def run_command(folder: Path) -> str:
     return f"retrain {quote(str(folder / 'config.toml'))} --resume {quote(str(folder))}"
 
 
-def campaign_command(config: TrainConfig, folder: Path) -> str:
-    """Return the command line that continues a campaign: the file that began it, the flags above
-    it, and the folder.
+def begun_by(config: TrainConfig) -> str:
+    """Return the command line that began a campaign, without its folder: the file and the flags
+    above it. "" for one made in Python, which has its own way to give `[resume] from`.
     """
     file, origins = config._provenance.path, config._provenance.origins
-    if file is None:  # made in Python, which has its own way to give `[resume] from`
-        return f"--resume {quote(str(folder))}"
-    flags = [
-        key
+    if file is None:
+        return ""
+    given = [
+        f"{key.flag}={bare_value(config.value(key.path))}"
         for key in all_keys()
         if origins.get(key.path, "").startswith("flag ")
         and key.path not in ("resume.from", "logging.log_dir")
     ]
-    given = [f"{key.flag}={bare_value(config.value(key.path))}" for key in flags]
-    return " ".join(map(quote, ["retrain", str(file), *given, "--resume", str(folder)]))
+    return " ".join(map(quote, ["retrain", str(file), *given]))
+
+
+def campaign_command(begun: str, folder: Path) -> str:
+    """Return the command line that continues a campaign in `folder` that `begun` began."""
+    return f"{begun} --resume {quote(str(folder))}".lstrip()
 
 
 def _stored_value(path: str, value: Any) -> str:

@@ -169,11 +169,16 @@ def read_source(query: Query) -> ReadResult:
         return _call(query, _registered[source])
     if "/" in source or source.endswith(DATA_FILE_SUFFIXES) or query.path.exists():
         return _local(query, DATA_FILE_SUFFIXES)
+    return _call(query, load_source(query))
+
+
+def load_source(query: Query) -> Any:
+    """Load the plugin that a source names."""
     from retrain.plugins import load_plugin
 
     # An evaluation source does not take the training source's params.
     config = query.config.model_copy(update={"data": query.data})
-    return _call(query, load_plugin("data", source, config))
+    return load_plugin("data", query.data.source, config, key=query.key)
 
 
 def source_key(query: Query) -> tuple[Hashable, ...] | None:

@@ -58,7 +58,7 @@ def show(
         if table:
             _print_lines(token_lines(completion, range(len(completion.pieces)), width), console)
         else:
-            console.print(_coloured(credit, completion, by))
+            console.print(_colored(credit, completion, by))
             _print_lines(token_lines(completion, most_marked(completion), width), console)
 
 
@@ -86,10 +86,10 @@ def most_marked(completion: CompletionCredit) -> list[int]:
     return sorted(np.argsort(-sizes, kind="stable")[:_MARKED].tolist())
 
 
-# -- the coloured text -----------------------------------------------------------------------------
+# -- the colored text ------------------------------------------------------------------------------
 
 
-def _coloured(credit: StepCredit, completion: CompletionCredit, by: Quantity) -> "RenderableType":
+def _colored(credit: StepCredit, completion: CompletionCredit, by: Quantity) -> "RenderableType":
     """Return one column per condition for advantages; the other quantities do not depend on the
     condition.
     """
@@ -149,7 +149,7 @@ def _legend(credit: StepCredit, by: Quantity) -> "Text":
     from rich.text import Text
 
     scale = scale_of(credit, by)
-    text = Text(f"Step {credit.step}, coloured by {by}: ")
+    text = Text(f"Step {credit.step}, a token's shade is its {by}: ")
     if by in (Quantity.ADVANTAGE, Quantity.LOG_RATIO):
         text.append(f"{-scale:+.3g} and beyond ")
         for shade in range(-LEVELS, 0):

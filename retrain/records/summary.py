@@ -24,6 +24,7 @@ class RunSummary:
     steps: int
     """Steps completed, over all sessions of the run."""
     seconds: float
+    """Time of the steps and evaluations, over all sessions."""
     tokens: int
     """Prompt and completion tokens sampled for training."""
     before: Evaluation | None
@@ -39,6 +40,8 @@ class RunSummary:
     """The reason why the last steps trained nothing, or a note that the model solves all their
     problems; empty if they trained.
     """
+    wall_s: float = 0.0
+    """Time of this session with its start, for the screen alone."""
 
     def __repr__(self) -> str:
         """One line: how far it came, and held-out pass@1 before and after."""

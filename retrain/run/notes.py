@@ -10,7 +10,7 @@ from retrain.advantages.transforms import sure_sentence
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, unused_keys
 from retrain.config.moving import extremes, with_values
-from retrain.config.names import bracketed, is_recipe
+from retrain.config.names import bracketed, is_recipe, table
 from retrain.config.recipes import departures, recipe
 from retrain.config.removed import REDEFINED
 from retrain.config.schema import DEFAULT_CLIPS, Lora, Loss, Model, Reward, Training
@@ -97,6 +97,10 @@ def notes(config: TrainConfig) -> list[str]:
         _truncation_note(config),
         _split_note(config),
         teacher_note(config),
+        "[sft] evaluate_every alone measures the log-prob of held-out traces; set [evaluation]"
+        " at_end = true to evaluate held-out problems at those steps too."
+        if config.sft.is_on and config.sft.evaluate_every and not config.evaluation.asked_for
+        else "",
     ]
     if config.kind != "squeeze" and config.training.temperature == 1:
         found.append(backend_kind(config.backend.backend).temperature_note)
@@ -263,11 +267,17 @@ def _loss_note(config: TrainConfig) -> str:
     steps = [values for _, values in extremes(config)] or [{}]
     if not all(_clips_nothing(with_values(config, values)) for values in steps):
         return ""
+    effect = "never clips, so its gradient is the one of importance_sampling. The clip"
+    if _is_own(config.loss):
+        effect = "has a ratio of 1 up to the mismatch of sampler and learner. A clip of it"
     return (
-        f'[loss] mode = "{config.loss.mode}" with one update per step never clips, so its'
-        " gradient is the one of importance_sampling. The clip acts with [training]"
-        " updates_per_batch or minibatches of at least 2; clip_fraction says how often."
+        f'[loss] mode = "{config.loss.mode}" with one update per step {effect} acts with'
+        " [training] updates_per_batch or minibatches of at least 2; clip_fraction says how often."
     )
+
+
+def _is_own(loss: Loss) -> bool:
+    return loss.mode not in table("loss")
 
 
 def _clips_nothing(config: TrainConfig) -> bool:
@@ -277,20 +287,21 @@ def _clips_nothing(config: TrainConfig) -> bool:
     they contain rounding, dropout, and in split mode a step of learning. The warning still comes if
     they lie inside the clip on any device.
     """
-    loss, training = config.loss, config.training
-    if loss.mode not in DEFAULT_CLIPS or training.updates_per_batch * training.minibatches > 1:
+    loss, training, own = config.loss, config.training, _is_own(config.loss)
+    clips = own or loss.mode in DEFAULT_CLIPS
+    if not clips or training.updates_per_batch * training.minibatches > 1:
         return False
     low, high = loss.clips
     if loss.mode == "cispo":
         low, high = 1 - low, high - 1
     if loss.old_logprobs == "recomputed":
-        return low > 0 and high > 0
+        return own or (low > 0 and high > 0)
     if config.lora.dropout or len(config.backend.device_list) > 1:
         return False
     room = _ROOM
     if loss.mode == "gspo" and not config.is_set("loss.old_logprobs"):
         room = min(DEFAULT_CLIPS["gspo"])  # Half precision recomputes them.
-    return min(low, high) >= room
+    return own or min(low, high) >= room
 
 
 def _split_note(config: TrainConfig) -> str:

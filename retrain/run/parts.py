@@ -42,7 +42,7 @@ from retrain.data.prompts import (
 )
 from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
-from retrain.data.sources import HUB_SOURCES, SOURCES, Benchmark, Query
+from retrain.data.sources import HUB_SOURCES, SOURCES, Benchmark, Query, load_source
 from retrain.data.traces import trace_query
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
@@ -355,16 +355,25 @@ def _load_sources(config: TrainConfig) -> None:
     a plugin path, whatever its name ends in.
     """
     for own in sources_of(config):
-        source, provider = own.config.data.source, own.config.environment.provider
-        if provider:
-            if is_dotted(provider):
-                load_plugin("environment", provider, config)
-        elif is_dotted(source) and not is_data_location(source) and not Path(source).exists():
-            load_plugin("data", source, config)
+        provider = own.config.environment.provider
+        if not provider:
+            _load_source(query_of(own.config, "train"))
+        elif is_dotted(provider):
+            load_plugin("environment", provider, config)
+    if config.sft.is_on:
+        _load_source(trace_query(config, "train"))
+    for own in Plan.of(config).evaluations if config.evaluation.asked_for else ():
+        _load_source(query_of(own, "heldout"))
     known = load_plugin("sampler", config.data.sampler, config, SAMPLERS)
     # A plugin may read its examples, so the run tries it after loading its own examples.
     if known is not None and config.data.sampler in SAMPLERS:
         build_sampler(config, [Example("?", "")])
+
+
+def _load_source(query: Query) -> None:
+    source = query.data.source
+    if is_dotted(source) and not is_data_location(source) and not Path(source).exists():
+        load_source(query)
 
 
 def check_inputs(config: TrainConfig) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
+from time import monotonic
 from typing import Any
 
 from retrain.backends.declared import is_raw, loss_notes
@@ -124,6 +125,7 @@ class Session:
         self._synced: tuple[str, int] | None = None
         """The stage and step whose weights the engine samples from."""
         self._skip_parity = skip_parity
+        self._began = opened.began
         self._gate_repeated = skip_parity
 
     # -- the start ---------------------------------------------------------------------------------
@@ -234,6 +236,7 @@ class Session:
     def _pass_gate(self) -> None:
         result = None
         if not self._skip_parity:
+            self.tracker.message(Doing("Parity gate"))
             result = run_parity_gate(self.config, self.parts, self.state.step)
         # A resumed run keeps the first figure: its mismatch_limit is a multiple of it.
         if result and self.state.gate_mismatch is None:
@@ -667,6 +670,7 @@ class Session:
             last=self.observer.last,
             untrained=self.observer.unlearned(self.state.step),
             adapter=str(adapter) if status == "done" else "",
+            wall_s=monotonic() - self._began,
         )
 
 

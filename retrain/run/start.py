@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from retrain.backends.rows import learning_rate
@@ -49,6 +50,7 @@ class RunStart:
     decided_by: Mapping[int, float] = field(default_factory=dict)
     """Step -> seconds by which back pressure decided, for the steps that a resumed run makes
     again."""
+    began: float = field(default_factory=monotonic)
 
 
 @contextmanager

@@ -141,7 +141,8 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
     lines = [
         (
             f"Run {summary.status}: {counted(summary.steps, 'step')}, {summary.tokens:,} tokens,"
-            f" {summary.seconds:.1f}s."
+            f" {summary.seconds:.1f}s of steps and evaluations; this session took"
+            f" {summary.wall_s:.1f}s."
         )
     ]
     lines += [summary.untrained] if summary.untrained else []
