@@ -206,14 +206,6 @@ def _conditions(seen: "Explanation") -> Iterator[str]:
         family = counted(power.comparisons, "comparison")
         found = f"{power.detectable:.3g} {unit} with probability {POWER:.0%}, over {family}"
         yield f"{GAP}{counted(power.seeds, 'seed')} find a difference of {found}."
-        design = power.cheapest
-        if design is not None:
-            answers = f"{design.problems:,} problems x {counted(design.samples, 'sample')}"
-            hours = f"{design.hours:.2g} hours for all arms one after the other"
-            yield (
-                f"{GAP}At the pilot's spread and speed it costs least with"
-                f" {counted(design.seeds, 'seed')}, {answers}: {hours}."
-            )
 
 
 # -- what it takes ---------------------------------------------------------------------------------

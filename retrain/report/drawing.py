@@ -27,6 +27,7 @@ _WIDTH = 5.1
 _HEIGHT = 3.1
 _ROW_HEIGHT = 0.56
 _NAME_HEIGHT = 0.2
+_LABELS_HEIGHT = 0.8
 _MARKED_STEPS = 12
 """Up to this number of points, a line shows each."""
 _NAME_WIDTH = 18
@@ -184,7 +185,7 @@ def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
     from all runs.
     """
     window = window_for(max(arm.longest for arm in data.arms)) if lines.smooth else 1
-    figure, axes = empty_figure(max(_HEIGHT, _NAME_HEIGHT * len(data.arms) + 0.8))
+    figure, axes = empty_figure(max(_HEIGHT, _NAME_HEIGHT * len(data.arms) + _LABELS_HEIGHT))
     second = [*lines.fields][1:]
     names = _draw_lines(axes, data, lines, window)
     if not names or (lines.optional and axes.dataLim.height == 0):
@@ -251,7 +252,8 @@ def write_names(axes: Axes, names: Sequence[Name]) -> None:
     low, high = axes.get_ylim()
     names = sorted(names, key=lambda name: name.height)
     wanted = (np.array([name.height for name in names]) - low) / (high - low)
-    apart = _NAME_HEIGHT / (axes.figure.get_figheight() - 0.8) * np.arange(len(names))
+    height = axes.figure.bbox.height / axes.figure.dpi - _LABELS_HEIGHT
+    apart = _NAME_HEIGHT / height * np.arange(len(names))
     places = np.maximum.accumulate(wanted - apart) + apart
     places -= (places - wanted).mean()
     places += max(0.0, -places[0]) - max(0.0, places[-1] - 1)

@@ -126,6 +126,7 @@ def _held_out(data: ReportData) -> PageFigure | None:
     if len(steps) != 1:
         return line_figure(data, _HELD_OUT)
     # With one evaluation per run there is no curve.
+    (step,) = steps
     rows = []
     for index, arm in enumerate(data.arms):
         values = 100 * np.array([points[-1].accuracy for points in arm.held_out if points])
@@ -139,7 +140,7 @@ def _held_out(data: ReportData) -> PageFigure | None:
     axes.set_xlabel("held-out pass@1 (%)")
     bars = " with its 95% interval over the runs" * any(len(row.values) > 1 for row in rows)
     caption = (
-        f"After {counted(*steps, 'step')}, on problems that were not trained on. Dots: one run"
+        f"After {counted(step, 'step')}, on problems that were not trained on. Dots: one run"
         f" each. Diamond and line: their mean{bars}."
     )
     return PageFigure(HELD_OUT, "Held-out accuracy", caption, figure)
