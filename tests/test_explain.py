@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from campaigns import problems, timed_pilot, write_campaign, write_run
+from campaigns import problems, write_campaign, write_run
 from runs import lines, small
 
 from retrain.campaign import CampaignPlan, plan_campaign
@@ -316,15 +316,6 @@ def test_no_more_workers_are_recommended_than_runs_calls_or_memory(tmp_path: Pat
         and one.schedule.recommended is not None
         and one.schedule.recommended.count == 1
     )
-    crowded = campaign(campaign={"parallel": True})
-    assert any(
-        "40 runs at once are more than the recommended" in sentence
-        for sentence in explain(crowded).warnings
-    )
-    assert not any(
-        "at once" in sentence
-        for sentence in explain(campaign(campaign={"parallel": True, "max_workers": 1})).warnings
-    )
 
 
 def test_the_step_time_of_a_pilot_is_the_median_over_all_its_steps(
@@ -387,21 +378,6 @@ def test_the_spread_of_a_pilot_gives_the_difference_that_the_seeds_find(tmp_path
     assert seen.power.detectable == pytest.approx(
         without.power.detectable * 0.025, rel=1e-2
     )  # differences of 5, 2, 6 and 8 points
-
-
-def test_a_pilot_with_its_times_gives_the_design_that_finds_the_same_at_least_cost(
-    tmp_path: Path,
-) -> None:
-    seen = explain(campaign(), pilot=timed_pilot(tmp_path))
-    assert (
-        seen.power is not None
-        and seen.power.detectable is not None
-        and (design := seen.power.cheapest) is not None
-    )
-    assert design.detectable <= seen.power.detectable and design.seeds >= 6
-    as_planned = 0.8 * 50 * 4  # seconds of the pilot's own evaluation
-    assert design.hours <= 5 * seen.power.seeds * (800 + as_planned) / 3600
-    assert f"costs least with {design.seeds} seeds" in to_text(seen)
 
 
 # -- the command -----------------------------------------------------------------------------------

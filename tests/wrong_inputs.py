@@ -539,14 +539,6 @@ CASES = [
         ("report", "old", "--output", "x.svg"),
         {"old/notes.txt": ""},
     ),
-    Case(
-        "a report of runs with a contrast of conditions",
-        2,
-        "is not two conditions as A:B",
-        "",
-        ("report", "old", "--contrast", "grpo+none"),
-        {"old/notes.txt": ""},
-    ),
     # -- comparing ---------------------------------------------------------------------------------
     Case(
         "comparing a folder that is not a campaign",

@@ -41,7 +41,7 @@ class Block:
     table: Table | None = None
 
 
-def _blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
+def blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
     """Yield the answer first. The columns of `contrast_table` that `contrasts` leaves out follow as
     sentences.
     """
@@ -71,7 +71,7 @@ def _blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
 
 def to_markdown(comparison: Comparison) -> str:
     lines = []
-    for block in _blocks(comparison, contrast_table(comparison)):
+    for block in blocks(comparison, contrast_table(comparison)):
         if block.title:
             lines += [f"**{block.title}**", ""]
         if block.table:
@@ -84,7 +84,7 @@ def to_markdown(comparison: Comparison) -> str:
 def to_text(comparison: Comparison, width: int = 80) -> str:
     """Return lines of at most `width` columns, unless a single word or table cell is longer."""
     lines: list[str] = []
-    for block in _blocks(comparison, _narrowed(contrast_table(comparison), width)):
+    for block in blocks(comparison, narrowed(contrast_table(comparison), width)):
         if lines:
             lines.append("")
         if block.title:
@@ -97,7 +97,7 @@ def to_text(comparison: Comparison, width: int = 80) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _narrowed(table: Table, width: int) -> Table:
+def narrowed(table: Table, width: int) -> Table:
     """Return the columns of `contrast_table` that a terminal has room for."""
     head, rows = narrow = _without(table, _HIDDEN)
     if max(map(len, table_lines([head[1:], *(row[1:] for row in rows)]))) > width - 2:

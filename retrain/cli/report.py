@@ -5,17 +5,7 @@ from typing import Annotated
 
 import typer
 
-from retrain.cli.shared import (
-    Alpha,
-    Contrast,
-    Control,
-    LowerIsBetter,
-    Margin,
-    Trust,
-    pair_of,
-    print_progress,
-    refuse_two_baselines,
-)
+from retrain.cli.shared import Trust, print_progress
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.install import install_hint, missing_package
 
@@ -41,11 +31,6 @@ def command(
     metric: Annotated[
         str | None, typer.Option(help="Metric to compare, as in `retrain compare`.")
     ] = None,
-    control: Control = False,
-    contrast: Contrast = None,
-    alpha: Alpha = 0.05,
-    margin: Margin = None,
-    lower_is_better: LowerIsBetter = False,
     against: Annotated[
         list[str] | None,
         typer.Option(
@@ -53,30 +38,17 @@ def command(
         ),
     ] = None,
     trust: Trust = False,
-    steps: Annotated[
-        int, typer.Option(min=0, help="Number of steps of a run whose completions are shown.")
-    ] = 4,
 ) -> None:
     """Make a page of curves, paired differences, verdicts, costs, completions and tokens; it needs
     no network and no server.
     """
     _check_extra()
-    from retrain.analysis.verdict import TestSettings
     from retrain.records.run_folder import RunFolder
     from retrain.records.terminal import clean
     from retrain.report.data import ReportRequest
     from retrain.report.page import write_report
 
-    refuse_two_baselines(control, baseline)
-    test = TestSettings(
-        alpha=alpha,
-        margin=margin,
-        lower_is_better=lower_is_better,
-    )
-    pairs = [pair_of(text) for text in contrast or []]
-    request = ReportRequest(
-        folder, baseline, metric, test, against or (), steps, trust, control, pairs
-    )
+    request = ReportRequest(folder, baseline, metric, against or (), trust)
     _check_output(output)
     written = write_report(request, output or RunFolder(folder).report)
     print(clean(f"Report: {written.page}"))

@@ -221,7 +221,7 @@ def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "SqueezeResult") ->
         picture = runs / SQUEEZE_RUN / f"{'-'.join(adapter.parts[1:][-3:])}.png"
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
-        write_squeeze_picture(SqueezeCurve.from_json("", squeezed.to_json()), picture)
+        write_squeeze_picture(SqueezeCurve.model_validate(squeezed.to_json(), strict=True), picture)
     except OSError as error:
         return (
             f"retrain did not draw the variance curve: {picture} is not writable"

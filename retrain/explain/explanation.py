@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from retrain.advantages.sepa import follows_schedule, maximal_lambda
-from retrain.analysis.pilot import Design, cheapest
 from retrain.analysis.power import (
     Rule,
     design_line,
@@ -86,10 +85,6 @@ class Power:
     """
     metric: str | None
     """The metric of the pilot; None without a pilot that shows the spread."""
-    cheapest: Design | None = None
-    """The seeds, problems and samples that find the same difference in the least time; None if the
-    pilot does not show it.
-    """
 
     def to_json(self) -> Json:
         return asdict(self) | {"alpha": ALPHA, "power": POWER}
@@ -102,7 +97,6 @@ def campaign_power(
     if campaign is None or conditions < 2:
         return None
     seeds, comparisons = len(planned_seeds(campaign)), conditions - 1
-    correction = campaign.correction
     found: Pilot | None = None
     if pilot is not None:
         from retrain.analysis.pilot import read_pilot
@@ -111,14 +105,10 @@ def campaign_power(
         with suppress(ConfigurationError):
             found = read_pilot(pilot)
         found = found if found and found.sd > 0 else None
-    rule = Rule(comparisons, ALPHA, POWER, correction)
+    rule = Rule(comparisons, ALPHA, POWER, campaign.correction)
     detectable = minimal_detectable_effect(seeds, found.sd if found else 1.0, rule)
-    # Looks do not fix the number of seeds, so no design has a cost beforehand.
-    design = None
-    if found and found.spread and detectable and correction == "maxt":
-        design = cheapest(found.spread, detectable, rule)
     metric = found.metric.name if found else None
-    return Power(seeds, comparisons, rule.fewest, detectable, metric, design)
+    return Power(seeds, comparisons, rule.fewest, detectable, metric)
 
 
 def caveats(
@@ -138,25 +128,12 @@ def caveats(
             "No held-out evaluation ([evaluation] at_end = false), so retrain compares"
             " conditions by their training correct rate."
         )
-    if schedule is None:
-        return
-    best = schedule.recommended
-    if best is not None and schedule.effective_parallelism > best.count:
-        yield (
-            f"{schedule.effective_parallelism} runs at once are more than the recommended"
-            f" {best.count}: {best.because}."
-        )
     sharing = config.campaign.workers_per_device
-    if (
-        memory is None
-        or memory.machine.device_type != "cuda"
-        or schedule.effective_parallelism < 2
-        or sharing < 2
-    ):
+    if not (memory and schedule) or memory.machine.device_type != "cuda" or sharing < 2:
         return
     from retrain.model.memory import byte_words
 
-    if sharing * memory.peak > memory.machine.memory:
+    if schedule.effective_parallelism > 1 and sharing * memory.peak > memory.machine.memory:
         yield (
             f"[campaign] workers_per_device = {sharing} takes up to"
             f" {byte_words(sharing * memory.peak)} of {byte_words(memory.machine.memory)} on"
@@ -236,12 +213,14 @@ class Explanation:
         return planned_quotas(self.runs[0].config) if self.runs else []
 
     def to_json(self) -> Json:
-        training, adapter = (self.runs[0].config.training if self.runs else None), self.adapter
-        shape = ("max_steps", "batch_size", "group_size", "max_tokens")
+        adapter = self.adapter
+        declared = {"engine": self.engine, "backend": self.backend}
+        predicted = {"schedule": self.schedule, "memory": self.memory, "power": self.power}
+        tables = {"conditions": self.conditions, "mix": self.mix, "settings": self.settings}
+        shape = {"max_steps", "batch_size", "group_size", "max_tokens"}
         return {
             "kind": self.kind,
             "file": str(self.config.source_path) if self.config.source_path else None,
-            "conditions": [asdict(condition) for condition in self.conditions],
             "seeds": list(dict.fromkeys(run.seed for run in self.runs)),
             "runs": [
                 {
@@ -252,30 +231,25 @@ class Explanation:
                 }
                 for run in self.runs
             ],
-            "training": {name: getattr(training, name) for name in shape} if training else None,
-            "mix": [asdict(quota) for quota in self.mix],
-            "settings": [asdict(setting) for setting in self.settings],
-            "unused": list(self.unused),
-            "refused": list(self.refused),
-            "unavailable": list(self.unavailable),
-            "warnings": list(self.warnings),
-            "schedule": self.schedule.to_json() if self.schedule else None,
-            "memory": self.memory.to_json() if self.memory else None,
-            "memory_unknown": self.memory_unknown or None,
-            "power": self.power.to_json() if self.power else None,
-            "engine": asdict(self.engine) if self.engine else None,
-            "backend": asdict(self.backend) if self.backend else None,
-            "loss": list(self.losses),
-            "sft": list(self.traces),
-            "squeeze": (
-                {
-                    "adapter": str(adapter.folder),
-                    "rank": adapter.rank,
-                    "layers": len(adapter.layers),
-                }
-                if adapter
-                else None
+            "training": (
+                self.runs[0].config.training.model_dump(include=shape) if self.runs else None
             ),
+            **{name: [asdict(row) for row in rows] for name, rows in tables.items()},
+            **{name: found and found.to_json() for name, found in predicted.items()},
+            **{name: found and asdict(found) for name, found in declared.items()},
+            "unused": self.unused,
+            "refused": self.refused,
+            "unavailable": self.unavailable,
+            "warnings": self.warnings,
+            "memory_unknown": self.memory_unknown or None,
+            "loss": self.losses,
+            "sft": self.traces,
+            "squeeze": adapter
+            and {
+                "adapter": str(adapter.folder),
+                "rank": adapter.rank,
+                "layers": len(adapter.layers),
+            },
         }
 
 

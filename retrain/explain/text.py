@@ -203,14 +203,6 @@ def _conditions(seen: "Explanation") -> Iterator[str]:
         unit = f"in {power.metric}" if power.metric else SD_UNIT
         found = finds(power.seeds, power.detectable, Rule(power.comparisons), unit)
         yield f"{GAP}{found}; `retrain compare` gives the same after the runs, in points."
-        design = power.cheapest
-        if design is not None:
-            answers = f"{design.problems:,} problems x {counted(design.samples, 'sample')}"
-            hours = f"{design.hours:.2g} hours for all arms one after the other"
-            yield (
-                f"{GAP}At the pilot's spread and speed it costs least with"
-                f" {counted(design.seeds, 'seed')}, {answers}: {hours}."
-            )
 
 
 # -- what it takes ---------------------------------------------------------------------------------

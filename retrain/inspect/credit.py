@@ -5,7 +5,7 @@ The training credit pipeline computes another transform from the stored token id
 entropies and rewards.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -164,15 +164,8 @@ class StepCredit:
     def liveliest_slot(self) -> int:
         """Return the prompt with the largest advantage under the run's own condition."""
         sizes = np.abs(self.finals()[self.labels[0]])
-        offsets = self.table.offsets
-        largest = {
-            slot: max(
-                float(sizes[offsets[i] : offsets[i + 1]].max(initial=0.0))
-                for i in self.of_slot(slot)
-            )
-            for slot in self.slots
-        }
-        return max(self.slots, key=lambda slot: largest[slot])
+        slots = np.repeat(self.table.slot, np.diff(self.table.offsets))
+        return int(slots[sizes.argmax()]) if len(slots) else self.slots[0]
 
     def prompt(self, slot: int) -> str | None:
         """Return the prompt as the model saw it, with the names of special tokens; None if the file
@@ -193,7 +186,10 @@ class StepCredit:
     def completion(self, number: int) -> CompletionCredit:
         table = self.table
         part = slice(int(table.offsets[number]), int(table.offsets[number + 1]))
-        ratios = table.log_ratios[part] if table.log_ratios is not None else None
+        entropies, planning, ratios, kept = (
+            None if values is None else values[part]
+            for values in (table.entropies, self.planning, table.log_ratios, table.kept)
+        )
         return CompletionCredit(
             slot=int(table.slot[number]),
             sample=int(table.sample[number]),
@@ -202,11 +198,11 @@ class StepCredit:
             token_ids=table.token_ids[part],
             pieces=self.pieces.of(table.token_ids[part]),
             surprisals=surprisal(table.logprobs[part]),
-            entropies=table.entropies[part] if table.entropies is not None else None,
-            planning=self.planning[part] if self.planning is not None else None,
+            entropies=entropies,
+            planning=planning,
             detectors={name: mask[part] for name, mask in self.detectors.items()},
-            log_ratios=ratios if ratios is not None and not np.isnan(ratios).any() else None,
-            kept=table.kept[part] if table.kept is not None else None,
+            log_ratios=None if ratios is None or np.isnan(ratios).any() else ratios,
+            kept=kept,
             stages={
                 label: {stage: values[part] for stage, values in stages.items()}
                 for label, stages in self.stages.items()
@@ -288,15 +284,12 @@ def _pipeline(config: TrainConfig, name: str, pieces: Pieces) -> CreditPipeline:
         ) from error
 
 
-def _begun_anew(pipeline: CreditPipeline, label: str, step: int) -> list[str]:
-    if not (pipeline.keeps_state and step):
-        return []
-    return [
-        (
+def _begun_anew(pipeline: CreditPipeline, label: str, step: int) -> Iterator[str]:
+    if pipeline.keeps_state and step:
+        yield (
             f"{label} keeps something from step to step, which is not stored with the tokens: it is"
             f" computed as if step {step} were its first."
         )
-    ]
 
 
 class NoJudgedCompletion(ConfigurationError):
@@ -314,8 +307,7 @@ def _chosen_step(run: StoredRun, step: int | None) -> int:
     if step is None:
         return steps[-1]
     if step not in steps:
-        names = [str(stored) for stored in steps]
-        shown = ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-2:]])
+        shown = ", ".join(map(str, steps[:8])) + f", ... {steps[-1]}" * (len(steps) > 8)
         raise ConfigurationError(
             f"--step {step} has no tokens in {run.folder.tokens}; the stored steps are {shown}."
         )

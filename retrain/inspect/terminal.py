@@ -180,7 +180,7 @@ def token_lines(
     """
     from rich.cells import cell_len
 
-    lines = _columns(completion, positions, _advantages(completion))
+    lines = list(_columns(completion, positions, _advantages(completion)))
     if width is None or len(completion.stages) == 1 or max(map(cell_len, lines)) <= width:
         return lines
     letters = dict(zip(completion.stages, ascii_uppercase, strict=False))
@@ -190,49 +190,39 @@ def token_lines(
 
 def _columns(
     completion: CompletionCredit, positions: Sequence[int], advantages: Mapping[str, Float32Array]
-) -> list[str]:
-    """Return the token's text and mark on the left, numbers on the right."""
+) -> Iterator[str]:
+    """Yield the lines: the token's text and mark on the left, numbers on the right."""
     pieces = without_escapes(completion.pieces)
-    optional = {"log-ratio": completion.log_ratios, "kept": completion.kept}
-    marks = tuple(completion.detectors) or ("plan",)
-    rows = [
-        (
-            "token",
-            "text",
-            *marks,
-            "surprisal",
-            "entropy",
-            *(name for name, values in optional.items() if values is not None),
-            *map(one_line, advantages),
-        )
+    planning = {} if completion.planning is None else {"plan": completion.planning}
+    masks = completion.detectors or planning
+    names = numbers(completion, positions[0]) if positions else ()
+    rows = [["token", "text", *masks, *names, *map(one_line, advantages)]]
+    rows += [
+        [
+            *(str(position), f"'{_shown(pieces[position])}'"),
+            *("plan" * bool(mask[position]) for mask in masks.values()),
+            *numbers(completion, position).values(),
+            *(f"{values[position]:+.4f}" for values in advantages.values()),
+        ]
+        for position in positions
     ]
-    for position in positions:
-        given = (f"{values[position]:+.4f}" for values in advantages.values())
-        rows.append(
-            (
-                str(position),
-                f"'{_shown(pieces[position])}'",
-                *_numbers(completion, position),
-                *given,
-            )
-        )
-    words = range(1, 2 + len(marks))
-    return list(
-        table_lines(rows, right=[column for column in range(len(rows[0])) if column not in words])
-    )
+    right = range(2 + len(masks), len(rows[0]))
+    yield from table_lines(rows, right=[0, *right])
 
 
-def _numbers(completion: CompletionCredit, position: int) -> Iterator[str]:
-    if completion.detectors:
-        yield from ("plan" if mask[position] else "" for mask in completion.detectors.values())
-    else:
-        yield "plan" if completion.planning is not None and completion.planning[position] else ""
-    yield f"{completion.surprisals[position]:.3f}"
-    yield "" if completion.entropies is None else f"{completion.entropies[position]:.3f}"
-    if completion.log_ratios is not None:
-        yield f"{completion.log_ratios[position]:+.1e}"
-    if completion.kept is not None:
-        yield str(completion.kept[position])
+def numbers(completion: CompletionCredit, position: int) -> dict[str, str]:
+    """Return what the run recorded of a token: its surprisal, and the others where it has them."""
+    known = {
+        "surprisal": (completion.surprisals, ".3f"),
+        "entropy": (completion.entropies, ".3f"),
+        "log-ratio": (completion.log_ratios, "+.1e"),
+        "kept": (completion.kept, "d"),
+    }
+    return {
+        name: format(values[position], form)
+        for name, (values, form) in known.items()
+        if values is not None
+    }
 
 
 def _advantages(

@@ -5,13 +5,13 @@ their mean and standard deviation within a condition, and the rest. `figures` dr
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from retrain.analysis.arms import differing_keys
@@ -28,11 +28,9 @@ from retrain.analysis.runs import (
     no_campaigns_value,
     read_metrics,
 )
-from retrain.analysis.selection import PairOfLabels, check_sizes
 from retrain.analysis.statistics import Floats
 from retrain.analysis.status import RunStatus, manifest_damage, run_status
 from retrain.analysis.verdict import TestSettings
-from retrain.config.schema import Squeeze
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.inspect.credit import NoJudgedCompletion, StepCredit, read_step, stored_steps
 from retrain.plugins import ForeignCode
@@ -40,23 +38,17 @@ from retrain.records.entries import EvaluationRecord, GenerationRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl
 from retrain.records.terminal import clean
-from retrain.system import is_path_text, read_object
+from retrain.system import Json, read_object
 
 # -- curves ----------------------------------------------------------------------------------------
 
 
-PHASES = ("time_sample_s", "time_reward_s", "time_credit_s", "time_learn_s")
-FIELDS = (
-    *(
-        "correct_rate",
-        "mean_reward",
-        "sepa_lambda",
-        "completion_tokens_mean",
-        "max_token_hit_rate",
-        "informative_fraction",
-    ),
-    *("entropy_mean", "plan_entropy_mean", "surprisal_mean", "plan_surprisal_mean"),
-    *("tokens_per_s", "step_time_s", *PHASES),
+HELD_OUT = "held-out"
+"""The name of held-out pass@1 among the fields of a run's metrics."""
+_FIELDS = (
+    *("batch_size", "group_size", "correct_rate", "sepa_lambda", "informative_fraction"),
+    *("completion_tokens_mean", "entropy_mean", "plan_entropy_mean", "surprisal_mean"),
+    *("plan_surprisal_mean", "tokens_per_s", "step_time_s", "time_sample_s", "time_learn_s"),
 )
 _SMOOTHED_PART = 12
 _MAX_WINDOW = 25
@@ -67,30 +59,28 @@ class Curves:
     """One run's metrics by step; a null in the file is NaN."""
 
     steps: Floats
-    """[S] counted from 0, increasing."""
+    """[S] steps completed, increasing from 1."""
     values: Mapping[str, Floats]
     """Field -> [S] values."""
 
     @classmethod
     def of(cls, run: StoredRun) -> "Curves":
-        table = read_metrics(run.folder.metrics, ("step", *FIELDS))
-        return cls(table["step"].to_numpy(), {name: table[name].to_numpy() for name in FIELDS})
+        table = read_metrics(run.folder.metrics, ("step", *_FIELDS))
+        values = {name: table[name].to_numpy() for name in _FIELDS}
+        return cls(table["step"].to_numpy() + 1, values)
+
+    def known(self, name: str) -> Floats:
+        """Return the values that the run recorded."""
+        return self.values[name][~np.isnan(self.values[name])]
 
     def last_accuracy(self, window: int) -> float | None:
         """Return the mean of the last `window` known accuracies; None if there are none."""
-        known = self._known("correct_rate")[-window:]
-        if len(known):
-            return float(known.mean())
-        return None
+        known = self.known("correct_rate")[-window:]
+        return float(known.mean()) if len(known) else None
 
     def median(self, name: str) -> float | None:
-        known = self._known(name)
-        if len(known):
-            return float(np.median(known))
-        return None
-
-    def _known(self, name: str) -> Floats:
-        return self.values[name][~np.isnan(self.values[name])]
+        known = self.known(name)
+        return float(np.median(known)) if len(known) else None
 
 
 @dataclass(frozen=True)
@@ -142,9 +132,6 @@ class ConditionCurves:
     held_out: Sequence[Sequence[HeldOutPoint]]
     """[runs] evaluations of each run."""
 
-    def has(self, name: str) -> bool:
-        return any(not np.isnan(curves.values[name]).all() for curves in self.curves)
-
     def band(self, name: str, window: int = 1) -> Band | None:
         """Average a field over the runs at each step, each run smoothed over `window` steps first;
         None if no run has it.
@@ -152,44 +139,29 @@ class ConditionCurves:
         Leaves out steps at which fewer than half of the started runs have a value. Otherwise the
         curve of an unfinished campaign would end in the noise of its fastest run.
         """
-        begun = [curves for curves in self.curves if len(curves.steps)]
-        return _band([(curves.steps, smoothed(curves.values[name], window)) for curves in begun])
-
-    def held_out_band(self) -> Band | None:
-        """Average pass@1 over the runs at each evaluation; None if there are none."""
-        evaluated = [points for points in self.held_out if points]
-        return _band(
-            [
-                (np.array([p.step for p in points], float), np.array([p.accuracy for p in points]))
-                for points in evaluated
+        if name == HELD_OUT:
+            found = [{p.step: p.accuracy for p in points} for points in self.held_out if points]
+            curves = [pd.Series(points, dtype=float) for points in found]
+        else:
+            curves = [
+                pd.Series(smoothed(one.values[name], window), one.steps)
+                for one in self.curves
+                if len(one.steps)
             ]
-        )
+        if not curves:
+            return None
+        table = pd.concat(curves, axis=1).sort_index()
+        # A run without any value has not begun, so the curve does not wait for it.
+        begun = max(1, table.notna().any().sum())
+        table = table[table.count(axis=1) * 2 >= begun]
+        if table.empty:
+            return None
+        sd = table.std(axis=1).fillna(0.0).to_numpy() if len(curves) > 1 else None
+        return Band(table.index.to_numpy(float), table.mean(axis=1).to_numpy(), sd)
 
     @cached_property
     def longest(self) -> int:
         return max((len(curves.steps) for curves in self.curves), default=0)
-
-
-def _band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
-    """Average curves (steps [S_i], values [S_i]), aligned by step number."""
-    if not curves:
-        return None
-    steps = np.unique(np.concatenate([own for own, _ in curves]))
-    table = np.full((len(curves), len(steps)), np.nan)
-    for row, (own, values) in zip(table, curves, strict=True):
-        row[np.searchsorted(steps, own)] = values
-    known = ~np.isnan(table)
-    counts = known.sum(axis=0)
-    # A run without any value has not begun, so the curve does not wait for it.
-    enough = counts * 2 >= max(1, known.any(axis=1).sum())
-    steps, table, known, counts = steps[enough], table[:, enough], known[:, enough], counts[enough]
-    if not len(steps) or not counts.any():
-        return None
-    mean = np.where(known, table, 0.0).sum(axis=0) / counts
-    if len(curves) == 1:
-        return Band(steps, mean, None)
-    squares = np.where(known, (table - mean) ** 2, 0.0).sum(axis=0)
-    return Band(steps, mean, np.sqrt(squares / np.maximum(counts - 1, 1)))
 
 
 def window_for(steps: int) -> int:
@@ -201,16 +173,8 @@ def window_for(steps: int) -> int:
 
 def smoothed(values: Floats, window: int) -> Floats:
     """Average the known values among the last `window`, [S] -> [S]; NaN stays NaN."""
-    known = ~np.isnan(values)
-    if window == 1 or not known.any():
-        return values
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - window)
-    with np.errstate(invalid="ignore"):
-        means = (sums[ends] - sums[starts]) / (counts[ends] - counts[starts])
-    return np.where(known, means, np.nan)
+    known = pd.Series(values)
+    return known.rolling(window, min_periods=1).mean().where(known.notna()).to_numpy()
 
 
 def curves_by_condition(labelled: Iterable[tuple[str, StoredRun]]) -> list[ConditionCurves]:
@@ -233,8 +197,8 @@ def curves_by_condition(labelled: Iterable[tuple[str, StoredRun]]) -> list[Condi
 
 _MAX_TOKEN_RUNS = 3
 _MAX_SAMPLED_RUNS = 6
-_MAX_CHARACTERS = 4000
-"""Maximum number of characters of a completion's text."""
+_SAMPLED_STEPS = 4
+"""Steps of a run that show their completions."""
 
 
 @dataclass(frozen=True)
@@ -245,59 +209,25 @@ class ReportRequest:
     baseline: str | None = None
     """The condition to compare the others with; the first one if it is None."""
     metric: str | None = None
-    test: TestSettings = field(default_factory=TestSettings)
     against: Sequence[str] = ()
     """Transforms that the token viewer shows in addition to the run's own."""
-    sampled_steps: int = 4
-    """Number of steps per run that show their completions."""
     trust: bool = False
     """True allows `against` to load the plugins that a run names."""
-    control: bool = False
-    """True makes the campaign's random-reward condition the baseline."""
-    pairs: Sequence[PairOfLabels] = ()
-    """The contrasts to test; empty for every condition against the baseline."""
 
 
-@dataclass(frozen=True)
-class SqueezeCurve:
-    """The variance that an adapter keeps at each rank: mean, lowest and highest over its layers."""
-
-    adapter: str
-    ranks: Sequence[int]
-    mean: Sequence[float]
-    lowest: Sequence[float]
-    highest: Sequence[float]
-    threshold: float
-    rule: str
-    recommended: int
-
-    @classmethod
-    def from_json(cls, adapter: str, squeeze: Mapping[str, Any]) -> "SqueezeCurve":
-        """Read the curve from the form of Analysis.to_json, which a campaign's manifest stores.
-        Raises ValidationError for anything else.
-        """
-        found = _StoredSqueeze.model_validate(squeeze, strict=True)
-        return cls(
-            adapter=adapter,
-            ranks=[row.rank for row in found.table],
-            mean=[row.mean for row in found.table],
-            lowest=[row.min for row in found.table],
-            highest=[row.max for row in found.table],
-            threshold=found.threshold,
-            rule=found.rule,
-            recommended=found.recommended_rank,
-        )
-
-
-class _StoredRank(BaseModel):
+class _Rank(BaseModel):
     rank: int = Field(ge=1)
     mean: FiniteFloat
     min: FiniteFloat
     max: FiniteFloat
 
 
-class _StoredSqueeze(BaseModel):
-    table: list[_StoredRank]
+class SqueezeCurve(BaseModel):
+    """The variance that an adapter keeps at each rank, in the form of Analysis.to_json, which a
+    campaign's manifest stores.
+    """
+
+    table: list[_Rank]
     threshold: FiniteFloat
     rule: str
     recommended_rank: int = Field(ge=1)
@@ -311,32 +241,12 @@ class InspectedRun:
 
 
 @dataclass(frozen=True)
-class Sample:
-    record: GenerationRecord
-
-    @property
-    def prompt(self) -> str:
-        return _cut(self.record.prompt)
-
-    @property
-    def completion(self) -> str:
-        return _cut(self.record.completion)
-
-
-def _cut(text: str) -> str:
-    if len(text) <= _MAX_CHARACTERS:
-        return text
-    return f"{text[:_MAX_CHARACTERS]} ... ({len(text) - _MAX_CHARACTERS:,} more characters)"
-
-
-@dataclass(frozen=True)
 class SampledStep:
     step: int
-    samples: Sequence[Sample]
-
-    @property
-    def right(self) -> int:
-        return sum(sample.record.outcome == "right" for sample in self.samples)
+    sampled: int | None
+    """Number of completions that the step sampled; None in runs of older versions."""
+    samples: Sequence[GenerationRecord]
+    """The completions that the run stored."""
 
 
 @dataclass(frozen=True)
@@ -399,9 +309,9 @@ def read_report_data(request: ReportRequest) -> ReportData:
         statuses=[run_status(run, now) for run in planned],
         arms=arms,
         seeds=len({run.seed for run in planned}),
-        comparison=_comparison(planned, arms, request, notes),
-        squeeze=_squeeze(folder, begun, notes),
-        samples=sampled_runs(arms, request.sampled_steps),
+        comparison=_comparison(planned, request, notes, several=several),
+        squeeze=_squeeze(folder) if kind == "campaign" else None,
+        samples=list(_sampled_runs(arms)),
         tokens=_tokens(arms, request, notes),
         config=begun[0].folder.config.read_text(encoding="utf-8") if kind == "run" else "",
         notes=notes,
@@ -425,59 +335,40 @@ def _damaged_campaigns(runs: Sequence[StoredRun]) -> Iterator[str]:
             yield str(error)
 
 
-# -- the comparison --------------------------------------------------------------------------------
-
-
 def _comparison(
-    runs: Sequence[StoredRun],
-    arms: Sequence[ConditionCurves],
-    request: ReportRequest,
-    notes: list[str],
+    runs: Sequence[StoredRun], request: ReportRequest, notes: list[str], *, several: bool
 ) -> Comparison | None:
     """Compare the conditions; return None, with a note, if the folder allows no comparison. A wrong
-    --baseline or --metric is an error.
+    --baseline or --metric is an error. `several`: the runs belong to several campaigns.
     """
+    if request.metric:
+        choose_metric(request.metric, runs)
     conditions = list(dict.fromkeys(run.condition for run in runs))
-    if request.baseline is not None and request.baseline not in conditions:
+    baseline = request.baseline or conditions[0]
+    if baseline not in conditions:
         raise ConfigurationError(
-            f"--baseline {request.baseline} is not a condition of {request.folder}; its conditions"
-            f" are {', '.join(conditions)}."
-        )
-    check_sizes(
-        request.test,
-        choose_metric(request.metric, list(chain.from_iterable(arm.runs for arm in arms))),
-    )
-    if (request.pairs or request.control) and not is_campaign(request.folder):
-        flag = "--contrast" if request.pairs else "--control"
-        raise ConfigurationError(
-            f"{flag} takes a campaign, and {request.folder} is none; name a campaign's folder."
+            f"--baseline {baseline} is not a condition of {request.folder}; its conditions are"
+            f" {', '.join(conditions)}."
         )
     if len(conditions) < 2:
         return None
-    if len(arms) > len(conditions) or any(": " in arm.label for arm in arms):
+    if several:
         notes.append(
             "The runs belong to several campaigns, which are not compared with each other; make a"
             " report of each."
         )
         return None
-    baseline = request.baseline or conditions[0]
-    base = [run for run in runs if run.condition == baseline]
     try:
         if is_campaign(request.folder):
             return compare_campaign(
-                request.folder,
-                request.test,
-                request.baseline,
-                request.metric,
-                control=request.control,
-                pairs=request.pairs,
+                request.folder, TestSettings(), request.baseline, request.metric
             )
-        return compare_runs(
-            [run for run in runs if run.condition != baseline], base, request.test, request.metric
-        )
+        base = [run for run in runs if run.condition == baseline]
+        others = [run for run in runs if run.condition != baseline]
+        return compare_runs(others, base, TestSettings(), request.metric)
     # A page is useful without a comparison, unless the user asked for one.
     except ConfigurationError as error:
-        if request.metric or request.baseline or request.pairs or request.control:
+        if request.metric or request.baseline:
             raise
         notes.append(f"No comparison: {error}")
         return None
@@ -486,40 +377,15 @@ def _comparison(
 # -- what only some runs have ----------------------------------------------------------------------
 
 
-def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> SqueezeCurve | None:
-    """Return the squeeze curve from a campaign's manifest, which describes its first run. Without
-    it, return the curve of the first final adapter of a run that sets a key of [squeeze].
-    """
-    if is_campaign(folder):
-        squeeze = read_object(folder / MANIFEST).get("squeeze")
-        if isinstance(squeeze, dict) and squeeze.get("table"):
-            try:
-                return SqueezeCurve.from_json(runs[0].name if runs else "", squeeze)
-            except ValidationError as error:
-                raise no_campaigns_value(folder / MANIFEST, error, "squeeze") from error
-    for run in runs:
-        named, settings = run.summary.get("adapter"), run.config.squeeze
-        # An analysis takes seconds of SVDs, so a run without a key of [squeeze] has none.
-        if (
-            settings == Squeeze()
-            or not named
-            or not is_path_text(named)
-            or not (run.path / named / "adapter_config.json").is_file()
-        ):
-            continue
-        from retrain.squeeze import analyze_adapter
-
-        try:
-            analysis = analyze_adapter(
-                run.path / named,
-                min_variance_retention=settings.min_variance_retention,
-                rule=settings.rule,
-            )
-        except RetrainError as error:
-            notes.append(f"No curve of the adapter's rank: {error}")
-            return None
-        return SqueezeCurve.from_json(run.name, analysis.to_json())
-    return None
+def _squeeze(folder: Path) -> SqueezeCurve | None:
+    """Return the curve of the campaign's first adapter if the campaign has squeezed it."""
+    stored = read_object(folder / MANIFEST).get("squeeze")
+    if not stored:
+        return None
+    try:
+        return SqueezeCurve.model_validate(stored, strict=True)
+    except ValidationError as error:
+        raise no_campaigns_value(folder / MANIFEST, error, "squeeze") from error
 
 
 def _tokens(
@@ -555,32 +421,31 @@ def _tokens(
     return found
 
 
-# -- completions, from generations.jsonl -----------------------------------------------------------
-
-
-def sampled_runs(arms: Sequence[ConditionCurves], steps_per_run: int) -> list[SampledRun]:
-    """Return the first run with completions of each condition; in a campaign these share a seed and
+def _sampled_runs(arms: Sequence[ConditionCurves]) -> Iterator[SampledRun]:
+    """Yield the first run with completions of each condition; in a campaign these share a seed and
     therefore their prompts.
     """
-    found = []
     for arm in arms[:_MAX_SAMPLED_RUNS]:
-        run = next((run for run in arm.runs if run.folder.generations.is_file()), None)
-        if run and (steps := sampled_steps(run, steps_per_run)):
-            found.append(SampledRun(arm.label, run.name, steps))
-    return found
+        for run, curves in zip(arm.runs, arm.curves, strict=True):
+            if steps := list(_sampled_steps(run, curves)):
+                yield SampledRun(arm.label, run.name, steps)
+                break
 
 
-def sampled_steps(run: StoredRun, count: int) -> list[SampledStep]:
-    """Choose `count` steps, evenly spaced between the first and the last step with completions."""
-    steps = sorted({line["step"] for line in read_jsonl(run.folder.generations)})
-    wanted = {
-        steps[index]
-        for index in np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int)
-    }
-    by_step: dict[int, list[Sample]] = {step: [] for step in sorted(wanted)}
-    for line in read_jsonl(run.folder.generations):
-        if line["step"] in by_step:
-            by_step[line["step"]].append(
-                Sample(GenerationRecord.from_json(line, run.folder.generations))
-            )
-    return [SampledStep(step, samples) for step, samples in by_step.items()]
+def _sampled_steps(run: StoredRun, curves: Curves) -> Iterator[SampledStep]:
+    """Yield some steps, evenly spaced between the first and the last step with completions."""
+    path = run.folder.generations
+    by_step: dict[int, list[Json]] = {}
+    for line in read_jsonl(path) if path.is_file() else ():
+        by_step.setdefault(line["step"], []).append(line)
+    steps = sorted(by_step)
+    places = np.linspace(0, len(steps) - 1, min(_SAMPLED_STEPS, len(steps))).round().astype(int)
+    sizes = curves.values["batch_size"] * curves.values["group_size"]
+    sampled = dict(zip(curves.steps - 1, sizes, strict=True))
+    for step in (steps[place] for place in places):
+        size = sampled.get(step, np.nan)
+        yield SampledStep(
+            step,
+            None if np.isnan(size) else int(size),
+            [GenerationRecord.from_json(line, path) for line in by_step[step]],
+        )

@@ -1,13 +1,12 @@
-"""Draw the parts of a report: colors and sizes, figures as SVG, PDF and PNG, curves with bands,
-rates as percentages, rows of dots, legends.
+"""Draw the parts of a report: colors and sizes, figures as SVG and PNG, curves with bands, rates
+as percentages, rows of dots.
 
 In the page every color is a CSS variable, so one drawing serves the light and the dark theme. A PNG
 has the light colors.
 """
 
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO, StringIO
@@ -21,23 +20,24 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from retrain.analysis.statistics import Floats
-from retrain.report.data import ReportData, window_for
+from retrain.report.data import Band, HeldOutPoint, ReportData, window_for
 
 _WIDTH = 5.1
+"""In inches. At this width a desktop page enlarges a figure, and a phone hardly shrinks it."""
 _HEIGHT = 3.1
-_LEGEND_ROW = 0.23
-ROW_HEIGHT = 0.56
-"""Height of a row in inches. At this width a desktop page enlarges a figure, and a phone hardly
-shrinks it.
-"""
+_ROW_HEIGHT = 0.56
+_NAME_HEIGHT = 0.2
+_LABELS_HEIGHT = 0.8
+_MARKED_STEPS = 12
+"""Up to this number of points, a line shows each."""
+_NAME_WIDTH = 18
+"""Characters of a name at the end of a line; the table has the whole name."""
 _EDGE = 0.02
 """Margin of a rate's axis beyond 0 and 1, so that a line there is visible."""
 INK = "#1d2530"
 MUTED = "#5d6877"
 GRID = "#dfe3e9"
 PAPER = "#ffffff"
-MARKERS = ("o", "s", "^", "v", "P", "X", "p", "*")
-"""Marks of the series, for a reader who does not see their colors; a diamond is a mean."""
 SERIES = ("#0069a8", "#cc4e00", "#007a57", "#a63d84", "#8a6500", "#3b3fb6", "#5f6670", "#b3261e")
 """Colors of the series, after Okabe and Ito, but darker. Nearly everyone can distinguish them, and
 their contrast with white is at least 4.5:1.
@@ -64,8 +64,6 @@ _STYLE: dict[str, Any] = {
     "text.color": INK,
     "text.parse_math": False,  # A label is text, whatever it holds.
     "axes.unicode_minus": True,
-    "legend.frameon": False,
-    "legend.fontsize": 11,
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
     "figure.facecolor": "none",
@@ -126,9 +124,6 @@ def to_picture(figure: Figure, name: str, form: str = "png") -> bytes:
     return out.getvalue()
 
 
-# -- building blocks -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class PageFigure:
     name: str
@@ -138,135 +133,9 @@ class PageFigure:
     figure: Figure
 
 
-@dataclass(frozen=True)
-class Lines:
-    """A figure of lines over the steps: its fields and their form."""
-
-    name: str
-    title: str
-    fields: Mapping[str, str]
-    """Field -> "" for the first field, and the meaning of the dashed line for a second one."""
-    ylabel: str = ""
-    percent: bool = False
-    smooth: bool = True
-    limits: tuple[float, float] | None = None
-    from_zero: bool = False
-    note: str = ""
-    """The note on the dashed line if there is a second field, else on the figure."""
-    single_label: str = ""
-    """Label of the line in the report of a single run."""
-
-
-def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
-    """Return one line per condition, dashed for a second field; None if the first field is absent
-    from all runs.
-    """
-    first, *second = lines.fields
-    arms = [(index, arm) for index, arm in enumerate(data.arms) if arm.has(first)]
-    if not arms:
-        return None
-    window = window_for(max(arm.longest for _, arm in arms)) if lines.smooth else 1
-    figure, axes = empty_figure()
-    for (index, arm), field in product(arms, lines.fields):
-        band = arm.band(field, window)
-        if band is None:
-            continue
-        colour = series(index)
-        if data.single and window > 1 and (raw := arm.band(field)):  # Draw each step, thin.
-            axes.plot(raw.steps + 1, raw.mean, color=colour, alpha=0.28, linewidth=1)
-        # The legend has the conditions alone; a note explains the dashes.
-        style: dict[str, Any] = {"linestyle": (0, (4, 2))}
-        if not lines.fields[field]:
-            style = {"label": (data.single and lines.single_label) or arm.label}
-        draw_band(axes, band.steps + 1, band.mean, band.sd, colour, **style)
-    _scale(axes, lines)
-    has_dashes = any(arm.has(field) for field in second for _, arm in arms)
-    note = lines.note if has_dashes or not second else ""
-    words = filter(None, (_line_words(data, window), note))
-    return PageFigure(lines.name, lines.title, " ".join(words), figure)
-
-
-def _scale(axes: Axes, lines: Lines) -> None:
-    """Scale the steps to the right, and the values over the range that suits them."""
-    axes.set(xlabel="step", ylabel=lines.ylabel)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    if lines.percent:
-        as_percentages(axes)
-    elif lines.limits:
-        axes.set_ylim(*lines.limits)
-    elif lines.from_zero:
-        axes.set_ylim(0, 1.06 * axes.dataLim.y1)
-
-
-def _line_words(data: ReportData, window: int) -> str:
-    """Return a sentence on what the lines average; `window` is the number of steps in a running
-    mean.
-    """
-    if data.single:
-        if window > 1:
-            return f"Bold: mean of {window} steps; thin: each step."
-        return ""
-    smoothed = f", mean of {window} steps" if window > 1 else ""
-    return f"Line: mean over the runs{smoothed}{sd_words(data)}."
-
-
-def draw_band(
-    axes: Axes, steps: Floats, mean: Floats, sd: Floats | None, colour: str, **style: Any
-) -> None:
-    if sd is not None:
-        axes.fill_between(steps, mean - sd, mean + sd, color=colour, alpha=0.14, linewidth=0)
-    if len(steps) == 1:
-        style.setdefault("marker", "o")
-    axes.plot(steps, mean, color=colour, **style)
-
-
-def sd_words(data: ReportData) -> str:
-    several = any(len(arm.runs) > 1 for arm in data.arms)
-    return "; band: one standard deviation between runs" if several else ""
-
-
 def empty_figure(height: float = _HEIGHT) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     return figure, figure.subplots()
-
-
-def without_scale(axes: Axes) -> None:
-    """Remove the numbers on the left side of a figure of rows."""
-    axes.tick_params(left=False, labelleft=False)
-    axes.spines["left"].set_visible(False)
-    axes.grid(axis="y", visible=False)
-
-
-def row_label(axes: Axes, height: float, words: str, weight: str = "normal") -> None:
-    """Write a label above its row, from the left edge, so that it covers lines behind it."""
-    behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
-    axes.annotate(
-        words,
-        (0, height),
-        xycoords=("axes fraction", "data"),
-        va="bottom",
-        fontsize=11,
-        weight=weight,
-        bbox=behind,
-    )
-
-
-def draw_row(
-    axes: Axes, place: float, values: Floats, mean: float, bounds: Floats | None, colour: str
-) -> None:
-    """Draw [n] values as dots, and above them their mean with a line between two bounds."""
-    axes.plot(
-        values,
-        np.full(len(values), place - 0.18),
-        "o",
-        color=colour,
-        alpha=0.6,
-        markersize=5,
-        markeredgewidth=0,
-    )
-    if bounds is not None:
-        axes.plot(bounds, [place, place], color=colour, linewidth=2.4)
-    axes.plot([mean], [place], "D", color=colour, markersize=6.5)
 
 
 def as_percentages(axes: Axes) -> None:
@@ -277,25 +146,185 @@ def as_percentages(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if high - low > 0.05 else 1))
 
 
-def add_legend(figure: Figure, least: int) -> None:
-    """Add a legend above the axes, where it covers no line; the figure grows by its rows. With
-    fewer than `least` labels there is none.
+# -- lines -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A figure of lines over the steps: its fields and their form."""
+
+    name: str
+    title: str
+    fields: Mapping[str, str]
+    """Field -> its name at the end of the line in the report of a single run; the second field is
+    dashed."""
+    ylabel: str
+    percent: bool = False
+    smooth: bool = True
+    from_zero: bool = False
+    optional: bool = False
+    """True hides the figure if it has the same value at every step of every run."""
+    evaluated: bool = False
+    """True adds the held-out evaluations of a single run."""
+    note: str = ""
+    """About the dashed lines if there is a second field."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """The name of a line, which stands at its right end."""
+
+    height: float
+    """The line's last value."""
+    words: str
+    colour: str
+
+
+def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
+    """Return one line per condition, dashed for a second field; None if the first field is absent
+    from all runs.
     """
-    (axes,) = figure.axes
-    handles, labels = axes.get_legend_handles_labels()
-    if len(labels) < least:
-        return
-    columns = 2 if max(map(len, labels)) > 14 else 3
-    if max(map(len, labels)) > 26:
-        columns = 1
-    rows = math.ceil(len(labels) / columns)
-    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * rows)
-    figure.legend(
-        handles,
-        labels,
-        loc="outside upper left",
-        ncols=columns,
-        handlelength=1.6,
-        columnspacing=1.4,
-        borderaxespad=0.1,
+    window = window_for(max(arm.longest for arm in data.arms)) if lines.smooth else 1
+    figure, axes = empty_figure(max(_HEIGHT, _NAME_HEIGHT * len(data.arms) + _LABELS_HEIGHT))
+    second = [*lines.fields][1:]
+    names = _draw_lines(axes, data, lines, window)
+    if not names or (lines.optional and axes.dataLim.height == 0):
+        return None
+    if lines.evaluated:
+        names += _draw_held_out(axes, data.arms[0].held_out[0])
+    axes.set(xlabel="step", ylabel=lines.ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.margins(x=0.01)
+    if lines.percent:
+        as_percentages(axes)
+    elif lines.from_zero:
+        axes.set_ylim(0, 1.06 * axes.dataLim.y1)
+    write_names(axes, names)
+    has_note = not second or any(arm.band(second[0]) for arm in data.arms)
+    caption = f"{_line_words(data, window)} {lines.note * has_note}".strip()
+    return PageFigure(lines.name, lines.title, caption, figure)
+
+
+def _draw_lines(axes: Axes, data: ReportData, lines: Lines, window: int) -> list[Name]:
+    """Draw the lines, and return their names."""
+    names = []
+    for (index, arm), (place, field) in product(enumerate(data.arms), enumerate(lines.fields)):
+        band, colour = arm.band(field, window), series(index)
+        if band is None:
+            continue
+        if data.single and window > 1 and (raw := arm.band(field)):  # Draw each step, thin.
+            axes.plot(raw.steps, raw.mean, color=colour, alpha=0.28, linewidth=1)
+        _draw_band(axes, band, colour, percent=lines.percent, dashed=place > 0)
+        words = lines.fields[field] if data.single else arm.label
+        if data.single or place == 0:  # A note explains the dashes of several conditions.
+            names.append(Name(band.mean[-1], words, colour))
+    return names
+
+
+def _draw_band(axes: Axes, band: Band, colour: str, *, percent: bool, dashed: bool) -> None:
+    if band.sd is not None:
+        low, high = band.mean - band.sd, band.mean + band.sd
+        if percent:
+            low, high = np.clip((low, high), 0.0, 1.0)
+        axes.fill_between(band.steps, low, high, color=colour, alpha=0.14, linewidth=0)
+    marker = "o" if len(band.steps) <= _MARKED_STEPS else ""
+    style: Any = (0, (4, 2)) if dashed else "-"
+    axes.plot(band.steps, band.mean, color=colour, linestyle=style, marker=marker, markersize=5)
+
+
+def _draw_held_out(axes: Axes, points: Sequence[HeldOutPoint]) -> list[Name]:
+    """Draw the evaluations of a run as dots with their intervals over the problems."""
+    accuracy = np.array([point.accuracy for point in points])
+    errors = np.abs(np.array([point.interval for point in points]).T - accuracy)
+    steps = [point.step for point in points]
+    axes.errorbar(
+        steps, accuracy, yerr=errors, fmt="o", color=INK, capsize=3, markersize=5, zorder=3
     )
+    if steps[0] < 0:  # The supervised stage is left of this line.
+        axes.axvline(0, color=MUTED, linewidth=1, linestyle=":")
+    return [Name(accuracy[-1], "held-out", INK)]
+
+
+def write_names(axes: Axes, names: Sequence[Name]) -> None:
+    """Write the names of lines to the right of the axes, at the heights of the lines; names that
+    would overlap move apart.
+    """
+    low, high = axes.get_ylim()
+    names = sorted(names, key=lambda name: name.height)
+    wanted = (np.array([name.height for name in names]) - low) / (high - low)
+    height = axes.figure.bbox.height / axes.figure.dpi - _LABELS_HEIGHT
+    apart = _NAME_HEIGHT / height * np.arange(len(names))
+    places = np.maximum.accumulate(wanted - apart) + apart
+    places -= (places - wanted).mean()
+    places += max(0.0, -places[0]) - max(0.0, places[-1] - 1)
+    for name, place in zip(names, places, strict=True):
+        words = name.words
+        if len(words) > _NAME_WIDTH:
+            words = f"{words[: _NAME_WIDTH // 2 - 1]}…{words[-_NAME_WIDTH // 2 :]}"
+        axes.annotate(
+            words,
+            (1, place),
+            xytext=(5, 0),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="center",
+            fontsize=11,
+            color=name.colour,
+        )
+
+
+def _line_words(data: ReportData, window: int) -> str:
+    """Return a sentence on what the lines average; `window` is the number of steps in a running
+    mean.
+    """
+    smoothed = f"mean of {window} steps" if window > 1 else ""
+    if data.single:
+        return f"Bold: {smoothed}; thin: each step." if smoothed else ""
+    several = any(len(arm.runs) > 1 for arm in data.arms)
+    band = "; band: one standard deviation between runs" if several else ""
+    return f"Line: mean over the runs{', ' * bool(smoothed)}{smoothed}{band}."
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    words: str
+    values: Floats
+    """[n] one dot each."""
+    mean: float
+    bounds: Floats | None
+    """The ends of its interval."""
+    colour: str
+    weight: str = "normal"
+
+
+def row_figure(rows: int) -> tuple[Figure, Axes]:
+    return empty_figure(0.9 + _ROW_HEIGHT * rows)
+
+
+def draw_rows(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draw the values of each row as dots, and above them their mean with its interval and the
+    words, which cover lines behind them.
+    """
+    behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
+    for place, row in enumerate(rows):
+        dots = np.full(len(row.values), -place - 0.18)
+        axes.plot(row.values, dots, "o", color=row.colour, alpha=0.6, markersize=5, mew=0)
+        if row.bounds is not None:
+            axes.plot(row.bounds, [-place, -place], color=row.colour, linewidth=2.4)
+        axes.plot([row.mean], [-place], "D", color=row.colour, markersize=6.5)
+        axes.annotate(
+            row.words,
+            (0, 0.26 - place),
+            xycoords=("axes fraction", "data"),
+            va="bottom",
+            fontsize=11,
+            weight=row.weight,
+            bbox=behind,
+        )
+    axes.set_ylim(-len(rows) + 0.5, 0.75)
+    axes.tick_params(left=False, labelleft=False)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="y", visible=False)

@@ -1,10 +1,8 @@
-"""Pages as one HTML file that loads nothing: the report, with its token-credit viewer (every token
-with a shade per quantity and its numbers). The page escapes text from a model, and shows its
-invisible characters.
-"""
+"""Write the HTML page of a report from the data and the figures."""
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,23 +12,21 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from retrain.analysis.compare import Comparison
-from retrain.analysis.comparison_text import arm_table, contrast_table, sections, seed_line
-from retrain.analysis.explanation import remarks
-from retrain.analysis.headline import answer, name_of
+from retrain.analysis.comparison_text import Table, arm_table, blocks, contrast_table, narrowed
+from retrain.analysis.headline import answer
 from retrain.analysis.status import RunStatus
 from retrain.errors import EnvironmentFailure
 from retrain.inspect import Quantity
-from retrain.inspect.credit import CompletionCredit, StepCredit
+from retrain.inspect.credit import CompletionCredit
 from retrain.inspect.shading import levels, scale_of, values_of
-from retrain.inspect.terminal import heading
+from retrain.inspect.terminal import heading, numbers
 from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
-from retrain.records.terminal import counted, duration, visible
+from retrain.records.terminal import counted, duration, number, picked, visible
 from retrain.report.data import (
     ConditionCurves,
     InspectedRun,
@@ -38,7 +34,7 @@ from retrain.report.data import (
     ReportRequest,
     read_report_data,
 )
-from retrain.report.drawing import PageFigure, to_picture, to_svg
+from retrain.report.drawing import SERIES, PageFigure, to_picture, to_svg
 from retrain.report.figures import draw_figures
 
 # -- tokens ----------------------------------------------------------------------------------------
@@ -64,100 +60,60 @@ class TokenSpan:
     ends_line: bool
 
 
-@dataclass(frozen=True)
-class CompletionView:
-    heading: str
-    columns: Sequence[tuple[str, Sequence[TokenSpan]]]
-    """(condition, tokens) for each transform shown."""
-    left_out: int
-    """Number of tokens not shown."""
-
-
-@dataclass(frozen=True)
-class TokenView:
-    run: InspectedRun
-    step: int
-    prompt: str
-    completions: Sequence[CompletionView]
-    scales: Sequence[tuple[str, str, str]]
-    """(letter, quantity, size that gets the strongest shade)."""
-    notes: Sequence[str]
-
-
-def token_view(run: InspectedRun) -> TokenView:
-    """Build the view of the prompt's completions with the largest advantages."""
+def token_view(run: InspectedRun) -> dict[str, Any]:
+    """Return the template's variables for the completions of the prompt with the largest
+    advantages.
+    """
     credit = run.credit
     slot = credit.liveliest_slot()
-    unknown = {
-        Quantity.ENTROPY: credit.table.entropies is None,
-        Quantity.LOG_RATIO: credit.table.log_ratios is None,
-    }
+    shown = [credit.completion(number) for number in credit.of_slot(slot)[:_MAX_COMPLETIONS]]
     scales = {
-        quantity: scale_of(credit, quantity) for quantity in Quantity if not unknown.get(quantity)
+        quantity: scale_of(credit, quantity)
+        for quantity in Quantity
+        if values_of(shown[0], quantity, credit.labels[0]) is not None
     }
-    return TokenView(
-        run=run,
-        step=credit.step,
-        prompt=credit.prompt(slot) or "(not stored)",
-        completions=[
-            _completion(credit, credit.completion(number), scales)
-            for number in credit.of_slot(slot)[:_MAX_COMPLETIONS]
+    return {
+        "run": run,
+        "step": credit.step,
+        "prompt": credit.prompt(slot) or "(not stored)",
+        "notes": credit.notes,
+        "scales": [(_LETTERS[one], one.value, f"{scale:.3g}") for one, scale in scales.items()],
+        "completions": [
+            {
+                "heading": heading(one),
+                "columns": [(label, list(_spans(one, label, scales))) for label in credit.labels],
+                "left_out": len(one.pieces) - _MAX_TOKENS,
+            }
+            for one in shown
         ],
-        scales=[
-            (_LETTERS[quantity], quantity.value, f"{scale:.3g}")
-            for quantity, scale in scales.items()
-        ],
-        notes=credit.notes,
-    )
-
-
-def _completion(
-    credit: StepCredit, completion: CompletionCredit, scales: dict[Quantity, float]
-) -> CompletionView:
-    return CompletionView(
-        heading=heading(completion),
-        columns=[(label, _spans(completion, label, scales)) for label in credit.labels],
-        left_out=max(0, len(completion.pieces) - _MAX_TOKENS),
-    )
+    }
 
 
 def _spans(
     completion: CompletionCredit, label: str, scales: dict[Quantity, float]
-) -> list[TokenSpan]:
+) -> Iterator[TokenSpan]:
     count = len(completion.pieces)
     shades = {
         _LETTERS[quantity]: levels(values_of(completion, quantity, label), scale, count)
         for quantity, scale in scales.items()
     }
-    spans = []
     for position, piece in enumerate(completion.pieces[:_MAX_TOKENS]):
-        planning = completion.planning is not None and bool(completion.planning[position])
         classes = [
-            f"{letter}{levels[position]}" for letter, levels in shades.items() if levels[position]
+            f"{letter}{shade[position]}" for letter, shade in shades.items() if shade[position]
         ]
-        spans.append(
-            TokenSpan(
-                text=piece.replace("\n", "↵") or "◌",
-                classes=" ".join([*classes, "plan"] if planning else classes),
-                numbers=_numbers(completion, label, position, planning),
-                ends_line=piece.endswith("\n"),
-            )
+        stages = [
+            f"{stage} {values[position]:+.4f}" for stage, values in completion.stages[label].items()
+        ]
+        facts = [f"{name} {value}" for name, value in numbers(completion, position).items()]
+        if completion.planning is not None and completion.planning[position]:
+            classes.append("plan")
+            facts.append("planning")
+        yield TokenSpan(
+            text=piece.replace("\n", "↵") or "◌",
+            classes=" ".join(classes),
+            numbers=", ".join([f"token {position}", " → ".join(stages), *facts]),
+            ends_line=piece.endswith("\n"),
         )
-    return spans
-
-
-def _numbers(completion: CompletionCredit, label: str, position: int, planning: bool) -> str:
-    stages = " → ".join(
-        f"{stage} {values[position]:+.4f}" for stage, values in completion.stages[label].items()
-    )
-    parts = [f"token {position}", stages, f"surprisal {completion.surprisals[position]:.3f}"]
-    if completion.entropies is not None:
-        parts.append(f"entropy {completion.entropies[position]:.3f}")
-    if completion.log_ratios is not None:
-        parts.append(f"log-ratio {completion.log_ratios[position]:+.1e}")
-    if completion.kept is not None:
-        parts.append(f"one of {completion.kept[position]} tokens")
-    return ", ".join([*parts, "planning"] if planning else parts)
 
 
 # -- the report ------------------------------------------------------------------------------------
@@ -166,16 +122,16 @@ def _numbers(completion: CompletionCredit, label: str, position: int, planning: 
 _TEMPLATES = "templates"
 _FEW_RUNS = 12
 """Up to this number of runs their table opens at first."""
+_TURN = re.compile(
+    r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)(\w+)(?:<\|end_header_id\|>)?\s+"
+    r"(.*?)\s*(?:<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|\Z)",
+    re.DOTALL,
+)
 
 
-@dataclass(frozen=True)
-class ShownFigure:
-    """A figure in the form for the page."""
-
-    name: str
-    title: str
-    caption: str
-    svg: Markup
+def turns(prompt: str) -> list[tuple[str, str]]:
+    """Return the (role, text) of each turn of a chat; other prompts are one turn without a role."""
+    return [turn for turn in _TURN.findall(prompt) if turn[1]] or [("", prompt)]
 
 
 def render(data: ReportData, figures: Sequence[PageFigure], made: datetime) -> str:
@@ -184,14 +140,9 @@ def render(data: ReportData, figures: Sequence[PageFigure], made: datetime) -> s
     # matplotlib escapes the texts in a figure; they are labels of conditions, made visible as all
     # text is.
     shown = [
-        ShownFigure(
-            drawn.name,
-            drawn.title,
-            drawn.caption,
-            Markup(visible(to_svg(drawn.figure, drawn.name, drawn.title))),
-        )
-        for drawn in figures
+        (drawn, Markup(visible(to_svg(drawn.figure, drawn.name, drawn.title)))) for drawn in figures
     ]
+    comparison = data.comparison
     return (
         environment()
         .get_template("report.html")
@@ -201,43 +152,41 @@ def render(data: ReportData, figures: Sequence[PageFigure], made: datetime) -> s
             policy=content_policy(script),
             style=Markup(style),
             script=Markup(script),
+            colors={arm.label: place % len(SERIES) for place, arm in enumerate(data.arms)},
             tiles=list(_run_tiles(data) if data.single else _campaign_tiles(data)),
             figures=shown,
-            arms=_arm_rows(data.arms) if not data.single else None,
-            arm_head=(
-                "condition",
-                "runs",
-                "steps",
-                "held-out",
-                "training, last tenth",
-                "tokens/s",
-                "s/step",
-            ),
-            runs=[_run_row(status) for status in data.statuses],
+            arms=_arm_table(data.arms),
+            runs=(_RUN_HEAD, [_run_row(status) for status in data.statuses]),
             runs_open=len(data.statuses) <= _FEW_RUNS,
             tokens=[token_view(run) for run in data.tokens],
-            comparison=data.comparison,
-            **(_verdicts(data.comparison) if data.comparison else {}),
+            answer=answer(comparison) if comparison else "",
+            results=_results(comparison) if comparison else None,
+            details=[
+                block
+                for block in (blocks(comparison, _contrasts(comparison)) if comparison else ())
+                if block.title not in ("", *_SHOWN)
+            ],
         )
     )
 
 
-def _verdicts(comparison: Comparison) -> dict[str, Any]:
-    """Return the variables of the template's section "verdicts"."""
-    own, shared = remarks(comparison)
-    return {
-        "answer": answer(comparison),
-        "planned": comparison.planned,
-        "arm_table": arm_table(comparison),
-        "contrasts": contrast_table(comparison),
-        "seed_lines": [seed_line(contrast, comparison) for contrast in comparison.contrasts],
-        "sentences": [
-            (contrast, name_of(contrast, comparison), conclusion, rest)
-            for contrast, (conclusion, *rest) in zip(comparison.contrasts, own, strict=True)
-        ],
-        "shared": shared,
-        "sections": list(sections(comparison)),
-    }
+_SHOWN = ("Notes", "Left out")
+"""The sections of a comparison that are not behind the page's details."""
+
+
+def _contrasts(comparison: Comparison) -> Table:
+    return narrowed(contrast_table(comparison), 0)
+
+
+def _results(comparison: Comparison) -> Table:
+    """Return a row per condition: its runs, then its difference from the baseline."""
+    head, rows = arm_table(comparison)
+    more, contrasts = _contrasts(comparison)
+    differences = {name: cells for name, *cells in contrasts}
+    nothing = [""] * len(more[1:])
+    merged = [[*row, *differences.get(row[0], nothing)] for row in rows]
+    shown = [column for column, name in enumerate([*head, *more[1:]]) if name != "pairs"]
+    return picked([*head, *more[1:]], shown), [picked(row, shown) for row in merged]
 
 
 def content_policy(script: str) -> str:
@@ -275,24 +224,17 @@ def environment() -> Environment:
         lstrip_blocks=True,
         finalize=finalize,
     )
-    made.globals["number"] = _number
+    made.globals |= {"number": number, "turns": turns}
     return made
 
 
 # -- numbers in words ------------------------------------------------------------------------------
 
 
-def _number(value: float | None, form: str = ".3g") -> str:
-    if value is None:
-        return "–"
-    return format(value, form)
-
-
 def _campaign_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
-    """Yield the (name, value) pairs that a reader wants to know first."""
+    """Yield the (name, value) pairs of a campaign's progress."""
     runs = len(data.statuses)
     yield "runs done", f"{sum(status.state == 'done' for status in data.statuses)} of {runs}"
-    yield "conditions", str(len(data.arms))
     yield "seeds", str(data.seeds)
     steps = sum(status.steps for status in data.statuses)
     planned = 0
@@ -301,61 +243,80 @@ def _campaign_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
         planned = wanted * max((status.max_steps or 0 for status in data.statuses), default=0)
     yield "steps", f"{steps:,} of {planned:,}" if planned > steps else f"{steps:,}"
     curves = chain.from_iterable(arm.curves for arm in data.arms)
-    seconds = sum(float(np.nansum(one.values["step_time_s"])) for one in curves)
-    yield "time in steps", duration(seconds)
+    yield "time in steps", duration(sum(float(one.known("step_time_s").sum()) for one in curves))
 
 
 def _run_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
+    """Yield the (name, value) pairs that a reader of a run wants to know first."""
     (status,), (arm,) = data.statuses, data.arms
+    curves, tenth, points = arm.curves[0], last_tenth(arm), arm.held_out[0]
     yield "state", str(status.state)
     yield "steps", f"{status.steps} of {status.max_steps}"
-    taken = arm.runs[0].sft_records
-    if taken:
-        losses = f"loss {_number(taken[0].loss)} → {_number(taken[-1].loss)}"
-        yield f"supervised stage, {counted(len(taken), 'step')}", losses
-    points = arm.held_out[0]
     if points:
-        before = f"{points[0].accuracy:.1%} → " if len(points) > 1 else ""
-        last = points[-1]
-        yield f"held-out pass@1, step {last.step}", f"{before}{last.accuracy:.1%}"
-    curves, tenth = arm.curves[0], last_tenth(arm)
+        shown = " → ".join(
+            f"{point.accuracy:.1%}" for point in dict.fromkeys((points[0], points[-1]))
+        )
+        yield f"held-out pass@1, step {points[-1].step}", shown
+    else:
+        yield "held-out pass@1", "not evaluated"
     yield (
         f"training accuracy, last tenth ({counted(tenth, 'step')})",
-        _number(curves.last_accuracy(tenth), ".1%"),
+        number(curves.last_accuracy(tenth), ".1%"),
     )
-    yield "tokens per second", _number(curves.median("tokens_per_s"), ",.0f")
-    yield "seconds per step", _number(curves.median("step_time_s"))
+    taken = arm.runs[0].sft_records
+    if taken:
+        losses = f"loss {number(taken[0].loss, '.3g')} → {number(taken[-1].loss, '.3g')}"
+        yield f"supervised stage, {counted(len(taken), 'step')}", losses
+    yield "tokens per second", number(curves.median("tokens_per_s"), ",.0f")
+    yield "time in steps", duration(float(curves.known("step_time_s").sum()))
     if status.remaining_s is not None:
         yield "left", duration(status.remaining_s)
 
 
-def _arm_rows(arms: Sequence[ConditionCurves]) -> list[tuple[str, ...]]:
-    """Return one row per condition under `arm_head`; rates are means over the runs.
+def _arm_table(arms: Sequence[ConditionCurves]) -> Table:
+    """Return one row per condition; numbers are means over the runs.
 
     Training accuracy counts only the runs that have reached the condition's last step, since any
     other run would lower it.
     """
-    return [
-        (
-            arm.label,
-            str(len(arm.runs)),
-            str(arm.longest),
-            _number(_mean([points[-1].accuracy for points in arm.held_out if points]), ".1%"),
-            _number(
-                _mean(
-                    [
-                        curves.last_accuracy(last_tenth(arm))
-                        for curves in arm.curves
-                        if len(curves.steps) == arm.longest
-                    ]
-                ),
-                ".1%",
-            ),
-            _number(_mean([curves.median("tokens_per_s") for curves in arm.curves]), ",.0f"),
-            _number(_mean([curves.median("step_time_s") for curves in arm.curves])),
-        )
-        for arm in arms
-    ]
+    head = ["condition", "runs", "steps", "held-out", "training, last tenth"]
+    medians = {
+        "tokens/s": ("tokens_per_s", ",.0f"),
+        "s/step": ("step_time_s", ".3g"),
+        "sampling, s": ("time_sample_s", ".3g"),
+        "learning, s": ("time_learn_s", ".3g"),
+    }
+    rows = []
+    for arm in arms:
+        evaluated = [points[-1].accuracy for points in arm.held_out if points]
+        whole = [curves for curves in arm.curves if len(curves.steps) == arm.longest]
+        row = [
+            *(arm.label, str(len(arm.runs)), str(arm.longest), _mean(evaluated, ".1%")),
+            _mean([curves.last_accuracy(last_tenth(arm)) for curves in whole], ".1%"),
+        ]
+        for field, form in medians.values():
+            row.append(_mean([curves.median(field) for curves in arm.curves], form))
+        rows.append(row)
+    return [*head, *medians], rows
+
+
+_RUN_HEAD = (
+    *("run", "state", "step", "correct", "reward", "held-out", "tokens/s", "s/step", "note"),
+)
+
+
+def _run_row(status: RunStatus) -> tuple[str, ...]:
+    return (
+        status.name,
+        str(status.state),
+        f"{status.steps}/{status.max_steps or '-'}",
+        number(status.correct_rate, ".1%"),
+        number(status.mean_reward, ".3f"),
+        number(status.held_out, ".1%"),
+        number(status.tokens_per_s, ",.0f"),
+        number(status.median_step_time_s, ".3g"),
+        status.note,
+    )
 
 
 def last_tenth(arm: ConditionCurves) -> int:
@@ -363,26 +324,9 @@ def last_tenth(arm: ConditionCurves) -> int:
     return max(1, arm.longest // 10)
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def _mean(values: Sequence[float | None], form: str) -> str:
     known = [value for value in values if value is not None]
-    if known:
-        return sum(known) / len(known)
-    return None
-
-
-def _run_row(status: RunStatus) -> tuple[str, ...]:
-    """Return the cells name, state, steps, correct, reward, held-out, tokens/s, s/step and note."""
-    return (
-        status.name,
-        str(status.state),
-        f"{status.steps}/{status.max_steps}" if status.max_steps else "–",
-        _number(status.correct_rate, ".1%"),
-        _number(status.mean_reward, ".3f"),
-        _number(status.held_out, ".1%"),
-        _number(status.tokens_per_s, ",.0f"),
-        _number(status.median_step_time_s),
-        status.note,
-    )
+    return number(sum(known) / len(known) if known else None, form)
 
 
 @dataclass(frozen=True)
