@@ -57,9 +57,8 @@ def test_what_a_run_needs_and_is_lacking_exits_with_3(
     ],
 )
 def test_an_error_is_json_where_json_was_asked_for(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("retrain.cli.status._START_S", 0.0)
     code = main(arguments)
     shown = capsys.readouterr()
     content = json.loads(shown.out)

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import pytest
@@ -491,18 +490,6 @@ def test_the_command_prints_a_table_or_json(run: Path, capsys: pytest.CaptureFix
         assert main(["status", str(run.parent), *arguments]) == 0
         document = json.loads(capsys.readouterr().out)
         assert document["campaigns"] == [] and document["runs"][0]["state"] == "done"
-
-
-def test_a_program_that_asks_while_a_run_starts_gets_an_answer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def start() -> None:
-        mark(tmp_path / "logs" / "a", "run")
-        own(tmp_path / "logs" / "a", os.getpid())
-
-    Timer(0.3, start).start()
-    assert main(["status", str(tmp_path / "logs"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["runs"][0]["state"] == "starting"
 
 
 def test_a_narrow_terminal_leaves_columns_out_before_lines_wrap(

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from retrain.analysis.status import CampaignStatus, Overview, RunStatus
 
 _CLEAR = "\x1b[H\x1b[2J"
-_START_S = 10.0
-"""Seconds that a program, which reads JSON, waits for a run that it began to make its folder."""
 _HEADER = (
     "run",
     "state",
@@ -56,10 +54,7 @@ def command(
     from retrain.records.redact import Redactor
     from retrain.records.terminal import clean
 
-    given_up = time.monotonic() + _START_S
     try:
-        while form == "json" and not logs.is_dir() and time.monotonic() < given_up:
-            time.sleep(0.1)
         while True:
             with _uncollected():
                 from retrain.analysis.status import overview
