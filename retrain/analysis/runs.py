@@ -194,8 +194,8 @@ class StoredRun:
         """True if its own summary has the status done, after its last step. A run that `[training]
         max_hours` ended before may have failed to go on.
         """
-        planned = self.config.training.max_steps
-        return self.summary.get("status") == "done" and self.took(planned)
+        done = self.summary.get("status") == "done"
+        return done and self.took(self.config.training.max_steps)
 
     def took(self, planned: int) -> bool:
         """True if the run took `planned` steps, or with 0 its supervised stage."""
