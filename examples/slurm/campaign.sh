@@ -28,12 +28,13 @@ fi
 # A TERM to srun itself would kill the run before it saves. The last task's SLURM_JOB_ID is the whole array's.
 task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 srun retrain "$1" --resume "$2" --campaign-launcher array &
-child=$! late='' code=0
-trap 'late=yes; scancel --signal=TERM "$task.0"' USR1
+child=$! code=0
+trap 'scancel --signal=TERM "$task.0"' USR1
 trap : TERM
 # A signal ends a wait; the run saves meanwhile.
 while kill -0 "$child" 2>/dev/null; do
 	wait "$child" && code=0 || code=$?
 done
-[[ -z $late ]] || scontrol requeue "$task"
+# A run that a TERM stopped ends with 143. The job is then no longer running if a user canceled it or Slurm requeued it.
+[[ $code != 143 || $(squeue --noheader --format=%T --jobs="$task") != RUNNING ]] || scontrol requeue "$task"
 exit "$code"
