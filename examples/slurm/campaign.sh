@@ -3,8 +3,9 @@
 #
 #     bash examples/slurm/campaign.sh my_campaign.toml logs/my_campaign --partition=gpu --gpus=1 --time=04:00:00
 #
-# Options after the folder go to sbatch. A task that is preempted or meets its time limit saves a checkpoint and is queued
-# again. The same command trains what is missing. Start it in retrain's environment, in a folder that all nodes see.
+# Options after the folder go to sbatch. A task that is preempted with a grace time or meets its time limit saves a
+# checkpoint and is queued again. The same command trains what is missing. Start it in retrain's environment, in a folder
+# that all nodes see.
 set -euo pipefail
 
 if [[ -z ${SLURM_ARRAY_TASK_ID:-} ]]; then
