@@ -525,8 +525,8 @@ def test_what_would_change_the_campaign_is_refused_at_resume(sequential: Finishe
 def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
-    sources = {"data": {"source": str(problems)}, "evaluation": {"at_end": True}}
-    assert "has no held-out split" in refused(tmp_path / "c", **sources)
+    data, asked = {"source": str(problems)}, {"at_end": True}
+    assert "has no held-out split" in refused(tmp_path / "c", data=data, evaluation=asked)
     assert not (tmp_path / "c").exists()
 
 
