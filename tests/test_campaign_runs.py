@@ -396,24 +396,19 @@ def test_a_run_whose_output_cannot_be_written_fails_and_the_next_one_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("retrain.campaign.launch.output_to", no_room)
+    stagger = {"stagger_seconds": 3600}  # which is for workers
     with pytest.raises(RunFailed, match="4 of 4 runs did not finish"):
-        run_campaign(
-            config_from_mapping(sections(tmp_path / "c", {"stagger_seconds": 3600})), quiet=True
-        )  # which is for workers
+        run_campaign(config_from_mapping(sections(tmp_path / "c", stagger)), quiet=True)
+    said = "output.log is not writable (No space left on device); free space there"
     for entry in Manifest.read(tmp_path / "c").runs:
         assert entry.status is Status.FAILED
-        assert (
-            entry.reason
-            == f"{tmp_path}/c/runs/{entry.name}/output.log is not writable (No space left on"
-            " device); free space there"
-        )
+        assert entry.reason == f"{tmp_path}/c/runs/{entry.name}/{said}"
 
 
 def manifest_of(folder: Path, changes: dict[str, Any]) -> Manifest:
     """The manifest of a campaign in `folder`, changed there by hand."""
-    manifest = Manifest.of_plan(
-        plan_campaign(config_from_mapping(sections(folder)), folder), datetime.now()
-    )
+    plan = plan_campaign(config_from_mapping(sections(folder)), folder)
+    manifest = Manifest.of_plan(plan, datetime.now())
     manifest.write()
     path = folder / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes), encoding="utf-8")
@@ -435,10 +430,8 @@ def test_a_manifest_that_cannot_be_written_now_is_written_with_the_next_change(
     assert note.startswith(f"{tmp_path}/manifest.json is not writable (No space left on device);")
     assert Manifest.read(tmp_path)[NAMES[0]].status is Status.PENDING
     manifest.started(NAMES[1])
-    assert [entry.status for entry in Manifest.read(tmp_path).runs[:2]] == [
-        Status.DONE,
-        Status.RUNNING,
-    ]
+    statuses = [entry.status for entry in Manifest.read(tmp_path).runs[:2]]
+    assert statuses == [Status.DONE, Status.RUNNING]
 
 
 DAMAGED = [
@@ -521,27 +514,19 @@ def test_of_two_campaigns_in_one_folder_the_later_one_does_not_replace_the_other
 
 
 def test_what_would_change_the_campaign_is_refused_at_resume(sequential: Finished) -> None:
-    resume = {"from": str(sequential.folder)}
-    assert re.search(
-        r"lr = 0\.5 differs from 0\.001",
-        refused(sequential.folder, training={"lr": 0.5}, resume=resume),
-    )
-    assert "which the file no longer plans" in refused(
-        sequential.folder, {"seeds": [1]}, resume=resume
-    )
+    folder, resume = sequential.folder, {"from": str(sequential.folder)}
+    assert "lr = 0.5 differs from 0.001" in refused(folder, training={"lr": 0.5}, resume=resume)
+    assert "which the file no longer plans" in refused(folder, {"seeds": [1]}, resume=resume)
     conditions = [CAMPAIGN["conditions"][0], CAMPAIGN["conditions"][1] | {"gtpo.beta": 0.1}]
-    assert "beta = 0.1 differs from 0.3" in refused(
-        sequential.folder, {"conditions": conditions}, resume=resume
-    )
+    other_beta = refused(folder, {"conditions": conditions}, resume=resume)
+    assert "beta = 0.1 differs from 0.3" in other_beta
 
 
 def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
-    data = {"source": str(problems)}
-    assert "has no held-out split" in refused(
-        tmp_path / "c", data=data, evaluation={"at_end": True}
-    )
+    data, asked = {"source": str(problems)}, {"at_end": True}
+    assert "has no held-out split" in refused(tmp_path / "c", data=data, evaluation=asked)
     assert not (tmp_path / "c").exists()
 
 
@@ -560,9 +545,8 @@ def test_a_run_never_starts_in_a_campaigns_folder(sequential: Finished) -> None:
 
 def test_a_campaign_with_an_algorithm_can_be_resumed(tmp_path: Path) -> None:
     """Its base and its condition differ in the loss's aggregation, which neither was given."""
-    config = config_from_mapping(
-        sections(tmp_path, {"conditions": [{"algorithm_mode": "grpo_constant"}]})
-    )
+    conditions = [{"algorithm_mode": "grpo_constant"}]
+    config = config_from_mapping(sections(tmp_path, {"conditions": conditions}))
     plan = plan_campaign(config, tmp_path)
     manifest = Manifest.of_plan(plan, datetime.now())
     manifest.write()
@@ -575,19 +559,12 @@ def test_seeds_conditions_and_steps_may_be_added(tmp_path: Path) -> None:
     manifest = Manifest.of_plan(before, datetime.now())
     manifest.ended(NAMES[0], Status.DONE)
     more = CAMPAIGN["conditions"] + [{"advantage_mode": "rloo", "transform_mode": "none"}]
-    after = plan_campaign(
-        config_from_mapping(
-            sections(tmp_path, {"seeds": [1, 2, 3], "conditions": more, "max_steps": 3})
-        ),
-        tmp_path,
-    )
+    changes = {"seeds": [1, 2, 3], "conditions": more, "max_steps": 3}
+    after = plan_campaign(config_from_mapping(sections(tmp_path, changes)), tmp_path)
     manifest.resumed_with(after)
     assert [entry.name for entry in manifest.runs] == [run.name for run in after.runs]
-    assert (len(manifest.runs), manifest.max_steps, manifest[NAMES[0]].status) == (
-        9,
-        3,
-        Status.DONE,
-    )
+    assert (len(manifest.runs), manifest.max_steps) == (9, 3)
+    assert manifest[NAMES[0]].status is Status.DONE
 
 
 def test_the_default_evaluation_is_left_out_where_nothing_is_held_out(tmp_path: Path) -> None:
@@ -637,12 +614,7 @@ def slots(monkeypatch: pytest.MonkeyPatch, gpus: int, **campaign: Any) -> list[t
 def test_parallel_runs_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slots(monkeypatch, 2) == [("cuda:0",), ("cuda:1",)]
     assert slots(monkeypatch, 4, devices_per_run=2) == [("cuda:0", "cuda:1"), ("cuda:2", "cuda:3")]
-    assert slots(monkeypatch, 2, workers_per_device=2) == [
-        ("cuda:0",),
-        ("cuda:1",),
-        ("cuda:0",),
-        ("cuda:1",),
-    ]
+    assert slots(monkeypatch, 2, workers_per_device=2) == [("cuda:0",), ("cuda:1",)] * 2
     assert slots(monkeypatch, 2, max_workers=1) == [("cuda:0",)]
 
 
@@ -667,13 +639,9 @@ def test_a_worker_sees_its_own_gpus_alone(
 def test_more_workers_than_gpus_are_refused_unless_the_file_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"max_workers = 4 exceeds the 2 runs.*set workers_per_device = 2"
-    ):
+    with pytest.raises(ConfigurationError, match=r"4 exceeds the 2 runs.*workers_per_device = 2"):
         slots(monkeypatch, 2, max_workers=4)
-    with pytest.raises(
-        ConfigurationError, match="devices_per_run = 2 exceeds the number of devices"
-    ):
+    with pytest.raises(ConfigurationError, match="run = 2 exceeds the number of devices"):
         slots(monkeypatch, 1, devices_per_run=2)
 
 

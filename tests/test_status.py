@@ -143,7 +143,8 @@ def test_a_campaigns_run_that_was_stopped_while_it_loaded_has_lost_nothing(tmp_p
     (folder / "output.log").write_text("Loading dataset...\n")
     (tmp_path / "manifest.json").write_text(json.dumps({"runs": [entry]}))
     (campaign,) = overview(tmp_path).campaigns
-    assert [(run.state, run.note) for run in campaign.runs] == [(State.PENDING, "")]
+    said = f"An attempt ended before its first step; see {folder / 'output.log'}."
+    assert [(run.state, run.note) for run in campaign.runs] == [(State.PENDING, said)]
 
 
 def test_a_live_process_runs_until_it_is_silent_for_long(run: Path, sleeper: int) -> None:

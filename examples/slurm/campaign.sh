@@ -3,8 +3,9 @@
 #
 #     bash examples/slurm/campaign.sh my_campaign.toml logs/my_campaign --partition=gpu --gpus=1 --time=04:00:00
 #
-# Options after the folder go to sbatch. A task that is preempted or meets its time limit saves a checkpoint and is queued
-# again. The same command trains what is missing. Start it in retrain's environment, in a folder that all nodes see.
+# Options after the folder go to sbatch. A task that is preempted with a grace time or meets its time limit saves a
+# checkpoint and is queued again. The same command trains what is missing. Start it in retrain's environment, in a folder
+# that all nodes see.
 set -euo pipefail
 
 if [[ -z ${SLURM_ARRAY_TASK_ID:-} ]]; then
@@ -28,12 +29,13 @@ fi
 # A TERM to srun itself would kill the run before it saves. The last task's SLURM_JOB_ID is the whole array's.
 task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 srun retrain "$1" --resume "$2" --campaign-launcher array &
-child=$! late='' code=0
-trap 'late=yes; scancel --signal=TERM "$task.0"' USR1
+child=$! code=0
+trap 'scancel --signal=TERM "$task.0"' USR1
 trap : TERM
 # A signal ends a wait; the run saves meanwhile.
 while kill -0 "$child" 2>/dev/null; do
 	wait "$child" && code=0 || code=$?
 done
-[[ -z $late ]] || scontrol requeue "$task"
+# A run that a TERM stopped ends with 143. The job is then no longer running if a user canceled it or Slurm requeued it.
+[[ $code != 143 || $(squeue --noheader --format=%T --jobs="$task") != RUNNING ]] || scontrol requeue "$task"
 exit "$code"

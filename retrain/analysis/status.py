@@ -304,19 +304,20 @@ def run_status(run: StoredRun, now: float, given: Mapping[str, Any] | None = Non
 
 
 def _unreadable(run: StoredRun, error: RetrainError | OSError) -> RunStatus:
-    sentence = path_error(error) if isinstance(error, OSError) else None
-    note = str(sentence or error).replace("\n", " ")
-    return RunStatus(run.path, _planned_condition(run), None, State.UNREADABLE, note=note)
+    error = (path_error(error) if isinstance(error, OSError) else None) or error
+    return _bare(run, State.UNREADABLE, str(error).replace("\n", " "))
 
 
-def _planned_condition(run: StoredRun) -> str:
-    return run.planned.condition if run.planned else ""
+def _bare(run: StoredRun, state: State, note: str = "") -> RunStatus:
+    """Return a run of which only the plan is known."""
+    condition = run.planned.condition if run.planned else ""
+    return RunStatus(run.path, condition, None, state, note=note)
 
 
 def _read(run: StoredRun, now: float) -> RunStatus:
     folder, writer = run.folder, Writer.of(run.folder)
     if run.skipped:
-        return RunStatus(run.path, run.condition, None, State.SKIPPED)
+        return _bare(run, State.SKIPPED)
     # A run writes its configuration after loading the model.
     if not folder.config.is_file():
         return _without_config(run, writer)
@@ -369,28 +370,30 @@ def _last_written(folder: RunFolder, now: float) -> float:
         folder.lock_owner,
         folder.config,
     )
-    times = [now]
+    times = []
     for path in files:
         with suppress(FileNotFoundError):
             times.append(path.stat().st_mtime)
-    return max(times[1:] or times)
+    return max(times, default=now)
 
 
 def _without_config(run: StoredRun, writer: Writer | None) -> RunStatus:
     """Return a run that is pending, loads its model, or failed before it began. Raises RunFailed
     for a run that lost its config.toml.
     """
+    state, note = State.PENDING, ""
     if writer and writer.liveness() is not Liveness.GONE:
-        return RunStatus(run.path, _planned_condition(run), None, State.STARTING)
-    if not writer and _lost_its_config(run.path):
+        state = State.STARTING
+    elif not writer and _lost_its_config(run.path):
         raise RunFailed(
             f"{run.folder.config.name} is missing; put it back from a copy, or start the run anew"
             " with --overwrite."
         )
-    if run.failed and not writer:
-        note = f"{run.unfinished}; it left no configuration."
-        return RunStatus(run.path, run.condition, None, State.FAILED, note=note)
-    return RunStatus(run.path, _planned_condition(run), None, State.PENDING)
+    elif run.failed and not writer:
+        state, note = State.FAILED, f"{run.unfinished}; it left no configuration."
+    elif run.folder.output.is_file():
+        note = f"An attempt ended before its first step; see {run.folder.output}."
+    return _bare(run, state, note)
 
 
 def _supervised(run: StoredRun) -> str:
@@ -408,8 +411,7 @@ def _attempts(run: StoredRun) -> str:
 
 def _state(run: StoredRun, writer: Writer | None, idle: float, step_time: float | None) -> State:
     if writer:
-        liveness = writer.liveness()
-        if liveness is Liveness.GONE:
+        if writer.liveness() is Liveness.GONE:
             return State.DEAD
         if idle > max(_PATIENCE_S, _PATIENCE_STEPS * (step_time or 0.0)):
             return State.STALLED
@@ -427,8 +429,7 @@ def _note(run: StoredRun, state: State, writer: Writer | None, idle: float) -> s
         resume = ""
     match state:
         case State.DEAD:
-            steps = counted(run.steps, "step")
-            return f"killed after {steps} ({writer} is gone){resume}."
+            return f"killed after {counted(run.steps, 'step')} ({writer} is gone){resume}."
         case State.STALLED:
             return (
                 f"{writer} has written nothing for {duration(idle)}; check it there, and if it"
