@@ -49,7 +49,7 @@ BUDGETS: dict[str, int] = {
     "scripts/": 15_489,
     "examples/": 2_116,
     "core/": 132,
-    "bytes of the package's other files": 6_897_780,
+    "bytes of the package's other files": 6_897_778,
     "lines of tests": 54_591,
     "lines of benchmarks": 5_125,
     "words of the pages": 67_161,
