@@ -114,7 +114,7 @@ def test_the_command_prints_text_and_json(
 
 def test_a_reward_that_an_environment_leaves_unused_is_not_audited() -> None:
     guess = {"environment": {"provider": "reasoning_gym", "id": "chain_sum"}}
-    with pytest.raises(ConfigurationError, match=r"an audit is about .reward. and .data."):
+    with pytest.raises(ConfigurationError, match=r"An audit is about .reward. and .data."):
         audit_reward(config_from_mapping(guess), 2, print)
 
 
