@@ -61,13 +61,13 @@ the subject; "is no X"; a word that the field does not use.
 """
 BUDGETS: dict[str, tuple[int, int]] = {
     "subject": (0, 4),
-    "noun": (2, 34),
-    "passive": (6, 115),
-    "length": (32, 75),
+    "noun": (2, 33),
+    "passive": (6, 91),
+    "length": (32, 59),
     "possessive": (0, 1),
     "negation": (0, 16),
     "is no": (0, 1),
-    "word": (0, 28),
+    "word": (0, 17),
 }
 """The most hits of a rule in the manual and in the package. A budget only falls."""
 _PAGES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")

@@ -76,7 +76,7 @@ def test_a_reward_that_errs_shows(
     assert total["wrong_called_right"]["rate"] > 0.3
     assert result.could_not_judge == total["could_not_judge"] > 0
     text = to_text(result)
-    assert "not judged" in text and "called right" in text and r"answers in \boxed{}" in text
+    assert "not judged" in text and "false positives" in text and r"answers in \boxed{}" in text
     assert len(result.errors()) > 50
     assert text.count(" called ") < 12  # a few of them, spread over the families
 
@@ -114,7 +114,7 @@ def test_the_command_prints_text_and_json(
 
 def test_a_reward_that_an_environment_leaves_unused_is_not_audited() -> None:
     guess = {"environment": {"provider": "reasoning_gym", "id": "chain_sum"}}
-    with pytest.raises(ConfigurationError, match=r"so .reward. and .data., .* are unused here"):
+    with pytest.raises(ConfigurationError, match=r"An audit is about .reward. and .data."):
         audit_reward(config_from_mapping(guess), 2, print)
 
 

@@ -332,7 +332,7 @@ def test_what_no_run_could_do_is_said_before_the_first_run(
     config = replaced(
         campaign, {"backend.backend": "served_elsewhere.Elsewhere", "loss.mode": "ppo"}
     )
-    with pytest.raises(ConfigurationError, match=r'\[loss\] mode = "ppo".*configured elsewhere'):
+    with pytest.raises(ConfigurationError, match=r'\[loss\] mode = "ppo".*own loss settings'):
         check(plan_campaign(config, Path("campaign")))
 
 

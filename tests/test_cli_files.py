@@ -94,7 +94,7 @@ def test_init_never_overwrites(capsys: pytest.CaptureFixture[str]) -> None:
     Path("retrain.toml").write_text("mine")
     assert main(["init"]) == 2
     assert (
-        Path("retrain.toml").read_text() == "mine" and "not overwritten" in capsys.readouterr().err
+        Path("retrain.toml").read_text() == "mine" and "never overwrites" in capsys.readouterr().err
     )
     assert main(["init", "--output", "other.toml"]) == 0
     assert "retrain other.toml\n" in Path("other.toml").read_text()

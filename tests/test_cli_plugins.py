@@ -33,7 +33,7 @@ def install(folder: Path, name: str, value: str, code: str) -> None:
         ("absent", "g", "def f(rewards): return rewards", "has no attribute 'g'"),
         ("needy", "f", "import not_there_at_all\ndef f(rewards): ...", "not_there_at_all"),
         ("broken", "f", "def f(rewards:", "SyntaxError"),
-        ("grpo", "f", "def f(rewards): return rewards", "two plugins have its name"),
+        ("grpo", "f", "def f(rewards): return rewards", "its name is a built-in one"),
         ("pools", "f", "def f(rewards): return rewards", "for [data] sampler its name is a"),
     ],
 )

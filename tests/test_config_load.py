@@ -216,7 +216,7 @@ def test_a_table_flag_adds_to_the_table_of_the_file(file: Path) -> None:
             ["--schedule-points", "5"],
             "such as --schedule-points 'training.lr=[[0, 1e-5], [200, 0]]', and got '5'",
         ),
-        (["--transform-param", "cap=[1"], "the value is not valid TOML"),
+        (["--transform-param", "cap=[1"], "is not valid TOML"),
         (["--transform-param", "a b=1"], "is not a key; use letters, digits, _ and -"),
         (["--training.lr.x", "1"], "--training.lr.x is not a flag"),
     ],

@@ -424,7 +424,7 @@ def test_an_unusable_proxy_is_one_sentence_and_this_machine_needs_none(
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
     monkeypatch.setenv(variable, value)
-    with pytest.raises(EnvironmentFailure, match=f"cannot be used .*{told}") as caught:
+    with pytest.raises(EnvironmentFailure, match=f"unusable certificates .*{told}") as caught:
         pool_of("http://10.0.0.1")
     assert "u:pw" not in str(caught.value)
     net.answers["http://0.0.0.0:1"] = {"done": 1}

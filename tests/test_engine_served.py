@@ -478,7 +478,7 @@ def test_a_truncated_run_asks_for_the_kept_sets_and_is_refused_without_them(
     config = served(tmp_path, server.url, training={"top_k": 5, "temperature": 0.7})
     with pytest.raises(
         ConfigurationError,
-        match=r"answers without a sampling_mask at .*: start it with --return-sampling-mask",
+        match=r"answers without a sampling_mask at .*\. Start it with --return-sampling-mask",
     ):
         HastyVLLM.preflight(config)
     with pytest.raises(ConfigurationError, match="reports the kept tokens only with one"):

@@ -58,7 +58,7 @@ def test_what_the_machine_lacks_is_refused_with_3(
         ({"inference": {"attention_kernel": "triton"}}, 2, 'attention_kernel = "triton"'),
         ({"inference": {"dtype": "fp8"}}, 2, '[inference] dtype = "fp8"'),
         ({"resume": {"from": "nowhere"}}, 2, "'nowhere' does not exist; name a run's folder"),
-        ({"lora": {"init_from": "nowhere"}}, 2, "no adapter_config.json there"),
+        ({"lora": {"init_from": "nowhere"}}, 2, "holds no adapter_config.json"),
         ({"reward": {"type": "random.gauss"}}, 2, "could judge none of 3 reference answers"),
         ({"data": {"source": "math"}}, 3, "is not in the hub's cache"),
         ({"data": {"source": "aime24"}}, 2, "is an evaluation set, not for training"),

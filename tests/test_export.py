@@ -132,10 +132,10 @@ def test_what_cannot_be_exported_is_refused_in_one_sentence_and_leaves_nothing(
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "a token")
     monkeypatch.setattr("retrain.model.hub.why_unreachable", lambda: "no network")
     assert main(["export", str(run), "--hub", "me/mine"]) == 3
-    assert "me/mine: no network; export without --hub" in capsys.readouterr().err
+    assert "me/mine: no network. Export without --hub" in capsys.readouterr().err
     monkeypatch.setattr("retrain.model.hub.why_unreachable", lambda: "")
     assert main(["export", str(run), "--hub", "me/mine"]) == 2
-    assert "add --merged" in capsys.readouterr().err
+    assert "Add --merged" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -284,7 +284,7 @@ def test_a_finished_run_of_a_campaign_keeps_its_weights_alone(
     assert main(["eval", str(folder)]) == 0
     capsys.readouterr()
     assert main(["--resume", str(folder), "--max-steps", "3"]) == 1
-    assert "holds the weights alone" in capsys.readouterr().err
+    assert "holds only weights" in capsys.readouterr().err
     manifest = json.loads((checkpoints / "step_000002/manifest.json").read_text())
     assert "optimizer.safetensors" not in {file["name"] for file in manifest["files"]}
 

@@ -101,7 +101,7 @@ def test_an_advantage_that_keeps_something_begins_anew_and_says_so(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     said = [read_step(run, step, ["kept_advantage.Last+none"], trust=True).notes for step in (0, 1)]
-    assert not said[0] and "it is computed as if step 1 were its first" in said[1][0]
+    assert not said[0] and "its credit is as if step 1 were its first" in said[1][0]
 
 
 def test_both_planning_detectors_are_shown_side_by_side(

@@ -92,7 +92,7 @@ def test_a_run_that_could_not_be_started_any_more_is_read_and_not_resumed(
     assert StoredRun(folder).config.loss.kl_estimator == "k1"
     assert len(retrain.load_runs(folder)) == 2
     assert main(["--resume", str(folder)]) == 2
-    assert 'kl_estimator = "k1" as a loss term' in capsys.readouterr().err
+    assert 'kl_estimator = "k1" has an' in capsys.readouterr().err
 
 
 def test_a_finished_run_says_so_and_gives_its_last_evaluation(trained: Path) -> None:

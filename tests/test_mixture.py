@@ -294,4 +294,4 @@ def test_an_audit_of_a_mixture_asks_for_one_source(
 ) -> None:
     (tmp_path / "a.toml").write_text('[[data.mix]]\nsource = "lab"\n', encoding="utf-8")
     assert main(["audit", str(tmp_path / "a.toml")]) == 2
-    assert "an audit is about the reward of one source" in capsys.readouterr().err
+    assert "an audit is about one reward" in capsys.readouterr().err

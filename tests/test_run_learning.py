@@ -239,7 +239,7 @@ def test_updates_that_are_never_finite_stop_the_run_with_the_weights_unharmed(
         "def advantage(rewards):\n    return [1e38 if r else -1e38 for r in rewards]\n"
     )
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RunFailed, match=r"3 steps in a row; .* as \[model\] model after"):
+    with pytest.raises(RunFailed, match=r"3 steps in a row\. .* by \[model\] model"):
         small_run(
             small(
                 tmp_path / "run",

@@ -401,7 +401,7 @@ def test_an_untrained_adapter_has_no_recommendation(tmp_path: Path) -> None:
         ({"compress_to": 4, "per_layer": True, "output_path": "new"}, "leave one of them out"),
         ({"evaluate": True, "output_path": "new"}, "one rank, one whole-number alpha"),
         ({"output_path": "source"}, "is the adapter itself"),
-        ({"output_path": "full"}, "was not made by a squeeze job"),
+        ({"output_path": "full"}, "does not come from a squeeze job"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_and_nothing_is_written(

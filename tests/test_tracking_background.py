@@ -123,7 +123,7 @@ def test_the_end_of_a_run_waits_for_a_tracker_no_longer_than_its_patience(
     tracker.close()
     assert 0.1 < time.monotonic() - began < 30
     assert [line.partition(";")[0] for line in said] == [
-        "recorder did not end within 0.2 s and is abandoned"
+        "recorder did not end within 0.2 s, so retrain stops waiting for it"
     ]
 
 

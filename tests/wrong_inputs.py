@@ -868,7 +868,7 @@ CASES = [
     at_load(
         "k1 as a loss",
         '[loss]\nkl_coef = 0.1\nkl_estimator = "k1"',
-        'kl_estimator = "k1" as a loss term has an expected gradient of 0',
+        'kl_estimator = "k1" has an expected gradient of 0',
     ),
     at_load(
         "ppo clip",

@@ -127,13 +127,13 @@ def audit_reward(config: TrainConfig, examples: int, log: Callable[[str], None])
     if environment:
         raise ConfigurationError(
             f'[environment] provider = "{environment}" gives the problems and its rubric scores'
-            " them, so [reward] and [data], which an audit is about, are unused here; audit a file"
-            " without it."
+            " them. An audit is about [reward] and [data]; audit a file without the"
+            " environment."
         )
     if config.data.mix:
         raise ConfigurationError(
-            "[[data.mix]] gives the problems, and an audit is about the reward of one source: name"
-            " it in [data] source of a file without a mixture, with its [reward]."
+            "[[data.mix]] gives the problems, and an audit is about one reward. Audit a file"
+            " with one [data] source and its [reward]."
         )
     loaded = load_examples(replaced(config, {"training.max_examples": examples}), "train")
     cases = [*_own_cases(loaded.examples), *_families()]
@@ -208,7 +208,7 @@ def _lines(audit: Audit) -> Iterator[str]:
 
 def _share(rate: dict[str, Any]) -> str:
     if rate["rate"] is None:
-        return "none could be judged"
+        return "none got a verdict"
     low, high = rate["interval"]
     return f"{rate['rate']:.1%} [{low:.1%}, {high:.1%}]"
 

@@ -214,8 +214,8 @@ def _proved_gradient(values: Tensor, batch: Batch) -> None:
         raise Fault("has a gradient that is not finite")
     if not gradient.any():
         raise Fault(
-            "has no gradient through tokens.new at any token of a small batch, so nothing would be"
-            " learned"
+            "has no gradient through tokens.new at any token of a small batch, so the model"
+            " would not learn"
         )
 
 

@@ -19,7 +19,7 @@ def command(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="New folder; by default RUN-adapter, RUN-merged or RUN-model beside the run."
+            help="New folder; by default RUN-adapter, RUN-merged or RUN-model next to the run."
         ),
     ] = None,
     checkpoint: Checkpoint = None,

@@ -25,7 +25,9 @@ def command(
         Kind, typer.Option(metavar="KIND", help=f"Kind of plugin: {', '.join(get_args(Kind))}.")
     ],
     name: Annotated[str, typer.Option(help="Its name: of the file and of the function or class.")],
-    with_test: Annotated[bool, typer.Option("--with-test", help="Write a test beside it.")] = False,
+    with_test: Annotated[
+        bool, typer.Option("--with-test", help="Write a test next to it.")
+    ] = False,
     output: Annotated[
         Path, typer.Option(help="The folder to write to; the current one if not given.")
     ] = Path(),

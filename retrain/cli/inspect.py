@@ -47,7 +47,7 @@ def command(
         typer.Option("--detectors", help="Show the masks of both planning detectors side by side."),
     ] = False,
     planning_model: Annotated[
-        str, typer.Option(help="With --detectors: the sentence encoder, in place of the run's own.")
+        str, typer.Option(help="With --detectors: the sentence encoder, instead of the run's own.")
     ] = "",
     table: Annotated[
         bool,

@@ -21,7 +21,7 @@ def command(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="The page; DIR/report.html by default. Pictures of the figures go beside it."
+            help="The page; DIR/report.html by default. Pictures of the figures go next to it."
         ),
     ] = None,
     baseline: Annotated[

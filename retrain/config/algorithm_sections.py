@@ -214,7 +214,7 @@ class Sepa(Section):
     delay_steps: int = key(50, "Steps before the ramp begins.", ge=0)
     correct_rate_gate: float = key(
         0.1,
-        "Correct rate at which a step opens the gate for good; 0 opens it from the start.",
+        "Correct rate at which a step opens the gate, which stays open; 0 opens it from the start.",
         ge=0,
         le=1,
     )

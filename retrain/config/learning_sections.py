@@ -576,8 +576,7 @@ class Loss(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "k3",
         "Per-token KL estimator. k2 has the expected gradient of KL(policy || base), k3 of"
-        " KL(base || policy). retrain refuses k1 as a loss term, since its expected gradient"
-        " is 0.",
+        " KL(base || policy). A loss term cannot use k1, whose expected gradient is 0.",
         applies_when="kl_coef not in (0)",
     )
     entropy_coef: float = key(
@@ -630,8 +629,8 @@ class Loss(Section):
         if self.kl_coef > 0 and self.kl_estimator == "k1":
             yield Violation(
                 ("loss.kl_estimator", "loss.kl_coef"),
-                '[loss] kl_estimator = "k1" as a loss term has an expected gradient of 0; use'
-                ' "k2" (KL of policy to base) or "k3" (base to policy)',
+                '[loss] kl_estimator = "k1" has an expected gradient of 0; use "k2" (policy to'
+                ' base) or "k3" (base to policy)',
             )
         for mode in dict.fromkeys(condition.algorithm_mode for condition in config.conditions):
             fixed = fixed_aggregation(mode)

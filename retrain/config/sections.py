@@ -65,7 +65,7 @@ class Condition(Section):
         "", "Transform of this condition."
     )
     algorithm_mode: Annotated[str, OpenName("algorithm", may_be_empty=True)] = key(
-        "", "A whole algorithm in place of the two modes."
+        "", "A whole algorithm instead of the two modes."
     )
     given_label: Annotated[str, AfterValidator(check_label)] = key(
         "",

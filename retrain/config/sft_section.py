@@ -24,12 +24,12 @@ class Sft(Section):
         " solution.",
     )
     steps: int = key(0, "Steps of the stage; 0 is off.", ge=0)
-    epochs: float = key(0.0, "Passes over the traces in place of steps; 0 is off.", ge=0)
+    epochs: float = key(0.0, "Passes over the traces instead of steps; 0 is off.", ge=0)
     batch_size: int = key(16, "Traces per step.", ge=1, sizes_memory=True)
     lr: float | None = key(
         None,
-        "Learning rate of the stage; unset means [training] lr. The optimizer starts anew after"
-        " the stage.",
+        "Learning rate of the stage; unset means [training] lr. The optimizer starts over"
+        " after the stage.",
         ge=0,
         meaningful_unset=True,
         echoes_training=True,

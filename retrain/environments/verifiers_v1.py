@@ -182,7 +182,7 @@ def _result(played: Any) -> Result:
     if errors:
         raise RuntimeError(str(errors[0])[:300])
     if len(played.traces) != 1:
-        raise RuntimeError(f"the episode has {len(played.traces)} traces in place of one")
+        raise RuntimeError(f"the episode has {len(played.traces)} traces instead of one")
     trace = played.traces[0]
     parts = {
         name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None

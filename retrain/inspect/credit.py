@@ -243,8 +243,8 @@ def read_step(
     table = read_tokens(run.folder.step_tokens(step))
     if not len(table.slot):
         raise NoJudgedCompletion(
-            f"Step {step} of {run.path} has no judged completion, so there is no credit to show;"
-            " choose another --step; the reasons stand in trainer_state.json under rewards."
+            f"Step {step} of {run.path} has no judged completion, so it has no credit to show;"
+            " choose another --step. The reasons are in trainer_state.json under rewards."
         )
     pieces = Pieces(run.config.model)
     stages: dict[str, Mapping[str, Float32Array]] = {run.condition: table.advantages}
@@ -279,16 +279,16 @@ def _pipeline(config: TrainConfig, name: str, pieces: Pieces) -> CreditPipeline:
         if "." not in name:  # The code belongs to the run.
             raise
         raise ForeignCode(
-            f"--against {name} names code, which is also looked for in the run's folder, and"
-            " looking at a run does not execute it. Read the code first, then add --trust."
+            f"--against {name} names code that may come from the run's folder, and looking at a"
+            " run does not execute code. Read the code first, then add --trust."
         ) from error
 
 
 def _begun_anew(pipeline: CreditPipeline, label: str, step: int) -> Iterator[str]:
     if pipeline.keeps_state and step:
         yield (
-            f"{label} keeps something from step to step, which is not stored with the tokens: it is"
-            f" computed as if step {step} were its first."
+            f"{label} has a state that the tokens do not store, so its credit is as if step"
+            f" {step} were its first."
         )
 
 
@@ -300,9 +300,9 @@ def _chosen_step(run: StoredRun, step: int | None) -> int:
     steps = stored_steps(run.folder)
     if not steps:
         raise ConfigurationError(
-            f"{run.path} holds no tokens to inspect, since no step has ended or an earlier version"
-            " wrote it; train with [logging] tokens_every = 1 (--tokens-every 1) to store every"
-            " step's."
+            f"{run.path} holds no tokens to inspect, since no step has ended or an earlier"
+            " version wrote it. Train with [logging] tokens_every = 1 (--tokens-every 1) to"
+            " store every step."
         )
     if step is None:
         return steps[-1]
@@ -377,8 +377,8 @@ def _under(config: TrainConfig, name: str) -> TrainConfig:
     own, _ = config.algorithm.modes
     if not (advantage or own):
         raise ConfigurationError(
-            f"--against {name}: the run's algorithm_mode = {config.algorithm.algorithm_mode!r} has"
-            f" no advantage_mode to keep; name one, as in --against maxrl+{name}."
+            f"--against {name}: the run's algorithm_mode = {config.algorithm.algorithm_mode!r}"
+            f" has no advantage_mode to keep. Name one, as in --against maxrl+{name}."
         )
     changes = {
         "algorithm.algorithm_mode": "",
@@ -417,8 +417,8 @@ def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
     """
     if table.rewards is None or table.truncated is None:
         raise ConfigurationError(
-            f"{run.folder.tokens} was written by an earlier version, which did not store the"
-            " rewards that --against needs; train again with [logging] tokens_every to store them."
+            f"{run.folder.tokens} comes from an earlier version, which did not store the"
+            " rewards that --against needs; train again with [logging] tokens_every."
         )
     threshold = run.config.reward.correct_threshold
     groups: dict[int, Group] = {}

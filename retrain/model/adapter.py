@@ -366,7 +366,7 @@ def _refused(where: str) -> Iterator[None]:
         raise
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigurationError(
-            f"{where}: no {Path(str(error.filename)).name} there; name a PEFT adapter folder."
+            f"{where} holds no {Path(str(error.filename)).name}; name a PEFT adapter folder."
         ) from error
     except RunFailed as error:
         raise ConfigurationError(f"{where}: {error}") from error

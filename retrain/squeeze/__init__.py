@@ -12,7 +12,7 @@ from retrain.errors import EnvironmentFailure
 if find_spec("torch") is None:  # retrain-core
     raise EnvironmentFailure(
         "LoRA-Squeeze and `retrain export` need torch, which retrain-core leaves out; run them"
-        " where retrain itself is installed."
+        " with the whole of retrain."
     )
 
 from retrain.records.summary import TableRow

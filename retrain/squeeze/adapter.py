@@ -99,8 +99,8 @@ def read_adapter(folder: Path) -> LoraAdapter:
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         raise ConfigurationError(
-            f"{folder} holds no {WEIGHTS_FILE}; save the adapter as safetensors (pickled weights"
-            " are not read)."
+            f"{folder} holds no {WEIGHTS_FILE}; save the adapter as safetensors (retrain does"
+            " not read pickled weights)."
         )
     try:
         tensors = load_file(path)
@@ -114,8 +114,8 @@ def read_adapter(folder: Path) -> LoraAdapter:
             names.add(key.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B))
         elif "lora_" in key:
             raise ConfigurationError(
-                f"{path} holds {key}, which is not a factor of a linear layer; only plain LoRA on"
-                " linear layers is squeezed."
+                f"{path} holds {key}, which is not a factor of a linear layer; retrain squeezes"
+                " only plain LoRA on linear layers."
             )
     if not names:
         raise ConfigurationError(
@@ -146,8 +146,8 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         settings = {}
     if settings.get("peft_type") != "LORA":
         raise ConfigurationError(
-            f"{path} has peft_type {settings.get('peft_type')!r}; only LORA adapters can be"
-            " squeezed."
+            f"{path} has peft_type {settings.get('peft_type')!r}; retrain squeezes only LORA"
+            " adapters."
         )
     if not (_is_number(settings.get("r")) and _is_number(settings.get("lora_alpha"))):
         raise ConfigurationError(
@@ -157,14 +157,14 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     for key in _VARIANTS:
         if settings.get(key):
             raise ConfigurationError(
-                f"{path} has {key} = {settings[key]!r}: its update is not B A alone, so its rank"
-                " cannot be reduced here."
+                f"{path} has {key} = {settings[key]!r}: its update is not B A alone, so retrain"
+                " cannot reduce its rank."
             )
     init = settings.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING):
         raise ConfigurationError(
-            f"{path} has init_lora_weights = {init!r}, which changes the base model by an amount"
-            " that depends on the rank; save the adapter converted to plain LoRA (peft:"
+            f"{path} has init_lora_weights = {init!r}, which changes the base model depending"
+            " on the rank. Convert the adapter to plain LoRA (in peft"
             " path_initial_model_for_weight_conversion)."
         )
     return settings
@@ -184,18 +184,18 @@ def _layer(
     a, b = tensors[key_a], tensors[key_b]
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
         raise ConfigurationError(
-            f"{path}: {name} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; only [rank, in]"
-            " and [out, rank], the factors of a linear layer, are squeezed."
+            f"{path}: {name} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, not the"
+            " factors [rank, in] and [out, rank] of a linear layer."
         )
     if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
         raise ConfigurationError(
-            f"{path}: {name} holds nan or inf, so it has no spectrum; use an earlier checkpoint."
+            f"{path}: {name} holds nan or inf, so it has no spectrum. Use an earlier checkpoint."
         )
     stated = _of_pattern(settings.get("rank_pattern"), name, settings["r"])
     if stated != a.shape[0]:
         raise ConfigurationError(
-            f"{path}: {name} has rank {a.shape[0]}, and {CONFIG_FILE} says {stated}, so its scale"
-            " is unknown; save the adapter again."
+            f"{path}: {name} has rank {a.shape[0]}, and {CONFIG_FILE} says {stated}, so its"
+            " scale is unknown. Save the adapter again."
         )
     alpha = _of_pattern(settings.get("alpha_pattern"), name, settings["lora_alpha"])
     return LoraLayer(name, a, b, float(alpha), bool(settings.get("use_rslora")))

@@ -260,8 +260,8 @@ def analyze(
     trained = [layer for layer in layers if not layer.is_zero]
     if not trained:
         raise UntrainedAdapter(
-            f"{adapter.folder} is untrained: all its updates are zero, so no rank can be"
-            " recommended; train it first."
+            f"{adapter.folder} has no rank to recommend, since all its updates are zero. Train"
+            " it first."
         )
     retained = [{k: layer.retained(k) for k in ranks} for layer in trained]
     recommended = recommend_rank(retained, ranks, threshold, rule, adapter.rank)
@@ -335,13 +335,12 @@ def svd_device(name: str) -> torch.device:
     device = torch.device(name.replace("gpu", "cuda"))
     if device.type == "mps":
         raise ConfigurationError(
-            '[squeeze] device = "mps" has no float64, which the singular values are computed in;'
-            ' use "cpu".'
+            '[squeeze] device = "mps" has no float64, which the singular values need; use "cpu".'
         )
     if not is_present(device):
         raise EnvironmentFailure(
-            f'[squeeze] device = "{name}": this machine has no such device ({present_devices()});'
-            " name one of these."
+            f'[squeeze] device = "{name}": this machine has no such device'
+            f" ({present_devices()}). Choose another."
         )
     return device
 

@@ -193,8 +193,8 @@ def check_output(source: Path, output: Path, overwrite: bool) -> None:
     marker = output / MARKER
     if not marker.is_file() or read_object(marker).get("kind") != "squeeze":
         raise ConfigurationError(
-            f"{where} exists and was not made by a squeeze job, so it is not overwritten; choose"
-            " another folder."
+            f"{where} exists and does not come from a squeeze job, so retrain does not"
+            " overwrite it; choose another folder."
         )
     if not overwrite:
         raise ConfigurationError(
@@ -285,8 +285,9 @@ def _verify(
         if difference > allowed:
             raise RunFailed(
                 f"{output}: the update of {source.name} differs from the truncated one by"
-                f" {difference:.3g}, and rounding to {str(layer.a.dtype).removeprefix('torch.')}"
-                f" explains {allowed:.3g}; the folder cannot be trusted."
+                f" {difference:.3g}, and rounding to"
+                f" {str(layer.a.dtype).removeprefix('torch.')} explains {allowed:.3g}. Do not"
+                " use this folder."
             )
         squares.append(difference**2)
     return sqrt(fsum(squares))

@@ -127,8 +127,8 @@ def _refuse_upload(base: str) -> None:
     """Raise ConfigurationError for an adapter whose base stays on this machine."""
     if Path(base).is_dir():
         raise ConfigurationError(
-            f"--hub: the adapter's base is a folder of this machine, {base}, which nobody who"
-            " downloads the adapter has; add --merged, which uploads a whole model."
+            f"--hub: the adapter's base is a folder of this machine, {base}, which others lack."
+            " Add --merged, which uploads a whole model."
         )
 
 
@@ -270,7 +270,7 @@ def _trained(config: TrainConfig, base: str, folder: Path) -> Any:
 def _does_not_fit(adapter: Path, base: str, problem: str) -> ConfigurationError:
     return ConfigurationError(
         f"{adapter} does not fit its base model {base} ({problem}); put back the model and the"
-        f" {CONFIG_FILE} that the run was trained with."
+        f" {CONFIG_FILE} of the run."
     )
 
 
@@ -361,8 +361,8 @@ def check_hub(name: str) -> None:
     problem = hub.why_unreachable()
     if problem:
         raise EnvironmentFailure(
-            f"--hub {name}: {problem}; export without --hub, and upload the folder by `hf upload"
-            f" {name} FOLDER` where there is a network."
+            f"--hub {name}: {problem}. Export without --hub, and upload the folder by `hf"
+            f" upload {name} FOLDER` where there is a network."
         )
 
 

@@ -239,7 +239,7 @@ def local_adapter(config: "TrainConfig") -> Iterator[Path]:
             )
         except EnvironmentFailure as error:
             raise EnvironmentFailure(
-                f"[squeeze] adapter_path = {path!r} cannot be analysed: {error}"
+                f"[squeeze] adapter_path = {path!r} has no analysis: {error}"
             ) from error
         yield Path(folder)
 

@@ -186,8 +186,8 @@ def check_extra(module: str, extra: str = "") -> None:
 
 def _not_installed(module: str, missing: str | None, extra: str) -> EnvironmentFailure:
     return EnvironmentFailure(
-        f"[logging] trackers asks for {module}, which is not installed ({missing} is missing);"
-        f" {install_hint(extra)}."
+        f"[logging] trackers asks for {module}, which this environment lacks ({missing} is"
+        f" missing); {install_hint(extra)}."
     )
 
 
@@ -199,7 +199,7 @@ def import_extra(module: str, extra: str = "") -> ModuleType:
         raise _not_installed(module, error.name, extra) from error
     except ImportError as error:
         raise EnvironmentFailure(
-            f"[logging] trackers asks for {module}, which cannot be imported ({error}); reinstall"
+            f"[logging] trackers asks for {module}, which does not import ({error}); reinstall"
             " it or leave it out."
         ) from error
 
@@ -259,7 +259,8 @@ class Background(Tracker):
         self._tell_news()
         if self._thread.is_alive():
             self._complain(
-                f"{self._name} did not end within {self.patience_s:g} s and is abandoned"
+                f"{self._name} did not end within {self.patience_s:g} s, so retrain stops"
+                " waiting for it"
             )
         if self._thread.is_alive() or self._failure is not None:
             self._sink.abandon()

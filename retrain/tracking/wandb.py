@@ -97,7 +97,7 @@ class WandbTracker(ExternalTracker):
             self._run = self._init(on_disk, mode="offline")
             reason = " ".join(str(error).split()).rstrip(".")
             self.outbox.put(
-                f"wandb cannot be reached ({reason}), so the run is kept on disk;"
+                f"wandb does not answer ({reason}), so the run stays on disk;"
                 f" {self._how_to_send(f'offline-run-*-{on_disk}')}."
             )
         # wandb puts one there that prints a traceback without masking its secrets.
@@ -174,7 +174,7 @@ class WandbTracker(ExternalTracker):
         except Exception as error:  # noqa: BLE001 - wandb may raise anything here
             reason = " ".join(str(error).split()).rstrip(".")
             if not self._said_table:
-                self.outbox.put(f"wandb did not take the table {key} ({reason}); the rest is sent.")
+                self.outbox.put(f"wandb did not take the table {key} ({reason}); it gets the rest.")
             self._said_table = True
 
     def _log_squeeze(self, result: SqueezeSummary) -> None:

@@ -396,7 +396,7 @@ class PrimeRLBackend(PrimeRLFacts):
         batches = read_object(folder / STATE).get("batches")
         if not isinstance(batches, int):
             raise RunFailed(
-                f"{folder / STATE} lacks the number of sent batches, so the file is damaged."
+                f"{folder / STATE} lacks the number of sent batches; put it back from a copy."
             )
         self._shipped = batches
 

@@ -52,7 +52,7 @@ class PrimeRLFacts(RemoteBackend):
             "PRIME-RL's trainer has its own loss; leave it out here and set that in the trainer's"
             " configuration"
         ),
-        "kl": "the KL term stands in the configuration of PRIME-RL's trainer; leave it at 0",
+        "kl": "the KL term belongs to the configuration of PRIME-RL's trainer; leave it at 0",
         "entropy_bonus": "PRIME-RL's trainer has no entropy term; leave it at 0",
         "correction": (
             "PRIME-RL's ratio is against the sampler's log-probs; leave out [loss] correction and"
