@@ -17,6 +17,7 @@ from runs import small
 from showcase import HOSTILE, write_showcase
 
 from retrain.analysis.runs import find_runs
+from retrain.analysis.status import State
 from retrain.cli.main import main
 from retrain.install import install_hint
 from retrain.records.terminal import visible
@@ -462,10 +463,10 @@ def test_the_command_writes_page_and_pictures(
 
 def test_the_steps_of_a_run_that_is_skipped_are_not_waited_for() -> None:
     statuses = [
-        SimpleNamespace(state="done", steps=4, max_steps=4),
-        SimpleNamespace(state="skipped", steps=0, max_steps=None),
+        SimpleNamespace(state=State.DONE, steps=4, max_steps=4),
+        SimpleNamespace(state=State.SKIPPED, steps=0, max_steps=None),
     ]
-    data = SimpleNamespace(kind="campaign", statuses=statuses, arms=[], seeds=2)
+    data = SimpleNamespace(folder=Path(), statuses=statuses, arms=[], seeds=2)
     assert dict(_campaign_tiles(data))["steps"] == "4"  # type: ignore[arg-type]
 
 

@@ -10,7 +10,6 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.install import install_hint, missing_package
 
 _EXTRA = ("jinja2", "matplotlib")
-PICTURES = (".svg", ".pdf", ".png")
 
 
 def command(
@@ -50,11 +49,12 @@ def command(
 
     request = ReportRequest(folder, baseline, metric, against or (), trust)
     _check_output(output)
-    written = write_report(request, output or RunFolder(folder).report)
-    print(clean(f"Report: {written.page}"))
-    for picture in written.pictures:
+    page = output or RunFolder(folder).report
+    pictures, notes = write_report(request, page)
+    print(clean(f"Report: {page}"))
+    for picture in pictures:
         print(clean(f"Picture: {picture}"))
-    for note in written.notes:
+    for note in notes:
         print_progress(note)
 
 
@@ -72,7 +72,7 @@ def _check_output(output: Path | None) -> None:
     """Raise ConfigurationError for an output that is a folder or a picture."""
     if output is None:
         return
-    if output.suffix in PICTURES:
+    if output.suffix in (".svg", ".png"):
         raise ConfigurationError(
             f"--output {output} would be an HTML page; name it .html. Its figures go next to it"
             " as svg and png."

@@ -207,6 +207,10 @@ class Explanation:
     def kind(self) -> Literal["run", "campaign", "squeeze"]:
         return self.config.kind
 
+    @property
+    def seeds(self) -> list[int]:
+        return list(dict.fromkeys(run.seed for run in self.runs))
+
     @cached_property
     def mix(self) -> list[Quota]:
         """The quotas of the sources of `[[data.mix]]`, in the first run; [] without a mixture."""
@@ -216,12 +220,16 @@ class Explanation:
         adapter = self.adapter
         declared = {"engine": self.engine, "backend": self.backend}
         predicted = {"schedule": self.schedule, "memory": self.memory, "power": self.power}
-        tables = {"conditions": self.conditions, "mix": self.mix, "settings": self.settings}
+        tables: dict[str, Sequence[Any]] = {
+            "conditions": self.conditions,
+            "mix": self.mix,
+            "settings": self.settings,
+        }
         shape = {"max_steps", "batch_size", "group_size", "max_tokens"}
         return {
             "kind": self.kind,
             "file": str(self.config.source_path) if self.config.source_path else None,
-            "seeds": list(dict.fromkeys(run.seed for run in self.runs)),
+            "seeds": self.seeds,
             "runs": [
                 {
                     "name": run.name,

@@ -70,14 +70,10 @@ def _size(seen: "Explanation") -> str:
     if seen.kind == "campaign":
         return (
             f"Campaign: {counted(len(seen.conditions), 'condition')} x"
-            f" {counted(len(_seeds(seen)), 'seed')} = {counted(len(seen.runs), 'run')} of {steps}"
+            f" {counted(len(seen.seeds), 'seed')} = {counted(len(seen.runs), 'run')} of {steps}"
         )
     seed = "a seed drawn at the start" if run.seed == -1 else f"seed {run.seed}"
     return f"Run: {run.condition}, {seed}, {steps}"
-
-
-def _seeds(seen: "Explanation") -> list[int]:
-    return list(dict.fromkeys(run.seed for run in seen.runs))
 
 
 def _facts(seen: "Explanation") -> Iterator[tuple[str, str]]:
@@ -88,7 +84,7 @@ def _facts(seen: "Explanation") -> Iterator[tuple[str, str]]:
     # A campaign shows these with each of its conditions.
     maximal_lambda = weights = None
     if seen.kind == "campaign":
-        yield "seeds", ", ".join(map(str, _seeds(seen)))
+        yield "seeds", ", ".join(map(str, seen.seeds))
         folder = f"{run.folder.parent.parent}/runs/<condition>_s<seed>"
     else:
         maximal_lambda = seen.conditions[0].maximal_lambda
@@ -184,10 +180,8 @@ def _conditions(seen: "Explanation") -> Iterator[str]:
         return
     rows = []
     for condition in seen.conditions:
-        if condition.maximal_lambda is None:
-            sepa = ""
-        else:
-            sepa = f"SEPA's lambda reaches {condition.maximal_lambda:.3g}"
+        reached = condition.maximal_lambda
+        sepa = "" if reached is None else f"SEPA's lambda reaches {reached:.3g}"
         rows.append(
             (
                 condition.label,
@@ -226,17 +220,13 @@ def _memory(seen: "Explanation") -> Iterator[str]:
 
 
 def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
-    workers = ""
-    if schedule.effective_parallelism > 1:
-        workers = f" / {schedule.effective_parallelism} at once"
+    parallel = schedule.effective_parallelism
+    workers = f" / {parallel} at once" if parallel > 1 else ""
     runs = f"{counted(schedule.total_runs, 'run')} x " if schedule.total_runs > 1 else ""
     done = f", less {schedule.steps_done:,} done" if schedule.steps_done else ""
     what = f"{runs}{counted(schedule.steps_per_run, 'step')}{done}{workers}"
-    if (
-        schedule.step_time is None
-        or schedule.estimated_wall_time_s is None
-        or schedule.device_hours is None
-    ):
+    step = schedule.step_time
+    if step is None:
         product = f"{what}; " if runs or done else ""
         yield (
             "steps",
@@ -244,7 +234,6 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
             f"{product}for time and cost, measure one with --probe or give --pilot RUN_DIR",
         )
     else:
-        step = schedule.step_time
         yield (
             "step",
             f"{step.seconds:.2f} s" if step.seconds < 100 else duration(step.seconds),
@@ -258,19 +247,19 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
             )
         yield (
             "in all",
-            duration(schedule.estimated_wall_time_s),
+            duration(schedule.estimated_wall_time_s or 0.0),
             f"{what}; evaluations and loading aside",
         )
-        if schedule.cost is not None:
+        if schedule.cost:
             yield (
                 "cost",
                 f"{schedule.cost:,.2f}",
-                f"{schedule.device_hours:,.2f} device hours at {schedule.price_per_hour:g}",
+                f"{schedule.device_hours or 0.0:,.2f} device hours at {schedule.price_per_hour:g}",
             )
     best = schedule.recommended
     if best:
         yield (
             "workers",
-            str(schedule.effective_parallelism),
+            str(parallel),
             f"recommended max_workers: {best.count} ({best.because})",
         )

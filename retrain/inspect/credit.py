@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,9 @@ from retrain.types import (
 
 if TYPE_CHECKING:
     from retrain.config.schema import Model, Planning
+
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 class Pieces:
@@ -186,10 +189,7 @@ class StepCredit:
     def completion(self, number: int) -> CompletionCredit:
         table = self.table
         part = slice(int(table.offsets[number]), int(table.offsets[number + 1]))
-        entropies, planning, ratios, kept = (
-            None if values is None else values[part]
-            for values in (table.entropies, self.planning, table.log_ratios, table.kept)
-        )
+        ratios = _part(table.log_ratios, part)
         return CompletionCredit(
             slot=int(table.slot[number]),
             sample=int(table.sample[number]),
@@ -198,11 +198,11 @@ class StepCredit:
             token_ids=table.token_ids[part],
             pieces=self.pieces.of(table.token_ids[part]),
             surprisals=surprisal(table.logprobs[part]),
-            entropies=entropies,
-            planning=planning,
+            entropies=_part(table.entropies, part),
+            planning=_part(self.planning, part),
             detectors={name: mask[part] for name, mask in self.detectors.items()},
             log_ratios=None if ratios is None or np.isnan(ratios).any() else ratios,
-            kept=kept,
+            kept=_part(table.kept, part),
             stages={
                 label: {stage: values[part] for stage, values in stages.items()}
                 for label, stages in self.stages.items()
@@ -212,6 +212,10 @@ class StepCredit:
                 for start, _, context, restarts in turns_of(table, number)
             ],
         )
+
+
+def _part(values: npt.NDArray[_Scalar] | None, part: slice) -> npt.NDArray[_Scalar] | None:
+    return None if values is None else values[part]
 
 
 def stored_steps(folder: RunFolder) -> list[int]:
@@ -463,9 +467,9 @@ def _trajectory(table: TokenTable, number: int, sample: int) -> Trajectory:
             sample=sample,
             token_ids=table.token_ids[part],
             logprobs=table.logprobs[part],
-            entropies=table.entropies[part] if table.entropies is not None else None,
+            entropies=_part(table.entropies, part),
             finish_reason=reason,
-            kept=table.kept[part] if table.kept is not None else None,
+            kept=_part(table.kept, part),
         )
 
     turns = turns_of(table, number) or [(0, last - first, np.zeros(0, np.int32), False)]

@@ -42,13 +42,10 @@ def scale_of(credit: StepCredit, quantity: Quantity) -> float:
         Quantity.ENTROPY: [table.entropies],
         Quantity.LOG_RATIO: [table.log_ratios],
     }
-    sizes = np.abs(
-        np.concatenate([np.zeros(0), *(array for array in arrays[quantity] if array is not None)])
-    )
+    known = [array for array in arrays[quantity] if array is not None]
+    sizes = np.abs(np.concatenate([np.zeros(0), *known]))
     seen = sizes[np.isfinite(sizes) & (sizes > 0)]
-    if len(seen):
-        return float(np.quantile(seen, _STRONGEST))
-    return 1.0
+    return float(np.quantile(seen, _STRONGEST)) if len(seen) else 1.0
 
 
 def levels(values: Values, scale: float, count: int) -> list[int]:

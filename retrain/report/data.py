@@ -406,12 +406,10 @@ def _tokens(
                 # The run's own credit needs no code of the run.
                 credit = read_step(run)
             found.append(InspectedRun(arm.label, run.name, credit))
-        except NoJudgedCompletion as error:
-            notes.append(f"No tokens of {run.name}: {error}")
-        # A wrong --against; any other error leaves the tokens of one run out.
-        except ConfigurationError:
-            raise
+        # Raise for a wrong --against; any other error leaves the tokens of one run out.
         except RetrainError as error:
+            if isinstance(error, ConfigurationError) and not isinstance(error, NoJudgedCompletion):
+                raise
             notes.append(f"No tokens of {run.name}: {error}")
     if against and not found:
         raise ConfigurationError(

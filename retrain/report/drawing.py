@@ -28,10 +28,13 @@ _HEIGHT = 3.1
 _ROW_HEIGHT = 0.56
 _NAME_HEIGHT = 0.2
 _LABELS_HEIGHT = 0.8
+ROW_NAME = 34
+"""Characters of a name above a row."""
+_MAX_BANDS = 5
 _MARKED_STEPS = 12
 """Up to this number of points, a line shows each."""
 _NAME_WIDTH = 18
-"""Characters of a name at the end of a line; the table has the whole name."""
+"""Characters of a name at the end of a line."""
 _EDGE = 0.02
 """Margin of a rate's axis beyond 0 and 1, so that a line there is visible."""
 INK = "#1d2530"
@@ -77,6 +80,12 @@ _FILE_METADATA: dict[str, dict[str, None]] = {
 }
 """Format -> metadata that removes the date and the library version from the file."""
 _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
+
+
+def shortened(words: str, width: int) -> str:
+    """Leave out the middle of words that are too long; the table has the whole name."""
+    half = width // 2
+    return words if len(words) <= width else f"{words[: half - 1]}…{words[-half:]}"
 
 
 def series(index: int) -> str:
@@ -141,6 +150,7 @@ def empty_figure(height: float = _HEIGHT) -> tuple[Figure, Axes]:
 def as_percentages(axes: Axes) -> None:
     """Show rates as percentages, on an axis that fits the data within 0 and 1."""
     axes.autoscale(axis="y")
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     low, high = axes.get_ylim()
     axes.set_ylim(max(-_EDGE, low), min(1 + _EDGE, high))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if high - low > 0.05 else 1))
@@ -194,7 +204,7 @@ def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
         names += _draw_held_out(axes, data.arms[0].held_out[0])
     axes.set(xlabel="step", ylabel=lines.ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.margins(x=0.01)
+    axes.margins(x=0.02)
     if lines.percent:
         as_percentages(axes)
     elif lines.from_zero:
@@ -214,15 +224,18 @@ def _draw_lines(axes: Axes, data: ReportData, lines: Lines, window: int) -> list
             continue
         if data.single and window > 1 and (raw := arm.band(field)):  # Draw each step, thin.
             axes.plot(raw.steps, raw.mean, color=colour, alpha=0.28, linewidth=1)
-        _draw_band(axes, band, colour, percent=lines.percent, dashed=place > 0)
+        banded, dashed = _has_bands(data), place > 0
+        _draw_band(axes, band, colour, percent=lines.percent, dashed=dashed, banded=banded)
         words = lines.fields[field] if data.single else arm.label
-        if data.single or place == 0:  # A note explains the dashes of several conditions.
+        if data.single or not dashed:  # A note explains the dashes of several conditions.
             names.append(Name(band.mean[-1], words, colour))
     return names
 
 
-def _draw_band(axes: Axes, band: Band, colour: str, *, percent: bool, dashed: bool) -> None:
-    if band.sd is not None:
+def _draw_band(
+    axes: Axes, band: Band, colour: str, *, percent: bool, dashed: bool, banded: bool
+) -> None:
+    if band.sd is not None and banded:
         low, high = band.mean - band.sd, band.mean + band.sd
         if percent:
             low, high = np.clip((low, high), 0.0, 1.0)
@@ -258,11 +271,8 @@ def write_names(axes: Axes, names: Sequence[Name]) -> None:
     places -= (places - wanted).mean()
     places += max(0.0, -places[0]) - max(0.0, places[-1] - 1)
     for name, place in zip(names, places, strict=True):
-        words = name.words
-        if len(words) > _NAME_WIDTH:
-            words = f"{words[: _NAME_WIDTH // 2 - 1]}…{words[-_NAME_WIDTH // 2 :]}"
         axes.annotate(
-            words,
+            shortened(name.words, _NAME_WIDTH),
             (1, place),
             xytext=(5, 0),
             xycoords="axes fraction",
@@ -273,6 +283,11 @@ def write_names(axes: Axes, names: Sequence[Name]) -> None:
         )
 
 
+def _has_bands(data: ReportData) -> bool:
+    """True unless every condition has one run, or more conditions would hide each other's bands."""
+    return len(data.arms) <= _MAX_BANDS and any(len(arm.runs) > 1 for arm in data.arms)
+
+
 def _line_words(data: ReportData, window: int) -> str:
     """Return a sentence on what the lines average; `window` is the number of steps in a running
     mean.
@@ -280,8 +295,7 @@ def _line_words(data: ReportData, window: int) -> str:
     smoothed = f"mean of {window} steps" if window > 1 else ""
     if data.single:
         return f"Bold: {smoothed}; thin: each step." if smoothed else ""
-    several = any(len(arm.runs) > 1 for arm in data.arms)
-    band = "; band: one standard deviation between runs" if several else ""
+    band = "; band: one standard deviation between runs" if _has_bands(data) else ""
     return f"Line: mean over the runs{', ' * bool(smoothed)}{smoothed}{band}."
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from retrain.analysis.compare import Comparison
-from retrain.analysis.headline import name_of
 from retrain.analysis.statistics import t_interval
 from retrain.analysis.verdict import Verdict
 from retrain.records.terminal import counted
@@ -18,6 +17,7 @@ from retrain.report.data import HELD_OUT, ReportData, SqueezeCurve
 from retrain.report.drawing import (
     INK,
     MUTED,
+    ROW_NAME,
     Lines,
     Name,
     PageFigure,
@@ -29,6 +29,7 @@ from retrain.report.drawing import (
     line_figure,
     row_figure,
     series,
+    shortened,
     to_picture,
     write_names,
 )
@@ -134,7 +135,15 @@ def _held_out(data: ReportData) -> PageFigure | None:
             mean = float(values.mean())
             # Student's interval of a rate may go beyond its ends.
             bounds = np.clip(t_interval(values), 0.0, 100.0) if len(values) > 1 else None
-            rows.append(Row(f"{arm.label}: {mean:.1f}%", values, mean, bounds, series(index)))
+            rows.append(
+                Row(
+                    f"{shortened(arm.label, ROW_NAME)}: {mean:.1f}%",
+                    values,
+                    mean,
+                    bounds,
+                    series(index),
+                )
+            )
     figure, axes = row_figure(len(rows))
     draw_rows(axes, rows)
     axes.set_xlabel("held-out pass@1 (%)")
@@ -173,7 +182,7 @@ def draw_differences(comparison: Comparison, labels: Sequence[str], axes: Axes) 
         index = labels.index(contrast.condition) if contrast.condition in labels else row + 1
         rows.append(
             Row(
-                f"{name_of(contrast, comparison)}: {found.word(comparison.test.alpha)}",
+                f"{shortened(contrast.condition, ROW_NAME)}: {found.word(comparison.test.alpha)}",
                 scale * np.array(list(contrast.differences.values())),
                 scale * found.mean,
                 scale * np.array(found.interval) if found.interval else None,

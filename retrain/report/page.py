@@ -4,11 +4,10 @@ import base64
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from markupsafe import Markup
 from retrain.analysis.compare import Comparison
 from retrain.analysis.comparison_text import Table, arm_table, blocks, contrast_table, narrowed
 from retrain.analysis.headline import answer
-from retrain.analysis.status import RunStatus
+from retrain.analysis.status import CampaignStatus, RunStatus
 from retrain.errors import EnvironmentFailure
 from retrain.inspect import Quantity
 from retrain.inspect.credit import CompletionCredit
@@ -134,7 +133,7 @@ def turns(prompt: str) -> list[tuple[str, str]]:
     return [turn for turn in _TURN.findall(prompt) if turn[1]] or [("", prompt)]
 
 
-def render(data: ReportData, figures: Sequence[PageFigure], made: datetime) -> str:
+def render(data: ReportData, figures: Sequence[PageFigure]) -> str:
     """Return the page as HTML."""
     script, style = asset("report.js"), asset("report.css")
     # matplotlib escapes the texts in a figure; they are labels of conditions, made visible as all
@@ -148,7 +147,7 @@ def render(data: ReportData, figures: Sequence[PageFigure], made: datetime) -> s
         .get_template("report.html")
         .render(
             data=data,
-            made=f"{made:%Y-%m-%d %H:%M:%S}",
+            made=f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}",
             policy=content_policy(script),
             style=Markup(style),
             script=Markup(script),
@@ -183,10 +182,11 @@ def _results(comparison: Comparison) -> Table:
     head, rows = arm_table(comparison)
     more, contrasts = _contrasts(comparison)
     differences = {name: cells for name, *cells in contrasts}
-    nothing = [""] * len(more[1:])
-    merged = [[*row, *differences.get(row[0], nothing)] for row in rows]
-    shown = [column for column, name in enumerate([*head, *more[1:]]) if name != "pairs"]
-    return picked([*head, *more[1:]], shown), [picked(row, shown) for row in merged]
+    merged = [[*row, *differences.get(row[0], [""] * len(more[1:]))] for row in rows]
+    names = [*head, *more[1:]]
+    shown = [column for column, name in enumerate(names) if name != "pairs"]
+    shown.sort(key=lambda column: " per " in names[column])  # The cost comes last.
+    return picked(names, shown), [picked(row, shown) for row in merged]
 
 
 def content_policy(script: str) -> str:
@@ -233,15 +233,11 @@ def environment() -> Environment:
 
 def _campaign_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
     """Yield the (name, value) pairs of a campaign's progress."""
-    runs = len(data.statuses)
-    yield "runs done", f"{sum(status.state == 'done' for status in data.statuses)} of {runs}"
+    whole = CampaignStatus(data.folder, tuple(data.statuses))
+    yield "runs done", f"{whole.counts.get('done', 0)} of {len(whole.runs)}"
     yield "seeds", str(data.seeds)
-    steps = sum(status.steps for status in data.statuses)
-    planned = 0
-    if data.kind == "campaign":  # `retrain status` counts the same: a skipped run takes none.
-        wanted = sum(status.state != "skipped" for status in data.statuses)
-        planned = wanted * max((status.max_steps or 0 for status in data.statuses), default=0)
-    yield "steps", f"{steps:,} of {planned:,}" if planned > steps else f"{steps:,}"
+    still = f" of {whole.max_steps:,}" if whole.max_steps > whole.steps else ""
+    yield "steps", f"{whole.steps:,}{still}"
     curves = chain.from_iterable(arm.curves for arm in data.arms)
     yield "time in steps", duration(sum(float(one.known("step_time_s").sum()) for one in curves))
 
@@ -279,7 +275,6 @@ def _arm_table(arms: Sequence[ConditionCurves]) -> Table:
     Training accuracy counts only the runs that have reached the condition's last step, since any
     other run would lower it.
     """
-    head = ["condition", "runs", "steps", "held-out", "training, last tenth"]
     medians = {
         "tokens/s": ("tokens_per_s", ",.0f"),
         "s/step": ("step_time_s", ".3g"),
@@ -297,12 +292,10 @@ def _arm_table(arms: Sequence[ConditionCurves]) -> Table:
         for field, form in medians.values():
             row.append(_mean([curves.median(field) for curves in arm.curves], form))
         rows.append(row)
-    return [*head, *medians], rows
+    return ["condition", "runs", "steps", "held-out", "training, last tenth", *medians], rows
 
 
-_RUN_HEAD = (
-    *("run", "state", "step", "correct", "reward", "held-out", "tokens/s", "s/step", "note"),
-)
+_RUN_HEAD = ("run", "state", "step", "correct", "reward", "held-out", "tokens/s", "s/step", "note")
 
 
 def _run_row(status: RunStatus) -> tuple[str, ...]:
@@ -329,45 +322,28 @@ def _mean(values: Sequence[float | None], form: str) -> str:
     return number(sum(known) / len(known) if known else None, form)
 
 
-@dataclass(frozen=True)
-class ReportFiles:
-    page: Path
-    pictures: list[Path]
-    notes: Sequence[str]
-    """The parts that the page could not show, a sentence each."""
-
-
 def build_page(request: ReportRequest) -> str:
     """Read a folder, draw its figures and render the page."""
     data = read_report_data(request)
-    return render(data, draw_figures(data), datetime.now().astimezone())
+    return render(data, draw_figures(data))
 
 
-@contextmanager
-def _writing(output: Path) -> Iterator[None]:
-    """Make the folder of `output`. Raises EnvironmentFailure if the disk refuses it."""
+def write_report(request: ReportRequest, output: Path) -> tuple[list[Path], Sequence[str]]:
+    """Write the page to `output`, and every figure to <its stem>-<figure>.svg and .png in the same
+    folder. Replaces each file atomically. Returns the pictures, and a sentence for each part that
+    the page could not show. Raises EnvironmentFailure if the disk refuses a file.
+    """
+    data = read_report_data(request)
+    figures, pictures = draw_figures(data), []
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        yield
+        for drawn, form in product(figures, ("svg", "png")):
+            pictures.append(output.with_name(f"{output.stem}-{drawn.name}.{form}"))
+            replace_file(pictures[-1], to_picture(drawn.figure, drawn.name, form))
+        replace_file(output, render(data, figures))
     except OSError as error:
         raise EnvironmentFailure(
             f"{output} cannot be written: {error.strerror or error}; name another file with"
             " --output."
         ) from error
-
-
-def write_report(request: ReportRequest, output: Path) -> ReportFiles:
-    """Write the page to `output`, and every figure to <its stem>-<figure>.svg and .png in the same
-    folder. Replaces each file atomically. Raises EnvironmentFailure if the disk refuses a file.
-    """
-    data = read_report_data(request)
-    figures = draw_figures(data)
-    pictures = []
-    with _writing(output):
-        for drawn in figures:
-            for form in ("svg", "png"):
-                picture = output.with_name(f"{output.stem}-{drawn.name}.{form}")
-                replace_file(picture, to_picture(drawn.figure, drawn.name, form))
-                pictures.append(picture)
-        replace_file(output, render(data, figures, datetime.now().astimezone()))
-    return ReportFiles(output, pictures, data.notes)
+    return pictures, data.notes
