@@ -217,7 +217,7 @@ def test_a_line_without_a_step_is_named_by_the_report(
 
 
 def test_lines_of_other_versions_are_read(tmp_path: Path) -> None:
-    run = StoredRun(write_run(tmp_path / "run", 1))
+    run = StoredRun(write_run(tmp_path / "run", 1, rates=[0.5]))
     run.folder.metrics.write_text(
         '{"step": 0, "condition": "x", "correct_rate": 1, "of_the_future": [1]}\n'
     )

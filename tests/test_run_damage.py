@@ -141,6 +141,8 @@ def test_a_checkpoint_whose_steps_lost_their_rows_gives_way_and_is_kept(run: Pat
     assert opening.state.step == 2
     assert any("step_000004 is not used: metrics.jsonl has" in note for note in opening.notes)
     assert "step_000004 is kept as damaged-step_000004." in opening.notes
+    now, used = run / "trainer_state.json", run / "checkpoints/step_000002/trainer_state.json"
+    assert now.read_bytes() == used.read_bytes(), "else its longer logs would count as lost"
     assert (run / "checkpoints" / "damaged-step_000004" / "manifest.json").is_file()
     assert [line["step"] for line in lines(metrics)] == [0, 1]
     assert {line["step"] for line in lines(run / "evaluation.jsonl")} == {2}

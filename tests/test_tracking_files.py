@@ -29,6 +29,7 @@ from retrain.records.jsonl import (
 )
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
+from retrain.records.sound import changed_log
 from retrain.records.state import TrainerState
 from retrain.records.summary import RunSummary
 from retrain.records.token_table import TokenTable, read_tokens, write_tokens
@@ -195,7 +196,7 @@ def test_resume_cuts_every_file_back_to_the_checkpoint(tmp_path: Path) -> None:
         folder.step_tokens(step).parent.mkdir(exist_ok=True)
         folder.step_tokens(step).touch()
     state = TrainerState(seed=0, config_hash="", step=4, files=extents)
-    assert folder.missing_rows(state) == ""
+    assert changed_log(folder, vars(state)) == ""
     folder.cut_to(state, print)
     for path in (folder.metrics, folder.emergence_steps, folder.generations):
         assert steps_of(path) == [0, 1, 2, 3]
@@ -255,7 +256,7 @@ def problems(step: int) -> list[EvaluationRecord]:
 def test_a_checkpoint_that_does_not_say_how_far_the_files_reach_is_not_used(tmp_path: Path) -> None:
     with JsonlWriter(RunFolder(tmp_path).metrics) as writer:
         writer.write({"step": 0})
-    problem = RunFolder(tmp_path).missing_rows(TrainerState(0, "", step=1))
+    problem = changed_log(RunFolder(tmp_path), vars(TrainerState(0, "", step=1)))
     assert problem == "it does not say how far metrics.jsonl reached"
 
 

@@ -326,13 +326,14 @@ def group_by_condition(
             grouped.left_out.append(f"{run.name} {run.unfinished}.")
             if run.failed:
                 grouped.failed.setdefault(run.condition, set()).add(run.seed)
-        elif run.seed in by_seed:
+            continue
+        run.check()
+        if run.seed in by_seed:
             raise ConfigurationError(
                 f"{by_seed[run.seed].path} and {run.path} are both {run.condition} with seed"
                 f" {run.seed}; name only one of them."
             )
-        else:
-            by_seed[run.seed] = run
+        by_seed[run.seed] = run
     # Copies show only among all runs.
     for same in repeated_numbers(grouped.runs):
         names = " and ".join(run.name for run in same)

@@ -15,10 +15,11 @@ import numpy as np
 from retrain.analysis.arms import RunsByCondition
 from retrain.analysis.held_out import Answers, UnjudgedRule
 from retrain.analysis.measures import Metric
-from retrain.analysis.runs import CHANGED, StoredRun
+from retrain.analysis.runs import StoredRun
 from retrain.analysis.statistics import Floats
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.entries import EvaluationRecord, StepRecord
+from retrain.records.jsonl import CHANGED
 from retrain.records.terminal import counted
 
 _FORM = re.compile(r"tokens=(\d[\d_]*(?:\.\d+)?(?:e\d+)?)")
@@ -114,7 +115,7 @@ class RunAtBudget(StoredRun):
     @cached_property
     def answers(self) -> Answers | None:
         """The held-out answers at the budget; None without evaluations."""
-        if not self.held_out_file.is_file():
+        if not self.folder.evaluation.is_file():
             return None
         self._check_reached()
         points = list(self._evaluations())
@@ -148,12 +149,12 @@ class RunAtBudget(StoredRun):
         """
         # The step of an evaluation is the number of steps completed before it, the index into
         # `costs`.
-        stored = groupby(EvaluationRecord.read(self.held_out_file), key=lambda one: one.step)
+        stored = groupby(EvaluationRecord.read(self.folder.evaluation), key=lambda one: one.step)
         for step, records in stored:
             if step >= len(self.costs):
                 raise RunFailed(
-                    f"{self.held_out_file} holds an evaluation after {counted(step, 'step')}, and"
-                    f" {self.folder.metrics} has {len(self.costs) - 1} of them{CHANGED}"
+                    f"{self.folder.evaluation} holds an evaluation after {counted(step, 'step')},"
+                    f" and {self.folder.metrics} has {len(self.costs) - 1} of them{CHANGED}"
                 )
             yield float(self.costs[step]), Answers.of(list(records))
 

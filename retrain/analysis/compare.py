@@ -67,7 +67,6 @@ def comparison_notes(
 ) -> Iterator[str]:
     base = arms[baseline]
     runs = list(chain.from_iterable(arm.runs.values() for arm in arms.values()))
-    yield from (run.damage for run in runs if run.damage)
     if grouped.to_come:
         # An e-process stays valid at any number of looks.
         peeking = ""

@@ -63,43 +63,13 @@ def _is_section(section: Any) -> bool:
 
 
 def problem_of(run: StoredRun, given: Mapping[str, Any]) -> str:
-    """Return why a run differs from its campaign's plan, or contradicts itself, as a predicate.
-    Return "" if it has not begun or has no such problem.
-    """
-    if not is_run(run.path):
-        return ""
-    return _contradiction(run) or _not_as_planned(run, given)
-
-
-def problems_of(campaign: Path, runs: Iterable[StoredRun]) -> dict[Path, str]:
-    """Map the folder of each run of a campaign with a problem to its `problem_of`."""
-    given = given_keys(campaign)
-    problems = {run.path: problem_of(run, given) for run in runs}
-    return {path: problem for path, problem in problems.items() if problem}
-
-
-def _contradiction(run: StoredRun) -> str:
-    """Contradiction between the files of one run's folder, as a predicate; "" if they agree."""
-    config = run.config
-    state = read_object(run.folder.trainer_state) if run.folder.trainer_state.is_file() else {}
-    for name, source, said in (
-        ("seed", run.folder.summary, run.summary.get("seed")),
-        ("seed", run.folder.trainer_state, state.get("seed")),
-        ("condition", run.folder.summary, run.summary.get("condition")),
-    ):
-        own = config.training.seed if name == "seed" else config.condition_label
-        if said is not None and said != own:
-            return f"has {name} {own} in {run.folder.config.name} and {said} in {source.name}"
-    return ""
-
-
-def _not_as_planned(run: StoredRun, given: Mapping[str, Any]) -> str:
     """Return how a run's stored configuration differs from its entry in the manifest and from the
-    campaign's keys; "" if it does not.
+    campaign's keys, as a predicate; "" if it does not, or has not begun.
     """
-    planned, config = run.planned, run.config
-    if planned is None:
+    planned = run.planned
+    if planned is None or not is_run(run.path):
         return ""
+    config = run.config
     if planned.status == "failed" and run.is_whole:
         return f"failed, says {MANIFEST}, and is done, says its own {run.folder.summary.name}"
     if config.training.seed != planned.seed:
@@ -117,6 +87,13 @@ def _not_as_planned(run: StoredRun, given: Mapping[str, Any]) -> str:
                 " planned"
             )
     return ""
+
+
+def problems_of(campaign: Path, runs: Iterable[StoredRun]) -> dict[Path, str]:
+    """Map the folder of each run of a campaign with a problem to its `problem_of`."""
+    given = given_keys(campaign)
+    problems = {run.path: problem_of(run, given) for run in runs}
+    return {path: problem for path, problem in problems.items() if problem}
 
 
 def planned_values(given: Mapping[str, Any], condition: str) -> Json:
@@ -244,12 +221,12 @@ def as_planned(
         )
         for run in runs
     ]
-    problems = {run.path: problem_of(run, {}) for run in known}
+    problems: dict[Path, str] = {}
     for folder in campaigns:
         problems |= problems_of(
             folder, [run for run in known if run.path.resolve().parent.parent == folder]
         )
-    return known, {path: problem for path, problem in problems.items() if problem}
+    return known, problems
 
 
 def absent_line(runs: Sequence[StoredRun], campaigns: Mapping[Path, Sequence[StoredRun]]) -> str:

@@ -29,7 +29,7 @@ from retrain.inference_engine.base import ENGINES, engine_kind
 from retrain.records.entries import MEASURED, EvaluationRecord, SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation, is_evaluation
 from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
-from retrain.records.run_folder import RunFolder, Writer
+from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.system import Json, is_path_text, read_object
 
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 MANIFEST = "manifest.json"
-CHANGED = (
-    ": the file was changed or the disk is damaged; put it back from a copy, or make the run anew."
-)
-"""The end of a sentence on a damaged file of a run."""
 
 
 @dataclass(frozen=True)
@@ -254,71 +250,28 @@ class StoredRun:
         )
 
     @cached_property
-    def damage(self) -> str:
-        """`lost_steps`, or else a sentence on how metrics.jsonl differs from its seal."""
-        return self.lost_steps or self._broken_seal(self.folder.metrics)
+    def unsound(self) -> str:
+        """The reason why its records are not whole, as a sentence; "" if they are."""
+        from retrain.records.sound import sound
 
-    @cached_property
-    def lost_steps(self) -> str:
-        """A sentence on steps that metrics.jsonl lacks or holds twice. It is "" if the steps are 0,
-        1, 2, ... and as many as summary.json counts.
-        """
-        path, told = self.folder.metrics, self.summary.get("steps")
-        # Leave out a torn last line: it has no line end, and a crash may leave one.
-        steps = [int(step) for step in _STEP.findall(path.read_bytes())] if path.is_file() else []
-        wrong = next((index for index, step in enumerate(steps) if step != index), None)
-        problem = ""
-        if wrong == 0:
-            problem = f"{path} begins at step {steps[0]}"
-        elif wrong is not None:
-            again = "a second time"
-            if steps[wrong] not in steps[:wrong]:
-                again = f"after step {steps[wrong - 1]}"
-            problem = f"{path}, line {wrong + 1}, holds step {steps[wrong]} {again}"
-        elif type(told) is int and len(steps) < told:
-            found = "holds none of the" if path.is_file() else "is missing, with the"
-            if steps:
-                found = f"ends after {len(steps)} of the"
-            problem = (
-                f"{path} {found} {counted(told, 'step')} that {self.folder.summary.name} counts"
-            )
-        return problem and problem + CHANGED
+        return sound(self.folder, self.config)
 
-    @cached_property
-    def held_out_file(self) -> Path:
-        """The path of evaluation.jsonl. Raises RunFailed if its bytes do not match the sha256 in
-        trainer_state.json.
-        """
-        return self.sealed(self.folder.evaluation)
-
-    def sealed(self, path: Path) -> Path:
-        """Return `path`. Raises RunFailed if its bytes do not match the record in
-        trainer_state.json.
-        """
-        if problem := self._broken_seal(path):
-            raise RunFailed(problem)
-        return path
-
-    def _broken_seal(self, path: Path) -> str:
-        """Return a sentence on how a file differs from its record in trainer_state.json; "" if it
-        does not.
-        """
-        ended = bool(self.summary) and not self.unfinished and not Writer.of(self.folder)
-        if problem := self.folder.broken_seal(path, ended=ended):
-            name = self.folder.trainer_state.name
-            return f"{self.path}: {problem}, as {name} recorded it{CHANGED}"
-        return ""
+    def check(self) -> None:
+        """Raise RunFailed, with the reason, unless its records are whole."""
+        if self.unsound:
+            raise RunFailed(self.unsound)
 
     @cached_property
     def final_evaluation(self) -> Evaluation | None:
         """The last evaluation of trained weights; None if there was none."""
-        lines = self._backwards(self.held_out_file)
+        path = self.folder.evaluation
+        lines = self._backwards(path)
         last = next(lines, None)
         if last is None or (last["step"] == 0 and not self.config.sft.is_on):
             return None
         problems = [last, *takewhile(lambda line: line["step"] == last["step"], lines)]
         problems.reverse()
-        records = [EvaluationRecord.from_json(line, self.held_out_file) for line in problems]
+        records = [EvaluationRecord.from_json(line, path) for line in problems]
         return Evaluation(
             step=last["step"], problems=records, ks=sorted({1, *self.config.evaluation.k})
         )
@@ -338,10 +291,8 @@ class StoredRun:
 
     @cached_property
     def sft_records(self) -> list[SftRecord]:
-        """The steps of the supervised stage; empty without one. Raises RunFailed for a changed
-        file.
-        """
-        path = self.sealed(self.folder.sft)
+        """The steps of the supervised stage; empty without one."""
+        path = self.folder.sft
         return list(SftRecord.read(path)) if path.is_file() else []
 
     @property
@@ -415,12 +366,6 @@ def _unmeasured(line: Json) -> str:
             if name not in MEASURED and name != "condition"
         }
     )
-
-
-_STEP = re.compile(rb'^\{"step": ?(\d{1,18})\b[^\n]*\n', re.MULTILINE)
-"""A whole line of metrics.jsonl, whose first field is the step. It matches bytes, since status
-looks at every line of every run.
-"""
 
 
 def seeds_words(seeds: Sequence[int]) -> str:
@@ -678,6 +623,8 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
 
     root = Path(folder)
     runs = find_runs(root)
+    for run in runs:
+        run.check()
     tables = [read_metrics(run.folder.metrics) for run in runs]
     rows = [len(table) for table in tables]
     # The folder of a single run has no path below itself.

@@ -327,7 +327,7 @@ def _read(run: StoredRun, now: float) -> RunStatus:
     idle = max(0.0, now - _last_written(folder, now))
     state = _state(run, writer, idle, step_time)
     max_steps = run.config.training.max_steps
-    evaluation = run.final_evaluation
+    evaluation = None if run.unsound else run.final_evaluation
     return RunStatus(
         path=run.path,
         condition=run.condition,
@@ -350,7 +350,7 @@ def _read(run: StoredRun, now: float) -> RunStatus:
         note=" ".join(
             filter(
                 None,
-                (run.damage, _supervised(run), _attempts(run), _note(run, state, writer, idle)),
+                (run.unsound, _supervised(run), _attempts(run), _note(run, state, writer, idle)),
             )
         ),
         loss_note=untrained_line(untrained_streak(recent)) or (loss_note(last) if last else ""),

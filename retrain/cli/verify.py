@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.cli.diff import difference_lines, first_of, refuse_damaged
+from retrain.cli.diff import difference_lines, first_of
 from retrain.cli.shared import Form, Trust, load_dotenv, print_json, print_progress
 from retrain.errors import ConfigurationError, RunFailed
 
@@ -43,17 +43,17 @@ def command(
         again = StoredRun(Path(scratch) / "run")
         _replay(stored, begin, stop, again.path)
         found = compared(stored, again, range(begin, stop))
-        if found.parting and found.parting.is_end:
-            refuse_damaged(stored, again, found)
         lines = [*difference_lines(stored, again, found)]
     if form == "json":
         content = {"equal": found.parting is None, "steps": [begin, stop], **asdict(found)}
-        print_json(content | {"damage": stored.damage or None})
+        print_json(content | {"damage": stored.unsound or None})
     else:
         if found.parting is None:
             _print_verified(stored, range(begin, stop), found)
         for line in lines:
             print(line)
+    if found.parting is None or found.parting.is_end:
+        stored.check()
     if found.parting:
         raise typer.Exit(1)
 
@@ -73,9 +73,7 @@ def _asked(run: "StoredRun", steps: str, trust: bool) -> tuple[int, int]:
 
 
 def _print_verified(run: "StoredRun", steps: range, found: "FolderComparison") -> None:
-    """Print which steps are the same, which files the command could not compare, and the damage of
-    the run.
-    """
+    """Print which steps are the same, and which files the command could not compare."""
     which = f"steps {steps[0]} to {steps[-1]} of {run.path} are"
     if len(steps) == 1:
         which = f"step {steps[0]} of {run.path} is"
@@ -85,8 +83,6 @@ def _print_verified(run: "StoredRun", steps: range, found: "FolderComparison") -
         print(f"Not there, and so not compared: {first_of(made)}.")
     if recorded:
         print(f"Not made again by config.toml, and so not compared: {first_of(recorded)}.")
-    if run.damage:
-        print(run.damage)
 
 
 def _replay(run: "StoredRun", start: int, stop: int, scratch: Path) -> None:
@@ -137,10 +133,8 @@ def _range(text: str, run: "StoredRun") -> tuple[int, int]:
     taken = run.steps
     if not taken:
         raise ConfigurationError(
-            run.damage or f"{run.path} has no step yet; there is nothing to verify."
+            run.unsound or f"{run.path} has no step yet; there is nothing to verify."
         )
-    if not text and run.lost_steps:
-        raise ConfigurationError(f"{run.lost_steps} Or name --steps that are there.")
     if not text:
         return nearest_checkpoint(run.folder, taken - 1, print_progress), taken
     parts = re.fullmatch(r"(\d*):(\d*)", text)

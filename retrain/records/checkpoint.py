@@ -31,6 +31,7 @@ START = "start"
 _OPTIMIZER = "optimizer."
 _FOLDER = re.compile(r"(sft|step)_(\d{6,})")
 _DAMAGED = "damaged-"
+_OURS = re.compile(rf"({_FOLDER.pattern}|{FINAL}|{START})$|{_DAMAGED}|{re.escape(TEMPORARY)}")
 
 
 @dataclass(frozen=True)
@@ -232,12 +233,8 @@ class CheckpointStore:
 
     def empty(self) -> None:
         """Delete every checkpoint and nothing else in the folder."""
-        for path in [*self.folder.iterdir()]:
-            if (
-                _FOLDER.fullmatch(path.name)
-                or path.name == FINAL
-                or path.name.startswith((_DAMAGED, TEMPORARY))
-            ):
+        for path in [*self.folder.glob("*")]:
+            if _OURS.match(path.name):
                 delete(path)
 
     def rehearse(self, num_bytes: int) -> None:
@@ -245,12 +242,12 @@ class CheckpointStore:
         instead of after step 20.
         """
         path = self.folder / f"{TEMPORARY}rehearsal"
-        block = bytes(1 << 20)
+        block = 1 << 20
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
-                for start in range(0, num_bytes, len(block)):
-                    file.write(block[: num_bytes - start])
+                for start in range(0, num_bytes, block):
+                    file.write(bytes(min(block, num_bytes - start)))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:

@@ -24,10 +24,9 @@ def take(target: Path, folder: RunFolder) -> None:
     if target == folder.checkpoints or folder.checkpoint_pointer.is_file():
         return
     run_id = secrets.token_hex(8)
-    if target.exists():
-        CheckpointStore(target).empty()
+    CheckpointStore(target).empty()
     mark(target, "checkpoints")
-    sign(target, folder, run_id)
+    sign(target, folder, run_id=run_id)
     pointer = {"path": str(target), "run_id": run_id}
     replace_file(folder.checkpoint_pointer, json.dumps(pointer) + "\n")
 
@@ -69,16 +68,14 @@ def checkpoint_folder(backend: Backend, folder: RunFolder, overwrite: bool) -> P
     return target
 
 
-def sign(target: Path, folder: RunFolder, run_id: str = "") -> None:
+def sign(target: Path, folder: RunFolder, **more: str) -> None:
     """Write the run's folder into the marker at `target`, so that retrain finds a moved run under
     its new name.
     """
-    here = {"run": str(folder.path.resolve())}
-    if run_id:
-        here["run_id"] = run_id
     marker = read_marker(target)
-    if marker | here != marker:
-        replace_file(target / MARKER, json.dumps(marker | here) + "\n")
+    signed = marker | {"run": str(folder.path.resolve())} | more
+    if signed != marker:
+        replace_file(target / MARKER, json.dumps(signed) + "\n")
 
 
 def stored_checkpoints(folder: RunFolder) -> Path:

@@ -7,15 +7,13 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Hashable
 from contextlib import suppress
-from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain import __version__
-from retrain.system import search_path, total_memory
+from retrain.system import total_memory
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -71,16 +69,6 @@ def code_of(config: "TrainConfig") -> dict[str, Any]:
 def package_versions() -> dict[str, str]:
     """Return the installed versions of the declared requirements, extras included. If retrain
     itself is not a package here, return the versions of the main requirements.
-    """
-    return dict(_package_versions(search_path()))
-
-
-@lru_cache(maxsize=1)
-def _package_versions(
-    installed: Hashable,  # noqa: ARG001 - the key of the cache
-) -> dict[str, str]:
-    """Read fifty files, once for all runs of a process, and again only if the installed packages
-    change.
     """
     requirements = ["torch", "transformers", "peft"]
     for distribution in ("retrain-core", "retrain"):

@@ -23,7 +23,7 @@ import numpy as np
 
 from retrain import __version__
 from retrain.config import TrainConfig, dump_toml
-from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.errors import ConfigurationError
 from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord, SampleRecord
 from retrain.records.environment import describe_environment
@@ -262,9 +262,7 @@ class EvaluationFolder:
         return cls(next(path for path in paths if not path.exists()))
 
     def write(self, config: TrainConfig, evaluation: Evaluation, groups: Sequence[Group]) -> None:
-        """Write the answers and the other files of the folder. Raises EnvironmentFailure if the
-        disk refuses a file.
-        """
+        """Write the answers and the other files of the folder. Raises OSError."""
         records = list(sample_records(groups))
         redactor = Redactor()
         shown = redactor.config(config)
@@ -276,22 +274,16 @@ class EvaluationFolder:
             task="+".join(evaluation.by_task) or shown.data.source,
         )
         mark(self.path, KIND)
-        try:
-            for path, lines in ((self.samples, records), (self.problems, evaluation.problems)):
-                replace_file(path, b"".join(encode_line(line.to_json()) for line in lines))
-            replace_file(self.config, dump_toml(shown))
-            environment = describe_environment(shown.backend.devices) | {
-                "command": None,
-                "heldout_sha256": dict(evaluation.heldout_sha256),
-            }
-            replace_file(self.environment, _pretty(redactor.json(environment)))
-            replace_file(self.inspect_log, _pretty(log))
-            replace_file(self.summary, _pretty(evaluation.summary()))
-        except OSError as error:
-            raise EnvironmentFailure(
-                f"{self.path} cannot be written: {error.strerror}; name another folder with"
-                " --output."
-            ) from error
+        for path, lines in ((self.samples, records), (self.problems, evaluation.problems)):
+            replace_file(path, b"".join(encode_line(line.to_json()) for line in lines))
+        replace_file(self.config, dump_toml(shown))
+        environment = describe_environment(shown.backend.devices) | {
+            "command": None,
+            "heldout_sha256": dict(evaluation.heldout_sha256),
+        }
+        replace_file(self.environment, _pretty(redactor.json(environment)))
+        replace_file(self.inspect_log, _pretty(log))
+        replace_file(self.summary, _pretty(evaluation.summary()))
 
 
 def _pretty(content: dict[str, object]) -> bytes:

@@ -21,6 +21,10 @@ from retrain.errors import RunFailed
 from retrain.records.disk import replace_file
 from retrain.system import Json, ParseError, json_kind, parse_json
 
+CHANGED = (
+    ": the file was changed or the disk is damaged; put it back from a copy, or make the run anew."
+)
+"""The end of a sentence on a damaged file of a run."""
 _BLOCK = 1 << 18
 """Bytes of a file to hash at once."""
 
@@ -214,18 +218,13 @@ def truncate_to_size(path: Path, size: int) -> None:
 
 
 def truncate_to_step(path: Path, step: int) -> None:
-    """Keep the lines of the steps before `step`, atomically, and set the others aside, as
-    `truncate_to_size` does.
-    """
-    if not path.exists():
-        return
-    kept: list[bytes] = []
-    cut: list[bytes] = []
-    for number, line in enumerate(_whole_lines(path), start=1):
-        (kept if _parse(line, path, number)["step"] < step else cut).append(line)
-    if cut:
-        replace_file(aside_of(path), b"".join(cut))
-    replace_file(path, b"".join(kept))
+    """Keep the lines before the first of `step` or a later one, as `truncate_to_size` does."""
+    size = 0
+    for number, line in enumerate(_whole_lines(path) if path.exists() else (), start=1):
+        if _parse(line, path, number)["step"] >= step:
+            break
+        size += len(line)
+    truncate_to_size(path, size)
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:

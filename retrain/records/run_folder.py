@@ -17,13 +17,12 @@ from typing import Any, Self
 
 from retrain.config import TrainConfig
 from retrain.config.stored import run_command
-from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
+from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import named_code
-from retrain.records.checkpoint import step_folder
-from retrain.records.disk import TEMPORARY, delete, remove_empty, replace_file
+from retrain.records.disk import TEMPORARY, delete, path_error, remove_empty, replace_file
 from retrain.records.jsonl import Extent, aside_of, truncate_to_size, truncate_to_step
 from retrain.records.state import TrainerState
-from retrain.system import object_of, read_object
+from retrain.system import read_object
 
 OUTPUT = "output.log"
 """Name of the file that keeps what a run prints."""
@@ -111,10 +110,7 @@ class RunFolder:
             self.evaluations,
             self.tensorboard,
             self.wandb,
-            self.metrics,
-            self.evaluation,
-            self.sft,
-            self.sft_evaluation,
+            *self.records(),
             self.config,
             self.environment,
             self.trainer_state,
@@ -124,8 +120,7 @@ class RunFolder:
             self.verdicts,
             self.report,
             *own_output,
-            aside_of(self.metrics),
-            aside_of(self.evaluation),
+            *map(aside_of, self.records()),
             *self.path.glob(f"{self.report.stem}-*.png"),
         )
 
@@ -133,16 +128,13 @@ class RunFolder:
         """Return the folders whose content a resume cuts or continues."""
         return (self.emergence_steps.parent, self.tokens, self.checkpoints)
 
+    def records(self) -> tuple[Path, ...]:
+        """Return the logs of steps and evaluations, without which a run is not whole."""
+        return (self.metrics, self.evaluation, self.sft, self.sft_evaluation)
+
     def lines(self) -> tuple[Path, ...]:
         """Return the files of JSON lines."""
-        return (
-            self.metrics,
-            self.evaluation,
-            self.emergence_steps,
-            self.generations,
-            self.sft,
-            self.sft_evaluation,
-        )
+        return (*self.records(), self.emergence_steps, self.generations)
 
     def present(self) -> list[Path]:
         """Return the existing files and folders with names that a run uses."""
@@ -185,13 +177,10 @@ class RunFolder:
             advice, outer = "name a run's folder", self.outer_run()
             if outer:
                 advice = f"it is a part of the run {outer.path}: name that"
+            problem = f"holds no run of retrain (no {MARKER})"
             if not path.exists():
-                raise ConfigurationError(
-                    f"[resume] from = {str(path)!r} does not exist; name a run's folder."
-                )
-            raise ConfigurationError(
-                f"[resume] from = {str(path)!r} holds no run of retrain (no {MARKER}); {advice}."
-            )
+                problem = "does not exist"
+            raise ConfigurationError(f"[resume] from = {str(path)!r} {problem}; {advice}.")
         present = () if kind else self.present()
         if present:
             names = ", ".join(taken.name for taken in present)
@@ -255,65 +244,20 @@ class RunFolder:
 
     # -- beside a checkpoint -----------------------------------------------------------------------
 
-    def missing_rows(self, state: TrainerState) -> str:
-        """Name the steps and evaluations before `state` that are missing; "" if none are."""
-        if state.step and self.metrics.name not in state.files:
-            return f"it does not say how far {self.metrics.name} reached"
-        paths = (self.metrics, self.evaluation, self.sft, self.sft_evaluation)
-        problems = (self._extent(path, state).problem(path) for path in paths)
-        return next(filter(None, problems), "")
-
-    def broken_seal(self, path: Path, *, ended: bool) -> str:
-        """Return how a file of JSON lines differs from its record in trainer_state.json; "" if it
-        does not, or without a record.
-
-        While a run goes on the file may be longer; a run that has `ended` wrote nothing after it
-        recorded the file.
-        """
-        if not self.trainer_state.is_file():
-            return ""
-        text = self.trainer_state.read_bytes()  # Read it once: a running run replaces it.
-        state = object_of(text, self.trainer_state)
-        recorded = state.get("files")
-        if not recorded:
-            return ""
-        # The folder holds a copy of the checkpoint's state, so an edit of either file shows.
-        checkpoint = self.checkpoints / step_folder(state.get("step")) / self.trainer_state.name
-        if checkpoint.is_file() and checkpoint.read_bytes() != text:
-            return f"{self.trainer_state.name} differs from the one in {checkpoint.parent.name}"
-        values = None
-        if isinstance(recorded, dict):
-            values = recorded.get(path.relative_to(self.path).as_posix())
-        if isinstance(values, dict) and type(values.get("size")) is int:
-            return Extent(values["size"], str(values.get("sha256"))).problem(path, whole=ended)
-        return f"{path.name} was not there" if ended and path.is_file() else ""
-
     def cut_to(self, state: TrainerState, log: Callable[[str], None]) -> None:
         """Set the rows after `state` aside, and delete its token files: a resumed run is about to
-        make them again.
+        make them again. `sound.changed_log` has found the records whole.
         """
         for path in self.lines():
-            extent = self._extent(path, state)
+            name = path.relative_to(self.path).as_posix()
+            extent = Extent(**state.files.get(name, {"size": 0, "sha256": ""}))
             problem = extent.problem(path)
-            if not problem:
+            if problem:
+                log(f"{name}: {problem}; the rest of it is kept, and the run continues.")
+                truncate_to_step(path, state.step)
+            else:
                 truncate_to_size(path, extent.size)
-                continue
-            log(
-                f"{path.relative_to(self.path)}: {problem}; the rest of it is kept, and the run"
-                " continues."
-            )
-            step = state.step
-            # An evaluation counts completed steps. A crash may have cut the
-            # evaluation at `state.step` before the state knew of it.
-            if path == self.evaluation:
-                step = state.last_evaluation + 1
-            truncate_to_step(path, step)
         self._cut_tokens(state.step)
-        # Most readers of folders need no safetensors.
-        from retrain.records.token_table import damage_of
-
-        for damage in filter(None, map(damage_of, sorted(self.tokens.glob("step_*.safetensors")))):
-            log(f"{damage}; `retrain inspect` cannot show it, and the run continues.")
 
     def forget_steps(self) -> None:
         """Set every row aside, and delete the token files, for a run that has no checkpoint yet."""
@@ -321,15 +265,6 @@ class RunFolder:
             truncate_to_size(path, 0)
             path.unlink(missing_ok=True)
         self._cut_tokens(0)
-
-    def _extent(self, path: Path, state: TrainerState) -> Extent:
-        """Return the length and hash of `path` when the run saved `state`; 0 for a file that did
-        not exist.
-        """
-        values = state.files.get(path.relative_to(self.path).as_posix())
-        if values:
-            return Extent(**values)
-        return Extent(0, "")
 
     def _cut_tokens(self, step: int) -> None:
         for path in self.tokens.glob("step_*.safetensors"):
@@ -362,25 +297,16 @@ def kind_of(folder: Path) -> str:
     return str(read_marker(folder).get("kind", ""))
 
 
-def mark(folder: Path, kind: str, **content: str) -> None:
+def mark(folder: Path, kind: str) -> None:
     """Create `folder` with our marker in it; an existing marker stays."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not read_marker(folder):
-            marker = {"kind": kind, "format": _FORMAT} | content
-            replace_file(folder / MARKER, json.dumps(marker) + "\n")
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigurationError(
-            f"{folder} cannot be a folder: a file of that name is in the way; choose another path."
-        ) from error
+            replace_file(folder / MARKER, json.dumps({"kind": kind, "format": _FORMAT}) + "\n")
     except OSError as error:
         # If several processes start, one may rename the file of another.
-        if isinstance(error, FileNotFoundError) and read_marker(folder):
-            return
-        raise EnvironmentFailure(
-            f"{folder} cannot be written: {error.strerror}; choose another path or change its"
-            " permissions."
-        ) from error
+        if not (isinstance(error, FileNotFoundError) and read_marker(folder)):
+            raise path_error(error) or error from error
 
 
 def refuse_foreign_code(config: TrainConfig, doing: str) -> None:
@@ -472,14 +398,6 @@ def _runs(pid: int, since: float) -> bool:
     return not ended and started <= since + _CLOCK_SLACK_S
 
 
-def written_by(folder: RunFolder, who: str) -> ConfigurationError:
-    """Return the refusal to write into a folder that `who` writes."""
-    return ConfigurationError(
-        f"{folder.path} is being written by {who}; wait for it, or choose another [logging]"
-        " log_dir."
-    )
-
-
 @contextmanager
 def writer_lock(folder: RunFolder) -> Iterator[None]:
     """Hold the lock that makes this process the run's only writer. Raises ConfigurationError if
@@ -495,7 +413,10 @@ def writer_lock(folder: RunFolder) -> Iterator[None]:
         who = "another process"
         with suppress(FileNotFoundError):  # It goes before the lock does.
             who = owner.read_text(encoding="utf-8").strip()
-        raise written_by(folder, who) from None
+        raise ConfigurationError(
+            f"{folder.path} is being written by {who}; wait for it, or choose another [logging]"
+            " log_dir."
+        ) from None
     try:
         owner.write_text(f"pid {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         yield

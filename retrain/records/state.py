@@ -41,10 +41,6 @@ class TrainerState:
     seconds: float = 0.0
     last_evaluation: int = -1
     """The step count of the newest evaluation; -1 before the first."""
-    nonfinite_streak: int = 0
-    """Steps in a row without a finite update."""
-    mismatch_streak: int = 0
-    """Steps in a row whose mean |log-ratio| was above the limit."""
     gate_mismatch: float | None = None
     """Mean |engine - learner| log-prob, in nats, of the parity gate at the run's first start; the
     default mismatch_limit follows from it."""
@@ -71,18 +67,8 @@ class TrainerState:
         judged: int,
         tokens: int,
         seconds: float,
-        finite: bool,
-        mismatched: bool | None,
     ) -> Self:
-        """Return the state after a step that took `prompts` prompts and `seconds`.
-
-        `finite`: False for a step without a finite update. `mismatched`: True if sampler and
-        learner differed by more than the limit. None, for a step without a comparison, leaves the
-        count of such steps.
-        """
-        mismatch_streak = self.mismatch_streak + bool(mismatched)
-        if mismatched is False:
-            mismatch_streak = 0
+        """Return the state after a step that took `prompts` prompts and `seconds`."""
         return replace(
             self,
             step=self.step + 1,
@@ -93,8 +79,6 @@ class TrainerState:
             judged=self.judged + judged,
             tokens=self.tokens + tokens,
             seconds=self.seconds + seconds,
-            nonfinite_streak=0 if finite else self.nonfinite_streak + 1,
-            mismatch_streak=mismatch_streak,
         )
 
     @property
@@ -102,7 +86,7 @@ class TrainerState:
         """The stage, and the number of its completed steps."""
         return self.stage, self.sft_step if self.stage == "sft" else self.step
 
-    def after_sft_step(self, *, tokens: int, seconds: float, finite: bool, ends: bool) -> Self:
+    def after_sft_step(self, *, tokens: int, seconds: float, ends: bool) -> Self:
         """Return the state after a step of the supervised stage. `ends` means that it was the last
         step, after which the new weights have no evaluation in their stage.
         """
@@ -114,7 +98,6 @@ class TrainerState:
             last_evaluation=-1 if ends else self.last_evaluation,
             tokens=self.tokens + tokens,
             seconds=self.seconds + seconds,
-            nonfinite_streak=0 if finite else self.nonfinite_streak + 1,
         )
 
     def after_evaluation(self, seconds: float) -> Self:

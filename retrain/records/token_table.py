@@ -103,28 +103,19 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
         )
 
 
-def damage_of(path: Path) -> str:
-    """Return the damage of a file of tokens, as a clause; "" if its header fits its size."""
+def read_tokens(path: Path) -> TokenTable:
+    """Read a file of tokens. Raises RunFailed, one sentence, for a damaged file."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="numpy") as file:
-            json.loads((file.metadata() or {})["retrain"])["stages"]
+            stages: list[str] = json.loads((file.metadata() or {})["retrain"])["stages"]
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
     except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
-        return f"{path} is damaged ({type(error).__name__}: {first_line(error)})"
-    return ""
-
-
-def read_tokens(path: Path) -> TokenTable:
-    """Read a file of tokens. Raises RunFailed, one sentence, for a damaged file."""
-    from safetensors import safe_open
-
-    damage = damage_of(path)
-    if damage:
-        raise RunFailed(f"{damage}; put back a copy of it, or look at another step.")
-    with safe_open(path, framework="numpy") as file:
-        stages: list[str] = json.loads((file.metadata() or {})["retrain"])["stages"]
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+        raise RunFailed(
+            f"{path} is damaged ({type(error).__name__}: {first_line(error)}); put back a copy of"
+            " it, or look at another step."
+        ) from error
     turns = None
     if f"{_TURNS}offsets" in arrays:
         turns = TurnTable(**{name: arrays[f"{_TURNS}{name}"] for name in _TURN_FIELDS})

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from math import isnan
 
-from retrain.records.entries import StepRecord
+from retrain.records.entries import SftRecord, StepRecord
 from retrain.records.terminal import counted
 
 ENOUGH = 3
@@ -29,15 +29,18 @@ def untrained_streak(newest_first: Iterable[StepRecord]) -> list[StepRecord]:
     # With a KL term alone the learner trains rows, but no row for its reward.
     return list(
         takewhile(
-            lambda one: 0 in (one.num_datums, one.informative_fraction) or _is_skipped(one),
+            lambda one: 0 in (one.num_datums, one.informative_fraction) or is_skipped(one),
             newest_first,
         )
     )
 
 
-def _is_skipped(record: StepRecord) -> bool:
+def is_skipped(record: StepRecord | SftRecord) -> bool:
     """Return True if the learner skipped all updates of a step, since a number was not finite."""
-    return bool(record.nonfinite_updates) and (record.loss is None or isnan(record.loss))
+    # A supervised step always has an update.
+    return bool(getattr(record, "nonfinite_updates", True)) and (
+        record.loss is None or isnan(record.loss)
+    )
 
 
 def _is_solved(record: StepRecord) -> bool:
@@ -62,7 +65,7 @@ def untrained_line(streak: Sequence[StepRecord], known: str = "") -> str:
     that; "" for an empty streak. `known`: the cause of only wrong answers, if the data show it.
     """
     unsolved = [record for record in streak if not _is_solved(record)]
-    if unsolved and _is_skipped(unsolved[0]):
+    if unsolved and is_skipped(unsolved[0]):
         return f"{counted(len(unsolved), 'step')} trained nothing: {_SKIPPED}."
     if unsolved:
         nothing = (

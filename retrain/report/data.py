@@ -95,8 +95,8 @@ class HeldOutPoint:
 
 def held_out_points(run: StoredRun) -> list[HeldOutPoint]:
     """Return the evaluations of a run with a judged answer, ordered by step."""
-    before = run.sealed(run.folder.sft_evaluation)
-    begins = {before: -len(run.sft_records), run.held_out_file: 0}
+    run.check()
+    begins = {run.folder.sft_evaluation: -len(run.sft_records), run.folder.evaluation: 0}
     evaluations = [
         Evaluation(begin + step, list(problems))
         for file, begin in begins.items()

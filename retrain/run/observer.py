@@ -2,18 +2,24 @@
 the run.
 """
 
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from retrain.backends.declared import is_raw
 from retrain.config.plan import Plan
 from retrain.config.schema import Inference, Lora
 from retrain.errors import RunFailed
-from retrain.records.entries import StepRecord
+from retrain.records.entries import SftRecord, StepRecord
 from retrain.records.state import TrainerState
 from retrain.records.terminal import counted
-from retrain.records.untrained import ENOUGH, is_news, untrained_line, untrained_streak
+from retrain.records.untrained import (
+    ENOUGH,
+    is_news,
+    is_skipped,
+    untrained_line,
+    untrained_streak,
+)
 from retrain.rewards import box_reader
 from retrain.run.notes import reference_note
 from retrain.run.parts import Parts
@@ -65,17 +71,13 @@ class StepObserver:
         self._said_rewritten = False
         self._said_identical = False
         self._laid_out = parts.backend.engine.layout_seconds
-        self.last: StepRecord | None = None
-        """The record of the newest step, also from an earlier session."""
-        self.untrained: list[StepRecord] = []
-        """The newest steps, newest first, if they trained nothing."""
+        self.records: list[StepRecord] = []
+        """The steps of all sessions, oldest first."""
 
-    def restore(self, newest_first: Iterable[StepRecord]) -> None:
-        """Take up the records of an earlier session; it reads no more of them than it needs."""
-        records = iter(newest_first)
-        last = next(records, None)
-        if last is not None:
-            self.last, self.untrained = last, untrained_streak(chain([last], records))
+    @property
+    def untrained(self) -> list[StepRecord]:
+        """The newest steps, newest first, if they trained nothing."""
+        return untrained_streak(reversed(self.records))
 
     def unlearned(self, steps: int) -> str:
         """Return the line about the last steps of a run if they trained nothing; "" for any other
@@ -109,8 +111,8 @@ class StepObserver:
         also: dict[str, Any] = {"scheduled": self.plan.moved(step.number) or None}
         if self.config.data.mix:
             also["by_task"] = task_fields(step.rollout)
-        self.last = self._record(step, rewards, state, {**decision, **also})
-        self.untrained = untrained_streak([self.last, *self.untrained])
+        record = self._record(step, rewards, state, {**decision, **also})
+        self.records.append(record)
         records = generation_records(
             step.number,
             step.rollout.groups,
@@ -122,7 +124,7 @@ class StepObserver:
         if self.tracker.wants_tokens(step.number):
             table = token_table(step.credit, self.parts.credit.needs_planning, step.log_ratios)
             self.tracker.emit(Tokens(step.number, table))
-        self.tracker.emit(self.last)
+        self.tracker.emit(record)
         if is_news(self.untrained):
             self.tracker.message(self._untrained_line())
         if step.result.nonfinite_updates:
@@ -240,18 +242,10 @@ def mismatch_limit(
     return default_mismatch_limit(gate_mean, half_precision=half_precision)
 
 
-def is_above(limit: float | None, mean: float | None) -> bool | None:
-    """Return True if a step's mean |log-ratio| is above the limit, also where it is NaN; None if
-    either is missing.
-    """
-    if limit is None or mean is None:
-        return None
-    return not mean <= limit
-
-
-def check_updates(state: TrainerState, result: StepResult) -> None:
-    """Raise RunFailed at the third step in a row without a finite update."""
-    if state.nonfinite_streak >= _NONFINITE_LIMIT:
+def check_updates(records: Sequence[StepRecord] | Sequence[SftRecord], result: StepResult) -> None:
+    """Raise RunFailed if the last three steps have no finite update."""
+    newest = records[-_NONFINITE_LIMIT:]
+    if len(newest) == _NONFINITE_LIMIT and all(map(is_skipped, newest)):
         raise RunFailed(
             f"{result.nonfinite_tensor} was not finite in {_NONFINITE_LIMIT} steps in a row."
             " The weights come from the last finite update. Start a new run from them with a"
@@ -261,16 +255,19 @@ def check_updates(state: TrainerState, result: StepResult) -> None:
 
 
 def check_mismatch(
-    state: TrainerState, mean: float | None, limit: float | None, resume: str
+    records: Sequence[StepRecord], limit: float, gate_mean: float, resume: str
 ) -> None:
-    """Raise RunFailed at the third step in a row whose mean |log-ratio| is above `limit`; the
-    command `resume` continues the run.
+    """Raise RunFailed if the mean |log-ratio| is above `limit` in the last step and the two trained
+    steps before it; the command `resume` continues the run.
     """
-    if is_above(limit, mean) and state.mismatch_streak >= _MISMATCH_STEPS:
+    means = (record.log_ratio_mean for record in reversed(records) if record.num_datums)
+    newest = list(islice((mean for mean in means if mean is not None), _MISMATCH_STEPS))
+    # NaN is above every limit.
+    if len(newest) == _MISMATCH_STEPS and not any(mean <= limit for mean in newest):
         raise RunFailed(
-            f"Sampler and learner differed by {mean:.2g} nats per token on average at step"
-            f" {state.step - 1}, above the limit of {limit:.2g} for {_MISMATCH_STEPS} steps in"
-            f" a row. The parity gate had measured {state.gate_mismatch or 0:.1e}, so the"
+            f"Sampler and learner differed by {newest[0]:.2g} nats per token on average at step"
+            f" {records[-1].step}, above the limit of {limit:.2g} for {_MISMATCH_STEPS} steps in"
+            f" a row. The parity gate had measured {gate_mean:.1e}, so the"
             " engine no longer samples the trained policy. Look at log_ratio_mean in"
             " metrics.jsonl and at the engine, or set [inference] mismatch_limit (0 is off)"
             f" and continue with `{resume}`."

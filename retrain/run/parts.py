@@ -770,17 +770,12 @@ def truncation(training: Training) -> Truncation:
 
 
 def build_evaluator(config: TrainConfig, sampler: Sampler, held_out: HeldOut) -> Evaluator:
-    sets = [(prompts, evaluation_plan(part, config.training)) for part, prompts in held_out]
+    sets = []
+    for part, prompts in held_out:
+        plan = training_plan(part.over(config.training))
+        plan = replace(plan, group_size=part.samples, stream=Stream.EVALUATION, redraws=0)
+        sets.append((prompts, plan))
     return Evaluator(sampler, sets, config.evaluation.k, config.reward.max_failure_rate)
-
-
-def evaluation_plan(evaluation: Evaluation, training: Training) -> SamplingPlan:
-    return replace(
-        training_plan(evaluation.over(training)),
-        group_size=evaluation.samples,
-        stream=Stream.EVALUATION,
-        redraws=0,
-    )
 
 
 def is_rounded(inference: Inference, backend: Backend) -> bool:

@@ -82,28 +82,29 @@ class Saver:
         store: CheckpointStore,
         backend: Backend,
         tracker: Tracker,
-        saved: tuple[str, int] | None,
-        saved_evaluation: int,
+        saved: TrainerState | None,
     ) -> None:
         self.folder = folder
         self.store = store
         self.backend = backend
         self.tracker = tracker
         self.saved = saved
-        """The place of the newest checkpoint (`TrainerState.place`); None before the first."""
-        self.saved_evaluation = saved_evaluation
-        """The step of the newest evaluation that it knows; -1 before the first."""
+        """The state of the newest checkpoint; None before the first."""
         self._failures = 0
         """Attempts in a row that failed."""
 
     def holds(self, state: TrainerState) -> bool:
         """Return True if the newest checkpoint is of `state`, with the evaluation at its step."""
-        return (self.saved, self.saved_evaluation) == (state.place, state.last_evaluation)
+        saved = self.saved
+        return saved is not None and (saved.place, saved.last_evaluation) == (
+            state.place,
+            state.last_evaluation,
+        )
 
     def what_is_saved(self, state: TrainerState) -> str:
         """Say what a resume would find, without a full stop."""
         now = steps_at(state.place)
-        if self.saved == state.place and not state.learning:
+        if self.saved and self.saved.place == state.place and not state.learning:
             return f"The run is saved after {now}"
         lost = f"The state after {now}"
         if state.learning:
@@ -114,7 +115,7 @@ class Saver:
                 f"{lost} is not on disk; the run has no checkpoint yet, so a resume begins at"
                 " step 0"
             )
-        return f"{lost} is not on disk; the newest checkpoint is after {steps_at(self.saved)}"
+        return f"{lost} is not on disk; the newest checkpoint is after {steps_at(self.saved.place)}"
 
     @property
     def is_behind(self) -> bool:
@@ -151,5 +152,5 @@ class Saver:
                 ) from error
             self.tracker.message(f"{sentence}; trying again after the next step.")
             return
-        self.saved, self.saved_evaluation = state.place, state.last_evaluation
+        self.saved = state
         self._failures = 0

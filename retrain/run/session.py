@@ -26,9 +26,8 @@ from retrain.errors import (
 from retrain.model.text import model_fingerprint
 from retrain.records.checkpoint_place import take
 from retrain.records.disk import replace_file
-from retrain.records.entries import StepRecord
+from retrain.records.entries import SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation, read_evaluations
-from retrain.records.jsonl import read_jsonl_backwards
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean, counted
@@ -40,7 +39,6 @@ from retrain.run.observer import (
     StepObserver,
     check_mismatch,
     check_updates,
-    is_above,
     mismatch_limit,
     untrained_mismatch_line,
 )
@@ -110,11 +108,12 @@ class Session:
                 settings, self.config.training, parts.backend, opened.decided_by
             )
         self.choice = prompt_choice(self.config, parts.prompts)
-        evaluated = self.state.last_evaluation if opened.checkpoint else -1
-        saved = self.state.place if opened.checkpoint else None
-        self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved, evaluated)
+        saved = self.state if opened.checkpoint else None
+        self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved)
         self.observer = StepObserver(self.plan, parts, tracker)
         self.evaluations: list[Evaluation] = []
+        self.sft_records: list[SftRecord] = []
+        """The steps of the supervised stage, of all sessions."""
         self.prefetched = None
         if parts.backend.capabilities.samples_ahead:
             self.prefetched = PrefetchedRollout(interrupts.check)
@@ -210,9 +209,7 @@ class Session:
             self.parts.credit.load_state_dict(self.state.credit)
             if self.pressure:
                 self.pressure.load_state_dict(self.state.backpressure)
-            # The first rank alone writes records, so it alone goes on from them.
-            if self.world.is_rank_zero:
-                self._restore_records()
+            self._restore_records()
         if self.state.choices not in (None, backend.choices):
             self.tracker.message(
                 "The machine's choices differ from the stored ones: from here on this run is not"
@@ -222,16 +219,17 @@ class Session:
         self.tracker.emit(StartEvent(backend.device_name))
 
     def _restore_records(self) -> None:
-        """Take up the records of steps and evaluations from an earlier session."""
-        metrics, evaluation = self.folder.metrics, self.folder.evaluation
-        ks = self.config.evaluation.k
-        if self.folder.sft_evaluation.exists():
-            self.evaluations = read_evaluations(self.folder.sft_evaluation, ks, "sft")
-        if metrics.exists():
-            newest_first = read_jsonl_backwards(metrics)
-            self.observer.restore(StepRecord.from_json(line, metrics) for line in newest_first)
-        if evaluation.exists():
-            self.evaluations += read_evaluations(evaluation, ks)
+        """Take up the records of steps and evaluations from earlier sessions. Only the first rank
+        has them.
+        """
+        folder, ks = self.folder, self.config.evaluation.k
+        steps = list(StepRecord.read(folder.metrics)) if folder.metrics.exists() else []
+        supervised = list(SftRecord.read(folder.sft)) if folder.sft.exists() else []
+        self.observer.records, self.sft_records = self.world.broadcast((steps, supervised))
+        if folder.sft_evaluation.exists():
+            self.evaluations = read_evaluations(folder.sft_evaluation, ks, "sft")
+        if folder.evaluation.exists():
+            self.evaluations += read_evaluations(folder.evaluation, ks)
 
     def _pass_gate(self) -> None:
         result = None
@@ -314,11 +312,11 @@ class Session:
         self.state = before.after_sft_step(
             tokens=record.tokens,
             seconds=self.world.broadcast(record.step_time_s),
-            finite=result.updates > 0 or not result.nonfinite_updates,
             ends=ends,
         )
         self.tracker.emit(record)
-        check_updates(self.state, result)
+        self.sft_records.append(record)
+        check_updates(self.sft_records, result)
 
     # -- one step: sample, turn to learning, learn, record -----------------------------------------
 
@@ -403,27 +401,22 @@ class Session:
         The log-ratios are None if the step does not need them, since they cost a forward pass, and
         if the backend cannot score rows.
         """
-        with self._moved():
-            return self._learned(rows, rollout)
-
-    def _learned(
-        self, rows: list[Row], rollout: Rollout
-    ) -> tuple[dict[RowKey, Float32Array] | None, StepResult]:
         backend, before = self.parts.backend, self.state
         log_ratios = None
         wanted = is_due(self.config.logging.tokens_every, before.step)
-        if wanted and backend.capabilities.scores_rows:
-            trained = [row for row in rows if row.trained]
-            scored = zip(trained, backend.logprobs(trained), strict=True)
-            log_ratios = {row.key: own - row.logprobs for row, own in scored}
-        compared = self._untrained_mismatch(rows, rollout)
-        # It stays so until `record` has moved past the step.
-        self.state = replace(before, learning=True)
-        try:
-            return log_ratios, replace(backend.train(rows, before.step), **compared)
-        except NotReached:
-            self.state = before  # The batch has not left this process.
-            raise
+        with self._moved():
+            if wanted and backend.capabilities.scores_rows:
+                trained = [row for row in rows if row.trained]
+                scored = zip(trained, backend.logprobs(trained), strict=True)
+                log_ratios = {row.key: own - row.logprobs for row, own in scored}
+            compared = self._untrained_mismatch(rows, rollout)
+            # It stays so until `record` has moved past the step.
+            self.state = replace(before, learning=True)
+            try:
+                return log_ratios, replace(backend.train(rows, before.step), **compared)
+            except NotReached:
+                self.state = before  # The batch has not left this process.
+                raise
 
     def _untrained_mismatch(self, rows: list[Row], rollout: Rollout) -> dict[str, Any]:
         """Return the log_ratio_* of a few completions of a step without a trained row. Return {} in
@@ -467,8 +460,6 @@ class Session:
         # After the step's own credit: SEPA acts on what it learns here from the next step on.
         parts.sepa.observe(rewards.correct_rate, step.number)
         parts.sepa.update_auto(step.credit.exec_uncertainty)
-        limit = self._mismatch_limit
-        mismatch = result.log_ratio_mean if any(row.trained for row in step.rows) else None
         state = self.state.after_step(
             prompts=len(step.rollout.groups),
             next_batch_size=self._next_batch_size,
@@ -476,16 +467,16 @@ class Session:
             judged=rewards.judged,
             tokens=step.rollout.tokens,
             seconds=seconds,
-            finite=result.updates > 0 or not result.nonfinite_updates,
-            mismatched=is_above(limit, mismatch),
         )
         self.choice.observe(step.number, step.rollout.first_draws)
         self.observer.observe(step, rewards, state, decision)
         self.state = state
-        if mismatch is None and is_above(limit, result.log_ratio_mean):
+        records, limit = self.observer.records, self._mismatch_limit
+        check_updates(records, result)
+        if limit is not None and records[-1].num_datums:
+            check_mismatch(records, limit, state.gate_mismatch or 0.0, self.folder.resume_command)
+        elif limit is not None and not (result.log_ratio_mean or 0.0) <= limit:
             self.tracker.message(untrained_mismatch_line(step.number, result, limit))
-        check_updates(state, result)
-        check_mismatch(state, mismatch, limit, self.folder.resume_command)
         parts.guard.observe(
             [member.score for group in step.rollout.drawn for member in group.members]
         )
@@ -646,18 +637,13 @@ class Session:
         with suppress(OSError, EnvironmentFailure):
             self.tracker.emit(replace(summary, reason=clean(reason)))
 
-    @property
-    def _last_evaluation(self) -> Evaluation | None:
-        """The newest evaluation of trained weights; None if there was none."""
-        newest = self.evaluations[-1] if self.evaluations else None
-        if newest and (newest.step or (newest.stage == "rl" and self.parts.supervised)):
-            return newest
-        return None
-
     def _summary(self, status: str) -> RunSummary:
         adapter = self._adapter
         if adapter.is_relative_to(self.folder.path):
             adapter = adapter.relative_to(self.folder.path)
+        after = self.evaluations[-1] if self.evaluations else None
+        if after and not (after.step or (after.stage == "rl" and self.parts.supervised)):
+            after = None  # The weights had no training yet.
         return RunSummary(
             status=status,
             condition=self.config.condition_label,
@@ -666,8 +652,8 @@ class Session:
             seconds=self.state.seconds,
             tokens=self.state.tokens,
             before=next((item for item in self.evaluations if item.step == 0), None),
-            after=self._last_evaluation,
-            last=self.observer.last,
+            after=after,
+            last=self.observer.records[-1] if self.observer.records else None,
             untrained=self.observer.unlearned(self.state.step),
             adapter=str(adapter) if status == "done" else "",
             wall_s=monotonic() - self._began,

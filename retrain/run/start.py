@@ -1,7 +1,7 @@
 """Start a run, new or resumed, in a locked folder of its own."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -23,9 +23,9 @@ from retrain.config import (
 from retrain.config.data_sections import DATE_ARGUMENT
 from retrain.config.stored import WITH_OTHER_STEPS
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
-from retrain.records.checkpoint import Checkpoint, CheckpointStore
+from retrain.records.checkpoint import STATE, Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import checkpoint_folder, sign, stored_checkpoints, take
-from retrain.records.disk import put_back, remove_empty
+from retrain.records.disk import put_back, remove_empty, replace_file
 from retrain.records.jsonl import aside_of
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, kind_of, writer_lock
@@ -166,7 +166,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     config = _resumed_config(config, folder)
     notes: list[str] = []
     store = CheckpointStore(stored_checkpoints(folder), config.training.keep_checkpoints)
-    checkpoint = _newest(store, folder, notes.append)
+    checkpoint = _newest(store, folder, notes)
     state = _first_state(config)
     if checkpoint:  # Other max_steps may come with another end of a falling rate.
         state = replace(checkpoint.state(), config_hash=state.config_hash)
@@ -181,6 +181,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
         notes.append(f"Resuming {folder.path} after {steps_at(state.place)}.")
         if state.stage == "rl" and state.step >= config.training.max_steps:
             notes.append(_no_step_left(config, folder, state.step))
+        replace_file(folder.trainer_state, (checkpoint.folder / STATE).read_bytes())
         folder.cut_to(state, notes.append)
     else:
         notes.append(_no_checkpoint_line(folder))
@@ -342,26 +343,19 @@ def part_of_session(environment: Json, *, goes_on: bool) -> Json:
     return later[-1] if goes_on and later else environment
 
 
-def _newest(
-    store: CheckpointStore, folder: RunFolder, log: Callable[[str], None]
-) -> Checkpoint | None:
-    """Return the checkpoint to resume from; None if the run made none. Raises ConfigurationError if
-    no checkpoint is usable.
+def _newest(store: CheckpointStore, folder: RunFolder, passed_over: list[str]) -> Checkpoint | None:
+    """Return the checkpoint to resume from; None if the run made none. `passed_over` gets a line
+    about each newer one. Raises ConfigurationError if no checkpoint is usable.
     """
+    from retrain.records.sound import changed_log
+
     put_back(store.folder)
-    passed_over: list[str] = []
     found = store.newest(
-        passed_over.append, lambda checkpoint: folder.missing_rows(checkpoint.state())
+        passed_over.append, lambda checkpoint: changed_log(folder, vars(checkpoint.state()))
     )
-    if found is None and passed_over:
-        raise NotResumable(folder, " ".join(passed_over).removesuffix("."))
-    if found is None and folder.trainer_state.exists():
-        raise NotResumable(
-            folder,
-            f"{folder.trainer_state.name} names a checkpoint, but {store.folder} holds none",
-        )
-    for line in passed_over:
-        log(line)
+    if found is None and (passed_over or folder.trainer_state.exists()):
+        nowhere = f"{folder.trainer_state.name} names a checkpoint, but {store.folder} holds none"
+        raise NotResumable(folder, " ".join(passed_over).removesuffix(".") or nowhere)
     return found
 
 
