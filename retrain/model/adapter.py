@@ -322,7 +322,7 @@ class Adapter(TrainedWeights):
             f" adapter for {self.name}\n\nTrained with reinforcement learning from verifiable"
             " rewards by retrain. The run's folder holds its configuration (`config.toml`) and its"
             f" metrics.\n\n- rank {settings['r']}, alpha"
-            f" {settings['lora_alpha']}{', rank-stabilised' if settings['use_rslora'] else ''}\n-"
+            f" {settings['lora_alpha']}{', rank-stabilized' if settings['use_rslora'] else ''}\n-"
             f" layers: {', '.join(sorted(settings['target_modules']))}\n- weights: float32,"
             " unmerged\n\n```python\nfrom peft import PeftModel\nfrom transformers import"
             " AutoModelForCausalLM\n\nbase ="

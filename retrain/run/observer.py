@@ -257,8 +257,8 @@ def check_updates(records: Sequence[StepRecord] | Sequence[SftRecord], result: S
 def check_mismatch(
     records: Sequence[StepRecord], limit: float, gate_mean: float, resume: str
 ) -> None:
-    """Raise RunFailed if the mean |log-ratio| is above `limit` in the last step and the two trained
-    steps before it; the command `resume` continues the run.
+    """Raise RunFailed if the mean |log-ratio| of the last three trained steps is above `limit`. The
+    command `resume` continues the run.
     """
     means = (record.log_ratio_mean for record in reversed(records) if record.num_datums)
     newest = list(islice((mean for mean in means if mean is not None), _MISMATCH_STEPS))

@@ -362,8 +362,8 @@ def _load_sources(config: TrainConfig) -> None:
             load_plugin("environment", provider, config)
     if config.sft.is_on:
         _load_source(trace_query(config, "train"))
-    for own in Plan.of(config).evaluations if config.evaluation.asked_for else ():
-        _load_source(query_of(own, "heldout"))
+    for evaluation in Plan.of(config).evaluations if config.evaluation.asked_for else ():
+        _load_source(query_of(evaluation, "heldout"))
     known = load_plugin("sampler", config.data.sampler, config, SAMPLERS)
     # A plugin may read its examples, so the run tries it after loading its own examples.
     if known is not None and config.data.sampler in SAMPLERS:
