@@ -111,8 +111,7 @@ def _undecided(comparison: Comparison) -> str:
     ):
         seeds = max(contrast.conclusion.pairs for contrast in contrasts)
         return (
-            f"Cannot conclude: {counted(seeds, 'seed')} {'is' if seeds == 1 else 'are'} too few to"
-            f" show any difference from {_baselines(comparison)};"
+            f"No verdict: {counted(seeds, 'seed')} {'is' if seeds == 1 else 'are'} too few;"
             f" {counted(len(contrasts), 'comparison')} at {test.alpha:g}"
             f" need{'s' if len(contrasts) == 1 else ''} at least {comparison.seeds_to_conclude}."
         )

@@ -152,10 +152,7 @@ def choose_device(backend: "Backend", world: World = ALONE) -> DeviceChoice:
         )
     return DeviceChoice(
         torch.device("cpu"),
-        LogLine(
-            f'No device "{backend.devices}" here, and [backend] devices is not set: using cpu.',
-            "no GPU here",
-        ),
+        LogLine("No GPU found: using cpu.", "no GPU here"),
     )
 
 
