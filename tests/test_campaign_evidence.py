@@ -619,7 +619,7 @@ def test_more_workers_than_conditions_take_later_seeds_and_the_looks_stay_in_ord
 def test_seeds_added_later_are_named_and_the_exact_test_is_no_longer_exact(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c", stop="seeds", max_seeds=0, seeds=[1, 2, 3, 4, 5, 6])
     execute(plan, Simulated(BETTER))
-    assert "tested once" in compare_campaign(plan.folder, TestSettings()).planned
+    assert "one test" in compare_campaign(plan.folder, TestSettings()).planned
     execute(
         planned(tmp_path / "c", stop="seeds", max_seeds=0, seeds=[1, 2, 3, 4, 5, 6, 7, 8]),
         Simulated(BETTER),

@@ -71,7 +71,7 @@ def sequential(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def test_the_manifest_tells_the_whole_campaign(sequential: Finished) -> None:
     manifest = json.loads((sequential.folder / "manifest.json").read_text())
     named = "timestamp retrain_version config conditions seeds max_steps runs squeeze plan looks"
-    assert manifest.keys() == {*named.split(), "command"}
+    assert manifest.keys() == {*named.split(), "heldout_sha256", "command"}
     assert re.fullmatch(r"\d{8}_\d{6}", manifest["timestamp"])
     assert (manifest["conditions"], manifest["max_steps"]) == (["grpo+none", "weighted"], 2)
     assert manifest["seeds"] == [1, 2]

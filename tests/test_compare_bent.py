@@ -425,7 +425,7 @@ def test_what_was_not_bent_is_as_planned_and_nothing_is_left_out(
 ) -> None:
     text = said(capsys, campaign)
     assert re.search(
-        r"Preregistered \(plan \w{8}\): pass@1, higher is better, alpha 0\.05, 8 seeds, tested once\.",
+        r"Preregistered \(plan \w{8}\): held-out pass@1, higher is better, alpha 0\.05, 8 seeds, one test\.",
         text,
     )
     assert "Left out" not in text and "attempts" not in text and "Known limits" not in text

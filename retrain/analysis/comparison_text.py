@@ -26,7 +26,7 @@ from retrain.system import Json
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """(head, rows)"""
 
-_HIDDEN = ("for new problems", "p", "d_z")
+_HIDDEN = ("for new problems", "p", "effect size d_z")
 """Columns of `contrast_table` that a terminal has no room for; the sentences have them."""
 _PARTS = ("eval sd", "seed sd")
 """Columns for which a narrow terminal has no room."""
@@ -310,7 +310,10 @@ def _contrast_columns(
     yield "adjusted p", lambda one: p_words(one.conclusion.p_adjusted)
     if test.margin is not None:
         yield "p (TOST)", lambda one: p_words(one.conclusion.equivalence_p_adjusted)
-    yield "d_z", lambda one: "" if one.conclusion.d_z is None else f"{one.conclusion.d_z:.2f}"
+    yield (
+        "effect size d_z",
+        lambda one: "" if one.conclusion.d_z is None else f"{one.conclusion.d_z:.2f}",
+    )
     yield "verdict", lambda one: one.conclusion.word(test.alpha)
 
 
@@ -407,7 +410,7 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
         "baseline": contrast.baseline,
         "verdict": found.verdict.value,
         "word": found.word(alpha),
-        "explanation": explanation(contrast, comparison),
+        "explanation": " ".join(explanation(contrast, comparison)),
         "pairs": found.pairs,
         "differences": {str(seed): value for seed, value in contrast.differences.items()},
         "mean_difference": found.mean,

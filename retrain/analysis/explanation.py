@@ -26,8 +26,8 @@ chance.
 _DIFFERENCES = (Verdict.IMPROVEMENT, Verdict.WORSE, Verdict.DIFFERENT)
 
 
-def explanation(contrast: Contrast, comparison: Comparison) -> str:
-    """Return the conclusion of one contrast: its verdict with the numbers behind it, or the reason
+def explanation(contrast: Contrast, comparison: Comparison) -> list[str]:
+    """Return the conclusion of one contrast: its verdict with the numbers behind it, and the reason
     why it has none.
     """
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
@@ -36,16 +36,16 @@ def explanation(contrast: Contrast, comparison: Comparison) -> str:
     if lost:
         shown += f" ({lost} left out)"
     if found.verdict is Verdict.INCONCLUSIVE:
-        return f"{found.word(test.alpha)}: {shown}. {_why_inconclusive(contrast, comparison)}"
+        why = _why_inconclusive(contrast, comparison)
+        return [f"{found.word(test.alpha)}: {shown}.", *filter(None, [why])]
     if found.verdict is Verdict.EQUIVALENT:
-        return (
-            f"equivalent within {size_words(test.margin, metric)}: {shown}, adjusted p"
-            f" {p_words(found.equivalence_p_adjusted)} (TOST)."
-        )
+        within = size_words(test.margin, metric)
+        p = p_words(found.equivalence_p_adjusted)
+        return [f"equivalent within {within}: {shown}, adjusted p {p} (TOST)."]
     within = ""
     if found.within_margin:
         within = f", but within the margin of {size_words(test.margin, metric)}"
-    return f"{found.verdict}{within}: {shown}, adjusted p {p_words(found.p_adjusted)}."
+    return [f"{found.verdict}{within}: {shown}, adjusted p {p_words(found.p_adjusted)}."]
 
 
 def lost_words(contrast: Contrast, comparison: Comparison) -> str:
@@ -108,8 +108,8 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
     if found.unsure == "unjudged":
         return (
             f"Without the unjudged answers the difference is significant (adjusted p {p}). They"
-            f" leave {interval_words(found.bounds, metric)} possible; counted against the"
-            " difference, they take its significance away."
+            f" leave {interval_words(found.bounds, metric)} possible, and counted against the"
+            " difference they undo it."
         )
     problems = counted(comparison.problems, "problem")
     agree = f"The seeds agree (adjusted p {p})"
@@ -132,7 +132,7 @@ def remarks(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
     contrasts have in common.
     """
     own = [
-        [explanation(contrast, comparison), *_caveats(contrast, comparison)]
+        [*explanation(contrast, comparison), *_caveats(contrast, comparison)]
         for contrast in comparison.contrasts
     ]
     shared = [one for one in own[0] if len(own) > 1 and all(one in other for other in own)]
@@ -171,7 +171,8 @@ def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     if contrast.shared.is_same:
         yield "No recorded setting differs between the conditions: an A/A comparison."
     elif contrast.shared.differing_keys:
-        yield f"The conditions differ in {', '.join(contrast.shared.differing_keys)}."
+        only = "" if contrast.shared.environment else "only "
+        yield f"The conditions differ {only}in {', '.join(contrast.shared.differing_keys)}."
 
 
 def _about_outliers(contrast: Contrast, metric: Metric) -> Iterator[str]:

@@ -111,8 +111,7 @@ def _undecided(comparison: Comparison) -> str:
     ):
         seeds = max(contrast.conclusion.pairs for contrast in contrasts)
         return (
-            f"Cannot conclude: {counted(seeds, 'seed')} {'is' if seeds == 1 else 'are'} too few to"
-            f" show any difference from {_baselines(comparison)};"
+            f"No verdict: {counted(seeds, 'seed')} {'is' if seeds == 1 else 'are'} too few;"
             f" {counted(len(contrasts), 'comparison')} at {test.alpha:g}"
             f" need{'s' if len(contrasts) == 1 else ''} at least {comparison.seeds_to_conclude}."
         )
@@ -124,9 +123,10 @@ def _undecided(comparison: Comparison) -> str:
             f" {difference_and_interval(one, comparison)}{why}."
         )
     largest = max(contrasts, key=lambda contrast: abs(contrast.conclusion.mean))
+    baseline = comparison.baseline if comparison.one_baseline else "its baseline"
     return (
         f"Undecided {scope(comparison)}: none of {len(contrasts)} conditions is shown to differ"
-        f" from {_baselines(comparison)}; the largest difference is"
+        f" from {baseline}; the largest difference is"
         f" {item_words(largest, comparison)}."
     )
 
@@ -155,10 +155,6 @@ def same_runs_words(contrast: Contrast) -> str:
         f"{which} the same run, byte for byte: what the two set differently changed nothing here,"
         " or they trained on nothing"
     )
-
-
-def _baselines(comparison: Comparison) -> str:
-    return comparison.baseline if comparison.one_baseline else "its baseline"
 
 
 def scope(comparison: Comparison) -> str:

@@ -200,9 +200,9 @@ class Pairs:
     """Seed -> its difference by problem, for each of `differences`; empty for a training metric."""
     looks: Mapping[int, int] | None = None
     """Seed -> number of the look that took it, from 0; None for a comparison without looks."""
-    loses_too_many: bool = False
-    """True if more than a quarter of the runs of an arm failed or collapsed, which leaves no
-    verdict.
+    judges_losses: bool = False
+    """True if there is no verdict after more than a quarter of an arm's runs failed or
+    collapsed.
     """
 
     @property
@@ -210,13 +210,6 @@ class Pairs:
         """(candidate, baseline) of the pairs."""
         ours, theirs = self.candidate.runs, self.baseline.runs
         return [(ours[seed], theirs[seed]) for seed in self.differences]
-
-    def with_losses_judged(self) -> "Pairs":
-        """Return the contrast without a verdict if an arm loses too many runs."""
-        return replace(
-            self,
-            loses_too_many=self.candidate.loses_too_many or self.baseline.loses_too_many,
-        )
 
     def at_looks(self, looks: Mapping[int, int]) -> "Pairs":
         """Return the contrast as an e-process has seen it: the seeds of `looks`, in their order.
@@ -261,7 +254,7 @@ class Pairs:
             least,
             most,
             (wide or unbounded) if few else None,
-            self.loses_too_many,
+            self.judges_losses and (self.candidate.loses_too_many or self.baseline.loses_too_many),
         )
 
     def _keyed(self, values: Differences) -> Differences:

@@ -150,12 +150,6 @@ class CampaignRecord:
         """The seeds of the looks, in the order of their first looks."""
         return tuple(dict.fromkeys(look.seed for look in self.looks))
 
-    @property
-    def undecided(self) -> list[str]:
-        """The plan's conditions without a verdict, the baseline left out."""
-        planned = self.plan.conditions if self.plan else ()
-        return [condition for condition in planned if self.decided_at(condition) is None]
-
     def decided_at(self, condition: str) -> int | None:
         """Return the number of looks after which the condition had a verdict; None while it has
         none.
@@ -339,10 +333,11 @@ def planned_line(
             f"Exploratory: differs from the plan ({record.sha256[:8]}) in"
             f" {'; '.join(differing)}.{stopped}"
         )
-    when = "looked at after every seed" if plan.rule == "evidence" else "tested once"
+    when = "looked at after every seed" if plan.rule == "evidence" else "one test"
     margin = "" if plan.margin is None else f", equivalent within {plan.margin:g}"
     what = (
-        f"{plan.metric}, {direction_words(plan.better)}, alpha {plan.alpha:g}{margin},"
+        f"{'held-out ' * plan.metric.startswith('pass@')}{plan.metric},"
+        f" {direction_words(plan.better)}, alpha {plan.alpha:g}{margin},"
         f" {counted(len(plan.seeds), 'seed')}, {when}"
     )
     lines = [f"Preregistered (plan {record.sha256[:8]}): {what}."]

@@ -149,9 +149,8 @@ def _with_differences(
 ) -> list[Pairs]:
     """Return the contrasts that have a difference."""
     family = [pair_up(arms[ours], arms[theirs], metric) for ours, theirs in wanted]
-    if _has_rule_of_losses(record):
-        family = [pairs.with_losses_judged() for pairs in family]
-    return [pairs for pairs in family if pairs.differences]
+    judged = _has_rule_of_losses(record)
+    return [replace(pairs, judges_losses=judged) for pairs in family if pairs.differences]
 
 
 def _has_rule_of_losses(record: CampaignRecord | None) -> bool:

@@ -100,17 +100,15 @@ class Manifest:
     squeeze: Json | None = None
     """recommended_rank, rule, threshold, table, ...; null without [squeeze]."""
     plan: Json | None = None
-    """The planned comparison from before the first run, with its hash (analysis/planned.py); a
-    resumed campaign keeps it.
-    """
+    """The planned comparison and its hash; a resume keeps it."""
     heldout_sha256: str = ""
-    """The hash of the held-out problems at the newest start; "" if unknown."""
+    """The hash of the held-out problems."""
     looks: list[Json] = field(default_factory=list)
     """With stop = "evidence": the findings and decisions of each look."""
     command: str = ""
     """The command line without a folder; "" from Python."""
     notes: list[str] = field(default_factory=list, init=False, repr=False)
-    """Sentences for the runner to print once and remove; the file does not have them."""
+    """Sentences to print once; the file does not have them."""
     _is_behind: bool = field(default=False, init=False, repr=False)
     _by_name: dict[str, RunEntry] = field(init=False, repr=False)
 

@@ -153,11 +153,7 @@ def choose_device(backend: "Backend", world: World = ALONE) -> DeviceChoice:
         )
     return DeviceChoice(
         torch.device("cpu"),
-        LogLine(
-            f'No device "{backend.devices}" here, and the file sets no [backend] devices: using'
-            " cpu.",
-            "no GPU here",
-        ),
+        LogLine("No GPU found: using cpu.", "no GPU here"),
     )
 
 
