@@ -61,11 +61,11 @@ the subject; "is no X"; a word that the field does not use.
 """
 BUDGETS: dict[str, tuple[int, int]] = {
     "subject": (0, 4),
-    "noun": (2, 33),
-    "passive": (6, 91),
-    "length": (32, 59),
+    "noun": (2, 32),
+    "passive": (6, 90),
+    "length": (32, 58),
     "possessive": (0, 1),
-    "negation": (0, 16),
+    "negation": (0, 14),
     "is no": (0, 1),
     "word": (0, 17),
 }

@@ -150,6 +150,12 @@ class CampaignRecord:
         """The seeds of the looks, in the order of their first looks."""
         return tuple(dict.fromkeys(look.seed for look in self.looks))
 
+    @property
+    def undecided(self) -> list[str]:
+        """The plan's conditions without a verdict, the baseline left out."""
+        planned = self.plan.conditions if self.plan else ()
+        return [condition for condition in planned if self.decided_at(condition) is None]
+
     def decided_at(self, condition: str) -> int | None:
         """Return the number of looks after which the condition had a verdict; None while it has
         none.

@@ -51,25 +51,19 @@ class EvidenceRule:
         self._place = {seed: place for place, seed in enumerate(plan.seeds)}
         self._runs = {(run.condition, run.seed): run for run in plan.runs}
 
-    @property
-    def _undecided(self) -> list[str]:
-        return [
-            condition
-            for condition in self._plan.conditions[1:]
-            if self._record.decided_at(condition) is None
-        ]
-
     def _missing(self, seed: int) -> list[str]:
         """Return the undecided conditions whose pair the looks at a seed lacked."""
         return [
             condition
-            for condition in self._undecided
+            for condition in self._record.undecided
             if seed not in self._record.looks_of(condition)
         ]
 
     def needs(self, run: CampaignRun) -> bool:
         """True for a run that a later look would use."""
-        wanted = self._missing(run.seed) if run.seed in self._record.looked else self._undecided
+        wanted = (
+            self._missing(run.seed) if run.seed in self._record.looked else self._record.undecided
+        )
         return run.condition in wanted or (
             bool(wanted) and run.condition == self._plan.conditions[0]
         )
@@ -85,17 +79,17 @@ class EvidenceRule:
             self._manifest.looks = [look.to_json() for look in self._record.looks]
             self._manifest.write_if_possible()
             seeds = counted(len(self._record.looked), "seed")
-            if not self._undecided:
+            if not self._record.undecided:
                 self._say(f"Decided after {seeds} of at most {len(self._plan.seeds)}.")
             elif len(self._record.looked) == len(self._plan.seeds):
-                self._say(f"All {seeds} are in. Not decided: {', '.join(self._undecided)}.")
+                self._say(f"All {seeds} are in. Not decided: {', '.join(self._record.undecided)}.")
 
     def _due(self) -> int | None:
         """Return the seed to look at now: a seed whose failed run now has a result, or else the
         next seed. The result is None if every condition has a decision or runs of that seed have
         not ended.
         """
-        if not self._undecided:
+        if not self._record.undecided:
             return None
         again = [seed for seed in self._record.looked if self._missing(seed)]
         if not all(self._has_ended(seed) for seed in again):
@@ -116,7 +110,7 @@ class EvidenceRule:
         baseline = self._plan.conditions[0]
         pairs = {
             condition: [self._runs[label, seed] for label in (condition, baseline)]
-            for condition in self._undecided
+            for condition in self._record.undecided
         }
         return [
             condition
@@ -154,7 +148,7 @@ class EvidenceRule:
         open_now = {
             contrast.condition: contrast.conclusion
             for contrast in comparison.contrasts
-            if contrast.condition in self._undecided
+            if contrast.condition in self._record.undecided
         }
         return replace(
             look,
