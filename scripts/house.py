@@ -50,7 +50,7 @@ BUDGETS: dict[str, int] = {
     "examples/": 2_116,
     "core/": 132,
     "bytes of the package's other files": 6_897_952,
-    "lines of tests": 54_601,
+    "lines of tests": 54_602,
     "lines of benchmarks": 5_125,
     "words of the pages": 67_209,
 }
