@@ -194,6 +194,7 @@ def test_against_loads_a_runs_plugin_with_trust_alone(
         "def f(rewards):\n    return [r - sum(rewards) / len(rewards) for r in rewards]\n"
     )
     with_plugin(folder, 'advantage_mode = "maxrl"', 'advantage_mode = "trusted_plugin.f"')
+    (folder / "summary.json").unlink()  # it has the condition before this edit
     assert main(["inspect", str(folder), "--against", "gtpo"]) == 2
     assert "trusted_plugin.f" in (said := capsys.readouterr().err) and "add --trust" in said
     assert main(["inspect", str(folder), "--against", "trusted_plugin.t"]) == 2
