@@ -102,6 +102,7 @@ def test_a_run_without_metrics_is_short_of_every_budget(
     arms: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(arms[0], "metrics.jsonl").unlink()
+    Path(arms[0], "summary.json").write_text('{"status": "done", "steps": 0}')
     assert main(["compare", *arms, "--at", "tokens=300"]) == 2
     assert "has 0 tokens, short of --at tokens=300" in capsys.readouterr().err
 
@@ -109,12 +110,11 @@ def test_a_run_without_metrics_is_short_of_every_budget(
 def test_an_evaluation_after_the_last_record_is_named(
     arms: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a run whose metrics.jsonl was cut."""
+    Path(arms[0], "summary.json").write_text('{"status": "done", "steps": 3}')
     metrics = Path(arms[0], "metrics.jsonl")
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
     assert main(["compare", *arms, "--at", "tokens=300"]) == 1
-    said = capsys.readouterr().err
-    assert f"an evaluation after 4 steps, and {metrics} has 3 of them" in said
+    assert f"after 4 steps, and {metrics} has 3 of them" in capsys.readouterr().err
 
 
 def test_an_evaluation_at_the_budget_is_taken_as_it_is(
