@@ -6,6 +6,7 @@ program that it becomes there. What takes long ends at once: a training and a ca
 folder as real ones do, and are given the files of a run that has ended. Nothing asks the hub.
 """
 
+import json
 import os
 import runpy
 import shutil
@@ -111,6 +112,7 @@ def _answering(answer: Any) -> Iterator[int]:
 
 def _train(config: Any, *, overwrite: bool = False, **_: Any) -> None:
     from retrain.config import dump_toml
+    from retrain.config.load import replaced
     from retrain.run.start import open_run
 
     with open_run(config, overwrite=overwrite) as opened:
@@ -121,7 +123,9 @@ def _train(config: Any, *, overwrite: bool = False, **_: Any) -> None:
                 dirs_exist_ok=True,
                 ignore=shutil.ignore_patterns(".lock*"),
             )
-            opened.folder.config.write_text(dump_toml(opened.config), encoding="utf-8")
+            seed = json.loads(opened.folder.summary.read_text("utf-8"))["seed"]
+            config = replaced(opened.config, {"training.seed": seed})
+            opened.folder.config.write_text(dump_toml(config), encoding="utf-8")
 
 
 def _run_campaign(config: Any, **_: Any) -> Any:

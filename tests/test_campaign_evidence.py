@@ -632,7 +632,7 @@ def test_seeds_added_later_are_named_and_the_exact_test_is_no_longer_exact(tmp_p
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"max_steps": 4}, r"max_steps = 4: .* looked at 6 times with 2; restore that"),
+        ({"max_steps": 4}, r"max_steps = 4: .* had 6 interim looks with 2. Restore that"),
         ({"conditions": CONDITIONS}, "conditions = .*rloo"),
         ({"conditions": CONDITIONS[1::-1]}, r"conditions = \["),
         ({"seeds": [3, 1, 2]}, r"seeds = \[3, 1, 2, 4, 5, 6\]: .* with \[1, 2, 3, 4, 5, 6\]"),

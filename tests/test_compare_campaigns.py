@@ -574,8 +574,9 @@ def test_power_refuses_what_shows_no_spread(
 ) -> None:
     write_run(tmp_path / "only", 1)
     assert "at least two seeds" in refused(capsys, tmp_path, command="power")
-    assert "give one of them" in refused(capsys, command="power")
-    assert "give one of them" in refused(capsys, tmp_path, "--sd", "0.1", command="power")
+    assert "give a pilot's folder, or --sd" in refused(capsys, command="power")
+    both = refused(capsys, tmp_path, "--sd", "0.1", command="power")
+    assert "give a pilot's folder, or --sd" in both
     assert "needs infinitely many seeds" in refused(
         capsys, "--sd", "0.1", "--effect", "0", command="power"
     )

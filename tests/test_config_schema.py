@@ -243,7 +243,9 @@ def test_the_annotated_file_shows_every_key_and_its_commented_lines_load() -> No
 
 
 def _is_setting(text: str) -> bool:
-    return text.startswith("[") or (text.split(" = ")[0].isidentifier() and " = " in text)
+    return (text.startswith("[") and text.endswith("]")) or (
+        text.split(" = ")[0].isidentifier() and " = " in text
+    )
 
 
 def test_the_flag_table_never_changes() -> None:

@@ -268,7 +268,7 @@ def test_the_only_server_that_was_gone_may_be_busy_when_it_is_back(net: Net) -> 
     net.answers[A] = [breaks, breaks, breaks, 503, {"done": 1}]
     pool = net.pool(A, patience=replace(HASTY, silent_s=9))
     assert pool.run(pool.on_each(lambda server: server.post("/work"))) == {A: {"done": 1}}
-    assert [line.rpartition(" ")[2] for line in net.said] == ["again.", "back."]
+    assert [line.rpartition(" ")[2] for line in net.said] == ["again.", "it."]
 
 
 def test_the_only_server_is_waited_for_and_prepared_before_it_is_asked(net: Net) -> None:

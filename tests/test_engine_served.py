@@ -462,7 +462,7 @@ def test_a_folder_for_adapters_that_cannot_be_made_is_named_with_its_key(
     (tmp_path / "file").write_text("")
     with pytest.raises(
         EnvironmentFailure,
-        match=r"\[inference\] adapter_dir = '.*/file/in' cannot be a folder: Not a directory; name",
+        match=r"\[inference\] adapter_dir = '.*/file/in' is not a usable folder .Not a directory.; name",
     ):
         engine_of(
             served(tmp_path, server.url, inference={"adapter_dir": str(tmp_path / "file" / "in")})

@@ -107,7 +107,7 @@ x"""
         )
 
     for function, said in (
-        (indented, "the source of indented is not known here"),
+        (indented, "cannot see the source of indented"),
         (lambda response, reference: 1.0, "define it with def"),
         ("math", "'math' is no function with a name of its own"),
         (closed, "uses inside of the function around it"),

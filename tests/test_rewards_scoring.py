@@ -236,7 +236,7 @@ def failed(reason: str) -> Score:
 def test_the_guard_stops_when_nothing_can_be_judged() -> None:
     with pytest.raises(
         RunFailed,
-        match=r"8 of 8 .* of the last step .* \(8 times: it is down\), .* fix the reward\.$",
+        match=r"8 of 8 .* of the last step .* \(8 times: it is down\), .*\. Fix the reward\.$",
     ):
         FailureGuard(0.05).observe([failed("it is down.")] * 8)
 

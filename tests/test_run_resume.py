@@ -328,7 +328,7 @@ def test_more_steps_change_a_falling_rate_only_if_the_user_names_its_end(tmp_pat
     folder = tmp_path / "run"
     with pytest.raises(ConfigurationError) as refused:
         small_run(falling(folder, 3), quiet=True)
-    assert "at steps 0, 1, 2" in str(refused.value)
+    assert "At steps 0, 1, 2" in str(refused.value)
     assert "--lr-horizon 1 makes it 0.001, 0, 0" in str(refused.value)
     assert "--lr-horizon 3 makes it 0.001, 0.000667, 0.000333" in str(refused.value)
     assert small_run(falling(folder, 3, lr_horizon=3), quiet=True).summary.steps == 3

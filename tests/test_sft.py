@@ -19,6 +19,8 @@ from retrain.data.traces import Trace, TraceSet, load_traces
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.text import TextModel, load_text_model
 from retrain.records.checkpoint import CheckpointStore
+from retrain.records.run_folder import RunFolder
+from retrain.records.sound import sound
 from retrain.report.data import held_out_points
 from retrain.run.notes import notes
 from retrain.run.parts import check_plugins
@@ -395,9 +397,9 @@ def test_the_report_and_the_status_tell_the_stage(
     capsys.readouterr()
     main(["status", str(folder)])
     assert "5 supervised steps taken." in capsys.readouterr().out
+    shutil.copytree(straight, folder, dirs_exist_ok=True)
     (folder / "sft.jsonl").write_bytes(b"")
-    with pytest.raises(RunFailed, match=r"sft.jsonl has 0 bytes instead of"):
-        _ = StoredRun(folder).sft_tokens
+    assert "sft.jsonl has 0 bytes instead of" in sound(RunFolder(folder), StoredRun(folder).config)
 
 
 def test_reinforcement_draws_what_it_would_draw_without_the_stage(
@@ -452,7 +454,9 @@ def test_a_plain_supervised_run_ends_after_its_stage(
 def test_a_missing_plugin_and_an_evaluation_that_nobody_asked_for_are_named() -> None:
     sft = {"source": "no_such.traces", "steps": 1, "evaluate_every": 1}
     config = config_from_mapping({"model": {"model": "lab"}, "data": {"source": "lab"}, "sft": sft})
-    with pytest.raises(ConfigurationError, match=r'\[sft\] source = "no_such.traces" cannot be'):
+    with pytest.raises(
+        ConfigurationError, match=r'\[sft\] source = "no_such.traces" does not load'
+    ):
         check_plugins(config)
     assert any("set [evaluation] at_end = true" in note for note in notes(config))
 

@@ -72,7 +72,7 @@ def test_a_wandb_project_switches_wandb_on() -> None:
 
 def test_a_missing_extra_is_one_sentence_that_names_it() -> None:
     with pytest.raises(
-        EnvironmentFailure, match=r"a_module.*not installed.*pip install .*\[trackio\]"
+        EnvironmentFailure, match=r"a_module.*this environment lacks.*pip install .*\[trackio\]"
     ):
         import_extra("a_module_that_nobody_has", "trackio")
 

@@ -201,7 +201,7 @@ def test_a_model_that_is_not_asked_for_a_box_gets_a_template_and_then_a_count(
     run = small_run(small(tmp_path / "run", **sections, training=training))
     said = capsys.readouterr().out
     (asked,) = [line for line in said.splitlines() if "none of 4 prompts asks" in line]
-    assert r"set [data] prompt_template = '{prompt} Put the final answer in \boxed{}.'" in asked
+    assert r"Set [data] prompt_template = '{prompt} Put the final answer in \boxed{}.'" in asked
     assert (
         "3 steps trained nothing: all 24 completions were cut" in said
         and r"0 of 24 completions hold \boxed{}" in said

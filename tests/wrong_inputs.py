@@ -440,7 +440,9 @@ CASES = [
         ("--resume", "old"),
         {"old/.retrain.json": RUN_MARK},
     ),
-    Case("a folder in place of a file", 2, "name the file", None, ("old",), {"old/notes.txt": ""}),
+    Case(
+        "a folder in place of a file", 2, "name a TOML file", None, ("old",), {"old/notes.txt": ""}
+    ),
     Case(
         "a run resumed and overwritten",
         2,

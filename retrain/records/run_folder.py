@@ -258,6 +258,11 @@ class RunFolder:
             else:
                 truncate_to_size(path, extent.size)
         self._cut_tokens(state.step)
+        # Most readers of folders need no safetensors.
+        from retrain.records.token_table import damage_of
+
+        for damage in filter(None, map(damage_of, sorted(self.tokens.glob("step_*.safetensors")))):
+            log(f"{damage}; `retrain inspect` cannot show it, and the run continues.")
 
     def forget_steps(self) -> None:
         """Set every row aside, and delete the token files, for a run that has no checkpoint yet."""

@@ -103,19 +103,27 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
         )
 
 
-def read_tokens(path: Path) -> TokenTable:
-    """Read a file of tokens. Raises RunFailed, one sentence, for a damaged file."""
+def damage_of(path: Path) -> str:
+    """Return the damage of a file of tokens, as a clause; "" if its header fits its size."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="numpy") as file:
-            stages: list[str] = json.loads((file.metadata() or {})["retrain"])["stages"]
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+            json.loads((file.metadata() or {})["retrain"])["stages"]
     except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
-        raise RunFailed(
-            f"{path} is damaged ({type(error).__name__}: {first_line(error)}); put back a copy of"
-            " it, or look at another step."
-        ) from error
+        return f"{path} is damaged ({type(error).__name__}: {first_line(error)})"
+    return ""
+
+
+def read_tokens(path: Path) -> TokenTable:
+    """Read a file of tokens. Raises RunFailed, one sentence, for a damaged file."""
+    from safetensors import safe_open
+
+    if damage := damage_of(path):
+        raise RunFailed(f"{damage}; put back a copy of it, or look at another step.")
+    with safe_open(path, framework="numpy") as file:
+        stages: list[str] = json.loads((file.metadata() or {})["retrain"])["stages"]
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
     turns = None
     if f"{_TURNS}offsets" in arrays:
         turns = TurnTable(**{name: arrays[f"{_TURNS}{name}"] for name in _TURN_FIELDS})

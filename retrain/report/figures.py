@@ -118,6 +118,8 @@ def _training(data: ReportData) -> PageFigure | None:
     if not (data.single and data.arms[0].held_out[0]):
         return line_figure(data, _TRAINING)
     note = "Dots: held-out pass@1 with its 95% interval over the problems."
+    if data.arms[0].held_out[0][0].step < 0:
+        note += " The supervised stage is left of 0."
     title = "Training and held-out accuracy"
     return line_figure(data, replace(_TRAINING, title=title, note=note, evaluated=True))
 
