@@ -55,9 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
     parser.addoption(
-        "--long",
-        action="store_true",
-        help="the long form of what `make test-faults` runs",
+        "--long", action="store_true", help="the long form of what `make test-faults` runs"
     )
 
 

@@ -181,10 +181,7 @@ class Drawn(NamedTuple):
 
 
 def draws_of(
-    logits: torch.Tensor,
-    temperatures: np.ndarray,
-    uniforms: np.ndarray,
-    cuts: Cuts | None = None,
+    logits: torch.Tensor, temperatures: np.ndarray, uniforms: np.ndarray, cuts: Cuts | None = None
 ) -> Drawn:
     """[R] each, from `sampling.draw`."""
     table = draw(

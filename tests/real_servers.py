@@ -56,12 +56,7 @@ class RealServer:
 
     def start(self, command: list[str]) -> None:
         self.command = command
-        guarded = [
-            sys.executable,
-            str(ROOT / "tests" / "guard.py"),
-            str(os.getpid()),
-            *command,
-        ]
+        guarded = [sys.executable, str(ROOT / "tests" / "guard.py"), str(os.getpid()), *command]
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
                 guarded,

@@ -162,10 +162,9 @@ def test_equal_uncertainty_gives_weights_of_exactly_one(
 
 def test_gtpo_edge_cases() -> None:
     assert gtpo(1.0, [], 0.1) == []
-    assert gtpo(1.0, [1e-8, 3e-8], 0.5) == [
-        1.0,
-        1.0,
-    ], "a completion as good as deterministic is uniform"
+    assert gtpo(1.0, [1e-8, 3e-8], 0.5) == [1.0, 1.0], (
+        "a completion as good as deterministic is uniform"
+    )
     assert gtpo(1.0, [0.0, 2.0], 2.0) == [0.0, 3.0], "above 1 beta clips at 0"
     assert gtpo(1.0, [float("inf"), 50.0], 0.5) == [1.0, 1.0], "the cap comes before the mean"
     for bad in (-0.1, float("nan")):

@@ -49,15 +49,12 @@ def test_every_family_has_right_and_wrong_answers(data: Path) -> None:
         assert sides[kind, True] >= 5 and sides[kind, False] >= 5, kind
 
 
-def test_match_refuses_forms_that_math_takes(data: Path) -> None:
-    exact = rates(audit(data, type="match"))["all families"]
-    math = rates(audit(data, type="math", workers=1, deadline_s=60.0))["all families"]
-    assert exact["right_called_wrong"]["rate"] > 0.9
-    assert math["right_called_wrong"]["rate"] < 0.09
-    assert exact["wrong_called_right"]["errors"] == 0
-    assert math["wrong_called_right"]["rate"] < 0.03
-    low, high = math["right_called_wrong"]["interval"]
-    assert low < math["right_called_wrong"]["rate"] < high
+def test_match_refuses_most_forms_and_pays_nothing_wrong(data: Path) -> None:
+    found = rates(audit(data, type="match"))["all families"]
+    assert found["right_called_wrong"]["rate"] > 0.9
+    assert found["wrong_called_right"]["errors"] == 0
+    low, high = found["right_called_wrong"]["interval"]
+    assert low < found["right_called_wrong"]["rate"] < high
 
 
 def own_reward(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> dict[str, Any]:

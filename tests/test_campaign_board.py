@@ -107,9 +107,7 @@ def test_a_run_is_a_line_at_its_start_and_at_its_end(
     assert failed.endswith("runs/maxrl+gtpo_s1/output.log")
 
 
-def test_quiet_leaves_what_is_said_and_what_ended(
-    campaign: tuple[CampaignPlan, Manifest],
-) -> None:
+def test_quiet_leaves_what_is_said_and_what_ended(campaign: tuple[CampaignPlan, Manifest]) -> None:
     out = io.StringIO()
     board = Board(*campaign, out=out, quiet=True)
     board.say("x")

@@ -77,12 +77,7 @@ class Simulated:
         if run.name in self.stopping:
             return EndedJob(RunOutcome(Status.INTERRUPTED, "Interrupted by SIGTERM."))
         count = self.right[run.condition][run.seed - 1]
-        write_run(
-            run.folder,
-            run.seed,
-            held_out=answers(count),
-            algorithm=_modes(run.condition),
-        )
+        write_run(run.folder, run.seed, held_out=answers(count), algorithm=_modes(run.condition))
         if self.identical:
             metrics = run.folder / "metrics.jsonl"
             metrics.write_text(
@@ -445,9 +440,7 @@ def test_a_decided_condition_is_dropped_and_the_others_go_on(tmp_path: Path) -> 
     )
 
 
-def test_a_condition_without_a_pair_stays_in_the_family_and_has_bet_nothing(
-    tmp_path: Path,
-) -> None:
+def test_a_condition_without_a_pair_stays_in_the_family_and_has_bet_nothing(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c", max_seeds=4, conditions=CONDITIONS)
     everything = frozenset(run.name for run in plan.runs if run.condition == "rloo+none")
     execute(plan, Simulated({**BETTER, **LIKE_THE_BASELINE}, failing=everything))

@@ -311,10 +311,7 @@ def test_status_tells_of_the_hours_of_a_run_that_was_then_continued_alone(
 ) -> None:
     """The manifest still has the reason of the campaign's session."""
     hourly.train(
-        replaced(
-            hourly.stored.config,
-            {"training.max_hours": 5.0, "training.max_steps": 4},
-        )
+        replaced(hourly.stored.config, {"training.max_hours": 5.0, "training.max_steps": 4})
     )
     note = run_status(hourly.stored, time.time()).note
     assert "max_hours = 5 came after 2 of 4 steps; give more hours, such as --max-hours 10" in note

@@ -14,11 +14,7 @@ from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.keys import keys_by_path
 from retrain.config.needs import built_in
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.commands import (
-    ServerCommand,
-    ServerNeeds,
-    Variable,
-)
+from retrain.inference_engine.commands import ServerCommand, ServerNeeds, Variable
 from retrain.inference_engine.vllm import LORA_RANKS
 from retrain.model.budget import NO_LIMIT, PROMPT_ALLOWANCE
 

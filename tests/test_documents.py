@@ -117,8 +117,7 @@ def cases(pages: Iterable[Path]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "page",
-    cases(path for path in PAGES if SHELL & {language for language, _ in blocks(path)}),
+    "page", cases(path for path in PAGES if SHELL & {language for language, _ in blocks(path)})
 )
 def test_every_block_of_a_page_runs_as_pasted(page: Path, checkout: Path, tmp_path: Path) -> None:
     here = shutil.copytree(checkout, tmp_path / "checkout", symlinks=True)

@@ -171,10 +171,7 @@ def test_a_redraw_uses_the_kept_prompt_until_the_weights_change():
     ]
     run(engine, first)
     prefill, calls = engine._decoder.prefill, []
-    engine._decoder.prefill = lambda prompts: (
-        calls.append(len(prompts)),
-        prefill(prompts),
-    )[1]  # type: ignore[method-assign]
+    engine._decoder.prefill = lambda prompts: (calls.append(len(prompts)), prefill(prompts))[1]  # type: ignore[method-assign]
     assert_agrees(model, redraw, run(engine, redraw), atol=1e-4)
     assert calls == []
     with torch.no_grad():

@@ -122,9 +122,7 @@ def test_an_answer_that_a_repetition_would_not_change_is_not_asked_for_again(
     assert len(net.posts()) == 1
 
 
-def test_a_silent_server_has_longer_than_an_unfit_answer_counted_down(
-    net: Net,
-) -> None:
+def test_a_silent_server_has_longer_than_an_unfit_answer_counted_down(net: Net) -> None:
     threading.Timer(1.0, lambda: net.answers.update({A: {"done": 1}})).start()
     patience = replace(HASTY, silent_s=20, attempts=2, word_s=0.3)
     assert ask(net.pool(A, patience=patience)) == [{"done": 1}]

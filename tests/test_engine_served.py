@@ -261,11 +261,7 @@ def test_log_probs_before_the_temperature_are_right_at_1(
             ConfigurationError,
             "loads no adapters: start it with --enable-lora",
         ),
-        (
-            first(9, (200, "Success"), LOAD),
-            ServerFailure,
-            r"does not list the new adapter ",
-        ),
+        (first(9, (200, "Success"), LOAD), ServerFailure, r"does not list the new adapter "),
         (
             first(9, (400, {"error": {"message": "max_lora_rank is 2"}}), LOAD),
             ServerFailure,
@@ -916,10 +912,7 @@ def test_a_busy_server_and_a_broken_connection_cost_time_and_nothing_else(
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        (
-            first(99, (500, {"error": {"message": DEAD}})),
-            "its engine has died",
-        ),
+        (first(99, (500, {"error": {"message": DEAD}})), "its engine has died"),
         (first(99, (401, {"error": "Unauthorized"})), "it requires a key"),
         pytest.param(
             slow(6.0),
@@ -954,8 +947,7 @@ def test_a_run_whose_server_fails_is_saved_and_resumes(
     )
     server.faults.clear()
     run = small_run(
-        served(folder, server.url, resume={"from": str(folder)}, **rarely_saved),
-        quiet=True,
+        served(folder, server.url, resume={"from": str(folder)}, **rarely_saved), quiet=True
     )
     assert [record.step for record in run.records()] == [0, 1, 2]
 
@@ -1095,9 +1087,7 @@ def test_two_runs_may_share_a_server(tmp_path: Path, server: VLLMDouble) -> None
 # -- the switch ------------------------------------------------------------------------------------
 
 
-def test_a_server_that_returns_one_completion_n_times_is_named_as_the_cause(
-    tmp_path: Path,
-) -> None:
+def test_a_server_that_returns_one_completion_n_times_is_named_as_the_cause(tmp_path: Path) -> None:
     (tmp_path / "sums.jsonl").write_text(
         "".join(f'{{"prompt": "{n}+1=?", "answer": "never"}}\n' for n in range(4))
     )

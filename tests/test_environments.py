@@ -677,11 +677,7 @@ BEGINNINGS = {
     ),
 )
 def test_an_environment_that_hangs_or_exits_before_its_first_episode_is_a_sentence(
-    how: str,
-    where: str,
-    text: TextModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    how: str, where: str, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     importlib.import_module("tests.test_environments")  # not within the time of its environments
     limit = 0.5 if (how, where) == ("hang", "built") else 2.0  # nothing else runs within it

@@ -232,11 +232,7 @@ def test_one_gradient_of_all_modes_is_claimed_only_where_no_ratio_can_reach_the_
     [
         ("lab", {}, []),
         ("lab2", {}, ["belongs to the base model lab2, and [model] model is lab"]),
-        (
-            "elsewhere/lab",
-            {"model": {"model": "lab2"}},
-            ["belongs to the base model elsewhere"],
-        ),
+        ("elsewhere/lab", {"model": {"model": "lab2"}}, ["belongs to the base model elsewhere"]),
         ("", {"loss": {"kl_coef": 0.1}}, ['set [loss] kl_reference = "start"']),
         ("..", {"model": {"model": "./.."}}, []),
         ("", {"schedule": {"loss.kl_coef": [[0, 0.0], [9, 0.1]]}}, ["pulls toward the base"]),

@@ -178,7 +178,6 @@ def test_a_long_run_takes_no_more_memory_for_each_step(
     record_property("cases", len(lines(folder / "metrics.jsonl")))
     record_property("KiB of memory a step", round(growth, 1))
     record_property(
-        "KiB of lines a step",
-        round(sum(path.stat().st_size for path in paths) / 1024 / steps, 1),
+        "KiB of lines a step", round(sum(path.stat().st_size for path in paths) / 1024 / steps, 1)
     )
     assert growth < 64

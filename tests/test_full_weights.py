@@ -21,14 +21,7 @@ from retrain.cli.main import main
 from retrain.config import TrainConfig
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.types import Row
-from tests.learner_models import (
-    EOS,
-    config_for,
-    gradients,
-    make_learner,
-    make_rows,
-    with_logprobs,
-)
+from tests.learner_models import EOS, config_for, gradients, make_learner, make_rows, with_logprobs
 from tests.learner_reference import reference_loss, row_scores
 
 FULL = {"train": "full"}

@@ -122,10 +122,7 @@ def test_every_key_is_used_or_a_sentence_says_that_it_is_not(part: Part, key: Ke
             config_from_mapping(config.model_dump(exclude_unset=True, by_alias=True))
 
 
-FOLLOWED = {
-    ("tinker", "training.temperature"),
-    ("prime_rl", "loss.aggregation"),
-}
+FOLLOWED = {("tinker", "training.temperature"), ("prime_rl", "loss.aggregation")}
 """Keys of which a backend can follow one value alone."""
 
 

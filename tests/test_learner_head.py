@@ -206,11 +206,7 @@ def test_a_head_of_zeros_is_a_head(dtype: torch.dtype) -> None:
 
 def test_a_layer_between_hidden_states_and_head_is_said() -> None:
     config = CONFIG_MAPPING["electra"](
-        vocab_size=61,
-        embedding_size=16,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
+        vocab_size=61, embedding_size=16, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(ConfigurationError, match="changes its logits"):

@@ -39,9 +39,7 @@ MAX_TOKENS = 12
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
-def test_constant_divides_by_all_completions_of_the_step(
-    minibatches: int,
-) -> None:
+def test_constant_divides_by_all_completions_of_the_step(minibatches: int) -> None:
     learner = make_learner(
         config_for(loss={"aggregation": "constant"}, training={"minibatches": minibatches})
     )
@@ -57,9 +55,7 @@ def test_constant_divides_by_all_completions_of_the_step(
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "constant"])
-def test_a_completion_whose_history_was_rewritten_counts_once(
-    aggregation: str,
-) -> None:
+def test_a_completion_whose_history_was_rewritten_counts_once(aggregation: str) -> None:
     """Rows 3 and 4 are one completion: rows of one completion weigh as if each of its tokens stood
     in one row.
     """

@@ -408,15 +408,7 @@ def test_a_run_says_its_memory_before_it_loads_the_weights(
         index for index, text in enumerate(printed) if text.startswith("Loading train model")
     )
     assert all(
-        word in line
-        for word in (
-            "weights",
-            "trained",
-            "KV cache",
-            "learning pass",
-            "peak",
-            "cpu",
-        )
+        word in line for word in ("weights", "trained", "KV cache", "learning pass", "peak", "cpu")
     )
 
 

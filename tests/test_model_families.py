@@ -43,9 +43,7 @@ def test_sampler_and_learner_compute_the_familys_own_log_probs(family: str) -> N
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "doge", "nemotron", "deepseek_v3"])
-def test_a_family_that_only_a_server_samples_is_scored_and_not_sampled_here(
-    family: str,
-) -> None:
+def test_a_family_that_only_a_server_samples_is_scored_and_not_sampled_here(family: str) -> None:
     assert compare_padded(family) < 1e-4
     with pytest.raises(
         ConfigurationError,
@@ -163,10 +161,7 @@ def test_a_run_trains_a_family_with_a_plan_of_its_own(tmp_path: Path, family: st
         _SHAPE
         | FAMILIES[family]
         | ends
-        | {
-            "vocab_size": len(tokenizer),
-            "vocab_size_per_layer_input": len(tokenizer),
-        }
+        | {"vocab_size": len(tokenizer), "vocab_size_per_layer_input": len(tokenizer)}
     )
     model = transformers.AutoModelForCausalLM.from_config(
         CONFIG_MAPPING[family](**shape), dtype=torch.float32

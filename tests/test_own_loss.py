@@ -426,9 +426,7 @@ def test_two_processes_have_the_gradient_and_the_metrics_of_one(module: Any) -> 
     assert alone.sent[0][-1].tolist()[0][1] == sum(row.num_actions for row in rows)
 
 
-def test_a_term_of_its_own_acts_on_groups_with_an_advantage_with_or_without_kl(
-    module: Any,
-) -> None:
+def test_a_term_of_its_own_acts_on_groups_with_an_advantage_with_or_without_kl(module: Any) -> None:
     """With a KL term the rows of groups with equal rewards are in the batch too; they have no
     policy term there either.
     """
@@ -459,10 +457,9 @@ def test_an_aggregation_sees_the_whole_optimizer_batch_once_and_gives_the_weight
         learner.train([*rows[:4], *silent(rows[4:], trained=True)], 0)
         found[aggregation] = gradients(learner)
     assert distance(*found.values()) < 1e-6
-    assert seen[0] == (
-        [row.num_actions for row in rows[:4]],
-        [row.group for row in rows[:4]],
-    ), "those that count"
+    assert seen[0] == ([row.num_actions for row in rows[:4]], [row.group for row in rows[:4]]), (
+        "those that count"
+    )
 
 
 def test_a_correction_of_ones_own_weighs_the_terms(module: Any) -> None:
@@ -471,10 +468,7 @@ def test_a_correction_of_ones_own_weighs_the_terms(module: Any) -> None:
     )
     loss = {"old_logprobs": "recomputed"}
     found = []
-    for more in (
-        {"correction": "tis"},
-        {"correction": "my_losses.tis"},
-    ):
+    for more in ({"correction": "tis"}, {"correction": "my_losses.tis"}):
         learner = make_learner(config_for(loss=loss | more), 40)
         learner.train(rows_near(learner), 0)
         found.append(gradients(learner))
@@ -504,17 +498,13 @@ def test_a_run_with_a_copy_of_a_built_in_loss_has_its_bytes(module: Any, tmp_pat
         "micro_batch_tokens": 200,
         "updates_per_batch": 2,
     }
-    small_run(
-        small(tmp_path / "built_in", training=training, loss={"mode": "ppo"}),
-        quiet=True,
-    )
+    small_run(small(tmp_path / "built_in", training=training, loss={"mode": "ppo"}), quiet=True)
     before = torch.get_num_threads()
     torch.set_num_threads(2)  # and so two workers
     try:
         loss: dict[str, Any] = {"mode": "my_losses.ppo", "params": {"clip": 0.2}}
         small_run(
-            small(tmp_path / "own", training=training | {"max_steps": 1}, loss=loss),
-            quiet=True,
+            small(tmp_path / "own", training=training | {"max_steps": 1}, loss=loss), quiet=True
         )
         small_run(
             small(

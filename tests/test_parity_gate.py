@@ -275,9 +275,7 @@ def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(
     seed: int, parts: Parts, engine: Any
 ) -> None:
     rounded = small(
-        Path("nowhere"),
-        inference={"dtype": "bf16"},
-        training={"temperature": 0.8, "seed": seed},
+        Path("nowhere"), inference={"dtype": "bf16"}, training={"temperature": 0.8, "seed": seed}
     )
     engine("HotterInBf16")
     with pytest.raises(RunFailed, match=r"effect of a temperature a tenth higher|disagree by"):
@@ -362,16 +360,9 @@ def test_an_engine_plugin_runs_and_passes_the_gate_again_at_its_first_new_adapte
     )
     shown = capsys.readouterr()
     assert shown.out.count("Parity gate passed") == 2 and "Still at: Parity gate" in shown.err
-    assert Served.syncs == [
-        0,
-        0,
-        0,
-        0,
-        1,
-        1,
-        1,
-        2,
-    ], "three of the gate, then once a step, and two of the second gate"
+    assert Served.syncs == [0, 0, 0, 0, 1, 1, 1, 2], (
+        "three of the gate, then once a step, and two of the second gate"
+    )
     small_run(small(tmp_path / "own", training={"max_steps": 3}), quiet=True)
     plugin, own = (lines(tmp_path / name / "metrics.jsonl") for name in ("plugin", "own"))
     assert [record["loss"] for record in plugin] == pytest.approx(
@@ -417,12 +408,7 @@ def test_a_run_on_an_engine_plugin_stops_at_the_gate(
     [
         (
             "faulty_engines.TextOnly",
-            [
-                "cannot load a new adapter",
-                "without token ids",
-                "no log-probs",
-                "without entropies",
-            ],
+            ["cannot load a new adapter", "without token ids", "no log-probs", "without entropies"],
         ),
         (
             "faulty_engines.DeclaresNothing",

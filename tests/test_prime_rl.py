@@ -152,9 +152,7 @@ def test_a_file_appears_whole_under_both_names(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("**/*.tmp"))
 
 
-def test_an_interrupted_sessions_files_are_cleared_and_anothers_refused(
-    tmp_path: Path,
-) -> None:
+def test_an_interrupted_sessions_files_are_cleared_and_anothers_refused(tmp_path: Path) -> None:
     sender = FileSystemSender(tmp_path)
     sender.prepare(0)
     for batch in (1, 2, 3):
@@ -228,9 +226,7 @@ def in_thread(work: Any, *arguments: Any) -> threading.Thread:
     return thread
 
 
-def test_a_version_is_acknowledged_before_its_write_and_taken_after_its_end(
-    tmp_path: Path,
-) -> None:
+def test_a_version_is_acknowledged_before_its_write_and_taken_after_its_end(tmp_path: Path) -> None:
     trainer = Broadcaster(tmp_path)
     thread = in_thread(trainer.broadcast, 0, weights)
     policy = broadcasts(tmp_path, 5).take(0)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from retrain.system import peak_resident_bytes, resident_bytes
 
 
@@ -62,6 +64,7 @@ for words in ("c.toml --quiet", "eval campaign/runs/grpo+none_s1 --trust", "repo
 """
 
 
+@pytest.mark.slow
 def test_a_file_named_like_a_standard_module_replaces_none(tmp_path: Path) -> None:
     """Run the program's commands, and the workers of a campaign and of rewards."""
     for name in sys.stdlib_module_names:

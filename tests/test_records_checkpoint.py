@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 
 from retrain.errors import EnvironmentFailure, RunFailed
-from retrain.records.checkpoint import (
-    MANIFEST,
-    CheckpointStore,
-    commit_folder,
-    verify,
-)
+from retrain.records.checkpoint import MANIFEST, CheckpointStore, commit_folder, verify
 from retrain.records.state import TrainerState
 from retrain.types import MachineChoices
 

@@ -274,9 +274,7 @@ def test_the_pool_outlives_its_workers_and_its_fork_server() -> None:
 
 @pytest.mark.slow
 @linux_only
-def test_workers_die_with_a_killed_trainer_even_within_an_endless_answer(
-    tmp_path: Path,
-) -> None:
+def test_workers_die_with_a_killed_trainer_even_within_an_endless_answer(tmp_path: Path) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(
         "import time\nfrom retrain.rewards.workers import WorkerPool, WorkerSetup\npool ="

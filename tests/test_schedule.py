@@ -217,7 +217,7 @@ def test_a_mask_may_begin_after_the_first_step() -> None:
 
 
 SCHEDULE: dict[str, Any] = {
-    "points": {"loss.kl_coef": [[0, 0.3], [5, 0.0]], "training.temperature": [[1, 1.0], [4, 0.7]]},
+    "points": {"loss.kl_coef": [[0, 0.3], [5, 0.0]], "training.temperature": [[1, 1.0], [4, 0.7]]}
 }
 
 

@@ -122,9 +122,7 @@ def test_targets_are_the_next_tokens_and_only_actions_have_advantages(double: Do
     assert datum["logprobs"].tolist() == [0, 0, -1, -2]
 
 
-def test_environment_tokens_have_no_advantage_and_the_rest_is_not_sent(
-    double: Double,
-) -> None:
+def test_environment_tokens_have_no_advantage_and_the_rest_is_not_sent(double: Double) -> None:
     values = np.array([1, 2, 3], np.float32)
     row = Row(np.arange(10, 19, dtype=np.int32), ((2, 4), (6, 7)), -values, values, 0)
     datum: Any = policy_datum(ShiftedRow.of(row), row.logprobs, row.advantages)
@@ -391,14 +389,7 @@ def test_clip_bounds_and_adam_reach_the_service(double: Double, tmp_path: Path) 
         adam.eps,
         adam.weight_decay,
         adam.grad_clip_norm,
-    ) == (
-        0.125,
-        0.8,
-        0.9,
-        1e-6,
-        0.1,
-        2.0,
-    )
+    ) == (0.125, 0.8, 0.9, 1e-6, 0.1, 2.0)
     assert double.created == [
         {"base_model": backend.base_model, "rank": 4, "seed": 3, "train_unembed": False}
     ]

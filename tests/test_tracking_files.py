@@ -233,9 +233,7 @@ def test_what_a_run_without_a_checkpoint_has_made_is_kept_until_it_is_made_again
     assert not list(tmp_path.glob("**/*.aside"))
 
 
-def test_an_evaluation_that_was_cut_while_it_was_written_leaves_no_row(
-    tmp_path: Path,
-) -> None:
+def test_an_evaluation_that_was_cut_while_it_was_written_leaves_no_row(tmp_path: Path) -> None:
     """A checkpoint of step 4 that a signal asked for during its evaluation; the next session was
     killed while it wrote the rows.
     """

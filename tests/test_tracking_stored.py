@@ -253,9 +253,7 @@ def test_tensorboard_shows_the_metrics_the_evaluations_and_the_completions(tmp_p
 
 
 @needs_tensorboard
-def test_tensorboard_shows_a_repeated_step_once_and_keeps_its_evaluation(
-    tmp_path: Path,
-) -> None:
+def test_tensorboard_shows_a_repeated_step_once_and_keeps_its_evaluation(tmp_path: Path) -> None:
     for steps, resumed in (([0, 1, 2, 3], {}), ([2, 3, 4], {"first": "session"})):
         first = steps[0]
         tracker = build_tracker(

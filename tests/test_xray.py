@@ -96,10 +96,7 @@ def test_signal_and_noise_are_those_of_sampled_groups(
     assert gradients.std() / gradients.mean() == pytest.approx(one.noise([p])[0], rel=0.1)
 
 
-@given(
-    values=st.lists(st.floats(-3, 3), min_size=18, max_size=18),
-    p=st.floats(0.01, 0.99),
-)
+@given(values=st.lists(st.floats(-3, 3), min_size=18, max_size=18), p=st.floats(0.01, 0.99))
 def test_the_objective_is_the_integral_of_the_weight(values: list[float], p: float) -> None:
     one = Xray("any", 8, np.array(values[:9]), np.array(values[9:]))
     step = 1e-5
@@ -140,10 +137,7 @@ def test_the_command_prints_a_row_for_each_condition(
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [
-        (("nothing_here",), "nothing_here"),
-        (("grpo", "--group", "1"), "--group 1 is out of range"),
-    ],
+    [(("nothing_here",), "nothing_here"), (("grpo", "--group", "1"), "--group 1 is out of range")],
 )
 def test_wrong_words_are_answered_in_a_sentence(
     arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]

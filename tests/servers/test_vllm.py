@@ -182,10 +182,7 @@ class ImpatientVLLM(VLLMEngine):
 @pytest.mark.parametrize(
     ("engine", "told"),
     [
-        (
-            "servers.test_vllm.StaleVLLM",
-            "Parity gate: .* cached prefixes",
-        ),
+        ("servers.test_vllm.StaleVLLM", "Parity gate: .* cached prefixes"),
         ("servers.test_vllm.BaseVLLM", "with a trial adapter that changes"),
     ],
     ids=["stale cache", "base model"],
