@@ -123,9 +123,9 @@ def _train(config: Any, *, overwrite: bool = False, **_: Any) -> None:
                 dirs_exist_ok=True,
                 ignore=shutil.ignore_patterns(".lock*"),
             )
-            seed = json.loads(opened.folder.summary.read_text("utf-8"))["seed"]
-            config = replaced(opened.config, {"training.seed": seed})
-            opened.folder.config.write_text(dump_toml(config), encoding="utf-8")
+            ended = json.loads(opened.folder.summary.read_text("utf-8"))
+            own = {"training.seed": ended["seed"], "logging.label": ended["condition"]}
+            opened.folder.config.write_text(dump_toml(replaced(opened.config, own)), "utf-8")
 
 
 def _run_campaign(config: Any, **_: Any) -> Any:

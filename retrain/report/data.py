@@ -11,7 +11,6 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from retrain.analysis.arms import differing_keys
@@ -139,6 +138,8 @@ class ConditionCurves:
         Leaves out steps at which fewer than half of the started runs have a value. Otherwise the
         curve of an unfinished campaign would end in the noise of its fastest run.
         """
+        import pandas as pd  # It starts a thread, and most commands need none of it.
+
         if name == HELD_OUT:
             found = [{p.step: p.accuracy for p in points} for points in self.held_out if points]
             curves = [pd.Series(points, dtype=float) for points in found]
@@ -173,6 +174,8 @@ def window_for(steps: int) -> int:
 
 def smoothed(values: Floats, window: int) -> Floats:
     """Average the known values among the last `window`, [S] -> [S]; NaN stays NaN."""
+    import pandas as pd
+
     known = pd.Series(values)
     return known.rolling(window, min_periods=1).mean().where(known.notna()).to_numpy()
 
