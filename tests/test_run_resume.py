@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 
 from retrain.analysis.runs import StoredRun
 from retrain.backends.rows import learning_rate
+from retrain.campaign.manifest import Manifest
+from retrain.campaign.plan import plan_campaign
 from retrain.cli.main import main
 from retrain.config import TrainConfig, dump_toml, load_config, replaced, resume_differences
 from retrain.config.stored import begun_by, campaign_command, config_hash
@@ -504,16 +507,13 @@ def test_the_printed_command_of_a_campaign_has_its_file_and_its_flags(
         '[campaign]\nseeds = [0]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode'
         ' = "none"\n'
     )
-    given = [
-        "--lr",
-        "3e-4",
-        "--campaign-seeds",
-        "1,2",
-        "--no-plugins-strict",
-        "--advantage-param",
-        "cap=0.5",
-    ]
-    given += ["--data-system-prompt", "a 'b' c"]
+    given = shlex.split(
+        "--lr 3e-4 --campaign-seeds 1,2 --no-plugins-strict --advantage-param cap=0.5"
+        " --data-system-prompt \"a 'b' c\""
+    )
+    secret = load_config("camp.toml", [*given, "--transform-param", "password=short"], {})
+    kept = Manifest.of_plan(plan_campaign(secret, Path("c")), datetime.now().astimezone())
+    assert '--transform-params={password = "***"}' in kept.command
     config = load_config("camp.toml", given, {})
     (command,) = printed_commands(
         f"`{campaign_command(begun_by(config), Path('logs/a campaign'))}`"

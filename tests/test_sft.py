@@ -437,7 +437,8 @@ def test_a_plain_supervised_run_ends_after_its_stage(
     planned = PlannedRun("c", 1, "", "")
     for more in ({"max_hours": 1e-9}, {}, {}):
         resume = {"from": str(folder) if folder.exists() else ""}
-        small_run(run(folder, data, training={"max_steps": 0} | more, resume=resume))
+        ended = small_run(run(folder, data, training={"max_steps": 0} | more, resume=resume))
+        assert ended.records() == []
         cut = "max_hours = 1e-09 came within the supervised stage; give" if more else ""
         assert cut in StoredRun(folder, planned).unfinished
         assert bool(cut) == bool(StoredRun(folder, planned).unfinished)

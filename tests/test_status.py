@@ -296,7 +296,7 @@ def test_a_campaign_counts_its_runs_and_those_that_have_not_started(
 def test_a_campaign_without_its_process_says_which_command_continues_it(
     finished: Path, tmp_path: Path, sleeper: int
 ) -> None:
-    folder = campaign(tmp_path / "c", finished)
+    folder = campaign(tmp_path / "c d", finished)
     manifest, begun = folder / "manifest.json", {"command": "retrain c.toml --lr=3e-4"}
 
     def note(**more: Any) -> str:
@@ -306,8 +306,8 @@ def test_a_campaign_without_its_process_says_which_command_continues_it(
         assert not any("--resume" in run.note for run in found.runs)
         return found.note
 
-    assert f"continue with the command that began it and `--resume {folder}`." in note()
-    again = f"`retrain c.toml --lr=3e-4 --resume {folder}`."
+    assert f"continue with the command that began it and `--resume '{folder}'`." in note()
+    again = f"`retrain c.toml --lr=3e-4 --resume '{folder}'`."
     assert note(**begun).endswith(
         f"is not running, so no further run starts; continue with {again}"
     )

@@ -96,7 +96,7 @@ class RunAtBudget(StoredRun):
         Raises ConfigurationError if the records lack the numbers.
         """
         path = self.folder.metrics
-        records = list(StepRecord.read(path)) if path.is_file() else []
+        records = list(StepRecord.read(path))
         spent = [_tokens(record) for record in records]
         for record, cost in zip(records, spent, strict=True):
             if cost is None:

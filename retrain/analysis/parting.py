@@ -92,7 +92,7 @@ def _records(run: StoredRun, steps: range) -> dict[Place, Any]:
     files = run.folder
     if run.sft_records and not steps.start:
         found[0, sft] = [(one.loss, one.grad_norm, one.lr, one.tokens) for one in run.sft_records]
-    for record in EvaluationRecord.read(files.evaluation) if files.evaluation.is_file() else ():
+    for record in EvaluationRecord.read(files.evaluation):
         if steps.start <= record.step <= steps.stop:
             # Data may repeat an id.
             problems = found.setdefault((record.step, evaluation), {})
@@ -100,12 +100,12 @@ def _records(run: StoredRun, steps: range) -> dict[Place, Any]:
     for step, path in _adapters(run):
         if steps.start <= step <= steps.stop:
             found.setdefault((step, adapter), set()).add(_hash(path))
-    for line in read_jsonl(files.metrics) if files.metrics.is_file() else ():
+    for line in read_jsonl(files.metrics):
         if line["step"] in steps:
             found[line["step"], metrics] = {
                 name: value for name, value in line.items() if name not in _NO_TRAINING
             }
-    for line in read_jsonl(files.generations) if files.generations.is_file() else ():
+    for line in read_jsonl(files.generations):
         if line["step"] in steps:
             found.setdefault((line["step"], answers), []).append(line)
     for step in steps:

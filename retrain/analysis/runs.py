@@ -110,7 +110,7 @@ class StoredRun:
     @cached_property
     def steps(self) -> int:
         """The number of steps completed; 0 before the first."""
-        last = next(self._backwards(self.folder.metrics), None)
+        last = next(read_jsonl_backwards(self.folder.metrics), None)
         return int(last["step"]) + 1 if last else 0
 
     @property
@@ -265,7 +265,7 @@ class StoredRun:
     def final_evaluation(self) -> Evaluation | None:
         """The last evaluation of trained weights; None if there was none."""
         path = self.folder.evaluation
-        lines = self._backwards(path)
+        lines = read_jsonl_backwards(path)
         last = next(lines, None)
         if last is None or (last["step"] == 0 and not self.config.sft.is_on):
             return None
@@ -292,8 +292,7 @@ class StoredRun:
     @cached_property
     def sft_records(self) -> list[SftRecord]:
         """The steps of the supervised stage; empty without one."""
-        path = self.folder.sft
-        return list(SftRecord.read(path)) if path.is_file() else []
+        return list(SftRecord.read(self.folder.sft))
 
     @property
     def sft_tokens(self) -> int:
@@ -311,7 +310,7 @@ class StoredRun:
     @cached_property
     def ending(self) -> str:
         """The record of the last step as text, without times and memory; "" before the first."""
-        return next(map(_unmeasured, self._backwards(self.folder.metrics)), "")
+        return next(map(_unmeasured, read_jsonl_backwards(self.folder.metrics)), "")
 
     @cached_property
     def numbers(self) -> str:
@@ -342,12 +341,10 @@ class StoredRun:
     def last_metrics(self, window: int) -> list[StepRecord]:
         """Return the records of the last `window` step numbers, newest first."""
         recent = takewhile(
-            lambda line: line["step"] >= self.steps - window, self._backwards(self.folder.metrics)
+            lambda line: line["step"] >= self.steps - window,
+            read_jsonl_backwards(self.folder.metrics),
         )
         return [StepRecord.from_json(line, self.folder.metrics) for line in recent]
-
-    def _backwards(self, path: Path) -> Iterator[Json]:
-        return read_jsonl_backwards(path) if path.is_file() else iter(())
 
 
 def _object_or_empty(path: Path) -> Json:

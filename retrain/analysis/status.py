@@ -181,9 +181,10 @@ def _left(folder: Path, runs: Sequence[RunStatus], given: Mapping[str, Any]) -> 
     is_live = writer.liveness() is not Liveness.GONE if writer else bool(states & LIVE)
     if is_live or states <= {State.DONE, State.SKIPPED}:
         return ""
-    again = f"the command that began it and `--resume {folder}`"
-    if begun := read_object(folder / MANIFEST).get("command"):
-        again = f"`{campaign_command(begun, folder)}`"
+    begun = read_object(folder / MANIFEST).get("command") or ""
+    again = (
+        f"{'' if begun else 'the command that began it and '}`{campaign_command(begun, folder)}`"
+    )
     if given.get("campaign", {}).get("launcher") == "array":
         return (
             "Its array has unfinished runs and no running task. Unless tasks wait in the queue,"

@@ -133,7 +133,7 @@ class Manifest:
             runs=runs,
             plan=analysis_plan(plan, heldout_sha256).to_json(),
             heldout_sha256=heldout_sha256,
-            command=begun_by(plan.config),
+            command=begun_by(Redactor().config(plan.config)),
         )
 
     @classmethod
@@ -327,7 +327,8 @@ def open_campaign(
     default is `logs/campaign_YYYYMMDD_HHMMSS`. Raises ConfigurationError for a folder that the
     campaign may not use.
     """
-    resumed, now = config.resume.from_, datetime.now().astimezone()
+    resumed = config.resume.from_
+    now = datetime.now().astimezone()
     folder = Path(resumed) if resumed else _new_folder(config, now)
     if resumed:
         campaign_runs(folder)  # This refuses another folder before the mark.
@@ -339,10 +340,10 @@ def open_campaign(
             manifest.resumed_with(plan)
             manifest.heldout_sha256 = checked.heldout_sha256
         elif (folder / MANIFEST).is_file():
-            again = campaign_command(begun_by(config), folder)
             raise ConfigurationError(
-                f"{folder} already holds a campaign; continue it with `{again}`, or choose another"
-                " [logging] log_dir."
+                f"{folder} already holds a campaign; continue it with"
+                f" `{campaign_command(begun_by(config), folder)}`, or choose another [logging]"
+                " log_dir."
             )
         else:
             manifest = Manifest.of_plan(plan, now, checked.heldout_sha256)

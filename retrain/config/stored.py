@@ -51,7 +51,7 @@ def begun_by(config: TrainConfig) -> str:
     """Return the command line that began a campaign, without its folder: the file and the flags
     above it. "" for one made in Python, which has its own way to give `[resume] from`.
     """
-    file, origins = config._provenance.path, config._provenance.origins
+    file, origins = config.source_path, config._provenance.origins
     if file is None:
         return ""
     given = [

@@ -60,8 +60,8 @@ class _Record:
 
     @classmethod
     def read(cls, path: Path) -> Iterator[Self]:
-        """Return the records of a file, oldest first. Raises RunFailed for a damaged line, with the
-        file, and its line or step.
+        """Return the records of a file, oldest first; none without a file. Raises RunFailed for a
+        damaged line, with the file, and its line or step.
         """
         return (cls.from_json(line, path) for line in read_jsonl(path))
 

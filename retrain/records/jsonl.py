@@ -184,7 +184,8 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path) -> Iterator[Json]:
-    """Yield the lines of a file without a last line that a crash tore, which has no newline.
+    """Yield the lines of a file without a last line that a crash tore, which has no newline; none
+    without a file.
 
     Raises RunFailed, naming file and line, for a damaged line anywhere else.
     """
@@ -220,7 +221,7 @@ def truncate_to_size(path: Path, size: int) -> None:
 def truncate_to_step(path: Path, step: int) -> None:
     """Keep the lines before the first of `step` or a later one, as `truncate_to_size` does."""
     size = 0
-    for number, line in enumerate(_whole_lines(path) if path.exists() else (), start=1):
+    for number, line in enumerate(_whole_lines(path), start=1):
         if _parse(line, path, number)["step"] >= step:
             break
         size += len(line)
@@ -228,8 +229,9 @@ def truncate_to_step(path: Path, step: int) -> None:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from (line for line in file if line.endswith(b"\n"))
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from (line for line in file if line.endswith(b"\n"))
 
 
 def _parse(line: bytes, path: Path, number: int) -> Json:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus
 
@@ -210,17 +211,13 @@ class Redactor:
         A value whose masked form the schema refuses, such as a word of a fixed set, is not a secret
         and stays.
         """
-        from retrain.config import replaced
-        from retrain.config.load import given_values
+        from retrain.config.load import by_path, given_values, replaced
 
-        for section, keys in given_values(config).items():
-            for key, value in keys.items():
-                masked = self.json(value, key)
-                if masked != value:
-                    try:
-                        config = replaced(config, {f"{section}.{key}": masked})
-                    except ConfigurationError:
-                        continue
+        for path, value in by_path(given_values(config)).items():
+            masked = self.json(value, path)
+            if masked != value:
+                with suppress(ConfigurationError):
+                    config = replaced(config, {path: masked}, config.origins[path])
         return config
 
 

@@ -99,7 +99,6 @@ def held_out_points(run: StoredRun) -> list[HeldOutPoint]:
     evaluations = [
         Evaluation(begin + step, list(problems))
         for file, begin in begins.items()
-        if file.is_file()
         for step, problems in groupby(EvaluationRecord.read(file), key=lambda record: record.step)
     ]
     return [
@@ -437,7 +436,7 @@ def _sampled_steps(run: StoredRun, curves: Curves) -> Iterator[SampledStep]:
     """Yield some steps, evenly spaced between the first and the last step with completions."""
     path = run.folder.generations
     by_step: dict[int, list[Json]] = {}
-    for line in read_jsonl(path) if path.is_file() else ():
+    for line in read_jsonl(path):
         by_step.setdefault(line["step"], []).append(line)
     steps = sorted(by_step)
     places = np.linspace(0, len(steps) - 1, min(_SAMPLED_STEPS, len(steps))).round().astype(int)

@@ -245,7 +245,8 @@ def mismatch_limit(
 def check_updates(records: Sequence[StepRecord] | Sequence[SftRecord], result: StepResult) -> None:
     """Raise RunFailed if the last three steps have no finite update."""
     newest = records[-_NONFINITE_LIMIT:]
-    if len(newest) == _NONFINITE_LIMIT and all(map(is_skipped, newest)):
+    skipped = len(newest) == _NONFINITE_LIMIT and all(map(is_skipped, newest))
+    if skipped and result.nonfinite_updates:
         raise RunFailed(
             f"{result.nonfinite_tensor} was not finite in {_NONFINITE_LIMIT} steps in a row."
             " The weights come from the last finite update. Start a new run from them with a"

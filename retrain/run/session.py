@@ -223,13 +223,10 @@ class Session:
         has them.
         """
         folder, ks = self.folder, self.config.evaluation.k
-        steps = list(StepRecord.read(folder.metrics)) if folder.metrics.exists() else []
-        supervised = list(SftRecord.read(folder.sft)) if folder.sft.exists() else []
-        self.observer.records, self.sft_records = self.world.broadcast((steps, supervised))
-        if folder.sft_evaluation.exists():
-            self.evaluations = read_evaluations(folder.sft_evaluation, ks, "sft")
-        if folder.evaluation.exists():
-            self.evaluations += read_evaluations(folder.evaluation, ks)
+        own = list(StepRecord.read(folder.metrics)), list(SftRecord.read(folder.sft))
+        self.observer.records, self.sft_records = self.world.broadcast(own)
+        self.evaluations = read_evaluations(folder.sft_evaluation, ks, "sft")
+        self.evaluations += read_evaluations(folder.evaluation, ks)
 
     def _pass_gate(self) -> None:
         result = None

@@ -181,10 +181,13 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
         notes.append(f"Resuming {folder.path} after {steps_at(state.place)}.")
         if state.stage == "rl" and state.step >= config.training.max_steps:
             notes.append(_no_step_left(config, folder, state.step))
+        else:  # It counts steps that the next lines cut.
+            folder.summary.unlink(missing_ok=True)
         replace_file(folder.trainer_state, (checkpoint.folder / STATE).read_bytes())
         folder.cut_to(state, notes.append)
     else:
         notes.append(_no_checkpoint_line(folder))
+        folder.summary.unlink(missing_ok=True)
         folder.forget_steps()
     aside = aside_of(folder.metrics)
     if aside.exists():

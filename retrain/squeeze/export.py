@@ -285,8 +285,6 @@ def _held_out(folder: RunFolder, config: TrainConfig, step: int) -> list[Evaluat
     """Return the run's evaluations of the untrained model and of the exported weights, as far as it
     made them.
     """
-    if not folder.evaluation.is_file():
-        return []
     found = read_evaluations(folder.evaluation, config.evaluation.k)
     return [each for each in found if each.step in (0, step)]
 
