@@ -211,7 +211,8 @@ class Redactor:
         A value whose masked form the schema refuses, such as a word of a fixed set, is not a secret
         and stays.
         """
-        from retrain.config.load import by_path, given_values, replaced
+        from retrain.config.load import given_values, replaced
+        from retrain.config.names import by_path
 
         for path, value in by_path(given_values(config)).items():
             masked = self.json(value, path)
