@@ -42,7 +42,7 @@ BUDGETS: dict[str, int] = {
     "retrain/records/": 13_241,
     "retrain/report/": 6_052,
     "retrain/rewards/": 15_926,
-    "retrain/run/": 24_562,
+    "retrain/run/": 24_589,
     "retrain/squeeze/": 6_451,
     "retrain/tracking/": 6_976,
     "retrain/xray/": 1_895,

@@ -177,17 +177,16 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     # From here on the folder changes.
     if store.folder != folder.checkpoints:
         sign(store.folder, folder)
+    if _told_steps(folder) != state.step:  # It counts steps that the next lines cut.
+        folder.summary.unlink(missing_ok=True)
     if checkpoint:
         notes.append(f"Resuming {folder.path} after {steps_at(state.place)}.")
         if state.stage == "rl" and state.step >= config.training.max_steps:
             notes.append(_no_step_left(config, folder, state.step))
-        else:  # It counts steps that the next lines cut.
-            folder.summary.unlink(missing_ok=True)
         replace_file(folder.trainer_state, (checkpoint.folder / STATE).read_bytes())
         folder.cut_to(state, notes.append)
     else:
         notes.append(_no_checkpoint_line(folder))
-        folder.summary.unlink(missing_ok=True)
         folder.forget_steps()
     aside = aside_of(folder.metrics)
     if aside.exists():
@@ -336,6 +335,12 @@ def _named(config: TrainConfig) -> list[Any]:
         evaluation.max_examples,
         tasks,
     ]
+
+
+def _told_steps(folder: RunFolder) -> Any:
+    with suppress(RunFailed):
+        return read_object(folder.summary).get("steps") if folder.summary.is_file() else None
+    return None
 
 
 def part_of_session(environment: Json, *, goes_on: bool) -> Json:
