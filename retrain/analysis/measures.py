@@ -17,16 +17,16 @@ from retrain.config.judging import judge_words
 from retrain.config.plan import Plan
 from retrain.config.schema import TrainConfig
 from retrain.errors import ConfigurationError
-from retrain.records.entries import Direction, StepRecord
+from retrain.records.entries import Count, Direction, Figure, StepRecord
 
 WINDOW = 50
 """Steps at the end of training that enter the mean of a training metric."""
 _PASS_AT = re.compile(r"pass@([1-9]\d*)")
 SYNONYMS = {"accuracy": "pass@1"}
 DIRECTIONS: dict[str, Direction] = {
-    field.name: field.metadata["better"]
+    field.name: field.metadata.get("better")
     for field in fields(StepRecord)
-    if "better" in field.metadata
+    if field.type in (Count, Figure)
 }
 """The numeric fields of metrics.jsonl."""
 _RATES = frozenset(

@@ -5,7 +5,7 @@ A missing value is None in memory and null in the file, never 0: a step without 
 no planning entropy.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from math import isfinite
@@ -15,11 +15,12 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from retrain.errors import RunFailed
 from retrain.records.jsonl import read_jsonl
+from retrain.system import Json
 
 
 @dataclass(frozen=True)
 class _Record:
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return one line of the file, keys in the order of the fields."""
         return asdict(self)
 
@@ -30,17 +31,9 @@ class _Record:
         Raises RunFailed for a value of another type than its field, and for a missing field without
         a default. The sentence names `path`, the file of the line, and the line's step.
         """
-        kinds, required, defaults = _fields_of(cls)  # type: ignore[arg-type]  # a class is hashable
-        values = {name: value for name, value in line.items() if name in kinds}
-        problems = [f"no {name}, and every line has one" for name in required if name not in values]
-        for name, value in values.items():
-            if isinstance(value, float) and not isfinite(value):
-                problems.append(f"{name} = {value}, which is not a finite number")
-            elif type(value) not in kinds[name]:
-                shown = str(value)[:_SHOWN]
-                problems.append(f"{name} = {shown!r}, and {name} is of another type")
-        problem = problems[0] if problems else cls.contradiction(values)
-        if problem:
+        kinds, defaults = _fields_of(cls)  # type: ignore[arg-type]  # a class is hashable
+        values = defaults | {name: value for name, value in line.items() if name in kinds}
+        for problem in cls._problems(kinds, values):
             raise RunFailed(
                 f"{path}, step {line.get('step')}: a {cls.__name__} has {problem}: the file was"
                 " changed or another program wrote it."
@@ -48,15 +41,18 @@ class _Record:
         # A frozen record's own constructor sets its ninety fields one by one, which takes twice as
         # long as all the rest here.
         record = object.__new__(cls)
-        record.__dict__.update(defaults, **values)
+        record.__dict__.update(values)
         return record
 
     @classmethod
-    def contradiction(cls, values: Mapping[str, Any]) -> str:  # noqa: ARG003 - of the record types that have a rule
-        """Return the part of a sentence that names contradicting values of a line; "" without
-        any.
-        """
-        return ""
+    def _problems(cls, kinds: "Kinds", values: Json) -> Iterator[str]:
+        """Yield what no line of this record has, as the end of a sentence."""
+        yield from (f"no {name}, and every line has one" for name in kinds if name not in values)
+        for name, value in values.items():
+            if isinstance(value, float) and not isfinite(value):
+                yield f"{name} = {value}, which is not a finite number"
+            elif type(value) not in kinds[name]:
+                yield f"{name} = {str(value)[:_SHOWN]!r}, and {name} is of another type"
 
     @classmethod
     def read(cls, path: Path) -> Iterator[Self]:
@@ -70,20 +66,19 @@ _SHOWN = 80
 """Characters of a value that a sentence shows."""
 
 
+Kinds = Mapping[str, Collection[type]]
+"""Field -> the types of its JSON values. The types of a number include the integer."""
+
+
 @cache
-def _fields_of(
-    record: type[_Record],
-) -> tuple[dict[str, frozenset[type]], list[str], dict[str, Any]]:
-    """Return three parts: field -> the types of its JSON values, the fields without a default, and
-    the defaults of the others. The types of a number include the integer.
-    """
+def _fields_of(record: type[_Record]) -> tuple[Kinds, Json]:
+    """Return the types of the fields, and the defaults of those that have one."""
     kinds = {}
     for name, hint in get_type_hints(record).items():
         parts = get_args(hint) if get_origin(hint) is UnionType else (hint,)
-        types = frozenset(get_origin(part) or part for part in parts)
+        types = {get_origin(part) or part for part in parts}
         kinds[name] = types | {int} if float in types else types
-    defaults = {item.name: item.default for item in fields(record) if item.default is not MISSING}
-    return kinds, [name for name in kinds if name not in defaults], defaults
+    return kinds, {one.name: one.default for one in fields(record) if one.default is not MISSING}
 
 
 Direction = Literal["higher", "lower"] | None
@@ -91,17 +86,20 @@ Direction = Literal["higher", "lower"] | None
 
 
 def better(direction: Direction) -> Any:
-    """Return a field for a number that may be absent; `direction` says which direction is an
-    improvement.
-    """
+    """Return a field for a number that may be absent, whose improvement is `direction`."""
     return field(default=None, metadata={"better": direction})
+
+
+Figure = float | None
+"""A number, or None where it has no meaning."""
+Count = int | None
 
 
 @dataclass(frozen=True)
 class StepRecord(_Record):
     """One training step. Entropies and surprisals are in nats, times in seconds."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         line = super().to_json()
         for name in ("scheduled", "by_task"):
             if line[name] is None:
@@ -112,193 +110,193 @@ class StepRecord(_Record):
     """The step's number, counted from 0."""
     condition: str
     """The name of the algorithm: `{advantage}+{transform}`, or the algorithm mode."""
-    loss: float | None = better(None)
+    loss: Figure = None
     """Mean over the step's updates of the loss at the sampled policy; null if the step trained no
     row.
     """
-    reported_loss: float | None = better(None)
+    reported_loss: Figure = None
     """The loss that the backend reported, which an asynchronous backend has not computed from this
     step's rows."""
     loss_is_placeholder: bool = False
     """True if `reported_loss` is not this step's loss; `loss` is null then."""
 
-    mean_reward: float | None = better("higher")
+    mean_reward: Figure = better("higher")
     """Mean reward of the judged completions of the first draw of every prompt, skipped groups
     included. Later draws would bias it, since rewards decide which groups get one. `correct_rate`,
     `max_token_hit_rate`, `truncated_reward_mean` and `completion_tokens_mean` are over the same
     completions, and so are `reward_std`, `answer_found_rate` and `groups_identical`.
     """
-    reward_std: float | None = better(None)
+    reward_std: Figure = None
     """Standard deviation of the same rewards; exactly 0 if all are equal."""
-    correct_rate: float | None = better("higher")
+    correct_rate: Figure = better("higher")
     """Fraction of the judged completions whose reward exceeds `[reward] correct_threshold`; it
     opens SEPA's gate.
     """
-    running_correct_rate: float | None = better("higher")
+    running_correct_rate: Figure = better("higher")
     """The same over all steps so far, so it lags behind the policy."""
-    sepa_lambda: float | None = better(None)
+    sepa_lambda: Figure = None
     """The strength, from 0 to 1, with which SEPA pooled the uncertainty of execution tokens in this
     step."""
     sepa_gate_open: bool | None = None
     """True once SEPA's gate, `[sepa] correct_rate_gate`, has opened, in this step or before."""
-    sepa_gate_step: int | None = better(None)
+    sepa_gate_step: Count = None
     """The step whose correct rate opened the gate."""
 
-    num_datums: int | None = better(None)
+    num_datums: Count = None
     """Completions that the step trained on: the groups that have an advantage, or all judged ones
     with a KL or entropy term.
     """
-    informative_fraction: float | None = better(None)
+    informative_fraction: Figure = None
     """Fraction of the step's groups in which some token has an advantage; groups_skipped_* count
     the others by reason."""
-    max_token_hit_rate: float | None = better("lower")
+    max_token_hit_rate: Figure = better("lower")
     """Fraction of the completions that reached `[training] max_tokens` without an EOS."""
-    truncated_reward_mean: float | None = better("higher")
+    truncated_reward_mean: Figure = better("higher")
     """Mean reward of the completions that reached `[training] max_tokens`."""
-    answer_found_rate: float | None = better("higher")
+    answer_found_rate: Figure = better("higher")
     """Fraction of the completions that hold a `\\boxed{}`, without which `match` and `math` give 0.
     Null if the reward is another.
     """
-    batch_size: int | None = better(None)
+    batch_size: Count = None
     """Prompts used in this step."""
-    next_batch_size: int | None = better(None)
+    next_batch_size: Count = None
     """Prompts of the next step; another number only while back pressure changes it."""
-    group_size: int | None = better(None)
+    group_size: Count = None
     """Completions sampled per prompt."""
-    groups_redrawn: int | None = better("lower")
+    groups_redrawn: Count = better("lower")
     """Groups that `[training] dynamic_sampling` drew again; it counts each redraw."""
-    completion_tokens_mean: float | None = better(None)
+    completion_tokens_mean: Figure = None
     """Mean number of sampled tokens per completion."""
 
-    ratio_mean: float | None = better(None)
+    ratio_mean: Figure = None
     """Mean over all trained tokens of the ratio exp(learner log-prob - sampler log-prob), 1 on
     policy. If the learner recomputes old log-probs, it measures the ratio before the first update.
     Otherwise it does so during the first pass, where each minibatch after the first sees the
     updates before it. The same holds for the ratio's other figures, mismatch_k1, mismatch_k3 and
     ess. The learner's dropout is on.
     """
-    ratio_max: float | None = better(None)
+    ratio_max: Figure = None
     """Largest ratio of a token."""
-    ratio_min: float | None = better(None)
+    ratio_min: Figure = None
     """Smallest ratio of a token."""
-    mismatch_k1: float | None = better("lower")
+    mismatch_k1: Figure = better("lower")
     """Estimate of KL(sampler || learner) in nats: mean of (sampler - learner log-prob). Unbiased,
     and may be negative."""
-    mismatch_k3: float | None = better("lower")
+    mismatch_k3: Figure = better("lower")
     """Estimate of the same divergence: mean of (ratio - 1 - log ratio), which is never negative and
     varies less."""
-    ess: float | None = better("higher")
+    ess: Figure = better("higher")
     """Effective sample size of the ratios as a fraction of the tokens."""
-    clip_fraction: float | None = better(None)
+    clip_fraction: Figure = None
     """Fraction of the tokens with an advantage (gspo: sequences) whose policy gradient the clip
     removed, over all updates of the step. With cispo, the fraction whose weight the clip bounded.
     """
-    kl_mean: float | None = better(None)
+    kl_mean: Figure = None
     """Estimate of KL(policy || `[loss] kl_reference`) in nats, by `[loss] kl_estimator`. It is the
     mean over the action tokens of the rows that the loss reads, before the step's first update.
     Null if the loss reads no reference, for example without `[loss] kl_coef`.
     """
-    log_ratio_mean: float | None = better("lower")
+    log_ratio_mean: Figure = better("lower")
     """Mean of |learner log-prob - sampler log-prob| before the step's first update, over the
     trained rows of its first minibatch. Its quantiles follow. `[inference] mismatch_limit` limits
     this number. In a step without a trained row it is over 4 completions, and the limit does not
     count the step.
     """
-    log_ratio_p50: float | None = better("lower")
+    log_ratio_p50: Figure = better("lower")
     """Median of the same."""
-    log_ratio_p90: float | None = better("lower")
+    log_ratio_p90: Figure = better("lower")
     """90th percentile of the same."""
-    log_ratio_p99: float | None = better("lower")
+    log_ratio_p99: Figure = better("lower")
     """99th percentile of the same."""
-    log_ratio_tokens: int | None = better(None)
+    log_ratio_tokens: Count = None
     """Number of action tokens behind these figures."""
-    log_ratio_by_depth: list[float | None] | None = None
+    log_ratio_by_depth: list[Figure] | None = None
     """The mean of the same in each quarter of the positions up to `[training] max_tokens`, since a
     difference may grow with the context. Null in a quarter without tokens.
     """
-    identical_chance: float | None = better(None)
+    identical_chance: Figure = None
     """Upper bound on the probability that independent sampling gives this many identical
     completions (16 tokens or more) in a group. It is 1 without identical ones, and near 0 if the
     engine does not sample independently. Null if the log-probs do not belong to the sampled policy.
     """
-    grad_norm: float | None = better(None)
+    grad_norm: Figure = None
     """Norm of the adapter's gradient before clipping, averaged over the step's updates."""
-    nonfinite_updates: int | None = better("lower")
+    nonfinite_updates: Count = better("lower")
     """Optimizer updates that the learner skipped because a loss or a gradient was not finite."""
-    max_abs_advantage: float | None = better(None)
+    max_abs_advantage: Figure = None
     """Largest absolute advantage of a token."""
 
-    entropy_mean: float | None = better(None)
+    entropy_mean: Figure = None
     """Mean Shannon entropy of the policy at all action tokens of the first draw of every prompt.
     Servers return no entropies. There the local learner computes it in the step's first update,
     from the rows of that update alone, with dropout if it is on. Null with services.
     """
-    surprisal_mean: float | None = better(None)
+    surprisal_mean: Figure = None
     """Mean surprisal, minus the log-prob of the sampled token, of the same tokens: an estimate of
     the entropy from one sample each."""
-    exec_entropy_mean: float | None = better(None)
+    exec_entropy_mean: Figure = None
     """Mean Shannon entropy of the policy at the tokens outside planning phrases. The exec_* and
     plan_* are null if the condition does not look for phrases. They are over the last draw of every
     prompt; under `[training] dynamic_sampling` the rewards select that draw.
     """
-    exec_entropy_var: float | None = better(None)
+    exec_entropy_var: Figure = None
     """Variance of the same."""
-    plan_entropy_mean: float | None = better(None)
+    plan_entropy_mean: Figure = None
     """Mean Shannon entropy of the policy at the tokens inside planning phrases."""
-    plan_entropy_var: float | None = better(None)
+    plan_entropy_var: Figure = None
     """Variance of the same."""
-    exec_surprisal_mean: float | None = better(None)
+    exec_surprisal_mean: Figure = None
     """Mean surprisal of the tokens outside planning phrases."""
-    exec_surprisal_var: float | None = better(None)
+    exec_surprisal_var: Figure = None
     """Variance of the same."""
-    plan_surprisal_mean: float | None = better(None)
+    plan_surprisal_mean: Figure = None
     """Mean surprisal of the tokens inside planning phrases."""
-    plan_surprisal_var: float | None = better(None)
+    plan_surprisal_var: Figure = None
     """Variance of the same."""
-    plan_token_fraction: float | None = better(None)
+    plan_token_fraction: Figure = None
     """Fraction of the action tokens inside planning phrases; null if the condition does not look
     for them.
     """
     uncertainty_kind: str | None = None
     """The uncertainty that weights tokens, `[algorithm] uncertainty_kind`."""
-    surprisal_kept_fraction: float | None = better(None)
+    surprisal_kept_fraction: Figure = None
     """Fraction of the tokens that the mask of `[algorithm] surprisal_mask_rho` kept."""
-    surprisal_tau: float | None = better(None)
+    surprisal_tau: Figure = None
     """Threshold of that mask, which keeps tokens of at least this uncertainty."""
 
-    reward_could_not_judge: int | None = better("lower")
+    reward_could_not_judge: Count = better("lower")
     """Completions of the step, every draw included, that the step left out because their reward
     could not judge them.
     """
-    judge_requests: int | None = better(None)
+    judge_requests: Count = None
     """Requests to the judge, retries included, for every draw of the step; null without a judge,
     like the rest of judge_*.
     """
-    judge_cached: int | None = better(None)
+    judge_cached: Count = None
     """Verdicts from the cache, for example for steps that a resume repeats, or from an identical
     completion.
     """
-    judge_prompt_tokens: int | None = better(None)
+    judge_prompt_tokens: Count = None
     """Tokens that the judge read."""
-    judge_completion_tokens: int | None = better(None)
+    judge_completion_tokens: Count = None
     """Tokens that the judge wrote."""
-    judge_cost: float | None = better("lower")
+    judge_cost: Figure = better("lower")
     """Price of the step's requests by [reward] judge_prices, else from the server's report; null
     without both.
     """
-    groups_skipped_all_correct: int | None = better(None)
+    groups_skipped_all_correct: Count = None
     """Groups without an advantage because every completion is right."""
-    groups_skipped_all_wrong: int | None = better(None)
+    groups_skipped_all_wrong: Count = None
     """Groups without an advantage because every completion is wrong."""
-    groups_skipped_other: int | None = better(None)
+    groups_skipped_other: Count = None
     """Groups without an advantage for another reason, such as fewer than two judged completions."""
-    groups_identical: int | None = better("lower")
+    groups_identical: Count = better("lower")
     """Groups whose completions are all the same, token by token."""
 
-    turns_mean: float | None = better(None)
+    turns_mean: Figure = None
     """Mean number of replies per trajectory; null, like the next two fields, without an
     environment."""
-    trajectories_rewritten: int | None = better(None)
+    trajectories_rewritten: Count = None
     """Trajectories that the learner trained as several rows, because the chat template or the
     environment rewrote their history.
     """
@@ -323,39 +321,39 @@ class StepRecord(_Record):
     """The batch size relative to p*, which is the reason for the action. While the batch may grow
     it includes the roofline's bound, if its two keys have values.
     """
-    bp_optimal_concurrency: float | None = better(None)
+    bp_optimal_concurrency: Figure = None
     """Concurrency of the highest throughput by the fitted scaling law (p*), in completions."""
-    bp_sigma: float | None = better(None)
+    bp_sigma: Figure = None
     """Contention: the share of the work that does not run in parallel, in the fitted scaling
     law."""
-    bp_kappa: float | None = better(None)
+    bp_kappa: Figure = None
     """Coherency: the cost of coordination, which grows with the square of the concurrency."""
-    bp_r2: float | None = better(None)
+    bp_r2: Figure = None
     """Fraction of the throughput's variance that the fitted law explains."""
-    bp_utilization: float | None = better(None)
+    bp_utilization: Figure = None
     """Smoothed throughput as a fraction of the highest throughput that the fitted law predicts."""
-    bp_step_time_s: float | None = better(None)
+    bp_step_time_s: Figure = None
     """The step time behind the decision. For a step that a resume repeats it is the first measured
     time.
     """
 
-    time_sample_s: float | None = better("lower")
+    time_sample_s: Figure = better("lower")
     """Time of sampling; rewards run during it too."""
-    time_layout_s: float | None = better("lower")
+    time_layout_s: Figure = better("lower")
     """Time to lay out changed weights for the sampler, a part of time_sample_s; None unless
     `[model] train = "full"`.
     """
-    time_reward_s: float | None = better("lower")
+    time_reward_s: Figure = better("lower")
     """Time of waiting for rewards after the last completion."""
-    time_credit_s: float | None = better("lower")
+    time_credit_s: Figure = better("lower")
     """Time of credit assignment, from rewards to token advantages."""
-    time_learn_s: float | None = better("lower")
+    time_learn_s: Figure = better("lower")
     """Time of the learner: forward and backward passes, and the optimizer."""
-    step_time_s: float | None = better("lower")
+    step_time_s: Figure = better("lower")
     """Time of the whole step, without evaluations and checkpoints."""
-    tokens_per_s: float | None = better("higher")
+    tokens_per_s: Figure = better("higher")
     """Prompt and completion tokens of everything sampled, per second of the step."""
-    peak_memory_gib: float | None = better("lower")
+    peak_memory_gib: Figure = better("lower")
     """Peak memory since the start: of the CUDA device, or else of this process without its
     workers.
     """
@@ -376,10 +374,10 @@ class SftRecord(_Record):
 
     step: int
     """The step's number within the stage, counted from 0."""
-    loss: float | None
+    loss: Figure
     """Mean cross-entropy of the learned tokens before the update, in nats; null if it was not
     finite."""
-    grad_norm: float | None
+    grad_norm: Figure
     """L2 norm of the gradient before clipping; null if it was not finite."""
     lr: float
     """Learning rate of the update."""
@@ -389,7 +387,7 @@ class SftRecord(_Record):
     """Number of tokens in the loss."""
     step_time_s: float
     """Seconds of the step."""
-    heldout_logprob: float | None = None
+    heldout_logprob: Figure = None
     """Mean log-prob of the held-out traces' tokens before the step, in nats; null without a
     measurement.
     """
@@ -411,27 +409,26 @@ class EvaluationRecord(_Record):
     """Judged answers whose reward exceeds `[reward] correct_threshold`."""
     could_not_judge: int
     """Answers that the reward could not judge; no rate counts them."""
-    reward_mean: float | None
+    reward_mean: Figure
     """Mean reward of the judged answers; null when there are none."""
-    judge_requests: int | None = None
+    judge_requests: Count = None
     """Requests to the judge for this problem's answers, retries included; null without a judge,
     like the rest of judge_*.
     """
-    judge_cached: int | None = None
+    judge_cached: Count = None
     """Verdicts taken from the cache."""
-    judge_prompt_tokens: int | None = None
+    judge_prompt_tokens: Count = None
     """Tokens that the judge read."""
-    judge_completion_tokens: int | None = None
+    judge_completion_tokens: Count = None
     """Tokens that the judge wrote."""
-    judge_cost: float | None = None
+    judge_cost: Figure = None
     """Price by `[reward] judge_prices`, else from the server's report; null without both."""
 
     @classmethod
-    def contradiction(cls, values: Mapping[str, Any]) -> str:
-        correct, samples = values["correct"], values["samples"]
-        if 0 <= correct <= samples:
-            return ""
-        return f"{correct} correct of {samples} samples, which cannot be"
+    def _problems(cls, kinds: "Kinds", values: Json) -> Iterator[str]:
+        yield from super()._problems(kinds, values)
+        if not 0 <= values["correct"] <= values["samples"]:
+            yield f"{values['correct']} correct of {values['samples']} samples, which cannot be"
 
 
 @dataclass(frozen=True)
@@ -450,7 +447,7 @@ class SampleRecord(_Record):
     """The answer as text."""
     reference: str
     """The reference that the reward compares with."""
-    reward: float | None
+    reward: Figure
     """The answer's reward; null if the reward could not judge it."""
     outcome: str
     """right, wrong or could_not_judge."""
@@ -478,11 +475,11 @@ class GenerationRecord(_Record):
     """The prompt as text, chat template included."""
     completion: str
     """The completion as text."""
-    reward: float | None
+    reward: Figure
     """The completion's reward; null if the reward could not judge it."""
     outcome: str
     """right, wrong or could_not_judge."""
-    advantage: float | None
+    advantage: Figure
     """The advantage of the whole completion, before any token transform; null if the step did not
     train on it.
     """
@@ -490,7 +487,7 @@ class GenerationRecord(_Record):
     """The reason why it ended: a stop token, or the length."""
     num_tokens: int
     """Sampled tokens."""
-    turns: int | None = None
+    turns: Count = None
     """Replies of the model; null, like the next two fields, without an environment."""
     turn_rewards: list[float] | None = None
     """Reward of each reply, if the environment gives one."""
