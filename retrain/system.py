@@ -71,8 +71,8 @@ def read_object(path: Path) -> dict[str, Any]:
     return object_of(path.read_bytes(), path)
 
 
-def object_of(text: bytes, path: Path) -> dict[str, Any]:
-    """Parse the JSON object from the file `path`, as `read_object` does."""
+def object_of(text: bytes, path: object) -> dict[str, Any]:
+    """Parse the JSON object from `path`, a file or its line, as `read_object` does."""
     try:
         content = parse_json(text)
     except ParseError as error:

@@ -6,28 +6,25 @@ escapes an unpaired surrogate, which a model can write and UTF-8 cannot encode. 
 every character that Python's `splitlines` and other readers take for the end of a line.
 """
 
-import hashlib
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import file_digest, sha256
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self
 
 from retrain.errors import RunFailed
 from retrain.records.disk import replace_file
-from retrain.system import Json, ParseError, json_kind, parse_json
+from retrain.system import Json, object_of
 
 CHANGED = (
     ": the file was changed or the disk is damaged; put it back from a copy, or make the run anew."
 )
 """The end of a sentence on a damaged file of a run."""
-_BLOCK = 1 << 18
-"""Bytes of a file to hash at once."""
-
 _LINE_ENDS = "\x85\u2028\u2029"
 """The other characters that end a line in Unicode; JSON itself escapes the controls below a
 space.
@@ -89,8 +86,7 @@ class Extent:
     @classmethod
     def of(cls, path: Path) -> Self:
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return cls(path.stat().st_size, digest)
+            return cls(path.stat().st_size, file_digest(file, "sha256").hexdigest())
 
     def problem(self, path: Path, *, whole: bool = False) -> str:
         """Return why the file `path` no longer begins with these bytes; with `whole`, why it has
@@ -103,14 +99,9 @@ class Extent:
         size = path.stat().st_size
         if size != self.size and (whole or size < self.size):
             return f"{path.name} has {size} bytes instead of {self.size}"
-        digest, left = hashlib.sha256(), self.size
-        with path.open("rb") as file:
-            while left and (block := file.read(min(_BLOCK, left))):
-                digest.update(block)
-                left -= len(block)
-        if digest.hexdigest() == self.sha256:
-            return ""
-        return f"{path.name} differs from its sha256"
+        with path.open("rb") as file:  # A log fits in memory, and a whole file need not.
+            found = file_digest(file, "sha256") if whole else sha256(file.read(self.size))
+        return "" if found.hexdigest() == self.sha256 else f"{path.name} differs from its sha256"
 
 
 class JsonlWriter:
@@ -128,11 +119,8 @@ class JsonlWriter:
         self._size = data.rfind(b"\n") + 1
         if self._size < len(data):
             os.ftruncate(self._descriptor, self._size)
-        self._sha256 = hashlib.sha256(data[: self._size])
+        self._sha256 = sha256(data[: self._size])
         self._unwritten = b""
-        self._aside = None
-        if aside_of(path).exists():
-            self._aside = aside_of(path)
 
     @property
     def is_behind(self) -> bool:
@@ -159,17 +147,16 @@ class JsonlWriter:
         return Extent(self._size, self._sha256.hexdigest())
 
     def _write_out(self) -> None:
-        if not self._unwritten:
-            return
+        aside = aside_of(self.path)
         while self._unwritten:
             written = os.write(self._descriptor, self._unwritten)
             self._sha256.update(self._unwritten[:written])
             self._size += written
             self._unwritten = self._unwritten[written:]
-        if self._aside is not None:  # From this line on the run makes the cut lines again.
-            os.fsync(self._descriptor)
-            self._aside.unlink(missing_ok=True)
-            self._aside = None
+            # From this line on the run makes the cut lines again.
+            if not self._unwritten and aside.exists():
+                os.fsync(self._descriptor)
+                aside.unlink()
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -236,12 +223,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 def _parse(line: bytes, path: Path, number: int) -> Json:
     place = f"{path}, line {number},"
-    try:
-        record = parse_json(line)
-    except ParseError as error:
-        raise RunFailed(f"{place} {error}: the file was changed or the disk is damaged.") from error
-    if not isinstance(record, dict):
-        raise RunFailed(f"{place} holds {json_kind(record)} where an object is expected.")
+    record = object_of(line, place)
     if type(record.get("step")) is not int or record["step"] < 0:
         raise RunFailed(
             f"{place} has no step, which every line of a run's file counts: the file was changed or"
