@@ -10,10 +10,10 @@ import sys
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from retrain import __version__
-from retrain.system import total_memory
+from retrain.system import Json, total_memory
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -21,21 +21,20 @@ if TYPE_CHECKING:
 _DISTRIBUTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-def describe_environment(device: str) -> dict[str, Any]:
+def describe_environment(device: str) -> Json:
     """Describe versions, machine, git revision of the current folder, and the command line, in
     which the caller masks secrets.
     """
-    torch = sys.modules.get("torch")  # A run without torch has None.
-    cpuinfo, lines = Path("/proc/cpuinfo"), list[str]()
-    if cpuinfo.is_file():
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    torch, cpu = sys.modules.get("torch"), None  # A run without torch has None.
+    with suppress(OSError):
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        cpu = re.search(r"^model name.*?: *(.+?) *$", cpuinfo, re.MULTILINE)
     return {
         "retrain": __version__,
         "python": platform.python_version(),
         "packages": package_versions(),
         "platform": platform.platform(),
-        "cpu": next(models, None) or platform.processor() or platform.machine(),
+        "cpu": cpu[1] if cpu else platform.processor() or platform.machine(),
         "cpu_count": os.cpu_count(),
         # These instructions decide how the CPU rounds sums, as the number of threads does.
         "instructions": torch.backends.cpu.get_cpu_capability() if torch else None,
@@ -50,7 +49,7 @@ def describe_environment(device: str) -> dict[str, Any]:
     }
 
 
-def code_of(config: "TrainConfig") -> dict[str, Any]:
+def code_of(config: "TrainConfig") -> Json:
     """Describe the code that runs: the git revision of retrain's own folder (null outside a
     checkout), and the plugins' files by hash.
     """
@@ -83,7 +82,7 @@ def package_versions() -> dict[str, str]:
     return dict(sorted(versions.items()))
 
 
-def git_revision(folder: Path) -> dict[str, Any] | None:
+def git_revision(folder: Path) -> Json | None:
     """Return {"revision", "changed"} of the repository around `folder`; None outside a repository
     or without git.
     """

@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import count, groupby
 from math import comb, sqrt
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Self
 from uuid import uuid4
 
 import numpy as np
@@ -29,7 +29,9 @@ from retrain.records.entries import EvaluationRecord, SampleRecord
 from retrain.records.environment import describe_environment
 from retrain.records.jsonl import encode_line, finite
 from retrain.records.redact import Redactor
-from retrain.records.run_folder import Place, kind_of, mark
+from retrain.records.run_folder import Place, RunFolder, kind_of, mark
+from retrain.records.state import Stage
+from retrain.system import Json
 from retrain.types import Group
 
 Z_95 = 1.959963984540054
@@ -97,8 +99,9 @@ def wilson_interval(p: float, size: float) -> tuple[float, float]:
     """Return the 95% score interval of a proportion p from `size` independent draws, which may be
     an effective number.
     """
-    centre = (p + Z_95**2 / (2 * size)) / (1 + Z_95**2 / size)
-    half = Z_95 / (1 + Z_95**2 / size) * sqrt(p * (1 - p) / size + Z_95**2 / (4 * size**2))
+    scale = 1 + Z_95**2 / size
+    centre = (p + Z_95**2 / (2 * size)) / scale
+    half = Z_95 / scale * sqrt(p * (1 - p) / size + Z_95**2 / (4 * size**2))
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
@@ -116,18 +119,14 @@ class Evaluation:
     tokens: int = 0
     heldout_sha256: Mapping[str, str] = field(default_factory=dict)
     """Task -> sha256 of its examples."""
-    stage: Literal["sft", "rl"] = "rl"
-
-    def _with_samples(self, k: int) -> list[EvaluationRecord]:
-        """Return the problems with at least k judged samples."""
-        return [problem for problem in self.problems if problem.samples >= k]
+    stage: Stage = "rl"
 
     @property
     def pass_at(self) -> dict[int, float]:
         """k -> unbiased pass@k, the mean over the problems with at least k judged samples; a k that
         no problem reaches is absent.
         """
-        rates = {k: _pass_rates(self._with_samples(k), k) for k in self.ks}
+        rates = {k: self._pass_rates(k) for k in self.ks}
         return {k: float(np.mean(found)) for k, found in rates.items() if found}
 
     @property
@@ -139,17 +138,21 @@ class Evaluation:
         """Return the 95% interval of pass@k, for which `samples` answers count as samples // k
         draws of k.
         """
-        enough = self._with_samples(k)
-        draws = sum(item.samples // k for item in enough)
-        return clustered_interval(_pass_rates(enough, k), draws)
+        draws = sum(item.samples // k for item in self.problems)
+        return clustered_interval(self._pass_rates(k), draws)
+
+    def _pass_rates(self, k: int) -> list[float]:
+        """Return pass@k of each problem with at least k judged samples."""
+        enough = (item for item in self.problems if item.samples >= k)
+        return [pass_at_k(item.samples, item.correct, k) for item in enough]
 
     @property
     def by_task(self) -> dict[str, "Evaluation"]:
         """Task -> the evaluation of its problems, in the order of their first problem."""
-        tasks: dict[str, list[EvaluationRecord]] = {}
-        for problem in self.problems:
-            tasks.setdefault(problem.task, []).append(problem)
-        return {task: replace(self, problems=problems) for task, problems in tasks.items()}
+        return {
+            task: replace(self, problems=[item for item in self.problems if item.task == task])
+            for task in dict.fromkeys(item.task for item in self.problems)
+        }
 
     def difference_from(self, before: "Evaluation") -> tuple[float, tuple[float, float]] | None:
         """Return the mean difference in accuracy over the problems that both have judged, and
@@ -177,18 +180,18 @@ class Evaluation:
             seen[item.example_id] += 1
         return rates
 
-    def _scores(self, without: int = 0) -> dict[str, Any]:
-        """Return pass@k and the intervals for summary.json, without the interval at `without`; a
-        task without a judged problem has none.
+    def _scores(self) -> Json:
+        """Return pass@k and the intervals for summary.json; a task without a judged problem has
+        none.
         """
-        rates = {f"pass@{k}": rate for k, rate in sorted(self.pass_at.items())}
-        ks = [k for k in sorted(self.pass_at) if k != without]
-        return rates | {f"pass@{k}_interval": list(self.interval_at(k)) for k in ks}
+        found = sorted(self.pass_at.items())
+        rates = {f"pass@{k}": rate for k, rate in found}
+        return rates | {f"pass@{k}_interval": list(self.interval_at(k)) for k, _ in found}
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """Return the form that summary.json and `retrain eval --json` hold."""
-        values = self._scores(without=1)
-        tasks = self.by_task
+        values, tasks = self._scores(), self.by_task
+        values.pop("pass@1_interval", None)  # It is `interval`.
         if len(tasks) > 1:
             values["tasks"] = {
                 task: part._scores() | {"problems": len(part.problems)}
@@ -205,9 +208,7 @@ class Evaluation:
         }
 
 
-def read_evaluations(
-    path: Path, ks: Iterable[int], stage: Literal["sft", "rl"] = "rl"
-) -> list[Evaluation]:
+def read_evaluations(path: Path, ks: Iterable[int], stage: Stage = "rl") -> list[Evaluation]:
     """Return the evaluations in evaluation.jsonl, or in the file of a `stage`, oldest first. Raises
     RunFailed for a damaged file.
     """
@@ -215,10 +216,6 @@ def read_evaluations(
     return [
         Evaluation(step, [*problems], sorted({1, *ks}), stage=stage) for step, problems in by_step
     ]
-
-
-def _pass_rates(problems: Sequence[EvaluationRecord], k: int) -> list[float]:
-    return [pass_at_k(item.samples, item.correct, k) for item in problems]
 
 
 # -- the folder that `retrain eval` writes ---------------------------------------------------------
@@ -231,14 +228,11 @@ _VALUES = {"right": "C", "wrong": "I", "could_not_judge": "N"}
 """Inspect's letters for correct, incorrect, and no answer."""
 
 
-@dataclass(frozen=True)
-class EvaluationFolder:
-    path: Path
+class EvaluationFolder(RunFolder):
+    """A folder with some of a run's files, and two of its own."""
+
     samples = Place("samples.jsonl")
     problems = Place("evaluation.jsonl")
-    config = Place("config.toml")
-    summary = Place("summary.json")
-    environment = Place("environment.json")
     inspect_log = Place("inspect.json")
 
     @classmethod
@@ -249,16 +243,13 @@ class EvaluationFolder:
         Raises ConfigurationError for an `output` that is not empty.
         """
         if output is not None:
-            if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            if output.is_file() or any(output.glob("*")):
                 raise ConfigurationError(
                     f"--output {output} is not an empty folder; name one that does not exist."
                 )
             return cls(output)
-        if target.is_dir():
-            above, name = target, ""
-        else:
-            above, name = Path("logs"), f"{target.stem}-"
-        paths = (above / "evaluations" / f"{name}{number}" for number in count(1))
+        begin = f"{target}/evaluations/" if target.is_dir() else f"logs/evaluations/{target.stem}-"
+        paths = (Path(f"{begin}{number}") for number in count(1))
         return cls(next(path for path in paths if not path.exists()))
 
     def write(self, config: TrainConfig, evaluation: Evaluation, groups: Sequence[Group]) -> None:
@@ -269,7 +260,7 @@ class EvaluationFolder:
         log = inspect_log(
             records,
             evaluation,
-            model=shown.model.model,
+            model=f"retrain/{shown.model.model}",
             samples=max(part.samples for part in shown.evaluation.parts),
             task="+".join(evaluation.by_task) or shown.data.source,
         )
@@ -292,7 +283,7 @@ def _pretty(content: dict[str, object]) -> bytes:
 
 
 def is_evaluation(folder: Path) -> bool:
-    return folder.is_dir() and kind_of(folder) == KIND
+    return kind_of(folder) == KIND
 
 
 def sample_records(groups: Sequence[Group]) -> Iterator[SampleRecord]:
@@ -322,7 +313,7 @@ def sample_records(groups: Sequence[Group]) -> Iterator[SampleRecord]:
 
 def inspect_log(
     records: Sequence[SampleRecord], evaluation: Evaluation, *, model: str, samples: int, task: str
-) -> dict[str, Any]:
+) -> Json:
     """Convert an evaluation to Inspect's form; the `samples` of a problem become Inspect's
     epochs.
     """
@@ -344,7 +335,7 @@ def inspect_log(
             "task_attribs": {},
             "task_args": {},
             "dataset": {"name": task, "samples": len(ids), "sample_ids": ids, "shuffled": False},
-            "model": f"retrain/{model}",
+            "model": model,
             "model_args": {"step": evaluation.step},
             "config": {"epochs": samples},
             "packages": {"retrain": __version__},
@@ -360,12 +351,12 @@ def inspect_log(
     }
 
 
-def _sample(record: SampleRecord, model: str) -> dict[str, Any]:
+def _sample(record: SampleRecord, model: str) -> Json:
     answer = {
         "role": "assistant",
         "content": record.completion,
         "source": "generate",
-        "model": f"retrain/{model}",
+        "model": model,
     }
     stop = "max_tokens" if record.finish_reason == "length" else "stop"
     score = {
@@ -380,7 +371,7 @@ def _sample(record: SampleRecord, model: str) -> dict[str, Any]:
         "target": record.reference,
         "messages": [{"role": "user", "content": record.prompt, "source": "input"}, answer],
         "output": {
-            "model": f"retrain/{model}",
+            "model": model,
             "choices": [{"message": answer, "stop_reason": stop}],
         },
         "scores": {_SCORER: score | {"metadata": {"reward": record.reward}}},

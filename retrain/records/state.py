@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from retrain.errors import RunFailed
-from retrain.system import parse_json
+from retrain.system import Json, parse_json
 from retrain.types import MachineChoices
 
 SCHEMA_VERSION = 1
+Stage = Literal["sft", "rl"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class TrainerState:
     config_hash: str
     step: int = 0
     """Steps completed."""
-    stage: Literal["sft", "rl"] = "rl"
+    stage: Stage = "rl"
     """The stage that the next step belongs to."""
     sft_step: int = 0
     """Steps of the supervised stage completed."""
@@ -44,16 +45,16 @@ class TrainerState:
     gate_mismatch: float | None = None
     """Mean |engine - learner| log-prob, in nats, of the parity gate at the run's first start; the
     default mismatch_limit follows from it."""
-    sampler: dict[str, Any] = field(default_factory=dict)
+    sampler: Json = field(default_factory=dict)
     """The state of `[data] sampler`; empty for the shuffle."""
-    credit: dict[str, Any] = field(default_factory=dict)
+    credit: Json = field(default_factory=dict)
     """The state of a plugin of `[algorithm] advantage_mode`; empty for a built-in one."""
-    sepa: dict[str, Any] = field(default_factory=dict)
-    rewards: dict[str, Any] = field(default_factory=dict)
-    backpressure: dict[str, Any] = field(default_factory=dict)
+    sepa: Json = field(default_factory=dict)
+    rewards: Json = field(default_factory=dict)
+    backpressure: Json = field(default_factory=dict)
     """The controller's state; empty unless `[backpressure] enabled` is true."""
-    tracking: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tracking: Json = field(default_factory=dict)
+    files: dict[str, Json] = field(default_factory=dict)
     """Path in the run folder -> size and sha256, for each JSON lines file of the run."""
     choices: MachineChoices | None = None
     schema_version: int = SCHEMA_VERSION
@@ -82,7 +83,7 @@ class TrainerState:
         )
 
     @property
-    def place(self) -> tuple[Literal["sft", "rl"], int]:
+    def place(self) -> tuple[Stage, int]:
         """The stage, and the number of its completed steps."""
         return self.stage, self.sft_step if self.stage == "sft" else self.step
 
@@ -120,7 +121,7 @@ class TrainerState:
         return cls(**_known(cls, values))
 
 
-def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _known(kind: type[Any], values: Mapping[str, Any]) -> Json:
     """Leave out fields that another version has stored and this version does not know."""
     names = {item.name for item in fields(kind)}
     return {name: value for name, value in values.items() if name in names}

@@ -4,11 +4,11 @@ it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.terminal import counted
+from retrain.system import Json
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RunSummary:
         held_out = f", held-out pass@1 {' -> '.join(rates)}" if rates else ""
         return f"{self.status}, {self.condition}, {counted(self.steps, 'step')}{held_out}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return {
             "status": self.status,
             "reason": self.reason or None,

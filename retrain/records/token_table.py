@@ -9,14 +9,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from retrain.errors import RunFailed, first_line
 from retrain.records.disk import replacing_file, safetensors_io
+from retrain.system import Json
+from retrain.types import Float32Array, Float64Array, Int32Array
 
+_Int64 = npt.NDArray[np.int64]
+_Flags = npt.NDArray[np.uint8]
 _STAGE = "advantages."
 _TURNS = "turns."
 
@@ -25,52 +28,52 @@ _TURNS = "turns."
 class TurnTable:
     """The m turns of the step's N trajectories, with the environment's tokens."""
 
-    offsets: npt.NDArray[np.int64]
+    offsets: _Int64
     """[N + 1] trajectory i owns the turns offsets[i] .. offsets[i + 1]."""
-    actions: npt.NDArray[np.int32]
+    actions: Int32Array
     """[m] sampled tokens of each turn."""
-    restarts: npt.NDArray[np.uint8]
+    restarts: _Flags
     """[m] 1 if a rewrite of the history makes the whole prompt the turn's context."""
-    context_offsets: npt.NDArray[np.int64]
+    context_offsets: _Int64
     """[m + 1] turn j read the tokens context_offsets[j] .. context_offsets[j + 1] before its
     reply.
     """
-    context_token_ids: npt.NDArray[np.int32]
+    context_token_ids: Int32Array
 
 
 @dataclass(frozen=True)
 class TokenTable:
     """N completions with n tokens in all."""
 
-    offsets: npt.NDArray[np.int64]
+    offsets: _Int64
     """[N + 1], from 0 to n."""
-    slot: npt.NDArray[np.int32]
+    slot: Int32Array
     """[N] the prompt's place in the step."""
-    sample: npt.NDArray[np.int32]
+    sample: Int32Array
     """[N] sample index within the group."""
-    token_ids: npt.NDArray[np.int32]
+    token_ids: Int32Array
     """[n] sampled tokens."""
-    logprobs: npt.NDArray[np.float32]
+    logprobs: Float32Array
     """[n] log-probs as sampled, in nats."""
-    entropies: npt.NDArray[np.float32] | None
+    entropies: Float32Array | None
     """[n] Shannon entropy in nats; None if the engine has none."""
-    mask: npt.NDArray[np.uint8] | None
+    mask: _Flags | None
     """[n] 1 inside a planning phrase; None if the condition does not look for them."""
-    advantages: Mapping[str, npt.NDArray[np.float32]]
+    advantages: Mapping[str, Float32Array]
     """Stage -> [n] token advantages after it, in the order of the stages."""
-    rewards: npt.NDArray[np.float64] | None = None
+    rewards: Float64Array | None = None
     """[N] rewards; None, like all fields below, in files of versions without it."""
-    truncated: npt.NDArray[np.uint8] | None = None
+    truncated: _Flags | None = None
     """[N] 1 if a completion ended by length."""
-    log_ratios: npt.NDArray[np.float32] | None = None
+    log_ratios: Float32Array | None = None
     """[n] learner - sampler log-prob before the step; NaN if the step did not train on the
     token.
     """
-    prompt_offsets: npt.NDArray[np.int64] | None = None
+    prompt_offsets: _Int64 | None = None
     """[P + 1] offsets of the prompts, ordered by slot."""
-    prompt_token_ids: npt.NDArray[np.int32] | None = None
+    prompt_token_ids: Int32Array | None = None
     """[p] the prompts' tokens, each prompt once."""
-    kept: npt.NDArray[np.int32] | None = None
+    kept: Int32Array | None = None
     """[n] size of the truncated distribution of each token; None without truncation."""
     turns: TurnTable | None = None
     """The turns; None if every trajectory is one reply to its prompt."""
@@ -128,5 +131,5 @@ def read_tokens(path: Path) -> TokenTable:
     if f"{_TURNS}offsets" in arrays:
         turns = TurnTable(**{name: arrays[f"{_TURNS}{name}"] for name in _TURN_FIELDS})
     advantages = {stage: arrays[f"{_STAGE}{stage}"] for stage in stages}
-    columns: dict[str, Any] = {name: arrays.get(name) for name in _FIELDS}
+    columns: Json = {name: arrays.get(name) for name in _FIELDS}
     return TokenTable(**columns, advantages=advantages, turns=turns)
