@@ -21,7 +21,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
 from retrain.records.disk import TEMPORARY, delete, replacing_folder
 from retrain.records.jsonl import Extent
 from retrain.records.state import SCHEMA_VERSION, TrainerState
-from retrain.system import parse_json
+from retrain.system import Json, parse_json
 from retrain.types import WHOLE_MODEL
 
 MANIFEST = "manifest.json"
@@ -32,6 +32,9 @@ _OPTIMIZER = "optimizer."
 _FOLDER = re.compile(r"(sft|step)_(\d{6,})")
 _DAMAGED = "damaged-"
 _OURS = re.compile(rf"({_FOLDER.pattern}|{FINAL}|{START})$|{_DAMAGED}|{re.escape(TEMPORARY)}")
+
+Fill = Callable[[Path], None]
+"""Writes files into the folder that it gets."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class CheckpointStore:
         self.keep = keep
         """Number of newest checkpoints to keep; 0 keeps all."""
 
-    def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
+    def save(self, state: TrainerState, write: Fill) -> Path:
         """Commit one checkpoint. `write` puts the backend's files into the given folder. Raises
         OSError.
         """
@@ -99,7 +102,7 @@ class CheckpointStore:
             delete(self.folder / name)
         return target
 
-    def save_final(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
+    def save_final(self, state: TrainerState, write: Fill) -> Path:
         """Commit the last weights, and replace earlier ones. The weights of a whole model are a
         hard link to the checkpoint of this step, if the file system has links. Raises OSError.
         """
@@ -112,7 +115,7 @@ class CheckpointStore:
         commit_folder(target, fill, step=state.step, config_hash=state.config_hash)
         return target
 
-    def save_start(self, state: TrainerState, write: Callable[[Path], None]) -> None:
+    def save_start(self, state: TrainerState, write: Fill) -> None:
         """Commit the weights before the first step of reinforcement. Raises OSError."""
         commit_folder(self.folder / START, write, step=0, config_hash=state.config_hash)
 
@@ -272,9 +275,7 @@ def _link(source: Path, target: Path) -> bool:
     return True
 
 
-def commit_folder(
-    target: Path, fill: Callable[[Path], None], *, step: int, config_hash: str
-) -> None:
+def commit_folder(target: Path, fill: Fill, *, step: int, config_hash: str) -> None:
     """Let `fill` write a folder, seal it with a manifest, and put it in the place of `target`.
     Raises OSError.
     """
@@ -293,7 +294,7 @@ def commit_folder(
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
-def _digest(manifest: dict[str, Any]) -> str:
+def _digest(manifest: Json) -> str:
     """Hash a manifest's content with sha256, so that damage to the manifest itself shows too."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 

@@ -12,7 +12,7 @@ from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.checkpoint import CheckpointStore
 from retrain.records.disk import replace_file
 from retrain.records.run_folder import MARKER, RunFolder, mark, read_marker
-from retrain.system import is_path_text, read_object
+from retrain.system import Json, is_path_text, read_object
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
 
@@ -23,11 +23,10 @@ def take(target: Path, folder: RunFolder) -> None:
     """
     if target == folder.checkpoints or folder.checkpoint_pointer.is_file():
         return
-    run_id = secrets.token_hex(8)
+    pointer = {"path": str(target), "run_id": secrets.token_hex(8)}
     CheckpointStore(target).empty()
     mark(target, "checkpoints")
-    sign(target, folder, run_id=run_id)
-    pointer = {"path": str(target), "run_id": run_id}
+    sign(target, folder, run_id=pointer["run_id"])
     replace_file(folder.checkpoint_pointer, json.dumps(pointer) + "\n")
 
 
@@ -44,17 +43,9 @@ def checkpoint_folder(backend: Backend, folder: RunFolder, overwrite: bool) -> P
             " adapter_path; use letters, digits and ._+=- in its last part."
         )
     target = (Path(backend.adapter_path) / name).resolve()
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+    if not (target.is_file() or any(target.glob("*"))):
         return target
-    marker = read_marker(target)
-    # Without a pointer the folder may still be the run's own: a run makes the marker before the
-    # pointer, and deletes the pointer first.
-    if folder.checkpoint_pointer.is_file():
-        foreign = bool(_foreign(target, _pointer(folder)[1], folder))
-    else:
-        own = {"kind": "checkpoints", "run": str(folder.path.resolve())}
-        foreign = marker | own != marker
-    if foreign:
+    if _foreign(target, folder):
         raise ConfigurationError(
             f"{target} holds the checkpoints of another run, so [backend] adapter_path ="
             f" {backend.adapter_path!r} cannot be used with this log_dir; give the run another"
@@ -84,8 +75,8 @@ def stored_checkpoints(folder: RunFolder) -> Path:
     """
     if not folder.checkpoint_pointer.is_file():
         return folder.checkpoints
-    target, run_id = _pointer(folder)
-    problem = _foreign(target, run_id, folder)
+    target = Path(_pointer(folder)["path"])
+    problem = _foreign(target, folder)
     if problem:
         raise ConfigurationError(
             f"{folder.checkpoint_pointer} names {target}, {problem}, so nothing there is read or"
@@ -95,21 +86,18 @@ def stored_checkpoints(folder: RunFolder) -> Path:
     return target
 
 
-def _pointer(folder: RunFolder) -> tuple[Path, str]:
-    """Read the path and the run id from checkpoint_pointer. Raises RunFailed for a file without
-    these two.
-    """
+def _pointer(folder: RunFolder) -> Json:
+    """Read checkpoint_pointer. Raises RunFailed for a file without `path` and `run_id`."""
     content = read_object(folder.checkpoint_pointer)
-    path, run_id = content.get("path"), content.get("run_id")
-    if not is_path_text(path) or not isinstance(run_id, str):
+    if not is_path_text(content.get("path")) or not isinstance(content.get("run_id"), str):
         raise RunFailed(
             f"{folder.checkpoint_pointer} names no folder of checkpoints: the file was changed or"
             " another program wrote it."
         )
-    return Path(str(path)), run_id
+    return content
 
 
-def _foreign(target: Path, run_id: str, folder: RunFolder) -> str:
+def _foreign(target: Path, folder: RunFolder) -> str:
     """Return the reason why the checkpoints at `target` do not belong to the run in `folder`; "" if
     they do.
 
@@ -117,13 +105,15 @@ def _foreign(target: Path, run_id: str, folder: RunFolder) -> str:
     run; if that folder still exists, this one is a copy.
     """
     marker = read_marker(target)
-    if marker.get("kind") != "checkpoints" or marker.get("run_id") != run_id:
-        return "which has no marker of this run"
     owner = RunFolder(Path(str(marker.get("run"))))
-    if (
-        owner.path == folder.path.resolve()
-        or not owner.checkpoint_pointer.is_file()
-        or _pointer(owner)[1] != run_id
-    ):
+    is_own, run_id = owner.path == folder.path.resolve(), marker.get("run_id")
+    # Without a pointer the folder may still be the run's own: a run makes the marker before the
+    # pointer, and deletes the pointer first.
+    is_known = is_own
+    if folder.checkpoint_pointer.is_file():
+        is_known = run_id == _pointer(folder)["run_id"]
+    if marker.get("kind") != "checkpoints" or not is_known:
+        return "which has no marker of this run"
+    if is_own or not owner.checkpoint_pointer.is_file() or _pointer(owner)["run_id"] != run_id:
         return ""
     return f"whose checkpoints belong to {owner.path}; {folder.path} is a copy of that run"

@@ -8,7 +8,7 @@ becomes text, so that the result still loads.
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus
@@ -85,8 +85,14 @@ def note_secrets(config: "TrainConfig") -> None:
     rewards = (table.get("reward", {}) for table in config.data.mix)
     variables = [config.reward.judge_api_key_env, config.inference.api_key_env]
     variables += [reward.get("judge_api_key_env", "") for reward in rewards]
-    note_values(_secrets_in(given_values(config)))
-    note_values(os.environ.get(name, "").strip() for name in variables)
+    values = [os.environ.get(name, "").strip() for name in variables]
+
+    def note(text: str, name: str) -> str:
+        values.extend([text] * is_secret_name(name))
+        return text
+
+    _each_text(given_values(config), note)
+    note_values(values)
 
 
 def note_values(values: Iterable[str]) -> None:
@@ -94,30 +100,33 @@ def note_values(values: Iterable[str]) -> None:
     _noted.update(value for value in values if len(value) >= _MIN_NOTED_LENGTH)
 
 
-def _secrets_in(value: Any, name: str = "") -> Iterator[str]:
-    """Yield the strings below a key with a secret's name."""
+def _each_text(value: Any, change: Callable[[str, str], str], name: str = "") -> Any:
+    """Return the value with `change` of all its strings, keys included, and of the key that each
+    one stands under.
+    """
     match value:
-        case str() if is_secret_name(name):
-            yield value
+        case str():
+            return change(value, name)
         case Mapping():
-            for key, item in value.items():
-                yield from _secrets_in(item, key if isinstance(item, str | list | tuple) else "")
+            return {
+                change(key, ""): _each_text(
+                    item, change, key if isinstance(item, str | list | tuple) else ""
+                )
+                for key, item in value.items()
+            }
         case list() | tuple():
-            for item in value:
-                yield from _secrets_in(item, name)
+            return [_each_text(item, change, name) for item in value]
+    return value
 
 
 def secret_values(environment: Mapping[str, str] | None = None) -> set[str]:
     """Return the secrets of the environment, unmasked; by default the secrets of this process and
     the noted ones.
     """
-    given = os.environ if environment is None else environment
-    values = {
+    given, noted = (os.environ, _noted) if environment is None else (environment, set())
+    return noted | {
         value for name, value in given.items() if is_secret_name(name) and len(value) >= _MIN_LENGTH
     }
-    if environment is None:
-        return values | _noted
-    return values
 
 
 def harmless(text: str) -> str:
@@ -146,23 +155,17 @@ class Redactor:
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        values = secret_values(environment)
-        forms = set(values)
-        for value in values:  # A secret may have the escapes of JSON, TOML, Python or a URL.
+        forms = set[str]()
+        for value in secret_values(environment):
+            # A secret may have the escapes of JSON, TOML, Python or a URL.
             escaped = (json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value))
-            forms |= {
-                *(form[1:-1] for form in escaped),
-                quote(value),
-                quote(value, safe=""),
-                quote_plus(value),
-            }
+            forms.update(form[1:-1] for form in escaped)
+            forms |= {value, quote(value), quote(value, safe=""), quote_plus(value)}
         ordered = sorted(forms, key=len, reverse=True)  # A secret that contains another goes first.
-        self._values = None
-        if ordered:
-            self._values = re.compile("|".join(re.escape(value) for value in ordered))
+        self._values = re.compile("|".join(map(re.escape, ordered)))
 
     def text(self, text: str) -> str:
-        if self._values is not None:
+        if self._values.pattern:
             text = self._values.sub(MASK, text)
         # Most texts hold none of these, and a search for them costs a hundredth.
         if any(mark in text for mark in _MARKS):
@@ -179,21 +182,11 @@ class Redactor:
         """Return the value with masks in all its strings, keys included; a string whose `name` is a
         secret's name becomes the mask.
         """
-        match value:
-            case str():
-                if value and is_secret_name(name):
-                    return MASK
-                return self.text(value)
-            case Mapping():
-                return {
-                    self.text(key): self.json(
-                        item, key if isinstance(item, str | list | tuple) else ""
-                    )
-                    for key, item in value.items()
-                }
-            case list() | tuple():
-                return [self.json(item, name) for item in value]
-        return value
+        return _each_text(
+            value,
+            lambda text, key: MASK if text and is_secret_name(key) else self.text(text),
+            name,
+        )
 
     def arguments(self, arguments: Sequence[str]) -> list[str]:
         """Mask a command line, in which a secret may follow its key: `--reward-params

@@ -22,14 +22,13 @@ from retrain.plugins import named_code
 from retrain.records.disk import TEMPORARY, delete, path_error, remove_empty, replace_file
 from retrain.records.jsonl import Extent, aside_of, truncate_to_size, truncate_to_step
 from retrain.records.state import TrainerState
-from retrain.system import read_object
+from retrain.system import Json, read_object
 
 OUTPUT = "output.log"
 """Name of the file that keeps what a run prints."""
 MARKER = ".retrain.json"
 """Name of the file that says that retrain made a folder; it holds the kind of folder and the
 format."""
-_REPLACED = f"{TEMPORARY}replaced"
 _FORMAT = 1
 """Format of a run folder. It grows when an older retrain could no longer read the new folders."""
 
@@ -84,6 +83,9 @@ class RunFolder:
     """The picture of the learning curve."""
     report = Place("report.html")
     """The page of `retrain report`; its pictures take its name."""
+    _replacing = Place(f"{TEMPORARY}replacing")
+    _replaced = Place(f"{TEMPORARY}replaced")
+    _forgotten = Place(f"{TEMPORARY}forgotten")
 
     def step_tokens(self, step: int) -> Path:
         return self.tokens / f"step_{step}.safetensors"
@@ -215,32 +217,28 @@ class RunFolder:
 
     def set_aside(self) -> None:
         """Move what a run wrote out of the way, until `forget` or `put_back`."""
-        present, begun = self.present(), self.path / f"{TEMPORARY}replacing"
+        present = self.present()
         if present:
-            begun.mkdir()
+            self._replacing.mkdir()
             for path in present:
-                path.rename(begun / path.name)
-            begun.rename(self.path / _REPLACED)
+                path.rename(self._replacing / path.name)
+            self._replacing.rename(self._replaced)
 
     def put_back(self) -> None:
         """Undo `set_aside`, also after the kill of another process."""
-        replaced = self.path / _REPLACED
-        if replaced.is_dir():
+        if self._replaced.is_dir():
             self.empty()
-        for aside in (self.path / f"{TEMPORARY}replacing", replaced):
-            for path in aside.iterdir() if aside.is_dir() else ():
-                path.rename(self.path / path.name)
-            remove_empty([aside])
+            self._replaced.rename(self._replacing)
+        for path in self._replacing.glob("*"):
+            path.rename(self.path / path.name)
+        remove_empty([self._replacing])
 
     def forget(self) -> None:
         """Delete what `set_aside` moved."""
-        replaced, forgotten = self.path / _REPLACED, self.path / f"{TEMPORARY}forgotten"
-        delete(forgotten)
-        if replaced.is_dir():
-            replaced.rename(
-                forgotten
-            )  # Rename it at once, since `put_back` must not find a part of it.
-            delete(forgotten)
+        delete(self._forgotten)
+        if self._replaced.is_dir():  # Rename it at once: `put_back` must not find a part of it.
+            self._replaced.rename(self._forgotten)
+            delete(self._forgotten)
 
     # -- beside a checkpoint -----------------------------------------------------------------------
 
@@ -278,7 +276,7 @@ class RunFolder:
                 path.unlink()
 
 
-def read_marker(folder: Path) -> dict[str, Any]:
+def read_marker(folder: Path) -> Json:
     """Read the content of our marker; empty if there is none. Raises RunFailed for a marker that is
     not a JSON object, and for a folder that a newer retrain wrote in its own format.
     """
