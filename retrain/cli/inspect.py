@@ -65,8 +65,10 @@ def command(
     from retrain.inspect.credit import read_step
     from retrain.inspect.terminal import show
 
+    source = stored_run(run)
+    source.check()
     credit = read_step(
-        stored_run(run),
+        source,
         step,
         against or [],
         detectors=detectors,

@@ -11,6 +11,7 @@ from retrain.errors import RunFailed
 from retrain.records.checkpoint import step_folder
 from retrain.records.entries import StepRecord
 from retrain.records.jsonl import CHANGED, Extent
+from retrain.records.redact import MASK
 from retrain.records.run_folder import RunFolder, Writer
 from retrain.system import Json, read_object
 
@@ -46,7 +47,8 @@ def _contradiction(run: RunFolder, config: TrainConfig, summary: Json, state: Js
     for path, said in ((run.summary, summary), (run.trainer_state, state)):
         for name, own in (("seed", config.training.seed), ("condition", config.condition_label)):
             other = said.get(name)
-            if other not in (None, own):
+            # A masked label may stand for any.
+            if other not in (None, own) and MASK not in str(other):
                 return f"{run.path} has {name} {own} in config.toml and {other} in {path.name}"
     return ""
 
@@ -71,8 +73,10 @@ def _broken_seal(run: RunFolder, state: Json, ended: bool) -> str:
     copy = run.checkpoints / step_folder(state.get("step")) / path.name
     if ended and copy.is_file() and copy.read_bytes() != path.read_bytes():
         return f"{run.path}: {path.name} differs from the one in {copy.parent.name}"
-    problem = state.get("files") and changed_log(run, state, ended=ended)
-    return f"{run.path}: {problem}, as {path.name} recorded it" if problem else ""
+    problem = changed_log(run, state, ended=ended) if state.get("files") else ""
+    if problem.startswith("it "):  # `it` is the state.
+        return f"{run.path}: {path.name}{problem.removeprefix('it')}"
+    return problem and f"{run.path}: {problem}, as {path.name} recorded it"
 
 
 def changed_log(run: RunFolder, state: Json, *, ended: bool = False) -> str:

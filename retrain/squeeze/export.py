@@ -72,7 +72,9 @@ def export_run(
     checkpoint, and EnvironmentFailure if the base model is not available. The export never executes
     the run's own Python code, but with `trust` it executes a model's `trust_remote_code`.
     """
-    folder, config = RunFolder(run), stored_run(run).config
+    source = stored_run(run)
+    source.check()
+    folder, config = source.folder, source.config
     what = _kind_of(config, merged)
     output = output or _beside(run, what)
     _check_place(output)
