@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from retrain.config.moving import with_values, wrong_key
 from retrain.config.schema import Training
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES, engine_kind
-from retrain.records.entries import MEASURED, EvaluationRecord, SftRecord, StepRecord
+from retrain.records.entries import MEASURED, Count, EvaluationRecord, Figure, SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation, is_evaluation
 from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
 from retrain.records.run_folder import RunFolder
@@ -256,10 +256,11 @@ class StoredRun:
 
         return sound(self.folder, self.config)
 
-    def check(self) -> None:
-        """Raise RunFailed, with the reason, unless its records are whole."""
+    def check(self) -> Self:
+        """Return the run. Raises RunFailed, with the reason, unless its records are whole."""
         if self.unsound:
             raise RunFailed(self.unsound)
+        return self
 
     @cached_property
     def final_evaluation(self) -> Evaluation | None:
@@ -559,8 +560,8 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
 
     types: dict[Any, Any] = {
         int: pa.float64(),
-        int | None: pa.float64(),
-        float | None: pa.float64(),
+        Count: pa.float64(),
+        Figure: pa.float64(),
         bool: pa.bool_(),
         bool | None: pa.bool_(),
     }
@@ -657,8 +658,8 @@ def _column(values: Any, kind: Any) -> Any:
     """Return an Arrow column in the record's type, with missing values as missing."""
     if kind is int:
         return values.to_pandas().astype("int64")
-    if kind == int | None:
+    if kind == Count:
         return values.to_pandas().astype("Int64")
     if kind in (bool, bool | None):
         return values.to_pandas().astype("boolean")
-    return values.to_pandas() if kind == float | None else values.dictionary_encode().to_pandas()
+    return values.to_pandas() if kind == Figure else values.dictionary_encode().to_pandas()

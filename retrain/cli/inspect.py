@@ -65,10 +65,8 @@ def command(
     from retrain.inspect.credit import read_step
     from retrain.inspect.terminal import show
 
-    source = stored_run(run)
-    source.check()
     credit = read_step(
-        source,
+        stored_run(run).check(),
         step,
         against or [],
         detectors=detectors,
@@ -98,7 +96,7 @@ def _chosen(credit: "StepCredit", prompt: int | None, sample: int | None) -> lis
         )
     if sample is None:
         return numbers
-    chosen = [number for number in numbers if int(credit.table.sample[number]) == sample]
+    chosen = [number for number in numbers if credit.table.sample[number] == sample]
     if not chosen:
         samples = [int(credit.table.sample[number]) for number in numbers]
         raise ConfigurationError(

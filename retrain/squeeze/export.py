@@ -72,8 +72,7 @@ def export_run(
     checkpoint, and EnvironmentFailure if the base model is not available. The export never executes
     the run's own Python code, but with `trust` it executes a model's `trust_remote_code`.
     """
-    source = stored_run(run)
-    source.check()
+    source = stored_run(run).check()
     folder, config = source.folder, source.config
     what = _kind_of(config, merged)
     output = output or _beside(run, what)
@@ -86,8 +85,11 @@ def export_run(
         read_adapter(found.folder)  # refuse it before loading anything large
     base = base_name(resolve_model(config.model.model))
     is_local = Path(base).is_dir()
-    if uploads and what == "Adapter":
-        _refuse_upload(base)
+    if uploads and is_local and what == "Adapter":
+        raise ConfigurationError(
+            f"--hub: the adapter's base is a folder of this machine, {base}, which others lack."
+            " Add --merged, which uploads a whole model."
+        )
     note = trust_note(config.model)
     if note:
         log(note)
@@ -123,15 +125,6 @@ def _kind_of(config: TrainConfig, merged: bool) -> str:
     if config.model.train == "full":
         return "Model"
     return "Merged model" if merged else "Adapter"
-
-
-def _refuse_upload(base: str) -> None:
-    """Raise ConfigurationError for an adapter whose base stays on this machine."""
-    if Path(base).is_dir():
-        raise ConfigurationError(
-            f"--hub: the adapter's base is a folder of this machine, {base}, which others lack."
-            " Add --merged, which uploads a whole model."
-        )
 
 
 def _write_model(model: Any, folder: Path) -> None:
