@@ -72,7 +72,7 @@ Kinds = Mapping[str, Collection[type]]
 
 @cache
 def _fields_of(record: type[_Record]) -> tuple[Kinds, Json]:
-    """Return the types of the fields, and the defaults of those that have one."""
+    """Return the types of the fields, and the defaults that some have."""
     kinds = {}
     for name, hint in get_type_hints(record).items():
         parts = get_args(hint) if get_origin(hint) is UnionType else (hint,)

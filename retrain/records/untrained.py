@@ -85,14 +85,14 @@ def untrained_line(streak: Sequence[StepRecord], known: str = "") -> str:
 
 def _cause(records: Sequence[StepRecord], known: str) -> str:
     """Return the common cause of the records and the advice, with the clearest cause first."""
-    total, cut = _completions(records), _counted(records, "max_token_hit_rate")
-    groups = _sum(records, "batch_size")
+    total, groups = _completions(records), _sum(records, "batch_size")
+    cut, found = (_counted(records, name) for name in ("max_token_hit_rate", "answer_found_rate"))
     boxed = ""
     # Recorded where the reward reads boxes.
     if records[0].answer_found_rate is not None:
-        found = _counted(records, "answer_found_rate")
         boxed = f"{found:,} of {total:,} completions hold \\boxed{{}}"
-    seen = [boxed] * bool(boxed) + [f"{cut:,} were cut at [training] max_tokens"] * (cut > 0)
+    cuts = f"{cut:,} were cut at [training] max_tokens" if cut else ""
+    seen = ", ".join(filter(None, (boxed, cuts)))
     means = {
         None if record.mean_reward is None else round(record.mean_reward, 9) for record in records
     }
@@ -116,12 +116,12 @@ def _cause(records: Sequence[StepRecord], known: str) -> str:
         )
     if boxed and not found:
         return (
-            f"{', '.join(seen)}; unless the prompts ask for one, set [data] prompt_template ="
+            f"{seen}; unless the prompts ask for one, set [data] prompt_template ="
             f" {ASKING_TEMPLATE}; a box in a thought does not count"
         )
     if constant and not boxed:
         return _alike(total, 0.0)
-    return _no_difference(records, total, groups, ", ".join(seen))
+    return _no_difference(records, total, groups, seen)
 
 
 def _no_difference(records: Sequence[StepRecord], total: int, groups: int, seen: str) -> str:
