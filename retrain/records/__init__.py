@@ -6,8 +6,10 @@ nothing here imports a trainer.
 - `entries`, `evaluation`: the lines of metrics.jsonl, evaluation.jsonl and generations.jsonl, and
   figures from them
 - `token_table`: tokens/step_N.safetensors
-- `environment`: environment.json
-- `checkpoint`: checkpoints and the state in them
+- `environment`, `summary`: environment.json and summary.json
+- `untrained`: steps that trained nothing, and why
+- `checkpoint`, `checkpoint_place`, `state`: checkpoints, their folder, and the state in them
+- `sound`: whether the records of a run are whole; every reader asks it first
 - `jsonl`, `disk`: how lines and whole files reach the disk, and the error of a disk that refuses
   them
 - `redact`: masks for secrets in everything that retrain writes or prints

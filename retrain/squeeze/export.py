@@ -68,9 +68,10 @@ def export_run(
     model trained as a whole, to `output`. The folder `output` must be absent or empty.
 
     Raises ConfigurationError for a folder in use or without a run or its weights, and for an
-    adapter that `uploads` would send without its base. Raises RunFailed for a missing or damaged
-    checkpoint, and EnvironmentFailure if the base model is not available. The export never executes
-    the run's own Python code, but with `trust` it executes a model's `trust_remote_code`.
+    adapter that `uploads` would send without its base. Raises RunFailed for damaged records
+    and for a missing or damaged checkpoint. Raises EnvironmentFailure if the base model is not
+    available. The export never executes the run's own Python code, but with `trust` it executes a
+    model's `trust_remote_code`.
     """
     source = stored_run(run).check()
     folder, config = source.folder, source.config
