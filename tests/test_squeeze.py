@@ -32,7 +32,7 @@ from retrain.squeeze import (
     run_squeeze,
     squeeze_adapter,
 )
-from retrain.squeeze.analysis import factorise, powers_of_two
+from retrain.squeeze.analysis import factorise, tried_ranks
 from retrain.squeeze.job import Accuracy
 from tests.runs import small_run
 
@@ -180,7 +180,7 @@ def test_a_threshold_met_but_for_rounding_is_met_and_an_unmet_one_keeps_the_rank
 
 
 def test_default_ranks_are_the_powers_of_two_and_the_source_rank() -> None:
-    assert [powers_of_two(rank) for rank in (1, 2, 8, 12)] == [
+    assert [tried_ranks([], rank) for rank in (1, 2, 8, 12)] == [
         (1,),
         (1, 2),
         (1, 2, 4, 8),
