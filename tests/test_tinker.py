@@ -33,7 +33,7 @@ from retrain.backends.local.loss import clipped_tokens, policy_terms
 from retrain.backends.losses import ActionTokens
 from retrain.backends.tinker import datums, service
 from retrain.backends.tinker.backend import STATE_FILE, TinkerBackend
-from retrain.backends.tinker.datums import ShiftedRow, policy_datum
+from retrain.backends.tinker.datums import ShiftedRow
 from retrain.campaign.runner import run_campaign
 from retrain.cli.main import main
 from retrain.config import config_from_mapping, config_from_toml, dump_toml, unused_keys
@@ -113,7 +113,7 @@ def test_targets_are_the_next_tokens_and_only_actions_have_advantages(double: Do
         np.array([0.5, -0.25], np.float32),
         0,
     )
-    datum: Any = policy_datum(ShiftedRow.of(row), row.logprobs, row.advantages)
+    datum: Any = ShiftedRow(row).datum(logprobs=row.logprobs, advantages=row.advantages)
     assert datum.model_input.ids == [5, 6, 7, 8]
     assert (
         datum["target_tokens"].tolist() == [6, 7, 8, 9] and datum["target_tokens"].dtype == np.int64
@@ -125,7 +125,7 @@ def test_targets_are_the_next_tokens_and_only_actions_have_advantages(double: Do
 def test_environment_tokens_have_no_advantage_and_the_rest_is_not_sent(double: Double) -> None:
     values = np.array([1, 2, 3], np.float32)
     row = Row(np.arange(10, 19, dtype=np.int32), ((2, 4), (6, 7)), -values, values, 0)
-    datum: Any = policy_datum(ShiftedRow.of(row), row.logprobs, row.advantages)
+    datum: Any = ShiftedRow(row).datum(logprobs=row.logprobs, advantages=row.advantages)
     assert datum.model_input.ids == [10, 11, 12, 13, 14, 15]
     assert datum["target_tokens"].tolist() == [11, 12, 13, 14, 15, 16]
     assert datum["advantages"].tolist() == [0, 1, 2, 0, 0, 3]
@@ -362,12 +362,9 @@ def test_the_reported_loss_and_clip_are_those_of_the_local_learner(
         *(torch.tensor(values) for values in (new, old, old, advantages, np.ones(200))),
         lengths=[200],
     )
-    np.testing.assert_allclose(
-        datums.policy_terms(new, old, advantages, chosen), policy_terms(tokens, chosen).numpy()
-    )
-    np.testing.assert_array_equal(
-        datums.clipped_tokens(new, old, advantages, chosen), clipped_tokens(tokens, chosen).numpy()
-    )
+    terms, clipped = datums.policy_terms(new, old, advantages, chosen)
+    np.testing.assert_allclose(terms, policy_terms(tokens, chosen).numpy())
+    np.testing.assert_array_equal(clipped, clipped_tokens(tokens, chosen).numpy())
 
 
 def test_clip_bounds_and_adam_reach_the_service(double: Double, tmp_path: Path) -> None:
@@ -613,7 +610,7 @@ def test_without_a_key_or_the_sdk_the_sentence_says_what_to_do(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tinker", None)
     with pytest.raises(EnvironmentFailure, match=r"pip install"):
-        backend_for(tmp_path)
+        small_run(tinker_config(tmp_path / "run"), quiet=True)
     tinker_double.install()
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     with pytest.raises(EnvironmentFailure, match="TINKER_API_KEY is not set"):

@@ -188,11 +188,15 @@ class SqueezeResult:
         if found := self.compression:
             saved = 1 - found.parameters / found.source_parameters
             lines += [
-                f"Compressed from rank {found.source_rank} to {rank_words(found.ranks)}:"
-                f" {found.source_parameters:,} -> {found.parameters:,} parameters"
-                f" ({saved:.0%} fewer).",
-                f"Reconstruction error: {found.relative_error:.2%} of the whole update, and"
-                f" {found.storage_error:.1e} from rounding.",
+                (
+                    f"Compressed from rank {found.source_rank} to {rank_words(found.ranks)}:"
+                    f" {found.source_parameters:,} -> {found.parameters:,} parameters"
+                    f" ({saved:.0%} fewer)."
+                ),
+                (
+                    f"Reconstruction error: {found.relative_error:.2%} of the whole update, and"
+                    f" {found.storage_error:.1e} from rounding."
+                ),
                 f"Adapter: {found.folder}",
             ]
         if self.accuracy:
@@ -307,10 +311,14 @@ def _analysis_lines(analysis: Analysis) -> list[str]:
         rows.append((str(row.rank), *values, mark))
     judged = "the mean over the layers" if analysis.rule == "mean" else "the worst layer"
     return [
-        f"Adapter {analysis.adapter}: rank {analysis.source_rank}, {len(analysis.layers)}"
-        f" layers{f', {zero} of them zero' if zero else ''}.",
+        (
+            f"Adapter {analysis.adapter}: rank {analysis.source_rank}, {len(analysis.layers)}"
+            f" layers{f', {zero} of them zero' if zero else ''}."
+        ),
         "Variance kept (squared singular values) by rank:",
         *table_lines(rows, right=range(6), indent=GAP),
-        f"Recommended rank: {analysis.recommended_rank} ({judged} keeps {analysis.threshold:.0%} or"
-        " more).",
+        (
+            f"Recommended rank: {analysis.recommended_rank} ({judged} keeps"
+            f" {analysis.threshold:.0%} or more)."
+        ),
     ]

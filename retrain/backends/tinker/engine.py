@@ -48,31 +48,18 @@ class TinkerEngine(InferenceEngine):
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         what = f"{sum(request.count for request in requests)} completions"
-        with self._service.slot():
-            with self._service.answering(what, of_sampler=True):
-                asked = {self._ask(request): number for number, request in enumerate(requests)}
+        asked: dict[Future[Any], int] = {}
+        with self._service.slot(), self._service.answering(what, of_sampler=True):
             try:
-                for future in self._answers(what, asked):
+                asked |= {self._ask(request): number for number, request in enumerate(requests)}
+                for future in as_completed(asked, timeout=self._service.timeout):
                     number = asked[future]
-                    with self._service.answering(what, of_sampler=True):
-                        sequences = future.result().sequences
-                    yield from (
-                        self._completion(number, requests[number], index, sequence)
-                        for index, sequence in enumerate(sequences)
-                    )
+                    for index, sequence in enumerate(future.result().sequences):
+                        yield self._completion(number, requests[number], index, sequence)
             except GeneratorExit:  # the run stops, and nobody waits for the rest
                 for future in asked:
                     future.cancel()
                 raise
-
-    def _answers(self, what: str, asked: "dict[Future[Any], int]") -> "Iterator[Future[Any]]":
-        finished = as_completed(asked, timeout=self._service.timeout)
-        while True:
-            with self._service.answering(what):
-                future = next(finished, None)
-            if future is None:
-                return
-            yield future
 
     def _ask(self, request: SampleRequest) -> "Future[Any]":
         from tinker import types
@@ -93,9 +80,7 @@ class TinkerEngine(InferenceEngine):
         self, number: int, request: SampleRequest, index: int, sequence: Any
     ) -> Completion:
         tokens = np.array(sequence.tokens, np.int32)
-        logprobs = sequence.logprobs
-        if logprobs is None:
-            logprobs = []
+        logprobs = np.array([] if sequence.logprobs is None else sequence.logprobs, np.float32)
         if not len(logprobs) == len(tokens) > 0:
             raise RunFailed(
                 f"Tinker returned {len(tokens)} tokens with {len(logprobs)} log-probs; the loss"
@@ -109,5 +94,4 @@ class TinkerEngine(InferenceEngine):
                 " would never learn to stop. retrain did not train on it."
             )
         reason = FinishReason.STOP if ended else FinishReason.LENGTH
-        sample, values = request.first_sample + index, np.array(logprobs, np.float32)
-        return Completion(number, sample, tokens, values, None, reason)
+        return Completion(number, request.first_sample + index, tokens, logprobs, None, reason)

@@ -17,7 +17,6 @@ import re
 import shutil
 import tarfile
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -28,13 +27,11 @@ from threading import Thread
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from retrain.backends.tinker.facts import TinkerFacts
 from retrain.config.stored import run_command
-from retrain.errors import EnvironmentFailure, ServerFailure, first_line
+from retrain.errors import EnvironmentFailure, RetrainError, ServerFailure, first_line
 
 if TYPE_CHECKING:
     import httpx
-    from filelock import BaseFileLock
 
     from retrain.config import TrainConfig
     from retrain.config.schema import Backend
@@ -59,19 +56,14 @@ class Service:
         self.address = base_url or os.environ.get("TINKER_BASE_URL") or "its default address"
         self.timeout = config.backend.tinker.timeout_s
         throttle = throttle_of(config.backend)
-        self.slot: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.slot: Callable[[], AbstractContextManager[None]]
+        self.slot = throttle.slot if throttle else nullcontext
         """A context that holds a place among the campaign's `max_concurrent` places."""
-        if throttle:
-            self.slot = throttle.slot
         self._folder = Path(config.resume.from_ or config.logging.log_dir)
         self._broken = ""
         # Read by the SDK, which reports usage by default.
         os.environ.setdefault("TINKER_TELEMETRY", "0")
         import httpx
-
-        reason = TinkerFacts.unavailable_reason()
-        if reason:
-            raise EnvironmentFailure(reason)
         import tinker
 
         key = os.environ.get(KEY, "")
@@ -80,8 +72,9 @@ class Service:
                 f"{KEY} is not set, and Tinker at {self.address} asks for a key; set the"
                 " variable, or add it to .env."
             )
-        # It logs what it then raises.
-        logging.getLogger("tinker.lib.retry_handler").setLevel(logging.CRITICAL)
+        # They log what they then raise, and announce the end of calls that older services need.
+        for name in ("retry_handler", "public_interfaces.training_client"):
+            logging.getLogger(f"tinker.lib.{name}").setLevel(logging.CRITICAL)
         try:  # without a listener the SDK would try for minutes
             if base_url:
                 httpx.get(base_url, timeout=_REACH_S)
@@ -96,18 +89,16 @@ class Service:
             client.holder  # noqa: B018 - opens the session, which the SDK would put off until the first call
             return client
 
-        try:
-            with self.answering("a session"):
-                self.client: Any = _in_thread(opened, _SESSION_S)
+        with self.answering("a session"):
+            try:
+                self.client: Any = in_thread(opened, _SESSION_S)
                 """The SDK's ServiceClient."""
-        except EnvironmentFailure as error:
-            if not isinstance(error.__cause__, TimeoutError):
-                raise
-            raise EnvironmentFailure(
-                f"Tinker at {self.address} opened no session within {_SESSION_S:g} s, so"
-                f" another program may answer there. Check [model] base_url, and that {KEY} is"
-                " a key of that service (tml-...)."
-            ) from error
+            except TimeoutError as error:
+                raise EnvironmentFailure(
+                    f"Tinker at {self.address} opened no session within {_SESSION_S:g} s, so"
+                    f" another program may answer there. Check [model] base_url, and that {KEY} is"
+                    " a key of that service (tml-...)."
+                ) from error
 
     @property
     def _advice(self) -> str:
@@ -132,6 +123,8 @@ class Service:
 
         try:
             yield
+        except RetrainError:
+            raise
         except (tinker.TinkerError, TimeoutError, ValueError, RuntimeError, OSError) as error:
             problem = f"Tinker at {self.address} {_reason(error, self.timeout)} (asked for {what})"
             if of_sampler and isinstance(error, tinker.APIStatusError):
@@ -146,13 +139,6 @@ class Service:
         with self.answering(what):
             return ask().result(timeout=self.timeout)
 
-    def bounded(self, what: str, call: Callable[[], Any]) -> Any:
-        """Make a call of the SDK that waits inside, without a limit of its own, and give up after
-        `timeout`. Raises EnvironmentFailure.
-        """
-        with self.answering(what):
-            return _in_thread(call, self.timeout)
-
     def close(self) -> None:
         """End the session, so that the service gives its adapter's place to another."""
         import tinker
@@ -164,7 +150,7 @@ class Service:
                 client.close("success").result(timeout=_CLOSE_S)
 
 
-def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
+def in_thread(call: Callable[[], Any], seconds: float) -> Any:
     """Make a call that has no limit of its own. Raises TimeoutError after `seconds`, and what the
     call raises.
     """
@@ -182,20 +168,6 @@ def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
     while not answer.done() and time.monotonic() < end:
         wait([answer], timeout=_POLL_S)
     return answer.result(timeout=0)
-
-
-@contextmanager
-def without_deprecations() -> Iterator[None]:
-    """Silence the SDK's announcement that it will remove a call: older services need the call."""
-    logger = logging.getLogger("tinker.lib.public_interfaces.training_client")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        try:
-            yield
-        finally:
-            logger.setLevel(before)
 
 
 def _reason(error: BaseException, seconds: float) -> str:
@@ -243,13 +215,6 @@ class Throttle:
 
     @contextmanager
     def slot(self) -> Iterator[None]:
-        lock = self._acquire()
-        try:
-            yield
-        finally:
-            lock.release()
-
-    def _acquire(self) -> "BaseFileLock":
         from filelock import FileLock, Timeout
 
         # Each holder begins elsewhere, and waits for a while of its own: else all would ask for the
@@ -257,12 +222,13 @@ class Throttle:
         files = random.sample(self._files, len(self._files))
         while True:
             for file in files:
-                lock = FileLock(file, thread_local=False)
                 try:
-                    lock.acquire(blocking=False)
+                    lock = FileLock(file, thread_local=False).acquire(blocking=False)
                 except Timeout:
                     continue
-                return lock
+                with lock:
+                    yield
+                return
             time.sleep(_POLL_S * (0.5 + random.random()))
 
 
@@ -270,9 +236,8 @@ def throttle_of(backend: "Backend") -> Throttle | None:
     """Return the campaign's throttle, in the folder `[backend] throttle_dir`; None for a run of its
     own.
     """
-    if backend.throttle_dir:
-        return Throttle(Path(backend.throttle_dir), backend.max_concurrent)
-    return None
+    folder = backend.throttle_dir
+    return Throttle(Path(folder), backend.max_concurrent) if folder else None
 
 
 # -- adapters handed out ---------------------------------------------------------------------------
@@ -380,10 +345,8 @@ def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
                 name, unpacked = Path(member.name).name, unpacked + member.size
                 if unpacked > _MAX_BYTES or member.size > _FILES.get(name, _MAX_BYTES):
                     raise ValueError(f"{name} has {member.size} bytes")
-                source = None
-                if member.isreg() and not member.issparse() and name in missing:
-                    source = archive.extractfile(member)
-                if source is not None:
+                whole = name in missing and member.isreg() and not member.issparse()
+                if whole and (source := archive.extractfile(member)):
                     with source, (folder / name).open("wb") as file:
                         shutil.copyfileobj(source, file)
                     missing.remove(name)
