@@ -338,7 +338,7 @@ def prime(
 @contextmanager
 def trainer_of(config: Any, learner: LocalBackend, **settings: Any) -> Iterator[Trainer]:
     options = config.backend.prime_rl
-    folder = output_dir(config.backend, config.logging)
+    folder = output_dir(config)
     receiver = (
         ZmqReceiver(options.zmq_port)
         if options.transport == "zmq"

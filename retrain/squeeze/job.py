@@ -99,21 +99,6 @@ class Accuracy:
         return f"{held_out}: {change}, problem by problem."
 
 
-def check_evaluable(adapter: LoraAdapter) -> None:
-    """Raise ConfigurationError for an adapter that the local backend, which has one rank and one
-    alpha, cannot load.
-    """
-    settings = adapter.settings
-    more = settings.get("rank_pattern") or settings.get("alpha_pattern") or adapter.others
-    listed = isinstance(settings.get("target_modules"), list)
-    if more or not listed or settings["lora_alpha"] % 1:
-        raise ConfigurationError(
-            "[squeeze] evaluate = true needs an adapter with one rank, one whole-number alpha, a"
-            f" list of its layers and nothing else trained, which {adapter.folder} is not; leave"
-            " evaluate false."
-        )
-
-
 def measure_accuracy(
     config: TrainConfig, source: LoraAdapter, compressed: Path, log: Say
 ) -> Accuracy:
@@ -214,10 +199,9 @@ def run_squeeze(
     """
     log, progress = (_silence, _silence) if quiet else (_print, partial(_print, file=sys.stderr))
     settings, path = config.squeeze, Path(config.squeeze.adapter_path)
-    notes = list(unused_keys(config))
-    if settings.evaluate and settings.output_path:
-        notes.append(trust_note(config.model))
-    for line in filter(None, notes):
+    evaluates = settings.evaluate and settings.output_path
+    note = trust_note(config.model) if evaluates else ""
+    for line in filter(None, (*unused_keys(config), note)):
         log(line)
     with TemporaryDirectory(prefix="retrain-squeeze-") as folder:
         if settings.is_remote:
@@ -290,11 +274,21 @@ def squeeze_adapter(
 
 
 def check_settings(settings: "Squeeze", adapter: LoraAdapter) -> None:
-    """Raise ConfigurationError for settings that do not fit the adapter."""
+    """Raise ConfigurationError for settings that do not fit the adapter. To evaluate it, the local
+    backend has to load it, which has one rank and one alpha.
+    """
     if settings.compress_to:
         ranks_of(adapter, settings.compress_to)
-    if settings.evaluate and settings.output_path:
-        check_evaluable(adapter)
+    own = adapter.settings
+    more = own.get("rank_pattern") or own.get("alpha_pattern") or adapter.others
+    listed = isinstance(own.get("target_modules"), list)
+    evaluates = settings.evaluate and settings.output_path
+    if evaluates and (more or not listed or own["lora_alpha"] % 1):
+        raise ConfigurationError(
+            "[squeeze] evaluate = true needs an adapter with one rank, one whole-number alpha, a"
+            f" list of its layers and nothing else trained, which {adapter.folder} is not; leave"
+            " evaluate false."
+        )
 
 
 # -- what is printed -------------------------------------------------------------------------------

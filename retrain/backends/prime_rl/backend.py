@@ -42,7 +42,7 @@ from retrain.system import read_object
 from retrain.types import Completion, Float32Array, Row, StepResult
 
 if TYPE_CHECKING:
-    from retrain.config import TrainConfig, schema
+    from retrain.config import TrainConfig
 
 
 # -- its inference servers -------------------------------------------------------------------------
@@ -140,26 +140,15 @@ class PrimeEngine(ServedEngine):
     capabilities = SERVERS
     dialect_class = PrimeDialect
 
-    def __init__(
-        self,
-        config: "TrainConfig",
-        *,
-        model_config: Any,
-        eos_ids: Sequence[int],
-        broadcasts: Broadcasts,
-        ready: Callable[[], None],
-    ) -> None:
-        """`ready` returns once a trainer would receive a batch."""
-        self._broadcasts, self._ready = broadcasts, ready
-        self._dialect: PrimeDialect
-        super().__init__(
-            config, model=SimpleNamespace(config=model_config), eos_ids=eos_ids, device=None
-        )
+    broadcasts: Broadcasts
+    ready: Callable[[], None]
+    """Returns once a trainer would receive a batch."""
+    _dialect: PrimeDialect
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:  # noqa: ARG002 - the trainer has the weights
         """Wait for the policy after `step` batches and serve it."""
-        self._ready()
-        policy = self._broadcasts.take(step)
+        self.ready()
+        policy = self.broadcasts.take(step)
         if policy.version < step:
             self.log(
                 f"Step {step} samples with policy v{policy.version}, since the trainer needs"
@@ -215,17 +204,10 @@ class PrimeRLBackend(PrimeRLFacts):
         log: Callable[[str], None],
         **_: Any,
     ) -> None:
-        self.config, self._options = config, config.backend.prime_rl
-        options, model, folder = (
-            self._options,
-            config.model,
-            output_dir(config.backend, config.logging),
-        )
+        self.config = config
+        options, model, folder = config.backend.prime_rl, config.model, output_dir(config)
         self._broadcasts = Broadcasts(
-            folder / "broadcasts",
-            wait_s=options.sync_wait_s,
-            poll_s=options.sync_poll_s,
-            sleep=self._sleep,
+            folder / "broadcasts", options.sync_wait_s, options.sync_poll_s, self._sleep
         )
         self._shipped = 0
         self._lost = False
@@ -234,19 +216,16 @@ class PrimeRLBackend(PrimeRLFacts):
         if not config.inference.urls:
             config = replaced(config, {"inference.url": DEFAULT_URL})
         try:
+            own = load_model_config(model.model, model.revision, model.trust_remote_code)
             self.engine = PrimeEngine(
-                config,
-                model_config=load_model_config(
-                    model.model, model.revision, model.trust_remote_code
-                ),
-                eos_ids=eos_ids,
-                broadcasts=self._broadcasts,
-                ready=lambda: self._sender.ready(self._shipped),
+                config, model=SimpleNamespace(config=own), eos_ids=eos_ids, device=None
             )
         # A signal too: no caller holds this backend yet, so none could close it.
         except BaseException:
             self._sender.close()
             raise
+        self.engine.broadcasts = self._broadcasts
+        self.engine.ready = lambda: self._sender.ready(self._shipped)
         to = f"tcp://{options.zmq_host}:{options.zmq_port}" if zmq else folder / BATCHES
         log(
             f"PRIME-RL: batches go to {to}, policies come from {self._broadcasts.folder},"
@@ -276,7 +255,7 @@ class PrimeRLBackend(PrimeRLFacts):
 
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
         """Ship the batch. The trainer learns while this returns; its loss stays in its own log."""
-        training, ranks = self.config.training, self._options.trainer_ranks
+        training, ranks = self.config.training, self.config.backend.prime_rl.trainer_ranks
         shares = share_out(trained_rows(rows), ranks, training.micro_batch_tokens)
         self._sender.send(step + 1, [encode(share, training.temperature) for share in shares])
         self._shipped = step + 1
@@ -331,7 +310,7 @@ class PrimeRLBackend(PrimeRLFacts):
         self._sender.close()
 
 
-def output_dir(backend: "schema.Backend", logging: "schema.Logging") -> Path:
+def output_dir(config: "TrainConfig") -> Path:
     """Return the folder that retrain and the trainer share."""
-    named = backend.prime_rl.output_dir or backend.adapter_path
-    return Path(named) if named else Path(logging.log_dir) / "prime_rl"
+    named = config.backend.prime_rl.output_dir or config.backend.adapter_path
+    return Path(named or f"{config.logging.log_dir}/prime_rl")

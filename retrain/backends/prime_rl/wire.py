@@ -58,7 +58,7 @@ def trained_rows(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.trained] or [empty]
 
 
-def share_out(rows: Sequence[Row], ranks: int, most_tokens: int) -> list[list[Pack]]:
+def share_out(rows: Sequence[Row], ranks: int, most_tokens: int) -> list[list[list[Row]]]:
     """Return [ranks][micro-batches][rows]: every rank gets the same number of micro-batches, as
     the trainer's collectives require.
 
@@ -68,22 +68,17 @@ def share_out(rows: Sequence[Row], ranks: int, most_tokens: int) -> list[list[Pa
     longest_first = sorted(rows, key=lambda row: len(row.token_ids), reverse=True)
     packs: list[list[Row]] = []
     for row in longest_first:  # first fit decreasing
-        fitting = (pack for pack in packs if _tokens([*pack, row]) <= most_tokens)
-        pack = next(fitting, None)
-        if pack is None:
-            packs.append([row])
+        fitting = [pack for pack in packs if _tokens([*pack, row]) <= most_tokens]
+        if fitting:
+            fitting[0].append(row)
         else:
-            pack.append(row)
-    each = -(-len(packs) // ranks)
-    shares: list[list[Pack]] = [[] for _ in range(ranks)]
-    for pack in sorted(packs, key=_tokens, reverse=True):
-        open_shares = [share for share in shares if len(share) < each]
-        min(open_shares, key=lambda share: sum(map(_tokens, share))).append(pack)
+            packs.append([row])
     nothing = np.empty(0, np.float32)
     filler = replace(
         longest_first[-1], spans=(), logprobs=nothing, advantages=nothing, kept_ids=None
     )
-    return [share + [[filler]] * (each - len(share)) for share in shares]
+    packs = sorted(packs, key=_tokens, reverse=True) + [[filler]] * (-len(packs) % ranks)
+    return [packs[rank::ranks] for rank in range(ranks)]
 
 
 def _tokens(pack: Pack) -> int:
@@ -113,7 +108,7 @@ def _micro_batch(pack: Pack, temperature: float) -> list[Any]:
         for place in row.action_positions()
     ]
 
-    def placed(values: Sequence[Any], kind: str) -> npt.NDArray[Any]:
+    def placed(values: npt.ArrayLike, kind: str) -> npt.NDArray[Any]:
         """Return a stream with `values` at the actions, and 0 elsewhere."""
         stream = np.zeros(tokens, kind)
         stream[actions] = values
@@ -127,11 +122,15 @@ def _micro_batch(pack: Pack, temperature: float) -> list[Any]:
         kept = [ids for row in pack for ids in row.kept_ids or [whole] * row.num_actions]
         counts = placed([len(ids) for ids in kept], "<i4")
         mask = [np.concatenate([whole, *kept]).astype("<i4").tobytes(), counts.tobytes()]
+    token_ids, advantages, logprobs = (
+        np.concatenate([getattr(row, name) for row in pack])
+        for name in ("token_ids", "advantages", "logprobs")
+    )
     return [
-        np.concatenate([row.token_ids for row in pack]).tolist(),  # input_ids
-        placed([True] * len(actions), "?").tolist(),  # loss_mask
-        placed(np.concatenate([row.advantages for row in pack]), "f4").tolist(),  # advantages
-        placed(np.concatenate([row.logprobs for row in pack]), "f4").tolist(),  # inference_logprobs
+        token_ids.tolist(),  # input_ids
+        placed(1, "?").tolist(),  # loss_mask
+        placed(advantages, "f4").tolist(),  # advantages
+        placed(logprobs, "f4").tolist(),  # inference_logprobs
         [place for length in lengths for place in range(length)],  # position_ids
         lengths,  # sequence_lengths: how the loss splits the stream
         [temperature] * tokens,  # temperatures
@@ -165,7 +164,6 @@ class FileSystemSender:
 
     def __init__(self, output_dir: Path) -> None:
         self.folder = output_dir / BATCHES
-        self._later = output_dir / LATER_NAME
 
     def ready(self, shipped: int) -> None:
         """Remove batches past `shipped`. They come from an interrupted session, and a trainer would
@@ -173,14 +171,14 @@ class FileSystemSender:
 
         Raises ConfigurationError for batches that another program wrote.
         """
-        marker = self.folder / _MARKER
+        marker, later = self.folder / _MARKER, self.folder.with_name(LATER_NAME)
         foreign = self.folder.exists() and any(self.folder.iterdir()) and not marker.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._later.exists():
-            self._later.symlink_to(BATCHES, target_is_directory=True)
-        if foreign or not self._later.samefile(self.folder):
+        if not later.exists():
+            later.symlink_to(BATCHES, target_is_directory=True)
+        if foreign or not later.samefile(self.folder):
             raise ConfigurationError(
-                f"{self.folder if foreign else self._later} holds batches that this retrain did not"
+                f"{self.folder if foreign else later} holds batches that this retrain did not"
                 " write, and a trainer would learn from them; give the trainer and"
                 " [backend.options] output_dir an empty folder."
             )
@@ -266,9 +264,7 @@ class ZmqSender:
 
     def close(self) -> None:
         """Close the sockets; it is safe to call this twice."""
-        for socket in (self._batches, self._ready):
-            socket.close(linger=2000)  # milliseconds: the last batch may still be on its way
-        self._context.term()
+        self._context.destroy(linger=2000)  # milliseconds: the last batch may be on its way
 
 
 def _number(folder: Path) -> int:
@@ -309,21 +305,15 @@ class Policy(ServedAdapter):
         return f"v{self.version}.{self.receipt}"
 
 
+@dataclass
 class Broadcasts:
     """Receives every version that the trainer offers, since it waits for each one."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        wait_s: float,
-        poll_s: float,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.folder, self.wait_s, self.poll_s = folder, wait_s, poll_s
-        self._sleep = sleep
-        self.newest: Policy | None = None
-        self._receipts = 0
+    folder: Path
+    wait_s: float
+    poll_s: float
+    sleep: Callable[[float], None] = time.sleep
+    newest: Policy | None = None
 
     def take(self, shipped: int) -> Policy:
         """Return the policy after `shipped` batches, or the previous policy if it does not come
@@ -339,7 +329,7 @@ class Broadcasts:
                 return newest
             if time.monotonic() > deadline:
                 break
-            self._sleep(self.poll_s)
+            self.sleep(self.poll_s)
         if newest is not None and shipped - TARGET_LAG <= newest.version:
             return newest
         ahead = [version for version, _ in self._versions() if version > shipped]
@@ -362,18 +352,14 @@ class Broadcasts:
         offer past `shipped` cannot come from this run.
         """
         for version, folder in self._versions():
-            if version > shipped:
+            mark, newest = folder / ACKNOWLEDGED, self.newest
+            if version > shipped or (newest and version <= newest.version and mark.exists()):
                 continue
-            # This session acknowledged it, or an earlier session of the run, whose policy continues
-            # here.
-            if (folder / ACKNOWLEDGED).exists():
-                if self.newest is not None and version <= self.newest.version:
-                    continue
-            else:
-                try:
-                    (folder / ACKNOWLEDGED).touch()
-                except FileNotFoundError:  # a restarting trainer is emptying the folder
-                    continue
+            # An earlier session of the run may have acknowledged it; its policy continues here.
+            try:
+                mark.touch()
+            except FileNotFoundError:  # a restarting trainer is emptying the folder
+                continue
             deadline = time.monotonic() + self.wait_s
             while not (folder / FINISHED).exists():
                 if time.monotonic() > deadline:
@@ -384,11 +370,12 @@ class Broadcasts:
                         f" {found} and did not finish within sync_wait_s = {self.wait_s:g} s"
                         f" ({folder}). Look at its log, or raise [backend.options] sync_wait_s."
                     )
-                self._sleep(self.poll_s)
+                self.sleep(self.poll_s)
             name = "retrain-policy" if (folder / ADAPTER).exists() else ""
-            policy = Policy(name, folder.resolve(), version, self._receipts)
+            receipt = newest.receipt + 1 if newest else 0
+            policy = Policy(name, folder.resolve(), version, receipt)
             check_weights(policy)
-            self.newest, self._receipts = policy, self._receipts + 1
+            self.newest = policy
 
     def _versions(self) -> list[tuple[int, Path]]:
         """Return the policies that the trainer has offered, lowest version first."""

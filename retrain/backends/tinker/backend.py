@@ -192,17 +192,18 @@ class TinkerBackend(TinkerFacts):
         # A service that takes means divides each row's term, which is undone: the weights already
         # normalize the gradient.
         means = self.config.backend.tinker.loss_reduction != "sum"
-        scaled = [
-            row.row.advantages * np.float32(weight * (len(row) * len(rows) if means else 1.0))
-            for row, weight in zip(rows, weights, strict=True)
-        ]
-        pairs, loss = list(zip(rows, scaled, strict=True)), self._settings.loss
+        loss, datums = self._settings.loss, []
+        for row, weight in zip(rows, weights, strict=True):
+            own, factor = row.row, len(row) * len(rows) if means else 1
+            given = own.advantages * np.float32(weight * factor)
+            if self._supervised:
+                datums.append(row.datum(weights=given))
+            else:
+                datums.append(row.datum(logprobs=own.logprobs, advantages=given))
         if self._supervised:
-            return [row.datum(weights=values) for row, values in pairs], "cross_entropy", None
-        datums = [row.datum(logprobs=row.row.logprobs, advantages=given) for row, given in pairs]
-        bounds = ratio_bounds(loss)
+            return datums, "cross_entropy", None
         names = ("clip_low_threshold", "clip_high_threshold")
-        return datums, loss.mode, dict(zip(names, bounds, strict=True)) if bounds else None
+        return datums, loss.mode, dict(zip(names, ratio_bounds(loss) or (), strict=False)) or None
 
     def _finished(
         self, rows: Sequence[ShiftedRow], passed: Any, stepped: Any, loss: "LossCall | list[float]"

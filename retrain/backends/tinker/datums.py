@@ -111,8 +111,11 @@ def loss_of(
     """Return the loss and the clip of an update from the service's log-probs [T] of each row; the
     cross-entropy without `loss`.
     """
-    old, given = ([getattr(row.row, name) for row in rows] for name in ("logprobs", "advantages"))
-    new, old, advantages = (np.concatenate(one, dtype=np.float64) for one in (logprobs, old, given))
+    own = [row.row for row in rows]
+    new, old, advantages = (
+        np.concatenate(values, dtype=np.float64)
+        for values in (logprobs, [row.logprobs for row in own], [row.advantages for row in own])
+    )
     weight = np.repeat(weights, [len(one) for one in logprobs])
     if loss is None:
         return Update(-float((new * weight).sum()))

@@ -7,6 +7,7 @@ one more forward pass, and waits for it.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from retrain.config.schema import Loss
 
 
+@dataclass
 class LossCall:
     """The loss function of one update. The SDK calls it with datums and the [positions] log-probs
     of each, with gradient. It returns the scalar to minimize, and no numbers of its own.
@@ -31,41 +33,32 @@ class LossCall:
     sent.
     """
 
-    def __init__(
-        self,
-        settings: "Loss",
-        own: OwnFunction | None,
-        rows: Sequence[ShiftedRow],
-        weights: Sequence[float],
-    ) -> None:
-        """`weights`: of each row's tokens."""
-        self._settings, self._own = settings, own
-        self._rows, self._weights = rows, weights
-        self.result = Update()
-        """Of the last call."""
+    settings: "Loss"
+    own: OwnFunction | None
+    rows: Sequence[ShiftedRow]
+    weights: Sequence[float]
+    """Of each row's tokens."""
+    result: Update = field(default_factory=Update)
+    """Of the last call."""
 
     def __call__(
         self,
         data: Sequence[Any],  # noqa: ARG002 - the SDK's form
         logprobs: Sequence[Tensor],
     ) -> tuple[Tensor, dict[str, float]]:
-        rows = [row.row for row in self._rows]
+        rows = [row.row for row in self.rows]
         lengths = [row.num_actions for row in rows]
-        places = zip(logprobs, self._rows, strict=True)
+        places = zip(logprobs, self.rows, strict=True)
         new = torch.cat([values[torch.from_numpy(row.predictors)] for values, row in places])
-        old, advantages, weights = (
-            torch.from_numpy(values.astype(np.float32))
-            for values in (
-                np.concatenate([row.logprobs for row in rows]),
-                np.concatenate([row.advantages for row in rows]),
-                np.repeat(self._weights, lengths),
-            )
+        old, advantages = (
+            torch.from_numpy(np.concatenate([getattr(row, name) for row in rows]))
+            for name in ("logprobs", "advantages")
         )
-        tokens = ActionTokens(new, old, old, advantages, weights, lengths=tuple(lengths))
-        if self._own:
-            terms = self._own(tokens)
-        else:
-            terms = Terms(policy_terms(tokens, self._settings), None, {})
+        weights = torch.tensor(self.weights).repeat_interleave(torch.tensor(lengths))
+        tokens = ActionTokens(new, old, old, advantages, weights, lengths)
+        terms = (
+            self.own(tokens) if self.own else Terms(policy_terms(tokens, self.settings), None, {})
+        )
         loss: Tensor = (terms.values * weights).sum()
         # The SDK takes this gradient itself; check it here before retrain sends anything.
         gradients = torch.autograd.grad(loss, list(logprobs), retain_graph=True)
@@ -74,8 +67,8 @@ class LossCall:
             if not all(torch.isfinite(tensor).all() for tensor in tensors):
                 raise FloatingPointError(name)
         clipped = clippable = 0.0
-        if terms.clipped is not None or not self._own:
-            clipped, clippable = clip_counts(tokens, self._settings, terms.clipped).tolist()
+        if terms.clipped is not None or not self.own:
+            clipped, clippable = clip_counts(tokens, self.settings, terms.clipped).tolist()
         metrics = {
             name: (float(value.sum()), float(value.numel()))
             for name, value in terms.metrics.items()

@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Thread
@@ -100,13 +101,6 @@ class Service:
                     " a key of that service (tml-...)."
                 ) from error
 
-    @property
-    def _advice(self) -> str:
-        """The command that resumes the run; "" before the run has a folder."""
-        if not (self._folder / "config.toml").is_file():
-            return ""
-        return f"; continue with `{run_command(self._folder)}`"
-
     @contextmanager
     def answering(self, what: str, *, of_sampler: bool = False) -> Iterator[None]:
         """Turn the SDK's exceptions into EnvironmentFailure: one sentence that names the request,
@@ -129,7 +123,9 @@ class Service:
             problem = f"Tinker at {self.address} {_reason(error, self.timeout)} (asked for {what})"
             if of_sampler and isinstance(error, tinker.APIStatusError):
                 raise ServerFailure(f"{problem}.") from error
-            self._broken = f"{problem}{self._advice}."
+            stored = (self._folder / "config.toml").is_file()
+            advice = f"; continue with `{run_command(self._folder)}`" if stored else ""
+            self._broken = f"{problem}{advice}."
             raise EnvironmentFailure(self._broken) from error
 
     def result(self, what: str, ask: Callable[[], Any]) -> Any:
@@ -174,14 +170,15 @@ def _reason(error: BaseException, seconds: float) -> str:
     """Return the middle of a sentence that begins with the service."""
     import tinker
 
-    status = getattr(error, "status_code", None)
+    status, body = getattr(error, "status_code", 0), getattr(error, "body", None)
     if status in (401, 403):
         return f"refused the key in {KEY} ({status})"
-    if status == 402:
-        return f"asks for payment ({status}: {_detail(error)})"
-    if status is not None and 400 <= status < 500 and status != 429:
-        return f"refused the request ({status}: {_detail(error)})"
-    if status is not None:
+    if 400 <= status < 500 and status != 429:
+        refusal = "asks for payment" if status == 402 else "refused the request"
+        # the service's own sentence, without the SDK's words around it
+        detail = body.get("detail") if isinstance(body, dict) else ""
+        return f"{refusal} ({status}: {detail or first_line(error)})"
+    if status:
         return f"failed ({status}) and failed again whenever the SDK tried for 300 s"
     if isinstance(error, tinker.APIConnectionError):
         return "does not answer, however often the SDK tried"
@@ -190,17 +187,10 @@ def _reason(error: BaseException, seconds: float) -> str:
     return f"failed: {first_line(error)}"
 
 
-def _detail(error: BaseException) -> str:
-    """Return the service's own sentence, without the SDK's words around it."""
-    body = getattr(error, "body", None)
-    if isinstance(body, dict) and body.get("detail"):
-        return str(body["detail"])
-    return first_line(error)
-
-
 # -- the campaign's throttle -----------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Throttle:
     """At most `limit` calls at a time over every process and thread that names the same folder. Any
     thread may call it.
@@ -209,9 +199,8 @@ class Throttle:
     holder dies, so even a killed worker keeps no slot.
     """
 
-    def __init__(self, folder: Path, limit: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._files = [folder / f"slot_{number:03d}.lock" for number in range(limit)]
+    folder: Path
+    limit: int
 
     @contextmanager
     def slot(self) -> Iterator[None]:
@@ -219,11 +208,13 @@ class Throttle:
 
         # Each holder begins elsewhere, and waits for a while of its own: else all would ask for the
         # same slot at the same moments.
-        files = random.sample(self._files, len(self._files))
+        numbers = random.sample(range(self.limit), self.limit)
+        self.folder.mkdir(parents=True, exist_ok=True)
         while True:
-            for file in files:
+            for number in numbers:
+                file = FileLock(self.folder / f"slot_{number:03d}.lock", thread_local=False)
                 try:
-                    lock = FileLock(file, thread_local=False).acquire(blocking=False)
+                    lock = file.acquire(blocking=False)
                 except Timeout:
                     continue
                 with lock:
@@ -391,6 +382,6 @@ def _name_target_modules(folder: Path) -> None:
     if settings.get("target_modules"):
         return
     with safe_open(folder / "adapter_model.safetensors", framework="numpy") as weights:
-        names = {_ADAPTED.fullmatch(name) for name in weights.keys()}  # noqa: SIM118 - no mapping
-    settings["target_modules"] = sorted({found[1] for found in names if found})
+        names = filter(None, map(_ADAPTED.fullmatch, weights.keys()))
+        settings["target_modules"] = sorted({found[1] for found in names})
     path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
