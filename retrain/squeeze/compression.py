@@ -19,7 +19,7 @@ from torch import Tensor
 
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.disk import replacing_folder
-from retrain.records.run_folder import MARKER, mark
+from retrain.records.run_folder import kind_of, mark
 from retrain.squeeze.adapter import (
     CARD_FILE,
     CONFIG_FILE,
@@ -30,7 +30,6 @@ from retrain.squeeze.adapter import (
     weight_names,
 )
 from retrain.squeeze.analysis import factorise, layer_spectrum, svd_device
-from retrain.system import read_object
 
 Factors = tuple[Tensor, Tensor, Tensor]
 """What `factorise` returns: left, values, right."""
@@ -193,8 +192,7 @@ def check_output(source: Path, output: Path, overwrite: bool) -> None:
         raise ConfigurationError(f"{where} is the adapter itself; choose another folder.")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
-    marker = output / MARKER
-    if not marker.is_file() or read_object(marker).get("kind") != "squeeze":
+    if kind_of(output) != "squeeze":
         raise ConfigurationError(
             f"{where} exists and does not come from a squeeze job, so retrain does not"
             " overwrite it; choose another folder."

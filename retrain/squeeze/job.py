@@ -91,12 +91,11 @@ class Accuracy:
         if self.interval is None:
             same = self.differences and not any(self.differences)
             return f"{held_out}{', the same accuracy on every problem' if same else ''}."
-        low, high = self.interval
-        change = (
-            f"{100 * mean(self.differences):+.1f} pp, 95% interval {100 * low:+.1f} to"
-            f" {100 * high:+.1f}"
+        change, low, high = (100 * one for one in (mean(self.differences), *self.interval))
+        return (
+            f"{held_out}: {change:+.1f} pp, 95% interval {low:+.1f} to {high:+.1f}, problem by"
+            " problem."
         )
-        return f"{held_out}: {change}, problem by problem."
 
 
 def measure_accuracy(
@@ -135,11 +134,8 @@ def measure_accuracy(
             tensors[key_b] = pad(layer.b, (0, source.rank - layer.rank))
         save_file(tensors, padded / WEIGHTS_FILE)
         (padded / CONFIG_FILE).write_text(json.dumps(settings), encoding="utf-8")
-        before, after = (
-            evaluate_weights(replaced(config, {"lora.init_from": str(folder)}), None, log)
-            for folder in (source.folder, padded)
-        )
-        return Accuracy(before, after)
+        both = (replaced(config, {"lora.init_from": str(one)}) for one in (source.folder, padded))
+        return Accuracy(*(evaluate_weights(each, None, log) for each in both))
 
 
 # -- the job ---------------------------------------------------------------------------------------

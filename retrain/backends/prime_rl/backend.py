@@ -176,13 +176,9 @@ class PrimeEngine(ServedEngine):
         completions = super()._completions(index, request, server, answer)
         if any(completion.kept is None for completion in completions):
             return completions
-        sets = [
-            tuple(np.array(ids, np.int32) for ids in choice["sampling_mask"])
-            for choice in answer["choices"]
-        ]
         return [
-            replace(completion, kept_ids=kept)
-            for completion, kept in zip(completions, sets, strict=True)
+            replace(one, kept_ids=tuple(np.array(ids, "i4") for ids in choice["sampling_mask"]))
+            for one, choice in zip(completions, answer["choices"], strict=True)
         ]
 
     def _leave(self) -> None:

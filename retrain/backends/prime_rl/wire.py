@@ -68,9 +68,9 @@ def share_out(rows: Sequence[Row], ranks: int, most_tokens: int) -> list[list[li
     longest_first = sorted(rows, key=lambda row: len(row.token_ids), reverse=True)
     packs: list[list[Row]] = []
     for row in longest_first:  # first fit decreasing
-        fitting = [pack for pack in packs if _tokens([*pack, row]) <= most_tokens]
-        if fitting:
-            fitting[0].append(row)
+        fitting = (pack for pack in packs if _tokens([*pack, row]) <= most_tokens)
+        if pack := next(fitting, None):
+            pack.append(row)
         else:
             packs.append([row])
     nothing = np.empty(0, np.float32)
@@ -322,15 +322,12 @@ class Broadcasts:
         Raises ServerFailure if both are missing, or if a version is incomplete.
         """
         deadline = time.monotonic() + self.wait_s
-        while True:
-            self._receive_offers(shipped)
-            newest = self.newest
-            if newest is not None and newest.version == shipped:
-                return newest
-            if time.monotonic() > deadline:
-                break
+        self._receive_offers(shipped)
+        while not (self.newest and self.newest.version == shipped) and time.monotonic() < deadline:
             self.sleep(self.poll_s)
-        if newest is not None and shipped - TARGET_LAG <= newest.version:
+            self._receive_offers(shipped)
+        newest = self.newest
+        if newest and shipped - TARGET_LAG <= newest.version:
             return newest
         ahead = [version for version, _ in self._versions() if version > shipped]
         if ahead:
@@ -339,7 +336,7 @@ class Broadcasts:
                 f" has sent {shipped} batches. Resume the trainer at step {shipped}, or give"
                 " both sides an empty output_dir and start over."
             )
-        have = "no policy has come yet" if newest is None else f"the newest is v{newest.version}"
+        have = f"the newest is v{newest.version}" if newest else "no policy has come yet"
         raise ServerFailure(
             f"PRIME-RL's trainer did not offer policy v{shipped} in {self.folder} within"
             f" sync_wait_s = {self.wait_s:g} s ({have}). Start it with that output_dir, read"

@@ -77,7 +77,7 @@ class TinkerBackend(TinkerFacts):
         self._said_reduction = config.backend.tinker.loss_reduction != "sum"
         self.engine: TinkerEngine = TinkerEngine(
             self._service,
-            eos_ids,
+            list(eos_ids),
             lambda: self.trainer.save_weights_and_get_sampling_client(),  # noqa: PLW0108 - made at first use
         )
 

@@ -4,6 +4,7 @@ last.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,43 +17,39 @@ from retrain.inference_engine.base import InferenceEngine, SampleRequest
 from retrain.types import Completion, FinishReason
 
 
+@dataclass(eq=False)
 class TinkerEngine(InferenceEngine):
     """All requests of a call go out at once; the SDK limits how many are on their way."""
 
     capabilities = SAMPLER
 
-    def __init__(
-        self, service: Service, eos_ids: Sequence[int], request_sampler: Callable[[], Any]
-    ) -> None:
-        """`request_sampler` asks the learner for a sampler of its weights of this moment, and
-        returns the SDK's future of it.
-        """
-        self._service = service
-        self._eos_ids = list(eos_ids)
-        self._request_sampler = request_sampler
-        self._coming: Any = None
-        """The sampler of the newest weights, asked for and not waited for yet."""
-        self._sampler: Any = None
+    service: Service
+    eos_ids: list[int]
+    request_sampler: Callable[[], Any]
+    """Asks the learner for a sampler of its weights of this moment; returns the SDK's future."""
+    _coming: Any = None
+    """The sampler of the newest weights, asked for and not waited for yet."""
+    _sampler: Any = None
 
     def expect_new_weights(self) -> None:
         """Ask for a sampler of the weights after all updates requested so far, without waiting for
         any of them.
         """
-        self._coming = self._request_sampler()
+        self._coming = self.request_sampler()
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:  # noqa: ARG002 - the weights stay with the service
         if self._coming is None:
             self.expect_new_weights()
         coming, self._coming = self._coming, None
-        self._sampler = self._service.result("a sampler of the new weights", lambda: coming)
+        self._sampler = self.service.result("a sampler of the new weights", lambda: coming)
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         what = f"{sum(request.count for request in requests)} completions"
         asked: dict[Future[Any], int] = {}
-        with self._service.slot(), self._service.answering(what, of_sampler=True):
+        with self.service.slot(), self.service.answering(what, of_sampler=True):
             try:
                 asked |= {self._ask(request): number for number, request in enumerate(requests)}
-                for future in as_completed(asked, timeout=self._service.timeout):
+                for future in as_completed(asked, timeout=self.service.timeout):
                     number = asked[future]
                     for index, sequence in enumerate(future.result().sequences):
                         yield self._completion(number, requests[number], index, sequence)
@@ -68,7 +65,7 @@ class TinkerEngine(InferenceEngine):
             max_tokens=request.max_tokens,
             temperature=request.temperature,
             seed=request.noise.seed_of(request.first_sample, request.first_position),
-            stop=self._eos_ids,
+            stop=self.eos_ids,
         )
         prompt = types.ModelInput.from_ints(request.prompt_ids.tolist())
         future: Future[Any] = self._sampler.sample(
@@ -86,7 +83,7 @@ class TinkerEngine(InferenceEngine):
                 f"Tinker returned {len(tokens)} tokens with {len(logprobs)} log-probs; the loss"
                 " needs one for each."
             )
-        ended = int(tokens[-1]) in self._eos_ids
+        ended = int(tokens[-1]) in self.eos_ids
         if not ended and len(tokens) < request.max_tokens:
             raise RunFailed(
                 f"Tinker ended a completion after {len(tokens)} of {request.max_tokens} tokens"

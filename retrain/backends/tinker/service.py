@@ -234,7 +234,8 @@ def throttle_of(backend: "Backend") -> Throttle | None:
 # -- adapters handed out ---------------------------------------------------------------------------
 
 
-_PATH = re.compile(r"tinker://(?P<run>[^/]+)/(?:sampler_weights/|weights/)?(?P<name>[^/]+)")
+_PART = r"(?!\.{1,2}(?:/|$))[^/]+"
+_PATH = re.compile(f"tinker://({_PART})/(?:sampler_weights/|weights/)?({_PART})")
 _ADAPTED = re.compile(r"(?:.*\.)?([^.]+)\.lora_[AB]\.weight")
 _REDIRECTS = 3
 _FILES = {"adapter_config.json": 1 << 20, "adapter_model.safetensors": 32 << 30}
@@ -253,7 +254,7 @@ def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> 
     """
     found = _PATH.fullmatch(path)
     address = base_url or os.environ.get("TINKER_BASE_URL", "")
-    if not found or {found["run"], found["name"]} & {".", ".."}:
+    if not found:
         raise EnvironmentFailure(
             f"{path} is not a path of a Tinker service (tinker://RUN/sampler_weights/NAME)."
         )
@@ -262,7 +263,7 @@ def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> 
             "the hosted service does not offer adapter files for download; the SDK's `tinker"
             " checkpoint` commands manage them."
         )
-    run, name = (quote(found[part], safe="") for part in ("run", "name"))
+    run, name = (quote(part, safe="") for part in found.groups())
     with TemporaryFile() as archive:
         _fetch(
             f"{address.rstrip('/')}/api/v1/training_runs/{run}/checkpoints/{name}/archive",
@@ -313,8 +314,8 @@ def _fetch(url: str, timeout: float, into: IO[bytes]) -> None:
     raise EnvironmentFailure(f"its archive did not arrive (more than {_REDIRECTS} redirections).")
 
 
-def _origin(url: "httpx.URL") -> tuple[str, str, int | None]:
-    return url.scheme, url.host, url.port
+def _origin(url: "httpx.URL") -> tuple[str, bytes]:
+    return url.scheme, url.netloc
 
 
 def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
