@@ -49,6 +49,11 @@ class LayerSpectrum:
         """
         return not self.norm()
 
+    @property
+    def energy(self) -> float:
+        """The squared Frobenius norm of the update, scale included."""
+        return self.norm() ** 2
+
     def norm(self, cut: int = 0) -> float:
         """Return the Frobenius norm of the update without its first `cut` singular values, scale
         included.
@@ -57,14 +62,16 @@ class LayerSpectrum:
 
     def retained(self, k: int) -> float:
         """Return V(k), the fraction of the sum of squared singular values in the first k. sqrt(1 -
-        V) is the relative Frobenius error. V is 1 from the effective rank on, and for a layer of
-        zeros. Raises ValueError for k < 1.
+        V) is the relative Frobenius error. V is 1 from the effective rank on. Raises ValueError for
+        k < 1 and for a layer of zeros.
         """
+        if self.is_zero:
+            raise ValueError(f"the update of {self.name} is zero, so it has no variance")
         return 1.0 - self.lost(k)
 
     def lost(self, k: int) -> float:
         """Return 1 - V(k) from the values that rank k cuts off, so that a small loss keeps its
-        digits.
+        digits. A layer of zeros has 0.
 
         Its square root is the relative Frobenius error of the update at rank k. Raises ValueError
         for k < 1.
@@ -76,7 +83,7 @@ class LayerSpectrum:
     def smallest_rank(self, threshold: float) -> int:
         """Return the smallest k with V(k) at or above the threshold, or 1 for a layer of zeros."""
         return next(
-            k for k in range(1, self.effective_rank + 1) if _reaches(self.retained(k), threshold)
+            k for k in range(1, self.effective_rank + 1) if _reaches(1 - self.lost(k), threshold)
         )
 
 

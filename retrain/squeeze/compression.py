@@ -100,16 +100,16 @@ def compress_adapter(
     ranks = ranks_of(adapter, target_rank)
     factors = [factorise(layer.a, layer.b, layer.name) for layer in adapter.layers]
     pairs = list(zip(adapter.layers, factors, strict=True))
-    # The layers' updates are blocks of one matrix, whose norms add in squares.
-    dropped = hypot(
-        *(layer.scale * float(found[1][ranks[layer.name] :].norm()) for layer, found in pairs)
-    )
-    total = hypot(*(layer.scale * float(values.norm()) for layer, (_, values, _) in pairs)) or 1.0
-    tensors = dict(adapter.others)
+    tensors, cut, whole = dict(adapter.others), list[float](), list[float]()
     for layer, found in pairs:
+        cut.append(layer.scale * float(found[1][ranks[layer.name] :].norm()))
+        whole.append(layer.scale * float(found[1].norm()))
         new = truncated(layer, found, ranks[layer.name])
         tensors |= zip(weight_names(layer.name), new, strict=True)
-    _write(output, tensors, _settings(adapter, ranks), _card(adapter, ranks, dropped / total))
+    # The layers' updates are blocks of one matrix, whose norms add in squares.
+    total = hypot(*whole) or 1.0
+    error = hypot(*cut) / total
+    _write(output, tensors, _settings(adapter, ranks), _card(adapter, ranks, error))
     stored = read_adapter(output, svd_device(device))
     written = zip(pairs, stored.layers, strict=True)
     rounding = hypot(*(_rounding(output, *pair, layer) for pair, layer in written))
@@ -117,7 +117,7 @@ def compress_adapter(
         output,
         adapter.rank,
         ranks,
-        dropped / total,
+        error,
         rounding / total,
         adapter.num_parameters,
         stored.num_parameters,

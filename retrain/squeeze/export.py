@@ -45,7 +45,7 @@ _KINDS = {
     "Merged model": ("merged model", "transformers", "lora, "),
     "Model": ("all weights trained", "transformers", ""),
 }
-"""What an export is -> its words, its library and its first tag."""
+"""`Export.what` -> words, library and first tag of the card."""
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ def run_squeeze(
     config: "TrainConfig", *, overwrite: bool = False, quiet: bool = False
 ) -> SqueezeResult:
     """Run a configuration with `[squeeze] adapter_path` and no `[campaign]`: results go to standard
-    output, progress to standard error. A tinker:// path is downloaded from `[model] base_url`.
+    output, progress to standard error. It downloads a tinker:// path from `[model] base_url`.
 
     Raises EnvironmentFailure if the service hands out no adapter.
     """

@@ -192,6 +192,8 @@ STATE = "prime_rl.json"
 
 
 class PrimeRLBackend(PrimeRLFacts):
+    device_name = "PRIME-RL's trainer"
+
     def __init__(
         self,
         config: "TrainConfig",
@@ -234,10 +236,6 @@ class PrimeRLBackend(PrimeRLFacts):
                 " wrong."
             )
 
-    @property
-    def device_name(self) -> str:
-        return "PRIME-RL's trainer"
-
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         raise NotImplementedError(
             "PRIME-RL's trainer does not return log-probs (`capabilities.scores_rows` is False)."
@@ -276,8 +274,7 @@ class PrimeRLBackend(PrimeRLFacts):
         }
         (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
-    def save(self, folder: Path) -> None:
-        self.save_adapter(folder)
+    save = save_adapter
 
     def _newest(self) -> Policy | None:
         """Return the newest policy. After the last batch the trainer's answer may never come, and

@@ -98,7 +98,7 @@ def _micro_batch(pack: Pack, temperature: float) -> list[Any]:
 
     Every token has a temperature. The trainer divides the logits at position i by entry i, and
     these logits predict token i + 1. The entry of the last context token therefore scores the first
-    action. Nobody reads the log-probs of other tokens, which are the sampler's.
+    action. The log-probs come from the sampler, and are 0 outside the actions.
     """
     lengths = [len(row.token_ids) for row in pack]
     tokens, starts = sum(lengths), accumulate(lengths, initial=0)

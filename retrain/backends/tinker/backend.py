@@ -53,6 +53,8 @@ Finish = Callable[[], tuple[Update, list[Float32Array]]]
 
 
 class TinkerBackend(TinkerFacts):
+    device_name = "tinker"
+
     def __init__(
         self,
         config: "TrainConfig",
@@ -108,10 +110,6 @@ class TinkerBackend(TinkerFacts):
             seed=self.config.training.seed,
             train_unembed=False,
         )
-
-    @property
-    def device_name(self) -> str:
-        return "tinker"
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -289,13 +287,13 @@ class TinkerBackend(TinkerFacts):
         """Go on from a checkpoint. Raises RunFailed for a folder without one."""
         file = folder / STATE_FILE
         content = read_object(file) if file.is_file() else {}
-        path = content.get("state") or content.get("sampler")
-        if not str(path).startswith("tinker://"):
+        path = str(content.get("state") or content.get("sampler"))
+        if not path.startswith("tinker://"):
             raise RunFailed(
                 f"{folder} names no weights of a Tinker service (no {STATE_FILE} with a tinker://"
                 " path); name another checkpoint."
             )
-        self._load(str(path), "_with_optimizer")
+        self._load(path, "_with_optimizer")
 
     def supervise(self, config: "TrainConfig | None") -> None:
         if config is None and self._trainer is not None:

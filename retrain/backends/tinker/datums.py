@@ -43,7 +43,7 @@ class ShiftedRow:
 
     def datum(self, **values: npt.ArrayLike) -> "types.Datum":
         """Make a datum with each of `values` [T] at the positions that predict the actions, and 0
-        elsewhere. Where all weights are 0, it is for a forward pass alone.
+        elsewhere. A forward pass alone needs no weight but 0.
         """
         from tinker import types
 

@@ -29,8 +29,8 @@ class LossCall:
     """The loss function of one update. The SDK calls it with datums and the [positions] log-probs
     of each, with gradient. It returns the scalar to minimize, and no numbers of its own.
 
-    Raises FloatingPointError, with the name of a tensor that is not finite, before anything is
-    sent.
+    Raises FloatingPointError, with the name of a tensor that is not finite, before the SDK sends
+    anything.
     """
 
     settings: "Loss"
@@ -39,7 +39,7 @@ class LossCall:
     weights: Sequence[float]
     """Of each row's tokens."""
     result: Update = field(default_factory=Update)
-    """Of the last call."""
+    """The update of the last call, without its gradient norm."""
 
     def __call__(
         self,
