@@ -61,17 +61,16 @@ class LossCall:
         )
         loss: Tensor = (terms.values * weights).sum()
         # The SDK takes this gradient itself; check it here before retrain sends anything.
-        gradients = torch.autograd.grad(loss, list(logprobs), retain_graph=True)
-        parts = {"log-probs": [new], "loss": [loss], "gradient of the loss": gradients}
-        for name, tensors in parts.items():
-            if not all(torch.isfinite(tensor).all() for tensor in tensors):
+        gradient = torch.cat(torch.autograd.grad(loss, logprobs, retain_graph=True))
+        parts = {"log-probs": new, "loss": loss, "gradient of the loss": gradient}
+        for name, values in parts.items():
+            if not torch.isfinite(values).all():
                 raise FloatingPointError(name)
         clipped = clippable = 0.0
         if terms.clipped is not None or not self.own:
             clipped, clippable = clip_counts(tokens, self.settings, terms.clipped).tolist()
         metrics = {
-            name: (float(value.sum()), float(value.numel()))
-            for name, value in terms.metrics.items()
+            name: (float(value.sum()), value.numel()) for name, value in terms.metrics.items()
         }
         self.result = Update(loss.item(), np.nan, clipped, clippable, metrics)
         return loss, {}
