@@ -47,14 +47,14 @@ class LayerSpectrum:
         """True for an untrained layer (B = 0 at the start), which has no variance to retain or
         lose.
         """
-        return not self.norm()
+        return not self._norm()
 
     @property
     def energy(self) -> float:
         """The squared Frobenius norm of the update, scale included."""
-        return self.norm() ** 2
+        return self._norm() ** 2
 
-    def norm(self, cut: int = 0) -> float:
+    def _norm(self, cut: int = 0) -> float:
         """Return the Frobenius norm of the update without its first `cut` singular values, scale
         included.
         """
@@ -78,7 +78,7 @@ class LayerSpectrum:
         """
         if k < 1:
             raise ValueError(f"rank {k} is not a rank; give 1 or more")
-        return 0.0 if self.is_zero else (self.norm(k) / self.norm()) ** 2
+        return 0.0 if self.is_zero else (self._norm(k) / self._norm()) ** 2
 
     def smallest_rank(self, threshold: float) -> int:
         """Return the smallest k with V(k) at or above the threshold, or 1 for a layer of zeros."""
@@ -265,5 +265,5 @@ def svd_device(name: str) -> str:
 def _row(k: int, trained: Sequence[LayerSpectrum]) -> TableRow:
     values = [layer.retained(k) for layer in trained]
     # The layers' updates are blocks of one matrix, whose norms add in squares.
-    error = hypot(*(layer.norm(k) for layer in trained)) / hypot(*(one.norm() for one in trained))
+    error = hypot(*(layer._norm(k) for layer in trained)) / hypot(*(one._norm() for one in trained))
     return TableRow(k, fmean(values), min(values), max(values), 1 - error**2, error)

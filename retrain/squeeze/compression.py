@@ -143,7 +143,7 @@ def _rounding(output: Path, source: LoraLayer, factors: Factors, stored: LoraLay
     left, values, right = (part[..., : stored.rank] for part in factors)
     a = torch.cat([stored.a.double(), right.T])
     b = torch.cat([stored.scale * stored.b.double(), -source.scale * left * values], dim=1)
-    difference = layer_spectrum(a, b).norm()
+    difference = sqrt(layer_spectrum(a, b).energy)
     # Half a unit of rounding on each factor, and as much again for all else.
     allowed = 4 * torch.finfo(stored.a.dtype).eps * abs(source.scale) * float(values.sum())
     if difference > allowed:

@@ -189,9 +189,7 @@ def run_squeeze(
     config: "TrainConfig", *, overwrite: bool = False, quiet: bool = False
 ) -> SqueezeResult:
     """Run a configuration with `[squeeze] adapter_path` and no `[campaign]`: results go to standard
-    output, progress to standard error. It downloads a tinker:// path from `[model] base_url`.
-
-    Raises EnvironmentFailure if the service hands out no adapter.
+    output, progress to standard error.
     """
     log, progress = (_silence, _silence) if quiet else (_print, partial(_print, file=sys.stderr))
     settings, path = config.squeeze, Path(config.squeeze.adapter_path)
