@@ -33,7 +33,7 @@ from retrain.records.evaluation import pass_at_k
 from retrain.rewards import extract_boxed, hendrycks_is_equiv
 from retrain.squeeze import compressed_alpha, layer_spectrum, recommend_rank
 from retrain.squeeze.adapter import LoraLayer
-from retrain.squeeze.analysis import checked_ranks, factorise, powers_of_two
+from retrain.squeeze.analysis import factorise, tried_ranks
 from retrain.squeeze.compression import truncated
 
 TEXT_INPUTS = frozenset({"text", "a", "b", "token_pieces", "grams"})
@@ -272,11 +272,7 @@ def squeeze_layer(lora_A: Rows, lora_B: Rows, target_ranks: list[int]) -> dict[s
     )
     # A layer may be of a lower rank than its adapter, so the largest target stands for the
     # adapter's.
-    ranks = (
-        checked_ranks(target_ranks, max(layer.rank, *target_ranks))
-        if target_ranks
-        else powers_of_two(layer.rank)
-    )
+    ranks = tried_ranks(target_ranks, max([layer.rank, *target_ranks]))
     variance = None if layer.is_zero else {str(k): layer.retained(k) for k in ranks}
     return {
         "singular_values": layer.singular_values,

@@ -5,7 +5,6 @@ transformers alone.
 import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +34,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # a rate at which the adapter changes greedy answers
     training = {"lr": 2e-2, "save_every": 2}
     small_run(small(folder, evaluation=evaluated, training=training), quiet=True)
+    return folder
+
+
+def copied(run: Path, folder: Path, old: str = "", new: str = "") -> Path:
+    """A copy of the run whose config.toml has `new` in the place of `old`."""
+    config = shutil.copytree(run, folder) / "config.toml"
+    text = config.read_text(encoding="utf-8")
+    assert old in text
+    config.write_text(text.replace(old, new), encoding="utf-8")
     return folder
 
 
@@ -81,13 +89,9 @@ def test_card_says_what_was_measured_and_how_to_train_it_again(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_API_KEY", SECRET)
-    copy = Path(shutil.copytree(run, run.parent / "secret"))
-    text = (copy / "config.toml").read_text(encoding="utf-8")
-    (copy / "config.toml").write_text(
-        text.replace('system_prompt = ""', f'system_prompt = "{SECRET}"'), "utf-8"
-    )
-    assert main(["export", str(copy)]) == 0
-    folder = copy.with_name("secret-adapter")
+    prompts = 'system_prompt = ""', f'system_prompt = "{SECRET}"'
+    assert main(["export", str(copied(run, run.parent / "secret", *prompts))]) == 0
+    folder = run.parent / "secret-adapter"
     card = (folder / "README.md").read_text(encoding="utf-8")
     after = json.loads((run / "summary.json").read_text())["evaluation"]["after"]
     low, high = after["interval"]
@@ -104,14 +108,11 @@ def test_what_cannot_be_exported_is_refused_in_one_sentence_and_leaves_nothing(
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    names = ("run", "damaged", "fresh", "homeless")
-    run, damaged, fresh, homeless = (shutil.copytree(run, tmp_path / name) for name in names)
+    homeless = copied(run, tmp_path / "homeless", 'model = "lab"', 'model = "./gone"')
+    run, damaged, fresh = (copied(run, tmp_path / name) for name in ("run", "damaged", "fresh"))
     with (damaged / "checkpoints/step_000004/adapter_model.safetensors").open("ab") as file:
         file.write(b"x")
     shutil.rmtree(fresh / "checkpoints")
-    config = (homeless / "config.toml").read_text(encoding="utf-8")
-    gone = config.replace('model = "lab"', 'model = "./gone"')
-    (homeless / "config.toml").write_text(gone, encoding="utf-8")
     cases = [
         ([str(tmp_path)], 2, "holds no run of retrain"),
         ([str(fresh)], 1, "has no checkpoint yet"),
@@ -174,7 +175,7 @@ def test_a_foreign_checkpoint_that_is_not_the_bases_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Not merged in part, which would be other weights."""
-    foreign = Path(shutil.copytree(run, tmp_path / "run"))
+    foreign = copied(run, tmp_path / "run")
     sealed(foreign / "checkpoints/step_000004", change)
     assert main(["export", str(foreign), "--merged"]) == code
     error = capsys.readouterr().err
@@ -183,7 +184,7 @@ def test_a_foreign_checkpoint_that_is_not_the_bases_is_refused(
 
 
 def test_a_manifest_that_is_a_pipe_does_not_hang(run: Path, tmp_path: Path) -> None:
-    foreign = Path(shutil.copytree(run, tmp_path / "run"))
+    foreign = copied(run, tmp_path / "run")
     manifest = foreign / "checkpoints/step_000004" / MANIFEST
     manifest.unlink()
     os.mkfifo(manifest)
@@ -229,22 +230,16 @@ def test_an_export_that_is_cut_short_leaves_nothing(
 
 
 def test_the_card_names_no_folder_of_this_machine(run: Path, tmp_path: Path) -> None:
-    foreign, base = tmp_path / "run", tmp_path / "private" / "base"
-    shutil.copytree(run, foreign)
-    shutil.copytree(LAB_MODEL, base)
-    config = (foreign / "config.toml").read_text(encoding="utf-8")
-    config = config.replace('model = "lab"', f'model = "{base}"')
-    (foreign / "config.toml").write_text(config, encoding="utf-8")
-    assert main(["export", str(foreign)]) == 0
+    base = shutil.copytree(LAB_MODEL, tmp_path / "private" / "base")
+    models = 'model = "lab"', f'model = "{base}"'
+    assert main(["export", str(copied(run, tmp_path / "run", *models))]) == 0
     card = (tmp_path / "run-adapter/README.md").read_text(encoding="utf-8")
     assert "private" not in card and '`"base"`' in card
 
 
 def test_the_card_says_which_settings_moved(run: Path) -> None:
-    copy = Path(shutil.copytree(run, run.parent / "moved"))
-    text = (copy / "config.toml").read_text(encoding="utf-8")
     moved = '[schedule]\n"training.lr" = [[0, 1e-2], [4, 1e-3]]\n'
-    (copy / "config.toml").write_text(text.replace("[schedule]\n", moved), encoding="utf-8")
+    copy = copied(run, run.parent / "moved", "[schedule]\n", moved)
     assert main(["export", str(copy)]) == 0
     card = (copy.with_name("moved-adapter") / "README.md").read_text(encoding="utf-8")
     assert "| `training.lr` | `0.02`, moved by [schedule] |" in card
@@ -254,10 +249,9 @@ def test_the_card_says_which_settings_moved(run: Path) -> None:
 def test_a_label_that_looks_like_a_secret_is_left_out_of_what_is_trained_again(
     run: Path, tmp_path: Path
 ) -> None:
-    foreign, secret = tmp_path / "run", f"sk-{'a' * 20}"
-    shutil.copytree(run, foreign)
-    config = foreign / "config.toml"
-    config.write_text(re.sub('(?m)^label = ""$', f'label = "{secret}"', config.read_text()))
+    secret = f"sk-{'a' * 20}"
+    labels = '\nlabel = ""', f'\nlabel = "{secret}"'
+    foreign = copied(run, tmp_path / "run", *labels)
     (foreign / "summary.json").write_text('{"condition": "***"}')
     assert main(["export", str(foreign)]) == 0
     written = tmp_path / "run-adapter/retrain.toml"
@@ -268,12 +262,8 @@ def test_a_label_that_looks_like_a_secret_is_left_out_of_what_is_trained_again(
 def test_a_models_own_code_is_not_run_unless_it_is_trusted(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    foreign = tmp_path / "foreign"
-    shutil.copytree(run, foreign)
-    config = foreign / "config.toml"
-    config.write_text(
-        config.read_text().replace("trust_remote_code = false", "trust_remote_code = true")
-    )
+    codes = "trust_remote_code = false", "trust_remote_code = true"
+    foreign = copied(run, tmp_path / "foreign", *codes)
     assert main(["export", str(foreign)]) == 2
     assert "[model] trust_remote_code = true (of lab)" in capsys.readouterr().err
     assert not (tmp_path / "foreign-adapter").exists()

@@ -18,16 +18,15 @@ import pytest
 
 from retrain import train
 from retrain.backends.local.backend import LocalBackend
-from retrain.backends.prime_rl.backend import PrimeDialect, ServedPolicy, output_dir
+from retrain.backends.prime_rl.backend import PrimeDialect, output_dir
 from retrain.backends.prime_rl.wire import (
     Broadcasts,
     FileSystemSender,
     Policy,
-    Sample,
     ZmqSender,
     encode,
     share_out,
-    trained_samples,
+    trained_rows,
 )
 from retrain.config.load import replaced
 from retrain.config.schema import PrimeRLOptions
@@ -70,47 +69,26 @@ def row(prompt: int, spans: tuple[tuple[int, int], ...], length: int, kept: bool
 
 @pytest.mark.parametrize("fields", [V090, None], ids=["v0.9.0", "later"])
 def test_a_receiver_of_v090_and_a_later_one_read_the_same_streams(fields: Any) -> None:
-    samples = [Sample.of(row(0, ((2, 5),), 5)), Sample.of(row(1, ((1, 2), (3, 4)), 6))]
-    (batch,) = decode(encode([samples], 0.7), *([fields] if fields else []))
+    rows = [row(0, ((2, 5),), 5), row(1, ((1, 2), (3, 4)), 6)]
+    (batch,) = decode(encode([rows], 0.7), *([fields] if fields else []))
     assert batch.input_ids == [0, 10, 20, 30, 40, 0, 10, 20, 30, 40, 50]
-    assert batch.loss_mask == [
-        False,
-        False,
-        True,
-        True,
-        True,
-        False,
-        True,
-        False,
-        True,
-        False,
-        False,
-    ]
+    assert batch.loss_mask == [place in (2, 3, 4, 6, 8) for place in range(11)]
     assert batch.advantages == [0, 0, 0.5, 1.5, 2.5, 0, 0.5, 0, 1.5, 0, 0]
     assert batch.inference_logprobs == [0, 0, -1, -2, -3, 0, -1, 0, -2, 0, 0]
     assert batch.position_ids == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]
-    assert (
-        batch.temperatures == [0.7] * 11
-    )  # the first action is scored with the entry of the context token before it
+    # The first action is scored with the entry of the context token before it.
+    assert batch.temperatures == [0.7] * 11
     assert batch.sequence_lengths == batch.seq_lens == [5, 6]
     assert set(batch.env_names) != {"all"}
     assert batch.ref_logprobs is batch.rl_weights is None
-
-
-def test_rows_come_back_as_they_were_sent() -> None:
-    rows = [row(0, ((2, 5),), 5), row(1, ((1, 2), (3, 4)), 6)]
-    back = [
-        found
-        for batch in decode(encode([[Sample.of(one)] for one in rows], 1.0))
-        for found in rows_of(batch)
-    ]
-    for sent, got in zip(rows, back, strict=True):
+    (whole,) = decode(encode([rows], 0.7))
+    for sent, got in zip(rows, rows_of(whole), strict=True):
         assert sent.spans == got.spans and (sent.token_ids == got.token_ids).all()
         assert (sent.logprobs == got.logprobs).all() and (sent.advantages == got.advantages).all()
 
 
 def test_kept_sets_are_counted_per_token_and_listed_one_after_another() -> None:
-    whole, cut = Sample.of(row(0, ((1, 3),), 3)), Sample.of(row(1, ((1, 2), (3, 4)), 4, kept=True))
+    whole, cut = row(0, ((1, 3),), 3), row(1, ((1, 2), (3, 4)), 4, kept=True)
     (batch,) = decode(encode([[whole, cut]], 1.0))
     ids, counts = (np.frombuffer(part, "<i4") for part in batch.sampling_mask)
     assert counts.tolist() == [0, 0, 0, 0, 1, 0, 2] and ids.tolist() == [0, 0, 1]
@@ -119,22 +97,18 @@ def test_kept_sets_are_counted_per_token_and_listed_one_after_another() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_rank_gets_as_many_micro_batches_within_the_budget(ranks: int) -> None:
-    samples = [
-        Sample.of(row(number, ((1, length),), length))
-        for number, length in enumerate((5, 9, 3, 4, 4, 7, 30))
-    ]
-    shares = share_out(samples, ranks, 10)
+    lengths = (5, 9, 3, 4, 4, 7, 30)
+    shares = share_out([row(0, ((1, length),), length) for length in lengths], ranks, 10)
     assert len({len(share) for share in shares}) == 1
     packs = [pack for share in shares for pack in share]
-    assert all(sum(map(len, pack)) <= 10 or len(pack) == 1 for pack in packs)
-    assert sorted(
-        int(sample.mask.sum()) for pack in packs for sample in pack if sample.mask.any()
-    ) == [2, 3, 3, 4, 6, 8, 29]
+    assert all(sum(len(one.token_ids) for one in pack) <= 10 or len(pack) == 1 for pack in packs)
+    actions = [one.num_actions for pack in packs for one in pack if one.num_actions]
+    assert sorted(actions) == [2, 3, 3, 4, 6, 8, 29]
 
 
 def test_a_step_without_anything_to_learn_is_a_batch_without_actions() -> None:
     """The trainer waits for every step's file, so none may be left out."""
-    (batch,) = decode(encode(share_out(list(trained_samples([])), 1, 0)[0], 1.0))
+    (batch,) = decode(encode(share_out(trained_rows([]), 1, 0)[0], 1.0))
     assert batch.loss_mask == [False, False] and list(rows_of(batch)) == []
 
 
@@ -143,7 +117,7 @@ def test_a_step_without_anything_to_learn_is_a_batch_without_actions() -> None:
 
 def test_a_file_appears_whole_under_both_names(tmp_path: Path) -> None:
     sender = FileSystemSender(tmp_path)
-    sender.prepare(0)
+    sender.ready(0)
     sender.send(3, [b"first", b"second"])
     for name in ("rollouts", "batches"):  # of v0.9.0 and of later versions
         assert [
@@ -154,10 +128,10 @@ def test_a_file_appears_whole_under_both_names(tmp_path: Path) -> None:
 
 def test_an_interrupted_sessions_files_are_cleared_and_anothers_refused(tmp_path: Path) -> None:
     sender = FileSystemSender(tmp_path)
-    sender.prepare(0)
+    sender.ready(0)
     for batch in (1, 2, 3):
         sender.send(batch, [b"x"])
-    FileSystemSender(tmp_path).prepare(2)
+    FileSystemSender(tmp_path).ready(2)
     assert sorted(file.parent.name for file in tmp_path.glob("rollouts/*/rank_0.bin")) == [
         "step_1",
         "step_2",
@@ -165,7 +139,7 @@ def test_an_interrupted_sessions_files_are_cleared_and_anothers_refused(tmp_path
     other = tmp_path / "other" / "rollouts" / "step_1"
     other.mkdir(parents=True)
     with pytest.raises(ConfigurationError, match="holds batches that this retrain did not write"):
-        FileSystemSender(tmp_path / "other").prepare(0)
+        FileSystemSender(tmp_path / "other").ready(0)
 
 
 def test_zmq_reaches_each_rank_on_its_topic_and_says_when_one_has_gone() -> None:
@@ -200,7 +174,7 @@ def test_zmq_reaches_each_rank_on_its_topic_and_says_when_one_has_gone() -> None
 
 def refuses(sender: ZmqSender) -> bool:
     try:
-        sender.wait_for_trainer()
+        sender.ready(0)
     except ServerFailure:
         return True
     return False
@@ -231,13 +205,9 @@ def test_a_version_is_acknowledged_before_its_write_and_taken_after_its_end(tmp_
     thread = in_thread(trainer.broadcast, 0, weights)
     policy = broadcasts(tmp_path, 5).take(0)
     thread.join()
-    assert policy.version == 0 and policy.is_adapter
-    assert {file.name for file in policy.folder.iterdir() if file.name.startswith(".")} == {
-        ".sender_ready",
-        ".receiver_ready",
-        ".started",
-        ".finished",
-    }
+    assert policy.version == 0 and policy.name
+    marks = {file.name for file in policy.folder.glob(".*")}
+    assert marks == {".sender_ready", ".receiver_ready", ".started", ".finished"}
 
 
 def test_a_trainer_that_never_offers_is_named_with_the_folder_and_the_key(tmp_path: Path) -> None:
@@ -345,7 +315,7 @@ def prime(
 @contextmanager
 def trainer_of(config: Any, learner: LocalBackend, **settings: Any) -> Iterator[Trainer]:
     options = config.backend.prime_rl
-    folder = output_dir(config.backend, config.logging)
+    folder = output_dir(config)
     receiver = (
         ZmqReceiver(options.zmq_port)
         if options.transport == "zmq"
@@ -509,7 +479,7 @@ def test_whole_weights_are_read_while_the_server_stands_and_it_always_resumes(
     weights(folder)
     (folder / "adapter_config.json").unlink()
     dialect, said = PrimeDialect(small(tmp_path, inference={"url": server.url}), [0]), None
-    served = ServedPolicy.of(Policy(3, folder, 0))
+    served = Policy("", folder, 3, 0)
     pool = ServerPool(dialect)
     server.fail = {"/update_weights": 400} if refused else {}
     try:
@@ -529,14 +499,12 @@ def test_whole_weights_are_read_while_the_server_stands_and_it_always_resumes(
 def test_raw_logprobs_are_found_out(
     tmp_path: Path, server: InferenceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dialect, served = (
-        PrimeDialect(small(tmp_path, inference={"url": server.url}), [0]),
-        ServedPolicy("policy", tmp_path, "v0.0"),
-    )
+    config = small(tmp_path, inference={"url": server.url}, training={"temperature": 0.7})
+    dialect, served = PrimeDialect(config, [0]), Policy("policy", tmp_path, 0, 0)
     pool = ServerPool(dialect)
 
     def check() -> None:
-        pool.run(pool.on_each(lambda one: dialect.check_logprobs(one, served, 0.7)))
+        pool.run(pool.on_each(lambda one: dialect.check_logprobs(one, served)))
 
     check()
     raw = [{"token_id": token, "logprob": -1.0} for token in (3, 4)]
@@ -558,7 +526,7 @@ def test_kept_sets_of_an_answer_reach_the_wire() -> None:
     completion = replace(completion, kept_ids=tuple(np.array(ids, np.int32) for ids in sets))
     prompt = Prompt(Example("", ""), "", np.array([1, 2], np.int32))
     (sent,) = Row.of(prompt, Trajectory.of(completion), np.ones(3, np.float32), 0)
-    (batch,) = decode(encode([[Sample.of(sent)]], 1.0))
+    (batch,) = decode(encode([[sent]], 1.0))
     ids, counts = (np.frombuffer(part, "<i4").tolist() for part in batch.sampling_mask)
     assert counts == [0, 0, 2, 1, 3] and ids == [5, 2, 7, 1, 2, 3]
 

@@ -32,7 +32,7 @@ from retrain.squeeze import (
     run_squeeze,
     squeeze_adapter,
 )
-from retrain.squeeze.analysis import factorise, powers_of_two
+from retrain.squeeze.analysis import factorise, tried_ranks
 from retrain.squeeze.job import Accuracy
 from tests.runs import small_run
 
@@ -156,36 +156,36 @@ def test_shapes_that_do_not_fit_and_numbers_that_are_none_are_errors() -> None:
 LAYERS: list[dict[int, float] | None] = [{1: 0.5, 2: 0.9, 4: 1.0}, {1: 0.9, 2: 0.999, 4: 1.0}]
 
 
-def test_the_mean_over_layers_or_the_worst_layer_decides() -> None:
-    assert recommend_rank(LAYERS, [1, 2, 4], 0.9, "mean") == 2
-    assert recommend_rank(LAYERS, [1, 2, 4], 0.9, "min") == 2
-    assert recommend_rank(LAYERS, [1, 2, 4], 0.94, "mean") == 2
-    assert recommend_rank(LAYERS, [1, 2, 4], 0.94, "min") == 4
+@pytest.mark.parametrize(
+    ("layers", "ranks", "threshold", "options", "expected"),
+    [
+        (LAYERS, [1, 2, 4], 0.9, {"rule": "mean"}, 2),
+        (LAYERS, [1, 2, 4], 0.9, {"rule": "min"}, 2),
+        (LAYERS, [1, 2, 4], 0.94, {"rule": "mean"}, 2),
+        (LAYERS, [1, 2, 4], 0.94, {"rule": "min"}, 4),
+        ([None, *LAYERS], [1, 2, 4], 0.7, {}, 1),  # a layer of zeros has no say
+        # A layer of lower rank keeps everything above it.
+        ([{1: 0.5, 2: 1.0}, {1: 0.5, 2: 0.8, 4: 0.96}], [1, 2, 4], 0.95, {}, 4),
+        # A threshold met but for rounding is met.
+        ([{1: 0.95 - 1e-13, 2: 1.0}], [1, 2], 0.95, {}, 1),
+        ([{1: 0.95 - 1e-11, 2: 1.0}], [1, 2], 0.95, {}, 2),
+        ([{1: 0.5, 2: 0.6}], [1, 2], 0.95, {"source_rank": 8}, 8),  # an unmet one keeps the rank
+    ],
+)
+def test_the_mean_over_layers_or_the_worst_layer_decides(
+    layers: Any, ranks: list[int], threshold: float, options: dict[str, Any], expected: int
+) -> None:
+    assert recommend_rank(layers, ranks, threshold, **options) == expected
 
 
-def test_a_layer_of_zeros_has_no_say() -> None:
-    assert recommend_rank([None, *LAYERS], [1, 2, 4], 0.7, "mean") == 1
+def test_zeros_alone_have_no_recommendation() -> None:
     with pytest.raises(ValueError, match="untrained"):
         recommend_rank([None, None], [1, 2], 0.95)
 
 
-def test_a_layer_of_lower_rank_keeps_everything_above_it() -> None:
-    assert recommend_rank([{1: 0.5, 2: 1.0}, {1: 0.5, 2: 0.8, 4: 0.96}], [1, 2, 4], 0.95) == 4
-
-
-def test_a_threshold_met_but_for_rounding_is_met_and_an_unmet_one_keeps_the_rank() -> None:
-    assert recommend_rank([{1: 0.95 - 1e-13, 2: 1.0}], [1, 2], 0.95) == 1
-    assert recommend_rank([{1: 0.95 - 1e-11, 2: 1.0}], [1, 2], 0.95) == 2
-    assert recommend_rank([{1: 0.5, 2: 0.6}], [1, 2], 0.95, source_rank=8) == 8
-
-
 def test_default_ranks_are_the_powers_of_two_and_the_source_rank() -> None:
-    assert [powers_of_two(rank) for rank in (1, 2, 8, 12)] == [
-        (1,),
-        (1, 2),
-        (1, 2, 4, 8),
-        (1, 2, 4, 8, 12),
-    ]
+    for rank, expected in ((1, (1,)), (2, (1, 2)), (8, (1, 2, 4, 8)), (12, (1, 2, 4, 8, 12))):
+        assert tried_ranks([], rank) == expected
 
 
 # -- alpha -----------------------------------------------------------------------------------------

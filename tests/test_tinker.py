@@ -24,7 +24,7 @@ import pytest
 import safetensors.numpy
 import tinker_double
 import torch
-from runs import lines, small
+from runs import small
 from tinker_double import APIConnectionError, APIStatusError, Double
 
 from retrain import train
@@ -33,7 +33,7 @@ from retrain.backends.local.loss import clipped_tokens, policy_terms
 from retrain.backends.losses import ActionTokens
 from retrain.backends.tinker import datums, service
 from retrain.backends.tinker.backend import STATE_FILE, TinkerBackend
-from retrain.backends.tinker.datums import ShiftedRow, policy_datum
+from retrain.backends.tinker.datums import ShiftedRow
 from retrain.campaign.runner import run_campaign
 from retrain.cli.main import main
 from retrain.config import config_from_mapping, config_from_toml, dump_toml, unused_keys
@@ -102,6 +102,19 @@ def make_rows(count: int = 3) -> list[Row]:
     ]
 
 
+def differentiable(logits: Any, row: Row) -> torch.Tensor:
+    """The row's log-probs [T] under the bigram model."""
+    (start, stop), ids = row.spans[0], torch.tensor(row.token_ids.astype(np.int64))
+    new = torch.log_softmax(logits[ids[start - 1 : stop - 1]], -1)
+    return new.gather(1, ids[start:stop, None])[:, 0]
+
+
+def assert_gradient(gradient: Any, logits: torch.Tensor, loss: torch.Tensor, result: Any) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+    np.testing.assert_allclose(gradient, logits.grad, rtol=1e-4, atol=1e-8)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+
+
 # -- datums ----------------------------------------------------------------------------------------
 
 
@@ -113,7 +126,7 @@ def test_targets_are_the_next_tokens_and_only_actions_have_advantages(double: Do
         np.array([0.5, -0.25], np.float32),
         0,
     )
-    datum: Any = policy_datum(ShiftedRow.of(row), row.logprobs, row.advantages)
+    datum: Any = ShiftedRow(row).datum(logprobs=row.logprobs, advantages=row.advantages)
     assert datum.model_input.ids == [5, 6, 7, 8]
     assert (
         datum["target_tokens"].tolist() == [6, 7, 8, 9] and datum["target_tokens"].dtype == np.int64
@@ -125,7 +138,7 @@ def test_targets_are_the_next_tokens_and_only_actions_have_advantages(double: Do
 def test_environment_tokens_have_no_advantage_and_the_rest_is_not_sent(double: Double) -> None:
     values = np.array([1, 2, 3], np.float32)
     row = Row(np.arange(10, 19, dtype=np.int32), ((2, 4), (6, 7)), -values, values, 0)
-    datum: Any = policy_datum(ShiftedRow.of(row), row.logprobs, row.advantages)
+    datum: Any = ShiftedRow(row).datum(logprobs=row.logprobs, advantages=row.advantages)
     assert datum.model_input.ids == [10, 11, 12, 13, 14, 15]
     assert datum["target_tokens"].tolist() == [11, 12, 13, 14, 15, 16]
     assert datum["advantages"].tolist() == [0, 1, 2, 0, 0, 3]
@@ -141,17 +154,8 @@ def test_the_gradient_is_normalised_once_however_the_service_adds_up(
     """
     double.reduction = reduction
     options = {"options": {"loss_reduction": reduction}}
-    backend = backend_for(
-        tmp_path,
-        backend=options,
-        loss={"aggregation": aggregation},
-        training={"lr": 1e-3, "max_tokens": 24},
-    )
-    rows = make_rows()
-    before = backend.trainer.weights.logits.copy()
-    result = backend.train(rows, 0)
-    gradient = (before - backend.trainer.weights.logits) / 100 / 1e-3
-    tokens = [row.num_actions for row in rows]
+    gradient, result, before = one_update(tmp_path, {"aggregation": aggregation}, backend=options)
+    tokens = [row.num_actions for row in make_rows()]
     weights = {
         "token_mean": [1 / sum(tokens)] * 3,
         "sequence_mean": [1 / (3 * count) for count in tokens],
@@ -160,20 +164,10 @@ def test_the_gradient_is_normalised_once_however_the_service_adds_up(
     }
     logits = torch.tensor(before, requires_grad=True)
     expected = torch.zeros((), dtype=torch.float64)
-    for row, weight in zip(rows, weights[aggregation], strict=True):
-        start, stop = row.spans[0]
-        ids = torch.tensor(row.token_ids.astype(np.int64))
-        new = torch.log_softmax(logits[ids[start - 1 : stop - 1]], -1).gather(
-            1, ids[start:stop, None]
-        )[:, 0]
-        expected = (
-            expected
-            - (torch.exp(new - torch.tensor(row.logprobs)) * torch.tensor(row.advantages)).sum()
-            * weight
-        )
-    expected.backward()  # type: ignore[no-untyped-call]
-    np.testing.assert_allclose(gradient, logits.grad, rtol=1e-4, atol=1e-8)
-    assert result.loss == pytest.approx(expected.item(), rel=1e-5)
+    for row, weight in zip(make_rows(), weights[aggregation], strict=True):
+        rho = torch.exp(differentiable(logits, row) - torch.tensor(row.logprobs))
+        expected = expected - (rho * torch.tensor(row.advantages)).sum() * weight
+    assert_gradient(gradient, logits, expected, result)
     assert result.grad_norm == pytest.approx(float(np.linalg.norm(gradient)), rel=1e-6)
 
 
@@ -195,15 +189,8 @@ def test_a_supervised_step_is_the_services_cross_entropy(
     result = backend.train(rows, 0)
     gradient = (before - backend.trainer.weights.logits) / 100 / 1e-3
     logits = torch.tensor(before, requires_grad=True)
-    scored = []
-    for row in rows:
-        (start, stop), ids = row.spans[0], torch.tensor(row.token_ids.astype(np.int64))
-        new = torch.log_softmax(logits[ids[start - 1 : stop - 1]], -1)
-        scored.append(new.gather(1, ids[start:stop, None]))
-    expected = -torch.cat(scored).mean()
-    expected.backward()  # type: ignore[no-untyped-call]
-    np.testing.assert_allclose(gradient, logits.grad, rtol=1e-4, atol=1e-8)
-    assert result.loss == pytest.approx(expected.item(), rel=1e-5)
+    expected = -torch.cat([differentiable(logits, row) for row in rows]).mean()
+    assert_gradient(gradient, logits, expected, result)
     learned = backend.trainer.weights
     backend.supervise(None)
     np.testing.assert_array_equal(backend.trainer.weights.logits, learned.logits)
@@ -212,13 +199,12 @@ def test_a_supervised_step_is_the_services_cross_entropy(
     assert [loss for loss, _ in double.losses] == ["cross_entropy", "ppo"]
 
 
-def one_update(
-    folder: Path, loss: dict[str, Any], rows: list[Row] | None = None
-) -> tuple[Any, StepResult, Any]:
+def one_update(folder: Path, loss: dict[str, Any], **sections: Any) -> tuple[Any, StepResult, Any]:
     """Return (gradient, result, logits before the update)."""
-    backend = backend_for(folder, loss=loss, training={"lr": 1e-3, "max_tokens": 24})
+    training = {"lr": 1e-3, "max_tokens": 24}
+    backend = backend_for(folder, loss=loss, training=training, **sections)
     before = backend.trainer.weights.logits.copy()
-    result = backend.train(make_rows() if rows is None else rows, 0)
+    result = backend.train(make_rows(), 0)
     return (before - backend.trainer.weights.logits) / 100 / 1e-3, result, before
 
 
@@ -274,22 +260,12 @@ def test_sapo_and_an_aggregation_of_ones_own_have_their_gradient(
         torch.zeros((), dtype=torch.float64),
     )
     for row in make_rows():
-        start, stop = row.spans[0]
-        ids = torch.tensor(row.token_ids.astype(np.int64))
-        new = torch.log_softmax(logits[ids[start - 1 : stop - 1]], -1).gather(
-            1, ids[start:stop, None]
-        )[:, 0]
-        rho, advantages = torch.exp(new - torch.tensor(row.logprobs)), torch.tensor(row.advantages)
+        rho = torch.exp(differentiable(logits, row) - torch.tensor(row.logprobs))
+        advantages, weight = torch.tensor(row.advantages), 0.5**row.group / row.num_actions
         tau = torch.where(advantages > 0, torch.tensor(1.0), torch.tensor(1.05))
-        expected = (
-            expected
-            - (4 / tau * torch.sigmoid(tau * (rho - 1)) * advantages).sum()
-            * 0.5**row.group
-            / row.num_actions
-        )
-    expected.backward()  # type: ignore[no-untyped-call]
-    np.testing.assert_allclose(gradient, logits.grad, rtol=1e-4, atol=1e-8)
-    assert result.loss == pytest.approx(expected.item(), rel=1e-5)
+        terms = 4 / tau * torch.sigmoid(tau * (rho - 1)) * advantages
+        expected = expected - terms.sum() * weight
+    assert_gradient(gradient, logits, expected, result)
 
 
 def test_a_loss_of_ones_own_that_is_not_finite_is_skipped_and_nothing_is_sent(
@@ -362,12 +338,9 @@ def test_the_reported_loss_and_clip_are_those_of_the_local_learner(
         *(torch.tensor(values) for values in (new, old, old, advantages, np.ones(200))),
         lengths=[200],
     )
-    np.testing.assert_allclose(
-        datums.policy_terms(new, old, advantages, chosen), policy_terms(tokens, chosen).numpy()
-    )
-    np.testing.assert_array_equal(
-        datums.clipped_tokens(new, old, advantages, chosen), clipped_tokens(tokens, chosen).numpy()
-    )
+    terms, clipped = datums.policy_terms(new, old, advantages, chosen)
+    np.testing.assert_allclose(terms, policy_terms(tokens, chosen).numpy())
+    np.testing.assert_array_equal(clipped, clipped_tokens(tokens, chosen).numpy())
 
 
 def test_clip_bounds_and_adam_reach_the_service(double: Double, tmp_path: Path) -> None:
@@ -613,7 +586,7 @@ def test_without_a_key_or_the_sdk_the_sentence_says_what_to_do(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tinker", None)
     with pytest.raises(EnvironmentFailure, match=r"pip install"):
-        backend_for(tmp_path)
+        small_run(tinker_config(tmp_path / "run"), quiet=True)
     tinker_double.install()
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     with pytest.raises(EnvironmentFailure, match="TINKER_API_KEY is not set"):
@@ -640,7 +613,9 @@ def test_a_run_saves_places_at_the_service_and_resumes_from_them(
         "Parity gate passed" in shown
         and "stays with the service as tinker://run-1/sampler_weights/" in shown
     )
-    assert [record.loss_is_placeholder for record in run.records()] == [False] * 4
+    for record in run.records():
+        assert not record.loss_is_placeholder and record.loss is not None
+        assert record.grad_norm is not None and abs(record.ratio_mean - 1) < 1e-5
     resumed = train(
         tinker_config(
             tmp_path / "run", resume={"from": str(tmp_path / "run")}, training={"max_steps": 6}
@@ -717,13 +692,9 @@ sys.exit(code)
 @pytest.mark.parametrize("campaign", first_of([True, False]))
 def test_neither_a_run_nor_a_campaign_imports_torch(tmp_path: Path, campaign: bool) -> None:
     toml = (
-        '[backend]\nbackend = "tinker"\n[model]\nmodel = "lab"\n[data]\nsource ='
-        ' "lab"\n[reward]\ntype = "random"\n'
-    )
-    toml += "[training]\nmax_steps = 2\n"
-    toml += (
-        "batch_size = 2\ngroup_size = 4\nmax_tokens = 8\n[evaluation]\nat_end = true\nmax_examples"
-        " = 4\n"
+        '[backend]\nbackend = "tinker"\n[model]\nmodel = "lab"\n[data]\nsource = "lab"\n'
+        '[reward]\ntype = "random"\n[training]\nmax_steps = 2\nbatch_size = 2\ngroup_size = 4\n'
+        "max_tokens = 8\n[evaluation]\nat_end = true\nmax_examples = 4\n"
     )
     toml += (
         '[campaign]\nseeds = [1]\nmax_steps = 1\nconditions = [{advantage_mode = "grpo",'
@@ -897,26 +868,6 @@ def test_an_archive_becomes_a_peft_folder_and_nothing_else(
     }
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "words"),
-    [
-        (404, b"", "offers no archive of the adapter"),
-        (200, b"no tar", "holds no adapter"),
-        (200, tar(a=b""), "holds no adapter"),
-    ],
-    ids=[
-        "refused",
-        "no archive",
-        "an archive of something else",
-    ],  # an archive holds the time of its making
-)
-def test_a_service_without_an_archive_gives_a_sentence(
-    tmp_path: Path, status: int, body: bytes, words: str
-) -> None:
-    with archive_server(status, body) as (url, _), pytest.raises(EnvironmentFailure, match=words):
-        service.download_adapter(url, "tinker://run/name", tmp_path, 10)
-
-
 def odd_tar(kind: bytes, name: str = "adapter_config.json", size: int = 0) -> bytes:
     """One member of a kind of its own, which says that it has `size` bytes."""
     member = tarfile.TarInfo(name)
@@ -924,38 +875,28 @@ def odd_tar(kind: bytes, name: str = "adapter_config.json", size: int = 0) -> by
     return gzip.compress(member.tobuf(tarfile.GNU_FORMAT) + bytes(20 * 512))
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (odd_tar(tarfile.SYMTYPE), "no adapter_config.json"),
-        (odd_tar(tarfile.LNKTYPE), "no adapter_config.json"),
-        (odd_tar(tarfile.FIFOTYPE), "no adapter_config.json"),
-        (odd_tar(tarfile.REGTYPE, size=1 << 40), "has 1099511627776 bytes"),
-        (odd_tar(tarfile.GNUTYPE_LONGNAME, size=1 << 40), "a header of 1099511627776 bytes"),
-        (odd_tar(tarfile.XHDTYPE, size=1 << 40), "a header of 1099511627776 bytes"),
-        (tar(**{f"{number}": b"" for number in range(1001)}), "more than 1000 files"),
-        (tar(adapter_config__json=b"{}")[:-40] + bytes(32), "holds no adapter"),
-        (odd_tar(tarfile.REGTYPE, "other", size=1 << 40), "other has 1099511627776 bytes"),
-        (
-            tar(adapter_config__json=b"[" * 100_000, adapter_model__safetensors=b""),
-            "RecursionError",
-        ),
-        (tar(adapter_config__json=b"[]", adapter_model__safetensors=b""), "holds no object"),
-    ],
-    ids=[
-        "link",
-        "hard link",
-        "pipe",
-        "terabyte",
-        "long name",
-        "long header",
-        "many files",
-        "broken",
-        "terabyte of another file",
-        "deep",
-        "list",
-    ],
-)
+TERABYTE = 1 << 40
+ARCHIVES = {
+    "no archive": (b"no tar", "holds no adapter"),
+    "an archive of something else": (tar(a=b""), "no adapter_config.json"),
+    "link": (odd_tar(tarfile.SYMTYPE), "no adapter_config.json"),
+    "hard link": (odd_tar(tarfile.LNKTYPE), "no adapter_config.json"),
+    "pipe": (odd_tar(tarfile.FIFOTYPE), "no adapter_config.json"),
+    "terabyte": (odd_tar(tarfile.REGTYPE, size=TERABYTE), f"has {TERABYTE} bytes"),
+    "long name": (odd_tar(tarfile.GNUTYPE_LONGNAME, size=TERABYTE), f"header of {TERABYTE} bytes"),
+    "long header": (odd_tar(tarfile.XHDTYPE, size=TERABYTE), f"a header of {TERABYTE} bytes"),
+    "many files": (tar(**{f"{number}": b"" for number in range(1001)}), "more than 1000 files"),
+    "broken": (tar(adapter_config__json=b"{}")[:-40] + bytes(32), "holds no adapter"),
+    "a large other": (odd_tar(tarfile.REGTYPE, "other", TERABYTE), f"other has {TERABYTE} bytes"),
+    "deep": (
+        tar(adapter_config__json=b"[" * 100_000, adapter_model__safetensors=b""),
+        "RecursionError",
+    ),
+    "list": (tar(adapter_config__json=b"[]", adapter_model__safetensors=b""), "holds no object"),
+}
+
+
+@pytest.mark.parametrize(("body", "words"), ARCHIVES.values(), ids=ARCHIVES)
 def test_an_archive_that_is_hostile_writes_nothing_outside_and_is_one_sentence(
     tmp_path: Path, body: bytes, words: str
 ) -> None:
@@ -973,27 +914,21 @@ def test_an_archive_that_is_hostile_writes_nothing_outside_and_is_one_sentence(
     }
 
 
-def test_an_archive_without_end_and_a_path_upwards_are_refused(
+def test_an_archive_without_end_or_none_and_a_path_upwards_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "_MAX_BYTES", 1000)
-    with (
-        archive_server(200, bytes(5000)) as (url, _),
-        pytest.raises(EnvironmentFailure, match="more than any adapter"),
+    for status, words in (
+        (200, "more than any adapter"),
+        (404, "offers no archive of the adapter"),
     ):
-        service.download_adapter(url, "tinker://run/name", tmp_path, 10)
+        with (
+            archive_server(status, bytes(5000)) as (url, _),
+            pytest.raises(EnvironmentFailure, match=words),
+        ):
+            service.download_adapter(url, "tinker://run/name", tmp_path, 10)
     with pytest.raises(EnvironmentFailure, match="is not a path of a Tinker service"):
         service.download_adapter("http://127.0.0.1:1", "tinker://../name", tmp_path, 10)
-
-
-def test_metrics_of_a_run_are_written(double: Double, tmp_path: Path) -> None:
-    small_run(tinker_config(tmp_path / "run", training={"max_steps": 2}), quiet=True)
-    for line in lines(tmp_path / "run/metrics.jsonl"):
-        assert (
-            line["loss"] is not None
-            and line["grad_norm"] is not None
-            and abs(line["ratio_mean"] - 1) < 1e-5
-        )
 
 
 @pytest.mark.slow

@@ -516,15 +516,14 @@ def _memory(
 def _adapter_of(settings: Squeeze) -> "tuple[LoraAdapter | None, list[str]]":
     """Read the adapter of a squeeze job, or return the reason why retrain would refuse the job."""
     from retrain.squeeze.adapter import read_adapter
-    from retrain.squeeze.analysis import checked_ranks, svd_device
+    from retrain.squeeze.analysis import svd_device, tried_ranks
     from retrain.squeeze.job import check_settings
 
     try:
         adapter = read_adapter(Path(settings.adapter_path))
         svd_device(settings.device)
         check_settings(settings, adapter)
-        if settings.target_ranks:
-            checked_ranks(settings.target_ranks, adapter.rank)
+        tried_ranks(settings.target_ranks, adapter.rank)
     except ConfigurationError as error:
         return None, list(error.problems)
     except EnvironmentFailure as error:

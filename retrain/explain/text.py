@@ -167,11 +167,11 @@ def _squeeze(seen: "Explanation") -> Iterator[str]:
 
 
 def _ranks(seen: "Explanation") -> Sequence[int]:
-    if seen.config.squeeze.target_ranks or seen.adapter is None:
+    if seen.adapter is None:
         return seen.config.squeeze.target_ranks
-    from retrain.squeeze.analysis import powers_of_two
+    from retrain.squeeze.analysis import tried_ranks
 
-    return powers_of_two(seen.adapter.rank)
+    return tried_ranks(seen.config.squeeze.target_ranks, seen.adapter.rank)
 
 
 def _conditions(seen: "Explanation") -> Iterator[str]:

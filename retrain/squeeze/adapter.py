@@ -2,8 +2,8 @@
 `adapter_model.safetensors`.
 """
 
+import re
 from dataclasses import dataclass
-from itertools import chain
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ CONFIG_FILE = "adapter_config.json"
 CARD_FILE = "README.md"
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 _VARIANTS = (
     "use_dora", "use_qalora", "lora_bias", "target_parameters", "use_bdlora", "arrow_config",
@@ -47,20 +47,11 @@ class LoraLayer:
 
     @property
     def rank(self) -> int:
-        return int(self.a.shape[0])
-
-    @property
-    def effective_rank(self) -> int:
-        d_out, d_in = self.b.shape[0], self.a.shape[1]
-        return min(self.rank, d_in, d_out)
+        return self.a.shape[0]
 
     @property
     def scale(self) -> float:
         return self.alpha / (sqrt(self.rank) if self.use_rslora else self.rank)
-
-    @property
-    def num_parameters(self) -> int:
-        return self.a.numel() + self.b.numel()
 
 
 @dataclass(frozen=True)
@@ -80,17 +71,17 @@ class LoraAdapter:
 
     @property
     def num_parameters(self) -> int:
-        return sum(layer.num_parameters for layer in self.layers)
+        return sum(layer.a.numel() + layer.b.numel() for layer in self.layers)
 
 
 def weight_names(layer: str) -> tuple[str, str]:
     """Return the names of A and B in the file."""
-    return f"{_PREFIX}{layer}{_A}", f"{_PREFIX}{layer}{_B}"
+    return f"base_model.model.{layer}{_A}", f"base_model.model.{layer}{_B}"
 
 
-def read_adapter(folder: Path) -> LoraAdapter:
-    """Read a plain LoRA adapter. Raises ConfigurationError for any other folder, so as not to drop
-    a part of an adapter silently.
+def read_adapter(folder: Path, device: str = "cpu") -> LoraAdapter:
+    """Read a plain LoRA adapter onto a device. Raises ConfigurationError for any other folder, so
+    as not to drop a part of an adapter silently.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -103,32 +94,26 @@ def read_adapter(folder: Path) -> LoraAdapter:
             " not read pickled weights)."
         )
     try:
-        tensors = load_file(path)
+        tensors = load_file(path, device)
     except SafetensorError as error:
         raise ConfigurationError(
             f"{path} is not a safetensors file ({error}); save the adapter again."
         ) from error
-    names = set()
-    for key in tensors:
-        if key.startswith(_PREFIX) and key.endswith((_A, _B)):
-            names.add(key.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B))
-        elif "lora_" in key:
-            raise ConfigurationError(
-                f"{path} holds {key}, which is not a factor of a linear layer; retrain squeezes"
-                " only plain LoRA on linear layers."
-            )
+    found = {key: _FACTOR.fullmatch(key) for key in tensors}
+    others = {key: tensors[key] for key in tensors if not found[key]}
+    odd = [key for key in others if "lora_" in key]
+    if odd:
+        raise ConfigurationError(
+            f"{path} holds {odd[0]}, which is not a factor of a linear layer; retrain squeezes"
+            " only plain LoRA on linear layers."
+        )
+    names = sorted({match[1] for match in found.values() if match})
     if not names:
         raise ConfigurationError(
             f"{path} holds no LoRA factors (…{_A}, …{_B}); name a LoRA adapter."
         )
-    layers = tuple(_layer(path, name, tensors, settings) for name in sorted(names))
-    used = set(chain.from_iterable(weight_names(name) for name in names))
-    return LoraAdapter(
-        folder,
-        settings,
-        layers,
-        {key: tensor for key, tensor in tensors.items() if key not in used},
-    )
+    layers = tuple(_layer(path, name, tensors, settings) for name in names)
+    return LoraAdapter(folder, settings, layers, others)
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
@@ -149,19 +134,18 @@ def _read_settings(folder: Path) -> dict[str, Any]:
             f"{path} has peft_type {settings.get('peft_type')!r}; retrain squeezes only LORA"
             " adapters."
         )
-    if not (_is_number(settings.get("r")) and _is_number(settings.get("lora_alpha"))):
+    if not {type(settings.get(key)) for key in ("r", "lora_alpha")} <= {int, float}:
         raise ConfigurationError(
             f"{path} lacks a number for r or lora_alpha, so the update's scale is unknown; save the"
             " adapter again."
         )
-    for key in _VARIANTS:
-        if settings.get(key):
-            raise ConfigurationError(
-                f"{path} has {key} = {settings[key]!r}: its update is not B A alone, so retrain"
-                " cannot reduce its rank."
-            )
+    for key in filter(settings.get, _VARIANTS):
+        raise ConfigurationError(
+            f"{path} has {key} = {settings[key]!r}: its update is not B A alone, so retrain"
+            " cannot reduce its rank."
+        )
     init = settings.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING):
+    if str(init).lower().startswith(_BASE_CHANGING):
         raise ConfigurationError(
             f"{path} has init_lora_weights = {init!r}, which changes the base model depending"
             " on the rank. Convert the adapter to plain LoRA (in peft"
@@ -170,27 +154,14 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _layer(
     path: Path, name: str, tensors: dict[str, Tensor], settings: dict[str, Any]
 ) -> LoraLayer:
-    key_a, key_b = weight_names(name)
-    for key in (key_a, key_b):
+    for key in weight_names(name):
         if key not in tensors:
             raise ConfigurationError(f"{path} lacks {key}; save the adapter again.")
-    a, b = tensors[key_a], tensors[key_b]
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-        raise ConfigurationError(
-            f"{path}: {name} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, not the"
-            " factors [rank, in] and [out, rank] of a linear layer."
-        )
-    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-        raise ConfigurationError(
-            f"{path}: {name} holds nan or inf, so it has no spectrum. Use an earlier checkpoint."
-        )
+    a, b = (tensors[key] for key in weight_names(name))
+    check_factors(f"{path}: {name}", a, b)
     stated = _of_pattern(settings.get("rank_pattern"), name, settings["r"])
     if stated != a.shape[0]:
         raise ConfigurationError(
@@ -199,6 +170,21 @@ def _layer(
         )
     alpha = _of_pattern(settings.get("alpha_pattern"), name, settings["lora_alpha"])
     return LoraLayer(name, a, b, float(alpha), bool(settings.get("use_rslora")))
+
+
+def check_factors(where: str, a: Tensor, b: Tensor) -> None:
+    """Raise ConfigurationError, a ValueError, unless A and B are finite factors of a linear
+    layer.
+    """
+    if not (a.ndim == b.ndim == 2 and a.shape[0] == b.shape[1] and a.numel() and b.numel()):
+        raise ConfigurationError(
+            f"{where} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, not the"
+            " factors [rank, in] and [out, rank] of a linear layer."
+        )
+    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        raise ConfigurationError(
+            f"{where} holds nan or inf, so it has no spectrum. Use an earlier checkpoint."
+        )
 
 
 def _of_pattern(pattern: dict[str, float] | None, name: str, default: float) -> float:

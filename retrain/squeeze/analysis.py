@@ -7,33 +7,21 @@ core. Shapes: A [rank, d_in], B [d_out, rank]. With A^T = Q_a R_a and B = Q_b R_
 without the d_out x d_in matrix.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
+from math import hypot
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from statistics import fmean
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from retrain.errors import ConfigurationError, EnvironmentFailure, UntrainedAdapter
 from retrain.records.summary import SqueezeSummary, TableRow
-from retrain.squeeze.adapter import LoraAdapter, read_adapter
+from retrain.squeeze.adapter import check_factors, read_adapter
 
 # -- one layer -------------------------------------------------------------------------------------
-
-
-class Factors(NamedTuple):
-    """The thin SVD B A = left diag(values) right^T in float64, with m = min(rank, d_in, d_out)."""
-
-    left: Tensor
-    """[d_out, m], orthonormal columns."""
-    values: Tensor
-    """[m] singular values, descending."""
-    right: Tensor
-    """[d_in, m], orthonormal columns."""
 
 
 @dataclass(frozen=True)
@@ -59,69 +47,49 @@ class LayerSpectrum:
         """True for an untrained layer (B = 0 at the start), which has no variance to retain or
         lose.
         """
-        return self.scale * self.singular_values[0] == 0.0
-
-    @cached_property
-    def _cumulative(self) -> tuple[float, ...]:
-        """The cumulative sums of squares, relative to the largest value, so that tiny adapters do
-        not underflow.
-        """
-        return tuple(
-            accumulate((value / self.singular_values[0]) ** 2 for value in self.singular_values)
-        )
+        return not self._norm()
 
     @property
     def energy(self) -> float:
         """The squared Frobenius norm of the update, scale included."""
-        if self.is_zero:
-            return 0.0
-        return (self.scale * self.singular_values[0]) ** 2 * self._cumulative[-1]
+        return self._norm() ** 2
+
+    def _norm(self, cut: int = 0) -> float:
+        """Return the Frobenius norm of the update without its first `cut` singular values, scale
+        included.
+        """
+        return abs(self.scale) * hypot(*self.singular_values[cut:])
 
     def retained(self, k: int) -> float:
         """Return V(k), the fraction of the sum of squared singular values in the first k. sqrt(1 -
         V) is the relative Frobenius error. V is 1 from the effective rank on. Raises ValueError for
         k < 1 and for a layer of zeros.
         """
-        if k < 1:
-            raise ValueError(f"rank {k} is not a rank; give 1 or more")
         if self.is_zero:
             raise ValueError(f"the update of {self.name} is zero, so it has no variance")
-        if k >= self.effective_rank:
-            return 1.0
-        return self._cumulative[k - 1] / self._cumulative[-1]
+        return 1.0 - self.lost(k)
 
     def lost(self, k: int) -> float:
-        """Return 1 - V(k), summed over the values that rank k cuts off, so that a small loss keeps
-        its digits. A layer of zeros has 0.
+        """Return 1 - V(k) from the values that rank k cuts off, so that a small loss keeps its
+        digits. A layer of zeros has 0.
 
         Its square root is the relative Frobenius error of the update at rank k. Raises ValueError
         for k < 1.
         """
         if k < 1:
             raise ValueError(f"rank {k} is not a rank; give 1 or more")
-        if self.is_zero:
-            return 0.0
-        cut = self.singular_values[k:]
-        return (
-            math.fsum((value / self.singular_values[0]) ** 2 for value in cut)
-            / self._cumulative[-1]
-        )
+        return 0.0 if self.is_zero else (self._norm(k) / self._norm()) ** 2
 
     def smallest_rank(self, threshold: float) -> int:
         """Return the smallest k with V(k) at or above the threshold, or 1 for a layer of zeros."""
-        if self.is_zero:
-            return 1
         return next(
-            k for k in range(1, self.effective_rank + 1) if reaches(self.retained(k), threshold)
+            k for k in range(1, self.effective_rank + 1) if _reaches(1 - self.lost(k), threshold)
         )
 
 
-def reaches(retained: float, threshold: float) -> bool:
-    return retained >= threshold - _ROUNDING
-
-
-_ROUNDING = 1e-12
-"""A V(k) that is below the threshold only by the rounding of its sum counts as reaching it."""
+def _reaches(retained: float, threshold: float) -> bool:
+    """A V(k) that is below the threshold only by the rounding of its sum reaches it."""
+    return retained >= threshold - 1e-12
 
 
 def layer_spectrum(
@@ -130,44 +98,20 @@ def layer_spectrum(
     """Compute the spectrum of B A from A [rank, d_in] and B [d_out, rank]. Raises ValueError for
     wrong shapes, nan and inf.
     """
-    values = torch.linalg.svdvals(_core(lora_a, lora_b, name))
+    _, values, _ = factorise(lora_a, lora_b, name)
     return LayerSpectrum(name, lora_a.shape[0], tuple(values.tolist()), scale)
 
 
-def factorise(lora_a: Tensor, lora_b: Tensor, name: str) -> Factors:
-    """Compute the SVD of B A as thin factors. Raises the errors of `layer_spectrum`."""
-    a, b = _checked(lora_a, lora_b, name)
-    q_a, r_a = torch.linalg.qr(a.T)
-    q_b, r_b = torch.linalg.qr(b)
+def factorise(lora_a: Tensor, lora_b: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the thin SVD B A = left diag(values) right^T in float64, with m = min(rank, d_in,
+    d_out): left [d_out, m], values [m] descending, right [d_in, m]. Raises the errors of
+    `layer_spectrum`.
+    """
+    check_factors(name, lora_a, lora_b)
+    q_a, r_a = torch.linalg.qr(lora_a.double().T)
+    q_b, r_b = torch.linalg.qr(lora_b.double())
     u, values, vh = torch.linalg.svd(r_b @ r_a.T, full_matrices=False)
-    return Factors(q_b @ u, values, q_a @ vh.T)
-
-
-def product_norm(lora_a: Tensor, lora_b: Tensor) -> float:
-    """Return the Frobenius norm of B A."""
-    return float(torch.linalg.matrix_norm(_core(lora_a, lora_b, "product")))
-
-
-def _core(lora_a: Tensor, lora_b: Tensor, name: str) -> Tensor:
-    a, b = _checked(lora_a, lora_b, name)
-    core: Tensor = torch.linalg.qr(b, mode="r").R @ torch.linalg.qr(a.T, mode="r").R.T
-    return core
-
-
-def _checked(lora_a: Tensor, lora_b: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    if (
-        lora_a.ndim != 2
-        or lora_b.ndim != 2
-        or lora_a.shape[0] != lora_b.shape[1]
-        or 0 in (*lora_a.shape, *lora_b.shape)
-    ):
-        raise ValueError(
-            f"{name}: lora_A {list(lora_a.shape)} and lora_B {list(lora_b.shape)} must be [rank,"
-            " in] and [out, rank]"
-        )
-    if not (torch.isfinite(lora_a).all() and torch.isfinite(lora_b).all()):
-        raise ValueError(f"{name}: lora_A or lora_B holds nan or inf")
-    return lora_a.double(), lora_b.double()
+    return q_b @ u, values, q_a @ vh.T
 
 
 # -- an adapter ------------------------------------------------------------------------------------
@@ -230,31 +174,15 @@ def analyze_adapter(
     must equal the rank of the adapter. Raises ConfigurationError for an adapter that is not plain
     LoRA or not trained, and for ranks that do not fit it.
     """
-    adapter = read_adapter(Path(adapter_path))
-    return analyze(
-        adapter, min_variance_retention, target_ranks, source_rank, rule, svd_device(device)
-    )
-
-
-def analyze(
-    adapter: LoraAdapter,
-    threshold: float,
-    target_ranks: Sequence[int],
-    source_rank: int,
-    rule: Rule,
-    device: torch.device,
-) -> Analysis:
-    """Do what `analyze_adapter` does for an adapter in memory."""
-    if source_rank and source_rank != adapter.rank:
+    adapter = read_adapter(Path(adapter_path), svd_device(device))
+    if source_rank not in (0, adapter.rank):
         raise ConfigurationError(
             f"[squeeze] source_rank = {source_rank}, and {adapter.folder} has rank {adapter.rank};"
             " set it to that, or to 0 to read it."
         )
-    ranks = powers_of_two(adapter.rank)
-    if target_ranks:
-        ranks = checked_ranks(target_ranks, adapter.rank)
+    ranks = tried_ranks(target_ranks, adapter.rank)
     layers = tuple(
-        layer_spectrum(layer.a.to(device), layer.b.to(device), name=layer.name, scale=layer.scale)
+        layer_spectrum(layer.a, layer.b, name=layer.name, scale=layer.scale)
         for layer in adapter.layers
     )
     trained = [layer for layer in layers if not layer.is_zero]
@@ -264,9 +192,11 @@ def analyze(
             " it first."
         )
     retained = [{k: layer.retained(k) for k in ranks} for layer in trained]
-    recommended = recommend_rank(retained, ranks, threshold, rule, adapter.rank)
+    recommended = recommend_rank(retained, ranks, min_variance_retention, rule, adapter.rank)
     table = tuple(_row(k, trained) for k in sorted({*ranks, recommended}))
-    return Analysis(adapter.folder, adapter.rank, recommended, rule, threshold, table, layers)
+    return Analysis(
+        adapter.folder, adapter.rank, recommended, rule, min_variance_retention, table, layers
+    )
 
 
 def recommend_rank(
@@ -290,46 +220,33 @@ def recommend_rank(
         raise ValueError(
             f"min_variance_retention = {threshold} is out of range; allowed: above 0 and at most 1"
         )
-    source = source_rank
-    if source is None:
-        source = max(ranks)
     trained = [layer for layer in layers if layer is not None]
     if not trained:
         raise ValueError("the adapter is untrained: every layer is zero")
-    for k in checked_ranks(ranks, source):
-        # The last rank that a layer names keeps all of it.
-        values = [1.0 if k > max(layer) else layer[k] for layer in trained]
-        kept = math.fsum(values) / len(values)
-        if rule == "min":
-            kept = min(values)
-        if reaches(kept, threshold):
+    source = source_rank or max(ranks)
+    for k in tried_ranks(ranks, source):
+        values = [layer.get(k, 1.0) for layer in trained]
+        if _reaches(min(values) if rule == "min" else fmean(values), threshold):
             return k
     return source
 
 
-def checked_ranks(ranks: Sequence[int], source_rank: int) -> tuple[int, ...]:
-    """Return `ranks` if they rise and lie between 1 and `source_rank`. Raises ConfigurationError, a
-    ValueError, otherwise.
+def tried_ranks(target_ranks: Sequence[int], source_rank: int) -> tuple[int, ...]:
+    """Return `target_ranks`; without any, 1, 2, 4, ... below the source rank, and the source rank.
+    Raises ConfigurationError, a ValueError, unless they rise and lie between 1 and `source_rank`.
     """
-    rising = all(low < high for low, high in pairwise(ranks))
-    if not ranks or not rising or ranks[0] < 1 or ranks[-1] > source_rank:
+    powers = (2**power for power in range((source_rank - 1).bit_length()))
+    ranks = tuple(target_ranks) or (*powers, source_rank)
+    if list(ranks) != sorted(set(ranks)) or ranks[0] < 1 or ranks[-1] > source_rank:
         raise ConfigurationError(
             f"[squeeze] target_ranks = {list(ranks)}: give different ranks in rising order, from 1"
             f" to {source_rank}, the adapter's rank."
         )
-    return tuple(ranks)
+    return ranks
 
 
-def powers_of_two(source_rank: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, ... below the source rank, and the source rank."""
-    return (
-        *(2**power for power in range(source_rank.bit_length()) if 2**power < source_rank),
-        source_rank,
-    )
-
-
-def svd_device(name: str) -> torch.device:
-    """Return the device of `[squeeze] device`. Raises EnvironmentFailure if it is absent."""
+def svd_device(name: str) -> str:
+    """Return torch's name of `[squeeze] device`. Raises EnvironmentFailure if it is absent."""
     from retrain.model.devices import is_present, present_devices
 
     device = torch.device(name.replace("gpu", "cuda"))
@@ -342,20 +259,11 @@ def svd_device(name: str) -> torch.device:
             f'[squeeze] device = "{name}": this machine has no such device'
             f" ({present_devices()}). Choose another."
         )
-    return device
+    return str(device)
 
 
 def _row(k: int, trained: Sequence[LayerSpectrum]) -> TableRow:
     values = [layer.retained(k) for layer in trained]
-    # Relative to the largest, since the squares of tiny updates would be 0.
-    largest = max(layer.energy for layer in trained)
-    weights = [layer.energy / largest for layer in trained]
-    whole = math.fsum(weights)
-    energy = math.fsum(v * weight for v, weight in zip(values, weights, strict=True)) / whole
-    lost = (
-        math.fsum(layer.lost(k) * weight for layer, weight in zip(trained, weights, strict=True))
-        / whole
-    )
-    return TableRow(
-        k, math.fsum(values) / len(values), min(values), max(values), energy, math.sqrt(lost)
-    )
+    # The layers' updates are blocks of one matrix, whose norms add in squares.
+    error = hypot(*(layer._norm(k) for layer in trained)) / hypot(*(one._norm() for one in trained))
+    return TableRow(k, fmean(values), min(values), max(values), 1 - error**2, error)

@@ -10,8 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import chain
-from math import fsum, hypot, sqrt
+from math import hypot, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.disk import replacing_folder
-from retrain.records.run_folder import MARKER, mark
+from retrain.records.run_folder import kind_of, mark
 from retrain.squeeze.adapter import (
     CARD_FILE,
     CONFIG_FILE,
@@ -30,8 +29,10 @@ from retrain.squeeze.adapter import (
     read_adapter,
     weight_names,
 )
-from retrain.squeeze.analysis import Factors, factorise, product_norm, svd_device
-from retrain.system import read_object
+from retrain.squeeze.analysis import factorise, layer_spectrum, svd_device
+
+Factors = tuple[Tensor, Tensor, Tensor]
+"""What `factorise` returns: left, values, right."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,7 @@ def compressed_alpha(
     exact = alpha * target_rank / source_rank
     if use_rslora:
         exact = alpha * sqrt(target_rank / source_rank)
-    if exact == int(exact):
-        return int(exact)
-    return exact
+    return int(exact) if exact == int(exact) else exact
 
 
 def compress_adapter(
@@ -96,49 +95,32 @@ def compress_adapter(
     wrote. Raises ConfigurationError for a wrong rank or folder, and RunFailed if the written
     adapter differs from the computed adapter.
     """
-    adapter = read_adapter(Path(adapter_path))
-    return compress(
-        adapter, Path(output_path), target_rank, svd_device(device), overwrite=overwrite
-    )
-
-
-def compress(
-    adapter: LoraAdapter,
-    output: Path,
-    target_rank: int | Mapping[str, int],
-    device: torch.device,
-    *,
-    overwrite: bool,
-) -> Compression:
-    """Do what `compress_adapter` does for an adapter in memory."""
+    adapter, output = read_adapter(Path(adapter_path), svd_device(device)), Path(output_path)
     check_output(adapter.folder, output, overwrite)
     ranks = ranks_of(adapter, target_rank)
-    tensors = dict(adapter.others)
-    cut, whole = [], []
-    for layer in adapter.layers:
-        factors = factorise(layer.a.to(device), layer.b.to(device), layer.name)
-        key_a, key_b = weight_names(layer.name)
-        tensors[key_a], tensors[key_b] = truncated(layer, factors, ranks[layer.name])
-        cut.append(
-            layer.scale * float(torch.linalg.vector_norm(factors.values[ranks[layer.name] :]))
-        )
-        whole.append(layer.scale * float(torch.linalg.vector_norm(factors.values)))
+    factors = [factorise(layer.a, layer.b, layer.name) for layer in adapter.layers]
+    pairs = list(zip(adapter.layers, factors, strict=True))
+    tensors, cut, whole = dict(adapter.others), list[float](), list[float]()
+    for layer, found in pairs:
+        cut.append(layer.scale * float(found[1][ranks[layer.name] :].norm()))
+        whole.append(layer.scale * float(found[1].norm()))
+        new = truncated(layer, found, ranks[layer.name])
+        tensors |= zip(weight_names(layer.name), new, strict=True)
     # The layers' updates are blocks of one matrix, whose norms add in squares.
-    total = hypot(*whole)
-    settings = _settings(adapter, ranks)
-    error = hypot(*cut) / total if total else 0.0
-    _write(output, tensors, settings, _card(adapter, ranks, error))
-    storage = _verify(adapter, output, ranks, device)
-    keys = chain.from_iterable(weight_names(layer.name) for layer in adapter.layers)
-    written = sum(tensors[key].numel() for key in keys)
+    total = hypot(*whole) or 1.0
+    error = hypot(*cut) / total
+    _write(output, tensors, _settings(adapter, ranks), _card(adapter, ranks, error))
+    stored = read_adapter(output, svd_device(device))
+    written = zip(pairs, stored.layers, strict=True)
+    rounding = hypot(*(_rounding(output, *pair, layer) for pair, layer in written))
     return Compression(
         output,
         adapter.rank,
         ranks,
         error,
-        storage / total if total else 0.0,
+        rounding / total,
         adapter.num_parameters,
-        written,
+        stored.num_parameters,
     )
 
 
@@ -148,12 +130,30 @@ def truncated(layer: LoraLayer, factors: Factors, k: int) -> tuple[Tensor, Tenso
 
     A layer of zeros keeps the first rows of A, so that it remains trainable.
     """
-    if not factors.values[0]:
-        return layer.a[:k].contiguous(), torch.zeros(layer.b.shape[0], k, dtype=layer.b.dtype)
-    root = factors.values[:k].sqrt()
-    a = (factors.right[:, :k] * root).T
-    b = factors.left[:, :k] * root
+    left, values, right = factors
+    root = values[:k].sqrt()
+    a, b = (right[:, :k] * root).T if values[0] else layer.a[:k], left[:, :k] * root
     return a.to("cpu", layer.a.dtype).contiguous(), b.to("cpu", layer.b.dtype).contiguous()
+
+
+def _rounding(output: Path, source: LoraLayer, factors: Factors, stored: LoraLayer) -> float:
+    """Return the Frobenius norm of a stored update minus the truncated one, which bounds the
+    largest difference of a single weight. Raises RunFailed if it is more than rounding.
+    """
+    left, values, right = (part[..., : stored.rank] for part in factors)
+    a = torch.cat([stored.a.double(), right.T])
+    b = torch.cat([stored.scale * stored.b.double(), -source.scale * left * values], dim=1)
+    difference = sqrt(layer_spectrum(a, b).energy)
+    # Half a unit of rounding on each factor, and as much again for all else.
+    allowed = 4 * torch.finfo(stored.a.dtype).eps * abs(source.scale) * float(values.sum())
+    if difference > allowed:
+        raise RunFailed(
+            f"{output}: the update of {source.name} differs from the truncated one by"
+            f" {difference:.3g}, and rounding to"
+            f" {str(stored.a.dtype).removeprefix('torch.')} explains {allowed:.3g}. Do not"
+            " use this folder."
+        )
+    return difference
 
 
 def ranks_of(adapter: LoraAdapter, target: int | Mapping[str, int]) -> dict[str, int]:
@@ -161,13 +161,12 @@ def ranks_of(adapter: LoraAdapter, target: int | Mapping[str, int]) -> dict[str,
     for names that do not match the layers.
     """
     names = {layer.name for layer in adapter.layers}
-    if not isinstance(target, int) and set(target) != names:
-        wrong = sorted(names ^ set(target))
+    wanted = dict.fromkeys(names, target) if isinstance(target, int) else target
+    for wrong in sorted(names ^ wanted.keys()):
         raise ConfigurationError(
-            f"Ranks by layer must name each layer of {adapter.folder} once; {wrong[0]} is missing"
+            f"Ranks by layer must name each layer of {adapter.folder} once; {wrong} is missing"
             " or unknown."
         )
-    wanted = dict.fromkeys(names, target) if isinstance(target, int) else target
     for name, rank in wanted.items():
         if not 1 <= rank <= adapter.rank:
             where = "[squeeze] compress_to" if isinstance(target, int) else name
@@ -175,7 +174,10 @@ def ranks_of(adapter: LoraAdapter, target: int | Mapping[str, int]) -> dict[str,
                 f"{where} = {rank} is out of range; allowed: 1 to {adapter.rank}, the rank of"
                 f" {adapter.folder}."
             )
-    return {layer.name: min(wanted[layer.name], layer.effective_rank) for layer in adapter.layers}
+    return {
+        layer.name: min(wanted[layer.name], *layer.a.shape, *layer.b.shape)
+        for layer in adapter.layers
+    }
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -190,8 +192,7 @@ def check_output(source: Path, output: Path, overwrite: bool) -> None:
         raise ConfigurationError(f"{where} is the adapter itself; choose another folder.")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
-    marker = output / MARKER
-    if not marker.is_file() or read_object(marker).get("kind") != "squeeze":
+    if kind_of(output) != "squeeze":
         raise ConfigurationError(
             f"{where} exists and does not come from a squeeze job, so retrain does not"
             " overwrite it; choose another folder."
@@ -219,75 +220,38 @@ def _settings(adapter: LoraAdapter, ranks: Mapping[str, int]) -> dict[str, Any]:
     """Return the source's settings with the new ranks and alphas; patterns hold only the layers
     that differ from the default.
     """
-    default_rank = max(ranks.values())
     alphas = {
         layer.name: compressed_alpha(layer.alpha, layer.rank, ranks[layer.name], layer.use_rslora)
         for layer in adapter.layers
     }
-    default_alpha = next(alphas[name] for name, rank in ranks.items() if rank == default_rank)
-    return adapter.settings | {
-        "r": default_rank,
-        "lora_alpha": default_alpha,
-        "rank_pattern": {
-            _exactly(name): rank for name, rank in ranks.items() if rank != default_rank
-        },
-        "alpha_pattern": {
-            _exactly(name): alpha for name, alpha in alphas.items() if alpha != default_alpha
-        },
-    }
+    largest = max(ranks, key=lambda name: ranks[name])
+    settings = dict(adapter.settings)
+    for key, pattern, values in (
+        ("r", "rank_pattern", ranks),
+        ("lora_alpha", "alpha_pattern", alphas),
+    ):
+        settings[key] = values[largest]
+        # an expression that peft matches with this module only
+        settings[pattern] = {
+            f"^{re.escape(name)}": value
+            for name, value in values.items()
+            if value != values[largest]
+        }
+    return settings
 
 
-def _exactly(name: str) -> str:
-    """Return the expression that peft matches with this module only."""
-    return f"^{re.escape(name)}"
+def rank_words(ranks: Mapping[str, int]) -> str:
+    low, high = min(ranks.values()), max(ranks.values())
+    return f"rank {high}" if low == high else f"ranks {low} to {high}"
 
 
 def _card(adapter: LoraAdapter, ranks: Mapping[str, int], error: float) -> str:
     base = adapter.settings.get("base_model_name_or_path")
-    low, high = min(ranks.values()), max(ranks.values())
     return (
         f"---\nbase_model: {json.dumps(base)}\nlibrary_name: peft\ntags:\n- lora\n-"
-        f" retrain\n---\n\n# LoRA adapter for {base},"
-        f" {f'rank {high}' if low == high else f'ranks {low} to {high}'}\n\nCompressed by retrain"
+        f" retrain\n---\n\n# LoRA adapter for {base}, {rank_words(ranks)}\n\nCompressed by retrain"
         f" from an adapter of rank {adapter.rank}: the update of each layer is truncated to its"
         " first singular values, at the same scale. Relative Frobenius error of the whole update:"
         f" {error:.2%}. The source's optimizer state does not fit; continue training with a new"
         " one.\n"
     )
-
-
-# -- verification ----------------------------------------------------------------------------------
-
-
-def _verify(
-    adapter: LoraAdapter, output: Path, ranks: Mapping[str, int], device: torch.device
-) -> float:
-    """Read the written adapter and compare every layer's update with the truncated one; return the
-    Frobenius norm of all differences.
-
-    The norm bounds the largest difference of a single weight. Raises RunFailed if a layer differs
-    by more than rounding.
-    """
-    stored = {layer.name: layer for layer in read_adapter(output).layers}
-    squares = []
-    for source in adapter.layers:
-        layer, k = stored[source.name], ranks[source.name]
-        factors = factorise(source.a.to(device), source.b.to(device), source.name)
-        kept = factors.values[:k]
-        a = torch.cat([layer.a.to(device).double(), factors.right[:, :k].T])
-        b = torch.cat(
-            [layer.scale * layer.b.to(device).double(), -source.scale * factors.left[:, :k] * kept],
-            dim=1,
-        )
-        difference = product_norm(a, b)
-        # Half a unit of rounding on each factor, and as much again for all else.
-        allowed = 4 * torch.finfo(layer.a.dtype).eps * abs(source.scale) * float(kept.sum())
-        if difference > allowed:
-            raise RunFailed(
-                f"{output}: the update of {source.name} differs from the truncated one by"
-                f" {difference:.3g}, and rounding to"
-                f" {str(layer.a.dtype).removeprefix('torch.')} explains {allowed:.3g}. Do not"
-                " use this folder."
-            )
-        squares.append(difference**2)
-    return sqrt(fsum(squares))

@@ -5,8 +5,6 @@ for transformers, with its tokenizer and a model card.
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from retrain.records.terminal import counted
 from retrain.run.notes import trust_note
 from retrain.run.parts import Say
 from retrain.squeeze.adapter import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, read_adapter
-from retrain.system import toml_value
+from retrain.system import read_object, toml_value
 from retrain.tracking.lines import pass_at_1
 from retrain.types import WHOLE_MODEL
 
@@ -41,6 +39,13 @@ _SHOWN = (
     "training.max_tokens", "training.temperature", "training.lr", "model.lora_rank", "data.source",
     "reward.type",
 )  # fmt: skip
+
+_KINDS = {
+    "Adapter": ("LoRA adapter", "peft", "lora, "),
+    "Merged model": ("merged model", "transformers", "lora, "),
+    "Model": ("all weights trained", "transformers", ""),
+}
+"""`Export.what` -> words, library and first tag of the card."""
 
 
 @dataclass(frozen=True)
@@ -75,57 +80,76 @@ def export_run(
     """
     source = stored_run(run).check()
     folder, config = source.folder, source.config
-    what = _kind_of(config, merged)
-    output = output or _beside(run, what)
+    model, full, place = config.model, config.model.train == "full", run.resolve()
+    what = "Model" if full else "Merged model" if merged else "Adapter"
+    output = output or place.parent / f"{place.name}-{what.split()[0].lower()}"
     _check_place(output)
-    if not trust:
-        _refuse_code(config, folder.config)
+    if model.trust_remote_code and not trust:
+        raise ConfigurationError(
+            f"{folder.config} names Python code that exporting it would execute: [model]"
+            f" trust_remote_code = true (of {model.model}). Read the code first, then add --trust."
+        )
     note_secrets(config)
     found = _checkpoint(folder, checkpoint)
-    if what != "Model":
+    if not full:
         read_adapter(found.folder)  # refuse it before loading anything large
-    base = base_name(resolve_model(config.model.model))
+    base = base_name(resolve_model(model.model))
     is_local = Path(base).is_dir()
-    if uploads and is_local and what == "Adapter":
+    if uploads and what == "Adapter" and is_local:
         raise ConfigurationError(
             f"--hub: the adapter's base is a folder of this machine, {base}, which others lack."
             " Add --merged, which uploads a whole model."
         )
-    note = trust_note(config.model)
-    if note:
+    if note := trust_note(model):
         log(note)
-    model = config.model
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
-    whole = _whole(config, base, found.folder, merged)
-    scores = _held_out(folder, config, found.step)
-    texts = _texts(config, "" if is_local else base, found, scores, what)
-    with _writing(output), replacing_folder(output.resolve()) as aside, no_progress_bar():
-        tokenizer.save_pretrained(aside)
-        if whole is not None:
-            _write_model(whole, aside)
-        else:
-            _write_adapter(found.folder, aside, base)
-        for name, content in texts.items():
-            _write(aside / name, content)
+    whole = None
+    if what != "Adapter":
+        whole = (_trained if full else _merged)(config, base, found.folder)
+    texts = _texts(folder, config, "" if is_local else base, found, what)
+    _write(output, tokenizer, whole, found.folder, base, texts)
     return Export(output, base, is_local, what)
 
 
 def _texts(
-    config: TrainConfig, base: str, found: Checkpoint, scores: list[Evaluation], what: str
+    folder: RunFolder, config: TrainConfig, base: str, found: Checkpoint, what: str
 ) -> dict[str, str]:
     """Return the settings and the card by their files' names. The function masks them as text too:
     a masked value that the schema refuses stays in the configuration.
     """
-    again = Redactor().config(replaced(config, _own_settings(config)))
+    evaluated = read_evaluations(folder.evaluation, config.evaluation.k)
+    scores = [each for each in evaluated if each.step in (0, found.step)]
+    own = {"logging.log_dir": "logs/reproduced"}
+    if Redactor().text(config.logging.label) != config.logging.label:
+        own["logging.label"] = ""  # a mask would make it unusable
+    again = Redactor().config(replaced(config, own))
     texts = {SETTINGS_FILE: dump_toml(again), CARD_FILE: _card(again, base, found, scores, what)}
     return {name: Redactor().text(content) for name, content in texts.items()}
 
 
-def _kind_of(config: TrainConfig, merged: bool) -> str:
-    """Return the kind of the export."""
-    if config.model.train == "full":
-        return "Model"
-    return "Merged model" if merged else "Adapter"
+def _write(
+    output: Path, tokenizer: Any, whole: Any, adapter: Path, base: str, texts: dict[str, str]
+) -> None:
+    """Write the export as a whole: `whole`, or without it the adapter with its base's name."""
+    try:
+        with replacing_folder(output.resolve()) as aside, no_progress_bar():
+            tokenizer.save_pretrained(aside)
+            if whole is None:
+                shutil.copyfile(adapter / WEIGHTS_FILE, aside / WEIGHTS_FILE)
+                settings = read_object(adapter / CONFIG_FILE) | {"base_model_name_or_path": base}
+                texts[CONFIG_FILE] = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+            else:
+                _write_model(whole, aside)
+            for name, content in texts.items():
+                (aside / name).write_text(content, encoding="utf-8")
+    except OSError as error:
+        if not is_disk(error):
+            raise
+        # a copy's error names the source, which is intact
+        raise EnvironmentFailure(
+            f"{output} is not writable ({error.strerror}); free space there, or name"
+            " another disk by --output."
+        ) from error
 
 
 def _write_model(model: Any, folder: Path) -> None:
@@ -140,25 +164,6 @@ def _write_model(model: Any, folder: Path) -> None:
     mode = (folder / "config.json").stat().st_mode
     for weights in folder.glob("*.safetensors"):
         weights.chmod(mode)
-
-
-def _own_settings(config: TrainConfig) -> dict[str, str]:
-    """Return the settings that replace the run's own: its folder, and a label in the form of a
-    secret, which a mask would make unusable.
-    """
-    settings = {"logging.log_dir": "logs/reproduced"}
-    if Redactor().text(config.logging.label) != config.logging.label:
-        settings["logging.label"] = ""
-    return settings
-
-
-def _refuse_code(config: TrainConfig, path: Path) -> None:
-    """Raise ConfigurationError if loading the model would run code that came with it."""
-    if config.model.trust_remote_code:
-        raise ConfigurationError(
-            f"{path} names Python code that exporting it would execute: [model] trust_remote_code ="
-            f" true (of {config.model.model}). Read the code first, then add --trust."
-        )
 
 
 def _check_place(output: Path) -> None:
@@ -178,20 +183,6 @@ def _check_place(output: Path) -> None:
     inside = RunFolder(output).doomed()
     if inside:
         raise ConfigurationError(f"{inside}; name another by --output.")
-
-
-@contextmanager
-def _writing(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if not is_disk(error):
-            raise
-        # a copy's error names the source, which is intact
-        raise EnvironmentFailure(
-            f"{output} is not writable ({error.strerror}); free space there, or name"
-            " another disk by --output."
-        ) from error
 
 
 def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
@@ -234,19 +225,6 @@ def _merged(config: TrainConfig, base: str, adapter: Path) -> Any:
     return wrapped.merge_and_unload(safe_merge=True)
 
 
-def _beside(run: Path, what: str) -> Path:
-    """Return a folder next to a run. A run given as `.` gets its name only by resolving it."""
-    place = run.resolve()
-    return place.parent / f"{place.name}-{what.split()[0].lower()}"
-
-
-def _whole(config: TrainConfig, base: str, folder: Path, merged: bool) -> Any:
-    """Return the transformers model of a checkpoint; None for the export of its adapter."""
-    if config.model.train == "full":
-        return _trained(config, base, folder)
-    return _merged(config, base, folder) if merged else None
-
-
 def _trained(config: TrainConfig, base: str, folder: Path) -> Any:
     """Return the transformers model with the weights of a checkpoint, in the dtype of the base's
     files.
@@ -270,25 +248,6 @@ def _does_not_fit(adapter: Path, base: str, problem: str) -> ConfigurationError:
     )
 
 
-def _write_adapter(adapter: Path, output: Path, base: str) -> None:
-    """Copy an adapter, with `base` as the name of its base model."""
-    shutil.copyfile(adapter / WEIGHTS_FILE, output / WEIGHTS_FILE)
-    settings = read_adapter(adapter).settings | {"base_model_name_or_path": base}
-    _write(output / CONFIG_FILE, json.dumps(settings, indent=2, sort_keys=True) + "\n")
-
-
-def _held_out(folder: RunFolder, config: TrainConfig, step: int) -> list[Evaluation]:
-    """Return the run's evaluations of the untrained model and of the exported weights, as far as it
-    made them.
-    """
-    found = read_evaluations(folder.evaluation, config.evaluation.k)
-    return [each for each in found if each.step in (0, step)]
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
 # -- the model card --------------------------------------------------------------------------------
 
 
@@ -303,13 +262,7 @@ def _card(
     card may name.
     """
     name = hub_base or Path(config.model.model).name
-    library = "peft" if what == "Adapter" else "transformers"
-    lora = "" if what == "Model" else "lora, "
-    front = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
-    front.append(f"tags: [{lora}reinforcement-learning, retrain]")
-    kinds = {"Adapter": "LoRA adapter", "Model": "all weights trained"}
-    if hub_base:
-        front.insert(1, f"base_model: {json.dumps(hub_base)}")
+    kind, library, lora = _KINDS[what]
     scores = [
         f"| {each.step} | {pass_at_1(each).removeprefix('pass@1=')} | {len(each.problems)} |"
         for each in held_out
@@ -326,8 +279,10 @@ def _card(
     steps = counted(checkpoint.step, "step")
     return "\n".join(
         [
-            *front,
-            f"---\n\n# {name}: {kinds.get(what, 'merged model')}\n",
+            "---",
+            *([f"base_model: {json.dumps(hub_base)}"] if hub_base else []),
+            f"library_name: {library}\npipeline_tag: text-generation",
+            f"tags: [{lora}reinforcement-learning, retrain]\n---\n\n# {name}: {kind}\n",
             f"Trained with reinforcement learning by retrain, for {steps}.\n",
             "## Held-out problems\n",
             *(table if scores else ["The run did not evaluate these weights."]),

@@ -5,15 +5,13 @@ numbers.
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
-import torch
+from torch.nn.functional import pad
 
 from retrain.analysis.statistics import mean, standard_error
 from retrain.backends.tinker.service import download_adapter
@@ -33,8 +31,14 @@ from retrain.squeeze.adapter import (
     read_adapter,
     weight_names,
 )
-from retrain.squeeze.analysis import Analysis, analyze, svd_device
-from retrain.squeeze.compression import Compression, check_output, compress, ranks_of
+from retrain.squeeze.analysis import Analysis, analyze_adapter
+from retrain.squeeze.compression import (
+    Compression,
+    check_output,
+    compress_adapter,
+    rank_words,
+    ranks_of,
+)
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 from retrain.tracking.lines import pass_at_1
 from retrain.types import Doing
@@ -67,19 +71,15 @@ class Accuracy:
         far narrower than the intervals of the two accuracies. It is None for fewer than two
         problems, and if all differences are equal, so that the standard error is 0.
         """
-        d, error = self.differences, 0.0
-        if len(d) > 1:
-            error = standard_error(d)
-        if error:
-            return (mean(d) - Z_95 * error, mean(d) + Z_95 * error)
-        return None
+        d = self.differences
+        half = Z_95 * standard_error(d) if len(d) > 1 else 0.0
+        return (mean(d) - half, mean(d) + half) if half else None
 
     def to_json(self) -> dict[str, Any]:
-        difference = mean(self.differences) if self.differences else None
         return {
             "before": self.before.summary(),
             "after": self.after.summary(),
-            "difference": difference,
+            "difference": mean(self.differences) if self.differences else None,
             "interval": self.interval,
         }
 
@@ -91,29 +91,10 @@ class Accuracy:
         if self.interval is None:
             same = self.differences and not any(self.differences)
             return f"{held_out}{', the same accuracy on every problem' if same else ''}."
-        low, high = self.interval
-        change = (
-            f"{100 * mean(self.differences):+.1f} pp, 95% interval {100 * low:+.1f} to"
-            f" {100 * high:+.1f}"
-        )
-        return f"{held_out}: {change}, problem by problem."
-
-
-def check_evaluable(adapter: LoraAdapter) -> None:
-    """Raise ConfigurationError for an adapter that the local backend, which has one rank and one
-    alpha, cannot load.
-    """
-    settings = adapter.settings
-    plain = (
-        not settings.get("rank_pattern")
-        and not settings.get("alpha_pattern")
-        and isinstance(settings.get("target_modules"), list)
-    )
-    if not plain or adapter.others or settings["lora_alpha"] != int(settings["lora_alpha"]):
-        raise ConfigurationError(
-            "[squeeze] evaluate = true needs an adapter with one rank, one whole-number alpha, a"
-            f" list of its layers and nothing else trained, which {adapter.folder} is not; leave"
-            " evaluate false."
+        change, low, high = (100 * one for one in (mean(self.differences), *self.interval))
+        return (
+            f"{held_out}: {change:+.1f} pp, 95% interval {low:+.1f} to {high:+.1f}, problem by"
+            " problem."
         )
 
 
@@ -146,19 +127,15 @@ def measure_accuracy(
     )
     with TemporaryDirectory() as name:
         padded = Path(name)
-        tensors: dict[str, torch.Tensor] = {}
-        for wide, layer in zip(source.layers, read_adapter(compressed).layers, strict=True):
-            a, b = torch.zeros_like(wide.a), torch.zeros_like(wide.b)
-            a[: layer.rank], b[:, : layer.rank] = layer.a, layer.b
+        tensors = {}
+        for layer in read_adapter(compressed).layers:
             key_a, key_b = weight_names(layer.name)
-            tensors |= {key_a: a, key_b: b}
+            tensors[key_a] = pad(layer.a, (0, 0, 0, source.rank - layer.rank))
+            tensors[key_b] = pad(layer.b, (0, source.rank - layer.rank))
         save_file(tensors, padded / WEIGHTS_FILE)
-        (padded / CONFIG_FILE).write_text(json.dumps(source.settings), encoding="utf-8")
-        before, after = (
-            evaluate_weights(replaced(config, {"lora.init_from": str(folder)}), None, log)
-            for folder in (source.folder, padded)
-        )
-        return Accuracy(before, after)
+        (padded / CONFIG_FILE).write_text(json.dumps(settings), encoding="utf-8")
+        both = (replaced(config, {"lora.init_from": str(one)}) for one in (source.folder, padded))
+        return Accuracy(*(evaluate_weights(each, None, log) for each in both))
 
 
 # -- the job ---------------------------------------------------------------------------------------
@@ -188,9 +165,21 @@ class SqueezeResult:
 
     def lines(self) -> list[str]:
         """Return the printed table and results."""
-        lines = analysis_lines(self.analysis)
-        if self.compression:
-            lines += compression_lines(self.compression)
+        lines = _analysis_lines(self.analysis)
+        if found := self.compression:
+            saved = 1 - found.parameters / found.source_parameters
+            lines += [
+                (
+                    f"Compressed from rank {found.source_rank} to {rank_words(found.ranks)}:"
+                    f" {found.source_parameters:,} -> {found.parameters:,} parameters"
+                    f" ({saved:.0%} fewer)."
+                ),
+                (
+                    f"Reconstruction error: {found.relative_error:.2%} of the whole update, and"
+                    f" {found.storage_error:.1e} from rounding."
+                ),
+                f"Adapter: {found.folder}",
+            ]
         if self.accuracy:
             lines.append(self.accuracy.line())
         return lines
@@ -203,13 +192,21 @@ def run_squeeze(
     output, progress to standard error.
     """
     log, progress = (_silence, _silence) if quiet else (_print, partial(_print, file=sys.stderr))
-    notes = list(unused_keys(config))
-    if config.squeeze.evaluate and config.squeeze.output_path:
-        notes.append(trust_note(config.model))
-    for line in filter(None, notes):
+    settings, path = config.squeeze, Path(config.squeeze.adapter_path)
+    evaluates = settings.evaluate and settings.output_path
+    note = trust_note(config.model) if evaluates else ""
+    for line in filter(None, (*unused_keys(config), note)):
         log(line)
-    with local_adapter(config) as adapter:
-        squeezed = squeeze_adapter(config, adapter, overwrite=overwrite, progress=progress)
+    with TemporaryDirectory(prefix="retrain-squeeze-") as folder:
+        if settings.is_remote:
+            path, seconds = Path(folder), config.backend.tinker.timeout_s
+            try:
+                download_adapter(config.model.base_url, settings.adapter_path, path, seconds)
+            except EnvironmentFailure as error:
+                raise EnvironmentFailure(
+                    f"[squeeze] adapter_path = {settings.adapter_path!r} has no analysis: {error}"
+                ) from error
+        squeezed = squeeze_adapter(config, path, overwrite=overwrite, progress=progress)
     for line in squeezed.lines():
         log(line)
     track_squeeze(
@@ -219,29 +216,6 @@ def run_squeeze(
         progress,
     )
     return squeezed
-
-
-@contextmanager
-def local_adapter(config: "TrainConfig") -> Iterator[Path]:
-    """Yield the PEFT folder of `[squeeze] adapter_path`. For a tinker:// path, download it from
-    `[model] base_url` into a temporary folder.
-
-    Raises EnvironmentFailure if the service hands out no adapter.
-    """
-    path = config.squeeze.adapter_path
-    if not config.squeeze.is_remote:
-        yield Path(path)
-        return
-    with TemporaryDirectory(prefix="retrain-squeeze-") as folder:
-        try:
-            download_adapter(
-                config.model.base_url, path, Path(folder), config.backend.tinker.timeout_s
-            )
-        except EnvironmentFailure as error:
-            raise EnvironmentFailure(
-                f"[squeeze] adapter_path = {path!r} has no analysis: {error}"
-            ) from error
-        yield Path(folder)
 
 
 def _silence(line: str) -> None:
@@ -262,23 +236,15 @@ def squeeze_adapter(
     A campaign calls this after its first run, with that run's adapter. Raises ConfigurationError,
     EnvironmentFailure or RunFailed.
     """
-    settings = config.squeeze
-    adapter = read_adapter(adapter_path)
-    device = svd_device(settings.device)
-    output = Path(settings.output_path) if settings.output_path else None
+    settings, adapter = config.squeeze, read_adapter(adapter_path)
+    output = Path(settings.output_path)
     check_settings(settings, adapter)
-    if output:
+    if settings.output_path:
         # Check the output before the work.
         check_output(adapter.folder, output, overwrite)
-    analysis = analyze(
-        adapter,
-        settings.min_variance_retention,
-        settings.target_ranks,
-        settings.source_rank,
-        settings.rule,
-        device,
-    )
-    if not output:
+    names = {"min_variance_retention", "target_ranks", "source_rank", "rule", "device"}
+    analysis = analyze_adapter(adapter_path, **settings.model_dump(include=names))
+    if not settings.output_path:
         return SqueezeResult(analysis)
     ranks = (
         analysis.ranks_per_layer()
@@ -286,7 +252,9 @@ def squeeze_adapter(
         else settings.compress_to or analysis.recommended_rank
     )
     with writing_to(output, "run the job again"), safetensors_io():
-        compression = compress(adapter, output, ranks, device, overwrite=overwrite)
+        compression = compress_adapter(
+            adapter_path, output, ranks, device=settings.device, overwrite=overwrite
+        )
     accuracy = measure_accuracy(config, adapter, output, progress) if settings.evaluate else None
     squeezed = SqueezeResult(analysis, compression, accuracy)
     spectra = [
@@ -300,62 +268,45 @@ def squeeze_adapter(
 
 
 def check_settings(settings: "Squeeze", adapter: LoraAdapter) -> None:
-    """Raise ConfigurationError for settings that do not fit the adapter."""
+    """Raise ConfigurationError for settings that do not fit the adapter. To evaluate it, the local
+    backend has to load it, which has one rank and one alpha.
+    """
     if settings.compress_to:
         ranks_of(adapter, settings.compress_to)
-    if settings.evaluate and settings.output_path:
-        check_evaluable(adapter)
+    own = adapter.settings
+    more = own.get("rank_pattern") or own.get("alpha_pattern") or adapter.others
+    listed = isinstance(own.get("target_modules"), list)
+    evaluates = settings.evaluate and settings.output_path
+    if evaluates and (more or not listed or own["lora_alpha"] % 1):
+        raise ConfigurationError(
+            "[squeeze] evaluate = true needs an adapter with one rank, one whole-number alpha, a"
+            f" list of its layers and nothing else trained, which {adapter.folder} is not; leave"
+            " evaluate false."
+        )
 
 
 # -- what is printed -------------------------------------------------------------------------------
 
 
-def analysis_lines(analysis: Analysis) -> list[str]:
+def _analysis_lines(analysis: Analysis) -> list[str]:
     zero = len(analysis.zero_layers)
-    count = len(analysis.layers)
-    lines = [
-        (
-            f"Adapter {analysis.adapter}: rank {analysis.source_rank}, {count}"
-            f" layers{f', {zero} of them zero' if zero else ''}."
-        )
-    ]
     rows: list[tuple[str, ...]] = [
         ("rank", "mean", "min", "max", "whole", "error of the whole", "")
     ]
     for row in analysis.table:
         values = (f"{value:.2%}" for value in (row.mean, row.min, row.max, row.energy, row.error))
-        rows.append(
-            (
-                str(row.rank),
-                *values,
-                "<- recommended" if row.rank == analysis.recommended_rank else "",
-            )
-        )
-    lines += [
-        "Variance kept (squared singular values) by rank:",
-        *table_lines(rows, right=range(6), indent=GAP),
-    ]
+        mark = "<- recommended" if row.rank == analysis.recommended_rank else ""
+        rows.append((str(row.rank), *values, mark))
     judged = "the mean over the layers" if analysis.rule == "mean" else "the worst layer"
-    lines.append(
-        f"Recommended rank: {analysis.recommended_rank} ({judged} keeps {analysis.threshold:.0%} or"
-        " more)."
-    )
-    return lines
-
-
-def compression_lines(compression: Compression) -> list[str]:
-    low, high = min(compression.ranks.values()), compression.rank
-    rank = f"ranks {low} to {high}" if low < high else f"rank {high}"
-    saved = 1 - compression.parameters / compression.source_parameters
     return [
         (
-            f"Compressed from rank {compression.source_rank} to {rank}:"
-            f" {compression.source_parameters:,} -> {compression.parameters:,} parameters"
-            f" ({saved:.0%} fewer)."
+            f"Adapter {analysis.adapter}: rank {analysis.source_rank}, {len(analysis.layers)}"
+            f" layers{f', {zero} of them zero' if zero else ''}."
         ),
+        "Variance kept (squared singular values) by rank:",
+        *table_lines(rows, right=range(6), indent=GAP),
         (
-            f"Reconstruction error: {compression.relative_error:.2%} of the whole update, and"
-            f" {compression.storage_error:.1e} from rounding."
+            f"Recommended rank: {analysis.recommended_rank} ({judged} keeps"
+            f" {analysis.threshold:.0%} or more)."
         ),
-        f"Adapter: {compression.folder}",
     ]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 class PrimeRL(PrimeRLFacts):
     @classmethod
-    def open(cls, config: "TrainConfig", choices: MachineChoices | None, **given: Any) -> Backend:
+    def open(cls, config: "TrainConfig", choices: MachineChoices | None, **given: Any) -> Backend:  # noqa: ARG003 - a remote backend makes none
         from retrain.backends.prime_rl.backend import PrimeRLBackend
 
-        return PrimeRLBackend.open(config, choices, **given)
+        return PrimeRLBackend(config, **given)

@@ -15,9 +15,9 @@ from 0: version N is the policy after N batches. This module does not import tor
 """
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,9 @@ from retrain.errors import (
     ServerFailure,
     first_line,
 )
+from retrain.inference_engine.served import ServedAdapter
 from retrain.system import read_object
-from retrain.types import Int32Array, Row
+from retrain.types import Row
 
 if TYPE_CHECKING:
     from retrain.config.schema import PrimeRLOptions
@@ -44,98 +45,93 @@ reserves "all".
 """
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One row as the trainer reads it: streams of length [P + T], in which value i belongs to token
-    i itself.
+Pack = Sequence[Row]
+"""A micro-batch: rows whose tokens follow each other in one stream."""
+
+
+def trained_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with a term in the loss; one row without actions if there are none, since the
+    trainer waits for every step's batch.
     """
-
-    token_ids: Int32Array
-    mask: npt.NDArray[np.bool_]
-    """True at the actions."""
-    logprobs: npt.NDArray[np.float32]
-    """The sampler's, at the sampling temperature; 0 outside the actions, where nobody reads
-    them."""
-    advantages: npt.NDArray[np.float32]
-    """0 outside the actions."""
-    kept: Sequence[Int32Array] | None = None
-    """[T] arrays of the token ids from which the sampler drew each action. It is None for the whole
-    vocabulary.
-    """
-
-    @classmethod
-    def of(cls, row: Row) -> "Sample":
-        length = len(row.token_ids)
-        mask, logprobs, advantages = (
-            np.zeros(length, np.bool_),
-            np.zeros(length, np.float32),
-            np.zeros(length, np.float32),
-        )
-        actions = list(row.action_positions())
-        mask[actions], logprobs[actions], advantages[actions] = True, row.logprobs, row.advantages
-        return cls(row.token_ids, mask, logprobs, advantages, row.kept_ids)
-
-    def masked(self) -> "Sample":
-        """Return the same tokens without an action: a pass over it changes nothing."""
-        zeros = np.zeros(len(self), np.float32)
-        return replace(
-            self, mask=np.zeros(len(self), np.bool_), logprobs=zeros, advantages=zeros, kept=None
-        )
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
+    nothing = np.empty(0, np.float32)
+    empty = Row(np.ones(2, np.int32), (), nothing, nothing, 0)
+    return [row for row in rows if row.trained] or [empty]
 
 
-def share_out(samples: Sequence[Sample], ranks: int, most_tokens: int) -> list[list[list[Sample]]]:
-    """Return [ranks][micro-batches][samples]: every rank gets the same number of micro-batches, as
+def share_out(rows: Sequence[Row], ranks: int, most_tokens: int) -> list[list[list[Row]]]:
+    """Return [ranks][micro-batches][rows]: every rank gets the same number of micro-batches, as
     the trainer's collectives require.
 
-    A micro-batch holds up to `most_tokens` tokens, or one sample that is longer; 0 gives each
-    sample its own. If the number does not divide evenly, a sample without actions fills the gap.
+    A micro-batch holds up to `most_tokens` tokens, or one row that is longer; 0 gives each row its
+    own. If the number does not divide evenly, a row without actions fills the gap.
     """
-    packs: list[list[Sample]] = []
-    for sample in sorted(samples, key=len, reverse=True):  # first fit decreasing
-        fitting = (pack for pack in packs if _tokens(pack) + len(sample) <= most_tokens)
-        pack = next(fitting, None)
-        if pack is None:
-            packs.append([sample])
+    longest_first = sorted(rows, key=lambda row: len(row.token_ids), reverse=True)
+    packs: list[list[Row]] = []
+    for row in longest_first:  # first fit decreasing
+        fitting = (pack for pack in packs if _tokens([*pack, row]) <= most_tokens)
+        if pack := next(fitting, None):
+            pack.append(row)
         else:
-            pack.append(sample)
-    each = -(-len(packs) // ranks)
-    shares: list[list[list[Sample]]] = [[] for _ in range(ranks)]
-    for pack in sorted(packs, key=_tokens, reverse=True):
-        open_shares = [share for share in shares if len(share) < each]
-        min(open_shares, key=lambda share: sum(map(_tokens, share))).append(pack)
-    filler = [min(samples, key=len).masked()]
-    return [share + [filler] * (each - len(share)) for share in shares]
+            packs.append([row])
+    nothing = np.empty(0, np.float32)
+    filler = replace(
+        longest_first[-1], spans=(), logprobs=nothing, advantages=nothing, kept_ids=None
+    )
+    packs = sorted(packs, key=_tokens, reverse=True) + [[filler]] * (-len(packs) % ranks)
+    return [packs[rank::ranks] for rank in range(ranks)]
 
 
-def _tokens(pack: Sequence[Sample]) -> int:
-    return sum(map(len, pack))
+def _tokens(pack: Pack) -> int:
+    return sum(len(row.token_ids) for row in pack)
 
 
-def encode(micro_batches: Sequence[Sequence[Sample]], temperature: float) -> bytes:
+def encode(micro_batches: Sequence[Pack], temperature: float) -> bytes:
     """Return the batch that one data rank of the trainer receives for one step."""
     import msgspec
 
     return msgspec.msgpack.encode([_micro_batch(pack, temperature) for pack in micro_batches])
 
 
-def _micro_batch(pack: Sequence[Sample], temperature: float) -> list[Any]:
-    """Return entries 1 to 17 in the trainer's order.
+def _micro_batch(pack: Pack, temperature: float) -> list[Any]:
+    """Return entries 1 to 17 in the trainer's order: streams in which value i belongs to token i
+    itself, and lengths.
 
     Every token has a temperature. The trainer divides the logits at position i by entry i, and
     these logits predict token i + 1. The entry of the last context token therefore scores the first
-    action.
+    action. The log-probs come from the sampler, and are 0 outside the actions.
     """
-    lengths = [len(sample) for sample in pack]
-    tokens = sum(lengths)
+    lengths = [len(row.token_ids) for row in pack]
+    tokens, starts = sum(lengths), accumulate(lengths, initial=0)
+    actions = [
+        start + place
+        for start, row in zip(starts, pack, strict=False)
+        for place in row.action_positions()
+    ]
+
+    def placed(values: npt.ArrayLike, kind: str) -> npt.NDArray[Any]:
+        """Return a stream with `values` at the actions, and 0 elsewhere."""
+        stream = np.zeros(tokens, kind)
+        stream[actions] = values
+        return stream
+
+    mask = None
+    if any(row.kept_ids is not None for row in pack):
+        # [ids, counts] as int32 bytes: how many ids each position kept, 0 for the whole vocabulary,
+        # and the ids one after another.
+        whole = np.zeros(0, np.int32)
+        kept = [ids for row in pack for ids in row.kept_ids or [whole] * row.num_actions]
+        counts = placed([len(ids) for ids in kept], "<i4")
+        mask = [np.concatenate([whole, *kept]).astype("<i4").tobytes(), counts.tobytes()]
+    token_ids, advantages, logprobs = (
+        np.concatenate([getattr(row, name) for row in pack])
+        for name in ("token_ids", "advantages", "logprobs")
+    )
     return [
-        _joined([sample.token_ids for sample in pack]),  # input_ids
-        _joined([sample.mask for sample in pack]),  # loss_mask
-        _joined([sample.advantages for sample in pack]),  # advantages
-        _joined([sample.logprobs for sample in pack]),  # inference_logprobs
-        _joined([np.arange(length) for length in lengths]),  # position_ids, from 0 in each sample
+        token_ids.tolist(),  # input_ids
+        placed(1, "?").tolist(),  # loss_mask
+        placed(advantages, "f4").tolist(),  # advantages
+        placed(logprobs, "f4").tolist(),  # inference_logprobs
+        [place for length in lengths for place in range(length)],  # position_ids
         lengths,  # sequence_lengths: how the loss splits the stream
         [temperature] * tokens,  # temperatures
         [ENVIRONMENT] * tokens,  # env_names
@@ -147,44 +143,8 @@ def _micro_batch(pack: Sequence[Sample], temperature: float) -> list[Any]:
         None,  # rl_weights: 1 at every action
         None,  # ce_weights
         None,  # ref_kl_weights
-        _sampling_mask(pack),  # sampling_mask
+        mask,  # sampling_mask
     ]
-
-
-def _joined(parts: Sequence[npt.NDArray[Any]]) -> list[Any]:
-    values: list[Any] = np.concatenate(parts).tolist()
-    return values
-
-
-def _sampling_mask(pack: Sequence[Sample]) -> list[bytes] | None:
-    """Return [ids, counts] as int32 bytes: how many ids each position kept, 0 for the whole
-    vocabulary, and the ids one after another.
-    """
-    if all(sample.kept is None for sample in pack):
-        return None
-    counts: list[Int32Array] = []
-    ids: list[Int32Array] = []
-    for sample in pack:
-        count = np.zeros(len(sample), np.int32)
-        if sample.kept is not None:
-            count[sample.mask] = [len(kept) for kept in sample.kept]
-            ids += sample.kept
-        counts.append(count)
-    return [
-        np.concatenate([np.zeros(0, np.int32), *ids]).astype("<i4").tobytes(),
-        np.concatenate(counts).astype("<i4").tobytes(),
-    ]
-
-
-def trained_samples(rows: Sequence[Row]) -> Iterator[Sample]:
-    """Yield the rows with a term in the loss; one row without actions if there are none, since the
-    trainer waits for every step's batch.
-    """
-    trained = [row for row in rows if row.trained]
-    yield from (Sample.of(row) for row in trained)
-    if not trained:
-        empty = np.zeros(2, np.float32)
-        yield Sample(np.ones(2, np.int32), np.zeros(2, np.bool_), empty, empty)
 
 
 # -- ways of a batch -------------------------------------------------------------------------------
@@ -197,50 +157,28 @@ _NEWS_S = 0.02
 """ZMQ needs a moment to report that a subscriber has gone."""
 
 
-class Sender(ABC):
-    """One per run; a message per data rank of the trainer and step."""
-
-    @abstractmethod
-    def prepare(self, shipped: int) -> None:
-        """Prepare, once, before the first batch: `shipped` batches went out before."""
-
-    @abstractmethod
-    def wait_for_trainer(self) -> None:
-        """Raise NotReached if no trainer would receive a batch now."""
-
-    @abstractmethod
-    def send(self, batch: int, payloads: Sequence[bytes]) -> None:
-        """Send batch number `batch`, its payload for each rank. Raises NotReached if no part of it
-        went out.
-        """
-
-    def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
-        """Close the transport; it is safe to call this twice."""
-
-
-class FileSystemSender(Sender):
+class FileSystemSender:
     """Writes `<output_dir>/rollouts/step_<N>/rank_<R>.bin` under a temporary name and renames it,
     so that a reader never sees a part.
     """
 
     def __init__(self, output_dir: Path) -> None:
         self.folder = output_dir / BATCHES
-        self._later = output_dir / LATER_NAME
 
-    def prepare(self, shipped: int) -> None:
+    def ready(self, shipped: int) -> None:
         """Remove batches past `shipped`. They come from an interrupted session, and a trainer would
-        take them for new batches.
+        take them for new batches. A file waits for its reader.
 
         Raises ConfigurationError for batches that another program wrote.
         """
-        marker = self.folder / _MARKER
+        marker, later = self.folder / _MARKER, self.folder.with_name(LATER_NAME)
         foreign = self.folder.exists() and any(self.folder.iterdir()) and not marker.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._later.exists():
-            self._later.symlink_to(BATCHES, target_is_directory=True)
-        if foreign or not self._later.samefile(self.folder):
+        if not later.exists():
+            later.symlink_to(BATCHES, target_is_directory=True)
+        if foreign or not later.samefile(self.folder):
             raise ConfigurationError(
-                f"{self.folder if foreign else self._later} holds batches that this retrain did not"
+                f"{self.folder if foreign else later} holds batches that this retrain did not"
                 " write, and a trainer would learn from them; give the trainer and"
                 " [backend.options] output_dir an empty folder."
             )
@@ -248,9 +186,6 @@ class FileSystemSender(Sender):
         for file in self.folder.glob("step_*/rank_*.bin*"):
             if _number(file.parent) > shipped:
                 file.unlink()
-
-    def wait_for_trainer(self) -> None:
-        """Return at once, since a file waits for its reader."""
 
     def send(self, batch: int, payloads: Sequence[bytes]) -> None:
         folder = self.folder / f"step_{batch}"
@@ -260,8 +195,11 @@ class FileSystemSender(Sender):
             aside.write_bytes(payload)
             aside.rename(folder / f"rank_{rank}.bin")
 
+    def close(self) -> None:
+        """Do nothing."""
 
-class ZmqSender(Sender):
+
+class ZmqSender:
     """Publishes on `zmq_port`, a topic per rank; ranks report on the next port that they are ready.
 
     A publisher silently drops messages without a subscriber. The socket is therefore an XPUB, which
@@ -279,15 +217,11 @@ class ZmqSender(Sender):
         self._batches, self._ready = self._context.socket(zmq.XPUB), self._context.socket(zmq.PULL)
         self._batches.set(zmq.SNDHWM, options.zmq_hwm)
         self._ready.set(zmq.RCVHWM, options.zmq_hwm)
-        host = options.zmq_host
-        if host == "localhost":
-            host = "127.0.0.1"  # ZMQ binds to addresses and interfaces, not names
+        # ZMQ binds to addresses and interfaces, not names.
+        host = "127.0.0.1" if options.zmq_host == "localhost" else options.zmq_host
         try:
-            for socket, port in (
-                (self._batches, options.zmq_port),
-                (self._ready, options.zmq_port + 1),
-            ):
-                socket.bind(f"tcp://{host}:{port}")
+            self._batches.bind(f"tcp://{host}:{options.zmq_port}")
+            self._ready.bind(f"tcp://{host}:{options.zmq_port + 1}")
         except zmq.ZMQError as error:
             self.close()
             raise EnvironmentFailure(
@@ -296,10 +230,8 @@ class ZmqSender(Sender):
                 " next one, so choose two free ports."
             ) from error
 
-    def prepare(self, shipped: int) -> None:
-        """Clear nothing: a message without a receiver is gone."""
-
-    def wait_for_trainer(self) -> None:
+    def ready(self, shipped: int = 0) -> None:  # noqa: ARG002 - a message without a receiver is gone
+        """Raise NotReached if no trainer would receive a batch now."""
         options, deadline = self._options, time.monotonic() + self._options.sync_wait_s
         self._hear(_NEWS_S)
         while self._missing and (left := deadline - time.monotonic()) > 0:
@@ -325,28 +257,20 @@ class ZmqSender(Sender):
             self._ready.recv(zmq.NOBLOCK)  # each rank's own greeting, sent once in its life
 
     def send(self, batch: int, payloads: Sequence[bytes]) -> None:  # noqa: ARG002 - a trainer counts the messages
-        self.wait_for_trainer()
+        """Send a batch, its payload for each rank. Raises NotReached if no part of it went out."""
+        self.ready()
         for topic, payload in zip(self._topics, payloads, strict=True):
             self._batches.send_multipart([topic, payload])
 
     def close(self) -> None:
-        for socket in (self._batches, self._ready):
-            socket.close(linger=2000)  # milliseconds: the last batch may still be on its way
-        self._context.term()
+        """Close the sockets; it is safe to call this twice."""
+        self._context.destroy(linger=2000)  # milliseconds: the last batch may be on its way
 
 
 def _number(folder: Path) -> int:
     """Return the number of a folder step_<N>; -1 for any other."""
     digits = folder.name.removeprefix("step_")
-    if digits.isdigit():
-        return int(digits)
-    return -1
-
-
-def build_sender(options: "PrimeRLOptions", output_dir: Path) -> Sender:
-    if options.transport == "zmq":
-        return ZmqSender(options)
-    return FileSystemSender(output_dir)
+    return int(digits) if digits.isdigit() else -1
 
 
 # -- policies received -----------------------------------------------------------------------------
@@ -366,33 +290,30 @@ works one batch ahead.
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(ServedAdapter):
+    """A policy as servers know it, PEFT's files or a whole checkpoint until the trainer has
+    broadcast two more versions. `name` is empty if the trainer updates the base model itself.
+    """
+
     version: int
-    folder: Path
-    """PEFT's files or a whole checkpoint, until the trainer has broadcast two more versions."""
     receipt: int
     """Counts received policies; a restarted trainer offers a version again."""
 
     @property
-    def is_adapter(self) -> bool:
-        return (self.folder / ADAPTER).exists()
+    def salt(self) -> str:
+        """Separates the prefix caches of policies."""
+        return f"v{self.version}.{self.receipt}"
 
 
+@dataclass
 class Broadcasts:
     """Receives every version that the trainer offers, since it waits for each one."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        wait_s: float,
-        poll_s: float,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.folder, self.wait_s, self.poll_s = folder, wait_s, poll_s
-        self._sleep = sleep
-        self.newest: Policy | None = None
-        self._receipts = 0
+    folder: Path
+    wait_s: float
+    poll_s: float
+    sleep: Callable[[float], None] = time.sleep
+    newest: Policy | None = None
 
     def take(self, shipped: int) -> Policy:
         """Return the policy after `shipped` batches, or the previous policy if it does not come
@@ -401,15 +322,12 @@ class Broadcasts:
         Raises ServerFailure if both are missing, or if a version is incomplete.
         """
         deadline = time.monotonic() + self.wait_s
-        while True:
+        self._receive_offers(shipped)
+        while not (self.newest and self.newest.version == shipped) and time.monotonic() < deadline:
+            self.sleep(self.poll_s)
             self._receive_offers(shipped)
-            newest = self.newest
-            if newest is not None and newest.version == shipped:
-                return newest
-            if time.monotonic() > deadline:
-                break
-            self._sleep(self.poll_s)
-        if newest is not None and shipped - TARGET_LAG <= newest.version:
+        newest = self.newest
+        if newest and shipped - TARGET_LAG <= newest.version:
             return newest
         ahead = [version for version, _ in self._versions() if version > shipped]
         if ahead:
@@ -418,7 +336,7 @@ class Broadcasts:
                 f" has sent {shipped} batches. Resume the trainer at step {shipped}, or give"
                 " both sides an empty output_dir and start over."
             )
-        have = "no policy has come yet" if newest is None else f"the newest is v{newest.version}"
+        have = f"the newest is v{newest.version}" if newest else "no policy has come yet"
         raise ServerFailure(
             f"PRIME-RL's trainer did not offer policy v{shipped} in {self.folder} within"
             f" sync_wait_s = {self.wait_s:g} s ({have}). Start it with that output_dir, read"
@@ -431,44 +349,35 @@ class Broadcasts:
         offer past `shipped` cannot come from this run.
         """
         for version, folder in self._versions():
-            if version > shipped:
+            mark, newest = folder / ACKNOWLEDGED, self.newest
+            if version > shipped or (newest and version <= newest.version and mark.exists()):
                 continue
-            # This session acknowledged it, or an earlier session of the run, whose policy continues
-            # here.
-            if (folder / ACKNOWLEDGED).exists():
-                if self.newest is not None and version <= self.newest.version:
-                    continue
-            else:
-                try:
-                    (folder / ACKNOWLEDGED).touch()
-                except FileNotFoundError:  # a restarting trainer is emptying the folder
-                    continue
+            # An earlier session of the run may have acknowledged it; its policy continues here.
+            try:
+                mark.touch()
+            except FileNotFoundError:  # a restarting trainer is emptying the folder
+                continue
             deadline = time.monotonic() + self.wait_s
             while not (folder / FINISHED).exists():
                 if time.monotonic() > deadline:
-                    found = (
-                        "began to write it"
-                        if (folder / STARTED).exists()
-                        else "has not begun to write it"
-                    )
+                    started = (folder / STARTED).exists()
+                    found = "began to write it" if started else "has not begun to write it"
                     raise ServerFailure(
                         f"PRIME-RL's trainer offered policy v{version} and heard back, but it"
                         f" {found} and did not finish within sync_wait_s = {self.wait_s:g} s"
                         f" ({folder}). Look at its log, or raise [backend.options] sync_wait_s."
                     )
-                self._sleep(self.poll_s)
-            policy = Policy(version, folder, receipt=self._receipts)
+                self.sleep(self.poll_s)
+            name = "retrain-policy" if (folder / ADAPTER).exists() else ""
+            receipt = newest.receipt + 1 if newest else 0
+            policy = Policy(name, folder.resolve(), version, receipt)
             check_weights(policy)
-            self.newest, self._receipts = policy, self._receipts + 1
+            self.newest = policy
 
-    def _versions(self) -> Iterator[tuple[int, Path]]:
+    def _versions(self) -> list[tuple[int, Path]]:
         """Return the policies that the trainer has offered, lowest version first."""
-        found = ((_number(folder), folder) for folder in self.folder.glob("step_*"))
-        yield from sorted(
-            (number, folder)
-            for number, folder in found
-            if number >= 0 and (folder / OFFERED).exists()
-        )
+        found = [(_number(folder), folder) for folder in self.folder.glob("step_*")]
+        return sorted(one for one in found if one[0] >= 0 and (one[1] / OFFERED).exists())
 
 
 def check_weights(policy: Policy) -> None:
@@ -480,7 +389,7 @@ def check_weights(policy: Policy) -> None:
         for file in files:
             with safe_open(file, framework="numpy"):
                 pass
-        if policy.is_adapter:
+        if policy.name:
             read_object(policy.folder / ADAPTER)
     except (SafetensorError, OSError, ValueError) as error:
         raise ServerFailure(

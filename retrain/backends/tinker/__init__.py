@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 class Tinker(TinkerFacts):
     @classmethod
-    def open(cls, config: "TrainConfig", choices: MachineChoices | None, **given: Any) -> Backend:
+    def open(cls, config: "TrainConfig", choices: MachineChoices | None, **given: Any) -> Backend:  # noqa: ARG003 - a remote backend makes none
         from retrain.backends.tinker.backend import TinkerBackend
 
-        return TinkerBackend.open(config, choices, **given)
+        return TinkerBackend(config, **given)

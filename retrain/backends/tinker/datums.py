@@ -1,20 +1,23 @@
 """Rows as the service reads them, shifted by one with one value per position, and the loss of a
 step from the log-probs it returns.
 
-Position i of `inputs` predicts position i of `targets`, which is the next token of the row.
-Log-probs and advantages have values where a position predicts an action, and 0 everywhere else. The
-prompt and an environment's tokens therefore have no term in the loss. Shape letters: N positions of
-a row, T action tokens. In the loss N are action tokens.
+Position i of a datum's input predicts position i of its targets, which is the next token of the
+row. Log-probs and advantages have values where a position predicts an action, and 0 everywhere
+else. The prompt and an environment's tokens therefore have no term in the loss. Shape letters: N
+positions of a row, T action tokens. In the loss N are action tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from retrain.backends.rows import needed_tokens, shift
-from retrain.types import Float32Array, Int32Array, Row
+from retrain.backends.rows import Update, needed_tokens, shift
+from retrain.errors import RunFailed
+from retrain.types import Float32Array, Row
 
 if TYPE_CHECKING:
     from tinker import types
@@ -26,63 +29,48 @@ if TYPE_CHECKING:
 class ShiftedRow:
     """A row with at least one action."""
 
-    inputs: Int32Array
-    """[N] all tokens before the last action."""
-    targets: Int32Array
-    """[N] the token after each of them; the last one is the last action."""
-    predictors: npt.NDArray[np.int64]
-    """[T] positions whose targets are the actions."""
+    row: Row
+    number: int = 0
+    """The row's place in the step."""
 
-    @classmethod
-    def of(cls, row: Row) -> "ShiftedRow":
-        last = needed_tokens(row)
-        return cls(row.token_ids[:last], row.token_ids[1 : last + 1], shift(row).predictors)
+    @cached_property
+    def predictors(self) -> npt.NDArray[np.int64]:
+        """[T] positions whose targets are the actions."""
+        return shift(self.row).predictors
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return needed_tokens(self.row)
 
-    def at_actions(self, values: Float32Array) -> Float32Array:
-        """Return [N] with `values` [T] at the positions that predict the actions, 0 elsewhere."""
-        placed = np.zeros(len(self), np.float32)
-        placed[self.predictors] = values
-        return placed
+    def datum(self, **values: npt.ArrayLike) -> "types.Datum":
+        """Make a datum with each of `values` [T] at the positions that predict the actions, and 0
+        elsewhere. A forward pass alone needs no weight but 0.
+        """
+        from tinker import types
+
+        tokens, placed = self.row.token_ids, {name: np.zeros(len(self), "f4") for name in values}
+        for name, value in values.items():
+            placed[name][self.predictors] = value
+        inputs: dict[str, Any] = placed | {"target_tokens": tokens[1 : len(self) + 1].astype("i8")}
+        return types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[: len(self)].tolist()),
+            loss_fn_inputs={
+                name: types.TensorData.from_numpy(value) for name, value in inputs.items()
+            },
+        )
 
 
-def policy_datum(
-    row: ShiftedRow, logprobs: Float32Array, advantages: Float32Array
-) -> "types.Datum":
-    """Make a datum for the losses that read a ratio. `logprobs` and `advantages` are [T]."""
-    return _datum(row, logprobs=row.at_actions(logprobs), advantages=row.at_actions(advantages))
-
-
-def scoring_datum(row: ShiftedRow, weights: Float32Array | None = None) -> "types.Datum":
-    """Make a datum for cross-entropy with `weights` [T] of the actions; without, no position
-    counts, as in a forward pass alone.
+def action_logprobs(
+    rows: Sequence[ShiftedRow], outputs: Sequence[Any], asked: str
+) -> list[Float32Array]:
+    """Return [T] of each row: the learner's log-probs in `loss_fn_outputs`. Raises RunFailed, which
+    says what retrain `asked` them for, if the service returned none.
     """
-    placed = np.zeros(len(row), np.float32) if weights is None else row.at_actions(weights)
-    return _datum(row, weights=placed)
-
-
-def _datum(row: ShiftedRow, **inputs: Float32Array) -> "types.Datum":
-    from tinker import types
-
-    values: dict[str, Any] = {
-        name: types.TensorData.from_numpy(value) for name, value in inputs.items()
-    }
-    values["target_tokens"] = types.TensorData.from_numpy(row.targets.astype(np.int64))
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(row.inputs.tolist()), loss_fn_inputs=values
-    )
-
-
-def action_logprobs(row: ShiftedRow, output: Any) -> Float32Array | None:
-    """Return [T] the learner's log-probs in one item of `loss_fn_outputs`; None if the service
-    returned none.
-    """
-    if "logprobs" not in output:
-        return None
-    found: Float32Array = np.asarray(output["logprobs"].to_numpy(), np.float32)[row.predictors]
-    return found
+    if not all("logprobs" in output for output in outputs):
+        raise RunFailed(f"Tinker returned no log-probs for {asked}.")
+    return [
+        np.asarray(output["logprobs"].to_numpy(), np.float32)[row.predictors]
+        for row, output in zip(rows, outputs, strict=True)
+    ]
 
 
 # -- the loss --------------------------------------------------------------------------------------
@@ -97,32 +85,41 @@ Values = npt.NDArray[np.float64]
 def ratio_bounds(loss: "Loss") -> tuple[float, float] | None:
     """Return lowest and highest ratio, as the service takes them; None without a clip."""
     low, high = loss.clips
-    if loss.mode == "importance_sampling":
-        return None
-    if loss.mode == "ppo":
-        return (1 - low, 1 + high)
-    return (low, high)
+    return {"ppo": (1 - low, 1 + high), "cispo": (low, high)}.get(loss.mode)
 
 
-def policy_terms(new: Values, old: Values, advantages: Values, loss: "Loss") -> Values:
-    """Return [N] per-token loss."""
-    ratio, bounds = np.exp(new - old), ratio_bounds(loss)
-    if bounds is None:
-        return -ratio * advantages
-    clipped: Values = np.clip(ratio, bounds[0], bounds[1])
-    if loss.mode == "cispo":
-        return -clipped * advantages * new
-    return -np.minimum(ratio * advantages, clipped * advantages)
-
-
-def clipped_tokens(
+def policy_terms(
     new: Values, old: Values, advantages: Values, loss: "Loss"
-) -> npt.NDArray[np.bool_]:
-    """Return [N], True if the clip removed the token's gradient, or in cispo bounded its weight."""
-    ratio, bounds = np.exp(new - old), ratio_bounds(loss)
-    if bounds is None:
-        return np.zeros(len(ratio), bool)
-    above, below = ratio > bounds[1], ratio < bounds[0]
+) -> tuple[Values, npt.NDArray[np.bool_]]:
+    """Return [N] per-token loss, and [N] True if the clip removed the token's gradient, or in cispo
+    bounded its weight.
+    """
+    ratio = np.exp(new - old)
+    bounded: Values = np.clip(ratio, *(ratio_bounds(loss) or (0, np.inf)))
     if loss.mode == "cispo":
-        return above | below
-    return ((advantages > 0) & above) | ((advantages < 0) & below)
+        return -bounded * advantages * new, bounded != ratio
+    lower = bounded * advantages < ratio * advantages
+    return -np.where(lower, bounded, ratio) * advantages, lower
+
+
+def loss_of(
+    rows: Sequence[ShiftedRow],
+    weights: Sequence[float],
+    logprobs: Sequence[Float32Array],
+    loss: "Loss | None",
+) -> Update:
+    """Return the loss and the clip of an update from the service's log-probs [T] of each row; the
+    cross-entropy without `loss`.
+    """
+    own = [row.row for row in rows]
+    new, old, advantages = (
+        np.concatenate(values, dtype=np.float64)
+        for values in (logprobs, [row.logprobs for row in own], [row.advantages for row in own])
+    )
+    weight = np.repeat(weights, [len(one) for one in logprobs])
+    if loss is None:
+        return Update(-float((new * weight).sum()))
+    terms, clipped = policy_terms(new, old, advantages, loss)
+    counted = (advantages != 0) & (weight != 0)
+    total, taken = float((terms * weight).sum()), float((clipped & counted).sum())
+    return Update(total, clipped=taken, clippable=float(counted.sum()))

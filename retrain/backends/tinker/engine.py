@@ -4,6 +4,7 @@ last.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,63 +17,46 @@ from retrain.inference_engine.base import InferenceEngine, SampleRequest
 from retrain.types import Completion, FinishReason
 
 
+@dataclass(eq=False)
 class TinkerEngine(InferenceEngine):
     """All requests of a call go out at once; the SDK limits how many are on their way."""
 
     capabilities = SAMPLER
 
-    def __init__(
-        self, service: Service, eos_ids: Sequence[int], request_sampler: Callable[[], Any]
-    ) -> None:
-        """`request_sampler` asks the learner for a sampler of its weights of this moment, and
-        returns the SDK's future of it.
-        """
-        self._service = service
-        self._eos_ids = list(eos_ids)
-        self._request_sampler = request_sampler
-        self._coming: Any = None
-        """The sampler of the newest weights, asked for and not waited for yet."""
-        self._sampler: Any = None
+    service: Service
+    eos_ids: list[int]
+    request_sampler: Callable[[], Any]
+    """Asks the learner for a sampler of its weights of this moment; returns the SDK's future."""
+    _coming: Any = None
+    """The sampler of the newest weights, asked for and not waited for yet."""
+    _sampler: Any = None
 
     def expect_new_weights(self) -> None:
         """Ask for a sampler of the weights after all updates requested so far, without waiting for
         any of them.
         """
-        self._coming = self._request_sampler()
+        self._coming = self.request_sampler()
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:  # noqa: ARG002 - the weights stay with the service
         if self._coming is None:
             self.expect_new_weights()
         coming, self._coming = self._coming, None
-        self._sampler = self._service.result("a sampler of the new weights", lambda: coming)
+        self._sampler = self.service.result("a sampler of the new weights", lambda: coming)
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         what = f"{sum(request.count for request in requests)} completions"
-        with self._service.slot():
-            with self._service.answering(what, of_sampler=True):
-                asked = {self._ask(request): number for number, request in enumerate(requests)}
+        asked: dict[Future[Any], int] = {}
+        with self.service.slot(), self.service.answering(what, of_sampler=True):
             try:
-                for future in self._answers(what, asked):
+                asked |= {self._ask(request): number for number, request in enumerate(requests)}
+                for future in as_completed(asked, timeout=self.service.timeout):
                     number = asked[future]
-                    with self._service.answering(what, of_sampler=True):
-                        sequences = future.result().sequences
-                    yield from (
-                        self._completion(number, requests[number], index, sequence)
-                        for index, sequence in enumerate(sequences)
-                    )
+                    for index, sequence in enumerate(future.result().sequences):
+                        yield self._completion(number, requests[number], index, sequence)
             except GeneratorExit:  # the run stops, and nobody waits for the rest
                 for future in asked:
                     future.cancel()
                 raise
-
-    def _answers(self, what: str, asked: "dict[Future[Any], int]") -> "Iterator[Future[Any]]":
-        finished = as_completed(asked, timeout=self._service.timeout)
-        while True:
-            with self._service.answering(what):
-                future = next(finished, None)
-            if future is None:
-                return
-            yield future
 
     def _ask(self, request: SampleRequest) -> "Future[Any]":
         from tinker import types
@@ -81,7 +65,7 @@ class TinkerEngine(InferenceEngine):
             max_tokens=request.max_tokens,
             temperature=request.temperature,
             seed=request.noise.seed_of(request.first_sample, request.first_position),
-            stop=self._eos_ids,
+            stop=self.eos_ids,
         )
         prompt = types.ModelInput.from_ints(request.prompt_ids.tolist())
         future: Future[Any] = self._sampler.sample(
@@ -93,15 +77,13 @@ class TinkerEngine(InferenceEngine):
         self, number: int, request: SampleRequest, index: int, sequence: Any
     ) -> Completion:
         tokens = np.array(sequence.tokens, np.int32)
-        logprobs = sequence.logprobs
-        if logprobs is None:
-            logprobs = []
+        logprobs = np.array([] if sequence.logprobs is None else sequence.logprobs, np.float32)
         if not len(logprobs) == len(tokens) > 0:
             raise RunFailed(
                 f"Tinker returned {len(tokens)} tokens with {len(logprobs)} log-probs; the loss"
                 " needs one for each."
             )
-        ended = int(tokens[-1]) in self._eos_ids
+        ended = int(tokens[-1]) in self.eos_ids
         if not ended and len(tokens) < request.max_tokens:
             raise RunFailed(
                 f"Tinker ended a completion after {len(tokens)} of {request.max_tokens} tokens"
@@ -109,5 +91,4 @@ class TinkerEngine(InferenceEngine):
                 " would never learn to stop. retrain did not train on it."
             )
         reason = FinishReason.STOP if ended else FinishReason.LENGTH
-        sample, values = request.first_sample + index, np.array(logprobs, np.float32)
-        return Completion(number, sample, tokens, values, None, reason)
+        return Completion(number, request.first_sample + index, tokens, logprobs, None, reason)

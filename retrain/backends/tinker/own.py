@@ -6,7 +6,7 @@ ours. It sends the gradient of the answer back as the weights of a cross-entropy
 one more forward pass, and waits for it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,81 +17,60 @@ from torch import Tensor
 from retrain.backends.local.loss import clip_counts, policy_terms
 from retrain.backends.losses import ActionTokens
 from retrain.backends.own_loss import OwnFunction, Terms
+from retrain.backends.rows import Update
 from retrain.backends.tinker.datums import ShiftedRow
-from retrain.errors import RetrainError
-from retrain.types import Row
 
 if TYPE_CHECKING:
     from retrain.config.schema import Loss
 
 
-class NonfiniteError(RetrainError):
-    """A tensor of an update, which the message names, is not finite; retrain has sent nothing."""
-
-
 @dataclass
 class LossCall:
     """The loss function of one update. The SDK calls it with datums and the [positions] log-probs
-    of each, with gradient. Its results are the scalar to minimize, and numbers to report.
+    of each, with gradient. It returns the scalar to minimize, and no numbers of its own.
+
+    Raises FloatingPointError, with the name of a tensor that is not finite, before the SDK sends
+    anything.
     """
 
     settings: "Loss"
     own: OwnFunction | None
-    rows: Sequence[tuple[ShiftedRow, Row, float]]
-    """(shifted, row, weight of its tokens) of each datum."""
-    loss: float = float("nan")
-    clip: tuple[float, float] = (0.0, 0.0)
-    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """(sum, number) of the values of each metric."""
+    rows: Sequence[ShiftedRow]
+    weights: Sequence[float]
+    """Of each row's tokens."""
+    result: Update = field(default_factory=Update)
+    """The update of the last call, without its gradient norm."""
 
     def __call__(
         self,
         data: Sequence[Any],  # noqa: ARG002 - the SDK's form
         logprobs: Sequence[Tensor],
     ) -> tuple[Tensor, dict[str, float]]:
-        rows = [row for _, row, _ in self.rows]
-        new = torch.cat(
-            [
-                values[torch.from_numpy(shifted.predictors)]
-                for values, (shifted, *_) in zip(logprobs, self.rows, strict=True)
-            ]
+        rows = [row.row for row in self.rows]
+        lengths = [row.num_actions for row in rows]
+        places = zip(logprobs, self.rows, strict=True)
+        new = torch.cat([values[torch.from_numpy(row.predictors)] for values, row in places])
+        old, advantages = (
+            torch.from_numpy(np.concatenate([getattr(row, name) for row in rows]))
+            for name in ("logprobs", "advantages")
         )
-        old = _flat([row.logprobs for row in rows])
-        weights = _flat(
-            [np.full(row.num_actions, weight, np.float32) for _, row, weight in self.rows]
+        weights = torch.tensor(self.weights).repeat_interleave(torch.tensor(lengths))
+        tokens = ActionTokens(new, old, old, advantages, weights, lengths)
+        terms = (
+            self.own(tokens) if self.own else Terms(policy_terms(tokens, self.settings), None, {})
         )
-        tokens = ActionTokens(
-            new,
-            old,
-            old,
-            _flat([row.advantages for row in rows]),
-            weights,
-            lengths=tuple(row.num_actions for row in rows),
-        )
-        if self.own:
-            terms = self.own(tokens)
-        else:
-            terms = Terms(policy_terms(tokens, self.settings), None, {})
         loss: Tensor = (terms.values * weights).sum()
         # The SDK takes this gradient itself; check it here before retrain sends anything.
-        gradients = torch.autograd.grad(loss, list(logprobs), retain_graph=True)
-        _refuse_nonfinite({"log-probs": [new], "loss": [loss], "gradient of the loss": gradients})
-        self.loss = loss.item()
+        gradient = torch.cat(torch.autograd.grad(loss, logprobs, retain_graph=True))
+        parts = {"log-probs": new, "loss": loss, "gradient of the loss": gradient}
+        for name, values in parts.items():
+            if not torch.isfinite(values).all():
+                raise FloatingPointError(name)
+        clipped = clippable = 0.0
         if terms.clipped is not None or not self.own:
             clipped, clippable = clip_counts(tokens, self.settings, terms.clipped).tolist()
-            self.clip = (clipped, clippable)
-        self.metrics = {
-            name: (float(value.sum()), float(value.numel()))
-            for name, value in terms.metrics.items()
+        metrics = {
+            name: (float(value.sum()), value.numel()) for name, value in terms.metrics.items()
         }
+        self.result = Update(loss.item(), np.nan, clipped, clippable, metrics)
         return loss, {}
-
-
-def _refuse_nonfinite(parts: Mapping[str, Sequence[Tensor]]) -> None:
-    for name, tensors in parts.items():
-        if not all(torch.isfinite(tensor).all() for tensor in tensors):
-            raise NonfiniteError(name)
-
-
-def _flat(arrays: Sequence[Any]) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays))

@@ -17,24 +17,22 @@ import re
 import shutil
 import tarfile
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Thread
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from retrain.backends.tinker.facts import TinkerFacts
 from retrain.config.stored import run_command
-from retrain.errors import EnvironmentFailure, ServerFailure, first_line
+from retrain.errors import EnvironmentFailure, RetrainError, ServerFailure, first_line
 
 if TYPE_CHECKING:
     import httpx
-    from filelock import BaseFileLock
 
     from retrain.config import TrainConfig
     from retrain.config.schema import Backend
@@ -59,19 +57,14 @@ class Service:
         self.address = base_url or os.environ.get("TINKER_BASE_URL") or "its default address"
         self.timeout = config.backend.tinker.timeout_s
         throttle = throttle_of(config.backend)
-        self.slot: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.slot: Callable[[], AbstractContextManager[None]]
+        self.slot = throttle.slot if throttle else nullcontext
         """A context that holds a place among the campaign's `max_concurrent` places."""
-        if throttle:
-            self.slot = throttle.slot
         self._folder = Path(config.resume.from_ or config.logging.log_dir)
         self._broken = ""
         # Read by the SDK, which reports usage by default.
         os.environ.setdefault("TINKER_TELEMETRY", "0")
         import httpx
-
-        reason = TinkerFacts.unavailable_reason()
-        if reason:
-            raise EnvironmentFailure(reason)
         import tinker
 
         key = os.environ.get(KEY, "")
@@ -80,8 +73,9 @@ class Service:
                 f"{KEY} is not set, and Tinker at {self.address} asks for a key; set the"
                 " variable, or add it to .env."
             )
-        # It logs what it then raises.
-        logging.getLogger("tinker.lib.retry_handler").setLevel(logging.CRITICAL)
+        # They log what they then raise, and announce the end of calls that older services need.
+        for name in ("retry_handler", "public_interfaces.training_client"):
+            logging.getLogger(f"tinker.lib.{name}").setLevel(logging.CRITICAL)
         try:  # without a listener the SDK would try for minutes
             if base_url:
                 httpx.get(base_url, timeout=_REACH_S)
@@ -96,25 +90,16 @@ class Service:
             client.holder  # noqa: B018 - opens the session, which the SDK would put off until the first call
             return client
 
-        try:
-            with self.answering("a session"):
-                self.client: Any = _in_thread(opened, _SESSION_S)
+        with self.answering("a session"):
+            try:
+                self.client: Any = in_thread(opened, _SESSION_S)
                 """The SDK's ServiceClient."""
-        except EnvironmentFailure as error:
-            if not isinstance(error.__cause__, TimeoutError):
-                raise
-            raise EnvironmentFailure(
-                f"Tinker at {self.address} opened no session within {_SESSION_S:g} s, so"
-                f" another program may answer there. Check [model] base_url, and that {KEY} is"
-                " a key of that service (tml-...)."
-            ) from error
-
-    @property
-    def _advice(self) -> str:
-        """The command that resumes the run; "" before the run has a folder."""
-        if not (self._folder / "config.toml").is_file():
-            return ""
-        return f"; continue with `{run_command(self._folder)}`"
+            except TimeoutError as error:
+                raise EnvironmentFailure(
+                    f"Tinker at {self.address} opened no session within {_SESSION_S:g} s, so"
+                    f" another program may answer there. Check [model] base_url, and that {KEY} is"
+                    " a key of that service (tml-...)."
+                ) from error
 
     @contextmanager
     def answering(self, what: str, *, of_sampler: bool = False) -> Iterator[None]:
@@ -132,11 +117,15 @@ class Service:
 
         try:
             yield
+        except RetrainError:
+            raise
         except (tinker.TinkerError, TimeoutError, ValueError, RuntimeError, OSError) as error:
             problem = f"Tinker at {self.address} {_reason(error, self.timeout)} (asked for {what})"
             if of_sampler and isinstance(error, tinker.APIStatusError):
                 raise ServerFailure(f"{problem}.") from error
-            self._broken = f"{problem}{self._advice}."
+            stored = (self._folder / "config.toml").is_file()
+            advice = f"; continue with `{run_command(self._folder)}`" if stored else ""
+            self._broken = f"{problem}{advice}."
             raise EnvironmentFailure(self._broken) from error
 
     def result(self, what: str, ask: Callable[[], Any]) -> Any:
@@ -145,13 +134,6 @@ class Service:
         """
         with self.answering(what):
             return ask().result(timeout=self.timeout)
-
-    def bounded(self, what: str, call: Callable[[], Any]) -> Any:
-        """Make a call of the SDK that waits inside, without a limit of its own, and give up after
-        `timeout`. Raises EnvironmentFailure.
-        """
-        with self.answering(what):
-            return _in_thread(call, self.timeout)
 
     def close(self) -> None:
         """End the session, so that the service gives its adapter's place to another."""
@@ -164,7 +146,7 @@ class Service:
                 client.close("success").result(timeout=_CLOSE_S)
 
 
-def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
+def in_thread(call: Callable[[], Any], seconds: float) -> Any:
     """Make a call that has no limit of its own. Raises TimeoutError after `seconds`, and what the
     call raises.
     """
@@ -184,32 +166,19 @@ def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
     return answer.result(timeout=0)
 
 
-@contextmanager
-def without_deprecations() -> Iterator[None]:
-    """Silence the SDK's announcement that it will remove a call: older services need the call."""
-    logger = logging.getLogger("tinker.lib.public_interfaces.training_client")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        try:
-            yield
-        finally:
-            logger.setLevel(before)
-
-
 def _reason(error: BaseException, seconds: float) -> str:
     """Return the middle of a sentence that begins with the service."""
     import tinker
 
-    status = getattr(error, "status_code", None)
+    status, body = getattr(error, "status_code", 0), getattr(error, "body", None)
     if status in (401, 403):
         return f"refused the key in {KEY} ({status})"
-    if status == 402:
-        return f"asks for payment ({status}: {_detail(error)})"
-    if status is not None and 400 <= status < 500 and status != 429:
-        return f"refused the request ({status}: {_detail(error)})"
-    if status is not None:
+    if 400 <= status < 500 and status != 429:
+        refusal = "asks for payment" if status == 402 else "refused the request"
+        # the service's own sentence, without the SDK's words around it
+        detail = body.get("detail") if isinstance(body, dict) else ""
+        return f"{refusal} ({status}: {detail or first_line(error)})"
+    if status:
         return f"failed ({status}) and failed again whenever the SDK tried for 300 s"
     if isinstance(error, tinker.APIConnectionError):
         return "does not answer, however often the SDK tried"
@@ -218,17 +187,10 @@ def _reason(error: BaseException, seconds: float) -> str:
     return f"failed: {first_line(error)}"
 
 
-def _detail(error: BaseException) -> str:
-    """Return the service's own sentence, without the SDK's words around it."""
-    body = getattr(error, "body", None)
-    if isinstance(body, dict) and body.get("detail"):
-        return str(body["detail"])
-    return first_line(error)
-
-
 # -- the campaign's throttle -----------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Throttle:
     """At most `limit` calls at a time over every process and thread that names the same folder. Any
     thread may call it.
@@ -237,32 +199,27 @@ class Throttle:
     holder dies, so even a killed worker keeps no slot.
     """
 
-    def __init__(self, folder: Path, limit: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._files = [folder / f"slot_{number:03d}.lock" for number in range(limit)]
+    folder: Path
+    limit: int
 
     @contextmanager
     def slot(self) -> Iterator[None]:
-        lock = self._acquire()
-        try:
-            yield
-        finally:
-            lock.release()
-
-    def _acquire(self) -> "BaseFileLock":
         from filelock import FileLock, Timeout
 
         # Each holder begins elsewhere, and waits for a while of its own: else all would ask for the
         # same slot at the same moments.
-        files = random.sample(self._files, len(self._files))
+        numbers = random.sample(range(self.limit), self.limit)
+        self.folder.mkdir(parents=True, exist_ok=True)
         while True:
-            for file in files:
-                lock = FileLock(file, thread_local=False)
+            for number in numbers:
+                file = FileLock(self.folder / f"slot_{number:03d}.lock", thread_local=False)
                 try:
-                    lock.acquire(blocking=False)
+                    lock = file.acquire(blocking=False)
                 except Timeout:
                     continue
-                return lock
+                with lock:
+                    yield
+                return
             time.sleep(_POLL_S * (0.5 + random.random()))
 
 
@@ -270,15 +227,15 @@ def throttle_of(backend: "Backend") -> Throttle | None:
     """Return the campaign's throttle, in the folder `[backend] throttle_dir`; None for a run of its
     own.
     """
-    if backend.throttle_dir:
-        return Throttle(Path(backend.throttle_dir), backend.max_concurrent)
-    return None
+    folder = backend.throttle_dir
+    return Throttle(Path(folder), backend.max_concurrent) if folder else None
 
 
 # -- adapters handed out ---------------------------------------------------------------------------
 
 
-_PATH = re.compile(r"tinker://(?P<run>[^/]+)/(?:sampler_weights/|weights/)?(?P<name>[^/]+)")
+_PART = r"(?!\.{1,2}(?:/|$))[^/]+"
+_PATH = re.compile(f"tinker://({_PART})/(?:sampler_weights/|weights/)?({_PART})")
 _ADAPTED = re.compile(r"(?:.*\.)?([^.]+)\.lora_[AB]\.weight")
 _REDIRECTS = 3
 _FILES = {"adapter_config.json": 1 << 20, "adapter_model.safetensors": 32 << 30}
@@ -297,7 +254,7 @@ def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> 
     """
     found = _PATH.fullmatch(path)
     address = base_url or os.environ.get("TINKER_BASE_URL", "")
-    if not found or {found["run"], found["name"]} & {".", ".."}:
+    if not found:
         raise EnvironmentFailure(
             f"{path} is not a path of a Tinker service (tinker://RUN/sampler_weights/NAME)."
         )
@@ -306,7 +263,7 @@ def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> 
             "the hosted service does not offer adapter files for download; the SDK's `tinker"
             " checkpoint` commands manage them."
         )
-    run, name = (quote(found[part], safe="") for part in ("run", "name"))
+    run, name = (quote(part, safe="") for part in found.groups())
     with TemporaryFile() as archive:
         _fetch(
             f"{address.rstrip('/')}/api/v1/training_runs/{run}/checkpoints/{name}/archive",
@@ -357,8 +314,8 @@ def _fetch(url: str, timeout: float, into: IO[bytes]) -> None:
     raise EnvironmentFailure(f"its archive did not arrive (more than {_REDIRECTS} redirections).")
 
 
-def _origin(url: "httpx.URL") -> tuple[str, str, int | None]:
-    return url.scheme, url.host, url.port
+def _origin(url: "httpx.URL") -> tuple[str, bytes]:
+    return url.scheme, url.netloc
 
 
 def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
@@ -380,10 +337,8 @@ def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
                 name, unpacked = Path(member.name).name, unpacked + member.size
                 if unpacked > _MAX_BYTES or member.size > _FILES.get(name, _MAX_BYTES):
                     raise ValueError(f"{name} has {member.size} bytes")
-                source = None
-                if member.isreg() and not member.issparse() and name in missing:
-                    source = archive.extractfile(member)
-                if source is not None:
+                whole = name in missing and member.isreg() and not member.issparse()
+                if whole and (source := archive.extractfile(member)):
                     with source, (folder / name).open("wb") as file:
                         shutil.copyfileobj(source, file)
                     missing.remove(name)
@@ -428,6 +383,6 @@ def _name_target_modules(folder: Path) -> None:
     if settings.get("target_modules"):
         return
     with safe_open(folder / "adapter_model.safetensors", framework="numpy") as weights:
-        names = {_ADAPTED.fullmatch(name) for name in weights.keys()}  # noqa: SIM118 - no mapping
-    settings["target_modules"] = sorted({found[1] for found in names if found})
+        names = filter(None, map(_ADAPTED.fullmatch, weights.keys()))
+        settings["target_modules"] = sorted({found[1] for found in names})
     path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
