@@ -189,7 +189,7 @@ def _writing(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not is_disk(error):
+        if not is_disk(error) and output.parent.exists():
             raise
         # a copy's error names the source, which is intact
         raise EnvironmentFailure(
