@@ -252,7 +252,7 @@ def test_a_marker_that_another_starter_wrote_meanwhile_is_taken(
 
 
 def test_a_place_where_no_folder_can_be_made_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="/proc/x cannot be made"):
+    with pytest.raises(ConfigurationError, match="/proc/x is not a place for a folder"):
         RunFolder(Path("/proc/x")).create()
 
 
@@ -494,6 +494,14 @@ def test_a_disk_that_fills_up_stops_the_run_in_a_sentence_and_room_lets_it_go_on
             small_run(resumed, quiet=True)
     small_run(resumed, quiet=True)
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_whoever_may_read_the_folder_may_read_every_file(tmp_path: Path) -> None:
+    small_run(small(tmp_path / "run", logging={"tokens_every": 1}), quiet=True)
+    readable = (tmp_path / "run" / "metrics.jsonl").stat().st_mode & 0o044
+    files = [path for path in (tmp_path / "run").rglob("*.*") if path.suffix != ".lock"]
+    closed = [path.name for path in files if readable & ~path.stat().st_mode]
+    assert not closed
 
 
 def test_a_run_holds_two_evaluations_however_many_it_made(tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def mark(folder: Path, kind: str) -> None:
     except OSError as error:
         # If several processes start, one may rename the file of another.
         if not (isinstance(error, FileNotFoundError) and read_marker(folder)):
-            sentence = f"{folder} cannot be made ({error.strerror}); check the path."
+            sentence = f"{folder} is not a place for a folder ({error.strerror}); check the path."
             raise path_error(error) or ConfigurationError(sentence) from error
 
 
