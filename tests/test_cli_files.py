@@ -1,5 +1,6 @@
 """`retrain init` and `retrain migrate-config`: what they write, and what they never touch."""
 
+import errno
 import io
 import json
 import sys
@@ -234,6 +235,22 @@ def test_stream_mode_is_a_filter(
     monkeypatch.setattr(sys, "stdin", io.StringIO(once))
     assert main(["migrate-config", "--stdin", "--stdout"]) == 0
     assert capsys.readouterr().out == once
+    for text, code in ((b"\xef\xbb\xbf[model]\n", 0), (b"# caf\xe9\n", 2)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
+        assert main(["migrate-config", "--stdin"]) == code
+
+
+def test_a_file_that_the_disk_takes_in_part_is_named_and_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, _: bytes) -> None:
+        path.write_text("a part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main(["init", "--output", f"{tmp_path}/x.toml"]) == 3
+    assert f"{tmp_path}/x.toml cannot be used: No space left" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -280,12 +280,23 @@ def test_closed_streams_change_no_exit_code_and_no_file_takes_their_place(closed
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
 def test_a_full_disk_under_standard_output_is_named() -> None:
-    command = f"{sys.executable} -m retrain help config > /dev/full"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert (
-        result.returncode == 3
-        and "Standard output, or a file, cannot be used: No space left" in result.stderr
-    )
+    for asked in ("help config", "version"):  # more than a buffer, and less
+        command = f"env -u PYTHONUNBUFFERED {sys.executable} -m retrain {asked} > /dev/full"
+        result = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, check=False
+        )
+        assert (
+            result.returncode == 3
+            and "Standard output, or a file, cannot be used: No space left" in result.stderr
+            and "Traceback" not in result.stderr
+        )
+
+
+def test_a_loop_of_links_is_no_bug(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "run.toml").write_text('[model]\nmodel = "lab"\n')
+    assert main([f"{tmp_path}/run.toml", "--log-dir", f"{tmp_path}/loop"]) == 2
+    assert f"{tmp_path}/loop" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))

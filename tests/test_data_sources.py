@@ -304,8 +304,8 @@ def test_a_set_left_empty_is_fatal_and_says_why_and_which_columns_there_are(tmp_
 
 def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(
-        b'\xef\xbb\xbf{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}'
+    path.write_bytes(  # the third line begins a second file that was joined to it
+        b'\xef\xbb\xbf{"prompt": "a", "answer": "1"}\n\n\xef\xbb\xbf{"prompt": "b", "answer": "2"}'
     )
     loaded = load_examples(config(source=str(path)))
     assert prompts_of(loaded) == ["a", "b"]

@@ -229,6 +229,13 @@ def test_an_export_that_is_cut_short_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_place_where_no_folder_can_be_made_is_named(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run), "--output", "/proc/x/adapter"]) == 3
+    assert "/proc/x/adapter is not writable" in capsys.readouterr().err
+
+
 def test_the_card_names_no_folder_of_this_machine(run: Path, tmp_path: Path) -> None:
     base = shutil.copytree(LAB_MODEL, tmp_path / "private" / "base")
     models = 'model = "lab"', f'model = "{base}"'

@@ -49,6 +49,7 @@ def test_values_that_are_no_secret_stay(name: str, value: str) -> None:
         "hf_abcdefghijklmnopqrstuvwx",
         "sk-proj-abcdefghijklmnop",
         "wandb_v1_abcdefghijklmnopqrst",
+        "gsk_abcdefghijklmnopqrstuvwx",
         "ghp_abcdefghijklmnopqrstuv",
         "AKIAABCDEFGHIJKLMNOP",
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NSJ9.abcdef",
@@ -64,6 +65,11 @@ def test_tokens_of_known_shapes_are_masked(secret: str) -> None:
         ("https://user:pa55@host:8000/v1", "https://***@host:8000/v1"),
         ("https://host/v1?api_key=abc&n=1", "https://host/v1?api_key=***&n=1"),
         ("Authorization: Bearer abc.def-123456", "Authorization: Bearer ***"),
+        ("https://user:p@55@host:8000/v1", "https://***@host:8000/v1"),
+        ('url = "http://user:pa/55@host"', 'url = "http://***@host"'),
+        ('base_url = "user:pa55@host:80" is not', 'base_url = "***@host:80" is not'),
+        ('api_key = "a-1" stands outside', 'api_key = "***" stands outside'),
+        ('judge_api_key_env = "my-key" is not', 'judge_api_key_env = "***" is not'),
     ],
 )
 def test_credentials_in_urls_and_headers_are_masked(text: str, masked: str) -> None:
@@ -76,6 +82,8 @@ def test_credentials_in_urls_and_headers_are_masked(text: str, masked: str) -> N
         "revision 0a1b2c3d4e5f60718293a4b5c6d7e8f901234567",
         "Qwen/Qwen3-4B-Instruct-2507",
         "https://host:8000/v1",
+        "http://host:8000/a@b and http://[::1]:8000/a@b",
+        'judge_api_key_env = "OPENAI_API_KEY", eos_token = "</s>"',
         "max_tokens = 1024, key = value",
         "task-sk-1 and a risk-averse policy",
     ],

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from retrain import train
-from retrain.config import dump_toml
+from retrain.config import dump_toml, load_stored
 from retrain.errors import ConfigurationError, Interrupted, RetrainError, RunFailed, StoppedAtOnce
 from retrain.records import run_folder
 from retrain.records.run_folder import RunFolder, writer_lock
 from retrain.run.interrupts import Interrupts
+from retrain.run.loop import take_step
 from retrain.run.saver import Saver
 from retrain.run.session import Session
 from tests.commands import Command
@@ -250,6 +251,24 @@ def test_a_marker_that_another_starter_wrote_meanwhile_is_taken(
     assert run_folder.kind_of(tmp_path / "run") == "run"
 
 
+def test_a_place_where_no_folder_can_be_made_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="/proc/x is not a place for a folder"):
+        RunFolder(Path("/proc/x")).create()
+
+
+def test_a_folder_that_begins_with_a_dash_is_no_flag_in_the_printed_command() -> None:
+    assert RunFolder(Path("-x")).resume_command == "retrain ./-x/config.toml --resume ./-x"
+
+
+def test_a_configuration_of_another_version_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[training]\nlater_key = 1\n")
+    (tmp_path / "environment.json").write_text('{"retrain": "99.0"}')
+    with pytest.raises(
+        ConfigurationError, match=r"is of retrain 99\.0, and this is .*\n.*later_key"
+    ):
+        load_stored(tmp_path / "config.toml")
+
+
 def test_a_seed_is_drawn_once_and_stored(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = small_run(small(folder, training={"seed": -1, "max_steps": 1}), quiet=True)
@@ -475,6 +494,23 @@ def test_a_disk_that_fills_up_stops_the_run_in_a_sentence_and_room_lets_it_go_on
             small_run(resumed, quiet=True)
     small_run(resumed, quiet=True)
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_whoever_may_read_the_folder_may_read_every_file(tmp_path: Path) -> None:
+    small_run(small(tmp_path / "run", logging={"tokens_every": 1}), quiet=True)
+    readable = (tmp_path / "run" / "metrics.jsonl").stat().st_mode & 0o044
+    files = [path for path in (tmp_path / "run").rglob("*.*") if path.suffix != ".lock"]
+    closed = [path.name for path in files if readable & ~path.stat().st_mode]
+    assert not closed
+
+
+def test_a_run_holds_two_evaluations_however_many_it_made(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", evaluation={"every": 1, "at_start": True, "max_examples": 2})
+    with Session.open(config, overwrite=False, skip_parity=True) as session:
+        for _ in range(3):
+            session.evaluate_if_due()
+            take_step(session)
+        assert [one.step for one in session.evaluations] == [0, 2]
 
 
 def test_interrupting_twice_ends_at_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ model wrote is only text.
 """
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -498,6 +499,15 @@ def test_a_mistake_is_one_sentence(
     assert main(["report", str(campaign), *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_a_device_in_place_of_the_page_stays(
+    campaign: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    os.mkfifo(tmp_path / "null")
+    assert main(["report", str(campaign), "--output", f"{tmp_path}/null"]) == 2
+    assert "is a folder or a device" in capsys.readouterr().err
+    assert (tmp_path / "null").is_fifo()
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path, capsys: Captured) -> None:

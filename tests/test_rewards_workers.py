@@ -4,6 +4,7 @@ pool judges the next one.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import pytest
 import retrain.rewards.workers as workers
 from retrain.rewards.forkserver import ForkServer
 from retrain.rewards.score import PartScore
-from retrain.rewards.worker import _verify
+from retrain.rewards.worker import Channel, _verify
 from retrain.rewards.workers import WorkerPool, WorkerSetup
 from retrain.system import resident_bytes
 from tests.marks import first_of
@@ -62,6 +63,15 @@ def descendants(pid: int) -> set[int]:
 
 def verify(pool: WorkerPool, answer: str, gold: str = "4") -> "Future[PartScore]":
     return pool.submit({"handler": "verify", "gold": gold, "answer": answer})
+
+
+def test_an_answer_that_came_while_this_process_stood_still_counts() -> None:
+    ours, theirs = map(Channel, socket.socketpair())
+    theirs.send({"number": 0, "value": 1.0})
+    thread = workers._WorkerThread(WorkerSetup(), None, None, 1.0, threading.Event())
+    job = workers._Job(0, b"", Future(), 0)
+    over = time.monotonic() - 1
+    assert thread._wait(workers._Worker(0, ours), job, over) == PartScore(1.0)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ from urllib.parse import quote
 import pytest
 
 from retrain.cli.main import main
-from retrain.config import dump_toml
+from retrain.config import config_from_mapping, dump_toml
 from retrain.records import redact
+from retrain.run.notes import preflight_lines
 from tests.judges import Handler, serving
 from tests.runs import small, small_run
 
@@ -163,6 +164,11 @@ def test_what_a_reward_says_is_masked_in_every_file_and_stream(
     out, err = capfd.readouterr()
     assert "verdict" in err
     assert_nothing_leaked(secretive / "run", out + err, MARKS)
+
+
+def test_a_short_secret_of_a_flag_is_masked_in_the_line_that_names_the_flag() -> None:
+    line = preflight_lines(config_from_mapping({}, ["--reward-params", "db_password=hunter2"]))[0]
+    assert line == "reward.params = {'db_password': '***'} from flag --reward-params"
 
 
 @pytest.mark.faults("canaries x files and streams")

@@ -22,7 +22,7 @@ from retrain.errors import (
     RetrainError,
     StoppedAtOnce,
 )
-from retrain.records.disk import is_reader_gone, path_error
+from retrain.records.disk import path_error
 from retrain.system import prepare_torch
 
 
@@ -88,6 +88,11 @@ def _answer(arguments: list[str]) -> int:
     # `retrain help config | head`: the reader has what it wanted.
     except BrokenPipeError:
         return 0
+    except RuntimeError as error:  # Before Python 3.13, pathlib raises this.
+        if not str(error).startswith("Symlink loop"):
+            raise
+        sentence = f"{error}: fix these links, or name another folder."
+        return _ended_by(ConfigurationError(sentence), arguments)
     except OSError as error:
         known = path_error(error)
         if known is None:
@@ -211,15 +216,13 @@ def _replace_missing_streams() -> None:
 
 
 def _let_go_of_closed_streams() -> None:
-    """Discard the remaining text for a closed pipe or terminal: Python's last attempt to write it
-    would change the exit code.
+    """Discard the remaining text for a closed pipe or terminal, or a full disk: Python's last
+    attempt to write it would change the exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError as error:
-            if not is_reader_gone(error):
-                raise
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

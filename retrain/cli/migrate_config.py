@@ -61,7 +61,7 @@ def command(
         )
     if backup and not write:
         raise ConfigurationError("--backup keeps the old file of --write; give both.")
-    name, old = str(path or "standard input"), read_text(path) if path else sys.stdin.read()
+    name, old = str(path or "standard input"), read_text(path) if path else _standard_input()
     result = _migrated(old, name)
     if output is not None:
         write_files({output: result["migrated"]}, "name another file with --output")
@@ -74,6 +74,13 @@ def command(
         _print(result, stdout, check)
     if check and result["needs_migration"]:
         raise typer.Exit(1)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read().removeprefix("\ufeff")
+    except UnicodeDecodeError:
+        raise ConfigurationError("standard input is not UTF-8 text; save it as UTF-8.") from None
 
 
 def _migrated(old: str, name: str) -> Json:

@@ -69,7 +69,7 @@ def _check_extra() -> None:
 
 
 def _check_output(output: Path | None) -> None:
-    """Raise ConfigurationError for an output that is a folder or a picture."""
+    """Raise ConfigurationError for an output that is a folder, a device or a picture."""
     if output is None:
         return
     if output.suffix in (".svg", ".png"):
@@ -77,7 +77,8 @@ def _check_output(output: Path | None) -> None:
             f"--output {output} would be an HTML page; name it .html. Its figures go next to it"
             " as svg and png."
         )
-    if output.is_dir():
+    # The page replaces what is there, and must not replace /dev/null.
+    if output.exists() and not output.is_file():
         raise ConfigurationError(
-            f"--output {output} is a folder; name the page, such as {output / 'report.html'}."
+            f"--output {output} is a folder or a device; name the page, such as report.html."
         )

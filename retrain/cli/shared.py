@@ -123,6 +123,11 @@ def write_files(files: Mapping[Path, str], instead: str, force: bool = False) ->
             path.write_bytes(text.encode())
         except FileNotFoundError as error:  # For example, the path is below /proc.
             raise EnvironmentFailure(f"{path} is not writable; name another place.") from error
+        except OSError as error:
+            if error.filename is None and path.is_file():  # The disk holds a part of the file.
+                path.unlink()
+                error.filename = str(path)
+            raise
     return list(new)
 
 

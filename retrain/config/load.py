@@ -8,7 +8,8 @@ import os
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ from retrain.config.removed import farewell, removed_key, without_removed
 from retrain.config.schema import Condition, Provenance, Schedule, TrainConfig
 from retrain.config.section import Violation
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
-from retrain.errors import ConfigurationError
-from retrain.system import Json, ParseError, parse_toml
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.system import Json, ParseError, parse_toml, read_object
 
 DEFAULT_FILE = "retrain.toml"
 _SECTIONS_OF_A_SQUEEZE_JOB = {"squeeze", "model", "logging", "plugins"}
@@ -111,9 +112,22 @@ def load_stored(path: str | Path, *, to_read: bool = False) -> TrainConfig:
     earlier version.
     """
     file = Path(path)
-    config = _build(read_toml(file), [], file, rules=not to_read)
+    try:
+        config = _build(read_toml(file), [], file, rules=not to_read)
+    except ConfigurationError as error:
+        raise ConfigurationError([*_other_version(file), *error.problems]) from error
     config._provenance = replace(config._provenance, foreign=True)
     return config
+
+
+def _other_version(file: Path) -> Iterator[str]:
+    """Yield a sentence if another version wrote the run of a stored configuration."""
+    from retrain import __version__
+
+    with suppress(OSError, RunFailed):
+        writer = read_object(file.with_name("environment.json")).get("retrain", __version__)
+        if writer != __version__:
+            yield f"{file} is of retrain {writer}, and this is {__version__}; use that version."
 
 
 def trusted(config: TrainConfig) -> TrainConfig:

@@ -44,7 +44,12 @@ def run_command(folder: Path) -> str:
     """Return the command line that continues the run in `folder`, whatever file and flags began it:
     they are all in its config.toml.
     """
-    return f"retrain {quote(str(folder / 'config.toml'))} --resume {quote(str(folder))}"
+    return f"retrain {_argument(folder / 'config.toml')} --resume {_argument(folder)}"
+
+
+def _argument(path: Path) -> str:
+    """Quote a path for a shell. One that begins with a dash would read as a flag."""
+    return quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
 def begun_by(config: TrainConfig) -> str:
@@ -65,7 +70,7 @@ def begun_by(config: TrainConfig) -> str:
 
 def campaign_command(begun: str, folder: Path) -> str:
     """Return the command line that continues a campaign in `folder` that `begun` began."""
-    return f"{begun} --resume {quote(str(folder))}".lstrip()
+    return f"{begun} --resume {_argument(folder)}".lstrip()
 
 
 def _stored_value(path: str, value: Any) -> str:

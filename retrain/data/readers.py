@@ -56,7 +56,10 @@ def find_files(
     if not path.is_dir():
         places = ""
         if not path.is_absolute():
-            places = f" in {Path.cwd()}, the current folder, or beside the configuration file"
+            places = (
+                f" in {Path.cwd()}, the current folder, or beside the configuration file (a resume"
+                " needs the folder where the run began)"
+            )
         raise ConfigurationError(
             f"{key} does not exist{places}; name a .jsonl or .parquet file or a folder of them, or"
             " hub:NAME for a hub data set."
@@ -108,9 +111,8 @@ def _read_jsonl(file: Path) -> Iterator[RawRow]:
             if not line.strip():
                 continue
             try:
-                columns = parse_json(
-                    line.decode("utf-8-sig" if index == 0 else "utf-8"), integer_or_digits
-                )
+                # Joined files have a byte order mark in the middle too.
+                columns = parse_json(line.decode("utf-8-sig"), integer_or_digits)
             except ValueError:  # bytes that are not UTF-8 or not JSON
                 columns = None
             yield RawRow(

@@ -173,6 +173,8 @@ def replacing_folder(target: Path) -> Iterator[Path]:
         with safetensors_io():
             yield aside
         for path in filter(Path.is_file, aside.rglob("*")):
+            # safetensors makes files that only their owner reads, whatever the umask says.
+            path.chmod(aside.stat().st_mode & 0o666)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         sync_folder(aside)

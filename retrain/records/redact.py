@@ -47,6 +47,7 @@ _SHAPES = re.compile(
   | (?<=api_key=)[0-9a-f]{40}\b | (?<=wandb_api_key:\s)[0-9a-f]{40}\b   # old form; bare, it looks like a git revision
   | \bgh[pousr]_[A-Za-z0-9]{20,} | \bgithub_pat_[A-Za-z0-9_]{20,} # GitHub
   | \bglpat-[A-Za-z0-9_-]{16,}                                    # GitLab
+  | \b(?:gsk_|xai-|nvapi-|r8_|tgp_v1_)[A-Za-z0-9]{20,}            # Groq, xAI, NVIDIA, Replicate, Together
   | \bAKIA[0-9A-Z]{16}\b                                          # AWS
   | \bAIza[A-Za-z0-9_-]{30,}                                      # Google
   | \bxox[abprs]-[A-Za-z0-9-]{10,}                                # Slack
@@ -59,16 +60,25 @@ _SHAPES = re.compile(
 _MARKS = (
     "hf_", "sk-", "rk-", "pk-", "tml-", "wandb_", "api_key=", "ghp_", "gho_", "ghu_", "ghs_",
     "ghr_", "github_pat_", "glpat-", "AKIA", "AIza", "xox", "eyJ", "Bearer", "Basic",
+    "gsk_", "xai-", "nvapi-", "r8_", "tgp_v1_",
 )  # fmt: skip
 """Each token of a known shape contains a string of this list."""
 _URL_CREDENTIALS = re.compile(
-    r"(?<=://)[^/\s@'\"]+@|(?<=%3A%2F%2F)(?:[^\s/@&'\"%]|%(?!2F|40))+%40", re.IGNORECASE
+    r"""
+    (?<=://)[^/\s'"]+@
+  | (?<=://)[^/\s:'"\[]*:(?!\d+(?:[/?\#,;)\s]|$))[^\s'"]+@            # a password with a slash; not a port
+  | (?<=url\ =\ ")(?!\w+://)[^\s'"]+@                                # a refused address without http://
+  | (?<=%3A%2F%2F)(?:[^\s/@&'"%]|%(?!2F|40))+%40
+    """,
+    re.IGNORECASE | re.VERBOSE,
 )
 _URL_PARAMETER = re.compile(
     r"((?:[?&#;]|%3F|%26|%23)[\w.-]{0,40}?(?:key|token|secret|pass|auth|cred|cookie|sig)[\w.-]{0,40}(?:=|%3D))"
-    r"(?:[^&;\s'\"#%]|%(?!26|23))+",
+    r"(?:[^&;\s'\"#%]|%(?!26|23))+"
+    r"|(\b\w*(?:api_?key|(?:auth|access)_token|secret|password)(?:_env\s?=\s?\"(?=\w*[^\w\"])|\s?=\s?\"))[^\"`\n]+",
     re.IGNORECASE,
 )
+"""A parameter of a URL, or a line of TOML with a secret where none belongs."""
 
 
 _noted: set[str] = set()
@@ -175,7 +185,7 @@ class Redactor:
                 lambda match: MASK + ("@" if match.group().endswith("@") else "%40"), text
             )
         if "=" in text or "%3" in text:
-            text = _URL_PARAMETER.sub(rf"\g<1>{MASK}", text)
+            text = _URL_PARAMETER.sub(rf"\g<1>\g<2>{MASK}", text)
         return text
 
     def json(self, value: Any, name: str = "") -> Any:

@@ -309,7 +309,8 @@ def mark(folder: Path, kind: str) -> None:
     except OSError as error:
         # If several processes start, one may rename the file of another.
         if not (isinstance(error, FileNotFoundError) and read_marker(folder)):
-            raise path_error(error) or error from error
+            sentence = f"{folder} is not a place for a folder ({error.strerror}); check the path."
+            raise path_error(error) or ConfigurationError(sentence) from error
 
 
 def refuse_foreign_code(config: TrainConfig, doing: str) -> None:

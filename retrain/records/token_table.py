@@ -104,6 +104,7 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
             aside,
             metadata={"retrain": json.dumps({"step": step, "stages": list(table.advantages)})},
         )
+        aside.chmod(path.parent.stat().st_mode & 0o644)  # safetensors lets only the owner read it.
 
 
 def damage_of(path: Path) -> str:

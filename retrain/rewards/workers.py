@@ -29,6 +29,8 @@ ADDRESS_SPACE_LIMIT = 4 << 30
 than the parent looks."""
 _TICK_S = 0.05
 """Interval at which the parent checks the memory of a worker that has not answered."""
+_LAST_LOOK_S = 0.005
+"""Seconds to read an answer that arrived within its deadline."""
 _MAX_AUTOMATIC_WORKERS = 16
 _MAX_REPLY = 1 << 16
 """Maximum bytes of a reply; a reward, or the reason for its absence, takes a few hundred."""
@@ -268,16 +270,18 @@ class _WorkerThread(threading.Thread):
     def _wait(self, worker: _Worker, job: _Job, deadline: float) -> PartScore:
         while True:
             left = deadline - time.monotonic()
-            if left <= 0:
-                self._discard()
-                return PartScore(
-                    None,
-                    f"the reward took longer than deadline_s = {self._deadline_s:g}, so retrain"
-                    " killed its worker",
-                )
             try:
-                reply = worker.channel.receive(min(left, _TICK_S), _MAX_REPLY * max(1, job.members))
+                # After Ctrl-Z and `fg` the time is over, but the answer is there.
+                patience = min(max(left, _LAST_LOOK_S), _TICK_S)
+                reply = worker.channel.receive(patience, _MAX_REPLY * max(1, job.members))
             except TimeoutError:
+                if left <= 0:
+                    self._discard()
+                    return PartScore(
+                        None,
+                        f"the reward took longer than deadline_s = {self._deadline_s:g}, so retrain"
+                        " killed its worker",
+                    )
                 # The worker is dead then, but a child that it left may hold its end of the channel.
                 if self._closing.is_set():
                     self._discard()

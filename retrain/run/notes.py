@@ -17,6 +17,7 @@ from retrain.config.schema import DEFAULT_CLIPS, Lora, Loss, Model, Reward, Trai
 from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.data.lab import MAX_DIFFICULTY
 from retrain.model.text import LAB_MODELS, base_name, resolve_model
+from retrain.records.redact import Redactor
 from retrain.records.terminal import counted
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader, unpaid_answer
@@ -31,8 +32,9 @@ _BEFORE_ORIGIN = {"drawn": ",", "set in Python": ","}
 def preflight_lines(config: TrainConfig) -> list[str]:
     """Return the remarks at the start of a run, one sentence each."""
     # The file alone would mislead.
+    shown = Redactor().config(config)
     overrides = [
-        LogLine(f"{path} = {config.value(path)!r}{_BEFORE_ORIGIN.get(origin, ' from')} {origin}")
+        LogLine(f"{path} = {shown.value(path)!r}{_BEFORE_ORIGIN.get(origin, ' from')} {origin}")
         for path, origin in config.origins.items()
         if config.is_set(path) and origin != "file" and not origin.startswith("recipe ")
     ]

@@ -112,6 +112,7 @@ class Session:
         self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved)
         self.observer = StepObserver(self.plan, parts, tracker)
         self.evaluations: list[Evaluation] = []
+        """The first, and the newest: a long run has thousands."""
         self.sft_records: list[SftRecord] = []
         """The steps of the supervised stage, of all sessions."""
         self.prefetched = None
@@ -559,7 +560,7 @@ class Session:
         watcher = self._watch(f"Evaluation at {name} {step}", evaluator.completions)
         result, _ = evaluator.run(step, watcher, stage)
         self.tracker.emit(result)
-        self.evaluations.append(result)
+        self.evaluations[1:] = [result]
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
 
     def save_if_due(self) -> None:

@@ -143,7 +143,7 @@ def _write(
             for name, content in texts.items():
                 (aside / name).write_text(content, encoding="utf-8")
     except OSError as error:
-        if not is_disk(error):
+        if not is_disk(error) and output.parent.exists():
             raise
         # a copy's error names the source, which is intact
         raise EnvironmentFailure(
