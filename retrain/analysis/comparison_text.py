@@ -8,8 +8,9 @@ verdicts, and the computation follow.
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from retrain.analysis.compare import ArmSummary, Comparison, Contrast
+from retrain.analysis.arms import Arm
 from retrain.analysis.explanation import (
     computed,
     explanation,
@@ -20,6 +21,7 @@ from retrain.analysis.explanation import (
 )
 from retrain.analysis.headline import answer, name_of, p_words
 from retrain.analysis.measures import Metric, difference_words, interval_words, size_words
+from retrain.analysis.selection import Comparison, Contrast
 from retrain.records.terminal import GAP, filled_columns, markdown_lines, picked, table_lines
 from retrain.system import Json
 
@@ -63,7 +65,7 @@ def blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
         yield Block([*said, *also], name_of(contrast, comparison))
     if shared:
         yield Block(shared, "All of these")
-    if any(arm.tasks for arm in comparison.arms):
+    if comparison.tasks:
         yield Block(title=_task_title(comparison), table=task_table(comparison))
     for title, sentences in sections(comparison):
         yield Block(sentences, title)
@@ -193,21 +195,21 @@ def arm_table(comparison: Comparison) -> Table:
     unjudged = any(arm.unjudged for arm in comparison.arms)
     minutes = all((arm.hours or 0) < 1 for arm in comparison.arms)
 
-    def row(arm: ArmSummary) -> tuple[str, ...]:
-        done = str(arm.runs)
+    def row(arm: Arm) -> tuple[str, ...]:
+        done = str(len(arm.runs))
         if failed:
-            done += f" / {arm.failed}"
+            done += f" / {len(arm.failed)}"
         if collapsed:
-            done += f" / {arm.collapsed}"
+            done += f" / {len(arm.collapsed)}"
         missing = f"{arm.unjudged:,} of {arm.answered:,}" if unjudged else ""
-        tokens = "" if arm.tokens is None else f"{arm.tokens:,.0f}"
+        tokens = arm.per_run("tokens")
         return (
             arm.label,
             done,
             _mean_words(arm, comparison.metric),
             size_words(arm.sd, comparison.metric),
             missing,
-            tokens,
+            "" if tokens is None else f"{tokens:,.0f}",
             "" if arm.hours is None else f"{arm.hours * (60 if minutes else 1):.2g}",
         )
 
@@ -229,7 +231,7 @@ def arm_table(comparison: Comparison) -> Table:
     return picked(head, kept), [picked(cells, kept) for cells in rows]
 
 
-def _mean_words(arm: ArmSummary, metric: Metric) -> str:
+def _mean_words(arm: Arm, metric: Metric) -> str:
     if arm.mean is None:
         return ""
     if metric.is_rate:
@@ -237,7 +239,7 @@ def _mean_words(arm: ArmSummary, metric: Metric) -> str:
     return f"{arm.mean:.4g}"
 
 
-def ranked(comparison: Comparison) -> list[ArmSummary]:
+def ranked(comparison: Comparison) -> list[Arm]:
     """Return the conditions of a grid from the best mean to the worst; empty without a grid."""
     measured = [arm for arm in comparison.arms if arm.mean is not None and comparison.grid]
     lower = comparison.test.direction(comparison.metric.better) == "lower"
@@ -327,28 +329,21 @@ def task_table(comparison: Comparison) -> Table:
         if contrast.baseline == comparison.baseline
     }
     rows = []
-    for arm in comparison.arms:
-        if arm.tasks:
-            ends = ""
-            if arm.tasks.interval:
-                ends = f" ({100 * arm.tasks.interval[0]:.1f} to {100 * arm.tasks.interval[1]:.1f})"
-            difference = chance = ""
-            against = contrasts.get(arm.label)
-            if against:
-                difference = (
-                    f"{difference_words(against.iqm_difference, metric)}"
-                    f" ({interval_words(against.interval, metric)})"
-                )
-                chance = f"{100 * against.probability_of_improvement:.0f}%"
-            rows.append(
-                (
-                    arm.label,
-                    str(len(arm.tasks.tasks)),
-                    f"{100 * arm.tasks.iqm:.1f}%{ends}",
-                    difference,
-                    chance,
-                )
+    for label, found in comparison.tasks.items():
+        ends = ""
+        if found.interval:
+            ends = f" ({100 * found.interval[0]:.1f} to {100 * found.interval[1]:.1f})"
+        difference = chance = ""
+        against = contrasts.get(label)
+        if against:
+            difference = (
+                f"{difference_words(against.iqm_difference, metric)}"
+                f" ({interval_words(against.interval, metric)})"
             )
+            chance = f"{100 * against.probability_of_improvement:.0f}%"
+        rows.append(
+            (label, str(len(found.scores)), f"{100 * found.iqm:.1f}%{ends}", difference, chance)
+        )
     return ("condition", "tasks", "IQM", "difference", "a run beats the baseline's"), rows
 
 
@@ -383,15 +378,19 @@ def to_json(comparison: Comparison) -> Json:
         "seeds_to_conclude": comparison.seeds_to_conclude,
         "to_come": comparison.to_come,
         "arms": [
-            asdict(arm)
-            | {
+            {
+                "label": arm.label,
+                "runs": len(arm.runs),
+                "failed": len(arm.failed),
+                "collapsed": len(arm.collapsed),
+                "mean": arm.mean,
+                "sd": arm.sd,
+                "unjudged": arm.unjudged,
+                "answered": arm.answered,
+                "tokens": arm.per_run("tokens"),
+                "hours": arm.hours,
+                "tasks": _as_json(comparison.tasks.get(arm.label)),
                 "condition": arm.label,
-                "tasks": arm.tasks
-                and {
-                    "scores": dict(arm.tasks.tasks),
-                    "iqm": arm.tasks.iqm,
-                    "interval": arm.tasks.interval,
-                },
             }
             for arm in comparison.arms
         ],
@@ -405,6 +404,7 @@ def to_json(comparison: Comparison) -> Json:
 
 def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
     found, shared, alpha = contrast.conclusion, contrast.shared, comparison.test.alpha
+    parts = contrast.parts
     return {
         "condition": contrast.condition,
         "baseline": contrast.baseline,
@@ -428,13 +428,18 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
         "equivalence_p_adjusted": found.equivalence_p_adjusted,
         "within_margin": found.within_margin,
         "same_runs": contrast.same_runs,
-        "losses": asdict(contrast.losses) if contrast.losses else None,
-        "pairing": asdict(contrast.pairing) if contrast.pairing else None,
-        "noise_sd": contrast.parts.noise_variance**0.5 if contrast.parts else None,
-        "luck_sd": contrast.parts.luck_variance**0.5 if contrast.parts else None,
+        "losses": _as_json(contrast.losses),
+        "pairing": _as_json(contrast.pairing),
+        "noise_sd": parts.noise_variance**0.5 if parts else None,
+        "luck_sd": parts.luck_variance**0.5 if parts else None,
         "same_prompts": shared.prompts,
         "shared_noise": shared.noise,
         "differing_keys": list(shared.differing_keys),
         "differing_environment": list(shared.environment),
-        "tasks": asdict(contrast.tasks) if contrast.tasks else None,
+        "tasks": _as_json(contrast.tasks),
     }
+
+
+def _as_json(found: Any) -> Json | None:
+    """Return the fields of a dataclass; None for None."""
+    return asdict(found) if found else None

@@ -5,7 +5,6 @@ computation of the numbers.
 from collections.abc import Iterator
 
 from retrain.analysis import statistics
-from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.headline import p_words, same_runs_words
 from retrain.analysis.measures import (
     Metric,
@@ -16,6 +15,7 @@ from retrain.analysis.measures import (
 )
 from retrain.analysis.pairs import outlying_seeds
 from retrain.analysis.power import finds, minimal_detectable_effect
+from retrain.analysis.selection import Comparison, Contrast
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
 
@@ -55,7 +55,7 @@ def lost_words(contrast: Contrast, comparison: Comparison) -> str:
     parts = []
     for arm in comparison.arms:
         if arm.label in (contrast.condition, contrast.baseline):
-            counts = {"failed": arm.failed, "collapsed": arm.collapsed}
+            counts = {"failed": len(arm.failed), "collapsed": len(arm.collapsed)}
             fallen = [f"{count} {what}" for what, count in counts.items() if count]
             if fallen:
                 parts.append(f"{' and '.join(fallen)} of {arm.label}")
