@@ -15,11 +15,12 @@ from retrain.analysis import statistics
 from retrain.analysis.held_out import Answers
 from retrain.analysis.integrity import repeated_numbers
 from retrain.analysis.measures import Metric, trained_on_chance
-from retrain.analysis.runs import Code, Pair, RunsBySeed, StoredRun, seeds_words
+from retrain.analysis.runs import Pair, RunsBySeed, StoredRun, seeds_words, table_of
 from retrain.config.keys import all_keys
 from retrain.config.names import source_task
 from retrain.config.schema import Evaluation, Training
 from retrain.errors import ConfigurationError
+from retrain.system import Json
 
 # -- are two runs alike ----------------------------------------------------------------------------
 
@@ -105,15 +106,12 @@ def _same_prompts(one: StoredRun, other: StoredRun) -> bool:
     """True if two runs of one seed saw the same prompts. They need the same recorded data, in the
     shuffle's order, in batches of the same size, which back pressure would vary.
     """
-    if chosen_prompts(one) or chosen_prompts(other):
-        return False
-    if not _data(one) or _data(one) != _data(other):
-        return False
-    fixed_batches = not (one.config.backpressure.enabled or other.config.backpressure.enabled)
-    same_environment = one.config.environment == other.config.environment
     return (
-        same_environment
-        and fixed_batches
+        not (chosen_prompts(one) or chosen_prompts(other))
+        and bool(_data(one))
+        and _data(one) == _data(other)
+        and one.config.environment == other.config.environment
+        and not (one.config.backpressure.enabled or other.config.backpressure.enabled)
         and all(one.config.value(key) == other.config.value(key) for key in _PROMPT_KEYS)
     )
 
@@ -158,12 +156,13 @@ def mixed_code(label: str, runs: RunsBySeed) -> Iterator[str]:
             seed: sha256 for seed, sha256 in recorded.items() if sha256
         },
         "ran on different revisions of retrain": {
-            seed: run.code.revision for seed, run in runs.items()
+            seed: run.code.get("revision") for seed, run in runs.items()
         },
     }
-    for name in sorted(set(chain.from_iterable(run.code.plugins for run in runs.values()))):
+    plugins = {seed: table_of(run.code, "plugins") for seed, run in runs.items()}
+    for name in sorted({*chain.from_iterable(plugins.values())}):
         found[f"ran with different files of the plugin {name}"] = {
-            seed: run.code.plugins.get(name) for seed, run in runs.items()
+            seed: own.get(name) for seed, own in plugins.items()
         }
     for words, values in found.items():
         if seeds := mixed_values(values):
@@ -185,28 +184,30 @@ def differing_environment(
 
 def _differing_at(one: StoredRun, other: StoredRun, step: int) -> Iterator[str]:
     ours, theirs = one.environment_at(step), other.environment_at(step)
-    for name, words in _RECORDED.items():
-        values = ours.get(name), theirs.get(name)
-        is_older = name in _NEWER and ours and theirs and not (name in ours and name in theirs)
-        if values[0] != values[1] and not is_older:
-            # Two hashes side by side, or two tables, tell a reader nothing: the name alone is
-            # given.
-            is_long = name.endswith("sha256") or any(isinstance(value, dict) for value in values)
-            yield words if is_long else _both(words, *values)
-    code, others = Code.of(ours), Code.of(theirs)
-    if code.revision != others.revision:
-        yield _both("retrain's revision", code.revision, others.revision)
-    for name in sorted({*code.plugins, *others.plugins}):
+    for name, *values in _unequal(ours, theirs, _RECORDED):
+        if name in _NEWER and ours and theirs and not (name in ours and name in theirs):
+            continue
+        # Two hashes side by side, or two tables, tell a reader nothing: the name alone is given.
+        is_long = name.endswith("sha256") or any(isinstance(value, dict) for value in values)
+        yield _RECORDED[name] if is_long else _both(_RECORDED[name], *values)
+    code, others = table_of(ours, "code"), table_of(theirs, "code")
+    for _, *revisions in _unequal(code, others, ["revision"]):
+        yield _both("retrain's revision", *revisions)
+    for name, *_ in _unequal(table_of(code, "plugins"), table_of(others, "plugins")):
         # If only one configuration names it, the keys differ, not the code.
-        both = len({f'"{name}"' in run.config.model_dump_json() for run in (one, other)}) == 1
-        if both and code.plugins.get(name) != others.plugins.get(name):
+        if len({f'"{name}"' in run.config.model_dump_json() for run in (one, other)}) == 1:
             yield f"the plugin {name}"
-    packages = [
-        found if isinstance(found := each.get("packages"), dict) else {} for each in (ours, theirs)
-    ]
-    for name in sorted({*packages[0], *packages[1]}):
-        if packages[0].get(name) != packages[1].get(name):
-            yield _both(name, *(each.get(name) for each in packages))
+    for package in _unequal(table_of(ours, "packages"), table_of(theirs, "packages")):
+        yield _both(*package)
+
+
+def _unequal(
+    ours: Json, theirs: Json, names: Iterable[str] | None = None
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each of the names, by default all, whose two values differ, with the values."""
+    for name in sorted({*ours, *theirs}) if names is None else names:
+        if ours.get(name) != theirs.get(name):
+            yield name, ours.get(name), theirs.get(name)
 
 
 def _both(name: str, *values: Any) -> str:
@@ -247,8 +248,10 @@ class Arm:
         return 4 * len(self.lost) > len(self.lost) + len(self.values)
 
     def without_collapsed(self) -> "Arm":
-        """Leave out the runs below `_COLLAPSED` of the median of the arm, from three runs on."""
-        if len(self.values) < 3:
+        """Leave out the runs whose rate is below `_COLLAPSED` of the median of the arm, from three
+        runs on.
+        """
+        if len(self.values) < 3 or not self.metric.is_rate:
             return self
         bar = _COLLAPSED * float(np.median([*self.values.values()]))
         fallen = {seed for seed, value in self.values.items() if value < bar}

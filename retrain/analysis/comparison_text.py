@@ -6,8 +6,9 @@ verdicts, and the computation follow.
 """
 
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from retrain.analysis.arms import Arm
@@ -115,13 +116,10 @@ def _without(table: Table, names: Collection[str]) -> Table:
 
 def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
     """Yield the title and sentences of each section that follows the verdicts."""
-    shared = list(dict.fromkeys(sharing(contrast) for contrast in comparison.contrasts))
-    together = shared
-    if len(shared) > 1:
-        together = [
-            f"{name_of(contrast, comparison)}: {sharing(contrast)}"
-            for contrast in comparison.contrasts
-        ]
+    shared = {name_of(one, comparison): sharing(one) for one in comparison.contrasts}
+    together = [*dict.fromkeys(shared.values())]
+    if len(together) > 1:
+        together = [f"{name}: {words}" for name, words in shared.items()]
     found = {
         "Ranking": list(ranking(comparison)),
         "Known limits": list(known_limits(comparison)),
@@ -152,15 +150,9 @@ def _aligned(table: Table, width: int) -> Iterator[str]:
     if max(map(len, lines)) <= width:
         yield from lines
         return
-    for row, cells in zip(
-        rows,
-        table_lines(
-            [row[1:] for row in rows], right=[column - 1 for column in numbers], indent=GAP
-        ),
-        strict=True,
-    ):
-        yield row[0]
-        yield cells
+    right = [column - 1 for column in numbers]
+    cells = table_lines([row[1:] for row in rows], right=right, indent=GAP)
+    yield from chain.from_iterable(zip((row[0] for row in rows), cells, strict=True))
 
 
 def _task_title(comparison: Comparison) -> str:
@@ -174,59 +166,48 @@ def _task_title(comparison: Comparison) -> str:
 def seed_line(contrast: Contrast, comparison: Comparison) -> str:
     """Return every seed's difference, and the difference that speaks most against the mean."""
     metric, found = comparison.metric, contrast.differences
-    unit = " pp" if metric.is_rate else ""
     values = " ".join(
         difference_words(value, metric).removesuffix(" pp") for value in found.values()
     )
+    seeds = f"seed{'s' * (len(found) > 1)} {' '.join(map(str, found))}"
+    line = f"{name_of(contrast, comparison)}, {seeds}: {values}{' pp' * metric.is_rate}"
     if len(found) == 1:
-        return f"{name_of(contrast, comparison)}, seed {next(iter(found))}: {values}{unit}"
-    upwards = contrast.conclusion.mean >= 0
-    seed = (min if upwards else max)(found, key=lambda seed: found[seed])
-    end = f"{'smallest' if upwards else 'largest'} {difference_words(found[seed], metric)}"
-    return (
-        f"{name_of(contrast, comparison)}, seeds {' '.join(map(str, found))}: {values}{unit}; {end}"
-        f" (seed {seed})"
-    )
+        return line
+    end, pick = ("smallest", min) if contrast.conclusion.mean >= 0 else ("largest", max)
+    seed = pick(found, key=found.__getitem__)
+    return f"{line}; {end} {difference_words(found[seed], metric)} (seed {seed})"
 
 
 def arm_table(comparison: Comparison) -> Table:
-    failed = any(arm.failed for arm in comparison.arms)
-    collapsed = any(arm.collapsed for arm in comparison.arms)
-    unjudged = any(arm.unjudged for arm in comparison.arms)
-    minutes = all((arm.hours or 0) < 1 for arm in comparison.arms)
+    arms = comparison.arms
+    lost = [name for name in ("failed", "collapsed") if any(getattr(arm, name) for arm in arms)]
+    unjudged = any(arm.unjudged for arm in arms)
+    minutes = all((arm.hours or 0) < 1 for arm in arms)
 
     def row(arm: Arm) -> tuple[str, ...]:
-        done = str(len(arm.runs))
-        if failed:
-            done += f" / {len(arm.failed)}"
-        if collapsed:
-            done += f" / {len(arm.collapsed)}"
-        missing = f"{arm.unjudged:,} of {arm.answered:,}" if unjudged else ""
-        tokens = arm.per_run("tokens")
+        tokens, hours = arm.per_run("tokens"), arm.hours
         return (
             arm.label,
-            done,
+            " / ".join(str(len(getattr(arm, name))) for name in ("runs", *lost)),
             _mean_words(arm, comparison.metric),
             size_words(arm.sd, comparison.metric),
-            missing,
+            f"{arm.unjudged:,} of {arm.answered:,}" if unjudged else "",
             "" if tokens is None else f"{tokens:,.0f}",
-            "" if arm.hours is None else f"{arm.hours * (60 if minutes else 1):.2g}",
+            "" if hours is None else f"{hours * (60 if minutes else 1):.2g}",
         )
 
     # A budget cuts the runs, but not their cost.
     run = "whole run" if comparison.budget else "run"
     head = (
         "condition",
-        " / ".join(["done", *["failed"] * failed, *["collapsed"] * collapsed])
-        if failed or collapsed
-        else "runs",
+        " / ".join(["done", *lost]) if lost else "runs",
         "mean",
         "sd between runs",
         "unjudged",
         f"tokens per {run}",
         f"{'minutes' if minutes else 'hours'} per {run}",
     )
-    rows = [row(arm) for arm in comparison.arms]
+    rows = [*map(row, arms)]
     kept = filled_columns(rows)
     return picked(head, kept), [picked(cells, kept) for cells in rows]
 
@@ -234,9 +215,7 @@ def arm_table(comparison: Comparison) -> Table:
 def _mean_words(arm: Arm, metric: Metric) -> str:
     if arm.mean is None:
         return ""
-    if metric.is_rate:
-        return f"{100 * arm.mean:.1f}%"
-    return f"{arm.mean:.4g}"
+    return f"{100 * arm.mean:.1f}%" if metric.is_rate else f"{arm.mean:.4g}"
 
 
 def ranked(comparison: Comparison) -> list[Arm]:
@@ -270,53 +249,34 @@ def ranking(comparison: Comparison) -> Iterator[str]:
 
 def contrast_table(comparison: Comparison) -> Table:
     """Return one row per contrast, the verdict last."""
-    columns = dict(_contrast_columns(comparison))
-    rows = [[cell(contrast) for cell in columns.values()] for contrast in comparison.contrasts]
-    return list(columns), rows
-
-
-def _sd_words(variance: float | None, metric: Metric) -> str:
-    if variance is None:
-        return ""
-    return size_words(variance**0.5, metric)
-
-
-def _contrast_columns(
-    comparison: Comparison,
-) -> Iterator[tuple[str, Callable[[Contrast], str]]]:
-    """Yield head and cell of each column that some contrast fills."""
-    metric, test, contrasts = comparison.metric, comparison.test, comparison.contrasts
-    label = "condition" if comparison.one_baseline else "contrast"
-    yield label, lambda one: name_of(one, comparison)
-    yield "pairs", lambda one: str(one.conclusion.pairs)
-    yield "difference", lambda one: difference_words(one.conclusion.mean, metric)
-    yield (
-        f"{100 * (1 - test.alpha):g}% interval",
-        lambda one: interval_words(one.conclusion.interval, metric),
+    rows = [_contrast_cells(contrast, comparison) for contrast in comparison.contrasts]
+    optional = {"for new problems", *_PARTS} | (
+        {_TOST} if comparison.test.margin is None else set()
     )
-    if any(one.wide for one in contrasts):
-        yield (
-            "for new problems",
-            lambda one: interval_words(one.wide, metric),
-        )
-    if any(one.parts for one in contrasts):
-        yield (
-            "eval sd",
-            lambda one: _sd_words(one.parts.noise_variance if one.parts else None, metric),
-        )
-        yield (
-            "seed sd",
-            lambda one: _sd_words(one.parts.luck_variance if one.parts else None, metric),
-        )
-    yield "p", lambda one: p_words(one.conclusion.p)
-    yield "adjusted p", lambda one: p_words(one.conclusion.p_adjusted)
-    if test.margin is not None:
-        yield "p (TOST)", lambda one: p_words(one.conclusion.equivalence_p_adjusted)
-    yield (
-        "effect size d_z",
-        lambda one: "" if one.conclusion.d_z is None else f"{one.conclusion.d_z:.2f}",
-    )
-    yield "verdict", lambda one: one.conclusion.word(test.alpha)
+    head = [name for name in rows[0] if name not in optional or any(row[name] for row in rows)]
+    return head, [[row[name] for name in head] for row in rows]
+
+
+_TOST = "p (TOST)"
+
+
+def _contrast_cells(contrast: Contrast, comparison: Comparison) -> dict[str, str]:
+    metric, alpha = comparison.metric, comparison.test.alpha
+    found, parts = contrast.conclusion, contrast.parts
+    return {
+        "condition" if comparison.one_baseline else "contrast": name_of(contrast, comparison),
+        "pairs": str(found.pairs),
+        "difference": difference_words(found.mean, metric),
+        f"{100 * (1 - alpha):g}% interval": interval_words(found.interval, metric),
+        "for new problems": interval_words(contrast.wide, metric),
+        "eval sd": size_words(parts.noise_variance**0.5 if parts else None, metric),
+        "seed sd": size_words(parts.luck_variance**0.5 if parts else None, metric),
+        "p": p_words(found.p),
+        "adjusted p": p_words(found.p_adjusted),
+        _TOST: p_words(found.equivalence_p_adjusted),
+        "effect size d_z": "" if found.d_z is None else f"{found.d_z:.2f}",
+        "verdict": found.word,
+    }
 
 
 def task_table(comparison: Comparison) -> Table:
@@ -332,7 +292,8 @@ def task_table(comparison: Comparison) -> Table:
     for label, found in comparison.tasks.items():
         ends = ""
         if found.interval:
-            ends = f" ({100 * found.interval[0]:.1f} to {100 * found.interval[1]:.1f})"
+            low, high = found.interval
+            ends = f" ({100 * low:.1f} to {100 * high:.1f})"
         difference = chance = ""
         against = contrasts.get(label)
         if against:
@@ -355,9 +316,7 @@ def to_json(comparison: Comparison) -> Json:
     values are null.
     """
     test = comparison.test
-    at = {}
-    if comparison.budget:
-        at = {"at": {"tokens": comparison.budget.tokens}}
+    at = {"at": asdict(comparison.budget)} if comparison.budget else {}
     return at | {
         "answer": answer(comparison),
         "metric": comparison.metric.name,
@@ -403,13 +362,12 @@ def to_json(comparison: Comparison) -> Json:
 
 
 def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
-    found, shared, alpha = contrast.conclusion, contrast.shared, comparison.test.alpha
-    parts = contrast.parts
+    found, shared, parts = contrast.conclusion, contrast.shared, contrast.parts
     return {
         "condition": contrast.condition,
         "baseline": contrast.baseline,
         "verdict": found.verdict.value,
-        "word": found.word(alpha),
+        "word": found.word,
         "explanation": " ".join(explanation(contrast, comparison)),
         "pairs": found.pairs,
         "differences": {str(seed): value for seed, value in contrast.differences.items()},
@@ -421,7 +379,7 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
         "p": found.p,
         "p_adjusted": found.p_adjusted,
         "smallest_p_adjusted": found.smallest_p_adjusted,
-        "can_conclude": found.can_conclude(alpha),
+        "can_conclude": found.can_conclude,
         "d_z": found.d_z,
         "detectable": found.detectable,
         "seeds_needed": found.seeds_needed,

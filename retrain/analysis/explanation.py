@@ -37,7 +37,7 @@ def explanation(contrast: Contrast, comparison: Comparison) -> list[str]:
         shown += f" ({lost} left out)"
     if found.verdict is Verdict.INCONCLUSIVE:
         why = _why_inconclusive(contrast, comparison)
-        return [f"{found.word(test.alpha)}: {shown}.", *filter(None, [why])]
+        return [f"{found.word}: {shown}.", *filter(None, [why])]
     if found.verdict is Verdict.EQUIVALENT:
         within = size_words(test.margin, metric)
         p = p_words(found.equivalence_p_adjusted)
@@ -54,11 +54,10 @@ def lost_words(contrast: Contrast, comparison: Comparison) -> str:
     """
     parts = []
     for arm in comparison.arms:
-        if arm.label in (contrast.condition, contrast.baseline):
-            counts = {"failed": len(arm.failed), "collapsed": len(arm.collapsed)}
-            fallen = [f"{count} {what}" for what, count in counts.items() if count]
-            if fallen:
-                parts.append(f"{' and '.join(fallen)} of {arm.label}")
+        if arm in (contrast.candidate, contrast.base):
+            lost = {"failed": arm.failed, "collapsed": arm.collapsed}
+            fallen = [f"{len(seeds)} {what}" for what, seeds in lost.items() if seeds]
+            parts += [f"{' and '.join(fallen)} of {arm.label}"] * bool(fallen)
     return ", ".join(parts)
 
 
@@ -67,7 +66,7 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     pairs, family = counted(found.pairs, "pair"), counted(comparison.family, "comparison")
     if found.evidence is not None and not found.unsure:
         return f"The evidence is {found.evidence:.3g} over {family}; {1 / test.alpha:g} decides."
-    if not found.can_conclude(test.alpha):
+    if not found.can_conclude:
         return (
             f"With {pairs} the smallest possible adjusted p is"
             f" {p_words(found.smallest_p_adjusted)}; {family} at {test.alpha:g} need"
@@ -182,12 +181,12 @@ def _about_outliers(contrast: Contrast, metric: Metric) -> Iterator[str]:
             f"{seed} ({difference_words(contrast.differences[seed], metric)})" for seed in seeds
         )
         rest = [value for seed, value in contrast.differences.items() if seed not in seeds]
+        one = ("Outlier", "it", "that run")
+        name, them, runs = one if len(seeds) == 1 else ("Outliers", "them", "those runs")
         yield (
-            f"Outlier{'' if len(seeds) == 1 else 's'}: seed {shown}; without"
-            f" {'it' if len(seeds) == 1 else 'them'} the mean is"
-            f" {difference_words(statistics.mean(rest), metric)}. Look at"
-            f" {'that run' if len(seeds) == 1 else 'those runs'} first: the test assumes symmetric"
-            " differences."
+            f"{name}: seed {shown}; without {them} the mean is"
+            f" {difference_words(statistics.mean(rest), metric)}. Look at {runs} first: the test"
+            " assumes symmetric differences."
         )
 
 
@@ -196,14 +195,13 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     # All pairs miss an event in this fraction of the runs with a probability of 5%.
     unseen = 1 - 0.05 ** (1 / found.pairs)
     better = comparison.test.direction(metric.better)
-    own = next(arm for arm in comparison.arms if arm.label == contrast.condition)
-    mean = own.mean
+    mean = contrast.candidate.mean
     # Only a gain in a rate can be undone by runs that fall to its end at 0.
     if (
         found.verdict is Verdict.IMPROVEMENT
         and metric.is_rate
         and better == "higher"
-        and not own.collapsed
+        and not contrast.candidate.collapsed
         and mean
         and found.mean / mean < unseen
     ):
@@ -249,11 +247,7 @@ def sharing(contrast: Contrast) -> str:
 
 
 def _of(count: int, total: int) -> str:
-    if count == 0:
-        return "no"
-    if count == total:
-        return "all"
-    return f"{count} of {total}"
+    return {0: "no", total: "all"}.get(count, f"{count} of {total}")
 
 
 _LIMITS = {

@@ -27,7 +27,6 @@ from retrain.analysis.statistics import (
     paired_differences,
 )
 from retrain.analysis.verdict import FEW_PROBLEMS, PairedDifferences
-from retrain.records.entries import EvaluationRecord
 
 # -- tasks -----------------------------------------------------------------------------------------
 
@@ -150,22 +149,16 @@ def contrast_tasks(pairs: Sequence[Pair], confidence: float) -> TaskContrast | N
     )
 
 
-def _problems(run: StoredRun) -> Sequence[EvaluationRecord]:
-    return run.final_evaluation.problems if run.final_evaluation else ()
-
-
 def _scores(runs: Sequence[StoredRun]) -> tuple[list[str], Floats]:
     """Return the tasks with a judged problem in every run, and [runs, tasks] mean accuracies."""
     by_run: list[dict[str, list[float]]] = []
     for run in runs:
         rates: dict[str, list[float]] = defaultdict(list)
-        for item in _problems(run):
+        for item in run.final_evaluation.problems if run.final_evaluation else ():
             if item.samples:
                 rates[item.task].append(item.correct / item.samples)
         by_run.append(rates)
-    tasks = [
-        task for task in (by_run[0] if by_run else {}) if all(task in rates for rates in by_run)
-    ]
+    tasks = [task for task in [*by_run, {}][0] if all(task in rates for rates in by_run)]
     return tasks, np.array([[float(np.mean(rates[task])) for task in tasks] for rates in by_run])
 
 
@@ -305,10 +298,8 @@ class Pairs:
             return None
         both = {*self.candidate.values, *ours} & {*self.base.values, *theirs}
         one, other = len((ours - theirs) & both), len((theirs - ours) & both)
-        tail = sum(comb(one + other, count) for count in range(min(one, other) + 1)) / 2 ** (
-            one + other
-        )
-        return Losses(len(ours), len(theirs), min(1.0, 2 * tail))
+        ways = sum(comb(one + other, count) for count in range(min(one, other) + 1))
+        return Losses(len(ours), len(theirs), min(1.0, 2 * ways / 2 ** (one + other)))
 
 
 def pair_up(candidate: Arm, baseline: Arm, alpha: float = 0.05) -> Pairs:

@@ -65,18 +65,17 @@ class Spread:
         runs = list(chain.from_iterable(chain.from_iterable(pairs.runs for pairs in family)))
         times = [run.summary.get("seconds") for run in runs]
         seconds = [time for time in times if isinstance(time, int | float)]
-        # Take the median time to sample an answer in the last training steps, for each
-        # run that recorded it.
-        answers = []
-        for run in runs:
-            found = [
+        # The times to sample an answer in the last training steps, for each run that recorded them.
+        recorded = [
+            [
                 record.time_sample_s / (record.batch_size * record.group_size)
                 for record in run.last_metrics(RECENT)
                 if record.time_sample_s and record.batch_size and record.group_size
             ]
-            if found:
-                answers.append(float(np.median(found)))
-        if not parts or not seconds or not answers:
+            for run in runs
+        ]
+        answers = [float(np.median(found)) for found in recorded if found]
+        if not (parts and seconds and answers):
             return None
         luck, interaction, sampling = np.mean(parts, axis=0).tolist()
         return cls(luck, interaction, sampling, float(np.mean(seconds)), float(np.median(answers)))
@@ -87,12 +86,11 @@ def _parts(pairs: Pairs) -> tuple[float, float, float] | None:
     sample per problem, which cannot separate the last two.
     """
     table = pairs.parts
-    found = [run.answers for run in chain.from_iterable(pairs.runs)]
-    evaluated = [answers for answers in found if answers]
-    samples = 0
-    if evaluated:
-        samples = int(np.median(np.concatenate([answers.judged for answers in evaluated])))
-    if table is None or samples < 2:
+    evaluated = [run.answers for run in chain.from_iterable(pairs.runs) if run.answers]
+    if table is None:
+        return None
+    samples = int(np.median(np.concatenate([answers.judged for answers in evaluated])))
+    if samples < 2:
         return None
     rates = [answers.rates()[answers.judged > 1] for answers in evaluated]
     # p (1 - p) of K answers is too small by the factor (K - 1) / K.
@@ -228,7 +226,5 @@ def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
     sd = float(np.sqrt(sum(squares) / sum(freedom)))
     source = f"{max(freedom) + 1} pairs of {base.label} and {', '.join(differences)}"
     # Only the rate of single answers has components for problems and samples.
-    if metric.k != 1:
-        return Pilot(metric, sd, max(freedom), source, len(paired), sds)
-    spread = Spread.of([pair_up(arm, base) for arm in paired])
+    spread = Spread.of([pair_up(arm, base) for arm in paired]) if metric.k == 1 else None
     return Pilot(metric, sd, max(freedom), source, len(paired), sds, spread)

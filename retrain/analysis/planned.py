@@ -137,6 +137,13 @@ class CampaignRecord:
         )
 
     @property
+    def judges_losses(self) -> bool:
+        """True unless the version that stored the plan left out failed runs alone, and any number
+        of them.
+        """
+        return not (self.plan and self.plan.leaves_out == "failed")
+
+    @property
     def looked(self) -> tuple[int, ...]:
         """The seeds of the looks, in the order of their first looks."""
         return tuple(dict.fromkeys(look.seed for look in self.looks))
@@ -151,14 +158,8 @@ class CampaignRecord:
         """Return the number of looks after which the condition had a verdict; None while it has
         none.
         """
-        return next(
-            (
-                number
-                for number, look in enumerate(self.looks, start=1)
-                if condition in look.decided
-            ),
-            None,
-        )
+        at = (number for number, look in enumerate(self.looks, 1) if condition in look.decided)
+        return next(at, None)
 
     def looks_of(self, condition: str) -> dict[int, int]:
         """Map each seed to the number of the look, from 0, at which the e-process of a condition
@@ -172,11 +173,9 @@ class CampaignRecord:
 
     def was_looked_at(self, condition: str, seed: int) -> bool:
         """True if a look took the run of this condition and seed."""
-        if self.plan and condition == self.plan.baseline:
-            conditions = self.plan.conditions
-        else:
-            conditions = (condition,)
-        return any(seed in self.looks_of(other) for other in conditions)
+        is_base = self.plan is not None and condition == self.plan.baseline
+        others = self.plan.conditions if self.plan and is_base else (condition,)
+        return any(seed in self.looks_of(other) for other in others)
 
 
 _STORED = TypeAdapter(CampaignRecord)
@@ -246,7 +245,7 @@ class Request:
     """The name of the metric; None selects held-out pass@1 if the runs have it."""
     pairs: Sequence[PairOfLabels] = ()
     """The family of contrasts; empty for every condition against the baseline."""
-    record: CampaignRecord | None = None
+    record: CampaignRecord = CampaignRecord()
     absences: Absences = Absences()
     budget: "Budget | None" = None
     """The budget at which to compare runs; None compares them at their end."""
@@ -262,15 +261,15 @@ def deviations(
     pass@1)".
     """
     record, absences, margin = request.record, request.absences, request.test.margin
-    if record and request.budget:
+    if request.budget:
         yield f"where runs are compared (at {request.budget}, planned at their end)"
         return
-    if not (record and record.plan):
-        return
     plan = record.plan
+    if plan is None:
+        return
     if record.edited:
         yield "the plan itself, which was edited after it was hashed"
-    for name, now, planned in _settings(request, record, plan, metric, runs):
+    for name, now, planned in _settings(request, plan, metric, runs):
         if now != planned:
             yield f"{name} ({now}, planned {planned})"
     if record.looks and record.looked != plan.seeds[: len(record.looked)]:
@@ -292,14 +291,10 @@ def deviations(
 
 
 def _settings(
-    request: Request,
-    record: CampaignRecord,
-    plan: AnalysisPlan,
-    metric: Metric,
-    runs: Collection[StoredRun],
+    request: Request, plan: AnalysisPlan, metric: Metric, runs: Collection[StoredRun]
 ) -> Iterator[tuple[str, object, object]]:
     """Yield (name, value now, planned value) of each."""
-    better = request.test.direction(metric.better)
+    record, better = request.record, request.test.direction(metric.better)
     yield "baseline", request.baseline, plan.baseline
     yield "metric", metric.name, plan.metric
     yield "direction", direction_words(better), direction_words(plan.better)
@@ -326,25 +321,24 @@ def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Abs
     added and absent seeds. "" without a recorded plan.
     """
     plan = record.plan
-    if plan is None:
+    if record.removed:
         return (
             "Exploratory: the manifest holds no plan, which every campaign writes before its first"
             " run."
-            if record.removed
-            else ""
         )
+    if plan is None:
+        return ""
     if differing:
         stopped = (
             " The campaign stopped when its evidence decided, so that an exact test's p is too"
             " small."
-            if record.looks
-            else ""
         )
         return (
             f"Exploratory: differs from the plan ({record.sha256[:8]}) in"
-            f" {'; '.join(differing)}.{stopped}"
+            f" {'; '.join(differing)}.{stopped * bool(record.looks)}"
         )
-    when = "looked at after every seed" if plan.rule == "evidence" else "one test"
+    looked = plan.rule == "evidence"
+    when = "looked at after every seed" if looked else "one test"
     margin = "" if plan.margin is None else f", equivalent within {plan.margin:g}"
     what = (
         f"{'held-out ' * plan.metric.startswith('pass@')}{plan.metric},"
@@ -359,14 +353,10 @@ def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Abs
     added = [seed for seed in record.seeds if seed not in plan.seeds]
     if added:
         lines.append(f"Added after the plan: {seeds_words(added)}.")
-        lines.append(
-            "The evidence stays valid."
-            if plan.rule == "evidence"
-            else (
-                "If results were seen before, the exact test is no longer exact: its p is too"
-                " small."
-            )
+        exact = (
+            "If results were seen before, the exact test is no longer exact: its p is too small."
         )
+        lines.append("The evidence stays valid." if looked else exact)
     return " ".join(lines)
 
 

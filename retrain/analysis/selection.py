@@ -67,11 +67,6 @@ class Contrast(Pairs):
 @dataclass(frozen=True)
 class Comparison:
     metric: Metric
-    judge: str
-    """The reward that decides the metric, the same in all arms; "" for a metric that does not
-    depend on a reward."""
-    evaluated: str
-    """The sampling of held-out answers in words; "" for a training metric."""
     test: TestSettings
     """The settings with the rule that the campaign's looks ask for."""
     baseline: str
@@ -80,19 +75,33 @@ class Comparison:
     tasks: Mapping[str, TaskAggregate]
     """Label -> the scores by task, if the held-out problems come from several tasks."""
     contrasts: Sequence[Contrast]
-    to_come: int
-    """Runs of a campaign that have not ended."""
-    left_out: Sequence[str]
-    notes: Sequence[str]
-    planned: str
-    """A sentence that calls the comparison planned before the first run, or exploratory; ""
-    without a plan."""
-    looks: Sequence[Look]
-    """The looks of the campaign; empty unless the comparison follows the plan."""
     budget: Budget | None
     """The budget at which to compare runs; None compares them at their end."""
     grid: Sequence[str]
     """The keys that [campaign.grid] varies, whose conditions get a rank."""
+    reference: StoredRun | None = None
+    """The baseline's first run; the other runs need the same evaluation and judge."""
+    to_come: int = 0
+    """Runs of a campaign that have not ended."""
+    left_out: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    planned: str = ""
+    """A sentence that calls the comparison planned before the first run, or exploratory; ""
+    without a plan."""
+    looks: Sequence[Look] = ()
+    """The looks of the campaign; empty unless the comparison follows the plan."""
+
+    @property
+    def judge(self) -> str:
+        """The reward that decides the metric, the same in all arms; "" for a metric that does not
+        depend on a reward.
+        """
+        return self.metric.judge(self.reference) if self.reference else ""
+
+    @property
+    def evaluated(self) -> str:
+        """The sampling of held-out answers in words; "" for a training metric."""
+        return evaluated_as(self.reference) if self.reference and self.metric.k else ""
 
     @property
     def problems(self) -> int:
@@ -119,76 +128,66 @@ def select(grouped: RunsByCondition, request: Request) -> Comparison:
     compare, and without a pair.
     """
     test, record = request.test, request.record
-    metric = choose_metric(request.metric, grouped.runs)
-    if request.budget:
-        grouped, metric = at_budget(grouped, request.budget, metric)
-    _check_comparable(grouped, metric, test)
+    grouped, metric = _where_asked(grouped, request)
     reference = next(iter(grouped.conditions[request.baseline].values()), None)
-    # A metric that the user named compares runs despite other sampling; the notes say so.
-    asked = request.metric is not None
-    alike, apart, otherwise = _measured_alike(grouped, reference, metric, insist=asked)
-    named = list(chain.from_iterable(request.pairs)) or alike
-    arms = {
-        label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
-        for label in dict.fromkeys((request.baseline, *named))
-    }
+    arms, apart, notes = _arms(grouped, request, reference, metric)
     wanted = request.pairs or [(label, request.baseline) for label in [*arms][1:]]
     differing = [*deviations(request, wanted, metric, grouped.runs)]
-    looked = record is not None and bool(record.looks) and not differing
-    judges_losses = not (record and record.plan and record.plan.leaves_out == "failed")
+    looked = bool(record.looks) and not differing
     # A look bets on what is there: what later runs say of an earlier one must not change it.
-    falls = metric.is_rate and test.direction(metric.better) == "higher"
-    if falls and judges_losses and not looked:
+    if record.judges_losses and not looked and test.direction(metric.better) == "higher":
         arms = {label: arm.without_collapsed() for label, arm in arms.items()}
-    left_out = [*grouped.left_out, *apart, *([] if asked else otherwise)]
-    left_out += chain.from_iterable(arm.left_out for arm in arms.values())
-    paired = [pair_up(arms[ours], arms[theirs], test.alpha) for ours, theirs in wanted]
-    family = [replace(pairs, judges_losses=judges_losses) for pairs in paired if pairs.differences]
-    notes = otherwise if asked else []
-    if record and looked:
+    own = chain.from_iterable(arm.left_out for arm in arms.values())
+    left_out = [*grouped.left_out, *apart, *own]
+    found = (pair_up(arms[ours], arms[theirs], test.alpha) for ours, theirs in wanted)
+    family = [
+        replace(pairs, judges_losses=record.judges_losses) for pairs in found if pairs.differences
+    ]
+    if looked:
         family, test, unseen = _at_looks(family, record, len(wanted), test)
         notes += unseen
     if not family:
-        apart_too = sum(map(len, alike.values())) < len(grouped.runs)
-        raise _no_pair(arms.values(), left_out, metric, some_apart=apart_too)
-    by_task = metric.k == 1 and not request.budget
-    return Comparison(
-        metric=metric,
-        judge=metric.judge(reference) if reference else "",
-        evaluated=evaluated_as(reference) if reference and metric.k else "",
-        test=test,
-        baseline=request.baseline,
-        arms=[*arms.values()],
-        tasks=_tasks(arms, 1 - test.alpha) if by_task else {},
-        contrasts=_contrasts(family, metric, test, by_task=by_task),
+        raise _no_pair(arms.values(), left_out, metric, some_apart=bool(apart))
+    return replace(
+        _compared([*arms.values()], family, metric, test, request),
+        reference=reference,
         to_come=grouped.to_come,
         left_out=left_out,
         notes=notes,
-        planned=planned_line(record, differing, request.absences) if record else "",
-        looks=record.looks if record and test.rule == "evidence" else (),
-        budget=request.budget,
-        grid=record.grid if record else (),
+        planned=planned_line(record, differing, request.absences),
+        looks=record.looks if looked else (),
     )
 
 
-def _tasks(arms: Mapping[str, Arm], confidence: float) -> dict[str, TaskAggregate]:
-    found = {label: aggregate_tasks(arm.runs, confidence) for label, arm in arms.items()}
-    return {label: tasks for label, tasks in found.items() if tasks}
-
-
-def _contrasts(
-    family: Sequence[Pairs], metric: Metric, test: TestSettings, *, by_task: bool
-) -> list[Contrast]:
-    """Return one contrast per candidate, with p values adjusted over all of them."""
+def _compared(
+    arms: Sequence[Arm],
+    family: Sequence[Pairs],
+    metric: Metric,
+    test: TestSettings,
+    request: Request,
+) -> Comparison:
+    """Return the conclusions, with p values adjusted over all of them, and the scores by task."""
+    by_task, confidence = metric.k == 1 and not request.budget, 1 - test.alpha
+    tasks = {arm.label: aggregate_tasks(arm.runs, confidence) for arm in arms if by_task}
     paired = [pairs.paired(len(family) + test.absent) for pairs in family]
-    return [
+    contrasts = [
         Contrast(
             **vars(pairs),
             conclusion=conclusion,
-            tasks=contrast_tasks(pairs.runs, 1 - test.alpha) if by_task else None,
+            tasks=contrast_tasks(pairs.runs, confidence) if by_task else None,
         )
         for pairs, conclusion in zip(family, conclude(paired, test, metric.better), strict=True)
     ]
+    return Comparison(
+        metric=metric,
+        test=test,
+        baseline=request.baseline,
+        arms=arms,
+        tasks={label: found for label, found in tasks.items() if found},
+        contrasts=contrasts,
+        budget=request.budget,
+        grid=request.record.grid,
+    )
 
 
 def _at_looks(
@@ -206,46 +205,62 @@ def _at_looks(
     return seen, test, list(not_looked_at(record, seeds))
 
 
-def _check_comparable(grouped: RunsByCondition, metric: Metric, test: TestSettings) -> None:
-    check_sizes(test, metric)
-    if metric.k is not None:
+def _where_asked(grouped: RunsByCondition, request: Request) -> tuple[RunsByCondition, Metric]:
+    """Return the runs and the metric, at the request's budget if it has one."""
+    metric = choose_metric(request.metric, grouped.runs)
+    if request.budget:
+        grouped, metric = at_budget(grouped, request.budget, metric)
+    check_sizes(request.test, metric)
+    if metric.k:
         check_same_problems(grouped.runs)
     for label, runs in grouped.conditions.items():
         check_one_condition(label, runs)
+    return grouped, metric
+
+
+def _arms(
+    grouped: RunsByCondition, request: Request, reference: StoredRun | None, metric: Metric
+) -> tuple[dict[str, Arm], list[str], list[str]]:
+    """Return the arms, the baseline first, the sentences on runs that they leave out, and notes."""
+    # A metric that the user named compares runs despite other sampling; the notes say so.
+    insist = request.metric is not None
+    alike, apart, notes = _measured_alike(grouped, reference, metric, insist=insist)
+    named = [*chain.from_iterable(request.pairs)] or alike
+    arms = {
+        label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
+        for label in dict.fromkeys((request.baseline, *named))
+    }
+    return arms, apart, notes
 
 
 def _measured_alike(
     grouped: RunsByCondition, reference: StoredRun | None, metric: Metric, *, insist: bool
-) -> tuple[Mapping[str, RunsBySeed], list[str], list[str]]:
-    """Return the runs with the judge of the reference and, for a held-out metric, with its
-    evaluation. The other two parts are the sentences on runs with another judge or another
-    evaluation.
+) -> tuple[dict[str, RunsBySeed], list[str], list[str]]:
+    """Return the runs with the judge of the reference and, for a held-out metric, with
+    its evaluation. The other two parts are the sentences on runs that this leaves out, and notes.
     """
-    if reference is None:
-        return grouped.conditions, [], []
-    alike, apart, otherwise = dict(grouped.conditions), list[str](), list[str]()
-    judge, way = metric.judge(reference), evaluated_as(reference)
-    end = (
-        "the difference between them includes the difference in evaluation."
-        if insist
-        else "they are not compared. Name --metric pass@1 to compare them all the same."
-    )
-    for label, runs in grouped.conditions.items():
+    alike: dict[str, RunsBySeed] = {**grouped.conditions}
+    apart, otherwise = list[str](), list[str]()
+    end = "the difference between them includes the difference in evaluation."
+    if not insist:
+        end = "they are not compared. Name --metric pass@1 to compare them all the same."
+    for label, runs in grouped.conditions.items() if reference else ():
+        assert reference
+        judge, way = metric.judge(reference), evaluated_as(reference)
         apart += [
             f"{label}{which} is judged by {other}, and the baseline by {judge}: {metric.name} means"
             " different things in the two, so they are not compared."
             for which, other in unlike(runs, metric.judge, judge)
         ]
-        same = {seed: run for seed, run in runs.items() if metric.judge(run) == judge}
+        alike[label] = {seed: run for seed, run in runs.items() if metric.judge(run) == judge}
         if metric.k:
             otherwise += [
                 f"{label}{which} was evaluated at {other}, and the baseline at {way}: {end}"
-                for which, other in unlike(same, evaluated_as, way)
+                for which, other in unlike(alike[label], evaluated_as, way)
             ]
-            if not insist:
-                same = {seed: run for seed, run in same.items() if evaluated_as(run) == way}
-        alike[label] = same
-    return alike, apart, otherwise
+        if metric.k and not insist:
+            alike[label] = {s: run for s, run in alike[label].items() if evaluated_as(run) == way}
+    return (alike, apart, otherwise) if insist else (alike, apart + otherwise, [])
 
 
 def check_levels(alpha: float, power: float) -> None:

@@ -151,6 +151,8 @@ class Conclusion:
     """The smallest p that any differences could give with this many pairs in every contrast; None
     for evidence, since looks may follow.
     """
+    can_conclude: bool
+    """True if that p is below alpha, or looks may follow."""
     d_z: float | None
     """The effect size d_z with Hedges' correction; None below three pairs, since the correction is
     0 for two.
@@ -177,14 +179,12 @@ class Conclusion:
     evidence: float | None = None
     """The evidence over the family; None for the rule "maxt"."""
 
-    def can_conclude(self, alpha: float) -> bool:
-        return self.smallest_p_adjusted is None or self.smallest_p_adjusted < alpha
-
-    def word(self, alpha: float) -> str:
-        """Return the verdict, or else "cannot conclude" by design, or "undecided" by the data."""
+    @property
+    def word(self) -> str:
+        """The verdict, or else "cannot conclude" by design, or "undecided" by the data."""
         if self.verdict is not Verdict.INCONCLUSIVE:
             return str(self.verdict)
-        return "undecided" if self.can_conclude(alpha) else "cannot conclude"
+        return "undecided" if self.can_conclude else "cannot conclude"
 
 
 def conclude(
@@ -227,12 +227,8 @@ def _conclusion(
     verdict = Verdict.EQUIVALENT if equivalent else Verdict.INCONCLUSIVE
     # A significant difference outranks the margin, which `within_margin` then adds.
     if differs and not unsure:
-        if better is None:
-            verdict = Verdict.DIFFERENT
-        else:
-            verdict = Verdict.IMPROVEMENT if (mean < 0) == (better == "lower") else Verdict.WORSE
-    # Looks do not fix the number of seeds, so that they have no such sizes.
-    fixed = bool(sd) and evidence is None
+        verdict = _direction(mean, better)
+    detectable, needed = _sizes(len(d), sd, test, rule)
     return Conclusion(
         pairs=len(d),
         mean=mean,
@@ -241,9 +237,10 @@ def _conclusion(
         p=replace(test, absent=0).adjusted([paired.by_seed])[0],
         p_adjusted=p_adjusted,
         smallest_p_adjusted=smallest,
+        can_conclude=smallest is None or smallest < test.alpha,
         d_z=statistics.corrected_dz(d) if len(d) > 2 else None,
-        detectable=_detectable(len(d), sd or 0.0, rule) if fixed else None,
-        seeds_needed=seeds_needed(test.effect, sd or 0.0, rule) if fixed and test.effect else None,
+        detectable=detectable,
+        seeds_needed=needed,
         equivalence_p_adjusted=equivalence_p,
         bounds=paired.bounds,
         unsure=unsure,
@@ -253,12 +250,25 @@ def _conclusion(
     )
 
 
-def _detectable(pairs: int, sd: float, rule: Rule) -> Interval | None:
+def _direction(mean: float, better: Direction) -> Verdict:
+    if better is None:
+        return Verdict.DIFFERENT
+    return Verdict.IMPROVEMENT if (mean < 0) == (better == "lower") else Verdict.WORSE
+
+
+def _sizes(
+    pairs: int, sd: float | None, test: TestSettings, rule: Rule
+) -> tuple[Interval | None, int | None]:
+    """Return the detectable differences, and the seeds for the stated effect."""
+    # Looks do not fix the number of seeds, so that they have no such sizes.
+    if not sd or test.rule == "evidence":
+        return None, None
+    needed = seeds_needed(test.effect, sd, rule) if test.effect is not None else None
     units = minimal_detectable_effect(pairs, 1.0, rule)
     if units is None:
-        return None
+        return None, needed
     low, high = sd_interval(sd, pairs - 1)
-    return units * low, units * high
+    return (units * low, units * high), needed
 
 
 def _excludes_zero(interval: Interval | None) -> bool:

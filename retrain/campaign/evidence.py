@@ -27,7 +27,7 @@ from retrain.errors import ConfigurationError
 from retrain.records.terminal import counted
 
 _WITHOUT_RESULT = {Status.FAILED, Status.INTERRUPTED}
-_ENDED = {Status.DONE} | _WITHOUT_RESULT
+_ENDED = {Status.DONE, *_WITHOUT_RESULT}
 
 
 class EvidenceRule:

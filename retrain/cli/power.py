@@ -93,7 +93,7 @@ def _check(
         raise ConfigurationError(
             f"--comparisons {comparisons} is not a number of comparisons; give 1 or more."
         )
-    if pilot and pilot.metric.is_rate and effect is not None and effect >= 1:
+    if pilot and pilot.metric.is_rate and (effect or 0.0) >= 1:
         raise ConfigurationError(
             f"--effect {effect:g} is not a possible difference in {pilot.metric.name}; two"
             " points are 0.02."
@@ -122,9 +122,9 @@ def _plan(effect: float | None, sd: float, rule: "Rule", pilot: "Pilot | None") 
         },
         "cheapest": None,
     }
-    if effect is not None:
+    if effect:
         found["seeds_needed"] = seeds_needed(effect, sd, rule)
-    if effect is not None and pilot:
+    if effect and pilot:
         found["seeds_assured"] = seeds_needed(effect, pilot.assured_sd, rule)
         found["seeds_needed_interval"] = [
             seeds_needed(effect, end, rule) for end in pilot.sd_interval
@@ -146,7 +146,7 @@ def _lines(plan: "Json", pilot: "Pilot | None") -> Iterator[str]:
         yield from _pilot_lines(pilot)
     else:
         yield f"Sd of the differences: {_number(plan['sd'])}, as given."
-    if plan["effect"] is not None:
+    if plan["effect"]:
         yield from _seed_lines(plan, pilot)
         if pilot and pilot.spread:
             yield _design_line(plan, pilot.spread)
