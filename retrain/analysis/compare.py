@@ -125,9 +125,9 @@ def _held_out_notes(runs: Sequence[StoredRun], arms: Sequence[Arm]) -> Iterator[
         counts = ", ".join(f"{arm.unjudged:,} of {arm.answered:,} of {arm.label}" for arm in lost)
         total = counted(sum(arm.unjudged for arm in lost), "held-out answer")
         yield (
-            f"{total} could not be judged ({counts})."
-            " Differences are over the problems judged in both runs of a pair, and a verdict holds"
-            " with all unjudged answers counted against it."
+            f"{total} could not be judged ({counts}). Differences are over the problems judged in"
+            " both runs of a pair, and a verdict holds with all unjudged answers counted against"
+            " it."
         )
 
 
@@ -167,7 +167,7 @@ def compare_campaign(
         test = replace(test, margin=record.plan.margin)
     absences = Absences.of(record, runs, grouped.not_counted, unlisted)
     request = Request(baseline, test, metric, pairs, record, absences, budget)
-    return _compared(grouped, request)
+    return _with_notes(grouped, request)
 
 
 def _check_contrasts(pairs: Sequence[PairOfLabels], grouped: RunsByCondition, folder: Path) -> None:
@@ -247,12 +247,12 @@ def compare_runs(
         base.to_come + grouped.to_come,
     )
     return replace(
-        _compared(both_sides, Request(label, test, metric, budget=budget)),
+        _with_notes(both_sides, Request(label, test, metric, budget=budget)),
         planned=absent_line([*candidates, *baselines], campaigns),
     )
 
 
-def _compared(grouped: RunsByCondition, request: Request) -> Comparison:
+def _with_notes(grouped: RunsByCondition, request: Request) -> Comparison:
     found = select(grouped, request)
     notes = comparison_notes(found, grouped, asked=request.metric is not None)
     return replace(found, notes=[*found.notes, *notes])

@@ -32,8 +32,7 @@ def explanation(contrast: Contrast, comparison: Comparison) -> list[str]:
     """
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     shown = f"{difference_words(found.mean, metric)} in {counted(found.pairs, 'pair')}"
-    lost = lost_words(contrast, comparison)
-    if lost:
+    if lost := lost_words(contrast, comparison):
         shown += f" ({lost} left out)"
     if found.verdict is Verdict.INCONCLUSIVE:
         why = _why_inconclusive(contrast, comparison)
@@ -63,12 +62,12 @@ def lost_words(contrast: Contrast, comparison: Comparison) -> str:
 
 def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
-    pairs, family = counted(found.pairs, "pair"), counted(comparison.family, "comparison")
+    family = counted(comparison.family, "comparison")
     if found.evidence is not None and not found.unsure:
         return f"The evidence is {found.evidence:.3g} over {family}; {1 / test.alpha:g} decides."
     if not found.can_conclude:
         return (
-            f"With {pairs} the smallest possible adjusted p is"
+            f"With {counted(found.pairs, 'pair')} the smallest possible adjusted p is"
             f" {p_words(found.smallest_p_adjusted)}; {family} at {test.alpha:g} need"
             f"{'s' * (comparison.family == 1)} at least {comparison.seeds_to_conclude} seeds."
         )
@@ -141,13 +140,11 @@ def remarks(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
 def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     """Yield the caveats of a contrast, one sentence each."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
-    words = same_runs_words(contrast)
-    if words:
+    if words := same_runs_words(contrast):
         yield f"{words[0].upper()}{words[1:]}."
     if found.bounds and found.unsure != "unjudged":
         yield f"The unjudged answers leave {interval_words(found.bounds, metric)} possible."
-    losses = contrast.losses
-    if losses:
+    if losses := contrast.losses:
         yield (
             f"Failed and collapsed runs: {losses.candidate} of {contrast.condition},"
             f" {losses.baseline} of {contrast.baseline} (exact p {p_words(losses.p)} that both"
@@ -161,11 +158,12 @@ def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f" need {found.seeds_needed} seeds (at the sd of these differences,"
             f" {size_words(found.sd, metric)})."
         )
-    if contrast.pairing and found.sd and found.pairs >= _MIN_CORRELATED:
+    pairing = contrast.pairing
+    if pairing and found.sd and found.pairs >= _MIN_CORRELATED:
         yield (
             f"Pairing by seed took the sd of the differences from"
-            f" {size_words(contrast.pairing.unpaired_sd, metric)} to"
-            f" {size_words(found.sd, metric)} (correlation {contrast.pairing.correlation:.2f})."
+            f" {size_words(pairing.unpaired_sd, metric)} to {size_words(found.sd, metric)}"
+            f" (correlation {pairing.correlation:.2f})."
         )
     if contrast.shared.is_same:
         yield "No recorded setting differs between the conditions: an A/A comparison."
@@ -175,12 +173,10 @@ def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
 
 
 def _about_outliers(contrast: Contrast, metric: Metric) -> Iterator[str]:
-    seeds = outlying_seeds(contrast.differences)
-    if seeds:
-        shown = ", ".join(
-            f"{seed} ({difference_words(contrast.differences[seed], metric)})" for seed in seeds
-        )
-        rest = [value for seed, value in contrast.differences.items() if seed not in seeds]
+    found = contrast.differences
+    if seeds := outlying_seeds(found):
+        shown = ", ".join(f"{seed} ({difference_words(found[seed], metric)})" for seed in seeds)
+        rest = [found[seed] for seed in found if seed not in seeds]
         one = ("Outlier", "it", "that run")
         name, them, runs = one if len(seeds) == 1 else ("Outliers", "them", "those runs")
         yield (

@@ -400,14 +400,11 @@ def is_run(folder: Path) -> bool:
 def stored_run(folder: Path) -> StoredRun:
     """Open a run's folder. Raises ConfigurationError for any other folder."""
     if not is_run(folder):
-        raise ConfigurationError(f"{no_run(folder)}; name a run's folder.")
+        reason = "it is an evaluation's" if RunFolder(folder).config.is_file() else "no config.toml"
+        raise ConfigurationError(
+            f"{folder} holds no run of retrain ({reason}); name a run's folder."
+        )
     return StoredRun(folder)
-
-
-def no_run(folder: Path) -> str:
-    """Say why a folder is not a run, as the beginning of a sentence."""
-    reason = "it is an evaluation's" if RunFolder(folder).config.is_file() else "no config.toml"
-    return f"{folder} holds no run of retrain ({reason})"
 
 
 def no_campaigns_value(path: Path, error: "ValidationError", *above: str) -> RunFailed:
@@ -472,15 +469,13 @@ def find_runs(folder: Path) -> list[StoredRun]:
         raise ConfigurationError(
             f"{folder} is not a folder; name the folder of a run or a campaign, or one above them."
         )
-    found = list(_walk(folder))
-    damage = None if found else unreadable_manifest(folder)
-    if damage:
+    if found := list(_walk(folder)):
+        return found
+    if damage := unreadable_manifest(folder):
         raise RunFailed(f"{folder} holds no run that is found without its manifest: {damage}")
-    if not found:
-        raise ConfigurationError(
-            f"{folder} holds no run; name the folder of a run or a campaign, or one above them."
-        )
-    return found
+    raise ConfigurationError(
+        f"{folder} holds no run; name the folder of a run or a campaign, or one above them."
+    )
 
 
 def _walk(folder: Path) -> Iterator[StoredRun]:

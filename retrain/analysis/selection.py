@@ -1,5 +1,5 @@
-"""Select the runs of a comparison: the runs with the same evaluation and judge, in arms and in
-pairs.
+"""Select the runs of a comparison, which have one evaluation and one judge, pair them, and draw the
+conclusions.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
