@@ -6,7 +6,7 @@ verdicts, and the computation follow.
 """
 
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -23,7 +23,7 @@ from retrain.analysis.explanation import (
 from retrain.analysis.headline import answer, name_of, p_words
 from retrain.analysis.measures import Metric, difference_words, interval_words, size_words
 from retrain.analysis.selection import Comparison, Contrast
-from retrain.records.terminal import GAP, filled_columns, markdown_lines, picked, table_lines
+from retrain.records.terminal import GAP, markdown_lines, table_lines
 from retrain.system import Json
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -87,7 +87,7 @@ def to_markdown(comparison: Comparison) -> str:
 def to_text(comparison: Comparison, width: int = 80) -> str:
     """Return lines of at most `width` columns, unless a single word or table cell is longer."""
     lines: list[str] = []
-    for block in blocks(comparison, narrowed(contrast_table(comparison), width)):
+    for block in blocks(comparison, narrowed(comparison, width)):
         if lines:
             lines.append("")
         if block.title:
@@ -100,18 +100,12 @@ def to_text(comparison: Comparison, width: int = 80) -> str:
     return "\n".join(lines) + "\n"
 
 
-def narrowed(table: Table, width: int) -> Table:
+def narrowed(comparison: Comparison, width: int) -> Table:
     """Return the columns of `contrast_table` that a terminal has room for."""
-    head, rows = narrow = _without(table, _HIDDEN)
+    head, rows = narrow = contrast_table(comparison, _HIDDEN)
     if max(map(len, table_lines([head[1:], *(row[1:] for row in rows)]))) > width - 2:
-        return _without(narrow, _PARTS)
+        return contrast_table(comparison, (*_HIDDEN, *_PARTS))
     return narrow
-
-
-def _without(table: Table, names: Collection[str]) -> Table:
-    shown = [column for column, name in enumerate(table[0]) if name not in names]
-    head, *rows = (picked(row, shown) for row in (table[0], *table[1]))
-    return head, rows
 
 
 def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
@@ -179,37 +173,36 @@ def seed_line(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def arm_table(comparison: Comparison) -> Table:
-    arms = comparison.arms
+    arms, metric = comparison.arms, comparison.metric
     lost = [name for name in ("failed", "collapsed") if any(getattr(arm, name) for arm in arms)]
     unjudged = any(arm.unjudged for arm in arms)
-    minutes = all((arm.hours or 0) < 1 for arm in arms)
-
-    def row(arm: Arm) -> tuple[str, ...]:
-        tokens, hours = arm.per_run("tokens"), arm.hours
-        return (
-            arm.label,
-            " / ".join(str(len(getattr(arm, name))) for name in ("runs", *lost)),
-            _mean_words(arm, comparison.metric),
-            size_words(arm.sd, comparison.metric),
-            f"{arm.unjudged:,} of {arm.answered:,}" if unjudged else "",
-            "" if tokens is None else f"{tokens:,.0f}",
-            "" if hours is None else f"{hours * (60 if minutes else 1):.2g}",
-        )
-
+    unit, units = ("minutes", 60) if all((arm.hours or 0) < 1 for arm in arms) else ("hours", 1)
     # A budget cuts the runs, but not their cost.
     run = "whole run" if comparison.budget else "run"
-    head = (
-        "condition",
-        " / ".join(["done", *lost]) if lost else "runs",
-        "mean",
-        "sd between runs",
-        "unjudged",
-        f"tokens per {run}",
-        f"{'minutes' if minutes else 'hours'} per {run}",
-    )
-    rows = [*map(row, arms)]
-    kept = filled_columns(rows)
-    return picked(head, kept), [picked(cells, kept) for cells in rows]
+    rows = [
+        {
+            "condition": arm.label,
+            " / ".join(["done", *lost]) if lost else "runs": " / ".join(
+                str(len(getattr(arm, name))) for name in ("runs", *lost)
+            ),
+            "mean": _mean_words(arm, metric),
+            "sd between runs": size_words(arm.sd, metric),
+            "unjudged": f"{arm.unjudged:,} of {arm.answered:,}" if unjudged else "",
+            f"tokens per {run}": _or_nothing(arm.per_run("tokens"), ",.0f"),
+            f"{unit} per {run}": _or_nothing(arm.hours and arm.hours * units, ".2g"),
+        }
+        for arm in arms
+    ]
+    return _table(rows, [name for name in rows[0] if not any(row[name] for row in rows)])
+
+
+def _table(rows: Sequence[Mapping[str, str]], hidden: Collection[str]) -> Table:
+    head = [name for name in rows[0] if name not in hidden]
+    return head, [[row[name] for name in head] for row in rows]
+
+
+def _or_nothing(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def _mean_words(arm: Arm, metric: Metric) -> str:
@@ -247,14 +240,12 @@ def ranking(comparison: Comparison) -> Iterator[str]:
     )
 
 
-def contrast_table(comparison: Comparison) -> Table:
-    """Return one row per contrast, the verdict last."""
+def contrast_table(comparison: Comparison, hidden: Collection[str] = ()) -> Table:
+    """Return one row per contrast, the verdict last, without the `hidden` columns."""
     rows = [_contrast_cells(contrast, comparison) for contrast in comparison.contrasts]
-    optional = {"for new problems", *_PARTS} | (
-        {_TOST} if comparison.test.margin is None else set()
-    )
-    head = [name for name in rows[0] if name not in optional or any(row[name] for row in rows)]
-    return head, [[row[name] for name in head] for row in rows]
+    optional = ["for new problems", *_PARTS, *[_TOST] * (comparison.test.margin is None)]
+    empty = [name for name in optional if not any(row[name] for row in rows)]
+    return _table(rows, (*empty, *hidden))
 
 
 _TOST = "p (TOST)"
@@ -274,7 +265,7 @@ def _contrast_cells(contrast: Contrast, comparison: Comparison) -> dict[str, str
         "p": p_words(found.p),
         "adjusted p": p_words(found.p_adjusted),
         _TOST: p_words(found.equivalence_p_adjusted),
-        "effect size d_z": "" if found.d_z is None else f"{found.d_z:.2f}",
+        "effect size d_z": _or_nothing(found.d_z, ".2f"),
         "verdict": found.word,
     }
 

@@ -114,9 +114,8 @@ def probability_of_improvement(candidate: Floats, baseline: Floats) -> float:
     """Return the probability that a run of the candidate beats a run of the baseline, averaged over
     tasks; ties count half. Both [runs, tasks].
     """
-    above = candidate[:, np.newaxis, :] > baseline[np.newaxis, :, :]
-    equal = candidate[:, np.newaxis, :] == baseline[np.newaxis, :, :]
-    return float((above + 0.5 * equal).mean())
+    won = np.sign(candidate[:, np.newaxis] - baseline)
+    return float((won / 2 + 0.5).mean())
 
 
 # -- of stored runs --------------------------------------------------------------------------------
@@ -128,7 +127,7 @@ def aggregate_tasks(runs: Mapping[int, StoredRun], confidence: float) -> TaskAgg
     if len(tasks) < 2:
         return None
     return TaskAggregate(
-        scores={task: float(mean) for task, mean in zip(tasks, scores.mean(axis=0), strict=True)},
+        scores=dict(zip(tasks, scores.mean(axis=0).tolist(), strict=True)),
         iqm=iqm(scores),
         interval=run_interval(scores, confidence=confidence) if len(runs) > 1 else None,
     )
