@@ -5,13 +5,14 @@ a test chooses.
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, dump_toml
 from retrain.config.overrides import deep_merge
 from retrain.records.entries import EvaluationRecord, StepRecord
@@ -162,6 +163,38 @@ def write_manifest(folder: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
     }
     (folder / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+def write_arms(
+    folder: Path,
+    labels: Iterable[str],
+    seeds: Iterable[int],
+    own: Callable[[str, int], Mapping[str, Any]],
+) -> Path:
+    """A campaign of these conditions; `own` gives the arguments of each run's `write_run`."""
+    entries = [{"condition": label, "seed": seed} for seed in seeds for label in labels]
+    for entry in entries:
+        label, seed = entry["condition"], entry["seed"]
+        write_run(folder / f"runs/{label}_s{seed}", seed, **own(label, seed))
+    return write_manifest(folder, entries)
+
+
+EIGHT = [50, 48, 53, 51, 49, 52, 50, 47]
+
+
+def shifted(by: Sequence[int]) -> list[int]:
+    return [right + extra for right, extra in zip(EIGHT, by, strict=True)]
+
+
+def compared(capsys: Any, *arguments: str | Path) -> dict[str, Any]:
+    assert main(["compare", *map(str, arguments), "--json"]) == 0, capsys.readouterr().err
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def shown(capsys: Any, *arguments: str | Path) -> str:
+    assert main(["compare", *map(str, arguments)]) == 0, capsys.readouterr().err
+    return " ".join(capsys.readouterr().out.split())
 
 
 def write_campaign(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from campaigns import problems, seal, write_planned, write_run
+from campaigns import EIGHT, problems, seal, write_planned, write_run
 
 from retrain.campaign import Manifest
 from retrain.cli.main import main
@@ -19,7 +19,6 @@ from retrain.records.jsonl import encode_line
 from tests.marks import first_of
 
 BASE, BETTER = "grpo+none", "maxrl+none"
-EIGHT = [50, 48, 53, 51, 49, 52, 50, 47]
 ALIKE = [51, 47, 53, 52, 48, 51, 51, 47]
 """Within two points of the baseline."""
 Edit = Callable[[Path], Iterable[str] | None]

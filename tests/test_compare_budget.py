@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from campaigns import problems, write_run
+from campaigns import compared, problems, write_run
 
 from retrain.analysis.budget import Budget, RunAtBudget
 from retrain.cli.main import main
@@ -52,12 +52,6 @@ def arms(tmp_path: Path) -> list[str]:
         )
         baselines.append(run_of(tmp_path / f"b{seed}", seed, "grpo", 100, (30, 40, 50 + extra)))
     return [*map(str, candidates), "--baseline", *map(str, baselines)]
-
-
-def compared(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["compare", *arguments, "--json"]) == 0, capsys.readouterr().err
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
 
 
 def means(comparison: dict[str, Any]) -> list[float]:

@@ -9,7 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from campaigns import problems, timed_pilot, write_campaign, write_manifest, write_run
+from campaigns import (
+    EIGHT,
+    compared,
+    problems,
+    shifted,
+    shown,
+    timed_pilot,
+    write_arms,
+    write_campaign,
+    write_manifest,
+    write_run,
+)
 
 from retrain.analysis.integrity import planned_values
 from retrain.analysis.measures import Metric, learning_curve_mean, size_words
@@ -20,13 +31,6 @@ from retrain.config.load import given_values
 from retrain.records.entries import EvaluationRecord
 
 BASE, BETTER, WORSE = "grpo+none", "maxrl+none", "maxrl+gtpo"
-EIGHT = [50, 48, 53, 51, 49, 52, 50, 47]
-
-
-def compared(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    assert main(["compare", *map(str, arguments), "--json"]) == 0, capsys.readouterr().err
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return result
 
 
 def refused(
@@ -36,10 +40,6 @@ def refused(
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
     return errors
-
-
-def shifted(by: list[int]) -> list[int]:
-    return [right + extra for right, extra in zip(EIGHT, by, strict=True)]
 
 
 @pytest.fixture
@@ -93,13 +93,12 @@ def test_three_seeds_are_never_significant_however_large_the_difference(
     (found,) = compared(capsys, campaign)["contrasts"]
     assert found["verdict"] == "inconclusive" and not found["can_conclude"]
     assert found["smallest_p_adjusted"] == 0.25 and found["interval"][0] > 0
-    assert main(["compare", str(campaign)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    text = shown(capsys, campaign)
     assert (
-        "With 3 pairs the smallest possible adjusted p is 0.25" in shown
-        and "1 comparison at 0.05 needs at least 6 seeds" in shown
+        "With 3 pairs the smallest possible adjusted p is 0.25" in text
+        and "1 comparison at 0.05 needs at least 6 seeds" in text
     )
-    assert "no effect" not in shown and "improvement" not in shown
+    assert "no effect" not in text and "improvement" not in text
 
 
 def test_six_seeds_conclude_in_a_family_of_any_size(
@@ -281,20 +280,14 @@ def test_shared_noise_is_what_the_engines_and_prompts_of_a_pair_give(
 def test_the_control_is_the_random_reward_arm_and_compared_by_its_held_out_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entries = []
-    for seed in range(1, 9):
-        for label, section in ((BASE, {"type": "match"}), ("control", {"type": "random"})):
-            rates = [0.3, 0.6 if label == BASE else 0.5 + seed / 1000]
-            right = 15 if label == BASE else 10 + seed % 3
-            write_run(
-                tmp_path / f"runs/{label}_s{seed}",
-                seed,
-                rates,
-                problems([1] * right + [0] * (20 - right)),
-                reward=section,
-            )
-            entries.append({"condition": label, "seed": seed})
-    write_manifest(tmp_path, entries)
+    def own(label: str, seed: int) -> dict[str, Any]:
+        right, rate, reward = 15, 0.6, "match"
+        if label != BASE:
+            right, rate, reward = 10 + seed % 3, 0.5 + seed / 1000, "random"
+        answers = problems([1] * right + [0] * (20 - right))
+        return {"rates": [0.3, rate], "held_out": answers, "reward": {"type": reward}}
+
+    write_arms(tmp_path, (BASE, "control"), range(1, 9), own)
     result = compared(capsys, tmp_path, "--control")
     assert (result["baseline"], result["metric"], result["judge"]) == ("control", "pass@1", "match")
     assert (
@@ -331,14 +324,10 @@ def test_held_out_answers_that_different_rewards_judged_are_not_compared(
     sections: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arms = {"control": {"reward": {"type": "random"}}, BASE: sections, BETTER: {}}
-    entries = []
-    for label, own in arms.items():
-        for seed in (1, 2):
-            write_run(
-                tmp_path / f"runs/{label}_s{seed}", seed, held_out=problems([1, seed - 1]), **own
-            )
-            entries.append({"condition": label, "seed": seed})
-    result = compared(capsys, write_manifest(tmp_path, entries), "--control")
+    folder = write_arms(
+        tmp_path, arms, (1, 2), lambda label, s: {"held_out": problems([1, s - 1])} | arms[label]
+    )
+    result = compared(capsys, folder, "--control")
     compared_conditions = [contrast["condition"] for contrast in result["contrasts"]]
     assert compared_conditions == ([BETTER] if words else [BASE, BETTER])
     assert (words in result["left_out"][0]) if words else not result["left_out"]
@@ -347,16 +336,11 @@ def test_held_out_answers_that_different_rewards_judged_are_not_compared(
 def test_several_tasks_get_an_iqm_beside_the_mean(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entries = []
-    for seed in (1, 2, 3):
-        for label, right in ((BASE, [2, 1, 0, 4]), (BETTER, [3, 1, 1, 4])):
-            write_run(
-                tmp_path / f"runs/{label}_s{seed}",
-                seed,
-                held_out=problems(right, samples=4, tasks=4),
-            )
-            entries.append({"condition": label, "seed": seed})
-    result = compared(capsys, write_manifest(tmp_path, entries))
+    right = {BASE: [2, 1, 0, 4], BETTER: [3, 1, 1, 4]}
+    folder = write_arms(
+        tmp_path, right, (1, 2, 3), lambda label, _: {"held_out": problems(right[label], 4, 4)}
+    )
+    result = compared(capsys, folder)
     assert result["arms"][0]["tasks"]["iqm"] == pytest.approx((0.25 + 0.5) / 2)
     assert result["contrasts"][0]["tasks"]["iqm_difference"] == pytest.approx(0.5 - 0.375)
     assert result["contrasts"][0]["tasks"]["probability_of_improvement"] == pytest.approx(
@@ -367,19 +351,17 @@ def test_several_tasks_get_an_iqm_beside_the_mean(
         < 0.125
         < result["contrasts"][0]["problem_interval"][1]
     )
-    assert main(["compare", str(tmp_path), "--format", "markdown"]) == 0
-    shown = capsys.readouterr().out
-    assert "a run beats the baseline's" in shown and "interval for new runs" in shown
+    text = shown(capsys, folder, "--format", "markdown")
+    assert "a run beats the baseline's" in text and "interval for new runs" in text
 
 
 def test_markdown_shows_every_condition_and_its_verdict(
     campaign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["compare", str(campaign), "--effect", "0.02", "--format", "markdown"]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"\| maxrl\+none +\| 8 +\| \+7\.1 pp .*improvement \|", shown)
-    assert "the same sampling noise" in shown and "you need" in shown
-    assert "Held-out pass@1" in shown
+    text = shown(capsys, campaign, "--effect", "0.02", "--format", "markdown")
+    assert re.search(r"\| maxrl\+none \| 8 \| \+7\.1 pp [^\n]*improvement \|", text)
+    assert "the same sampling noise" in text and "you need" in text
+    assert "Held-out pass@1" in text
 
 
 @pytest.mark.parametrize("width", [66, 80, 140])
@@ -387,21 +369,21 @@ def test_text_fits_the_terminal_and_says_all_that_markdown_does(
     width: int, campaign: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    shown = {}
+    texts = {}
     for form in ("text", "markdown"):
         assert main(["compare", str(campaign), "--effect", "0.02", "--format", form]) == 0
-        shown[form] = capsys.readouterr().out
-    assert max(map(len, shown["text"].splitlines())) <= width
-    text = " ".join(shown["text"].split())
+        texts[form] = capsys.readouterr().out
+    assert max(map(len, texts["text"].splitlines())) <= width
+    text = " ".join(texts["text"].split())
     sentences = [
         line.lstrip("- ").replace("**", "")
-        for line in shown["markdown"].splitlines()
+        for line in texts["markdown"].splitlines()
         if line.startswith(("- ", "  "))
     ]
     assert len(sentences) > 6 and not [sentence for sentence in sentences if sentence not in text]
     cells = {
         cell.strip()
-        for line in shown["markdown"].splitlines()
+        for line in texts["markdown"].splitlines()
         if line.startswith("| ")
         for cell in line.split("|")
     }
@@ -586,13 +568,12 @@ def test_power_refuses_what_shows_no_spread(
 def test_a_pilot_whose_runs_answered_different_problems_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entries = []
-    for condition, asked in ((BASE, 20), (BETTER, 10)):
-        for seed in (1, 2):
-            answers = problems([1] * (4 + seed) + [0] * (asked - 4 - seed))
-            write_run(tmp_path / "runs" / f"{condition}_s{seed}", seed, held_out=answers)
-            entries.append({"condition": condition, "seed": seed})
-    write_manifest(tmp_path, entries)
+    asked = {BASE: 20, BETTER: 10}
+
+    def own(label: str, seed: int) -> dict[str, Any]:
+        return {"held_out": problems([1] * (4 + seed) + [0] * (asked[label] - 4 - seed))}
+
+    write_arms(tmp_path, asked, (1, 2), own)
     assert "on different held-out problems (20 and 10, 10 shared)" in refused(
         capsys, tmp_path, command="power"
     )
@@ -608,14 +589,12 @@ def test_a_grids_conditions_are_ranked_and_the_ranking_is_called_a_selection(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_campaign(tmp_path, {"grpo+none": [40, 42], "maxrl+none": [46, 44]})
-    assert main(["compare", str(path)]) == 0 and "Ranking" not in capsys.readouterr().out
+    assert "Ranking" not in shown(capsys, path)
     make_a_grid(path)
-    assert main(["compare", str(path)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "- 1. maxrl+none 45.0% - 2. grpo+none 41.0%" in shown
-    assert "a selection, not a test: the best of 2 means" in shown
-    assert main(["compare", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["ranking"] == ["maxrl+none", "grpo+none"]
+    text = shown(capsys, path)
+    assert "- 1. maxrl+none 45.0% - 2. grpo+none 41.0%" in text
+    assert "a selection, not a test: the best of 2 means" in text
+    assert compared(capsys, path)["ranking"] == ["maxrl+none", "grpo+none"]
 
 
 def test_equal_means_of_a_grid_share_a_place(
@@ -624,10 +603,9 @@ def test_equal_means_of_a_grid_share_a_place(
     rights = {"grpo+none": [40, 42], "maxrl+none": [46, 44], "maxrl+gtpo": [44, 46]}
     path = write_campaign(tmp_path, rights)
     make_a_grid(path)
-    assert main(["compare", str(path)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "- 1. maxrl+none 45.0% - 1. maxrl+gtpo 45.0% - 3. grpo+none 41.0%" in shown
-    assert "2 of 3 share the first place" in shown
+    text = shown(capsys, path)
+    assert "- 1. maxrl+none 45.0% - 1. maxrl+gtpo 45.0% - 3. grpo+none 41.0%" in text
+    assert "2 of 3 share the first place" in text
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,23 @@ other evaluations, few pairs.
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from campaigns import problems, write_campaign, write_manifest, write_run
+from campaigns import (
+    EIGHT,
+    compared,
+    problems,
+    shifted,
+    shown,
+    write_arms,
+    write_campaign,
+    write_manifest,
+    write_run,
+)
 
 from retrain.analysis.arms import differing_environment
 from retrain.analysis.measures import choose_metric
@@ -39,22 +48,6 @@ from retrain.types import (
 )
 
 BASE, BETTER = "grpo+none", "maxrl+none"
-EIGHT = [50, 48, 53, 51, 49, 52, 50, 47]
-
-
-def compared(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    assert main(["compare", *map(str, arguments), "--json"]) == 0, capsys.readouterr().err
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return result
-
-
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    assert main(["compare", *map(str, arguments)]) == 0, capsys.readouterr().err
-    return " ".join(capsys.readouterr().out.split())
-
-
-def shifted(by: Sequence[int]) -> list[int]:
-    return [right + extra for right, extra in zip(EIGHT, by, strict=True)]
 
 
 def judged(right: int, wrong: int, unjudged: int) -> list[EvaluationRecord]:
@@ -73,17 +66,12 @@ def judged(right: int, wrong: int, unjudged: int) -> list[EvaluationRecord]:
 
 def unjudged_campaign(folder: Path, lost: int) -> Path:
     """Equal arms, of one of which `lost` wrong answers could not be judged."""
-    entries = []
-    for seed, right in enumerate(EIGHT, start=1):
-        for label, unjudged in ((BASE, 0), (BETTER, lost)):
-            answers = judged(
-                right + seed % 2 * (label == BETTER),
-                100 - right - seed % 2 * (label == BETTER) - unjudged,
-                unjudged,
-            )
-            write_run(folder / f"runs/{label}_s{seed}", seed, held_out=answers)
-            entries.append({"condition": label, "seed": seed})
-    return write_manifest(folder, entries)
+
+    def own(label: str, seed: int) -> dict[str, Any]:
+        unjudged, right = lost * (label == BETTER), EIGHT[seed - 1] + seed % 2 * (label == BETTER)
+        return {"held_out": judged(right, 100 - right - unjudged, unjudged)}
+
+    return write_arms(folder, (BASE, BETTER), range(1, 9), own)
 
 
 def test_wrong_answers_that_could_not_be_judged_make_no_improvement(
@@ -123,14 +111,12 @@ def test_a_difference_is_taken_on_the_problems_that_both_runs_of_a_pair_judged(
 def test_a_clear_improvement_outlives_a_few_unjudged_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entries = []
-    for seed in range(1, 9):
-        for label, right in ((BASE, 30 + seed % 3), (BETTER, 60 + seed % 2)):
-            write_run(
-                tmp_path / f"runs/{label}_s{seed}", seed, held_out=judged(right, 98 - right, 2)
-            )
-            entries.append({"condition": label, "seed": seed})
-    (found,) = compared(capsys, write_manifest(tmp_path, entries))["contrasts"]
+    def own(label: str, seed: int) -> dict[str, Any]:
+        right = 30 + seed % 3 if label == BASE else 60 + seed % 2
+        return {"held_out": judged(right, 98 - right, 2)}
+
+    folder = write_arms(tmp_path, (BASE, BETTER), range(1, 9), own)
+    (found,) = compared(capsys, folder)["contrasts"]
     assert found["verdict"] == "improvement" and found["unjudged_bounds"][0] > 0.2
 
 
@@ -233,6 +219,7 @@ def test_held_out_answers_sampled_in_different_ways_are_compared_only_on_request
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ways: dict[str, dict[str, Any]] = {
+        BASE: {},
         "hot": {"training": {"temperature": 0.7}},
         "short": {"evaluation": {"max_tokens": 12}},
         "alike": {
@@ -240,17 +227,11 @@ def test_held_out_answers_sampled_in_different_ways_are_compared_only_on_request
             "evaluation": {"temperature": 1.0, "max_tokens": 24},
         },
     }
-    entries = []
-    for seed in (1, 2):
-        for label, sections in {BASE: {}, **ways}.items():
-            write_run(
-                tmp_path / f"runs/{label}_s{seed}",
-                seed,
-                held_out=problems([1, seed - 1]),
-                **sections,
-            )
-            entries.append({"condition": label, "seed": seed})
-    result = compared(capsys, write_manifest(tmp_path, entries))
+
+    def own(label: str, seed: int) -> dict[str, Any]:
+        return {"held_out": problems([1, seed - 1]), **ways[label]}
+
+    result = compared(capsys, write_arms(tmp_path, ways, (1, 2), own))
     assert [contrast["condition"] for contrast in result["contrasts"]] == ["alike"]
     left_out = " ".join(result["left_out"])
     assert (
@@ -386,24 +367,13 @@ def test_every_number_of_a_step_declares_which_direction_is_better() -> None:
 def test_more_is_no_improvement_of_a_cost_or_of_what_has_no_direction(
     metric: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entries = []
-    for seed in range(1, 9):
-        for label, value in ((BASE, 1.0 + seed / 100), (BETTER, 2.0 + seed / 50)):
-            folder = write_run(tmp_path / f"runs/{label}_s{seed}", seed)
-            lines = [
-                json.loads(line) | {metric: value}
-                for line in (folder / "metrics.jsonl").read_text().splitlines()
-            ]
-            (folder / "metrics.jsonl").write_text(
-                "".join(json.dumps(line) + "\n" for line in lines)
-            )
-            entries.append({"condition": label, "seed": seed})
-    assert (
-        compared(capsys, write_manifest(tmp_path, entries), "--metric", metric)["contrasts"][0][
-            "verdict"
-        ]
-        == verdict
-    )
+    def own(label: str, seed: int) -> dict[str, Any]:
+        value = 1.0 + seed / 100 if label == BASE else 2.0 + seed / 50
+        return {"measured": {metric: value}}
+
+    folder = write_arms(tmp_path, (BASE, BETTER), range(1, 9), own)
+    (found,) = compared(capsys, folder, "--metric", metric)["contrasts"]
+    assert found["verdict"] == verdict
 
 
 def test_pass_at_k_comes_from_the_stored_samples_whatever_k_was_reported(
@@ -467,14 +437,13 @@ def test_problems_without_k_answers_do_not_make_few_problems_many(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Twenty problems have eight answers, 600 have one; one of the twenty carries the difference."""
-    entries = []
-    for seed in range(1, 9):
-        for condition, right in ((BASE, 0), (BETTER, 4)):
-            several = problems([right] + [0] * 19, samples=8)
-            once = [replace(one, example_id=f"m/{one.example_id}") for one in problems([1] * 600)]
-            write_run(tmp_path / "runs" / f"{condition}_s{seed}", seed, held_out=[*several, *once])
-            entries.append({"condition": condition, "seed": seed})
-    text = shown(capsys, write_manifest(tmp_path, entries), "--metric", "pass@8")
+    once = [replace(one, example_id=f"m/{one.example_id}") for one in problems([1] * 600)]
+
+    def own(label: str, _: int) -> dict[str, Any]:
+        return {"held_out": [*problems([4 * (label == BETTER)] + [0] * 19, samples=8), *once]}
+
+    folder = write_arms(tmp_path, (BASE, BETTER), range(1, 9), own)
+    text = shown(capsys, folder, "--metric", "pass@8")
     assert text.startswith("Undecided in pass@8 on these 20 problems")
     assert "a few of the problems may carry the difference" in " ".join(text.split())
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from retrain.analysis import statistics
+from retrain.analysis.held_out import Answers
 from retrain.analysis.integrity import repeated_numbers
 from retrain.analysis.measures import Metric, trained_on_chance
-from retrain.analysis.runs import Code, Pair, RunsBySeed, StoredRun, seeds_words
+from retrain.analysis.runs import Pair, RunsBySeed, StoredRun, seeds_words, table_of
 from retrain.config.keys import all_keys
 from retrain.config.names import source_task
 from retrain.config.schema import Evaluation, Training
@@ -104,15 +106,12 @@ def _same_prompts(one: StoredRun, other: StoredRun) -> bool:
     """True if two runs of one seed saw the same prompts. They need the same recorded data, in the
     shuffle's order, in batches of the same size, which back pressure would vary.
     """
-    if chosen_prompts(one) or chosen_prompts(other):
-        return False
-    if not _data(one) or _data(one) != _data(other):
-        return False
-    fixed_batches = not (one.config.backpressure.enabled or other.config.backpressure.enabled)
-    same_environment = one.config.environment == other.config.environment
     return (
-        same_environment
-        and fixed_batches
+        not (chosen_prompts(one) or chosen_prompts(other))
+        and bool(_data(one))
+        and _data(one) == _data(other)
+        and one.config.environment == other.config.environment
+        and not (one.config.backpressure.enabled or other.config.backpressure.enabled)
         and all(one.config.value(key) == other.config.value(key) for key in _PROMPT_KEYS)
     )
 
@@ -151,17 +150,23 @@ def mixed_code(label: str, runs: RunsBySeed) -> Iterator[str]:
     """Yield a sentence for each part of the code, and one for the model, that differs between the
     runs of one arm. The values come from environment.json.
     """
-    models = {seed: run.environment.get("model_sha256") for seed, run in runs.items()}
-    seeds = mixed_values({seed: sha256 for seed, sha256 in models.items() if sha256})
-    if seeds:
-        yield f"{label} started from different files of the model: {seeds} differ."
-    seeds = mixed_values({seed: run.code.revision for seed, run in runs.items()})
-    if seeds:
-        yield f"{label} ran on different revisions of retrain: {seeds} differ."
-    for name in sorted(set(chain.from_iterable(run.code.plugins for run in runs.values()))):
-        seeds = mixed_values({seed: run.code.plugins.get(name) for seed, run in runs.items()})
-        if seeds:
-            yield f"{label} ran with different files of the plugin {name}: {seeds} differ."
+    recorded = {seed: run.environment.get("model_sha256") for seed, run in runs.items()}
+    found = {
+        "started from different files of the model": {
+            seed: sha256 for seed, sha256 in recorded.items() if sha256
+        },
+        "ran on different revisions of retrain": {
+            seed: run.code.get("revision") for seed, run in runs.items()
+        },
+    }
+    plugins = {seed: table_of(run.code, "plugins") for seed, run in runs.items()}
+    for name in sorted({*chain.from_iterable(plugins.values())}):
+        found[f"ran with different files of the plugin {name}"] = {
+            seed: own.get(name) for seed, own in plugins.items()
+        }
+    for words, values in found.items():
+        if seeds := mixed_values(values):
+            yield f"{label} {words}: {seeds} differ."
 
 
 def differing_environment(
@@ -179,43 +184,35 @@ def differing_environment(
 
 def _differing_at(one: StoredRun, other: StoredRun, step: int) -> Iterator[str]:
     ours, theirs = one.environment_at(step), other.environment_at(step)
-    for name, words in _RECORDED.items():
-        is_older = name in _NEWER and ours and theirs and not (name in ours and name in theirs)
-        if ours.get(name) != theirs.get(name) and not is_older:
-            # Two hashes side by side, or two tables, tell a reader nothing: the name alone is
-            # given.
-            is_long = name.endswith("sha256") or any(
-                isinstance(recorded.get(name), dict) for recorded in (ours, theirs)
-            )
-            yield (
-                words
-                if is_long
-                else f"{words} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})"
-            )
-    yield from _differing_code(one, other, Code.of(ours), Code.of(theirs))
-    ours, theirs = _packages(ours), _packages(theirs)
-    for name in sorted({*ours, *theirs}):
-        if ours.get(name) != theirs.get(name):
-            yield f"{name} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})"
-
-
-def _differing_code(one: StoredRun, other: StoredRun, code: Code, others: Code) -> Iterator[str]:
-    if code.revision != others.revision:
-        yield f"retrain's revision ({_shown(code.revision)}, {_shown(others.revision)})"
-    for name in sorted({*code.plugins, *others.plugins}):
+    for name, *values in _unequal(ours, theirs, _RECORDED):
+        if name in _NEWER and ours and theirs and not (name in ours and name in theirs):
+            continue
+        # Two hashes side by side, or two tables, tell a reader nothing: the name alone is given.
+        is_long = name.endswith("sha256") or any(isinstance(value, dict) for value in values)
+        yield _RECORDED[name] if is_long else _both(_RECORDED[name], *values)
+    code, others = table_of(ours, "code"), table_of(theirs, "code")
+    for _, *revisions in _unequal(code, others, ["revision"]):
+        yield _both("retrain's revision", *revisions)
+    for name, *_ in _unequal(table_of(code, "plugins"), table_of(others, "plugins")):
         # If only one configuration names it, the keys differ, not the code.
-        both = len({f'"{name}"' in run.config.model_dump_json() for run in (one, other)}) == 1
-        if both and code.plugins.get(name) != others.plugins.get(name):
+        if len({f'"{name}"' in run.config.model_dump_json() for run in (one, other)}) == 1:
             yield f"the plugin {name}"
+    for package in _unequal(table_of(ours, "packages"), table_of(theirs, "packages")):
+        yield _both(*package)
 
 
-def _packages(environment: Json) -> Json:
-    packages = environment.get("packages")
-    return packages if isinstance(packages, dict) else {}
+def _unequal(
+    ours: Json, theirs: Json, names: Iterable[str] | None = None
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each of the names, by default all, whose two values differ, with the values."""
+    for name in sorted({*ours, *theirs}) if names is None else names:
+        if ours.get(name) != theirs.get(name):
+            yield name, ours.get(name), theirs.get(name)
 
 
-def _shown(value: Any) -> str:
-    return "not recorded" if value is None else str(value)
+def _both(name: str, *values: Any) -> str:
+    shown = ("not recorded" if value is None else str(value) for value in values)
+    return f"{name} ({', '.join(shown)})"
 
 
 # -- arms ------------------------------------------------------------------------------------------
@@ -229,6 +226,7 @@ class Arm:
     """The runs of one condition that have the metric, by seed."""
 
     label: str
+    metric: Metric
     values: Mapping[int, float]
     """Seed -> the metric."""
     runs: RunsBySeed
@@ -250,8 +248,10 @@ class Arm:
         return 4 * len(self.lost) > len(self.lost) + len(self.values)
 
     def without_collapsed(self) -> "Arm":
-        """Leave out the runs below `_COLLAPSED` of the median of the arm, from three runs on."""
-        if len(self.values) < 3:
+        """Leave out the runs whose rate is below `_COLLAPSED` of the median of the arm, from three
+        runs on.
+        """
+        if len(self.values) < 3 or not self.metric.is_rate:
             return self
         bar = _COLLAPSED * float(np.median([*self.values.values()]))
         fallen = {seed for seed, value in self.values.items() if value < bar}
@@ -271,16 +271,41 @@ class Arm:
         )
 
     @property
+    def mean(self) -> float | None:
+        return statistics.mean([*self.values.values()]) if self.values else None
+
+    @property
+    def sd(self) -> float | None:
+        """The standard deviation over the runs, ddof = 1."""
+        return statistics.sample_sd([*self.values.values()]) if len(self.values) > 1 else None
+
+    def per_run(self, name: str) -> float | None:
+        """Return the mean of a number of summary.json; None if no run has it."""
+        found = [run.summary.get(name) for run in self.runs.values()]
+        known = [value for value in found if isinstance(value, int | float)]
+        return float(np.mean(known)) if known else None
+
+    @property
+    def hours(self) -> float | None:
+        """The hours of a run, mean per run."""
+        seconds = self.per_run("seconds")
+        return None if seconds is None else seconds / 3600
+
+    @property
+    def _answers(self) -> list[Answers]:
+        return [run.answers for run in self.runs.values() if self.metric.k and run.answers]
+
+    @property
     def unjudged(self) -> int:
-        """The number of held-out answers that the reward could not judge."""
-        return sum(int(run.answers.unjudged.sum()) for run in self.runs.values() if run.answers)
+        """The number of held-out answers that the reward could not judge; 0 for a training
+        metric.
+        """
+        return sum(int(found.unjudged.sum()) for found in self._answers)
 
     @property
     def answered(self) -> int:
         """The number of held-out answers, judged or not."""
-        return self.unjudged + sum(
-            int(run.answers.judged.sum()) for run in self.runs.values() if run.answers
-        )
+        return self.unjudged + sum(int(found.judged.sum()) for found in self._answers)
 
 
 @dataclass
@@ -358,6 +383,7 @@ def arm_of(
     values = {seed: value for seed, value in found.items() if value is not None}
     return Arm(
         label,
+        metric,
         values,
         {seed: runs[seed] for seed in values},
         frozenset(failed) - set(values),
@@ -386,17 +412,19 @@ def control_label(conditions: Mapping[str, RunsBySeed], place: Path) -> str:
 # -- runs that were measured alike -----------------------------------------------------------------
 
 
-def judged_by(
-    label: str, runs: RunsBySeed, metric: Metric, judge: str
-) -> tuple[dict[int, StoredRun], list[str]]:
-    """Return the runs whose metric `judge` decides, and a sentence for each other judge."""
-    alike = {seed: run for seed, run in runs.items() if metric.judge(run) == judge}
-    sentences = [
-        f"{label}{_which(seeds, runs)} is judged by {other}, and the baseline by {judge}:"
-        f" {metric.name} means different things in the two, so they are not compared."
-        for other, seeds in _seeds_by(runs, metric.judge, judge).items()
-    ]
-    return alike, sentences
+def unlike(
+    runs: RunsBySeed, words: Callable[[StoredRun], str], expected: str
+) -> Iterator[tuple[str, str]]:
+    """Yield the seeds in words, "" for all, and the description of each group of runs that `words`
+    does not describe as `expected`.
+    """
+    groups: dict[str, list[int]] = {}
+    for seed, run in runs.items():
+        groups.setdefault(words(run), []).append(seed)
+    for other, seeds in groups.items():
+        if other != expected:
+            which = f" (seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))})"
+            yield "" if len(seeds) == len(runs) else which, other
 
 
 def evaluated_as(run: StoredRun) -> str:
@@ -429,44 +457,6 @@ def _words_of(evaluation: Evaluation, training: Training) -> str:
             kept.append(f"{name} {value:g}")
     samples = f"{evaluation.samples} sample{'' if evaluation.samples == 1 else 's'}"
     return ", ".join([f"temperature {temperature:g}", *kept, samples, f"at most {tokens:,} tokens"])
-
-
-def evaluated_alike(
-    label: str, runs: RunsBySeed, way: str, *, insist: bool
-) -> tuple[dict[int, StoredRun], list[str]]:
-    """Return the runs with this evaluation, with `insist` all of them, and a sentence for each
-    other way.
-    """
-    end = (
-        "the difference between them includes the difference in evaluation."
-        if insist
-        else "they are not compared. Name --metric pass@1 to compare them all the same."
-    )
-    sentences = [
-        f"{label}{_which(seeds, runs)} was evaluated at {other}, and the baseline at {way}: {end}"
-        for other, seeds in _seeds_by(runs, evaluated_as, way).items()
-    ]
-    alike = {seed: run for seed, run in runs.items() if insist or evaluated_as(run) == way}
-    return alike, sentences
-
-
-def _seeds_by(
-    runs: RunsBySeed, words: Callable[[StoredRun], str], expected: str
-) -> dict[str, list[int]]:
-    """Group the seeds by the description that `words` gives their run, without the group whose
-    description is `expected`.
-    """
-    seeds: dict[str, list[int]] = {}
-    for seed, run in runs.items():
-        seeds.setdefault(words(run), []).append(seed)
-    seeds.pop(expected, None)
-    return seeds
-
-
-def _which(seeds: list[int], runs: RunsBySeed) -> str:
-    if len(seeds) == len(runs):
-        return ""
-    return f" (seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))})"
 
 
 def check_one_condition(label: str, runs: RunsBySeed) -> None:

@@ -5,15 +5,17 @@ averages a training metric over the last steps that are complete at N.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
 from retrain.analysis.arms import RunsByCondition
-from retrain.analysis.held_out import Answers, UnjudgedRule
+from retrain.analysis.held_out import Answers, Unjudged
 from retrain.analysis.measures import Metric
 from retrain.analysis.runs import StoredRun
 from retrain.analysis.statistics import Floats
@@ -71,13 +73,11 @@ class InterpolatedAnswers(Answers):
 
     @classmethod
     def between(cls, before: Answers, after: Answers, weight: float) -> "InterpolatedAnswers":
-        nearer, farther = before, after
-        if weight > 0.5:
-            nearer, farther = after, before
-        shown = max(nearer, farther, key=lambda one: one.unjudged.sum())
+        nearer_first = (after, before) if weight > 0.5 else (before, after)
+        shown = max(nearer_first, key=lambda one: one.unjudged.sum())
         return cls(after.ids, shown.right, shown.judged, shown.unjudged, before, after, weight)
 
-    def rates(self, k: int = 1, unjudged: UnjudgedRule = UnjudgedRule.NOTHING) -> Floats:
+    def rates(self, k: int = 1, unjudged: Unjudged = "nothing") -> Floats:
         """Return [problems] rates, the weighted mean of both evaluations."""
         first, second = (one.rates(k, unjudged) for one in (self.before, self.after))
         weighed: Floats = (1 - self.weight) * first + self.weight * second
@@ -95,16 +95,15 @@ class RunAtBudget(StoredRun):
         """Return [steps + 1] tokens used after 0, 1, ... steps, including a supervised stage.
         Raises ConfigurationError if the records lack the numbers.
         """
-        path = self.folder.metrics
-        records = list(StepRecord.read(path))
-        spent = [_tokens(record) for record in records]
-        for record, cost in zip(records, spent, strict=True):
-            if cost is None:
+        spent = [self.sft_tokens]
+        for record in StepRecord.read(self.folder.metrics):
+            if record.tokens_per_s is None or record.step_time_s is None:
                 raise ConfigurationError(
                     f"{self.folder.metrics}, step {record.step}, does not tell its tokens, so --at"
                     " tokens cannot be used; leave it out."
                 )
-        return np.cumsum([self.sft_tokens, *spent])
+            spent.append(round(record.tokens_per_s * record.step_time_s))
+        return np.cumsum(spent)
 
     @cached_property
     def steps(self) -> int:
@@ -124,7 +123,7 @@ class RunAtBudget(StoredRun):
         size = self.budget.tokens
         if points[-1][0] < size:
             raise self._short(int(points[-1][0]), "was evaluated for the last time at")
-        later = next(index for index, (cost, _) in enumerate(points) if cost >= size)
+        later = bisect_left(points, size, key=itemgetter(0))
         cost, after = points[later]
         if later == 0 and cost > size:
             raise ConfigurationError(
@@ -183,13 +182,6 @@ class RunAtBudget(StoredRun):
             f"{self.path} {how} {reached:,} tokens, short of --at"
             f" tokens={self.budget.tokens}; {advice}."
         )
-
-
-def _tokens(record: StepRecord) -> float | None:
-    """Return the step's sampled tokens: recorded tokens per second times seconds, rounded."""
-    if record.tokens_per_s is None or record.step_time_s is None:
-        return None
-    return round(record.tokens_per_s * record.step_time_s)
 
 
 def at_budget(

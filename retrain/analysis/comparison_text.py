@@ -6,10 +6,12 @@ verdicts, and the computation follow.
 """
 
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
 
-from retrain.analysis.compare import ArmSummary, Comparison, Contrast
+from retrain.analysis.arms import Arm
 from retrain.analysis.explanation import (
     computed,
     explanation,
@@ -20,7 +22,8 @@ from retrain.analysis.explanation import (
 )
 from retrain.analysis.headline import answer, name_of, p_words
 from retrain.analysis.measures import Metric, difference_words, interval_words, size_words
-from retrain.records.terminal import GAP, filled_columns, markdown_lines, picked, table_lines
+from retrain.analysis.selection import Comparison, Contrast
+from retrain.records.terminal import GAP, markdown_lines, table_lines
 from retrain.system import Json
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -63,7 +66,7 @@ def blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
         yield Block([*said, *also], name_of(contrast, comparison))
     if shared:
         yield Block(shared, "All of these")
-    if any(arm.tasks for arm in comparison.arms):
+    if comparison.tasks:
         yield Block(title=_task_title(comparison), table=task_table(comparison))
     for title, sentences in sections(comparison):
         yield Block(sentences, title)
@@ -84,7 +87,7 @@ def to_markdown(comparison: Comparison) -> str:
 def to_text(comparison: Comparison, width: int = 80) -> str:
     """Return lines of at most `width` columns, unless a single word or table cell is longer."""
     lines: list[str] = []
-    for block in blocks(comparison, narrowed(contrast_table(comparison), width)):
+    for block in blocks(comparison, narrowed(comparison, width)):
         if lines:
             lines.append("")
         if block.title:
@@ -97,29 +100,20 @@ def to_text(comparison: Comparison, width: int = 80) -> str:
     return "\n".join(lines) + "\n"
 
 
-def narrowed(table: Table, width: int) -> Table:
+def narrowed(comparison: Comparison, width: int) -> Table:
     """Return the columns of `contrast_table` that a terminal has room for."""
-    head, rows = narrow = _without(table, _HIDDEN)
+    head, rows = narrow = contrast_table(comparison, _HIDDEN)
     if max(map(len, table_lines([head[1:], *(row[1:] for row in rows)]))) > width - 2:
-        return _without(narrow, _PARTS)
+        return contrast_table(comparison, (*_HIDDEN, *_PARTS))
     return narrow
-
-
-def _without(table: Table, names: Collection[str]) -> Table:
-    shown = [column for column, name in enumerate(table[0]) if name not in names]
-    head, *rows = (picked(row, shown) for row in (table[0], *table[1]))
-    return head, rows
 
 
 def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
     """Yield the title and sentences of each section that follows the verdicts."""
-    shared = list(dict.fromkeys(sharing(contrast) for contrast in comparison.contrasts))
-    together = shared
-    if len(shared) > 1:
-        together = [
-            f"{name_of(contrast, comparison)}: {sharing(contrast)}"
-            for contrast in comparison.contrasts
-        ]
+    shared = {name_of(one, comparison): sharing(one) for one in comparison.contrasts}
+    together = [*dict.fromkeys(shared.values())]
+    if len(together) > 1:
+        together = [f"{name}: {words}" for name, words in shared.items()]
     found = {
         "Ranking": list(ranking(comparison)),
         "Known limits": list(known_limits(comparison)),
@@ -150,15 +144,9 @@ def _aligned(table: Table, width: int) -> Iterator[str]:
     if max(map(len, lines)) <= width:
         yield from lines
         return
-    for row, cells in zip(
-        rows,
-        table_lines(
-            [row[1:] for row in rows], right=[column - 1 for column in numbers], indent=GAP
-        ),
-        strict=True,
-    ):
-        yield row[0]
-        yield cells
+    right = [column - 1 for column in numbers]
+    cells = table_lines([row[1:] for row in rows], right=right, indent=GAP)
+    yield from chain.from_iterable(zip((row[0] for row in rows), cells, strict=True))
 
 
 def _task_title(comparison: Comparison) -> str:
@@ -172,72 +160,58 @@ def _task_title(comparison: Comparison) -> str:
 def seed_line(contrast: Contrast, comparison: Comparison) -> str:
     """Return every seed's difference, and the difference that speaks most against the mean."""
     metric, found = comparison.metric, contrast.differences
-    unit = " pp" if metric.is_rate else ""
     values = " ".join(
         difference_words(value, metric).removesuffix(" pp") for value in found.values()
     )
+    seeds = f"seed{'s' * (len(found) > 1)} {' '.join(map(str, found))}"
+    line = f"{name_of(contrast, comparison)}, {seeds}: {values}{' pp' * metric.is_rate}"
     if len(found) == 1:
-        return f"{name_of(contrast, comparison)}, seed {next(iter(found))}: {values}{unit}"
-    upwards = contrast.conclusion.mean >= 0
-    seed = (min if upwards else max)(found, key=lambda seed: found[seed])
-    end = f"{'smallest' if upwards else 'largest'} {difference_words(found[seed], metric)}"
-    return (
-        f"{name_of(contrast, comparison)}, seeds {' '.join(map(str, found))}: {values}{unit}; {end}"
-        f" (seed {seed})"
-    )
+        return line
+    end, pick = ("smallest", min) if contrast.conclusion.mean >= 0 else ("largest", max)
+    seed = pick(found, key=found.__getitem__)
+    return f"{line}; {end} {difference_words(found[seed], metric)} (seed {seed})"
 
 
 def arm_table(comparison: Comparison) -> Table:
-    failed = any(arm.failed for arm in comparison.arms)
-    collapsed = any(arm.collapsed for arm in comparison.arms)
-    unjudged = any(arm.unjudged for arm in comparison.arms)
-    minutes = all((arm.hours or 0) < 1 for arm in comparison.arms)
-
-    def row(arm: ArmSummary) -> tuple[str, ...]:
-        done = str(arm.runs)
-        if failed:
-            done += f" / {arm.failed}"
-        if collapsed:
-            done += f" / {arm.collapsed}"
-        missing = f"{arm.unjudged:,} of {arm.answered:,}" if unjudged else ""
-        tokens = "" if arm.tokens is None else f"{arm.tokens:,.0f}"
-        return (
-            arm.label,
-            done,
-            _mean_words(arm, comparison.metric),
-            size_words(arm.sd, comparison.metric),
-            missing,
-            tokens,
-            "" if arm.hours is None else f"{arm.hours * (60 if minutes else 1):.2g}",
-        )
-
+    arms, metric = comparison.arms, comparison.metric
+    lost = [name for name in ("failed", "collapsed") if any(getattr(arm, name) for arm in arms)]
+    unjudged = any(arm.unjudged for arm in arms)
+    unit, units = ("minutes", 60) if all((arm.hours or 0) < 1 for arm in arms) else ("hours", 1)
     # A budget cuts the runs, but not their cost.
     run = "whole run" if comparison.budget else "run"
-    head = (
-        "condition",
-        " / ".join(["done", *["failed"] * failed, *["collapsed"] * collapsed])
-        if failed or collapsed
-        else "runs",
-        "mean",
-        "sd between runs",
-        "unjudged",
-        f"tokens per {run}",
-        f"{'minutes' if minutes else 'hours'} per {run}",
-    )
-    rows = [row(arm) for arm in comparison.arms]
-    kept = filled_columns(rows)
-    return picked(head, kept), [picked(cells, kept) for cells in rows]
+    rows = [
+        {
+            "condition": arm.label,
+            " / ".join(["done", *lost]) if lost else "runs": " / ".join(
+                str(len(getattr(arm, name))) for name in ("runs", *lost)
+            ),
+            "mean": _mean_words(arm, metric),
+            "sd between runs": size_words(arm.sd, metric),
+            "unjudged": f"{arm.unjudged:,} of {arm.answered:,}" if unjudged else "",
+            f"tokens per {run}": _or_nothing(arm.per_run("tokens"), ",.0f"),
+            f"{unit} per {run}": _or_nothing(arm.hours and arm.hours * units, ".2g"),
+        }
+        for arm in arms
+    ]
+    return _table(rows, [name for name in rows[0] if not any(row[name] for row in rows)])
 
 
-def _mean_words(arm: ArmSummary, metric: Metric) -> str:
+def _table(rows: Sequence[Mapping[str, str]], hidden: Collection[str]) -> Table:
+    head = [name for name in rows[0] if name not in hidden]
+    return head, [[row[name] for name in head] for row in rows]
+
+
+def _or_nothing(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _mean_words(arm: Arm, metric: Metric) -> str:
     if arm.mean is None:
         return ""
-    if metric.is_rate:
-        return f"{100 * arm.mean:.1f}%"
-    return f"{arm.mean:.4g}"
+    return f"{100 * arm.mean:.1f}%" if metric.is_rate else f"{arm.mean:.4g}"
 
 
-def ranked(comparison: Comparison) -> list[ArmSummary]:
+def ranked(comparison: Comparison) -> list[Arm]:
     """Return the conditions of a grid from the best mean to the worst; empty without a grid."""
     measured = [arm for arm in comparison.arms if arm.mean is not None and comparison.grid]
     lower = comparison.test.direction(comparison.metric.better) == "lower"
@@ -266,55 +240,34 @@ def ranking(comparison: Comparison) -> Iterator[str]:
     )
 
 
-def contrast_table(comparison: Comparison) -> Table:
-    """Return one row per contrast, the verdict last."""
-    columns = dict(_contrast_columns(comparison))
-    rows = [[cell(contrast) for cell in columns.values()] for contrast in comparison.contrasts]
-    return list(columns), rows
+def contrast_table(comparison: Comparison, hidden: Collection[str] = ()) -> Table:
+    """Return one row per contrast, the verdict last, without the `hidden` columns."""
+    rows = [_contrast_cells(contrast, comparison) for contrast in comparison.contrasts]
+    optional = ["for new problems", *_PARTS, *[_TOST] * (comparison.test.margin is None)]
+    empty = [name for name in optional if not any(row[name] for row in rows)]
+    return _table(rows, (*empty, *hidden))
 
 
-def _sd_words(variance: float | None, metric: Metric) -> str:
-    if variance is None:
-        return ""
-    return size_words(variance**0.5, metric)
+_TOST = "p (TOST)"
 
 
-def _contrast_columns(
-    comparison: Comparison,
-) -> Iterator[tuple[str, Callable[[Contrast], str]]]:
-    """Yield head and cell of each column that some contrast fills."""
-    metric, test, contrasts = comparison.metric, comparison.test, comparison.contrasts
-    label = "condition" if comparison.one_baseline else "contrast"
-    yield label, lambda one: name_of(one, comparison)
-    yield "pairs", lambda one: str(one.conclusion.pairs)
-    yield "difference", lambda one: difference_words(one.conclusion.mean, metric)
-    yield (
-        f"{100 * (1 - test.alpha):g}% interval",
-        lambda one: interval_words(one.conclusion.interval, metric),
-    )
-    if any(one.wide for one in contrasts):
-        yield (
-            "for new problems",
-            lambda one: interval_words(one.wide, metric),
-        )
-    if any(one.parts for one in contrasts):
-        yield (
-            "eval sd",
-            lambda one: _sd_words(one.parts.noise_variance if one.parts else None, metric),
-        )
-        yield (
-            "seed sd",
-            lambda one: _sd_words(one.parts.luck_variance if one.parts else None, metric),
-        )
-    yield "p", lambda one: p_words(one.conclusion.p)
-    yield "adjusted p", lambda one: p_words(one.conclusion.p_adjusted)
-    if test.margin is not None:
-        yield "p (TOST)", lambda one: p_words(one.conclusion.equivalence_p_adjusted)
-    yield (
-        "effect size d_z",
-        lambda one: "" if one.conclusion.d_z is None else f"{one.conclusion.d_z:.2f}",
-    )
-    yield "verdict", lambda one: one.conclusion.word(test.alpha)
+def _contrast_cells(contrast: Contrast, comparison: Comparison) -> dict[str, str]:
+    metric, alpha = comparison.metric, comparison.test.alpha
+    found, parts = contrast.conclusion, contrast.parts
+    return {
+        "condition" if comparison.one_baseline else "contrast": name_of(contrast, comparison),
+        "pairs": str(found.pairs),
+        "difference": difference_words(found.mean, metric),
+        f"{100 * (1 - alpha):g}% interval": interval_words(found.interval, metric),
+        "for new problems": interval_words(contrast.wide, metric),
+        "eval sd": size_words(parts.noise_variance**0.5 if parts else None, metric),
+        "seed sd": size_words(parts.luck_variance**0.5 if parts else None, metric),
+        "p": p_words(found.p),
+        "adjusted p": p_words(found.p_adjusted),
+        _TOST: p_words(found.equivalence_p_adjusted),
+        "effect size d_z": _or_nothing(found.d_z, ".2f"),
+        "verdict": found.word,
+    }
 
 
 def task_table(comparison: Comparison) -> Table:
@@ -327,28 +280,22 @@ def task_table(comparison: Comparison) -> Table:
         if contrast.baseline == comparison.baseline
     }
     rows = []
-    for arm in comparison.arms:
-        if arm.tasks:
-            ends = ""
-            if arm.tasks.interval:
-                ends = f" ({100 * arm.tasks.interval[0]:.1f} to {100 * arm.tasks.interval[1]:.1f})"
-            difference = chance = ""
-            against = contrasts.get(arm.label)
-            if against:
-                difference = (
-                    f"{difference_words(against.iqm_difference, metric)}"
-                    f" ({interval_words(against.interval, metric)})"
-                )
-                chance = f"{100 * against.probability_of_improvement:.0f}%"
-            rows.append(
-                (
-                    arm.label,
-                    str(len(arm.tasks.tasks)),
-                    f"{100 * arm.tasks.iqm:.1f}%{ends}",
-                    difference,
-                    chance,
-                )
+    for label, found in comparison.tasks.items():
+        ends = ""
+        if found.interval:
+            low, high = found.interval
+            ends = f" ({100 * low:.1f} to {100 * high:.1f})"
+        difference = chance = ""
+        against = contrasts.get(label)
+        if against:
+            difference = (
+                f"{difference_words(against.iqm_difference, metric)}"
+                f" ({interval_words(against.interval, metric)})"
             )
+            chance = f"{100 * against.probability_of_improvement:.0f}%"
+        rows.append(
+            (label, str(len(found.scores)), f"{100 * found.iqm:.1f}%{ends}", difference, chance)
+        )
     return ("condition", "tasks", "IQM", "difference", "a run beats the baseline's"), rows
 
 
@@ -360,9 +307,7 @@ def to_json(comparison: Comparison) -> Json:
     values are null.
     """
     test = comparison.test
-    at = {}
-    if comparison.budget:
-        at = {"at": {"tokens": comparison.budget.tokens}}
+    at = {"at": asdict(comparison.budget)} if comparison.budget else {}
     return at | {
         "answer": answer(comparison),
         "metric": comparison.metric.name,
@@ -383,15 +328,19 @@ def to_json(comparison: Comparison) -> Json:
         "seeds_to_conclude": comparison.seeds_to_conclude,
         "to_come": comparison.to_come,
         "arms": [
-            asdict(arm)
-            | {
+            {
+                "label": arm.label,
+                "runs": len(arm.runs),
+                "failed": len(arm.failed),
+                "collapsed": len(arm.collapsed),
+                "mean": arm.mean,
+                "sd": arm.sd,
+                "unjudged": arm.unjudged,
+                "answered": arm.answered,
+                "tokens": arm.per_run("tokens"),
+                "hours": arm.hours,
+                "tasks": _as_json(comparison.tasks.get(arm.label)),
                 "condition": arm.label,
-                "tasks": arm.tasks
-                and {
-                    "scores": dict(arm.tasks.tasks),
-                    "iqm": arm.tasks.iqm,
-                    "interval": arm.tasks.interval,
-                },
             }
             for arm in comparison.arms
         ],
@@ -404,12 +353,12 @@ def to_json(comparison: Comparison) -> Json:
 
 
 def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
-    found, shared, alpha = contrast.conclusion, contrast.shared, comparison.test.alpha
+    found, shared, parts = contrast.conclusion, contrast.shared, contrast.parts
     return {
         "condition": contrast.condition,
         "baseline": contrast.baseline,
         "verdict": found.verdict.value,
-        "word": found.word(alpha),
+        "word": found.word,
         "explanation": " ".join(explanation(contrast, comparison)),
         "pairs": found.pairs,
         "differences": {str(seed): value for seed, value in contrast.differences.items()},
@@ -421,20 +370,25 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
         "p": found.p,
         "p_adjusted": found.p_adjusted,
         "smallest_p_adjusted": found.smallest_p_adjusted,
-        "can_conclude": found.can_conclude(alpha),
+        "can_conclude": found.can_conclude,
         "d_z": found.d_z,
         "detectable": found.detectable,
         "seeds_needed": found.seeds_needed,
         "equivalence_p_adjusted": found.equivalence_p_adjusted,
         "within_margin": found.within_margin,
         "same_runs": contrast.same_runs,
-        "losses": asdict(contrast.losses) if contrast.losses else None,
-        "pairing": asdict(contrast.pairing) if contrast.pairing else None,
-        "noise_sd": contrast.parts.noise_variance**0.5 if contrast.parts else None,
-        "luck_sd": contrast.parts.luck_variance**0.5 if contrast.parts else None,
+        "losses": _as_json(contrast.losses),
+        "pairing": _as_json(contrast.pairing),
+        "noise_sd": parts.noise_variance**0.5 if parts else None,
+        "luck_sd": parts.luck_variance**0.5 if parts else None,
         "same_prompts": shared.prompts,
         "shared_noise": shared.noise,
         "differing_keys": list(shared.differing_keys),
         "differing_environment": list(shared.environment),
-        "tasks": asdict(contrast.tasks) if contrast.tasks else None,
+        "tasks": _as_json(contrast.tasks),
     }
+
+
+def _as_json(found: Any) -> Json | None:
+    """Return the fields of a dataclass; None for None."""
+    return asdict(found) if found else None

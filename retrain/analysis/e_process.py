@@ -75,12 +75,11 @@ def _ranks(sizes: Floats, present: npt.NDArray[np.bool_]) -> Floats:
     """
     ranks = np.zeros_like(sizes)
     for seed in range(sizes.shape[-1]):
-        there, before = present[..., : seed + 1], sizes[..., : seed + 1]
-        own = sizes[..., seed : seed + 1]
-        below = ((before < own) & there).sum(axis=-1)
-        equal = ((before == own) & there).sum(axis=-1)
-        rank = (below + 0.5 * (equal + 1)) / (there.sum(axis=-1) + 1)
-        ranks[..., seed] = np.where(present[..., seed], rank, 0.0)
+        there = present[..., : seed + 1]
+        # 2 for a smaller size, 1 for an equal one.
+        below = np.sign(sizes[..., [seed]] - sizes[..., : seed + 1]) + 1
+        ranks[..., seed] = ((below * there).sum(axis=-1) + 1) / (2 * there.sum(axis=-1) + 2)
+    ranks[~present] = 0.0
     return ranks
 
 
@@ -99,10 +98,8 @@ def adjust(capitals: Floats) -> Floats:
     counts = np.arange(1, contrasts + 1).reshape(-1, 1)
     for contrast in range(contrasts):
         others = np.sort(np.delete(capitals, contrast, axis=-2), axis=-2)
-        own = capitals[..., contrast : contrast + 1, :]
-        evidence[..., contrast, :] = (
-            np.cumsum(np.concatenate([own, others], axis=-2), axis=-2) / counts
-        ).min(axis=-2)
+        part = np.concatenate([capitals[..., [contrast], :], others], axis=-2)
+        evidence[..., contrast, :] = (np.cumsum(part, axis=-2) / counts).min(axis=-2)
     largest: Floats = np.maximum.accumulate(evidence, axis=-1)
     return largest
 
@@ -126,9 +123,7 @@ def anytime_p(value: float) -> float:
     """Return min(1, 1 / evidence): below alpha as soon as the evidence is above 1 / alpha, at any
     look.
     """
-    if value > 0:
-        return min(1.0, 1.0 / value)
-    return 1.0
+    return min(1.0, 1.0 / value) if value > 0 else 1.0
 
 
 # -- an interval for the difference that holds at all looks at once --------------------------------

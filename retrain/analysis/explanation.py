@@ -5,7 +5,6 @@ computation of the numbers.
 from collections.abc import Iterator
 
 from retrain.analysis import statistics
-from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.headline import p_words, same_runs_words
 from retrain.analysis.measures import (
     Metric,
@@ -16,6 +15,7 @@ from retrain.analysis.measures import (
 )
 from retrain.analysis.pairs import outlying_seeds
 from retrain.analysis.power import finds, minimal_detectable_effect
+from retrain.analysis.selection import Comparison, Contrast
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
 
@@ -32,12 +32,11 @@ def explanation(contrast: Contrast, comparison: Comparison) -> list[str]:
     """
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     shown = f"{difference_words(found.mean, metric)} in {counted(found.pairs, 'pair')}"
-    lost = lost_words(contrast, comparison)
-    if lost:
+    if lost := lost_words(contrast, comparison):
         shown += f" ({lost} left out)"
     if found.verdict is Verdict.INCONCLUSIVE:
         why = _why_inconclusive(contrast, comparison)
-        return [f"{found.word(test.alpha)}: {shown}.", *filter(None, [why])]
+        return [f"{found.word}: {shown}.", *filter(None, [why])]
     if found.verdict is Verdict.EQUIVALENT:
         within = size_words(test.margin, metric)
         p = p_words(found.equivalence_p_adjusted)
@@ -54,22 +53,21 @@ def lost_words(contrast: Contrast, comparison: Comparison) -> str:
     """
     parts = []
     for arm in comparison.arms:
-        if arm.label in (contrast.condition, contrast.baseline):
-            counts = {"failed": arm.failed, "collapsed": arm.collapsed}
-            fallen = [f"{count} {what}" for what, count in counts.items() if count]
-            if fallen:
-                parts.append(f"{' and '.join(fallen)} of {arm.label}")
+        if arm in (contrast.candidate, contrast.base):
+            lost = {"failed": arm.failed, "collapsed": arm.collapsed}
+            fallen = [f"{len(seeds)} {what}" for what, seeds in lost.items() if seeds]
+            parts += [f"{' and '.join(fallen)} of {arm.label}"] * bool(fallen)
     return ", ".join(parts)
 
 
 def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
-    pairs, family = counted(found.pairs, "pair"), counted(comparison.family, "comparison")
+    family = counted(comparison.family, "comparison")
     if found.evidence is not None and not found.unsure:
         return f"The evidence is {found.evidence:.3g} over {family}; {1 / test.alpha:g} decides."
-    if not found.can_conclude(test.alpha):
+    if not found.can_conclude:
         return (
-            f"With {pairs} the smallest possible adjusted p is"
+            f"With {counted(found.pairs, 'pair')} the smallest possible adjusted p is"
             f" {p_words(found.smallest_p_adjusted)}; {family} at {test.alpha:g} need"
             f"{'s' * (comparison.family == 1)} at least {comparison.seeds_to_conclude} seeds."
         )
@@ -142,13 +140,11 @@ def remarks(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
 def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     """Yield the caveats of a contrast, one sentence each."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
-    words = same_runs_words(contrast)
-    if words:
+    if words := same_runs_words(contrast):
         yield f"{words[0].upper()}{words[1:]}."
     if found.bounds and found.unsure != "unjudged":
         yield f"The unjudged answers leave {interval_words(found.bounds, metric)} possible."
-    losses = contrast.losses
-    if losses:
+    if losses := contrast.losses:
         yield (
             f"Failed and collapsed runs: {losses.candidate} of {contrast.condition},"
             f" {losses.baseline} of {contrast.baseline} (exact p {p_words(losses.p)} that both"
@@ -162,11 +158,12 @@ def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f" need {found.seeds_needed} seeds (at the sd of these differences,"
             f" {size_words(found.sd, metric)})."
         )
-    if contrast.pairing and found.sd and found.pairs >= _MIN_CORRELATED:
+    pairing = contrast.pairing
+    if pairing and found.sd and found.pairs >= _MIN_CORRELATED:
         yield (
             f"Pairing by seed took the sd of the differences from"
-            f" {size_words(contrast.pairing.unpaired_sd, metric)} to"
-            f" {size_words(found.sd, metric)} (correlation {contrast.pairing.correlation:.2f})."
+            f" {size_words(pairing.unpaired_sd, metric)} to {size_words(found.sd, metric)}"
+            f" (correlation {pairing.correlation:.2f})."
         )
     if contrast.shared.is_same:
         yield "No recorded setting differs between the conditions: an A/A comparison."
@@ -176,18 +173,16 @@ def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
 
 
 def _about_outliers(contrast: Contrast, metric: Metric) -> Iterator[str]:
-    seeds = outlying_seeds(contrast.differences)
-    if seeds:
-        shown = ", ".join(
-            f"{seed} ({difference_words(contrast.differences[seed], metric)})" for seed in seeds
-        )
-        rest = [value for seed, value in contrast.differences.items() if seed not in seeds]
+    found = contrast.differences
+    if seeds := outlying_seeds(found):
+        shown = ", ".join(f"{seed} ({difference_words(found[seed], metric)})" for seed in seeds)
+        rest = [found[seed] for seed in found if seed not in seeds]
+        one = ("Outlier", "it", "that run")
+        name, them, runs = one if len(seeds) == 1 else ("Outliers", "them", "those runs")
         yield (
-            f"Outlier{'' if len(seeds) == 1 else 's'}: seed {shown}; without"
-            f" {'it' if len(seeds) == 1 else 'them'} the mean is"
-            f" {difference_words(statistics.mean(rest), metric)}. Look at"
-            f" {'that run' if len(seeds) == 1 else 'those runs'} first: the test assumes symmetric"
-            " differences."
+            f"{name}: seed {shown}; without {them} the mean is"
+            f" {difference_words(statistics.mean(rest), metric)}. Look at {runs} first: the test"
+            " assumes symmetric differences."
         )
 
 
@@ -196,14 +191,13 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     # All pairs miss an event in this fraction of the runs with a probability of 5%.
     unseen = 1 - 0.05 ** (1 / found.pairs)
     better = comparison.test.direction(metric.better)
-    own = next(arm for arm in comparison.arms if arm.label == contrast.condition)
-    mean = own.mean
+    mean = contrast.candidate.mean
     # Only a gain in a rate can be undone by runs that fall to its end at 0.
     if (
         found.verdict is Verdict.IMPROVEMENT
         and metric.is_rate
         and better == "higher"
-        and not own.collapsed
+        and not contrast.candidate.collapsed
         and mean
         and found.mean / mean < unseen
     ):
@@ -249,11 +243,7 @@ def sharing(contrast: Contrast) -> str:
 
 
 def _of(count: int, total: int) -> str:
-    if count == 0:
-        return "no"
-    if count == total:
-        return "all"
-    return f"{count} of {total}"
+    return {0: "no", total: "all"}.get(count, f"{count} of {total}")
 
 
 _LIMITS = {

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.measures import difference_words, size_words
 from retrain.analysis.planned import ALPHA
+from retrain.analysis.selection import Comparison, Contrast
 from retrain.analysis.verdict import Verdict
 from retrain.records.terminal import counted
 
@@ -33,27 +33,24 @@ def answer(comparison: Comparison) -> str:
     """Return the answer in a sentence, such as `1 of 4 conditions beats grpo+none on these 200
     problems: maxrl+none +13.2 pp [+9.1, +17.3] (8 seeds); 3 undecided`.
     """
-    found = [
-        contrast
-        for contrast in comparison.contrasts
-        if contrast.conclusion.verdict is not Verdict.INCONCLUSIVE
-    ]
     so_far = ""
     if comparison.to_come:
         so_far = f"So far, with {counted(comparison.to_come, 'run')} still to come: "
-    sentence = _decided(found, comparison) if found else _undecided(comparison)
-    return so_far + sentence
+    return so_far + (_decided(comparison) or _undecided(comparison))
 
 
-def _decided(found: Sequence[Contrast], comparison: Comparison) -> str:
+def _decided(comparison: Comparison) -> str:
+    """Return the answer of the contrasts that have a verdict; "" without any."""
     parts: list[str] = []
+    words = [contrast.conclusion.word for contrast in comparison.contrasts]
     for verdict in _VERBS:
-        items = [contrast for contrast in found if contrast.conclusion.verdict is verdict]
+        items = [one for one in comparison.contrasts if one.conclusion.verdict is verdict]
         if items and not parts:
             parts.append(_first_part(verdict, items, comparison))
         elif items:
             parts.append(f"{len(items)} {_SHORT[verdict]}: {_listed(items, comparison)}")
-    words = [contrast.conclusion.word(comparison.test.alpha) for contrast in comparison.contrasts]
+    if not parts:
+        return ""
     parts += [
         f"{words.count(word)} {word}" for word in ("undecided", "cannot conclude") if word in words
     ]
@@ -88,9 +85,8 @@ def _listed(items: Sequence[Contrast], comparison: Comparison) -> str:
 
 
 def _within_margin(contrast: Contrast, comparison: Comparison) -> str:
-    if not contrast.conclusion.within_margin:
-        return ""
-    return f", within the margin of {size_words(comparison.test.margin, comparison.metric)}"
+    margin = f", within the margin of {size_words(comparison.test.margin, comparison.metric)}"
+    return margin * contrast.conclusion.within_margin
 
 
 def _undecided(comparison: Comparison) -> str:
@@ -98,16 +94,14 @@ def _undecided(comparison: Comparison) -> str:
     not decide.
     """
     contrasts, test = comparison.contrasts, comparison.test
+    one = contrasts[0]
     # The surest reason first: runs that are the same, a design that is too small, then the data.
-    if len(contrasts) == 1 and contrasts[0].same_runs == contrasts[0].conclusion.pairs:
-        return (
-            f"{contrasts[0].condition} against {contrasts[0].baseline}:"
-            f" {same_runs_words(contrasts[0])}."
-        )
+    if len(contrasts) == 1 and one.same_runs == one.conclusion.pairs:
+        return f"{one.condition} against {one.baseline}: {same_runs_words(one)}."
     if alike := _without_variation(comparison):
         return f"Undecided {scope(comparison)}: {alike}, so there is nothing to compare."
     if test.rule != "evidence" and not any(
-        contrast.conclusion.can_conclude(test.alpha) for contrast in contrasts
+        contrast.conclusion.can_conclude for contrast in contrasts
     ):
         seeds = max(contrast.conclusion.pairs for contrast in contrasts)
         return (
@@ -116,11 +110,9 @@ def _undecided(comparison: Comparison) -> str:
             f" need{'s' if len(contrasts) == 1 else ''} at least {comparison.seeds_to_conclude}."
         )
     if len(contrasts) == 1:
-        one = contrasts[0]
-        why = _WHY_UNSURE[one.conclusion.unsure]
         return (
             f"Undecided {scope(comparison)}: {one.condition} against {one.baseline}"
-            f" {difference_and_interval(one, comparison)}{why}."
+            f" {difference_and_interval(one, comparison)}{_WHY_UNSURE[one.conclusion.unsure]}."
         )
     largest = max(contrasts, key=lambda contrast: abs(contrast.conclusion.mean))
     baseline = comparison.baseline if comparison.one_baseline else "its baseline"
@@ -161,26 +153,20 @@ def scope(comparison: Comparison) -> str:
     """Return the scope of a verdict: "on these 200 problems" or "in correct_rate". It adds "among
     the runs that finished" if arms lost runs.
     """
-    if comparison.problems == 1:
-        problems = "on this one problem"
-    else:
-        problems = f"on these {comparison.problems:,} problems"
-    what = problems if comparison.problems else f"in {comparison.metric.name}"
-    if comparison.problems and comparison.metric.k != 1:
-        what = f"in {comparison.metric.name} {what}"
+    problems, metric = comparison.problems, comparison.metric
+    what = [] if metric.k == 1 else [f"in {metric.name}"]
+    if problems:
+        what.append("on this one problem" if problems == 1 else f"on these {problems:,} problems")
     losses = [contrast.losses for contrast in comparison.contrasts if contrast.losses]
-    unequal = any(item.candidate != item.baseline for item in losses)
-    if unequal and any(arm.collapsed for arm in comparison.arms):
-        return f"{what}, among the runs that finished and did not collapse"
-    if unequal:
-        return f"{what}, among the runs that finished"
-    return what
+    among = ""
+    if any(item.candidate != item.baseline for item in losses):
+        collapsed = any(arm.collapsed for arm in comparison.arms)
+        among = f", among the runs that finished{' and did not collapse' * collapsed}"
+    return " ".join(what) + among
 
 
 def name_of(contrast: Contrast, comparison: Comparison) -> str:
-    if comparison.one_baseline:
-        return contrast.condition
-    return f"{contrast.condition} against {contrast.baseline}"
+    return contrast.condition + f" against {contrast.baseline}" * (not comparison.one_baseline)
 
 
 def item_words(contrast: Contrast, comparison: Comparison) -> str:
@@ -203,13 +189,7 @@ def p_words(value: float | None) -> str:
     """
     if value is None:
         return ""
-    if value < 1e-4:
-        return "<0.0001"
-    digits = next(
-        digits
-        for digits in range(2, 18)
-        if (float(f"{value:.{digits}g}") < ALPHA) == (value < ALPHA)
-    )
-    if value < 0.995:
-        return f"{value:.{digits}g}"
-    return "1"
+    if value < 1e-4 or value >= 0.995:
+        return "<0.0001" if value < 1e-4 else "1"
+    shown = (f"{value:.{digits}g}" for digits in range(2, 18))
+    return next(words for words in shown if (float(words) < ALPHA) == (value < ALPHA))

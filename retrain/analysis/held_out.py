@@ -8,7 +8,7 @@ one arm, and then for that arm. Source of the bounds: Manski 1990, American Econ
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,8 @@ from retrain.records.evaluation import pass_at_k
 Ints = npt.NDArray[np.int64]
 
 
-class UnjudgedRule(Enum):
-    """The value of an answer that the reward could not judge."""
-
-    NOTHING = "nothing"
-    RIGHT = "right"
-    WRONG = "wrong"
+Unjudged = Literal["nothing", "right", "wrong"]
+"""The value of an answer that the reward could not judge."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +41,17 @@ class Answers:
         ).reshape(-1, 3)
         return cls(tuple(item.example_id for item in ordered), *counts.T)
 
-    def rates(self, k: int = 1, unjudged: UnjudgedRule = UnjudgedRule.NOTHING) -> Floats:
+    def rates(self, k: int = 1, unjudged: Unjudged = "nothing") -> Floats:
         """Return [problems] unbiased pass@k; NaN with fewer than k answers that count."""
-        right, counts = self.right, self.judged
-        if unjudged is not UnjudgedRule.NOTHING:
-            counts = counts + self.unjudged
-        if unjudged is UnjudgedRule.RIGHT:
-            right = right + self.unjudged
+        right = self.right + self.unjudged * (unjudged == "right")
+        counts = self.judged + self.unjudged * (unjudged != "nothing")
         if k == 1:
             rates: Floats = np.divide(
                 right, counts, out=np.full(len(counts), np.nan), where=counts > 0
             )
             return rates
-        return np.array(
-            [
-                pass_at_k(int(n), int(c), k) if n >= k else np.nan
-                for n, c in zip(counts, right, strict=True)
-            ],
-            dtype=np.float64,
-        )
+        of_each = zip(counts.tolist(), right.tolist(), strict=True)
+        return np.array([pass_at_k(n, c, k) if n >= k else np.nan for n, c in of_each], np.float64)
 
 
 def mean_of_known(values: Floats) -> float:
@@ -93,12 +81,12 @@ class AnswerDifference:
 
     @classmethod
     def between(cls, candidate: Answers, baseline: Answers, k: int) -> "AnswerDifference":
-        def mean(ours: UnjudgedRule, theirs: UnjudgedRule) -> float:
+        def mean(ours: Unjudged, theirs: Unjudged) -> float:
             return mean_of_known(candidate.rates(k, ours) - baseline.rates(k, theirs))
 
         return cls(
             by_problem=candidate.rates(k) - baseline.rates(k),
-            least=mean(UnjudgedRule.WRONG, UnjudgedRule.RIGHT),
-            most=mean(UnjudgedRule.RIGHT, UnjudgedRule.WRONG),
+            least=mean("wrong", "right"),
+            most=mean("right", "wrong"),
             unjudged=int(candidate.unjudged.sum() + baseline.unjudged.sum()),
         )

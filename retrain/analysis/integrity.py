@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,12 @@ def problem_of(run: StoredRun, given: Mapping[str, Any]) -> str:
     config = run.config
     if planned.status == "failed" and run.is_whole:
         return f"failed, says {MANIFEST}, and is done, says its own {run.folder.summary.name}"
-    if config.training.seed != planned.seed:
-        return f"holds a run of seed {config.training.seed}, and seed {planned.seed} is planned"
-    if config.condition_label != planned.condition:
-        return f"holds a run of {config.condition_label}, and {planned.condition} is planned"
+    for form, own, wanted in (
+        ("seed {}", config.training.seed, planned.seed),
+        ("{}", config.condition_label, planned.condition),
+    ):
+        if own != wanted:
+            return f"holds a run of {form.format(own)}, and {form.format(wanted)} is planned"
     for path, value in planned_values(given, planned.condition).items():
         # Compare the value as JSON holds it.
         own = config.value(path)
@@ -104,9 +107,7 @@ def planned_values(given: Mapping[str, Any], condition: str) -> Json:
     """
     tables = {name: table for name, table in given.items() if isinstance(table, dict)}
     values = by_path(tables)
-    own = {}
-    if "campaign" in tables:
-        own = _condition(tables, condition)
+    own = _condition(tables, condition) if "campaign" in tables else {}
     # A condition's modes replace the file's as a whole: algorithm_mode goes with neither of the
     # others.
     if own:
@@ -167,8 +168,8 @@ def repeated_numbers(runs: Iterable[StoredRun]) -> Iterator[list[StoredRun]]:
     """Yield groups of finished runs of different seeds with equal numbers, which two seeds do not
     give.
     """
-    for ended_alike in _grouped(runs, lambda run: run.ending):
-        for same in _grouped(ended_alike, lambda run: run.numbers):
+    for ended_alike in _grouped(runs, attrgetter("ending")):
+        for same in _grouped(ended_alike, attrgetter("numbers")):
             if len({run.seed for run in same}) > 1:
                 yield same
 
@@ -212,20 +213,12 @@ def as_planned(
     """Return the runs with their campaign's entry, and why some of them do not count (folder ->
     predicate).
     """
-    entries = {run.path.resolve(): run for run in chain.from_iterable(campaigns.values())}
-    known = [
-        (
-            replace(run, planned=entries[run.path.resolve()].planned)
-            if run.path.resolve() in entries
-            else run
-        )
-        for run in runs
-    ]
+    entries = {run.path.resolve(): run.planned for run in chain.from_iterable(campaigns.values())}
+    known = [replace(run, planned=entries.get(run.path.resolve(), run.planned)) for run in runs]
     problems: dict[Path, str] = {}
     for folder in campaigns:
-        problems |= problems_of(
-            folder, [run for run in known if run.path.resolve().parent.parent == folder]
-        )
+        own = [run for run in known if run.path.resolve().parent.parent == folder]
+        problems |= problems_of(folder, own)
     return known, problems
 
 
@@ -241,14 +234,14 @@ def absent_line(runs: Sequence[StoredRun], campaigns: Mapping[Path, Sequence[Sto
         for run in listed:
             if run.condition in shown and run.path.resolve() not in given and not run.skipped:
                 absent.setdefault(run.condition, []).append(run.seed)
-        without = ""
-        if absent:
-            without = f" Absent here: {absent_words(absent)}; a choice of seeds makes p too small."
-        whole = (
-            f"these runs belong to the campaign {folder.name}, which `retrain compare` takes as a"
-            " whole"
+        sentences.append(
+            f"Exploratory: these runs belong to the campaign {folder.name}, which `retrain compare`"
+            " takes as a whole."
         )
-        sentences.append(f"Exploratory: {whole}.{without}")
+        if absent:
+            sentences.append(
+                f"Absent here: {absent_words(absent)}; a choice of seeds makes p too small."
+            )
     return " ".join(sentences)
 
 

@@ -54,9 +54,7 @@ class Metric:
     def k(self) -> int | None:
         """The K of the held-out pass@K; None for a training metric."""
         match = _PASS_AT.fullmatch(self.name)
-        if match:
-            return int(match.group(1))
-        return None
+        return int(match[1]) if match else None
 
     def judge(self, run: StoredRun) -> str:
         """Return the reward that decides the metric in a run, with equal words for equal rewards;
@@ -88,9 +86,7 @@ class Metric:
             return learning_curve_mean(run.curve("correct_rate"))
         recorded = [getattr(record, self.name) for record in run.last_metrics(WINDOW)]
         values = [value for value in recorded if value is not None]
-        if values:
-            return float(np.mean(values))
-        return None
+        return float(np.mean(values)) if values else None
 
 
 def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
@@ -154,9 +150,7 @@ def learning_curve_mean(points: Floats) -> float | None:
     """
     steps, rates = points
     if len(steps) < 2:
-        if len(steps):
-            return float(rates[0])
-        return None
+        return float(rates[0]) if len(steps) else None
     return float(np.sum(np.diff(steps) * (rates[1:] + rates[:-1]) / 2) / (steps[-1] - steps[0]))
 
 
@@ -167,9 +161,7 @@ def difference_words(value: float, metric: Metric) -> str:
     """Return a difference in words, such as +13.2 pp; a small difference has two significant
     digits, +0.042 pp.
     """
-    if metric.is_rate:
-        return f"{_points(value, '+')} pp"
-    return f"{value:+.4g}"
+    return f"{_points(value, '+')} pp" if metric.is_rate else f"{value:+.4g}"
 
 
 def direction_words(better: Direction) -> str:
@@ -179,9 +171,7 @@ def direction_words(better: Direction) -> str:
 def size_words(value: float | None, metric: Metric) -> str:
     if value is None:
         return ""
-    if metric.is_rate:
-        return f"{_points(value, '')} pp"
-    return f"{value:.4g}"
+    return f"{_points(value)} pp" if metric.is_rate else f"{value:.4g}"
 
 
 def interval_words(interval: Interval | None, metric: Metric) -> str:
@@ -195,9 +185,7 @@ def interval_words(interval: Interval | None, metric: Metric) -> str:
     return f"{low:+.4g} to {high:+.4g}"
 
 
-def _points(value: float, sign: str) -> str:
+def _points(value: float, sign: str = "") -> str:
     points = 100 * value
     # What is smaller comes from rounding: one answer of a million problems is 0.0001 points.
-    if 1e-5 < abs(points) < 0.095:
-        return f"{points:{sign}.2g}"
-    return f"{points:{sign}.1f}"
+    return format(points, f"{sign}.2g" if 1e-5 < abs(points) < 0.095 else f"{sign}.1f")

@@ -9,20 +9,24 @@ al. 2021, arXiv 2108.13264.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
 from math import comb
 
 import numpy as np
 
-from retrain.analysis import statistics
 from retrain.analysis.arms import Arm
 from retrain.analysis.held_out import AnswerDifference
-from retrain.analysis.measures import Metric
 from retrain.analysis.runs import Pair, StoredRun
-from retrain.analysis.statistics import Differences, Floats, Interval, TwoWay, mean
+from retrain.analysis.statistics import (
+    Differences,
+    Floats,
+    Interval,
+    TwoWay,
+    mean,
+    numbers,
+    paired_differences,
+)
 from retrain.analysis.verdict import FEW_PROBLEMS, PairedDifferences
-from retrain.records.entries import EvaluationRecord
 
 # -- tasks -----------------------------------------------------------------------------------------
 
@@ -36,7 +40,7 @@ _REPLICATES = 1000
 class TaskAggregate:
     """An arm's scores on several tasks."""
 
-    tasks: Mapping[str, float]
+    scores: Mapping[str, float]
     """Task -> accuracy, averaged over the runs."""
     iqm: float
     interval: Interval | None
@@ -58,9 +62,7 @@ def iqm(scores: Sequence[float] | Sequence[Sequence[float]] | Floats) -> float:
 
     Raises ValueError without scores and for a score that is not finite.
     """
-    flat = np.sort(np.asarray(scores, dtype=np.float64), axis=None)
-    if flat.size == 0 or not np.isfinite(flat).all():
-        raise ValueError(f"expected finite scores, got {scores!r}")
+    flat = np.sort(numbers(np.ravel(scores)))
     cut = flat.size // 4
     return mean(flat[cut : flat.size - cut])
 
@@ -112,9 +114,8 @@ def probability_of_improvement(candidate: Floats, baseline: Floats) -> float:
     """Return the probability that a run of the candidate beats a run of the baseline, averaged over
     tasks; ties count half. Both [runs, tasks].
     """
-    above = candidate[:, np.newaxis, :] > baseline[np.newaxis, :, :]
-    equal = candidate[:, np.newaxis, :] == baseline[np.newaxis, :, :]
-    return float((above + 0.5 * equal).mean())
+    won = np.sign(candidate[:, np.newaxis] - baseline)
+    return float((won / 2 + 0.5).mean())
 
 
 # -- of stored runs --------------------------------------------------------------------------------
@@ -126,18 +127,18 @@ def aggregate_tasks(runs: Mapping[int, StoredRun], confidence: float) -> TaskAgg
     if len(tasks) < 2:
         return None
     return TaskAggregate(
-        tasks={task: float(mean) for task, mean in zip(tasks, scores.mean(axis=0), strict=True)},
+        scores=dict(zip(tasks, scores.mean(axis=0).tolist(), strict=True)),
         iqm=iqm(scores),
         interval=run_interval(scores, confidence=confidence) if len(runs) > 1 else None,
     )
 
 
 def contrast_tasks(pairs: Sequence[Pair], confidence: float) -> TaskContrast | None:
-    """Compare two arms over their tasks. `pairs` are (candidate, baseline), two or more; None
-    unless all runs share two tasks or more.
+    """Compare two arms over their tasks. `pairs` are (candidate, baseline). Return None below two
+    pairs, and unless all runs share two tasks or more.
     """
     tasks, scores = _scores(list(chain.from_iterable(pairs)))
-    if len(tasks) < 2:
+    if len(tasks) < 2 or len(pairs) < 2:
         return None
     candidate, baseline = scores[0::2], scores[1::2]
     return TaskContrast(
@@ -147,22 +148,16 @@ def contrast_tasks(pairs: Sequence[Pair], confidence: float) -> TaskContrast | N
     )
 
 
-def _problems(run: StoredRun) -> Sequence[EvaluationRecord]:
-    return run.final_evaluation.problems if run.final_evaluation else ()
-
-
 def _scores(runs: Sequence[StoredRun]) -> tuple[list[str], Floats]:
     """Return the tasks with a judged problem in every run, and [runs, tasks] mean accuracies."""
     by_run: list[dict[str, list[float]]] = []
     for run in runs:
         rates: dict[str, list[float]] = defaultdict(list)
-        for item in _problems(run):
+        for item in run.final_evaluation.problems if run.final_evaluation else ():
             if item.samples:
                 rates[item.task].append(item.correct / item.samples)
         by_run.append(rates)
-    tasks = [
-        task for task in (by_run[0] if by_run else {}) if all(task in rates for rates in by_run)
-    ]
+    tasks = [task for task in [*by_run, {}][0] if all(task in rates for rates in by_run)]
     return tasks, np.array([[float(np.mean(rates[task])) for task in tasks] for rates in by_run])
 
 
@@ -194,10 +189,12 @@ class Pairs:
     """One contrast, candidate - baseline; one pair or more."""
 
     candidate: Arm
-    baseline: Arm
+    base: Arm
     differences: Differences
+    """Seed -> candidate - baseline, in the metric's units."""
     answers: Mapping[int, AnswerDifference]
     """Seed -> its difference by problem, for each of `differences`; empty for a training metric."""
+    alpha: float = 0.05
     looks: Mapping[int, int] | None = None
     """Seed -> number of the look that took it, from 0; None for a comparison without looks."""
     judges_losses: bool = False
@@ -206,9 +203,17 @@ class Pairs:
     """
 
     @property
+    def condition(self) -> str:
+        return self.candidate.label
+
+    @property
+    def baseline(self) -> str:
+        return self.base.label
+
+    @property
     def runs(self) -> list[Pair]:
         """(candidate, baseline) of the pairs."""
-        ours, theirs = self.candidate.runs, self.baseline.runs
+        ours, theirs = self.candidate.runs, self.base.runs
         return [(ours[seed], theirs[seed]) for seed in self.differences]
 
     def at_looks(self, looks: Mapping[int, int]) -> "Pairs":
@@ -224,25 +229,22 @@ class Pairs:
             looks=looks,
         )
 
-    @cached_property
-    def by_problem(self) -> Floats | None:
-        """[pairs, problems]; None without held-out answers."""
-        if self.answers:
-            return np.array([found.by_problem for found in self.answers.values()])
-        return None
+    @property
+    def _by_problem(self) -> Floats:
+        """[pairs, problems]; empty without held-out answers."""
+        return np.array([found.by_problem for found in self.answers.values()])
 
     @property
     def problems(self) -> int:
         """The held-out problems on which some pair has a difference; 0 for a training metric."""
-        if self.by_problem is None:
-            return 0
-        return int((~np.isnan(self.by_problem)).any(axis=0).sum())
+        return int((~np.isnan(self._by_problem)).any(axis=0).sum())
 
-    def paired(self, alpha: float, family: int) -> PairedDifferences:
+    def paired(self, family: int) -> PairedDifferences:
         """Return the input of a verdict. The interval for new problems, where a verdict needs one,
         has Bonferroni's level over the family.
         """
-        wide = self.wide_interval(1 - alpha / family)
+        parts = self.parts
+        wide = parts.interval(1 - self.alpha / family) if parts else None
         few = 0 < self.problems < FEW_PROBLEMS
         found, least, most = self.answers, None, None
         if any(one.unjudged for one in found.values()):
@@ -254,7 +256,7 @@ class Pairs:
             least,
             most,
             (wide or unbounded) if few else None,
-            self.judges_losses and (self.candidate.loses_too_many or self.baseline.loses_too_many),
+            self.judges_losses and (self.candidate.loses_too_many or self.base.loses_too_many),
         )
 
     def _keyed(self, values: Differences) -> Differences:
@@ -262,61 +264,58 @@ class Pairs:
             return values
         return {self.looks[seed]: value for seed, value in values.items()}
 
-    def two_way(self) -> TwoWay | None:
-        if self.by_problem is None:
-            return None
-        return TwoWay.of(self.by_problem)
-
-    def wide_interval(self, confidence: float) -> Interval | None:
-        """Return the interval for new seeds and new held-out problems; None without held-out
-        answers of two pairs to two problems.
+    @property
+    def parts(self) -> TwoWay | None:
+        """The sources of the spread of the differences; None without held-out answers of two pairs
+        to two problems.
         """
-        table = self.two_way()
-        if table is None:
-            return None
-        return table.interval(confidence)
+        return TwoWay.of(self._by_problem) if self.answers else None
 
+    @property
+    def wide(self) -> Interval | None:
+        """The interval for new seeds and new held-out problems."""
+        parts = self.parts
+        return parts.interval(1 - self.alpha) if parts else None
+
+    @property
     def pairing(self) -> Pairing | None:
-        """Return the effect of pairing; None below three pairs, or if an arm does not vary."""
+        """The effect of pairing; None below three pairs, or if an arm does not vary."""
         if len(self.differences) < 3:
             return None
-        both = (self.candidate, self.baseline)
+        both = (self.candidate, self.base)
         arms = np.array([[arm.values[seed] for seed in self.differences] for arm in both])
         variances = arms.var(axis=1, ddof=1)
         if not variances.all():
             return None
         return Pairing(float(np.corrcoef(arms)[0, 1]), float(np.sqrt(variances.sum())))
 
+    @property
     def losses(self) -> Losses | None:
-        """Return the seeds whose run failed or collapsed; None if no run did."""
-        ours, theirs = self.candidate.lost, self.baseline.lost
+        """The seeds whose run failed or collapsed; None if no run did."""
+        ours, theirs = self.candidate.lost, self.base.lost
         if not ours and not theirs:
             return None
-        both = {*self.candidate.values, *ours} & {*self.baseline.values, *theirs}
+        both = {*self.candidate.values, *ours} & {*self.base.values, *theirs}
         one, other = len((ours - theirs) & both), len((theirs - ours) & both)
-        tail = sum(comb(one + other, count) for count in range(min(one, other) + 1)) / 2 ** (
-            one + other
-        )
-        return Losses(len(ours), len(theirs), min(1.0, 2 * tail))
+        ways = sum(comb(one + other, count) for count in range(min(one, other) + 1))
+        return Losses(len(ours), len(theirs), min(1.0, 2 * ways / 2 ** (one + other)))
 
 
-def pair_up(candidate: Arm, baseline: Arm, metric: Metric) -> Pairs:
+def pair_up(candidate: Arm, baseline: Arm, alpha: float = 0.05) -> Pairs:
     """Pair the runs of two arms by seed."""
-    if metric.k is None:
-        found = statistics.paired_differences(candidate.values, baseline.values)
-        return Pairs(candidate, baseline, found, {})
-    seeds = [seed for seed in baseline.values if seed in candidate.values]
-    answers = {
-        seed: _between(candidate.runs[seed], baseline.runs[seed], metric.k) for seed in seeds
-    }
-    # A difference is NaN if no problem has judged answers in both runs.
-    known = {seed: one for seed, one in answers.items() if not np.isnan(one.mean)}
-    return Pairs(candidate, baseline, {seed: one.mean for seed, one in known.items()}, known)
-
-
-def _between(candidate: StoredRun, baseline: StoredRun, k: int) -> AnswerDifference:
-    assert candidate.answers and baseline.answers  # A run without answers has no such metric.
-    return AnswerDifference.between(candidate.answers, baseline.answers, k)
+    found, k = paired_differences(candidate.values, baseline.values), candidate.metric.k
+    if k is None:
+        return Pairs(candidate, baseline, found, {}, alpha)
+    known = {}
+    for seed in found:
+        ours, theirs = candidate.runs[seed].answers, baseline.runs[seed].answers
+        assert ours and theirs  # A run without answers has no such metric.
+        answers = AnswerDifference.between(ours, theirs, k)
+        # A difference is NaN if no problem has judged answers in both runs.
+        if not np.isnan(answers.mean):
+            known[seed] = answers
+    means = {seed: answers.mean for seed, answers in known.items()}
+    return Pairs(candidate, baseline, means, known, alpha)
 
 
 def outlying_seeds(differences: Differences) -> Sequence[int]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from retrain.analysis.arms import differing_environment, differing_keys
-from retrain.analysis.runs import StoredRun
+from retrain.analysis.runs import NO_TRAINING, StoredRun
 from retrain.records.checkpoint import FINAL, MANIFEST, CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
-from retrain.records.entries import MEASURED, EvaluationRecord
+from retrain.records.entries import EvaluationRecord
 from retrain.records.jsonl import read_jsonl
 from retrain.system import read_object, toml_value
 from retrain.types import WHOLE_MODEL
@@ -31,8 +31,6 @@ of completed steps, so they come before the step's record. The supervised stage 
 """
 Place = tuple[int, str]
 """A step, and a name of `ORDER`."""
-_NO_TRAINING = {*MEASURED, "condition"}
-"""Fields of a step that say nothing of its training: times, memory, and the condition's label."""
 _SHOWN = 4
 
 
@@ -103,7 +101,7 @@ def _records(run: StoredRun, steps: range) -> dict[Place, Any]:
     for line in read_jsonl(files.metrics):
         if line["step"] in steps:
             found[line["step"], metrics] = {
-                name: value for name, value in line.items() if name not in _NO_TRAINING
+                name: value for name, value in line.items() if name not in NO_TRAINING
             }
     for line in read_jsonl(files.generations):
         if line["step"] in steps:
@@ -119,9 +117,9 @@ def _adapters(run: StoredRun) -> Iterator[tuple[int, Path]]:
     store = CheckpointStore(stored_checkpoints(run.folder))
     kept = [(step, store.folder / step_folder(step)) for step in store.steps()]
     last = store.folder / FINAL
-    if (last / MANIFEST).is_file():
-        end = read_object(last / MANIFEST).get("step")
-        kept += [(end, last)] if isinstance(end, int) else []
+    end = read_object(last / MANIFEST).get("step") if (last / MANIFEST).is_file() else None
+    if isinstance(end, int):
+        kept.append((end, last))
     for step, folder in kept:
         paths = (folder / name for name in ("adapter_model.safetensors", WHOLE_MODEL))
         yield from ((step, path) for path in paths if path.is_file())
@@ -132,10 +130,8 @@ def _hash(path: Path) -> bytes:
 
 
 def _equal(mine: Any, others: Any) -> bool:
-    if isinstance(mine, set):
-        # Every copy of the adapter after a step is to be the same.
-        return len(mine | others) == 1
-    return bool(mine == others)
+    # Every copy of the adapter after a step is to be the same.
+    return len(mine | others) == 1 if isinstance(mine, set) else bool(mine == others)
 
 
 def _differing_fields(mine: Any, others: Any) -> tuple[str, ...]:
@@ -146,8 +142,7 @@ def _differing_fields(mine: Any, others: Any) -> tuple[str, ...]:
 
 
 def _recorded(one: StoredRun, other: StoredRun, steps: range) -> Iterator[str]:
-    keys = ["training.seed"] if one.seed != other.seed else []
-    keys += differing_keys([(one, other)])
+    keys = ["training.seed"] * (one.seed != other.seed) + differing_keys([(one, other)])
     if keys:
         shown = [f"{key} ({_value(one, key)}, {_value(other, key)})" for key in keys[:_SHOWN]]
         more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
@@ -166,6 +161,4 @@ def _recorded(one: StoredRun, other: StoredRun, steps: range) -> Iterator[str]:
 
 def _value(run: StoredRun, key: str) -> str:
     value = run.config.value(key)
-    if value is None:
-        return "unset"
-    return toml_value(value)
+    return "unset" if value is None else toml_value(value)

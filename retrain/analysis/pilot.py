@@ -20,11 +20,9 @@ from retrain.analysis.integrity import as_planned, campaigns_of
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.pairs import Pairs, pair_up
 from retrain.analysis.power import (
-    SEED_COUNTS,
     Rule,
     minimal_detectable_effect,
     sd_interval,
-    seeds_needed,
 )
 from retrain.analysis.runs import RECENT, find_runs
 from retrain.analysis.statistics import paired_differences, sample_sd
@@ -67,18 +65,17 @@ class Spread:
         runs = list(chain.from_iterable(chain.from_iterable(pairs.runs for pairs in family)))
         times = [run.summary.get("seconds") for run in runs]
         seconds = [time for time in times if isinstance(time, int | float)]
-        # Take the median time to sample an answer in the last training steps, for each
-        # run that recorded it.
-        answers = []
-        for run in runs:
-            found = [
+        # The times to sample an answer in the last training steps, for each run that recorded them.
+        recorded = [
+            [
                 record.time_sample_s / (record.batch_size * record.group_size)
                 for record in run.last_metrics(RECENT)
                 if record.time_sample_s and record.batch_size and record.group_size
             ]
-            if found:
-                answers.append(float(np.median(found)))
-        if not parts or not seconds or not answers:
+            for run in runs
+        ]
+        answers = [float(np.median(found)) for found in recorded if found]
+        if not (parts and seconds and answers):
             return None
         luck, interaction, sampling = np.mean(parts, axis=0).tolist()
         return cls(luck, interaction, sampling, float(np.mean(seconds)), float(np.median(answers)))
@@ -88,13 +85,12 @@ def _parts(pairs: Pairs) -> tuple[float, float, float] | None:
     """Return the variances of luck, interaction and sampling of one contrast. Return None with one
     sample per problem, which cannot separate the last two.
     """
-    table = pairs.two_way()
-    found = [run.answers for run in chain.from_iterable(pairs.runs)]
-    evaluated = [answers for answers in found if answers]
-    samples = 0
-    if evaluated:
-        samples = int(np.median(np.concatenate([answers.judged for answers in evaluated])))
-    if table is None or samples < 2:
+    table = pairs.parts
+    evaluated = [run.answers for run in chain.from_iterable(pairs.runs) if run.answers]
+    if table is None:
+        return None
+    samples = int(np.median(np.concatenate([answers.judged for answers in evaluated])))
+    if samples < 2:
         return None
     rates = [answers.rates()[answers.judged > 1] for answers in evaluated]
     # p (1 - p) of K answers is too small by the factor (K - 1) / K.
@@ -133,23 +129,15 @@ def _with_fewest_seeds(
     sd = spread.sd(problems, samples)
 
     def detectable(seeds: int) -> float:
-        found = minimal_detectable_effect(seeds, sd, rule)
-        assert found is not None  # The counts start at the fewest.
-        return found
+        return minimal_detectable_effect(seeds, sd, rule) or 0.0  # The counts start at the fewest.
 
     # More seeds find smaller differences, so bisection finds the fewest.
     counts = range(rule.fewest, MAX_DESIGN_SEEDS + 1)
-    first = bisect_left(counts, True, key=lambda seeds: detectable(seeds) <= effect)
-    if first == len(counts):
+    seeds = rule.fewest + bisect_left(counts, True, key=lambda seeds: detectable(seeds) <= effect)
+    if seeds > MAX_DESIGN_SEEDS:
         return None
-    seeds = counts[first]
-    return Design(
-        seeds,
-        problems,
-        samples,
-        detectable(seeds),
-        spread.seconds(seeds, problems, samples, rule.comparisons + 1) / 3600,
-    )
+    hours = spread.seconds(seeds, problems, samples, rule.comparisons + 1) / 3600
+    return Design(seeds, problems, samples, detectable(seeds), hours)
 
 
 # -- pilots ----------------------------------------------------------------------------------------
@@ -192,39 +180,6 @@ class Pilot:
         stated power as often.
         """
         return sd_interval(self.sd, self.freedom, 2 * ASSURANCE - 1)[1]
-
-
-@dataclass(frozen=True)
-class SeedPlan:
-    """A planned campaign: the difference to find, the sd of the differences, and the test."""
-
-    effect: float | None
-    sd: float
-    rule: Rule
-
-    def seeds(self, sd: float) -> int | None:
-        """Return seeds that find the effect at this sd; None if more than MAX_SEEDS. Requires an
-        effect.
-        """
-        assert self.effect is not None
-        if self.rule.out_of_reach(self.effect, sd):
-            return None
-        return seeds_needed(self.effect, sd, self.rule)
-
-    def detectable(self) -> dict[int, float | None]:
-        """Map numbers of seeds to the smallest difference that they find; None if so few can
-        conclude nothing.
-        """
-        return {
-            seeds: minimal_detectable_effect(seeds, self.sd, self.rule) for seeds in SEED_COUNTS
-        }
-
-    def cheapest(self, spread: Spread) -> Design | None:
-        """Return the seeds, problems and samples that find the effect in the least time. Requires
-        an effect.
-        """
-        assert self.effect is not None
-        return cheapest(spread, self.effect, self.rule)
 
 
 def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
@@ -271,7 +226,5 @@ def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
     sd = float(np.sqrt(sum(squares) / sum(freedom)))
     source = f"{max(freedom) + 1} pairs of {base.label} and {', '.join(differences)}"
     # Only the rate of single answers has components for problems and samples.
-    if metric.k != 1:
-        return Pilot(metric, sd, max(freedom), source, len(paired), sds)
-    spread = Spread.of([pair_up(arm, base, metric) for arm in paired])
+    spread = Spread.of([pair_up(arm, base) for arm in paired]) if metric.k == 1 else None
     return Pilot(metric, sd, max(freedom), source, len(paired), sds, spread)

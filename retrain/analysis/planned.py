@@ -8,11 +8,12 @@ its p is the p of a planned one.
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from retrain.analysis.arms import evaluation_words
 from retrain.analysis.integrity import absent_words, given_keys
@@ -24,9 +25,12 @@ from retrain.records.terminal import counted
 from retrain.system import Json, read_object
 
 if TYPE_CHECKING:
+    from retrain.analysis.budget import Budget
     from retrain.analysis.verdict import TestSettings
 
 ALPHA = 0.05
+PairOfLabels = tuple[str, str]
+"""(candidate, baseline)"""
 
 
 @dataclass(frozen=True)
@@ -90,60 +94,54 @@ class Look:
         return asdict(self)
 
 
-class _Stored(BaseModel):
-    """The entries of a manifest on the analysis; reading them checks their types."""
-
-    plan: AnalysisPlan | None = None
-    looks: list[Look] = []
-    seeds: list[int] = []
-    max_steps: int | None = None
-    heldout_sha256: str = ""
-
-
 @dataclass(frozen=True)
 class CampaignRecord:
-    """The plan and the looks in a campaign's manifest."""
+    """The plan and the looks in a campaign's manifest; reading them checks their types."""
 
-    plan: AnalysisPlan | None
+    plan: AnalysisPlan | None = None
     """The plan; None in manifests of versions that recorded none."""
-    edited: bool
-    """True if somebody edited the plan after it got its hash."""
-    looks: Sequence[Look]
-    seeds: Sequence[int]
+    looks: list[Look] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
     """The seeds of the campaign as it is now."""
-    max_steps: int | None
+    max_steps: int | None = None
+    heldout_sha256: str = ""
+    """The hash of the held-out problems when the campaign was last started."""
+    edited: bool = False
+    """True if somebody edited the plan after it got its hash."""
     sha256: str = ""
     """The hash of the plan."""
     removed: bool = False
     """True if the plan is absent although the version that wrote the manifest recorded one."""
     grid: Sequence[str] = ()
     """The keys that [campaign.grid] varies."""
-    heldout_sha256: str = ""
-    """The hash of the held-out problems when the campaign was last started."""
 
     @classmethod
     def read(cls, folder: Path) -> "CampaignRecord":
         """Read the record of a campaign. Raises RunFailed for a damaged manifest."""
         path = folder / MANIFEST
         content = read_object(path)
+        own = ("plan", "looks", "seeds", "max_steps", "heldout_sha256")
+        given = {name: content[name] for name in own if name in content}
         try:
-            own = {name: value for name, value in content.items() if name in _Stored.model_fields}
-            stored = _Stored.model_validate_json(json.dumps(own), strict=True)
+            stored = _STORED.validate_json(json.dumps(given), strict=True)
         except ValidationError as error:
             raise no_campaigns_value(path, error) from error
         sha256 = _sha256(content["plan"]) if stored.plan else ""
-        return cls(
-            stored.plan,
+        return replace(
+            stored,
             edited=stored.plan is not None and content["plan"].get("sha256") != sha256,
-            looks=stored.looks,
-            seeds=stored.seeds,
-            max_steps=stored.max_steps,
             sha256=sha256,
             # Every version that writes "looks" writes a plan too.
             removed=stored.plan is None and "looks" in content,
             grid=[*(given_keys(folder).get("campaign", {}).get("grid") or {})],
-            heldout_sha256=stored.heldout_sha256,
         )
+
+    @property
+    def judges_losses(self) -> bool:
+        """True unless the version that stored the plan left out failed runs alone, and any number
+        of them.
+        """
+        return not (self.plan and self.plan.leaves_out == "failed")
 
     @property
     def looked(self) -> tuple[int, ...]:
@@ -160,14 +158,8 @@ class CampaignRecord:
         """Return the number of looks after which the condition had a verdict; None while it has
         none.
         """
-        return next(
-            (
-                number
-                for number, look in enumerate(self.looks, start=1)
-                if condition in look.decided
-            ),
-            None,
-        )
+        at = (number for number, look in enumerate(self.looks, 1) if condition in look.decided)
+        return next(at, None)
 
     def looks_of(self, condition: str) -> dict[int, int]:
         """Map each seed to the number of the look, from 0, at which the e-process of a condition
@@ -181,11 +173,12 @@ class CampaignRecord:
 
     def was_looked_at(self, condition: str, seed: int) -> bool:
         """True if a look took the run of this condition and seed."""
-        if self.plan and condition == self.plan.baseline:
-            conditions = self.plan.conditions
-        else:
-            conditions = (condition,)
-        return any(seed in self.looks_of(other) for other in conditions)
+        is_base = self.plan is not None and condition == self.plan.baseline
+        others = self.plan.conditions if self.plan and is_base else (condition,)
+        return any(seed in self.looks_of(other) for other in others)
+
+
+_STORED = TypeAdapter(CampaignRecord)
 
 
 def planned_evaluation(config: TrainConfig) -> str:
@@ -198,39 +191,99 @@ def planned_evaluation(config: TrainConfig) -> str:
     return f"{evaluation_words(evaluation, config.training)}, {problems}"
 
 
+@dataclass(frozen=True)
+class Absences:
+    """The planned runs that are absent from a comparison: condition -> seeds."""
+
+    bent: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Planned runs that the manifest does not list, or that differ from the plan."""
+    failed: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    to_come: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    not_listed: Sequence[str] = ()
+    """Names of runs in the campaign's folder that the manifest does not list."""
+
+    @classmethod
+    def of(
+        cls,
+        record: CampaignRecord,
+        runs: Iterable[StoredRun],
+        not_counted: Collection[Path],
+        not_listed: Sequence[str] = (),
+    ) -> "Absences":
+        """`runs` are the runs of the manifest, and `not_counted` the folders of runs that differ
+        from the plan. Return no absences without a plan.
+        """
+        plan = record.plan
+        if plan is None:
+            return cls()
+        found = {(run.condition, run.seed): run for run in runs if run.path not in not_counted}
+        absent: dict[str, dict[str, list[int]]] = {"bent": {}, "failed": {}, "to_come": {}}
+        for condition, seed in product((plan.baseline, *plan.conditions), plan.seeds):
+            run = found.get((condition, seed))
+            # A campaign skips a run only where evidence decided without it.
+            if run is None or (
+                run.skipped and (plan.rule == "seeds" or record.was_looked_at(condition, seed))
+            ):
+                kind = "bent"
+            elif run.failed:
+                kind = "failed"
+            elif run.unfinished and not run.skipped:
+                kind = "to_come"
+            else:
+                continue
+            absent[kind].setdefault(condition, []).append(seed)
+        return cls(**absent, not_listed=not_listed)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The comparison that the user asked for."""
+
+    baseline: str
+    test: "TestSettings"
+    metric: str | None = None
+    """The name of the metric; None selects held-out pass@1 if the runs have it."""
+    pairs: Sequence[PairOfLabels] = ()
+    """The family of contrasts; empty for every condition against the baseline."""
+    record: CampaignRecord = CampaignRecord()
+    absences: Absences = Absences()
+    budget: "Budget | None" = None
+    """The budget at which to compare runs; None compares them at their end."""
+
+
 def deviations(
-    record: CampaignRecord,
-    *,
-    baseline: str,
-    pairs: Sequence[tuple[str, str]],
+    request: Request,
+    pairs: Sequence[PairOfLabels],
     metric: Metric,
-    test: "TestSettings",
     runs: Collection[StoredRun],
-    absences: "Absences | None" = None,
 ) -> Iterator[str]:
     """Yield the ways in which a comparison differs from the plan, such as "metric (auc, planned
     pass@1)".
     """
+    record, absences, margin = request.record, request.absences, request.test.margin
+    if request.budget:
+        yield f"where runs are compared (at {request.budget}, planned at their end)"
+        return
     plan = record.plan
     if plan is None:
         return
     if record.edited:
         yield "the plan itself, which was edited after it was hashed"
-    for name, now, planned in _settings(record, plan, baseline, metric, test, runs):
+    for name, now, planned in _settings(request, plan, metric, runs):
         if now != planned:
             yield f"{name} ({now}, planned {planned})"
     if record.looks and record.looked != plan.seeds[: len(record.looked)]:
         planned = ", ".join(map(str, plan.seeds[: len(record.looked)]))
         yield f"its looks (at seeds {', '.join(map(str, record.looked))}, planned {planned})"
-    if test.margin != plan.margin:
-        yield f"margin ({margin_words(test.margin)}, {margin_words(plan.margin)} planned)"
+    if margin != plan.margin:
+        yield f"margin ({margin_words(margin)}, {margin_words(plan.margin)} planned)"
     # The lines above report another baseline, which changes the family by itself.
     contrasts = {(condition, plan.baseline) for condition in plan.conditions}
-    if baseline == plan.baseline and set(pairs) != contrasts:
+    if request.baseline == plan.baseline and set(pairs) != contrasts:
         yield f"the family of comparisons ({len(pairs)}, planned {len(contrasts)})"
-    if absences and absences.bent:
+    if absences.bent:
         yield f"its runs (planned and not counted: {absent_words(absences.bent)})"
-    if absences and absences.not_listed:
+    if absences.not_listed:
         yield (
             f"its manifest (which does not list {', '.join(absences.not_listed)}, though the"
             f" campaign's folder holds {'it' if len(absences.not_listed) == 1 else 'them'})"
@@ -238,19 +291,14 @@ def deviations(
 
 
 def _settings(
-    record: CampaignRecord,
-    plan: AnalysisPlan,
-    baseline: str,
-    metric: Metric,
-    test: "TestSettings",
-    runs: Collection[StoredRun],
+    request: Request, plan: AnalysisPlan, metric: Metric, runs: Collection[StoredRun]
 ) -> Iterator[tuple[str, object, object]]:
     """Yield (name, value now, planned value) of each."""
-    better = test.direction(metric.better)
-    yield "baseline", baseline, plan.baseline
+    record, better = request.record, request.test.direction(metric.better)
+    yield "baseline", request.baseline, plan.baseline
     yield "metric", metric.name, plan.metric
     yield "direction", direction_words(better), direction_words(plan.better)
-    yield "alpha", f"{test.alpha:g}", f"{plan.alpha:g}"
+    yield "alpha", f"{request.test.alpha:g}", f"{plan.alpha:g}"
     yield "max_steps", record.max_steps, plan.max_steps
     # A run may go on after its campaign, and then evaluates again.
     longest = max([plan.max_steps, *(run.steps for run in runs)])
@@ -268,78 +316,29 @@ def margin_words(value: float | None) -> str:
     return f"{value:g}"
 
 
-@dataclass(frozen=True)
-class Absences:
-    """The planned runs that are absent from a comparison: condition -> seeds."""
-
-    bent: Mapping[str, Sequence[int]]
-    """Planned runs that the manifest does not list, or that differ from the plan."""
-    failed: Mapping[str, Sequence[int]]
-    to_come: Mapping[str, Sequence[int]]
-    not_listed: Sequence[str]
-    """Names of runs in the campaign's folder that the manifest does not list."""
-
-    @classmethod
-    def of(
-        cls,
-        record: "CampaignRecord",
-        runs: Iterable[StoredRun],
-        not_counted: Collection[Path],
-        not_listed: Sequence[str] = (),
-    ) -> "Absences | None":
-        """`runs` are the runs of the manifest, and `not_counted` the folders of runs that differ
-        from the plan. Return None without a plan.
-        """
-        plan = record.plan
-        if plan is None:
-            return None
-        found = {(run.condition, run.seed): run for run in runs if run.path not in not_counted}
-        bent, failed, to_come = (
-            dict[str, list[int]](),
-            dict[str, list[int]](),
-            dict[str, list[int]](),
-        )
-        for condition in (plan.baseline, *plan.conditions):
-            for seed in plan.seeds:
-                run = found.get((condition, seed))
-                # A campaign skips a run only where evidence decided without it.
-                if run is None or (
-                    run.skipped and (plan.rule == "seeds" or record.was_looked_at(condition, seed))
-                ):
-                    bent.setdefault(condition, []).append(seed)
-                elif run.failed:
-                    failed.setdefault(condition, []).append(seed)
-                elif run.unfinished and not run.skipped:
-                    to_come.setdefault(condition, []).append(seed)
-        return cls(bent, failed, to_come, not_listed)
-
-
-def planned_line(
-    record: CampaignRecord, differing: Sequence[str], absences: Absences | None = None
-) -> str:
+def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Absences) -> str:
     """Say whether a comparison follows the plan or is exploratory, and why. The sentence also names
     added and absent seeds. "" without a recorded plan.
     """
     plan = record.plan
-    if plan is None:
+    if record.removed:
         return (
             "Exploratory: the manifest holds no plan, which every campaign writes before its first"
             " run."
-            if record.removed
-            else ""
         )
+    if plan is None:
+        return ""
     if differing:
         stopped = (
             " The campaign stopped when its evidence decided, so that an exact test's p is too"
             " small."
-            if record.looks
-            else ""
         )
         return (
             f"Exploratory: differs from the plan ({record.sha256[:8]}) in"
-            f" {'; '.join(differing)}.{stopped}"
+            f" {'; '.join(differing)}.{stopped * bool(record.looks)}"
         )
-    when = "looked at after every seed" if plan.rule == "evidence" else "one test"
+    looked = plan.rule == "evidence"
+    when = "looked at after every seed" if looked else "one test"
     margin = "" if plan.margin is None else f", equivalent within {plan.margin:g}"
     what = (
         f"{'held-out ' * plan.metric.startswith('pass@')}{plan.metric},"
@@ -347,21 +346,17 @@ def planned_line(
         f" {counted(len(plan.seeds), 'seed')}, {when}"
     )
     lines = [f"Preregistered (plan {record.sha256[:8]}): {what}."]
-    if absences and absences.to_come:
+    if absences.to_come:
         lines.append(f"Still to come: {absent_words(absences.to_come)}.")
-    if absences and absences.failed:
+    if absences.failed:
         lines.append(f"Failed, so without a pair: {absent_words(absences.failed)}.")
     added = [seed for seed in record.seeds if seed not in plan.seeds]
     if added:
         lines.append(f"Added after the plan: {seeds_words(added)}.")
-        lines.append(
-            "The evidence stays valid."
-            if plan.rule == "evidence"
-            else (
-                "If results were seen before, the exact test is no longer exact: its p is too"
-                " small."
-            )
+        exact = (
+            "If results were seen before, the exact test is no longer exact: its p is too small."
         )
+        lines.append("The evidence stays valid." if looked else exact)
     return " ".join(lines)
 
 
@@ -370,12 +365,8 @@ def not_looked_at(record: CampaignRecord, pairs: Mapping[str, Collection[int]]) 
     finished seeds.
     """
     for condition, seeds in pairs.items():
-        if record.decided_at(condition) is None:
-            looked = set(record.looked) - set(record.looks_of(condition))
-        else:
-            looked = set[int]()
-        waiting = sorted(looked & set(seeds))
-        if waiting:
+        waiting = sorted({*record.looked} & {*seeds} - {*record.looks_of(condition)})
+        if waiting and record.decided_at(condition) is None:
             yield (
                 f"The looks went without {seeds_words(waiting)} of {condition}, whose runs are"
                 " done; they are not counted until the campaign is resumed and looks at them."

@@ -61,18 +61,6 @@ class Rule:
         """Return the fewest seeds that can find a difference at all."""
         return max(2, seeds_to_conclude(self))
 
-    def out_of_reach(self, effect: float, sd: float) -> bool:
-        """Return True if the effect needs more than MAX_SEEDS seeds; `sd` is the standard deviation
-        of the paired differences.
-        """
-        return self.normal_seeds(effect, sd) > MAX_SEEDS
-
-    def normal_seeds(self, effect: float, sd: float) -> float:
-        """Return the seeds that find the effect, by the normal approximation and Bonferroni's
-        level.
-        """
-        return normal_seeds(effect, sd, self.alpha / self.comparisons, self.power)
-
 
 _ALONE = Rule()
 
@@ -148,28 +136,18 @@ def minimal_detectable_effect(seeds: int, sd: float, rule: Rule = _ALONE) -> flo
     few can conclude nothing.
     """
     units = _detectable_units(seeds, rule)
-    if units is None:
-        return None
-    return units * sd
+    return None if units is None else units * sd
 
 
-def seeds_needed(effect: float, sd: float, rule: Rule = _ALONE) -> int:
-    """Return the fewest seeds that find a mean difference of `effect` with the rule's power, given
-    the sd of the differences.
-
-    Raises ValueError unless effect > 0 and sd >= 0, and if the effect needs more than MAX_SEEDS.
+def seeds_needed(effect: float, sd: float, rule: Rule = _ALONE) -> int | None:
+    """Return the fewest seeds that find a mean difference of `effect` > 0 with the rule's power,
+    given the sd of the differences; None if more than MAX_SEEDS.
     """
-    if not effect > 0 or not sd >= 0:
-        raise ValueError(f"the effect must be above 0 and the sd at least 0, got {effect} and {sd}")
-    fewest = rule.fewest
-    if sd == 0:
-        return fewest
-    if rule.out_of_reach(effect, sd):
-        raise ValueError(
-            f"an effect of {effect} at an sd of {sd} needs more than {MAX_SEEDS:,} seeds"
-        )
     # The normal approximation is near the answer, and every power on the way is a simulation.
-    counts = range(fewest, 4 * ceil(rule.normal_seeds(effect, sd)) + fewest)
+    near, fewest = normal_seeds(effect, sd, rule.alpha / rule.comparisons, rule.power), rule.fewest
+    if near > MAX_SEEDS:
+        return None
+    counts = range(fewest, 4 * ceil(near) + fewest)
     return fewest + bisect_left(
         counts, True, key=lambda seeds: power_of(seeds, effect / sd, rule) >= rule.power
     )

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -52,27 +52,8 @@ class PlannedRun:
     """Number of attempts, without resumes after an interruption or a kill."""
 
 
-@dataclass(frozen=True)
-class Code:
-    """The code of a run."""
-
-    revision: str | None
-    """The revision of the package; None without a record."""
-    plugins: Mapping[str, Any]
-    """Dotted name -> sha256 of its file."""
-
-    @classmethod
-    def of(cls, environment: Json) -> "Code":
-        recorded = environment.get("code")
-        if not isinstance(recorded, dict):
-            return cls(None, {})
-        revision, plugins = recorded.get("revision"), recorded.get("plugins")
-        return cls(
-            revision if isinstance(revision, str) else None,
-            plugins if isinstance(plugins, dict) else {},
-        )
-
-
+NO_TRAINING = {*MEASURED, "condition"}
+"""Fields of a step that say nothing of its training: times, memory, and the condition's label."""
 RECENT = 20
 """Steps at the end of a run that enter the medians of step time and throughput."""
 
@@ -132,9 +113,11 @@ class StoredRun:
         return _object_or_empty(self.folder.environment)
 
     @property
-    def code(self) -> Code:
-        """The code of the first session, as environment.json names it."""
-        return Code.of(self.environment)
+    def code(self) -> Json:
+        """The code of the first session, as environment.json names it: `revision` of the package,
+        and `plugins`, dotted name -> sha256 of its file.
+        """
+        return table_of(self.environment, "code")
 
     @cached_property
     def resumes(self) -> list[tuple[int, Json]]:
@@ -143,18 +126,16 @@ class StoredRun:
         It leaves out a session of an old version, which recorded no step.
         """
         listed = self.environment.get("resumed")
-        found = [
-            each for each in (listed if isinstance(listed, list) else ()) if isinstance(each, dict)
+        return [
+            (each["step"], each)
+            for each in (listed if isinstance(listed, list) else ())
+            if isinstance(each, dict) and isinstance(each.get("step"), int)
         ]
-        return [(each["step"], each) for each in found if isinstance(each.get("step"), int)]
 
     def environment_at(self, step: int) -> Json:
         """Return environment.json as the session that took `step` would have written it."""
-        newest = {}
-        for began, session in self.resumes:
-            if began <= step:
-                newest = session
-        return self.environment | newest
+        sessions = [session for began, session in self.resumes if began <= step]
+        return self.environment | (sessions[-1] if sessions else {})
 
     @property
     def has_counter_noise(self) -> bool:
@@ -173,6 +154,10 @@ class StoredRun:
         engine = settings.inference.engine
         return engine in ENGINES and engine_kind(engine).capabilities.noise == "counter"
 
+    def has_status(self, status: str) -> bool:
+        """True if its campaign's manifest gives it this status."""
+        return self.planned is not None and self.planned.status == status
+
     @property
     def failed(self) -> bool:
         """True if the run failed, according to its summary or its campaign's manifest."""
@@ -183,7 +168,7 @@ class StoredRun:
         """True if its campaign's manifest says that it failed, and no later session of the run
         alone has completed it.
         """
-        return self.planned is not None and self.planned.status == "failed" and not self.is_whole
+        return self.has_status("failed") and not self.is_whole
 
     @property
     def is_whole(self) -> bool:
@@ -195,14 +180,14 @@ class StoredRun:
 
     def took(self, planned: int) -> bool:
         """True if the run took `planned` steps, or with 0 its supervised stage."""
-        if not planned:
-            return _object_or_empty(self.folder.trainer_state).get("stage") == "rl"
-        return self.counted_steps >= planned
+        if planned:
+            return self.counted_steps >= planned
+        return _object_or_empty(self.folder.trainer_state).get("stage") == "rl"
 
     @property
     def skipped(self) -> bool:
         """True for a run that its campaign no longer needed: the evidence had decided."""
-        return self.planned is not None and self.planned.status == "skipped"
+        return self.has_status("skipped")
 
     @cached_property
     def unfinished(self) -> str:
@@ -213,9 +198,9 @@ class StoredRun:
             return f"failed ({self.planned.reason})".removesuffix(" ()")
         if not self.folder.config.is_file():
             return "has not started"
-        if self.summary and self.summary.get("status") != "done":
+        status = self.summary.get("status")
+        if self.summary and status != "done":
             reason = str(self.summary.get("reason") or "").rstrip(".")
-            status = self.summary.get("status")
             ended = "failed" if self.failed else f"was {status}"
             if status is None:
                 ended = f"left a {self.folder.summary.name} without a status"
@@ -227,8 +212,7 @@ class StoredRun:
         if self.took(planned):
             return ""
         # Its own summary says done. The campaign's reason may be older than the run.
-        hours = self.used_hours(self.config.training)
-        if hours:
+        if hours := self.used_hours(self.config.training):
             return f"was stopped ({hours})"
         return f"stopped after {self.counted_steps} of {counted(planned, 'step')}"
 
@@ -236,14 +220,14 @@ class StoredRun:
         """Say that the max_hours of `training` came before its last step. Return "" if they did
         not, or if summary.json does not say how long the run took.
         """
-        steps, seconds = self.counted_steps, self.summary.get("seconds")
-        if not training.max_hours or self.took(training.max_steps):
+        seconds, limit = self.summary.get("seconds"), training.max_hours * 3600
+        if not isinstance(seconds, int | float) or self.took(training.max_steps):
             return ""
-        if not isinstance(seconds, int | float) or seconds < training.max_hours * 3600:
+        if not seconds >= limit > 0:
             return ""
-        after = f"after {steps} of {counted(training.max_steps, 'step')}"
-        if not training.max_steps:
-            after = "within the supervised stage"
+        after = "within the supervised stage"
+        if training.max_steps:
+            after = f"after {self.counted_steps} of {counted(training.max_steps, 'step')}"
         return (
             f"[training] max_hours = {training.max_hours:g} came {after}; give more hours, such as"
             f" {training.more_hours(seconds)}"
@@ -271,11 +255,8 @@ class StoredRun:
         if last is None or (last["step"] == 0 and not self.config.sft.is_on):
             return None
         problems = [last, *takewhile(lambda line: line["step"] == last["step"], lines)]
-        problems.reverse()
-        records = [EvaluationRecord.from_json(line, path) for line in problems]
-        return Evaluation(
-            step=last["step"], problems=records, ks=sorted({1, *self.config.evaluation.k})
-        )
+        records = [EvaluationRecord.from_json(line, path) for line in problems[::-1]]
+        return Evaluation(last["step"], records, sorted({1, *self.config.evaluation.k}))
 
     @cached_property
     def answers(self) -> Answers | None:
@@ -329,12 +310,9 @@ class StoredRun:
         """Return the configuration with the values that `[schedule]` gave to a step; without a
         record of the step, the file's values.
         """
-        config = self.config
-        if not self.folder.metrics.is_file():
-            return config
-        records = (one for one in StepRecord.read(self.folder.metrics) if one.step == step)
-        found = next(records, None)
-        values = (found and found.scheduled) or {}
+        config, metrics = self.config, self.folder.metrics
+        records = StepRecord.read(metrics) if metrics.is_file() else ()
+        values = next((one.scheduled for one in records if one.step == step), None) or {}
         # Another program's record may name anything.
         known = {path: value for path, value in values.items() if not wrong_key(config, path)}
         return with_values(config, known)
@@ -352,31 +330,27 @@ def _object_or_empty(path: Path) -> Json:
     return read_object(path) if path.is_file() else {}
 
 
+def table_of(content: Json, name: str) -> Json:
+    """Return a table inside a file's content; empty if there is none."""
+    found = content.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 Pair = tuple[StoredRun, StoredRun]
 RunsBySeed = Mapping[int, StoredRun]
 
 
 def _unmeasured(line: Json) -> str:
-    return json.dumps(
-        {
-            name: value
-            for name, value in line.items()
-            if name not in MEASURED and name != "condition"
-        }
-    )
+    return json.dumps({name: line[name] for name in line if name not in NO_TRAINING})
 
 
 def seeds_words(seeds: Sequence[int]) -> str:
     """Write seeds in words, such as "seed 4" or "seeds 1 to 4, 8"."""
-    parts: list[list[int]] = []
-    for seed in sorted(seeds):
-        if parts and seed == parts[-1][-1] + 1:
-            parts[-1].append(seed)
-        else:
-            parts.append([seed])
-    words = [
-        f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
-    ]
+    words = []
+    # Consecutive seeds have one distance from their place.
+    for _, group in groupby(enumerate(sorted(seeds)), key=lambda each: each[1] - each[0]):
+        part = [str(seed) for _, seed in group]
+        words.append(f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(part))
     return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(words)}"
 
 
@@ -399,8 +373,7 @@ def unreadable_manifest(folder: Path) -> RunFailed | None:
         kind = "a folder" if manifest.is_dir() else "no regular file"
         return RunFailed(f"{manifest} is {kind}: put the campaign's manifest back from a copy.")
     try:
-        if manifest.is_file():
-            read_object(manifest)
+        _object_or_empty(manifest)
     except RunFailed as error:
         return error
     return None
@@ -428,14 +401,11 @@ def is_run(folder: Path) -> bool:
 def stored_run(folder: Path) -> StoredRun:
     """Open a run's folder. Raises ConfigurationError for any other folder."""
     if not is_run(folder):
-        raise ConfigurationError(f"{no_run(folder)}; name a run's folder.")
+        reason = "it is an evaluation's" if RunFolder(folder).config.is_file() else "no config.toml"
+        raise ConfigurationError(
+            f"{folder} holds no run of retrain ({reason}); name a run's folder."
+        )
     return StoredRun(folder)
-
-
-def no_run(folder: Path) -> str:
-    """Say why a folder is not a run, as the beginning of a sentence."""
-    reason = "it is an evaluation's" if RunFolder(folder).config.is_file() else "no config.toml"
-    return f"{folder} holds no run of retrain ({reason})"
 
 
 def no_campaigns_value(path: Path, error: "ValidationError", *above: str) -> RunFailed:
@@ -500,15 +470,13 @@ def find_runs(folder: Path) -> list[StoredRun]:
         raise ConfigurationError(
             f"{folder} is not a folder; name the folder of a run or a campaign, or one above them."
         )
-    found = list(_walk(folder))
-    damage = None if found else unreadable_manifest(folder)
-    if damage:
+    if found := list(_walk(folder)):
+        return found
+    if damage := unreadable_manifest(folder):
         raise RunFailed(f"{folder} holds no run that is found without its manifest: {damage}")
-    if not found:
-        raise ConfigurationError(
-            f"{folder} holds no run; name the folder of a run or a campaign, or one above them."
-        )
-    return found
+    raise ConfigurationError(
+        f"{folder} holds no run; name the folder of a run or a campaign, or one above them."
+    )
 
 
 def _walk(folder: Path) -> Iterator[StoredRun]:
@@ -558,13 +526,8 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     import pyarrow as pa
     from pyarrow import json as arrow_json
 
-    types: dict[Any, Any] = {
-        int: pa.float64(),
-        Count: pa.float64(),
-        Figure: pa.float64(),
-        bool: pa.bool_(),
-        bool | None: pa.bool_(),
-    }
+    types = dict.fromkeys((int, int | None, float | None), pa.float64())
+    types |= dict.fromkeys((bool, bool | None), pa.bool_())
     schema = pa.schema([(name, types.get(_KINDS[name], pa.string())) for name in names])
     data = path.read_bytes() if path.is_file() else b""
     whole = data[: data.rfind(b"\n") + 1]  # Leave out a torn last line.
@@ -597,15 +560,10 @@ def _is_plausible(table: Any) -> bool:
     """Return False if a line lacks a step or has a wrong one, or if a number is too large for a
     float.
     """
-    numbers = {
-        name: table[name].to_numpy()
-        for name in table.column_names
-        if str(table.schema.field(name).type) == "double"
-    }
-    steps = numbers.get("step", np.zeros(0))
-    return bool(((steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))).all()) and not any(
-        np.isinf(values).any() for values in numbers.values()
-    )
+    steps = table["step"].to_numpy() if "step" in table.column_names else np.zeros(0)
+    numbers = [column.to_numpy() for column in table.columns if str(column.type) == "double"]
+    whole = ((steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))).all()
+    return bool(whole) and not any(np.isinf(values).any() for values in numbers)
 
 
 def load_runs(folder: str | Path) -> "pd.DataFrame":
@@ -626,17 +584,15 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
     tables = [read_metrics(run.folder.metrics) for run in runs]
     rows = [len(table) for table in tables]
     # The folder of a single run has no path below itself.
-    names = {
-        run.path: (
-            root.resolve().name
-            if run.path == root
-            else Path(os.path.relpath(run.path, root)).as_posix()
-        )
+    names = [
+        root.resolve().name
+        if run.path == root
+        else Path(os.path.relpath(run.path, root)).as_posix()
         for run in runs
-    }
+    ]
     table = pa.concat_tables(tables)
     frame = {
-        "run": pd.Categorical(np.repeat([names[run.path] for run in runs], rows)),
+        "run": pd.Categorical(np.repeat(names, rows)),
         "condition": pd.Categorical(np.repeat([run.condition for run in runs], rows)),
         "seed": np.repeat([run.seed for run in runs], rows),
     }
@@ -654,12 +610,18 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
     return pd.DataFrame(frame | columns)
 
 
+_TYPES: dict[Any, str] = {
+    int: "int64",
+    int | None: "Int64",
+    bool: "boolean",
+    bool | None: "boolean",
+}
+
+
 def _column(values: Any, kind: Any) -> Any:
     """Return an Arrow column in the record's type, with missing values as missing."""
-    if kind is int:
-        return values.to_pandas().astype("int64")
-    if kind == Count:
-        return values.to_pandas().astype("Int64")
-    if kind in (bool, bool | None):
-        return values.to_pandas().astype("boolean")
-    return values.to_pandas() if kind == Figure else values.dictionary_encode().to_pandas()
+    if kind == float | None:
+        return values.to_pandas()
+    if kind in _TYPES:
+        return values.to_pandas().astype(_TYPES[kind])
+    return values.dictionary_encode().to_pandas()

@@ -1,121 +1,193 @@
-"""Select the runs of a comparison: the runs with the same evaluation and judge, in arms and in
-pairs.
+"""Select the runs of a comparison, which have one evaluation and one judge, pair them, and draw the
+conclusions.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 
 from retrain.analysis.arms import (
     Arm,
+    Overlap,
     RunsByCondition,
     arm_of,
     check_one_condition,
     check_same_problems,
-    evaluated_alike,
     evaluated_as,
-    judged_by,
+    unlike,
 )
 from retrain.analysis.budget import Budget, at_budget
+from retrain.analysis.integrity import are_the_same
 from retrain.analysis.measures import Metric, choose_metric
-from retrain.analysis.pairs import Pairs, pair_up
-from retrain.analysis.planned import Absences, CampaignRecord, deviations, not_looked_at
+from retrain.analysis.pairs import (
+    Pairs,
+    TaskAggregate,
+    TaskContrast,
+    aggregate_tasks,
+    contrast_tasks,
+    pair_up,
+)
+from retrain.analysis.planned import (
+    CampaignRecord,
+    Look,
+    Request,
+    deviations,
+    not_looked_at,
+    planned_line,
+)
+from retrain.analysis.power import seeds_to_conclude
 from retrain.analysis.runs import RunsBySeed, StoredRun
-from retrain.analysis.verdict import TestSettings
+from retrain.analysis.verdict import Conclusion, TestSettings, conclude
 from retrain.errors import ConfigurationError
 from retrain.records.terminal import counted
 
 _SHOWN = 3
 """Maximum number of left-out runs in the sentence of an error."""
-PairOfLabels = tuple[str, str]
-"""(candidate, baseline)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrast(Pairs):
+    """A contrast with its conclusion."""
+
+    conclusion: Conclusion
+    tasks: TaskContrast | None
+    """The contrast by task; None unless the held-out problems come from several tasks."""
+
+    @cached_property
+    def shared(self) -> Overlap:
+        return Overlap.of(self.runs)
+
+    @cached_property
+    def same_runs(self) -> int:
+        """The pairs whose two runs are one, with equal numbers apart from the times."""
+        return are_the_same(self.runs)
 
 
 @dataclass(frozen=True)
-class Request:
-    """The comparison that the user asked for."""
-
-    baseline: str
-    test: TestSettings
-    metric: str | None = None
-    """The name of the metric; None selects held-out pass@1 if the runs have it."""
-    pairs: Sequence[PairOfLabels] = ()
-    """The family of contrasts; empty for every condition against the baseline."""
-    record: CampaignRecord | None = None
-    absences: Absences | None = None
-    budget: Budget | None = None
-    """The budget at which to compare runs; None compares them at their end."""
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The arms and pairs of a comparison, and the runs that it leaves out."""
-
+class Comparison:
     metric: Metric
     test: TestSettings
     """The settings with the rule that the campaign's looks ask for."""
-    reference: StoredRun | None
+    baseline: str
+    arms: Sequence[Arm]
+    """The baseline first."""
+    tasks: Mapping[str, TaskAggregate]
+    """Label -> the scores by task, if the held-out problems come from several tasks."""
+    contrasts: Sequence[Contrast]
+    budget: Budget | None
+    """The budget at which to compare runs; None compares them at their end."""
+    grid: Sequence[str]
+    """The keys that [campaign.grid] varies, whose conditions get a rank."""
+    reference: StoredRun | None = None
     """The baseline's first run; the other runs need the same evaluation and judge."""
-    arms: Mapping[str, Arm]
-    """Label -> arm, the baseline first."""
-    family: Sequence[Pairs]
-    """One or more pairs of arms, each with a difference."""
-    differing: Sequence[str]
-    """The differences from the campaign's plan."""
-    left_out: Sequence[str]
-    notes: Sequence[str]
+    to_come: int = 0
+    """Runs of a campaign that have not ended."""
+    left_out: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    planned: str = ""
+    """A sentence that calls the comparison planned before the first run, or exploratory; ""
+    without a plan."""
+    looks: Sequence[Look] = ()
+    """The looks of the campaign; empty unless the comparison follows the plan."""
+
+    @property
+    def judge(self) -> str:
+        """The reward that decides the metric, the same in all arms; "" for a metric that does not
+        depend on a reward.
+        """
+        return self.metric.judge(self.reference) if self.reference else ""
+
+    @property
+    def evaluated(self) -> str:
+        """The sampling of held-out answers in words; "" for a training metric."""
+        return evaluated_as(self.reference) if self.reference and self.metric.k else ""
+
+    @property
+    def problems(self) -> int:
+        """Held-out problems on which some pair has a difference; 0 for a training metric."""
+        return max(contrast.problems for contrast in self.contrasts)
+
+    @property
+    def family(self) -> int:
+        """The number of comparisons in the adjustment of p."""
+        return len(self.contrasts) + self.test.absent
+
+    @property
+    def seeds_to_conclude(self) -> int:
+        """Fewest pairs with which any contrast of the family can be significant."""
+        return seeds_to_conclude(self.test.of_family(self.family))
+
+    @property
+    def one_baseline(self) -> bool:
+        return all(contrast.baseline == self.baseline for contrast in self.contrasts)
 
 
-def select(grouped: RunsByCondition, request: Request) -> Selection:
-    """Select runs and pairs. Raises ConfigurationError for runs that do not compare, and without a
-    pair.
+def select(grouped: RunsByCondition, request: Request) -> Comparison:
+    """Select runs and pairs, and compare them. Raises ConfigurationError for runs that do not
+    compare, and without a pair.
     """
-    test = request.test
+    test, record = request.test, request.record
     grouped, metric = _where_asked(grouped, request)
-    _check_comparable(grouped, metric, test)
     reference = next(iter(grouped.conditions[request.baseline].values()), None)
-    # A metric that the user named compares runs despite other sampling; the notes say so.
-    asked = request.metric is not None
-    alike, apart, otherwise = _measured_alike(grouped, reference, metric, insist=asked)
-    named = list(chain.from_iterable(request.pairs)) or alike
-    arms = _arms(grouped, alike, dict.fromkeys((request.baseline, *named)), metric)
+    arms, apart, notes = _arms(grouped, request, reference, metric)
     wanted = request.pairs or [(label, request.baseline) for label in [*arms][1:]]
-    record, differing = request.record, _deviations(request, wanted, metric, grouped.runs)
-    looked = record is not None and bool(record.looks) and not differing
+    differing = [*deviations(request, wanted, metric, grouped.runs)]
+    looked = bool(record.looks) and not differing
     # A look bets on what is there: what later runs say of an earlier one must not change it.
-    if not looked:
-        arms = _without_collapsed(arms, request, metric)
-    notes = otherwise if asked else []
-    left_out = [*grouped.left_out, *apart, *([] if asked else otherwise)]
-    left_out += chain.from_iterable(arm.left_out for arm in arms.values())
-    family = _with_differences(arms, wanted, metric, record)
-    if record and looked:
+    if record.judges_losses and not looked and test.direction(metric.better) == "higher":
+        arms = {label: arm.without_collapsed() for label, arm in arms.items()}
+    own = chain.from_iterable(arm.left_out for arm in arms.values())
+    left_out = [*grouped.left_out, *apart, *own]
+    found = (pair_up(arms[ours], arms[theirs], test.alpha) for ours, theirs in wanted)
+    family = [
+        replace(pairs, judges_losses=record.judges_losses) for pairs in found if pairs.differences
+    ]
+    if looked:
         family, test, unseen = _at_looks(family, record, len(wanted), test)
         notes += unseen
     if not family:
-        apart_too = sum(map(len, alike.values())) < len(grouped.runs)
-        raise _no_pair(arms.values(), left_out, metric, some_apart=apart_too)
-    return Selection(metric, test, reference, arms, family, differing, left_out, notes)
+        raise _no_pair(arms.values(), left_out, metric, some_apart=bool(apart))
+    return replace(
+        _compared([*arms.values()], family, metric, test, request),
+        reference=reference,
+        to_come=grouped.to_come,
+        left_out=left_out,
+        notes=notes,
+        planned=planned_line(record, differing, request.absences),
+        looks=record.looks if looked else (),
+    )
 
 
-def _arms(
-    grouped: RunsByCondition,
-    alike: Mapping[str, RunsBySeed],
-    labels: Iterable[str],
+def _compared(
+    arms: Sequence[Arm],
+    family: Sequence[Pairs],
     metric: Metric,
-) -> dict[str, Arm]:
-    return {
-        label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
-        for label in labels
-    }
-
-
-def _where_asked(grouped: RunsByCondition, request: Request) -> tuple[RunsByCondition, Metric]:
-    """Return the runs and the metric, at the request's budget if it has one."""
-    metric = choose_metric(request.metric, grouped.runs)
-    if request.budget:
-        return at_budget(grouped, request.budget, metric)
-    return grouped, metric
+    test: TestSettings,
+    request: Request,
+) -> Comparison:
+    """Return the conclusions, with p values adjusted over all of them, and the scores by task."""
+    by_task, confidence = metric.k == 1 and not request.budget, 1 - test.alpha
+    tasks = {arm.label: aggregate_tasks(arm.runs, confidence) for arm in arms if by_task}
+    paired = [pairs.paired(len(family) + test.absent) for pairs in family]
+    contrasts = [
+        Contrast(
+            **vars(pairs),
+            conclusion=conclusion,
+            tasks=contrast_tasks(pairs.runs, confidence) if by_task else None,
+        )
+        for pairs, conclusion in zip(family, conclude(paired, test, metric.better), strict=True)
+    ]
+    return Comparison(
+        metric=metric,
+        test=test,
+        baseline=request.baseline,
+        arms=arms,
+        tasks={label: found for label, found in tasks.items() if found},
+        contrasts=contrasts,
+        budget=request.budget,
+        grid=request.record.grid,
+    )
 
 
 def _at_looks(
@@ -133,80 +205,62 @@ def _at_looks(
     return seen, test, list(not_looked_at(record, seeds))
 
 
-def _check_comparable(grouped: RunsByCondition, metric: Metric, test: TestSettings) -> None:
-    check_sizes(test, metric)
-    if metric.k is not None:
+def _where_asked(grouped: RunsByCondition, request: Request) -> tuple[RunsByCondition, Metric]:
+    """Return the runs and the metric, at the request's budget if it has one."""
+    metric = choose_metric(request.metric, grouped.runs)
+    if request.budget:
+        grouped, metric = at_budget(grouped, request.budget, metric)
+    check_sizes(request.test, metric)
+    if metric.k:
         check_same_problems(grouped.runs)
     for label, runs in grouped.conditions.items():
         check_one_condition(label, runs)
+    return grouped, metric
 
 
-def _with_differences(
-    arms: Mapping[str, Arm],
-    wanted: Sequence[PairOfLabels],
-    metric: Metric,
-    record: CampaignRecord | None,
-) -> list[Pairs]:
-    """Return the contrasts that have a difference."""
-    family = [pair_up(arms[ours], arms[theirs], metric) for ours, theirs in wanted]
-    judged = _has_rule_of_losses(record)
-    return [replace(pairs, judges_losses=judged) for pairs in family if pairs.differences]
-
-
-def _has_rule_of_losses(record: CampaignRecord | None) -> bool:
-    """True unless the version that stored the plan left out failed runs alone, and any number of
-    them.
-    """
-    return record is None or record.plan is None or record.plan.leaves_out != "failed"
-
-
-def _without_collapsed(arms: dict[str, Arm], request: Request, metric: Metric) -> dict[str, Arm]:
-    """Return the arms without runs that fell towards 0, for a rate whose higher values are
-    better.
-    """
-    higher = request.test.direction(metric.better) == "higher"
-    if not (metric.is_rate and higher and _has_rule_of_losses(request.record)):
-        return arms
-    return {label: arm.without_collapsed() for label, arm in arms.items()}
-
-
-def _deviations(
-    request: Request, wanted: Sequence[PairOfLabels], metric: Metric, runs: Sequence[StoredRun]
-) -> list[str]:
-    if request.record is None:
-        return []
-    if request.budget:
-        return [f"where runs are compared (at {request.budget}, planned at their end)"]
-    found = deviations(
-        request.record,
-        baseline=request.baseline,
-        pairs=wanted,
-        metric=metric,
-        test=request.test,
-        runs=runs,
-        absences=request.absences,
-    )
-    return list(found)
+def _arms(
+    grouped: RunsByCondition, request: Request, reference: StoredRun | None, metric: Metric
+) -> tuple[dict[str, Arm], list[str], list[str]]:
+    """Return the arms, the baseline first, the sentences on runs that they leave out, and notes."""
+    # A metric that the user named compares runs despite other sampling; the notes say so.
+    insist = request.metric is not None
+    alike, apart, notes = _measured_alike(grouped, reference, metric, insist=insist)
+    named = [*chain.from_iterable(request.pairs)] or alike
+    arms = {
+        label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
+        for label in dict.fromkeys((request.baseline, *named))
+    }
+    return arms, apart, notes
 
 
 def _measured_alike(
     grouped: RunsByCondition, reference: StoredRun | None, metric: Metric, *, insist: bool
-) -> tuple[Mapping[str, RunsBySeed], list[str], list[str]]:
-    """Return the runs with the judge of the reference and, for a held-out metric, with its
-    evaluation. The other two parts are the sentences on runs with another judge or another
-    evaluation.
+) -> tuple[dict[str, RunsBySeed], list[str], list[str]]:
+    """Return the runs with the judge of the reference and, for a held-out metric, with
+    its evaluation. The other two parts are the sentences on runs that this leaves out, and notes.
     """
-    if reference is None:
-        return grouped.conditions, [], []
-    alike, apart, otherwise = dict(grouped.conditions), list[str](), list[str]()
-    judge, way = metric.judge(reference), evaluated_as(reference)
-    for label, runs in grouped.conditions.items():
-        alike[label], sentences = judged_by(label, runs, metric, judge)
-        apart += sentences
-        if metric.k is not None:
-            alike[label], sentences = evaluated_alike(label, alike[label], way, insist=insist)
-            otherwise += sentences
-    return alike, apart, otherwise
+    alike: dict[str, RunsBySeed] = {**grouped.conditions}
+    apart, otherwise = list[str](), list[str]()
+    end = "the difference between them includes the difference in evaluation."
+    if not insist:
+        end = "they are not compared. Name --metric pass@1 to compare them all the same."
+    for label, runs in grouped.conditions.items() if reference else ():
+        assert reference
+        judge, way = metric.judge(reference), evaluated_as(reference)
+        apart += [
+            f"{label}{which} is judged by {other}, and the baseline by {judge}: {metric.name} means"
+            " different things in the two, so they are not compared."
+            for which, other in unlike(runs, metric.judge, judge)
+        ]
+        alike[label] = {seed: run for seed, run in runs.items() if metric.judge(run) == judge}
+        if metric.k:
+            otherwise += [
+                f"{label}{which} was evaluated at {other}, and the baseline at {way}: {end}"
+                for which, other in unlike(alike[label], evaluated_as, way)
+            ]
+        if metric.k and not insist:
+            alike[label] = {s: run for s, run in alike[label].items() if evaluated_as(run) == way}
+    return (alike, apart, otherwise) if insist else (alike, apart + otherwise, [])
 
 
 def check_levels(alpha: float, power: float) -> None:

@@ -26,7 +26,7 @@ Variance Components, chapter 4. Satterthwaite 1946, doi 10.2307/3002019.
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from typing import TypeVar
 
 import numpy as np
@@ -80,9 +80,7 @@ def sample_sd(differences: Numbers) -> float:
         raise ValueError("a standard deviation needs at least two differences")
     largest = _largest(d)
     scaled = d / largest  # Without this, squares could be 0 or infinite.
-    if np.ptp(scaled) > _TIE:
-        return largest * float(np.std(scaled, ddof=1))
-    return 0.0
+    return largest * float(np.std(scaled, ddof=1)) if np.ptp(scaled) > _TIE else 0.0
 
 
 def _largest(values: Floats) -> float:
@@ -115,10 +113,7 @@ def smallest_p(seeds: int) -> float:
 
 def seeds_to_reach(alpha: float) -> int:
     """Return the fewest seeds whose p can be below `alpha`, in a family of any size."""
-    seeds = 1
-    while smallest_p(seeds) >= alpha:
-        seeds += 1
-    return seeds
+    return next(seeds for seeds in count(1) if smallest_p(seeds) < alpha)
 
 
 def corrected_dz(differences: Numbers) -> float:
@@ -131,9 +126,7 @@ def corrected_dz(differences: Numbers) -> float:
     d = d / _largest(d)
     sd, centre = sample_sd(d), mean(d)
     if sd == 0:
-        if centre == 0:
-            return 0.0
-        return float(np.copysign(np.inf, centre))
+        return float(np.copysign(np.inf, centre)) if centre else 0.0
     # With the correction J the bias is at most about 1% from n = 4 on.
     return (1 - 3 / (4 * (len(d) - 1) - 1)) * centre / sd
 
@@ -149,9 +142,9 @@ def holm(p: Sequence[float]) -> list[float]:
         raise ValueError(f"p values lie in [0, 1], got {list(p)}")
     order = np.argsort(values, kind="stable")
     stepped = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1))
-    adjusted = np.empty_like(values)
-    adjusted[order] = np.minimum(stepped, 1.0)
-    return [float(value) for value in adjusted]
+    # The inverse of a permutation is its order.
+    found: list[float] = np.minimum(stepped, 1.0)[np.argsort(order)].tolist()
+    return found
 
 
 def tost(differences: Numbers, margin: float) -> float:
@@ -168,9 +161,7 @@ def tost(differences: Numbers, margin: float) -> float:
     d = numbers(differences)
     sd, inside = sample_sd(d), margin - abs(mean(d))
     if sd == 0:
-        if inside > 0:
-            return 2.0 ** -len(d)
-        return 1.0
+        return 2.0 ** -len(d) if inside > 0 else 1.0
     return float(stdtr(len(d) - 1, -inside / sd * np.sqrt(len(d))))
 
 
@@ -209,9 +200,9 @@ def max_t(family: Sequence[Differences]) -> list[float]:
         flips += len(signs)
     sampled = len(columns) > EXACT_SEEDS
     stepped = np.maximum.accumulate((as_far + sampled) / (flips + sampled))
-    adjusted = np.empty(len(family))
-    adjusted[order] = stepped
-    return [float(p) for p in adjusted]
+    # The inverse of a permutation is its order.
+    found: list[float] = stepped[np.argsort(order)].tolist()
+    return found
 
 
 def _unit_columns(family: Sequence[Differences]) -> Floats:

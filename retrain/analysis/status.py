@@ -40,6 +40,10 @@ since a model may take minutes to load.
 """
 _PATIENCE_STEPS = 10
 _SMALL_LOSS = 0.05
+_WRITTEN = (
+    *("metrics", "evaluation", "sft", "trainer_state", "environment", "lock_owner", "config"),
+)
+"""Files of a running run."""
 
 
 class State(StrEnum):
@@ -158,19 +162,20 @@ class CampaignStatus:
         """
         running = sum(run.state in LIVE for run in self.runs)
         step_time = self.median_step_time_s
-        if running and step_time is not None:
-            return (self.max_steps - self.steps) * step_time / running
-        return None
+        if not running or step_time is None:
+            return None
+        return (self.max_steps - self.steps) * step_time / running
 
     def to_json(self) -> Json:
         names = ("counts", "steps", "max_steps", "median_step_time_s", "remaining_s")
-        summary = {name: getattr(self, name) for name in names}
-        return (
-            {"path": str(self.path), "name": self.path.name}
-            | summary
-            | {"runs": [run.to_json() for run in self.runs]}
-            | {"evidence": self.evidence, "note": self.note}
-        )
+        return {
+            "path": str(self.path),
+            "name": self.path.name,
+            **{name: getattr(self, name) for name in names},
+            "runs": [run.to_json() for run in self.runs],
+            "evidence": self.evidence,
+            "note": self.note,
+        }
 
 
 def _left(folder: Path, runs: Sequence[RunStatus], given: Mapping[str, Any]) -> str:
@@ -207,9 +212,7 @@ class Overview:
 
     @property
     def all_runs(self) -> list[RunStatus]:
-        return list(chain.from_iterable(campaign.runs for campaign in self.campaigns)) + list(
-            self.runs
-        )
+        return [*chain.from_iterable(one.runs for one in self.campaigns), *self.runs]
 
     @property
     def is_live(self) -> bool:
@@ -296,9 +299,8 @@ def run_status(run: StoredRun, now: float, given: Mapping[str, Any] | None = Non
     """
     try:
         status = _read(run, now)
-        problem = problem_of(run, given or {})
-        if problem:
-            return replace(status, note=f"It {problem}. {status.note}".strip())
+        if problem := problem_of(run, given or {}):
+            status = replace(status, note=f"It {problem}. {status.note}".strip())
         return status
     except (RetrainError, OSError) as error:
         return _unreadable(run, error)
@@ -328,6 +330,7 @@ def _read(run: StoredRun, now: float) -> RunStatus:
     idle = max(0.0, now - _last_written(folder, now))
     state = _state(run, writer, idle, step_time)
     max_steps = run.config.training.max_steps
+    left = max(0, max_steps - run.steps) * (step_time or 0.0)
     evaluation = None if run.unsound else run.final_evaluation
     return RunStatus(
         path=run.path,
@@ -336,24 +339,13 @@ def _read(run: StoredRun, now: float) -> RunStatus:
         state=state,
         steps=run.steps,
         max_steps=max_steps,
-        correct_rate=last.correct_rate if last else None,
-        mean_reward=last.mean_reward if last else None,
-        loss=last.loss if last else None,
+        **{name: getattr(last, name, None) for name in ("correct_rate", "mean_reward", "loss")},
         held_out=evaluation.pass_at.get(1) if evaluation else None,
         tokens_per_s=_median([record.tokens_per_s for record in recent]),
         median_step_time_s=step_time,
-        remaining_s=(
-            max(0, max_steps - run.steps) * step_time
-            if state in LIVE and step_time is not None
-            else None
-        ),
+        remaining_s=left if state in LIVE and step_time is not None else None,
         idle_s=idle,
-        note=" ".join(
-            filter(
-                None,
-                (run.unsound, _supervised(run), _attempts(run), _note(run, state, writer, idle)),
-            )
-        ),
+        note=" ".join(filter(None, [run.unsound, *_begun(run), _note(run, state, writer, idle)])),
         loss_note=untrained_line(untrained_streak(recent)) or (loss_note(last) if last else ""),
     )
 
@@ -362,19 +354,10 @@ def _last_written(folder: RunFolder, now: float) -> float:
     """Return the time at which a run last wrote a file; `now` if all files are gone, for example
     when the run starts over.
     """
-    files = (
-        folder.metrics,
-        folder.evaluation,
-        folder.sft,
-        folder.trainer_state,
-        folder.environment,
-        folder.lock_owner,
-        folder.config,
-    )
     times = []
-    for path in files:
+    for name in _WRITTEN:
         with suppress(FileNotFoundError):
-            times.append(path.stat().st_mtime)
+            times.append(getattr(folder, name).stat().st_mtime)
     return max(times, default=now)
 
 
@@ -397,17 +380,14 @@ def _without_config(run: StoredRun, writer: Writer | None) -> RunStatus:
     return _bare(run, state, note)
 
 
-def _supervised(run: StoredRun) -> str:
-    """Say how far the supervised stage came, in a run without another step."""
-    if run.steps or not run.sft_records:
-        return ""
-    return f"{counted(len(run.sft_records), 'supervised step')} taken."
-
-
-def _attempts(run: StoredRun) -> str:
+def _begun(run: StoredRun) -> Iterator[str]:
+    """Say how far the supervised stage came, in a run without another step, and how often it
+    began.
+    """
+    if not run.steps and run.sft_records:
+        yield f"{counted(len(run.sft_records), 'supervised step')} taken."
     if run.planned and run.planned.attempts > 1:
-        return f"{run.planned.attempts} attempts."
-    return ""
+        yield f"{run.planned.attempts} attempts."
 
 
 def _state(run: StoredRun, writer: Writer | None, idle: float, step_time: float | None) -> State:
@@ -467,6 +447,4 @@ def loss_note(record: StepRecord) -> str:
 
 def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    if known:
-        return median(known)
-    return None
+    return median(known) if known else None

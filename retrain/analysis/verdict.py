@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from retrain.analysis import power, statistics
+from retrain.analysis import statistics
 from retrain.analysis.e_process import anytime_p, confidence_sequence, evidence
-from retrain.analysis.power import Rule
+from retrain.analysis.power import Rule, minimal_detectable_effect, sd_interval, seeds_needed
 from retrain.analysis.statistics import Differences, Interval, max_t
 from retrain.records.entries import Direction
 
@@ -66,68 +66,31 @@ class TestSettings:
         """Return the better end of a metric; `better` is the metric's own."""
         return "lower" if self.lower_is_better else better
 
-    def adjusted(self, family: Sequence[Differences]) -> list[float]:
-        """Return the p of each contrast, adjusted over the family."""
-        if self.rule == "evidence":
-            return [anytime_p(value) for value in self.evidence_for(family)]
-        return max_t(family)
-
     def evidence_for(self, family: Sequence[Differences]) -> list[float]:
         """Return the evidence for each contrast over the planned family; `family` has a pair in
         each.
         """
         return evidence([*family, *[{}] * self.absent], self.looks)[: len(family)]
 
-    def smallest_adjusted(self, pairs: Sequence[int]) -> list[float] | list[None]:
-        """Return the smallest adjusted p that any differences of so many pairs in each contrast
-        could give; None if looks may follow.
-        """
+    def adjusted(self, family: Sequence[Differences]) -> list[float]:
+        """Return the p of each contrast, adjusted over the family."""
         if self.rule == "evidence":
-            return [None] * len(pairs)
-        return [statistics.smallest_p(count) for count in pairs]
-
-    def p(self, differences: Differences) -> float:
-        """Return the p of one contrast alone."""
-        if self.rule == "evidence":
-            return anytime_p(*evidence([differences], self.looks))
-        return statistics.sign_flip_p([*differences.values()])
+            return [anytime_p(value) for value in self.evidence_for(family)]
+        return max_t(family)
 
     def interval(self, differences: Differences) -> Interval | None:
         """Student's t interval of the mean or, under looks, the confidence sequence of the center.
         None: too few pairs.
         """
+        values, confidence = [*differences.values()], 1 - self.alpha
         if self.rule == "evidence":
             return confidence_sequence(
-                [differences[look] for look in sorted(differences)], 1 - self.alpha
+                [differences[look] for look in sorted(differences)], confidence
             )
-        if len(differences) > 1:
-            return statistics.t_interval([*differences.values()], 1 - self.alpha)
-        return None
+        return statistics.t_interval(values, confidence) if len(values) > 1 else None
 
     def of_family(self, comparisons: int) -> Rule:
         return Rule(comparisons, self.alpha, self.power, self.rule)
-
-    def detectable(self, pairs: int, sd: float, comparisons: int) -> Interval | None:
-        """Return the difference found with the stated power, over the 95% interval of the sd; None
-        if no result could be significant.
-        """
-        # Looks do not fix the number of seeds, so that there is no such difference.
-        if self.rule == "evidence":
-            return None
-        units = power.minimal_detectable_effect(pairs, 1.0, self.of_family(comparisons))
-        if units is None:
-            return None
-        low, high = power.sd_interval(sd, pairs - 1)
-        return units * low, units * high
-
-    def seeds_needed(self, sd: float, comparisons: int) -> int | None:
-        """Return the seeds that find `effect` at this sd; None without an effect, under looks, and
-        if it is out of reach.
-        """
-        rule = self.of_family(comparisons)
-        if self.effect is None or self.rule == "evidence" or rule.out_of_reach(self.effect, sd):
-            return None
-        return power.seeds_needed(self.effect, sd, rule)
 
 
 @dataclass(frozen=True)
@@ -188,6 +151,8 @@ class Conclusion:
     """The smallest p that any differences could give with this many pairs in every contrast; None
     for evidence, since looks may follow.
     """
+    can_conclude: bool
+    """True if that p is below alpha, or looks may follow."""
     d_z: float | None
     """The effect size d_z with Hedges' correction; None below three pairs, since the correction is
     0 for two.
@@ -214,14 +179,12 @@ class Conclusion:
     evidence: float | None = None
     """The evidence over the family; None for the rule "maxt"."""
 
-    def can_conclude(self, alpha: float) -> bool:
-        return self.smallest_p_adjusted is None or self.smallest_p_adjusted < alpha
-
-    def word(self, alpha: float) -> str:
-        """Return the verdict, or else "cannot conclude" by design, or "undecided" by the data."""
+    @property
+    def word(self) -> str:
+        """The verdict, or else "cannot conclude" by design, or "undecided" by the data."""
         if self.verdict is not Verdict.INCONCLUSIVE:
             return str(self.verdict)
-        return "undecided" if self.can_conclude(alpha) else "cannot conclude"
+        return "undecided" if self.can_conclude else "cannot conclude"
 
 
 def conclude(
@@ -230,33 +193,30 @@ def conclude(
     """Return one conclusion per contrast, with p values adjusted over the whole family. `better` is
     the metric's own direction.
     """
-    adjusted = test.adjusted([paired.by_seed for paired in family])
-    at_worst = adjusted
+    by_seed = [paired.by_seed for paired in family]
+    at_worst = adjusted = test.adjusted(by_seed)
     if any(paired.least is not None for paired in family) and min(adjusted) < test.alpha:
         at_worst = test.adjusted([paired.at_worst for paired in family])
-    smallest = test.smallest_adjusted([len(paired.by_seed) for paired in family])
-    equivalence = _equivalence(family, test.margin)
-    better = test.direction(better)
-    rows = zip(family, adjusted, at_worst, smallest, equivalence, strict=True)
-    found = [_conclusion(*row, test, len(family), better) for row in rows]
-    if test.rule != "evidence":
-        return found
-    evidence = test.evidence_for([paired.by_seed for paired in family])
-    return [replace(one, evidence=value) for one, value in zip(found, evidence, strict=True)]
+    looked = test.rule == "evidence"
+    found = test.evidence_for(by_seed) if looked else [None] * len(family)
+    rows = zip(family, adjusted, at_worst, _equivalence(family, test.margin), found, strict=True)
+    rule = test.of_family(len(family))
+    return [_conclusion(*row, test, rule, test.direction(better)) for row in rows]
 
 
 def _conclusion(
     paired: PairedDifferences,
     p_adjusted: float,
     p_at_worst: float,
-    smallest: float | None,
     equivalence_p: float | None,
+    evidence: float | None,
     test: TestSettings,
-    family: int,
+    rule: Rule,
     better: Direction,
 ) -> Conclusion:
     d = paired.values
     mean, sd = statistics.mean(d), statistics.sample_sd(d) if len(d) > 1 else None
+    smallest = statistics.smallest_p(len(d)) if evidence is None else None
     # Too few pairs for a difference are too few to call two conditions equivalent as well.
     levels = (equivalence_p, smallest)
     equivalent = all(p is not None and p < test.alpha for p in levels)
@@ -267,27 +227,48 @@ def _conclusion(
     verdict = Verdict.EQUIVALENT if equivalent else Verdict.INCONCLUSIVE
     # A significant difference outranks the margin, which `within_margin` then adds.
     if differs and not unsure:
-        if better is None:
-            verdict = Verdict.DIFFERENT
-        else:
-            verdict = Verdict.IMPROVEMENT if (mean < 0) == (better == "lower") else Verdict.WORSE
+        verdict = _direction(mean, better)
+    detectable, needed = _sizes(len(d), sd, test, rule)
     return Conclusion(
         pairs=len(d),
         mean=mean,
         sd=sd,
         interval=interval,
-        p=test.p(paired.by_seed),
+        p=replace(test, absent=0).adjusted([paired.by_seed])[0],
         p_adjusted=p_adjusted,
         smallest_p_adjusted=smallest,
+        can_conclude=smallest is None or smallest < test.alpha,
         d_z=statistics.corrected_dz(d) if len(d) > 2 else None,
-        detectable=test.detectable(len(d), sd, family) if sd else None,
-        seeds_needed=test.seeds_needed(sd, family) if sd else None,
+        detectable=detectable,
+        seeds_needed=needed,
         equivalence_p_adjusted=equivalence_p,
         bounds=paired.bounds,
         unsure=unsure,
         within_margin=equivalent and verdict is not Verdict.EQUIVALENT,
         verdict=verdict,
+        evidence=evidence,
     )
+
+
+def _direction(mean: float, better: Direction) -> Verdict:
+    if better is None:
+        return Verdict.DIFFERENT
+    return Verdict.IMPROVEMENT if (mean < 0) == (better == "lower") else Verdict.WORSE
+
+
+def _sizes(
+    pairs: int, sd: float | None, test: TestSettings, rule: Rule
+) -> tuple[Interval | None, int | None]:
+    """Return the detectable differences, and the seeds for the stated effect."""
+    # Looks do not fix the number of seeds, so that they have no such sizes.
+    if not sd or test.rule == "evidence":
+        return None, None
+    needed = seeds_needed(test.effect, sd, rule) if test.effect is not None else None
+    units = minimal_detectable_effect(pairs, 1.0, rule)
+    if units is None:
+        return None, needed
+    low, high = sd_interval(sd, pairs - 1)
+    return (units * low, units * high), needed
 
 
 def _excludes_zero(interval: Interval | None) -> bool:

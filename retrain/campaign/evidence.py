@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil
 
-from retrain.analysis.compare import Comparison, compare_campaign
+from retrain.analysis.compare import compare_campaign
 from retrain.analysis.measures import difference_words
 from retrain.analysis.planned import CampaignRecord, Look
+from retrain.analysis.selection import Comparison
 from retrain.analysis.verdict import TestSettings, Verdict
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
@@ -26,7 +27,7 @@ from retrain.errors import ConfigurationError
 from retrain.records.terminal import counted
 
 _WITHOUT_RESULT = {Status.FAILED, Status.INTERRUPTED}
-_ENDED = {Status.DONE} | _WITHOUT_RESULT
+_ENDED = {Status.DONE, *_WITHOUT_RESULT}
 
 
 class EvidenceRule:

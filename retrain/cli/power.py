@@ -5,7 +5,7 @@ can find.
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +13,9 @@ from retrain.cli.shared import Alpha, Form, print_json
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.analysis.pilot import Pilot, SeedPlan, Spread
+    from retrain.analysis.pilot import Pilot, Spread
+    from retrain.analysis.power import Rule
+    from retrain.system import Json
 
 
 def command(
@@ -46,7 +48,7 @@ def command(
     """Plan a campaign: the seeds needed to find a difference, given a pilot or a standard
     deviation.
     """
-    from retrain.analysis.pilot import SeedPlan, read_pilot
+    from retrain.analysis.pilot import read_pilot
     from retrain.analysis.power import Rule
 
     if (pilot is None) == (sd is None):
@@ -59,28 +61,30 @@ def command(
             f"the differences between the runs of {pilot} are all equal, so they show no spread;"
             " give --sd, or run a pilot of more seeds."
         )
+    rule = Rule(comparisons or (found.comparisons if found else 1), alpha, power)
     spread = found.sd if found else sd
     assert spread is not None
-    shown = found.comparisons if found else 1
-    plan = SeedPlan(effect, spread, Rule(comparisons or shown, alpha, power))
-    _check(plan, comparisons, found)
+    _check(effect, spread, rule, comparisons, found)
+    plan = _plan(effect, spread, rule, found)
     if form == "json":
-        print_json(_as_json(plan, found))
+        print_json(plan)
     else:
         print("\n".join(_lines(plan, found)))
 
 
-def _check(plan: "SeedPlan", comparisons: int | None, pilot: "Pilot | None") -> None:
+def _check(
+    effect: float | None, sd: float, rule: "Rule", comparisons: int | None, pilot: "Pilot | None"
+) -> None:
     """Raise ConfigurationError for a value outside its range."""
     from retrain.analysis.selection import check_levels
 
-    check_levels(plan.rule.alpha, plan.rule.power)
-    if plan.effect == 0:
+    check_levels(rule.alpha, rule.power)
+    if effect == 0:
         raise ConfigurationError(
             "--effect 0 needs infinitely many seeds; give the smallest difference that matters,"
             " such as 0.02."
         )
-    for name, size in (("effect", plan.effect), ("sd", plan.sd)):
+    for name, size in (("effect", effect), ("sd", sd)):
         if size is not None and not 0 < size < float("inf"):
             raise ConfigurationError(
                 f"--{name} {size:g} is not a positive number; give one, such as 0.02."
@@ -89,33 +93,67 @@ def _check(plan: "SeedPlan", comparisons: int | None, pilot: "Pilot | None") -> 
         raise ConfigurationError(
             f"--comparisons {comparisons} is not a number of comparisons; give 1 or more."
         )
-    if pilot and pilot.metric.is_rate and plan.effect is not None and plan.effect >= 1:
+    if pilot and pilot.metric.is_rate and (effect or 0.0) >= 1:
         raise ConfigurationError(
-            f"--effect {plan.effect:g} is not a possible difference in {pilot.metric.name}; two"
+            f"--effect {effect:g} is not a possible difference in {pilot.metric.name}; two"
             " points are 0.02."
         )
 
 
-def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
+def _plan(effect: float | None, sd: float, rule: "Rule", pilot: "Pilot | None") -> "Json":
+    """Return the numbers of a plan under the names of `--json`."""
+    from retrain.analysis.pilot import cheapest
+    from retrain.analysis.power import SEED_COUNTS, minimal_detectable_effect, seeds_needed
+
+    found = {
+        "effect": effect,
+        "sd": sd,
+        "sd_interval": pilot.sd_interval if pilot else None,
+        "source": pilot.source if pilot else "given",
+        "metric": pilot.metric.name if pilot else None,
+        **asdict(rule),
+        "sd_by_contrast": dict(pilot.sd_by_contrast) if pilot else None,
+        "sd_assured": pilot.assured_sd if pilot else None,
+        "seeds_assured": None,
+        "seeds_needed": None,
+        "seeds_needed_interval": None,
+        "detectable": {
+            str(seeds): minimal_detectable_effect(seeds, sd, rule) for seeds in SEED_COUNTS
+        },
+        "cheapest": None,
+    }
+    if effect:
+        found["seeds_needed"] = seeds_needed(effect, sd, rule)
+    if effect and pilot:
+        found["seeds_assured"] = seeds_needed(effect, pilot.assured_sd, rule)
+        found["seeds_needed_interval"] = [
+            seeds_needed(effect, end, rule) for end in pilot.sd_interval
+        ]
+        design = cheapest(pilot.spread, effect, rule) if pilot.spread else None
+        found["cheapest"] = design and asdict(design)
+    return found
+
+
+def _lines(plan: "Json", pilot: "Pilot | None") -> Iterator[str]:
     from retrain.records.terminal import counted, table_lines
 
-    rule = plan.rule
+    family = counted(plan["comparisons"], "comparison")
     yield (
-        f"Paired by seed, two-sided, alpha {rule.alpha:g} over"
-        f" {counted(rule.comparisons, 'comparison')}, power {100 * rule.power:g}%."
+        f"Paired by seed, two-sided, alpha {plan['alpha']:g} over {family}, power"
+        f" {100 * plan['power']:g}%."
     )
     if pilot:
         yield from _pilot_lines(pilot)
     else:
-        yield f"Sd of the differences: {_number(plan.sd)}, as given."
-    if plan.effect is not None:
+        yield f"Sd of the differences: {_number(plan['sd'])}, as given."
+    if plan["effect"]:
         yield from _seed_lines(plan, pilot)
         if pilot and pilot.spread:
             yield _design_line(plan, pilot.spread)
     yield ""
     rows = [
-        (str(seeds), "none" if effect is None else _number(effect))
-        for seeds, effect in plan.detectable().items()
+        (seeds, "none" if effect is None else _number(effect))
+        for seeds, effect in plan["detectable"].items()
     ]
     yield from table_lines([("seeds", "detectable difference"), *rows], right=(0,))
 
@@ -132,7 +170,7 @@ def _pilot_lines(pilot: "Pilot") -> Iterator[str]:
         yield f"By contrast: {', '.join(sds)}."
 
 
-def _design_line(plan: "SeedPlan", spread: "Spread") -> str:
+def _design_line(plan: "Json", spread: "Spread") -> str:
     """Return seeds, problems and samples together, at the pilot's own spread."""
     from retrain.analysis.pilot import MAX_DESIGN_SEEDS
     from retrain.records.terminal import counted
@@ -140,70 +178,47 @@ def _design_line(plan: "SeedPlan", spread: "Spread") -> str:
     luck = (
         f"Noise from the seeds alone: sd {_number(spread.luck**0.5)}, which no evaluation reduces"
     )
-    found = plan.cheapest(spread)
+    found = plan["cheapest"]
     if not found:
         return (
             f"{luck}; no design of at most {MAX_DESIGN_SEEDS} seeds finds"
-            f" {_number(plan.effect or 0.0)}."
+            f" {_number(plan['effect'])}."
         )
     return (
-        f"{luck}. The cheapest design at the pilot's spread and speed: {found.seeds} seeds,"
-        f" {found.problems:,} problems x {counted(found.samples, 'sample')}, {found.hours:.2g}"
-        f" hours for all {plan.rule.comparisons + 1} conditions one after the other."
+        f"{luck}. The cheapest design at the pilot's spread and speed: {found['seeds']} seeds,"
+        f" {found['problems']:,} problems x {counted(found['samples'], 'sample')},"
+        f" {found['hours']:.2g} hours for all {plan['comparisons'] + 1} conditions one after the"
+        " other."
     )
 
 
-def _seed_lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
+def _seed_lines(plan: "Json", pilot: "Pilot | None") -> Iterator[str]:
     """Yield the assured number first: at the sd that a pilot shows, the true power often lies far
     below the stated power.
     """
     from retrain.analysis.pilot import ASSURANCE
 
-    effect = _number(plan.effect or 0.0)
+    effect, needed = _number(plan["effect"]), _count(plan["seeds_needed"])
     if not pilot:
-        yield f"You need {_count(plan.seeds(plan.sd))} seeds to find {effect}."
+        yield f"You need {needed} seeds to find {effect}."
         return
-    low, high = (_count(plan.seeds(sd)) for sd in pilot.sd_interval)
+    low, high = map(_count, plan["seeds_needed_interval"])
     yield (
-        f"You need {_count(plan.seeds(pilot.assured_sd))} seeds to find {effect} (assumed sd"
+        f"You need {_count(plan['seeds_assured'])} seeds to find {effect} (assumed sd"
         f" {_number(pilot.assured_sd)}, an upper bound that holds for {100 * ASSURANCE:g}% of"
         " pilots)."
     )
     yield (
-        f"With the pilot's sd taken as exact: {_count(plan.seeds(plan.sd))} seeds ({low} to {high}"
-        " over its interval). About half of such plans have less power than stated."
+        f"With the pilot's sd taken as exact: {needed} seeds ({low} to {high} over its interval)."
+        " About half of such plans have less power than stated."
     )
 
 
 def _count(seeds: int | None) -> str:
     from retrain.analysis.power import MAX_SEEDS
 
-    if seeds is None:
-        return f"more than {MAX_SEEDS:,}"
-    return f"{seeds:,}"
+    return f"more than {MAX_SEEDS:,}" if seeds is None else f"{seeds:,}"
 
 
 def _number(value: float) -> str:
     return f"{value:.4g}"
-
-
-def _as_json(plan: "SeedPlan", pilot: "Pilot | None") -> dict[str, Any]:
-    wanted = plan.effect is not None
-    cheapest = plan.cheapest(pilot.spread) if pilot and pilot.spread and wanted else None
-    return {
-        "effect": plan.effect,
-        "sd": plan.sd,
-        "sd_interval": pilot.sd_interval if pilot else None,
-        "source": pilot.source if pilot else "given",
-        "metric": pilot.metric.name if pilot else None,
-        **asdict(plan.rule),
-        "sd_by_contrast": dict(pilot.sd_by_contrast) if pilot else None,
-        "sd_assured": pilot.assured_sd if pilot else None,
-        "seeds_assured": plan.seeds(pilot.assured_sd) if pilot and wanted else None,
-        "seeds_needed": plan.seeds(plan.sd) if wanted else None,
-        "seeds_needed_interval": (
-            [plan.seeds(sd) for sd in pilot.sd_interval] if pilot and wanted else None
-        ),
-        "detectable": {str(seeds): difference for seeds, difference in plan.detectable().items()},
-        "cheapest": asdict(cheapest) if cheapest else None,
-    }

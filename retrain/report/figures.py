@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from retrain.analysis.compare import Comparison
+from retrain.analysis.selection import Comparison
 from retrain.analysis.statistics import t_interval
 from retrain.analysis.verdict import Verdict
 from retrain.records.terminal import counted
@@ -184,7 +184,7 @@ def draw_differences(comparison: Comparison, labels: Sequence[str], axes: Axes) 
         index = labels.index(contrast.condition) if contrast.condition in labels else row + 1
         rows.append(
             Row(
-                f"{shortened(contrast.condition, ROW_NAME)}: {found.word(comparison.test.alpha)}",
+                f"{shortened(contrast.condition, ROW_NAME)}: {found.word}",
                 scale * np.array(list(contrast.differences.values())),
                 scale * found.mean,
                 scale * np.array(found.interval) if found.interval else None,

@@ -14,9 +14,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from retrain.analysis.compare import Comparison
-from retrain.analysis.comparison_text import Table, arm_table, blocks, contrast_table, narrowed
+from retrain.analysis.comparison_text import Table, arm_table, blocks, narrowed
 from retrain.analysis.headline import answer
+from retrain.analysis.selection import Comparison
 from retrain.analysis.status import CampaignStatus, RunStatus
 from retrain.errors import EnvironmentFailure
 from retrain.inspect import Quantity
@@ -162,7 +162,7 @@ def render(data: ReportData, figures: Sequence[PageFigure]) -> str:
             results=_results(comparison) if comparison else None,
             details=[
                 block
-                for block in (blocks(comparison, _contrasts(comparison)) if comparison else ())
+                for block in (blocks(comparison, narrowed(comparison, 0)) if comparison else ())
                 if block.title not in ("", *_SHOWN)
             ],
         )
@@ -173,14 +173,10 @@ _SHOWN = ("Notes", "Left out")
 """The sections of a comparison that are not behind the page's details."""
 
 
-def _contrasts(comparison: Comparison) -> Table:
-    return narrowed(contrast_table(comparison), 0)
-
-
 def _results(comparison: Comparison) -> Table:
     """Return a row per condition: its runs, then its difference from the baseline."""
     head, rows = arm_table(comparison)
-    more, contrasts = _contrasts(comparison)
+    more, contrasts = narrowed(comparison, 0)
     differences = {name: cells for name, *cells in contrasts}
     merged = [[*row, *differences.get(row[0], [""] * len(more[1:]))] for row in rows]
     names = [*head, *more[1:]]
