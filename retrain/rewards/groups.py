@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from retrain.rewards.answers import Normalization, canonical_answer
 from retrain.rewards.score import PartScore, ScoreRequest
 from retrain.types import Score
+
+if TYPE_CHECKING:
+    from retrain.rewards.scoring import Scorer
 
 _EPS = 1e-6
 
@@ -28,19 +31,6 @@ class Member:
     score: "Future[Score]" = field(default_factory=Future)
 
 
-class Judges(Protocol):
-    """The rewards of a run, as a group asks them."""
-
-    def ask_alone(self, request: ScoreRequest) -> "list[Future[PartScore]]":
-        """Ask the rewards that look at one completion."""
-
-    def ask_together(self, members: Sequence[Member]) -> None:
-        """Complete the `parts` of members in the order of their samples."""
-
-    def combine(self, parts: Sequence[Sequence[PartScore]]) -> list[Score]:
-        """Return one score for each member."""
-
-
 class ScoreGroup:
     """Takes the completions of one prompt in any order, and gives each a score to come.
 
@@ -48,22 +38,22 @@ class ScoreGroup:
     waits until the last of `size` completions is here. One thread submits.
     """
 
-    def __init__(self, judges: Judges, size: int) -> None:
-        self._judges, self._size = judges, size
+    def __init__(self, scorer: "Scorer", size: int) -> None:
+        self._scorer, self._size = scorer, size
         self._members: list[Member] = []
 
     def submit(self, request: ScoreRequest) -> "Future[Score]":
         """Return the future score. Every failure is a could-not-judge with its reason; the future
         raises for a bug only.
         """
-        member = Member(request, self._judges.ask_alone(request))
+        member = Member(request, self._scorer.ask_alone(request))
         member.score.set_running_or_notify_cancel()  # nobody can cancel it now
         self._members.append(member)
         if len(self._members) == self._size:
             members = sorted(self._members, key=lambda one: one.request.sample)
             self._members = []
-            self._judges.ask_together(members)
-            _when_done(members, self._judges.combine)
+            self._scorer.ask_together(members)
+            _when_done(members, self._scorer.combine)
         return member.score
 
 
@@ -72,16 +62,13 @@ def _when_done(
 ) -> None:
     """Set the members' scores once every part of every member is there."""
     # Each once: a reward of the whole group is the same future in every member.
-    parts = {id(part): part for part in chain.from_iterable(each.parts for each in members)}
-    waiting, left = threading.Lock(), len(parts)
+    left, lock = set(chain.from_iterable(member.parts for member in members)), threading.Lock()
 
-    def part_done(_: "Future[PartScore]") -> None:
-        nonlocal left
-        with waiting:
-            left -= 1
-            last = left == 0
-        if not last:
-            return
+    def part_done(part: "Future[PartScore]") -> None:
+        with lock:
+            left.remove(part)
+            if left:
+                return
         try:
             scores = combine([_results(member, index) for index, member in enumerate(members)])
             for member, score in zip(members, scores, strict=True):
@@ -91,7 +78,7 @@ def _when_done(
                 if not member.score.done():
                     member.score.set_exception(error)
 
-    for part in parts.values():
+    for part in tuple(left):
         part.add_done_callback(part_done)
 
 

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from retrain.errors import ConfigurationError, EnvironmentFailure, ResumableFailure, RunFailed
 from retrain.noise import Stream, uniform
 from retrain.records.redact import reason_of, secret_values
@@ -41,11 +43,8 @@ _MIN_COMPLETIONS = 8
 """Fewer completions than this may all fail by accident, so the run does not stop for them."""
 
 
-@dataclass(frozen=True)
-class _StepFailures:
-    total: int
-    reasons: dict[str, int]
-    """Number of unjudged completions, by reason."""
+Failures = tuple[int, Counter[str]]
+"""Number of completions, and of those without a verdict, by reason."""
 
 
 class FailureGuard:
@@ -60,7 +59,7 @@ class FailureGuard:
     def __init__(self, max_failure_rate: float, window: int = WINDOW_STEPS) -> None:
         self._max_failure_rate = max_failure_rate
         self._window = window
-        self._steps: deque[_StepFailures] = deque(maxlen=window)
+        self._steps: deque[Failures] = deque(maxlen=window)
 
     def observe(self, scores: Iterable[Score]) -> None:
         """Count the scores of one step. Raises ResumableFailure, which names the most
@@ -69,15 +68,13 @@ class FailureGuard:
         The window then starts empty. A resumed run has a repaired reward, and old failures would
         stop it at once.
         """
-        outcomes = list(scores)
-        self._steps.append(_StepFailures(len(outcomes), dict(_reasons(outcomes))))
-        reasons, taken = Counter[str](), len(self._steps)
-        for step in self._steps:
-            reasons.update(step.reasons)
-        total, failed = sum(step.total for step in self._steps), reasons.total()
+        if self._max_failure_rate == 1:
+            return
+        self._steps.append(_failures(scores))
+        (total, reasons), taken = self._last, len(self._steps)
+        failed = reasons.total()
         too_many = failed > self._max_failure_rate * total * self._window / taken
-        nothing = failed == total and total >= _MIN_COMPLETIONS
-        if self._max_failure_rate < 1 and (too_many or nothing):
+        if too_many or (failed == total and total >= _MIN_COMPLETIONS):
             self._steps.clear()
             steps = f"{taken} steps" if taken > 1 else "step"
             what = f"{total} completions of the last {steps}"
@@ -87,46 +84,44 @@ class FailureGuard:
         """Raise RunFailed, with the most frequent reason, if the reward could judge none of the
         last completions at the end of a run.
         """
-        reasons, total = Counter[str](), sum(step.total for step in self._steps)
-        for step in self._steps:
-            reasons.update(step.reasons)
-        if self._max_failure_rate < 1 and total and reasons.total() == total:
+        total, reasons = self._last
+        if total and reasons.total() == total:
             raise RunFailed(
                 f"None of the last {total} completions got a verdict"
                 f" ({reasons.most_common(1)[0][0].rstrip('.')}); fix the reward and start"
                 " again."
             )
 
+    @property
+    def _last(self) -> Failures:
+        """The failures of the window."""
+        reasons = sum((reasons for _, reasons in self._steps), Counter[str]())
+        return sum(total for total, _ in self._steps), reasons
+
     def state_dict(self) -> dict[str, Any]:
         """Return the total and the counts by reason of each step in the window as JSON, oldest
         first.
         """
-        return {"steps": [[step.total, step.reasons] for step in self._steps]}
+        return {"steps": [[total, dict(reasons)] for total, reasons in self._steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps = deque(
-            (_StepFailures(total, dict(reasons)) for total, reasons in state.get("steps", [])),
-            maxlen=self._window,
-        )
+        self._steps.clear()
+        self._steps.extend((total, Counter(reasons)) for total, reasons in state.get("steps", []))
 
 
 def check_held_out(scores: Iterable[Score], max_failure_rate: float) -> None:
     """Raise ResumableFailure if an evaluation has more unjudged answers than the rate permits; it
     always permits a single one.
     """
-    outcomes = list(scores)
-    reasons, total = _reasons(outcomes), len(outcomes)
-    if max_failure_rate < 1 and reasons.total() > max(1.0, max_failure_rate * total):
+    total, reasons = _failures(scores)
+    if reasons.total() > max(1.0, max_failure_rate * total):
         raise _too_many_failures(f"{total} held-out answers", reasons, max_failure_rate)
 
 
-def _reasons(scores: Iterable[Score]) -> Counter[str]:
-    """Count the unjudged completions, by reason."""
-    return Counter(
-        score.reason or "no reason given"
-        for score in scores
-        if score.outcome is Outcome.COULD_NOT_JUDGE
-    )
+def _failures(scores: Iterable[Score]) -> Failures:
+    found = list(scores)
+    missing = (score for score in found if score.outcome is Outcome.COULD_NOT_JUDGE)
+    return len(found), Counter(score.reason or "no reason given" for score in missing)
 
 
 def _too_many_failures(what: str, reasons: Counter[str], rate: float) -> ResumableFailure:
@@ -200,36 +195,24 @@ class Scorer:
 
     def __init__(
         self,
+        reward: "Reward",
         parts: Sequence[WeightedJudge],
-        correct_threshold: float,
         pool: WorkerPool | None,
-        model: "LanguageModelJudge | None" = None,
-        *,
-        normalises: bool = False,
+        model: "LanguageModelJudge | None",
     ) -> None:
-        """The scorer owns the pool and the language model that judges, and closes them. With
-        `normalises`, it normalizes each reward within its group before the sum.
-        """
-        self._parts = tuple(parts)
-        self._correct_threshold = correct_threshold
-        self._pool = pool
-        self._model = model
-        self._normalises = normalises
-
-    @property
-    def compares_answers(self) -> bool:
-        """True if the reference answer must score `gold_reward`."""
-        return all(part.compares_answers for part in self._parts) and not self._normalises
-
-    @property
-    def judges_groups(self) -> bool:
+        """The scorer owns the pool and the language model that judges, and closes them."""
+        self._parts, self._pool, self._model = parts, pool, model
+        self._correct_threshold = reward.correct_threshold
+        self._normalises = reward.combine == "normalise_then_sum"
+        """True if it normalizes each reward within its group before the sum."""
+        self.judges_groups = any(part.group is not None for part in parts)
         """True if a reward looks at the completions of a prompt together."""
-        return any(part.group is not None for part in self._parts)
-
-    @property
-    def gold_reward(self) -> float:
+        self.compares_answers = (
+            all(part.compares_answers for part in parts) and not self._normalises
+        )
+        """True if the reference answer must score `gold_reward`."""
+        self.gold_reward = sum(part.weight for part in parts)
         """The reward of an answer that every part finds right, if the reward compares answers."""
-        return sum(part.weight for part in self._parts)
 
     def submit(self, request: ScoreRequest) -> "Future[Score]":
         """Return the future score of a completion that is a group of its own."""
@@ -251,30 +234,24 @@ class Scorer:
         """
         requests = [member.request for member in members]
         for place, part in enumerate(self._parts):
-            if part.group is None:
-                continue
-            asked = self._asked(part.group(requests))
-            for member in members:
-                member.parts.insert(place, asked)
+            if part.group is not None:
+                asked = self._asked(part.group(requests))
+                for member in members:
+                    member.parts.insert(place, asked)
 
     def _asked(
         self, value: "float | list[float] | Message | Future[PartScore]"
     ) -> "Future[PartScore]":
         if isinstance(value, Future):
             return value
-        if isinstance(value, list):
-            score = PartScore(None, members=tuple(map(PartScore, value)))
-        elif not isinstance(value, dict):
-            score = PartScore(value)
-        else:
+        if isinstance(value, dict):
             assert self._pool is not None  # build_scorer starts one for every reward with jobs
-            try:
-                return self._pool.submit(value)
-            except TypeError as error:
-                reason = f"retrain cannot send the example's info to {value['handler']}: {error}"
-                score = PartScore(None, reason)
+            return self._pool.submit(value)
         future: Future[PartScore] = Future()
-        future.set_result(score)
+        if isinstance(value, list):
+            future.set_result(PartScore(None, members=tuple(map(PartScore, value))))
+        else:
+            future.set_result(PartScore(value))
         return future
 
     def combine(self, parts: Sequence[Sequence[PartScore]]) -> list[Score]:
@@ -284,33 +261,29 @@ class Scorer:
         mean counts only judged members.
         """
         scores = [self._score(of_member) for of_member in parts]
-        if not self._normalises:
-            return scores
-        judged = [index for index, score in enumerate(scores) if score.reward is not None]
-        sums = [0.0] * len(judged)
-        for place, part in enumerate(self._parts):
-            column = [scores[index].parts[place] for index in judged]
-            scaled = normalised(column)
-            sums = [one + part.weight * value for one, value in zip(sums, scaled, strict=True)]
-        for index, reward in zip(judged, sums, strict=True):
-            scores[index] = replace(scores[index], reward=reward)
+        if self._normalises:
+            judged = [index for index, score in enumerate(scores) if score.reward is not None]
+            columns = zip(*(scores[index].parts for index in judged), strict=True)
+            sums = np.zeros(len(judged))
+            for part, column in zip(self._parts, columns, strict=False):
+                sums += part.weight * np.array(normalised(column))
+            for index, reward in zip(judged, sums.tolist(), strict=True):
+                scores[index] = replace(scores[index], reward=reward)
         return scores
 
     def _score(self, scores: Sequence[PartScore]) -> Score:
         """Return the weighted sum; could-not-judge if any part could not judge."""
         usage = next((score.usage for score in scores if score.usage is not None), None)
-        reward = 0.0
-        values: list[float] = []
+        reward, values = 0.0, tuple[float, ...]()
         for part, score in zip(self._parts, scores, strict=True):
             if score.value is None:
                 return Score(Outcome.COULD_NOT_JUDGE, None, reason_of(score.reason), usage)
-            values.append(score.value)
+            values = (*values, score.value)
             reward += part.weight * score.value
         if not abs(reward) <= MAX_REWARD:
             reason = f"the reward is {reward:g}, and training takes at most {MAX_REWARD:g}"
             return Score(Outcome.COULD_NOT_JUDGE, None, reason, usage)
-        judged = Score.of(reward, self._correct_threshold)
-        return replace(judged, usage=usage, parts=tuple(values))
+        return replace(Score.of(reward, self._correct_threshold), usage=usage, parts=values)
 
     def probe(self) -> str:
         """Ask the language model that judges, if there is one, about an answer that is right;
@@ -342,7 +315,9 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
     the judge's key.
     """
     reward = config.reward
-    functions = tuple(filter(None, (_function_name(kind, reward) for kind in reward.types)))
+    own = f"{reward.custom_module}.{reward.custom_function}"
+    kinds = [own if kind == "custom" else kind for kind in reward.types]
+    functions = tuple(kind for kind in kinds if kind not in REWARDS)
     if reward.params and not functions:
         raise ConfigurationError(
             f"[reward] params holds {', '.join(sorted(reward.params))}, but the reward"
@@ -364,10 +339,9 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
             if functions:
                 of_groups = pool.wait_ready()
         undo.pop_all()
-    weights = zip(reward.types, reward.type_weights, strict=True)
+    weights = zip(kinds, reward.type_weights, strict=True)
     parts = [_weighted(kind, weight, config, of_groups, model) for kind, weight in weights]
-    normalises = reward.combine == "normalise_then_sum"
-    return Scorer(parts, reward.correct_threshold, pool, model, normalises=normalises)
+    return Scorer(reward, parts, pool, model)
 
 
 def _pool(
@@ -392,13 +366,6 @@ def _pool(
     return WorkerPool(setup, reward.workers or automatic_workers(), reward.deadline_s)
 
 
-def _function_name(kind: str, reward: "Reward") -> str:
-    """Return the dotted name of a user's function; empty for a built-in reward."""
-    if kind == "custom":
-        return f"{reward.custom_module}.{reward.custom_function}"
-    return "" if kind in REWARDS else kind
-
-
 def _weighted(
     kind: str,
     weight: float,
@@ -409,24 +376,24 @@ def _weighted(
     """Return the judge of one reward; `of_groups` names the user's functions that take a whole
     group.
     """
-    reward = config.reward
-    if kind == "judge" and model is not None:
-        return WeightedJudge(model.submit, weight)
+    reward, training = config.reward, config.training
+    if kind in of_groups:
+        return WeightedJudge(None, weight, group=partial(_group_job, kind))
+    if kind not in REWARDS:
+        return WeightedJudge(partial(_user_job, kind), weight)
     if kind == "random":
-        return WeightedJudge(partial(_by_chance, config.training.seed, reward.random_p), weight)
+        return WeightedJudge(partial(_by_chance, training.seed, reward.random_p), weight)
     if kind == "overlong":
         return WeightedJudge(
-            partial(_overlong, config.training.max_tokens, reward.overlong_buffer), weight
+            partial(_overlong, training.max_tokens, reward.overlong_buffer), weight
         )
-    builtin = REWARDS.get(kind, BuiltinReward())
+    builtin = REWARDS[kind]
     if builtin.group is not None:
         return WeightedJudge(None, weight, group=partial(builtin.group, reward))
     if builtin.judge is not None:
         return WeightedJudge(partial(builtin.judge, reward), weight, builtin.compares_answers)
-    function = _function_name(kind, reward)
-    if function in of_groups:
-        return WeightedJudge(None, weight, group=partial(_group_job, function))
-    return WeightedJudge(partial(_user_job, function), weight)
+    assert model is not None
+    return WeightedJudge(model.submit, weight)
 
 
 def _user_job(function: str, request: ScoreRequest) -> Message:

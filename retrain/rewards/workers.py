@@ -81,17 +81,18 @@ class WorkerPool:
 
     def submit(self, message: Message) -> "Future[PartScore]":
         """Judge one job. Its deadline starts when a ready worker takes it; every failure is a
-        could-not-judge.
-
-        Raises TypeError for a message that JSON cannot hold.
+        could-not-judge, also that JSON cannot hold the message.
         """
-        job = encode(message | {"number": next(self._numbers)})
+        ended: Future[PartScore] = Future()
         try:
+            job = encode(message | {"number": next(self._numbers)})
             return self._threads.submit(self._judge, job)
+        except (TypeError, ValueError, RecursionError) as error:
+            reason = f"retrain cannot send the example's info to {message['handler']}: {error}"
+            ended.set_result(PartScore(None, reason))
         except RuntimeError:  # the pool is closed
-            ended: Future[PartScore] = Future()
             ended.cancel()
-            return ended
+        return ended
 
     def wait_ready(self) -> frozenset[str]:
         """Wait for the first worker; return the names of the rewards that take a whole group.
