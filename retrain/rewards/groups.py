@@ -4,7 +4,7 @@ vote, and the normalization of a reward within its group.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
@@ -53,33 +53,31 @@ class ScoreGroup:
             members = sorted(self._members, key=lambda one: one.request.sample)
             self._members = []
             self._scorer.ask_together(members)
-            _when_done(members, self._scorer.combine)
+            self._finish(members)
         return member.score
 
+    def _finish(self, members: Sequence[Member]) -> None:
+        """Set the members' scores once every part of every member is there."""
+        # Each once: a reward of the whole group is the same future in every member.
+        left, lock = set(chain.from_iterable(one.parts for one in members)), threading.Lock()
 
-def _when_done(
-    members: Sequence[Member], combine: Callable[[Sequence[Sequence[PartScore]]], list[Score]]
-) -> None:
-    """Set the members' scores once every part of every member is there."""
-    # Each once: a reward of the whole group is the same future in every member.
-    left, lock = set(chain.from_iterable(member.parts for member in members)), threading.Lock()
+        def part_done(part: "Future[PartScore]") -> None:
+            with lock:
+                left.remove(part)
+                if left:
+                    return
+            try:
+                parts = [_results(member, index) for index, member in enumerate(members)]
+                scores = self._scorer.combine(parts)
+                for member, score in zip(members, scores, strict=True):
+                    member.score.set_result(score)
+            except BaseException as error:  # noqa: BLE001 - a bug: without this the run would wait for ever
+                for member in members:
+                    if not member.score.done():
+                        member.score.set_exception(error)
 
-    def part_done(part: "Future[PartScore]") -> None:
-        with lock:
-            left.remove(part)
-            if left:
-                return
-        try:
-            scores = combine([_results(member, index) for index, member in enumerate(members)])
-            for member, score in zip(members, scores, strict=True):
-                member.score.set_result(score)
-        except BaseException as error:  # noqa: BLE001 - a bug: without this the run would wait for ever
-            for member in members:
-                if not member.score.done():
-                    member.score.set_exception(error)
-
-    for part in tuple(left):
-        part.add_done_callback(part_done)
+        for part in tuple(left):
+            part.add_done_callback(part_done)
 
 
 def _results(member: Member, index: int) -> list[PartScore]:

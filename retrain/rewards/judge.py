@@ -17,9 +17,10 @@ import hashlib
 import json
 import re
 import sys
+import time
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,25 +65,18 @@ _USAGE = {"prompt_tokens": int, "completion_tokens": int, "cost": int | float}
 """What a server says of a request, and its type."""
 
 
+Reply = tuple[str, bool, JudgeUsage]
+"""A reply's text, whether it reached the limit of tokens, and what it took."""
+
+
 class ChatFailed(Exception):
-    """No reply, with the reason as a clause."""
+    """No reply, with the reason as a clause. `wait` tells stamina after how many seconds another
+    attempt is worth it: True by its own schedule, False never.
+    """
 
     def __init__(self, reason: str, wait: bool | float = True) -> None:
-        """`wait` tells stamina after how many seconds another attempt is worth it: True by its own
-        schedule, False never.
-        """
         super().__init__(reason)
         self.wait = wait
-        self.usage = JudgeUsage()
-        """The sent requests."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    text: str
-    is_cut: bool
-    """True if it reached the limit of tokens."""
-    usage: JudgeUsage
 
 
 class ChatClient:
@@ -109,7 +103,7 @@ class ChatClient:
             "max_tokens": REPLY_TOKENS,
         }
         self._timeout_s, most = reward.judge_timeout_s, reward.judge_concurrency
-        self._http = client_for(
+        self.http = client_for(
             self._url,
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=self._timeout_s,
@@ -117,13 +111,13 @@ class ChatClient:
         )
         self._slots = asyncio.Semaphore(most)
         self._resting_until = 0.0
-        """Loop time before which the server wants no request."""
+        """Time before which the server wants no request."""
 
-    async def ask(self, message: str) -> Reply:
-        """Return the reply to one user message. Raises ChatFailed after the last attempt, and at
-        once for what no retry can fix.
+    async def ask(self, message: str, spent: list[JudgeUsage]) -> tuple[str, bool]:
+        """Return the reply to one user message, and whether it reached the limit of tokens. Add to
+        `spent` what each request took. Raises ChatFailed after the last attempt, and at once for
+        what no retry can fix.
         """
-        usage = JudgeUsage()
         retries = stamina.retry_context(
             on=lambda error: getattr(error, "wait", False),
             attempts=MAX_ATTEMPTS,
@@ -132,27 +126,21 @@ class ChatClient:
             wait_max=_MAX_WAIT_S,
         )
         async with self._slots:  # held between attempts too, to ask a server in trouble less
-            try:
-                async for attempt in retries:
-                    with attempt:
-                        usage += JudgeUsage(requests=1)
-                        reply = await self._attempt(message)
-            except ChatFailed as error:
-                error.usage = usage
-                raise
-        return replace(reply, usage=usage + reply.usage)
-
-    async def close(self) -> None:
-        await self._http.aclose()
+            async for attempt in retries:
+                with attempt:
+                    spent.append(JudgeUsage(requests=1))
+                    text, is_cut, usage = await self._attempt(message)
+        spent.append(usage)
+        return text, is_cut
 
     async def _attempt(self, message: str) -> Reply:
         # Again after each wait: another answer may have asked for more.
-        while (wait := self._resting_until - asyncio.get_running_loop().time()) > 0:
+        while (wait := self._resting_until - time.monotonic()) > 0:
             await asyncio.sleep(wait)
         content = self._options | {"messages": [{"role": "user", "content": message}]}
         try:
             answer = await exchange(
-                self._http, "POST", self._url, content, seconds=self._timeout_s, max_bytes=MAX_REPLY
+                self.http, "POST", self._url, content, seconds=self._timeout_s, max_bytes=MAX_REPLY
             )
         except (TimeoutError, httpx.TimeoutException):
             problem = f"did not answer within {self._timeout_s:g} s"
@@ -195,7 +183,7 @@ class ChatClient:
             wait_s = min(max(0.0, float(answer.headers["retry-after"])), self._timeout_s)
         except (KeyError, ValueError):  # absent, or a date
             return ChatFailed(sentence)
-        self._resting_until = max(self._resting_until, asyncio.get_running_loop().time() + wait_s)
+        self._resting_until = max(self._resting_until, time.monotonic() + wait_s)
         return ChatFailed(sentence, wait_s)
 
 
@@ -213,7 +201,7 @@ def _reply(content: Any) -> Reply | None:
             if isinstance(value, kind) and 0 <= value <= _MAX_TOKENS:
                 known[name] = value
     text = text if isinstance(text, str) else ""
-    return Reply(text, choice.get("finish_reason") == "length", JudgeUsage(**known))
+    return text, choice.get("finish_reason") == "length", JudgeUsage(**known)
 
 
 # -- the judge -------------------------------------------------------------------------------------
@@ -318,31 +306,31 @@ class LanguageModelJudge:
         """
         model = self._reward.judge_model
         try:
-            asked = self._client.ask(judge_message(self._template, *_PROBE))
-            reply = self._loop.start(asked).result()
+            asked = self._client.ask(judge_message(self._template, *_PROBE), [])
+            text, _ = self._loop.start(asked).result()
         except ChatFailed as error:
             raise EnvironmentFailure(
                 f'[reward] type = "judge": {error}. Check judge_base_url, judge_model ='
                 f' "{model}", and the key in the variable {self._reward.judge_api_key_env}'
                 " (judge_api_key_env)."
             ) from None
-        verdict = read_verdict(reply.text)
-        if verdict is None:
-            return (
-                f"To the question whether 2 + 2 = 4, the judge {model} replied"
-                f" {_shown(reply.text)!r}, which begins with neither yes nor no. Such a reply"
-                " leaves a completion without a verdict."
-            )
-        if verdict:
-            return ""
+        match read_verdict(text):
+            case True:
+                return ""
+            case False:
+                return (
+                    f"The judge {model} says that 2 + 2 = 4 is wrong; `retrain audit` measures how"
+                    " often it errs."
+                )
         return (
-            f"The judge {model} says that 2 + 2 = 4 is wrong; `retrain audit` measures how"
-            " often it errs."
+            f"To the question whether 2 + 2 = 4, the judge {model} replied"
+            f" {_shown(text)}, which begins with neither yes nor no. Such a reply"
+            " leaves a completion without a verdict."
         )
 
     def close(self) -> None:
         """Give up what is under way."""
-        self._loop.close(self._client.close)
+        self._loop.close(self._client.http.aclose)
 
     async def _judge(self, request: ScoreRequest) -> PartScore:
         completion = request.response
@@ -357,9 +345,8 @@ class LanguageModelJudge:
         if not self._reward.judge_cache:
             return await self._ask(message)
         key = hashlib.sha256(json.dumps([self._reward.judge_model, message]).encode()).hexdigest()
-        known = self._verdicts.get(key)
-        if known is not None:
-            return PartScore(known, usage=JudgeUsage(cached=1))
+        if key in self._verdicts:
+            return PartScore(self._verdicts[key], usage=JudgeUsage(cached=1))
         if key in self._asked:
             # Shielded, since giving up this wait must not cancel the other completion's question.
             twin = await asyncio.shield(self._asked[key])
@@ -377,17 +364,22 @@ class LanguageModelJudge:
         """Ask for a verdict, and once more after a reply without one: hosted models do not repeat
         themselves, even at temperature 0.
         """
-        usage, verdict, reason = JudgeUsage(), None, ""
+        spent: list[JudgeUsage] = []
+        verdict, reason = None, ""
         for _ in range(_UNREADABLE_ATTEMPTS):
             try:
-                reply = await self._client.ask(message)
+                text, is_cut = await self._client.ask(message, spent)
             except ChatFailed as error:
-                usage, reason = usage + error.usage, f"the judge gave no verdict: {error}"
+                reason = f"the judge gave no verdict: {error}"
                 break
-            usage, verdict = usage + reply.usage, read_verdict(reply.text)
+            verdict = read_verdict(text)
             if verdict is not None:
                 break
-            reason = _unreadable(reply)
+            reason = "the judge's reply was empty"
+            if text.strip():
+                end = f" (cut off after {REPLY_TOKENS} tokens)" if is_cut else ""
+                reason = f"the judge's reply begins with neither yes nor no: {_shown(text)}{end}"
+        usage = sum(spent, JudgeUsage())
         if self._reward.judge_prices:
             reading, writing = self._reward.judge_prices
             cost = usage.prompt_tokens * reading + usage.completion_tokens * writing
@@ -395,18 +387,9 @@ class LanguageModelJudge:
         return PartScore(None if verdict is None else float(verdict), reason, usage)
 
 
-def _unreadable(reply: Reply) -> str:
-    if not reply.text.strip():
-        return "the judge's reply was empty"
-    end = f" (cut off after {REPLY_TOKENS} tokens)" if reply.is_cut else ""
-    return f"the judge's reply begins with neither yes nor no: {_shown(reply.text)!r}{end}"
-
-
 def _shown(text: str) -> str:
     line = " ".join(harmless(text).split())
-    if len(line) <= 60:
-        return line
-    return line[:57] + "..."
+    return repr(line if len(line) <= 60 else line[:57] + "...")
 
 
 class Verdicts(dict[str, float]):
@@ -433,7 +416,6 @@ class Verdicts(dict[str, float]):
         line = "\n" * self._torn + json.dumps(entry) + "\n"
         self._torn = False
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:
                 file.write(line.encode())
         except OSError as error:

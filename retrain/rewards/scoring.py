@@ -10,7 +10,6 @@ import importlib.util
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,12 +25,12 @@ from retrain.rewards.equality import decide_by_strings
 from retrain.rewards.groups import Member, ScoreGroup, majority, normalised
 from retrain.rewards.score import PartScore, ScoreRequest
 from retrain.rewards.worker import Message
-from retrain.rewards.workers import WorkerPool, WorkerSetup, automatic_workers
+from retrain.rewards.workers import WorkerPool, WorkerSetup
 from retrain.types import MAX_REWARD, Example, Outcome, Score
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.config.schema import Plugins, Reward
+    from retrain.config.schema import Reward
     from retrain.rewards.judge import LanguageModelJudge
 
 
@@ -59,7 +58,7 @@ class FailureGuard:
     def __init__(self, max_failure_rate: float, window: int = WINDOW_STEPS) -> None:
         self._max_failure_rate = max_failure_rate
         self._window = window
-        self._steps: deque[Failures] = deque(maxlen=window)
+        self._steps = deque[Failures](maxlen=window)
 
     def observe(self, scores: Iterable[Score]) -> None:
         """Count the scores of one step. Raises ResumableFailure, which names the most
@@ -95,18 +94,20 @@ class FailureGuard:
     @property
     def _last(self) -> Failures:
         """The failures of the window."""
-        reasons = sum((reasons for _, reasons in self._steps), Counter[str]())
-        return sum(total for total, _ in self._steps), reasons
+        found = Counter[str]()
+        for _, reasons in self._steps:
+            found.update(reasons)
+        return sum(total for total, _ in self._steps), found
 
     def state_dict(self) -> dict[str, Any]:
         """Return the total and the counts by reason of each step in the window as JSON, oldest
         first.
         """
-        return {"steps": [[total, dict(reasons)] for total, reasons in self._steps]}
+        return {"steps": [*self._steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps.clear()
-        self._steps.extend((total, Counter(reasons)) for total, reasons in state.get("steps", []))
+        self._steps.extend(state.get("steps", []))
 
 
 def check_held_out(scores: Iterable[Score], max_failure_rate: float) -> None:
@@ -139,7 +140,7 @@ Judge = Callable[[ScoreRequest], "float | Message | Future[PartScore]"]
 """The reward if the judge decides at once; otherwise the job for a worker, or the future score of a
 language model.
 """
-GroupJudge = Callable[[Sequence[ScoreRequest]], "list[float] | Message"]
+GroupJudge = Callable[[Sequence[ScoreRequest]], PartScore | Message]
 """The rewards of a group, in the order of its samples, or the job for a worker."""
 
 
@@ -185,34 +186,91 @@ def unpaid_answer(reward: "Reward", example: Example) -> str:
     if bare == example.reference.strip():
         return ""
     request = ScoreRequest(gold_response(bare), example.reference, "", example, 0, 0, 0)
-    known = [REWARDS[kind] for kind in reward.types if kind in REWARDS]
-    judges = [one.judge for one in known if one.judge and one.compares_answers]
-    return bare if any(judge(reward, request) == 0.0 for judge in judges) else ""
+    for kind in reward.types:
+        builtin = REWARDS.get(kind)
+        compares = builtin and builtin.compares_answers and builtin.judge
+        if compares and compares(reward, request) == 0.0:
+            return bare
+    return ""
 
 
 class Scorer:
     """Judges completions with one reward or a weighted sum of several. Any thread may submit."""
 
-    def __init__(
-        self,
-        reward: "Reward",
-        parts: Sequence[WeightedJudge],
-        pool: WorkerPool | None,
-        model: "LanguageModelJudge | None",
-    ) -> None:
-        """The scorer owns the pool and the language model that judges, and closes them."""
-        self._parts, self._pool, self._model = parts, pool, model
+    def __init__(self, config: "TrainConfig", verdicts: Path | None) -> None:
+        """Start what the rewards need, as `build_scorer` says."""
+        reward = config.reward
+        self._pool: WorkerPool | None = None
+        self._model: LanguageModelJudge | None = None
+        own = f"{reward.custom_module}.{reward.custom_function}"
+        kinds = [own if kind == "custom" else kind for kind in reward.types]
+        try:
+            if "judge" in kinds:
+                from retrain.rewards import judge  # httpx, which only it needs
+
+                self._model = judge.LanguageModelJudge(reward, verdicts)
+            of_groups = self._open_pool(config, kinds)
+        except BaseException:
+            self.close()
+            raise
+        weights = zip(kinds, reward.type_weights, strict=True)
+        self._parts = [self._weighted(kind, weight, config, of_groups) for kind, weight in weights]
         self._correct_threshold = reward.correct_threshold
         self._normalises = reward.combine == "normalise_then_sum"
         """True if it normalizes each reward within its group before the sum."""
-        self.judges_groups = any(part.group is not None for part in parts)
+        self.judges_groups = any(part.group is not None for part in self._parts)
         """True if a reward looks at the completions of a prompt together."""
-        self.compares_answers = (
-            all(part.compares_answers for part in parts) and not self._normalises
-        )
+        compares = all(part.compares_answers for part in self._parts)
+        self.compares_answers = compares and not self._normalises
         """True if the reference answer must score `gold_reward`."""
-        self.gold_reward = sum(part.weight for part in parts)
+        self.gold_reward = sum(part.weight for part in self._parts)
         """The reward of an answer that every part finds right, if the reward compares answers."""
+
+    def _open_pool(self, config: "TrainConfig", kinds: list[str]) -> frozenset[str]:
+        """Start the workers, if a reward needs them. Return the names of the user's functions that
+        take a whole group.
+        """
+        reward, source = config.reward, config.source_path
+        verify, functions = "math" in kinds, tuple(kind for kind in kinds if kind not in REWARDS)
+        if reward.params and not functions:
+            raise ConfigurationError(
+                f"[reward] params holds {', '.join(sorted(reward.params))}, but the reward"
+                f" {' + '.join(reward.types)} takes no params; remove the table."
+            )
+        if verify and importlib.util.find_spec("math_verify") is None:
+            raise EnvironmentFailure(
+                '[reward] type = "math" needs the package math-verify; install it (pip install'
+                " 'math-verify[antlr4_13_2]') or use type = \"match\"."
+            )
+        if verify or functions:
+            setup = WorkerSetup(
+                verify,
+                functions,
+                dict(reward.params),
+                config.plugins.model_dump(mode="json"),
+                str(source.absolute()) if source else None,
+                tuple(secret_values()),
+            )
+            self._pool = WorkerPool(setup, reward.workers, reward.deadline_s)
+            # Only a worker knows their signatures: the trainer's process never imports them.
+            if functions:
+                return self._pool.wait_ready()
+        return frozenset()
+
+    def _weighted(
+        self, kind: str, weight: float, config: "TrainConfig", of_groups: frozenset[str]
+    ) -> WeightedJudge:
+        builtin = REWARDS.get(kind, BuiltinReward())
+        given = config if builtin.takes_all else config.reward
+        if kind in of_groups:
+            return WeightedJudge(None, weight, group=partial(_group_job, kind))
+        if builtin.group is not None:
+            return WeightedJudge(None, weight, group=partial(builtin.group, given))
+        if builtin.judge is not None:
+            return WeightedJudge(partial(builtin.judge, given), weight, builtin.compares_answers)
+        if self._model is not None and kind == "judge":
+            return WeightedJudge(self._model.submit, weight)
+        return WeightedJudge(partial(_job, kind), weight)
 
     def submit(self, request: ScoreRequest) -> "Future[Score]":
         """Return the future score of a completion that is a group of its own."""
@@ -240,7 +298,7 @@ class Scorer:
                     member.parts.insert(place, asked)
 
     def _asked(
-        self, value: "float | list[float] | Message | Future[PartScore]"
+        self, value: "float | PartScore | Message | Future[PartScore]"
     ) -> "Future[PartScore]":
         if isinstance(value, Future):
             return value
@@ -248,10 +306,7 @@ class Scorer:
             assert self._pool is not None  # build_scorer starts one for every reward with jobs
             return self._pool.submit(value)
         future: Future[PartScore] = Future()
-        if isinstance(value, list):
-            future.set_result(PartScore(None, members=tuple(map(PartScore, value))))
-        else:
-            future.set_result(PartScore(value))
+        future.set_result(value if isinstance(value, PartScore) else PartScore(value))
         return future
 
     def combine(self, parts: Sequence[Sequence[PartScore]]) -> list[Score]:
@@ -314,110 +369,22 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
     function that does not load or cannot run, and EnvironmentFailure without math-verify or without
     the judge's key.
     """
-    reward = config.reward
-    own = f"{reward.custom_module}.{reward.custom_function}"
-    kinds = [own if kind == "custom" else kind for kind in reward.types]
-    functions = tuple(kind for kind in kinds if kind not in REWARDS)
-    if reward.params and not functions:
-        raise ConfigurationError(
-            f"[reward] params holds {', '.join(sorted(reward.params))}, but the reward"
-            f" {' + '.join(reward.types)} takes no params; remove the table."
-        )
-    with ExitStack() as undo:
-        model = None
-        if "judge" in reward.types:
-            from retrain.rewards.judge import LanguageModelJudge  # httpx, which only it needs
-
-            model = LanguageModelJudge(reward, verdicts)
-            undo.callback(model.close)
-        source = str(config.source_path.absolute()) if config.source_path else None
-        pool = _pool(reward, config.plugins, source, functions)
-        of_groups: frozenset[str] = frozenset()
-        if pool is not None:
-            undo.callback(pool.close)
-            # Only a worker knows their signatures: the trainer's process never imports them.
-            if functions:
-                of_groups = pool.wait_ready()
-        undo.pop_all()
-    weights = zip(kinds, reward.type_weights, strict=True)
-    parts = [_weighted(kind, weight, config, of_groups, model) for kind, weight in weights]
-    return Scorer(reward, parts, pool, model)
+    return Scorer(config, verdicts)
 
 
-def _pool(
-    reward: "Reward", plugins: "Plugins", source: str | None, functions: tuple[str, ...]
-) -> WorkerPool | None:
-    verify = "math" in reward.types
-    if not functions and not verify:
-        return None
-    if verify and importlib.util.find_spec("math_verify") is None:
-        raise EnvironmentFailure(
-            '[reward] type = "math" needs the package math-verify; install it (pip install'
-            " 'math-verify[antlr4_13_2]') or use type = \"match\"."
-        )
-    setup = WorkerSetup(
-        verify=verify,
-        rewards=functions,
-        params=dict(reward.params),
-        plugins=plugins.model_dump(mode="json"),
-        source=source,
-        secrets=tuple(secret_values()),
-    )
-    return WorkerPool(setup, reward.workers or automatic_workers(), reward.deadline_s)
-
-
-def _weighted(
-    kind: str,
-    weight: float,
-    config: "TrainConfig",
-    of_groups: frozenset[str],
-    model: "LanguageModelJudge | None",
-) -> WeightedJudge:
-    """Return the judge of one reward; `of_groups` names the user's functions that take a whole
-    group.
-    """
-    reward, training = config.reward, config.training
-    if kind in of_groups:
-        return WeightedJudge(None, weight, group=partial(_group_job, kind))
-    if kind not in REWARDS:
-        return WeightedJudge(partial(_user_job, kind), weight)
-    if kind == "random":
-        return WeightedJudge(partial(_by_chance, training.seed, reward.random_p), weight)
-    if kind == "overlong":
-        return WeightedJudge(
-            partial(_overlong, training.max_tokens, reward.overlong_buffer), weight
-        )
-    builtin = REWARDS[kind]
-    if builtin.group is not None:
-        return WeightedJudge(None, weight, group=partial(builtin.group, reward))
-    if builtin.judge is not None:
-        return WeightedJudge(partial(builtin.judge, reward), weight, builtin.compares_answers)
-    assert model is not None
-    return WeightedJudge(model.submit, weight)
-
-
-def _user_job(function: str, request: ScoreRequest) -> Message:
-    return _of_prompt(function, request) | {
-        "response": request.response,
-        "token_count": request.token_count,
+def _job(function: str, request: ScoreRequest) -> Message:
+    return asdict(request) | {
+        "handler": function,
+        "reference": request.reference or "",
         "finish_reason": request.finish_reason.value,
     }
 
 
 def _group_job(function: str, requests: Sequence[ScoreRequest]) -> Message:
-    return _of_prompt(function, requests[0]) | {
+    return _job(function, requests[0]) | {
         "responses": [request.response for request in requests],
         "token_counts": [request.token_count for request in requests],
         "finish_reasons": [request.finish_reason.value for request in requests],
-    }
-
-
-def _of_prompt(function: str, request: ScoreRequest) -> Message:
-    return {
-        "handler": function,
-        "reference": request.reference or "",
-        "prompt": request.prompt,
-        "example": asdict(request.example),
     }
 
 
@@ -441,40 +408,43 @@ def _math(reward: "Reward", request: ScoreRequest) -> float | Message:
     return {"handler": "verify", "gold": request.reference, "answer": answer}
 
 
-def _by_chance(seed: int, p: float, request: ScoreRequest) -> float:
-    """Return 1 with probability p, as a function of the seed and the completion's coordinates
-    alone.
+def _by_chance(config: "TrainConfig", request: ScoreRequest) -> float:
+    """Return 1 with probability random_p, as a function of the seed and the completion's
+    coordinates alone.
     """
-    draw = uniform(seed, Stream.REWARD, request.step, request.slot, request.sample, 0)
-    return float(draw < p)
+    place = (request.step, request.slot, request.sample)
+    draw = uniform(config.training.seed, Stream.REWARD, *place, 0)
+    return float(draw < config.reward.random_p)
 
 
-def _overlong(max_tokens: int, buffer: int, request: ScoreRequest) -> float:
-    """Return 0, falling to -1 over the last `buffer` tokens before max_tokens; DAPO, arXiv
+def _overlong(config: "TrainConfig", request: ScoreRequest) -> float:
+    """Return 0, falling to -1 over the last `overlong_buffer` tokens before max_tokens; DAPO, arXiv
     2503.14476. Without a buffer it is a fifth of max_tokens, as there.
     """
-    width = buffer or max_tokens / 5
-    return -min(1.0, max(0.0, (request.token_count - max_tokens + width) / width))
+    longest = config.training.max_tokens
+    width = config.reward.overlong_buffer or longest / 5
+    return -min(1.0, max(0.0, (request.token_count - longest + width) / width))
 
 
-def _majority(reward: "Reward", requests: Sequence[ScoreRequest]) -> list[float]:
+def _majority(reward: "Reward", requests: Sequence[ScoreRequest]) -> PartScore:
     boxes = [boxed_answer(reward, request.response, request.prompt) for request in requests]
-    return majority(boxes, reward.normalize)
+    return PartScore(None, members=tuple(map(PartScore, majority(boxes, reward.normalize))))
 
 
 @dataclass(frozen=True)
 class BuiltinReward:
-    judge: Callable[["Reward", ScoreRequest], float | Message] | None = None
-    """Compares the answer with the reference. It is None for `custom`, which calls the user's
-    function, for `judge`, which asks a language model, and for rewards that need more than
-    `[reward]`.
+    judge: Callable[[Any, ScoreRequest], float | Message] | None = None
+    """Takes `[reward]` and a completion. It is None for `custom`, which calls the user's function,
+    and for `judge`, which asks a language model.
     """
+    takes_all: bool = False
+    """True if it takes the whole configuration instead of `[reward]`."""
     compares_answers: bool = False
     reads_boxes: bool = False
     needs_workers: bool = False
     verifies: bool = True
     """False if it does not say whether an answer is right, so that it judges no held-out ones."""
-    group: Callable[["Reward", Sequence[ScoreRequest]], list[float]] | None = None
+    group: Callable[[Any, Sequence[ScoreRequest]], PartScore] | None = None
 
 
 REWARDS: dict[str, BuiltinReward] = {
@@ -482,8 +452,8 @@ REWARDS: dict[str, BuiltinReward] = {
     "math": BuiltinReward(_math, compares_answers=True, reads_boxes=True, needs_workers=True),
     "judge": BuiltinReward(),
     "custom": BuiltinReward(needs_workers=True),
-    "random": BuiltinReward(verifies=False),
-    "overlong": BuiltinReward(verifies=False),
+    "random": BuiltinReward(_by_chance, takes_all=True, verifies=False),
+    "overlong": BuiltinReward(_overlong, takes_all=True, verifies=False),
     "majority": BuiltinReward(verifies=False, reads_boxes=True, group=_majority),
 }
 """The built-in names of `[reward] type`."""

@@ -31,11 +31,8 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import date, datetime
 from io import BufferedIOBase
 from typing import Any, NoReturn
-
-import numpy as np
 
 from retrain.errors import ConfigurationError
 from retrain.records.redact import harmless, note_values
@@ -75,11 +72,10 @@ def encode(message: Message) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    if isinstance(value, datetime | date):
-        return value.isoformat()
+def _plain(value: Any) -> object:
+    for method in ("tolist", "isoformat"):
+        if hasattr(value, method):
+            return getattr(value, method)()
     raise TypeError(f"a value of type {type(value).__name__} has no JSON form")
 
 
@@ -320,23 +316,16 @@ def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
     it is null, "reason". The reply for a whole group holds one for each of its "members".
     """
     if setup["memory_limit"] is not None:
-        try:
-            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        # A system without such a limit has the server's watch alone.
+        with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_LIMIT, hard))
-        # The system has no such limit, so the server's watch has to do.
-        except (ValueError, OSError) as error:
-            print(f"reward worker: this machine cannot limit its memory ({error})", file=sys.stderr)
     note_values(setup["secrets"])
-    handlers: dict[str, Callable[[Message], Message]] = {}
-    if setup["verify"]:
-        handlers["verify"] = _verify
-    if setup["rewards"]:
-        from retrain.rewards.custom import load_rewards
+    if not setup["rewards"]:
+        return {"verify": _verify}
+    from retrain.rewards.custom import load_rewards
 
-        handlers.update(
-            load_rewards(setup["rewards"], setup["params"], setup["plugins"], setup["source"])
-        )
-    return handlers
+    return {"verify": _verify, **load_rewards(setup)}
 
 
 def _verify(job: Message) -> Message:

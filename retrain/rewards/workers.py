@@ -60,17 +60,16 @@ class WorkerSetup:
         return encode(asdict(self) | {"memory_limit": limit, "deadline_s": deadline_s})
 
 
-def automatic_workers() -> int:
-    """Return half of the cores that this process may use; sampling needs the rest."""
-    return max(1, min(_MAX_AUTOMATIC_WORKERS, usable_cores() // 2))
-
-
 class WorkerPool:
     """Worker processes that start at once and take jobs in the order of submission. Any thread may
     submit.
     """
 
     def __init__(self, setup: WorkerSetup, workers: int, deadline_s: float) -> None:
+        """0 workers stands for half of the cores that this process may use; sampling needs the
+        rest.
+        """
+        workers = workers or max(1, min(_MAX_AUTOMATIC_WORKERS, usable_cores() // 2))
         self._start = partial(_fork_server, setup.message(deadline_s), workers, deadline_s)
         self._process, self._lines = self._start()
         self._numbers = itertools.count()
