@@ -83,7 +83,7 @@ class ScoreGroup:
 def _results(member: Member, index: int) -> list[PartScore]:
     ended = PartScore(None, "the scorer closed before a verdict")
     done = [ended if part.cancelled() else part.result() for part in member.parts]
-    return [score.of_member(index) for score in done]
+    return [score.members[index] if score.members else score for score in done]
 
 
 def majority(boxes: Sequence[str | None], normalize: Normalization) -> list[float]:

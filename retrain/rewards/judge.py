@@ -168,7 +168,7 @@ class ChatClient:
         if 300 <= answer.status < 400:
             said = f"it redirects to {answer.redirect_host}"
         sentence = f"{self._host} answered {answer.status} {answer.reason}".rstrip()
-        sentence = masked(sentence + f": {said}" * bool(said), self._key)
+        sentence += f": {said}" * bool(said)
         match answer.content:
             case {"error": {"param": "temperature" | "max_tokens" as name}} if (
                 answer.status == 400 and name in self._options
@@ -194,12 +194,13 @@ def _reply(content: Any) -> Reply | None:
             text, used = message.get("content"), more.get("usage")
         case _:
             return None
-    known = {}
-    if isinstance(used, dict):
-        for name, kind in _USAGE.items():
-            value = used.get(name)
-            if isinstance(value, kind) and 0 <= value <= _MAX_TOKENS:
-                known[name] = value
+    if not isinstance(used, dict):
+        used = {}
+    known = {
+        name: used[name]
+        for name, kind in _USAGE.items()
+        if isinstance(used.get(name), kind) and 0 <= used[name] <= _MAX_TOKENS
+    }
     text = text if isinstance(text, str) else ""
     return text, choice.get("finish_reason") == "length", JudgeUsage(**known)
 
@@ -263,9 +264,7 @@ def read_verdict(reply: str) -> bool | None:
     brackets it must be the whole reply, since '"yes" would be too kind' does not count as yes.
     """
     verdict = _VERDICT.match(after_thought(reply))
-    if verdict is None:
-        return None
-    return (verdict[1] or verdict[2]).lower() == "yes"
+    return (verdict[1] or verdict[2]).lower() == "yes" if verdict else None
 
 
 def question_of(example: Example) -> str:
@@ -416,7 +415,7 @@ class Verdicts(dict[str, float]):
         line = "\n" * self._torn + json.dumps(entry) + "\n"
         self._torn = False
         try:
-            with self._path.open("ab", buffering=0) as file:
+            with self._path.open("ab") as file:
                 file.write(line.encode())
         except OSError as error:
             print(

@@ -205,11 +205,11 @@ class Scorer:
         own = f"{reward.custom_module}.{reward.custom_function}"
         kinds = [own if kind == "custom" else kind for kind in reward.types]
         try:
+            of_groups = self._open_pool(config, kinds)
             if "judge" in kinds:
                 from retrain.rewards import judge  # httpx, which only it needs
 
                 self._model = judge.LanguageModelJudge(reward, verdicts)
-            of_groups = self._open_pool(config, kinds)
         except BaseException:
             self.close()
             raise
@@ -220,8 +220,9 @@ class Scorer:
         """True if it normalizes each reward within its group before the sum."""
         self.judges_groups = any(part.group is not None for part in self._parts)
         """True if a reward looks at the completions of a prompt together."""
-        compares = all(part.compares_answers for part in self._parts)
-        self.compares_answers = compares and not self._normalises
+        self.compares_answers = not self._normalises and all(
+            part.compares_answers for part in self._parts
+        )
         """True if the reference answer must score `gold_reward`."""
         self.gold_reward = sum(part.weight for part in self._parts)
         """The reward of an answer that every part finds right, if the reward compares answers."""

@@ -161,10 +161,9 @@ class _Keeper:
         if self._pid:
             return
         ours, theirs = socket.socketpair()
-        server = os.getpid()
         pid = os.fork()
         if not pid:
-            _be_worker(server, theirs, self._setup)
+            _be_worker(theirs, self._setup)
         theirs.close()
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._pid = pid
@@ -234,8 +233,7 @@ def _checked(reply: Message, job: Message) -> Message:
     """
     if reply.get("number") != job["number"]:
         raise ValueError("it is not the answer to this completion")
-    is_failure = "members" not in reply and reply.get("value") is None
-    if "responses" not in job or is_failure:
+    if "responses" not in job or ("members" not in reply and reply.get("value") is None):
         return {"parts": [_part(reply)]}
     parts, size = reply.get("members"), len(job["responses"])
     if not isinstance(parts, list) or len(parts) != size:
@@ -266,7 +264,7 @@ def _kill_session(pid: int) -> None:
 # -- the worker ------------------------------------------------------------------------------------
 
 
-def _be_worker(server: int, channel: socket.socket, setup: Message) -> NoReturn:
+def _be_worker(channel: socket.socket, setup: Message) -> NoReturn:
     """Run as the forked worker. It must never return into the server's loop, so an exception ends
     the process here.
     """
@@ -274,10 +272,10 @@ def _be_worker(server: int, channel: socket.socket, setup: Message) -> NoReturn:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
-        die_with_parent(server)  # without Linux the server kills its workers on its way out
+        die_with_parent(os.getppid())  # without Linux the server kills its workers on its way out
         os.dup2(channel.fileno(), _CHANNEL, inheritable=False)
         os.closerange(_CHANNEL + 1, _MAX_DESCRIPTORS)
-        with suppress(EOFError, OSError):  # the server no longer needs this worker
+        with suppress(EOFError, ConnectionError):  # the server no longer needs this worker
             _serve(socket.socket(fileno=_CHANNEL), setup)
         status = 0
     except BaseException:  # the process ends below without showing any of them
@@ -296,11 +294,8 @@ def _serve(channel: socket.socket, setup: Message) -> None:
     handlers: Mapping[str, Callable[[Message], Message]] = {}
     try:
         handlers = _handlers(setup)
-        reply: Message = {
-            "group_rewards": [
-                name for name, handler in handlers.items() if getattr(handler, "whole_group", False)
-            ]
-        }
+        groups = [name for name in handlers if getattr(handlers[name], "whole_group", False)]
+        reply: Message = {"group_rewards": groups}
     except ConfigurationError as error:
         reply = {"is_refused": True, "reason": str(error)}
     # A child that user code forked returns here too, and must not answer.
