@@ -62,7 +62,7 @@ larger reports.
 """
 _TRANSIENT = frozenset({408, 409, 425, 429})
 _USAGE = {"prompt_tokens": int, "completion_tokens": int, "cost": int | float}
-"""What a server says of a request, and its type."""
+"""The fields of a server's usage, and their types."""
 
 
 Reply = tuple[str, bool, JudgeUsage]
@@ -162,8 +162,8 @@ class ChatClient:
         """Return the error that a status other than 200 means; a limit of the rate stops every
         request for as long as the server says.
 
-        A parameter that this model refuses is left out from now on: reasoning models take no
-        temperature and rename max_tokens.
+        From now on the client leaves out a parameter that this model refuses: reasoning models take
+        no temperature and rename max_tokens.
         """
         if 300 <= answer.status < 400:
             said = f"it redirects to {answer.redirect_host}"

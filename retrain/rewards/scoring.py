@@ -67,24 +67,22 @@ class FailureGuard:
         The window then starts empty. A resumed run has a repaired reward, and old failures would
         stop it at once.
         """
-        if self._max_failure_rate == 1:
-            return
         self._steps.append(_failures(scores))
         (total, reasons), taken = self._last, len(self._steps)
-        failed = reasons.total()
-        too_many = failed > self._max_failure_rate * total * self._window / taken
-        if too_many or (failed == total and total >= _MIN_COMPLETIONS):
+        failed, rate = reasons.total(), self._max_failure_rate
+        too_many = failed > rate * total * self._window / taken
+        if rate < 1 and (too_many or failed == total >= _MIN_COMPLETIONS):
             self._steps.clear()
             steps = f"{taken} steps" if taken > 1 else "step"
             what = f"{total} completions of the last {steps}"
-            raise _too_many_failures(what, reasons, self._max_failure_rate)
+            raise _too_many_failures(what, reasons, rate)
 
     def check_end(self) -> None:
         """Raise RunFailed, with the most frequent reason, if the reward could judge none of the
         last completions at the end of a run.
         """
         total, reasons = self._last
-        if total and reasons.total() == total:
+        if self._max_failure_rate < 1 and reasons.total() == total > 0:
             raise RunFailed(
                 f"None of the last {total} completions got a verdict"
                 f" ({reasons.most_common(1)[0][0].rstrip('.')}); fix the reward and start"

@@ -14,9 +14,9 @@ multiprocessing, loky and pebble do not serve here (tried with Python 3.11, loky
   first pool. pebble starts its workers in this way too.
 - loky needs no main guard, but a worker killed at its deadline ends the whole pool. The next answer
   takes 6 s, since each worker imports sympy again (a fork here takes 0.03 s).
-- pebble's workers share one pipe. 50 bytes that user code writes into it end the pool, and the
-  value of a child that user code forks counts as the verdict. C code in a loop outlives its
-  deadline by 3 s, and a killed trainer for ever. There is no limit of memory.
+- pebble's workers share one pipe. 50 bytes that user code writes into it end the pool. The value of
+  a child that user code forks counts as the verdict. C code in a loop outlives its deadline by 3 s,
+  and a killed trainer for ever. There is no limit of memory.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ _PARENT_POLL_S = 1.0
 _MAX_REPLY = 1 << 16
 """Maximum bytes of a reply; a reward, or the reason for its absence, takes a few hundred."""
 _CHANNEL = 3
-"""The worker's end of its socket, the only descriptor that it has beside the standard ones."""
+"""The worker's end of its socket, its only descriptor but the standard ones."""
 _MAX_DESCRIPTORS = 4096
 
 # -- messages --------------------------------------------------------------------------------------
@@ -287,7 +287,8 @@ def _be_worker(channel: socket.socket, setup: Message) -> NoReturn:
 
 def _serve(channel: socket.socket, setup: Message) -> None:
     """Say that the worker is ready, with the names of the rewards that take a whole group, or why
-    it is refused. Then answer jobs until the other side closes; a reply carries the job's number.
+    its set-up does not load. Then answer jobs until the other side closes; a reply carries the
+    job's number.
     """
     own = os.getpid()
     file = channel.makefile("rwb")

@@ -1,5 +1,5 @@
-"""The pool of reward workers, seen from the trainer: one process that keeps the workers, and a
-thread that waits for each of them. worker.py keeps the time and the memory.
+"""The pool of reward workers, seen from the trainer. One process keeps the workers, and a thread
+waits for each of them. worker.py watches their time and memory.
 """
 
 import itertools
@@ -35,7 +35,7 @@ _BOOT = (
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What the workers of a pool must load."""
+    """The first message to the processes of a pool: what the workers must load."""
 
     verify: bool = False
     """True if the workers run math-verify, so that the fork server imports it and the memory limits
@@ -89,7 +89,7 @@ class WorkerPool:
         except (TypeError, ValueError, RecursionError) as error:
             reason = f"retrain cannot send the example's info to {message['handler']}: {error}"
             ended.set_result(PartScore(None, reason))
-        except RuntimeError:  # the pool is closed
+        except RuntimeError:  # the pool takes no more jobs
             ended.cancel()
         return ended
 
