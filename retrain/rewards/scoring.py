@@ -7,11 +7,13 @@ and a thread asks a language model (judge.py).
 """
 
 import importlib.util
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,7 +24,7 @@ from retrain.noise import Stream, uniform
 from retrain.records.redact import reason_of, secret_values
 from retrain.rewards.answers import after_thought, answers_match, bare_answer, extract_boxed
 from retrain.rewards.equality import decide_by_strings
-from retrain.rewards.groups import Member, ScoreGroup, majority, normalised
+from retrain.rewards.groups import majority, normalised
 from retrain.rewards.score import PartScore, ScoreRequest
 from retrain.rewards.worker import Message
 from retrain.rewards.workers import WorkerPool, WorkerSetup
@@ -101,7 +103,7 @@ class FailureGuard:
         """Return the total and the counts by reason of each step in the window as JSON, oldest
         first.
         """
-        return {"steps": [*self._steps]}
+        return {"steps": [[total, dict(reasons)] for total, reasons in self._steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps.clear()
@@ -275,7 +277,7 @@ class Scorer:
         """Return the future score of a completion that is a group of its own."""
         return self.group(1).submit(request)
 
-    def group(self, size: int) -> ScoreGroup:
+    def group(self, size: int) -> "ScoreGroup":
         """Open the group of one prompt. Its completions wait for each other only where a reward
         needs them all.
         """
@@ -285,7 +287,7 @@ class Scorer:
         """Ask the rewards that look at one completion."""
         return [self._asked(part.judge(request)) for part in self._parts if part.judge is not None]
 
-    def ask_together(self, members: Sequence[Member]) -> None:
+    def ask_together(self, members: "Sequence[Member]") -> None:
         """Ask the rewards that look at the whole group, and put each member's parts in the order of
         the rewards.
         """
@@ -358,6 +360,70 @@ class Scorer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@dataclass
+class Member:
+    """A submitted completion, and its scores to come."""
+
+    request: ScoreRequest
+    parts: "list[Future[PartScore]]" = field(default_factory=list)
+    score: "Future[Score]" = field(default_factory=Future)
+
+
+class ScoreGroup:
+    """Takes the completions of one prompt in any order, and gives each a score to come.
+
+    A reward that looks at one completion begins at once. A reward that looks at several completions
+    waits until the last of `size` completions is here. One thread submits.
+    """
+
+    def __init__(self, scorer: Scorer, size: int) -> None:
+        self._scorer, self._size = scorer, size
+        self._members: list[Member] = []
+
+    def submit(self, request: ScoreRequest) -> "Future[Score]":
+        """Return the future score. Every failure is a could-not-judge with its reason; the future
+        raises for a bug only.
+        """
+        member = Member(request, self._scorer.ask_alone(request))
+        member.score.set_running_or_notify_cancel()  # nobody can cancel it now
+        self._members.append(member)
+        if len(self._members) == self._size:
+            members = sorted(self._members, key=lambda one: one.request.sample)
+            self._members = []
+            self._scorer.ask_together(members)
+            self._finish(members)
+        return member.score
+
+    def _finish(self, members: "Sequence[Member]") -> None:
+        """Set the members' scores once every part of every member is there."""
+        # Each once: a reward of the whole group is the same future in every member.
+        left, lock = set(chain.from_iterable(one.parts for one in members)), threading.Lock()
+
+        def part_done(part: "Future[PartScore]") -> None:
+            with lock:
+                left.remove(part)
+                if left:
+                    return
+            try:
+                parts = [_results(member, index) for index, member in enumerate(members)]
+                scores = self._scorer.combine(parts)
+                for member, score in zip(members, scores, strict=True):
+                    member.score.set_result(score)
+            except BaseException as error:  # noqa: BLE001 - a bug: without this the run would wait for ever
+                for member in members:
+                    if not member.score.done():
+                        member.score.set_exception(error)
+
+        for part in tuple(left):
+            part.add_done_callback(part_done)
+
+
+def _results(member: Member, index: int) -> list[PartScore]:
+    ended = PartScore(None, "the scorer closed before a verdict")
+    done = [ended if part.cancelled() else part.result() for part in member.parts]
+    return [score.members[index] if score.members else score for score in done]
 
 
 def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
