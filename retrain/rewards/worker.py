@@ -146,12 +146,12 @@ class _Keeper:
     async def run(self) -> None:
         """Answer the trainer's jobs until it is gone. The first message is the set-up."""
         jobs, replies = await asyncio.open_unix_connection(sock=self._line)
-        self._setup = await _receive(jobs)
-        if self._setup["verify"]:
-            import retrain.rewards.verification
-        if self._setup["rewards"]:
-            import retrain.rewards.custom  # noqa: F401 - all workers share the imports
         with suppress(EOFError):
+            self._setup = await _receive(jobs)
+            if self._setup["verify"]:
+                import retrain.rewards.verification
+            if self._setup["rewards"]:
+                import retrain.rewards.custom  # noqa: F401 - all workers share the imports
             while True:
                 await self._start()
                 replies.write(encode(await self._answer(await _receive(jobs))))

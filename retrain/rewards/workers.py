@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from io import BufferedIOBase
@@ -166,7 +167,9 @@ def _fork_server(
     for ours, far in pairs:
         ours.settimeout(2 * STARTUP_LIMIT_S + deadline_s)  # for a server that somebody stops
         lines.append(ours.makefile("rwb"))
-        lines[-1].write(setup)
+        with suppress(OSError):  # `_ask` finds a process that is gone
+            lines[-1].write(setup)
+            lines[-1].flush()
         ours.close()
         far.close()
     return process, lines
