@@ -78,61 +78,18 @@ def score(scorer: Scorer, response: str, **changes: Any) -> Score:
 # -- verdicts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        "yes",
-        "Yes.",
-        "**Yes**",
-        '"yes"',
-        " YES, because 4 = 8/2. No doubt.",
-        "<think>no, wait</think>\n\nyes",
-    ],
-)
-def test_a_reply_that_begins_with_yes_is_a_yes(reply: str) -> None:
-    assert read_verdict(reply) is True
+YES = ["yes", "Yes.", "**Yes**", '"yes"', " YES, because 4 = 8/2. No doubt."]
+YES += ["<think>no, wait</think>\n\nyes"]
+NO = ["no", "No, the answer is not yes", "`no`", "(No)", "[no].", "\u201cno\u201d"]
+NO += ["<think>yes</think>no"]
+NEITHER = ['"yes" would be too kind, so no', "(yes in part) no", "Yes? No.", "yes and no", "", " "]
+NEITHER += ["eyes", "not yes", "yesterday", "Nothing", "yes or no", "Yes/No", "no / yes"]
+NEITHER += ["The answer is yes", "1", "<think>yes", "True"]
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        "no",
-        "No, the answer is not yes",
-        "`no`",
-        "(No)",
-        "[no].",
-        "\u201cno\u201d",
-        "<think>yes</think>no",
-    ],
-)
-def test_a_reply_that_begins_with_no_is_a_no(reply: str) -> None:
-    assert read_verdict(reply) is False
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        '"yes" would be too kind, so no',
-        "(yes in part) no",
-        "Yes? No.",
-        "yes and no",
-        "",
-        " ",
-        "eyes",
-        "not yes",
-        "yesterday",
-        "Nothing",
-        "yes or no",
-        "Yes/No",
-        "no / yes",
-        "The answer is yes",
-        "1",
-        "<think>yes",
-        "True",
-    ],
-)
-def test_any_other_reply_is_no_verdict(reply: str) -> None:
-    assert read_verdict(reply) is None
+@pytest.mark.parametrize(("replies", "verdict"), [(YES, True), (NO, False), (NEITHER, None)])
+def test_the_first_word_of_a_reply_is_the_verdict(replies: list[str], verdict: bool | None) -> None:
+    assert {reply: read_verdict(reply) for reply in replies} == dict.fromkeys(replies, verdict)
 
 
 def test_the_judge_sees_question_reference_and_the_completions_end_once_each() -> None:
@@ -405,43 +362,30 @@ def test_a_full_disk_costs_the_memory_of_verdicts_and_no_verdict(
 
 
 @pytest.mark.parametrize(
-    ("prices", "reported", "cost"),
-    [([2.0, 10.0], {}, 2.2e-4), ([], {"cost": 0.5}, 0.5), ([], {}, None)],
-)
-def test_the_cost_follows_the_prices_or_what_the_server_says(
-    prices: list[float], reported: dict[str, float], cost: float | None
-) -> None:
-    with judged_by(lambda handler: handler.reply("yes", **reported), judge_prices=prices) as (
-        scorer,
-        _,
-    ):
-        usage = score(scorer, "The answer is 4.").usage
-    assert usage is not None and usage.cost == pytest.approx(cost)
-
-
-@pytest.mark.parametrize(
-    ("usage", "cost"),
+    ("prices", "usage", "counts"),
     [
-        ({"prompt_tokens": 10**400}, 0.0),
-        ({"completion_tokens": -5}, 0.0),
-        ({"cost": 10**400}, None),
-        ({"cost": float("nan")}, None),
+        ([2.0, 10.0], {"prompt_tokens": 100, "completion_tokens": 2}, (100, 2, 2.2e-4)),
+        ([], {"prompt_tokens": 100, "completion_tokens": 2, "cost": 0.5}, (100, 2, 0.5)),
+        ([], {"prompt_tokens": 100, "completion_tokens": 2}, (100, 2, None)),
+        ([1.0, 1.0], {"prompt_tokens": 10**400}, (0, 0, 0.0)),
+        ([1.0, 1.0], {"completion_tokens": -5}, (0, 0, 0.0)),
+        ([], {"cost": 10**400}, (0, 0, None)),
+        ([], {"cost": float("nan")}, (0, 0, None)),
     ],
 )
-def test_what_a_server_says_of_its_usage_and_is_no_count_costs_no_verdict(
-    usage: dict[str, Any], cost: float | None
+def test_the_cost_follows_the_prices_or_what_the_server_says_if_it_is_a_count(
+    prices: list[float], usage: dict[str, float], counts: tuple[int, int, float | None]
 ) -> None:
     def answer(handler: Handler) -> None:
         choice = {"message": {"content": "yes"}, "finish_reason": "stop"}
         handler.send(200, json.dumps({"choices": [choice], "usage": usage}).encode())
 
-    with judged_by(answer, judge_prices=[] if "cost" in usage else [1.0, 1.0]) as (scorer, _):
+    with judged_by(answer, judge_prices=prices) as (scorer, _):
         found = score(scorer, r"\boxed{4}")
-    assert found.outcome is Outcome.RIGHT and (
-        found.usage.prompt_tokens,
-        found.usage.completion_tokens,
-        found.usage.cost,
-    ) == (0, 0, cost)
+    used = found.usage
+    assert found.outcome is Outcome.RIGHT and used is not None
+    assert (used.prompt_tokens, used.completion_tokens) == counts[:2]
+    assert used.cost == pytest.approx(counts[2])
 
 
 def test_a_judge_adds_to_other_rewards_and_takes_the_sum_with_it() -> None:

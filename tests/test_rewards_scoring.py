@@ -241,8 +241,19 @@ def test_the_guard_stops_when_nothing_can_be_judged() -> None:
         FailureGuard(0.05).observe([failed("it is down.")] * 8)
 
 
-def test_the_guard_does_not_stop_for_one_bad_answer_of_the_first_step() -> None:
-    FailureGuard(0.05).observe([failed("slow")] + [RIGHT] * 7)
+@pytest.mark.parametrize(
+    ("rate", "steps", "scores"),
+    [
+        (0.05, 1, [failed("slow")] + [RIGHT] * 7),  # one bad answer of the first step
+        (1.0, 30, [failed("down")] * 8),  # a rate of one switches it off
+        (0.0, 1, []),  # an empty step is no failure
+    ],
+)
+def test_the_guard_does_not_stop(rate: float, steps: int, scores: list[Score]) -> None:
+    guard = FailureGuard(rate)
+    for _ in range(steps):
+        guard.observe(scores)
+    guard.check_end()
 
 
 def test_the_guard_stops_above_a_whole_windows_rate_and_names_the_usual_reason() -> None:
@@ -263,12 +274,6 @@ def test_the_guard_forgets_steps_that_left_the_window() -> None:
             guard.observe([WRONG] * 10)
 
 
-def test_a_rate_of_one_switches_the_guard_off() -> None:
-    guard = FailureGuard(1.0)
-    for _ in range(30):
-        guard.observe([failed("down")] * 8)
-
-
 def test_a_guard_that_has_stopped_a_run_does_not_hold_it_against_the_mended_reward() -> None:
     stopped, resumed = FailureGuard(0.02), FailureGuard(0.02)
     with pytest.raises(RunFailed):
@@ -279,10 +284,6 @@ def test_a_guard_that_has_stopped_a_run_does_not_hold_it_against_the_mended_rewa
     with pytest.raises(RunFailed):
         for _ in range(30):
             resumed.observe([failed("slow")] + [RIGHT] * 7)
-
-
-def test_an_empty_step_is_no_failure() -> None:
-    FailureGuard(0.0).observe([])
 
 
 @given(

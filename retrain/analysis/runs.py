@@ -26,7 +26,7 @@ from retrain.config.moving import with_values, wrong_key
 from retrain.config.schema import Training
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES, engine_kind
-from retrain.records.entries import MEASURED, Count, EvaluationRecord, Figure, SftRecord, StepRecord
+from retrain.records.entries import MEASURED, EvaluationRecord, SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation, is_evaluation
 from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
 from retrain.records.run_folder import RunFolder

@@ -3,11 +3,11 @@ no symbolic mathematics.
 """
 
 from retrain.rewards.answers import extract_boxed, hendrycks_is_equiv
-from retrain.rewards.groups import ScoreGroup
 from retrain.rewards.pairs import score_answers
 from retrain.rewards.score import ScoreRequest
 from retrain.rewards.scoring import (
     FailureGuard,
+    ScoreGroup,
     Scorer,
     box_reader,
     build_scorer,

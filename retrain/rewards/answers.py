@@ -9,7 +9,6 @@ comparison takes strings as a reader sees them, or after the normalization of th
 import re
 import sys
 import unicodedata
-from contextlib import suppress
 from typing import Literal
 
 from retrain.types import THOUGHT_TAGS
@@ -141,14 +140,8 @@ def answers_match(answer: str, reference: str, normalize: Normalization) -> bool
     answer, reference = answer.strip(), reference.strip()
     if not reference:
         return False
-    if answer == reference:
-        return True
-    if normalize == "none":
-        return same_characters(answer) == same_characters(reference) != ""
-    with suppress(_NotNormalizable):
-        if not hendrycks_normalize(reference):
-            return False
-    return hendrycks_is_equiv(answer, reference)
+    known = canonical_answer(reference, normalize)
+    return answer == reference or canonical_answer(answer, normalize) == known != ""
 
 
 def same_characters(text: str) -> str:
@@ -169,10 +162,7 @@ def hendrycks_is_equiv(a: str | None, b: str | None) -> bool:
     """
     if a is None or b is None:
         return False
-    try:
-        return hendrycks_normalize(a) == hendrycks_normalize(b)
-    except _NotNormalizable:
-        return a == b
+    return canonical_answer(a, "hendrycks") == canonical_answer(b, "hendrycks")
 
 
 def hendrycks_normalize(text: str) -> str:

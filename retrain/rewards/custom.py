@@ -11,7 +11,6 @@ import this file.
 import asyncio
 import inspect
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -36,49 +35,39 @@ class UserReward:
     """Kept for the life of the worker, so that HTTP clients of async rewards outlive a call."""
 
     @property
-    def name(self) -> str:
-        return self.plugin.name
-
-    @property
     def whole_group(self) -> bool:
         return self.plugin.form.whole_group
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
-        given = job["responses" if self.whole_group else "response"]
+        name, given = self.plugin.name, job["responses" if self.whole_group else "response"]
         optional = job | {"example": Example(**job["example"])}
         try:
-            with user_code(self.name, RunFailed):
+            with user_code(name, RunFailed):
                 value = self.plugin.call(given, job["reference"], optional=optional)
                 if inspect.isawaitable(value):
                     value = self.runner.get_loop().run_until_complete(value)
                 if isinstance(value, np.ndarray | tuple):
                     value = list(value)
         except (RetrainError, KeyboardInterrupt) as error:
-            return _no_reward(str(error) or f"{self.name} raised KeyboardInterrupt")
-        if self.whole_group:
-            return self._of_group(value, len(given))
-        return self._of_one(value)
-
-    def _of_group(self, value: object, size: int) -> dict[str, Any]:
-        """Return the rewards of a group. A member that got None, or no number, leaves the others
-        their rewards.
-        """
-        if isinstance(value, list) and len(value) == size:
-            return {"members": [self._of_one(reward) for reward in value]}
+            return _no_reward(str(error) or f"{name} raised KeyboardInterrupt")
+        if not self.whole_group:
+            return _reward(name, value)
+        if isinstance(value, list) and len(value) == len(given):
+            # A member that got None, or no number, leaves the others their rewards.
+            return {"members": [_reward(name, each) for each in value]}
         what = f"{len(value)} rewards" if isinstance(value, list) else _kind_of(value)
-        return _no_reward(f"{self.name} returned {what}, not a list of {size} rewards")
+        return _no_reward(f"{name} returned {what}, not a list of {len(given)} rewards")
 
-    def _of_one(self, value: object) -> dict[str, Any]:
-        if value is None:
-            return _no_reward(f"{self.name} returned None")
-        if not isinstance(value, Real | np.bool_):
-            return _no_reward(
-                f"{self.name} returned {_kind_of(value)}, not a float, a bool or None"
-            )
-        number = float(value)
-        if not math.isfinite(number):
-            return _no_reward(f"{self.name} returned {number}, which is not finite")
-        return {"value": number}
+
+def _reward(name: str, value: object) -> dict[str, Any]:
+    if value is None:
+        return _no_reward(f"{name} returned None")
+    if not isinstance(value, Real | np.bool_):
+        return _no_reward(f"{name} returned {_kind_of(value)}, not a float, a bool or None")
+    number = float(value)
+    if not math.isfinite(number):
+        return _no_reward(f"{name} returned {number}, which is not finite")
+    return {"value": number}
 
 
 def _kind_of(value: object) -> str:
@@ -89,17 +78,18 @@ def _no_reward(reason: str) -> dict[str, Any]:
     return {"value": None, "reason": reason_of(reason)}
 
 
-def load_rewards(
-    names: Sequence[str], params: dict[str, Any], plugins: dict[str, Any], source: str | None
-) -> dict[str, UserReward]:
-    """Load every named function as a plugin. `plugins` is the [plugins] section and `source` the
-    file of the configuration.
+def load_rewards(setup: dict[str, Any]) -> dict[str, UserReward]:
+    """Load every function that the set-up of a worker names as a plugin.
 
     Raises ConfigurationError, one sentence, for a function that is missing, does not import, or is
     not callable as a reward.
     """
-    config = TrainConfig.model_validate({"plugins": plugins, "reward": {"params": params}})
+    config = TrainConfig.model_validate(
+        {"plugins": setup["plugins"], "reward": {"params": setup["params"]}}
+    )
     # retrain also looks for plugins in the folder of the file.
-    config._provenance = Provenance(path=Path(source) if source else None)
+    config._provenance = Provenance(path=setup["source"] and Path(setup["source"]))
     runner = asyncio.Runner()
-    return {name: UserReward(load_function("reward", name, config), runner) for name in names}
+    return {
+        name: UserReward(load_function("reward", name, config), runner) for name in setup["rewards"]
+    }

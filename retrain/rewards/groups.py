@@ -1,104 +1,13 @@
-"""The completions of one prompt, judged together: what waits for the whole group, the majority's
-vote, and the normalization of a reward within its group.
-"""
+"""The majority's vote, and the normalization of a reward within its group."""
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
 from retrain.rewards.answers import Normalization, canonical_answer
-from retrain.rewards.score import PartScore, ScoreRequest
-from retrain.types import Score
 
 _EPS = 1e-6
-
-
-@dataclass
-class Member:
-    """A submitted completion, and its scores to come."""
-
-    request: ScoreRequest
-    parts: "list[Future[PartScore]]" = field(default_factory=list)
-    score: "Future[Score]" = field(default_factory=Future)
-
-
-class Judges(Protocol):
-    """The rewards of a run, as a group asks them."""
-
-    def ask_alone(self, request: ScoreRequest) -> "list[Future[PartScore]]":
-        """Ask the rewards that look at one completion."""
-
-    def ask_together(self, members: Sequence[Member]) -> None:
-        """Complete the `parts` of members in the order of their samples."""
-
-    def combine(self, parts: Sequence[Sequence[PartScore]]) -> list[Score]:
-        """Return one score for each member."""
-
-
-class ScoreGroup:
-    """Takes the completions of one prompt in any order, and gives each a score to come.
-
-    A reward that looks at one completion begins at once. A reward that looks at several completions
-    waits until the last of `size` completions is here. One thread submits.
-    """
-
-    def __init__(self, judges: Judges, size: int) -> None:
-        self._judges, self._size = judges, size
-        self._members: list[Member] = []
-
-    def submit(self, request: ScoreRequest) -> "Future[Score]":
-        """Return the future score. Every failure is a could-not-judge with its reason; the future
-        raises for a bug only.
-        """
-        member = Member(request, self._judges.ask_alone(request))
-        member.score.set_running_or_notify_cancel()  # nobody can cancel it now
-        self._members.append(member)
-        if len(self._members) == self._size:
-            members = sorted(self._members, key=lambda one: one.request.sample)
-            self._members = []
-            self._judges.ask_together(members)
-            _when_done(members, self._judges.combine)
-        return member.score
-
-
-def _when_done(
-    members: Sequence[Member], combine: Callable[[Sequence[Sequence[PartScore]]], list[Score]]
-) -> None:
-    """Set the members' scores once every part of every member is there."""
-    # Each once: a reward of the whole group is the same future in every member.
-    parts = {id(part): part for part in chain.from_iterable(each.parts for each in members)}
-    waiting, left = threading.Lock(), len(parts)
-
-    def part_done(_: "Future[PartScore]") -> None:
-        nonlocal left
-        with waiting:
-            left -= 1
-            last = left == 0
-        if not last:
-            return
-        try:
-            scores = combine([_results(member, index) for index, member in enumerate(members)])
-            for member, score in zip(members, scores, strict=True):
-                member.score.set_result(score)
-        except BaseException as error:  # noqa: BLE001 - a bug: without this the run would wait for ever
-            for member in members:
-                if not member.score.done():
-                    member.score.set_exception(error)
-
-    for part in parts.values():
-        part.add_done_callback(part_done)
-
-
-def _results(member: Member, index: int) -> list[PartScore]:
-    ended = PartScore(None, "the scorer closed before a verdict")
-    done = [ended if part.cancelled() else part.result() for part in member.parts]
-    return [score.of_member(index) for score in done]
 
 
 def majority(boxes: Sequence[str | None], normalize: Normalization) -> list[float]:

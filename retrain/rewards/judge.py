@@ -17,10 +17,12 @@ import hashlib
 import json
 import re
 import sys
+import time
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import stamina
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 # -- the client ------------------------------------------------------------------------------------
 
 
+OPENAI_URL = "https://api.openai.com/v1"
 MAX_ATTEMPTS = 5
 MAX_REPLY = 1 << 20
 """Maximum bytes of a response; the client stops reading there."""
@@ -58,191 +61,153 @@ _MAX_TOKENS = 1 << 40
 larger reports.
 """
 _TRANSIENT = frozenset({408, 409, 425, 429})
+_USAGE = {"prompt_tokens": int, "completion_tokens": int, "cost": int | float}
+"""The fields of a server's usage, and their types."""
+
+
+Reply = tuple[str, bool, JudgeUsage]
+"""A reply's text, whether it reached the limit of tokens, and what it took."""
 
 
 class ChatFailed(Exception):
-    """No reply, with the reason as a clause. `usage` holds the sent requests."""
+    """No reply, with the reason as a clause. `wait` tells stamina after how many seconds another
+    attempt is worth it: True by its own schedule, False never.
+    """
 
-    def __init__(self, reason: str, usage: JudgeUsage = JudgeUsage()) -> None:  # noqa: B008 - it is frozen
+    def __init__(self, reason: str, wait: bool | float = True) -> None:
         super().__init__(reason)
-        self.usage = usage
-
-
-class _Transient(Exception):
-    """Worth another attempt, after `wait_s` seconds where the server or the cause says so."""
-
-    def __init__(self, reason: str, wait_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.wait_s = wait_s
-
-
-@dataclass(frozen=True)
-class Reply:
-    text: str
-    cut: bool
-    """True if it reached the limit of tokens."""
-    usage: JudgeUsage
+        self.wait = wait
 
 
 class ChatClient:
-    """Belongs to one event loop. `timeout_s` bounds a request from its first byte to the last byte
-    of the answer.
+    """Belongs to one event loop. `[reward] judge_timeout_s` bounds a request from its first byte to
+    the last byte of the answer.
     """
 
-    def __init__(
-        self, base_url: str, model: str, api_key: str, *, timeout_s: float, concurrency: int
-    ) -> None:
-        self.host = httpx.URL(base_url).netloc.decode()
-        self._url = base_url.rstrip("/") + "/chat/completions"
-        self._timeout_s = timeout_s
-        self._key = api_key
-        self._options: dict[str, Any] = {
-            "model": model,
+    def __init__(self, reward: "Reward") -> None:
+        """Raises EnvironmentFailure if the judge needs the key's variable and it is unset."""
+        name = reward.judge_api_key_env
+        self._key = key_from(name)  # the user's own server may need none
+        if not self._key and (
+            not reward.judge_base_url or "judge_api_key_env" in reward.model_fields_set
+        ):
+            raise EnvironmentFailure(
+                f'[reward] type = "judge" needs an API key in the environment variable {name};'
+                " set it, put it into .env, or name another variable with judge_api_key_env."
+            )
+        url = httpx.URL(reward.judge_base_url or OPENAI_URL)
+        self._host, self._url = url.netloc.decode(), str(url).rstrip("/") + "/chat/completions"
+        self._options = {
+            "model": reward.judge_model,
             "temperature": 0,
             "max_tokens": REPLY_TOKENS,
         }
-        headers = {}
-        if api_key:
-            headers = {"Authorization": f"Bearer {api_key}"}
-        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        self._http = client_for(base_url, headers=headers, timeout=timeout_s, limits=limits)
-        self._slots = asyncio.Semaphore(concurrency)
+        self._timeout_s, most = reward.judge_timeout_s, reward.judge_concurrency
+        self.http = client_for(
+            self._url,
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            timeout=self._timeout_s,
+            limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
+        )
+        self._slots = asyncio.Semaphore(most)
         self._resting_until = 0.0
-        """Loop time before which the server wants no request."""
+        """Time before which the server wants no request."""
 
-    async def ask(self, message: str) -> Reply:
-        """Return the reply to one user message. Raises ChatFailed after the last attempt, and at
-        once for what no retry can fix.
+    async def ask(self, message: str, spent: list[JudgeUsage]) -> tuple[str, bool]:
+        """Return the reply to one user message, and whether it reached the limit of tokens. Add to
+        `spent` what each request took. Raises ChatFailed after the last attempt, and at once for
+        what no retry can fix.
         """
-        usage = JudgeUsage()
         retries = stamina.retry_context(
-            on=_wait_after,
+            on=lambda error: getattr(error, "wait", False),
             attempts=MAX_ATTEMPTS,
             timeout=2 * self._timeout_s,
             wait_initial=_FIRST_WAIT_S,
             wait_max=_MAX_WAIT_S,
         )
         async with self._slots:  # held between attempts too, to ask a server in trouble less
-            try:
-                async for attempt in retries:
-                    with attempt:
-                        usage += JudgeUsage(requests=1)
-                        reply = await self._attempt(message)
-            except (_Transient, ChatFailed) as error:
-                raise ChatFailed(masked(str(error), self._key), usage) from None
-        return replace(reply, usage=usage + reply.usage)
-
-    async def close(self) -> None:
-        await self._http.aclose()
+            async for attempt in retries:
+                with attempt:
+                    spent.append(JudgeUsage(requests=1))
+                    text, is_cut, usage = await self._attempt(message)
+        spent.append(usage)
+        return text, is_cut
 
     async def _attempt(self, message: str) -> Reply:
         # Again after each wait: another answer may have asked for more.
-        while (wait := self._resting_until - asyncio.get_running_loop().time()) > 0:
+        while (wait := self._resting_until - time.monotonic()) > 0:
             await asyncio.sleep(wait)
         content = self._options | {"messages": [{"role": "user", "content": message}]}
         try:
             answer = await exchange(
-                self._http,
-                "POST",
-                self._url,
-                content,
-                seconds=self._timeout_s,
-                max_bytes=MAX_REPLY,
+                self.http, "POST", self._url, content, seconds=self._timeout_s, max_bytes=MAX_REPLY
             )
         except (TimeoutError, httpx.TimeoutException):
-            raise _Transient(f"{self.host} did not answer within {self._timeout_s:g} s") from None
+            problem = f"did not answer within {self._timeout_s:g} s"
         except AnswerOverflow:
-            raise _Transient(f"{self.host} answered with more than {MAX_REPLY >> 20} MiB") from None
+            problem = f"answered with more than {MAX_REPLY >> 20} MiB"
         except httpx.HTTPError as error:
-            raise _Transient(
-                f"{self.host} does not answer ({type(error).__name__}: {error or 'no details'})"
-            ) from None
-        if answer.status != 200:
-            raise self._failure(answer)
-        return _reply(answer, self.host, self._key)
+            problem = f"does not answer ({type(error).__name__}: {error or 'no details'})"
+        else:
+            reply = _reply(answer.content)
+            if answer.status == 200 and reply is not None:
+                return reply
+            said = answer.said(self._key, *secret_values())
+            if answer.status != 200:
+                raise self._failure(answer, said)
+            problem = f"answered with something other than a chat completion: {said!r}"
+        raise ChatFailed(masked(f"{self._host} {problem}", self._key))
 
-    def _failure(self, answer: Answer) -> Exception:
+    def _failure(self, answer: Answer, said: str) -> ChatFailed:
         """Return the error that a status other than 200 means; a limit of the rate stops every
         request for as long as the server says.
+
+        From now on the client leaves out a parameter that this model refuses: reasoning models take
+        no temperature and rename max_tokens.
         """
-        said = answer.said(self._key, *secret_values())
         if 300 <= answer.status < 400:
             said = f"it redirects to {answer.redirect_host}"
-        sentence = f"{self.host} answered {answer.status} {answer.reason}".rstrip()
-        if said:
-            sentence += f": {said}"
-        blamed = ""
+        sentence = f"{self._host} answered {answer.status} {answer.reason}".rstrip()
+        sentence += f": {said}" * bool(said)
         match answer.content:
-            case {"error": {"param": parameter}}:
-                blamed = str(parameter or "")
-        if answer.status == 400 and self._without(blamed):
-            return _Transient(sentence, 0.0)
+            case {"error": {"param": "temperature" | "max_tokens" as name}} if (
+                answer.status == 400 and name in self._options
+            ):
+                value = self._options.pop(name)
+                if name == "max_tokens":
+                    self._options["max_completion_tokens"] = value
+                return ChatFailed(sentence, 0.0)
         if answer.status not in _TRANSIENT and answer.status < 500:
-            return ChatFailed(sentence)
+            return ChatFailed(sentence, False)
         try:
             wait_s = min(max(0.0, float(answer.headers["retry-after"])), self._timeout_s)
         except (KeyError, ValueError):  # absent, or a date
-            return _Transient(sentence, None)
-        self._resting_until = max(self._resting_until, asyncio.get_running_loop().time() + wait_s)
-        return _Transient(sentence, wait_s)
-
-    def _without(self, parameter: str) -> bool:
-        """Ask without a parameter that this model refuses, from now on: reasoning models take no
-        temperature and rename max_tokens.
-        """
-        value = None
-        if parameter in ("temperature", "max_tokens"):
-            value = self._options.pop(parameter, None)
-        if parameter == "max_tokens" and value is not None:
-            self._options["max_completion_tokens"] = value
-        return value is not None
+            return ChatFailed(sentence)
+        self._resting_until = max(self._resting_until, time.monotonic() + wait_s)
+        return ChatFailed(sentence, wait_s)
 
 
-def _wait_after(error: Exception) -> bool | float:
-    """Tell stamina whether to retry after this error, and after how many seconds if not by its own
-    schedule.
-    """
-    if not isinstance(error, _Transient):
-        return False
-    return True if error.wait_s is None else error.wait_s
-
-
-def _reply(response: Answer, host: str, key: str) -> Reply:
-    """Read the text of a chat completion. Raises _Transient for anything else."""
-    try:
-        answer = response.content
-        choice = answer["choices"][0]
-        text = choice["message"].get("content")
-    except (LookupError, TypeError, AttributeError):
-        raise _Transient(
-            f"{host} answered with something other than a chat completion:"
-            f" {response.said(key, *secret_values())!r}"
-        ) from None
-    used = answer.get("usage")
+def _reply(content: Any) -> Reply | None:
+    """Read a chat completion; None for anything else. A count that is none is 0."""
+    match content:
+        case {"choices": [{"message": {**message}, **choice}, *_], **more}:
+            text, used = message.get("content"), more.get("usage")
+        case _:
+            return None
     if not isinstance(used, dict):
         used = {}
-    cost = used.get("cost")
-    usage = JudgeUsage(
-        prompt_tokens=_count(used.get("prompt_tokens")),
-        completion_tokens=_count(used.get("completion_tokens")),
-        cost=float(cost) if isinstance(cost, int | float) and 0 <= cost <= _MAX_TOKENS else None,
-    )
-    return Reply(
-        text if isinstance(text, str) else "", choice.get("finish_reason") == "length", usage
-    )
-
-
-def _count(value: object) -> int:
-    """Return the number of tokens, as the server says; 0 for anything but a count."""
-    return value if isinstance(value, int) and 0 <= value <= _MAX_TOKENS else 0
+    known = {
+        name: used[name]
+        for name, kind in _USAGE.items()
+        if isinstance(used.get(name), kind) and 0 <= used[name] <= _MAX_TOKENS
+    }
+    text = text if isinstance(text, str) else ""
+    return text, choice.get("finish_reason") == "length", JudgeUsage(**known)
 
 
 # -- the judge -------------------------------------------------------------------------------------
 
 
-T = TypeVar("T")
-
-OPENAI_URL = "https://api.openai.com/v1"
 DEFAULT_TEMPLATE = """\
 You are grading a student's answer to a problem. The reference answer is right.
 
@@ -272,6 +237,7 @@ _VERDICT = re.compile(
     r"""|\s*[*_"'`\u201c\u2018(\[]+(yes|no)\b\W*$""",  # in quotes or brackets: nothing else
     re.IGNORECASE,
 )
+_VALUES = {"yes": 1.0, "no": 0.0}
 _UNREADABLE_ATTEMPTS = 2
 _PROBE = ("What is 2 + 2?", "4", "2 + 2 = 4, so the answer is 4.")
 
@@ -298,9 +264,7 @@ def read_verdict(reply: str) -> bool | None:
     brackets it must be the whole reply, since '"yes" would be too kind' does not count as yes.
     """
     verdict = _VERDICT.match(after_thought(reply))
-    if verdict is None:
-        return None
-    return (verdict[1] or verdict[2]).lower() == "yes"
+    return (verdict[1] or verdict[2]).lower() == "yes" if verdict else None
 
 
 def question_of(example: Example) -> str:
@@ -318,28 +282,12 @@ class LanguageModelJudge:
     """Asks the judge from an event loop in a thread of its own. Any thread may submit."""
 
     def __init__(self, reward: "Reward", cache: Path | None = None) -> None:
-        """`cache` is the file of verdicts; None keeps them for the life of the judge only.
-
-        Raises EnvironmentFailure if the judge needs the key's variable and it is unset.
+        """`cache` is the file of verdicts; None keeps them for the life of the judge only. Raises
+        EnvironmentFailure as the client does.
         """
         self._reward = reward
         self._template = reward.judge_template or DEFAULT_TEMPLATE
-        name = reward.judge_api_key_env
-        key = key_from(name)  # the user's own server may need none
-        if not key and (
-            not reward.judge_base_url or "judge_api_key_env" in reward.model_fields_set
-        ):
-            raise EnvironmentFailure(
-                f'[reward] type = "judge" needs an API key in the environment variable {name};'
-                " set it, put it into .env, or name another variable with judge_api_key_env."
-            )
-        self._client = ChatClient(
-            reward.judge_base_url or OPENAI_URL,
-            reward.judge_model,
-            key,
-            timeout_s=reward.judge_timeout_s,
-            concurrency=reward.judge_concurrency,
-        )
+        self._client = ChatClient(reward)
         self._verdicts = Verdicts(cache if reward.judge_cache else None)
         self._asked: dict[str, asyncio.Task[PartScore]] = {}
         """Questions under way, by content."""
@@ -357,31 +305,31 @@ class LanguageModelJudge:
         """
         model = self._reward.judge_model
         try:
-            asked = self._client.ask(judge_message(self._template, *_PROBE))
-            reply = self._loop.start(asked).result()
+            asked = self._client.ask(judge_message(self._template, *_PROBE), [])
+            text, _ = self._loop.start(asked).result()
         except ChatFailed as error:
             raise EnvironmentFailure(
                 f'[reward] type = "judge": {error}. Check judge_base_url, judge_model ='
                 f' "{model}", and the key in the variable {self._reward.judge_api_key_env}'
                 " (judge_api_key_env)."
             ) from None
-        verdict = read_verdict(reply.text)
-        if verdict is None:
-            return (
-                f"To the question whether 2 + 2 = 4, the judge {model} replied"
-                f" {_shown(reply.text)!r}, which begins with neither yes nor no. Such a reply"
-                " leaves a completion without a verdict."
-            )
-        if verdict:
-            return ""
+        match read_verdict(text):
+            case True:
+                return ""
+            case False:
+                return (
+                    f"The judge {model} says that 2 + 2 = 4 is wrong; `retrain audit` measures how"
+                    " often it errs."
+                )
         return (
-            f"The judge {model} says that 2 + 2 = 4 is wrong; `retrain audit` measures how"
-            " often it errs."
+            f"To the question whether 2 + 2 = 4, the judge {model} replied"
+            f" {_shown(text)}, which begins with neither yes nor no. Such a reply"
+            " leaves a completion without a verdict."
         )
 
     def close(self) -> None:
         """Give up what is under way."""
-        self._loop.close(self._client.close)
+        self._loop.close(self._client.http.aclose)
 
     async def _judge(self, request: ScoreRequest) -> PartScore:
         completion = request.response
@@ -396,13 +344,12 @@ class LanguageModelJudge:
         if not self._reward.judge_cache:
             return await self._ask(message)
         key = hashlib.sha256(json.dumps([self._reward.judge_model, message]).encode()).hexdigest()
-        known = self._verdicts.get(key)
-        if known is not None:
-            return PartScore(known, usage=JudgeUsage(cached=1))
-        twin = self._asked.get(key)
-        if twin:
+        if key in self._verdicts:
+            return PartScore(self._verdicts[key], usage=JudgeUsage(cached=1))
+        if key in self._asked:
             # Shielded, since giving up this wait must not cancel the other completion's question.
-            return replace(await asyncio.shield(twin), usage=JudgeUsage(cached=1))
+            twin = await asyncio.shield(self._asked[key])
+            return replace(twin, usage=JudgeUsage(cached=1))
         task = self._asked[key] = asyncio.ensure_future(self._ask(message))
         try:
             score = await task
@@ -416,76 +363,59 @@ class LanguageModelJudge:
         """Ask for a verdict, and once more after a reply without one: hosted models do not repeat
         themselves, even at temperature 0.
         """
-        usage = JudgeUsage()
+        spent: list[JudgeUsage] = []
+        verdict, reason = None, ""
         for _ in range(_UNREADABLE_ATTEMPTS):
             try:
-                reply = await self._client.ask(message)
+                text, is_cut = await self._client.ask(message, spent)
             except ChatFailed as error:
                 reason = f"the judge gave no verdict: {error}"
-                return PartScore(None, reason, self._priced(usage + error.usage))
-            usage += reply.usage
-            verdict = read_verdict(reply.text)
+                break
+            verdict = read_verdict(text)
             if verdict is not None:
-                return PartScore(float(verdict), usage=self._priced(usage))
-        return PartScore(None, _unreadable(reply), self._priced(usage))
-
-    def _priced(self, usage: JudgeUsage) -> JudgeUsage:
-        if not self._reward.judge_prices:
-            return usage
-        reading, writing = self._reward.judge_prices
-        cost = usage.prompt_tokens * reading + usage.completion_tokens * writing
-        return replace(usage, cost=cost / 1e6)
-
-
-def _unreadable(reply: Reply) -> str:
-    if not reply.text.strip():
-        return "the judge's reply was empty"
-    end = f" (cut off after {REPLY_TOKENS} tokens)" if reply.cut else ""
-    return f"the judge's reply begins with neither yes nor no: {_shown(reply.text)!r}{end}"
+                break
+            reason = "the judge's reply was empty"
+            if text.strip():
+                end = f" (cut off after {REPLY_TOKENS} tokens)" if is_cut else ""
+                reason = f"the judge's reply begins with neither yes nor no: {_shown(text)}{end}"
+        usage = sum(spent, JudgeUsage())
+        if self._reward.judge_prices:
+            reading, writing = self._reward.judge_prices
+            cost = usage.prompt_tokens * reading + usage.completion_tokens * writing
+            usage = replace(usage, cost=cost / 1e6)
+        return PartScore(None if verdict is None else float(verdict), reason, usage)
 
 
 def _shown(text: str) -> str:
     line = " ".join(harmless(text).split())
-    if len(line) <= 60:
-        return line
-    return line[:57] + "..."
+    return repr(line if len(line) <= 60 else line[:57] + "...")
 
 
-class Verdicts:
+class Verdicts(dict[str, float]):
     """Verdicts by content, in memory and, with a path, one JSON line each in a file that several
     processes may append to.
     """
 
     def __init__(self, path: Path | None) -> None:
+        super().__init__()
         self._path = path
-        self._known: dict[str, float] = {}
         content = path.read_bytes() if path is not None and path.is_file() else b""
         for line in content.splitlines():
-            self._read(line)
-        self._torn = not content.endswith(b"\n") and bool(content)
+            # The judge asks again the question of a torn or foreign line.
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
+                entry = json.loads(line)
+                self[str(entry["key"])] = _VALUES[entry["verdict"]]
+        self._torn = bool(content) and not content.endswith(b"\n")
 
-    def _read(self, line: bytes) -> None:
-        """Read a line. Skip a torn or foreign line: the judge asks its question again."""
-        try:
-            entry = json.loads(line)
-            self._known[str(entry["key"])] = {"yes": 1.0, "no": 0.0}[entry["verdict"]]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return
-
-    def get(self, key: str) -> float | None:
-        return self._known.get(key)
-
-    def add(self, key: str, value: float) -> None:
-        self._known[key] = value
+    def add(self, key: str, verdict: float) -> None:
+        self[key] = verdict
         if self._path is None:
             return
-        line = (
-            "\n" * self._torn + json.dumps({"key": key, "verdict": "yes" if value else "no"}) + "\n"
-        )
+        entry = {"key": key, "verdict": "yes" if verdict else "no"}
+        line = "\n" * self._torn + json.dumps(entry) + "\n"
         self._torn = False
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab", buffering=0) as file:
+            with self._path.open("ab") as file:
                 file.write(line.encode())
         except OSError as error:
             print(

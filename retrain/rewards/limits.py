@@ -80,10 +80,7 @@ def _nesting(text: str) -> int:
             stack.append((outside, waiting, is_script))
             outside, waiting, is_script = outside + waiting + 1, 0, False
         elif token in _CLOSING.values() or token == r"\}":
-            if stack:
-                outside, waiting, was_script = stack.pop()
-            else:
-                outside, waiting, was_script = (0, 0, False)
+            outside, waiting, was_script = stack.pop() if stack else (0, 0, False)
             waiting, is_script = waiting if was_script else 0, False
         elif token in ("^", "_"):
             waiting += token == "^" and waiting > 0

@@ -39,6 +39,3 @@ class PartScore:
     usage: JudgeUsage | None = None
     """Tokens and cost, if a language model judged."""
     members: "tuple[PartScore, ...]" = ()
-
-    def of_member(self, index: int) -> "PartScore":
-        return self.members[index] if self.members else self

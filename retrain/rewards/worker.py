@@ -1,22 +1,56 @@
-"""A reward worker, and its messages over a connected socket to the trainer's process. It loads what
-the set-up names, then answers one job after another until the pool kills it or goes away.
+"""The processes that judge: a fork server, which has imported the libraries, and its workers.
+
+The trainer never forks, since a fork would break its threads and accelerator. It starts the fork
+server and sends it jobs, over one socket for each worker (workers.py). The server runs no code of
+the user. It forks a worker within milliseconds, and kills one that exceeds the deadline or the
+memory limit. It never trusts code inside a worker to stop by itself. It ends when the trainer is
+gone, and its workers with it.
+
+multiprocessing, loky and pebble do not serve here (tried with Python 3.11, loky 3 and pebble 5):
+
+- multiprocessing's forkserver runs the user's main module again in each worker. A script that calls
+  `train` without a main guard gets a RuntimeError there, and a script from standard input gets a
+  FileNotFoundError. A process has one such server, with the imports and the environment of the
+  first pool. pebble starts its workers in this way too.
+- loky needs no main guard, but a worker killed at its deadline ends the whole pool. The next answer
+  takes 6 s, since each worker imports sympy again (a fork here takes 0.03 s).
+- pebble's workers share one pipe. 50 bytes that user code writes into it end the pool. The value of
+  a child that user code forks counts as the verdict. C code in a loop outlives its deadline by 3 s,
+  and a killed trainer for ever. There is no limit of memory.
 """
 
+import asyncio
 import json
+import math
 import os
 import resource
+import signal
 import socket
 import struct
 import sys
-import time
+import traceback
 from collections.abc import Callable, Mapping
-from datetime import date, datetime
-from typing import Any
-
-import numpy as np
+from contextlib import suppress
+from io import BufferedIOBase
+from typing import Any, NoReturn
 
 from retrain.errors import ConfigurationError
-from retrain.records.redact import note_values
+from retrain.records.redact import harmless, note_values
+from retrain.system import die_with_parent, resident_bytes
+
+STARTUP_LIMIT_S = 120.0
+"""Seconds that a worker may take to load what the set-up names."""
+ADDRESS_SPACE_LIMIT = 4 << 30
+"""Maximum bytes that a verifying worker may map: the second limit, for memory that grows faster
+than the server looks."""
+_TICK_S = 0.05
+"""Interval at which the server checks the memory of a worker that has not answered."""
+_PARENT_POLL_S = 1.0
+_MAX_REPLY = 1 << 16
+"""Maximum bytes of a reply; a reward, or the reason for its absence, takes a few hundred."""
+_CHANNEL = 3
+"""The worker's end of its socket, its only descriptor but the standard ones."""
+_MAX_DESCRIPTORS = 4096
 
 # -- messages --------------------------------------------------------------------------------------
 
@@ -30,14 +64,6 @@ _HEADER = struct.Struct("<I")
 """The length of the JSON text that follows, in bytes."""
 
 
-class ChannelClosed(EOFError):
-    """The other side closed the connection or ended."""
-
-
-class BadMessage(ValueError):
-    """The bytes received are not a message. The worker cannot understand later bytes either."""
-
-
 def encode(message: Message) -> bytes:
     """Encode a message as bytes, header included. numpy values become plain ones; TypeError names
     any other type that JSON lacks.
@@ -46,136 +72,256 @@ def encode(message: Message) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    if isinstance(value, datetime | date):
-        return value.isoformat()
+def _plain(value: Any) -> object:
+    for method in ("tolist", "isoformat"):
+        if hasattr(value, method):
+            return getattr(value, method)()
     raise TypeError(f"a value of type {type(value).__name__} has no JSON form")
 
 
-class Channel:
-    """A connected stream socket that carries messages; one thread on each side."""
+def read_message(file: BufferedIOBase) -> Message:
+    """Read a message of the other side. Raises EOFError or ValueError if it ends before."""
+    header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        raise EOFError
+    message: Message = json.loads(file.read(*_HEADER.unpack(header)))
+    return message
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._received = bytearray()
 
-    def send(self, message: Message, timeout: float | None = None) -> None:
-        self.send_encoded(encode(message), timeout)
+async def _receive(reader: asyncio.StreamReader, longest: int = 1 << 32) -> Message:
+    """Read a message of at most `longest` bytes. Raises ValueError for anything else, EOFError and
+    OSError.
+    """
+    (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+    if length > longest:
+        raise ValueError(f"it claims to have {length} bytes")
+    body = await reader.readexactly(length)
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
+    if not isinstance(message, dict):
+        raise ValueError("it is not a JSON object")
+    return message
 
-    def send_encoded(self, message: bytes, timeout: float | None) -> None:
-        """Raises TimeoutError if the other side has not taken the whole message after `timeout`
-        seconds; the channel is useless then.
-        """
+
+# -- the fork server -------------------------------------------------------------------------------
+
+
+def main(parent: str, *descriptors: str) -> None:
+    """Run the fork server until the trainer, of which `parent` is the process id, ends it or is
+    gone. It keeps a worker for each of the sockets.
+    """
+    keepers = [_Keeper(socket.socket(fileno=int(each))) for each in descriptors]
+
+    def end(*_: object) -> NoReturn:
+        for keeper in keepers:
+            keeper.end()
+        os._exit(0)
+
+    async def end_with_parent() -> None:
+        while os.getppid() == int(parent):
+            await asyncio.sleep(_PARENT_POLL_S)
+        end()
+
+    async def run() -> None:
+        await asyncio.gather(end_with_parent(), *(keeper.run() for keeper in keepers))
+
+    signal.signal(signal.SIGTERM, end)
+    asyncio.new_event_loop().run_until_complete(run())
+
+
+class _Keeper:
+    """Keeps one worker alive, and gives it one job at a time."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._setup: Message = {}
+        self._pid = 0
+        """The worker's process; 0 if there is none."""
+        self._started: Message = {}
+        """The last worker's first message, or why there is none."""
+        self._swelled = ""
+
+    async def run(self) -> None:
+        """Answer the trainer's jobs until it is gone. The first message is the set-up."""
+        jobs, replies = await asyncio.open_unix_connection(sock=self._line)
+        with suppress(EOFError):
+            self._setup = await _receive(jobs)
+            if self._setup["verify"]:
+                import retrain.rewards.verification
+            if self._setup["rewards"]:
+                import retrain.rewards.custom  # noqa: F401 - all workers share the imports
+            while True:
+                await self._start()
+                replies.write(encode(await self._answer(await _receive(jobs))))
+
+    async def _start(self) -> None:
+        """Start a worker if there is none."""
+        if self._pid:
+            return
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if not pid:
+            _be_worker(theirs, self._setup)
+        theirs.close()
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._pid = pid
+        self._swelled = ""
         try:
-            self._socket.settimeout(timeout)
-            self._socket.sendall(message)
+            async with asyncio.timeout(STARTUP_LIMIT_S):
+                self._started = await _receive(self._reader, _MAX_REPLY)
+        except (EOFError, OSError, ValueError) as error:
+            how = f"{type(error).__name__}, {self.end()}"
+            self._started = {"reason": f"retrain cannot start a reward worker ({how})"}
+        if "reason" in self._started:
+            self.end()
+
+    async def _answer(self, job: Message) -> Message:
+        """Return the worker's answer to a job, or the reason for its absence; without a job, what
+        the worker said first.
+        """
+        if not job or not self._pid:
+            return self._started
+        watch = asyncio.create_task(self._watch_memory())
+        deadline_s, longest = self._setup["deadline_s"], _MAX_REPLY * len(job.get("responses", "1"))
+        try:
+            async with asyncio.timeout(deadline_s):
+                self._writer.write(encode(job))
+                answer = _checked(await _receive(self._reader, longest), job)
+            if self._takes_more_than(0.5):
+                self.end()  # sympy's caches only grow
+            return answer
         except TimeoutError:
-            raise
-        except OSError as error:
-            raise ChannelClosed(str(error)) from error
+            reason = f"the reward took longer than deadline_s = {deadline_s:g}, so retrain killed"
+            reason += " its worker"
+        except ValueError as error:
+            reason = f"the reward worker's reply is not readable: {error}"
+        except (EOFError, OSError):
+            reason = self._swelled or f"the reward worker died ({self.end()})"
+        finally:
+            watch.cancel()
+        self.end()
+        return {"reason": reason}
 
-    def receive(self, timeout: float | None, longest: int = 1 << 32) -> Message:
-        """Return the next message, of at most `longest` bytes. Raises BadMessage for anything else.
+    async def _watch_memory(self) -> None:
+        while not self._takes_more_than(1.0):
+            await asyncio.sleep(_TICK_S)
+        limit = self._setup["memory_limit"] / 2**30
+        self._swelled = f"the reward needed more than {limit:g} GiB, so retrain killed its worker"
+        _kill_session(self._pid)
 
-        Raises TimeoutError if the message is incomplete after `timeout` seconds; the next call
-        continues with what has arrived.
-        """
-        end = None if timeout is None else time.monotonic() + timeout
-        while (message := self._take(longest)) is None:
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:  # bytes that drip in must not extend the time
-                raise TimeoutError
-            self._socket.settimeout(left)
-            try:
-                chunk = self._socket.recv(1 << 16)
-            except TimeoutError:
-                raise
-            except OSError as error:
-                raise ChannelClosed(str(error)) from error
-            if not chunk:
-                raise ChannelClosed("end of stream")
-            self._received += chunk
-        return message
+    def _takes_more_than(self, fraction: float) -> bool:
+        limit = self._setup["memory_limit"]
+        return limit is not None and resident_bytes(self._pid) > fraction * limit
 
-    def _take(self, longest: int) -> Message | None:
-        """Remove the first message from the bytes that have arrived; None if it is incomplete."""
-        if len(self._received) < _HEADER.size:
-            return None
-        (length,) = _HEADER.unpack_from(self._received)
-        if length > longest:
-            raise BadMessage(f"it claims to have {length} bytes")
-        end = _HEADER.size + length
-        if len(self._received) < end:
-            return None
-        try:
-            message = json.loads(self._received[_HEADER.size : end])
-        except (ValueError, RecursionError) as error:
-            raise BadMessage("it is not JSON") from error
-        if not isinstance(message, dict):
-            raise BadMessage("it is not a JSON object")
-        del self._received[:end]
-        return message
-
-    def close(self) -> None:
-        self._socket.close()
+    def end(self) -> str:
+        """Kill the worker, if there is one, with everything it started. Return how it ended."""
+        pid, self._pid = self._pid, 0
+        if not pid:
+            return ""
+        self._writer.transport.abort()
+        _kill_session(pid)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return f"signal {-status}" if status < 0 else f"exit code {status}"
 
 
-# -- the worker's life -----------------------------------------------------------------------------
+def _checked(reply: Message, job: Message) -> Message:
+    """Return a worker's reply in the form that the trainer takes: the value and the reason of the
+    completion, or of each of a group. Raises ValueError for another, such as one that user code
+    wrote into the socket.
+    """
+    if reply.get("number") != job["number"]:
+        raise ValueError("it is not the answer to this completion")
+    if "responses" not in job or ("members" not in reply and reply.get("value") is None):
+        return {"parts": [_part(reply)]}
+    parts, size = reply.get("members"), len(job["responses"])
+    if not isinstance(parts, list) or len(parts) != size:
+        raise ValueError(f"it is not the answer to a group of {size}")
+    return {"parts": [_part(part) for part in parts]}
 
 
-def serve(channel: Channel) -> None:
-    """Answer jobs until the other side closes. The first message is the set-up. Its reply is
-    `{"ready": true, "group_rewards": [names]}` or `{"refused": sentence}`.
+def _part(reply: object) -> tuple[float | None, str]:
+    if not isinstance(reply, dict):
+        raise ValueError("a member's reply is not a JSON object")
+    value = reply.get("value")
+    if value is None:
+        return None, str(reply.get("reason", ""))
+    if not isinstance(value, float) or not math.isfinite(value):
+        raise ValueError("its value is not a finite number")
+    return value, ""
 
-    Every later message is a job, and its reply carries the job's number.
+
+def _kill_session(pid: int) -> None:
+    """Kill the worker and whatever it started. A worker forked a moment ago may not lead its
+    session yet.
+    """
+    for kill in (os.killpg, os.kill):
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
+# -- the worker ------------------------------------------------------------------------------------
+
+
+def _be_worker(channel: socket.socket, setup: Message) -> NoReturn:
+    """Run as the forked worker. It must never return into the server's loop, so an exception ends
+    the process here.
+    """
+    status = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setsid()
+        die_with_parent(os.getppid())  # without Linux the server kills its workers on its way out
+        os.dup2(channel.fileno(), _CHANNEL, inheritable=False)
+        os.closerange(_CHANNEL + 1, _MAX_DESCRIPTORS)
+        with suppress(EOFError, ConnectionError):  # the server no longer needs this worker
+            _serve(socket.socket(fileno=_CHANNEL), setup)
+        status = 0
+    except BaseException:  # the process ends below without showing any of them
+        print(harmless(traceback.format_exc()), file=sys.stderr)
+        raise
+    finally:
+        os._exit(status)
+
+
+def _serve(channel: socket.socket, setup: Message) -> None:
+    """Say that the worker is ready, with the names of the rewards that take a whole group, or why
+    its set-up does not load. Then answer jobs until the other side closes; a reply carries the
+    job's number.
     """
     own = os.getpid()
+    file = channel.makefile("rwb")
+    handlers: Mapping[str, Callable[[Message], Message]] = {}
     try:
-        setup = channel.receive(None)
-        try:
-            handlers = _handlers(setup)
-        except ConfigurationError as error:
-            channel.send({"refused": str(error)})
-            return
-        group_rewards = [
-            name for name, handler in handlers.items() if getattr(handler, "whole_group", False)
-        ]
-        reply: Message = {"ready": True, "group_rewards": group_rewards}
-        # A child that user code forked returns here too, and must not answer.
-        while os.getpid() == own:
-            channel.send(reply)
-            job = channel.receive(None)
-            reply = handlers[job["handler"]](job) | {"number": job["number"]}
-    except ChannelClosed:
-        return  # the trainer no longer needs this worker
+        handlers = _handlers(setup)
+        groups = [name for name in handlers if getattr(handlers[name], "whole_group", False)]
+        reply: Message = {"group_rewards": groups}
+    except ConfigurationError as error:
+        reply = {"is_refused": True, "reason": str(error)}
+    # A child that user code forked returns here too, and must not answer.
+    while os.getpid() == own:
+        file.write(encode(reply))
+        file.flush()
+        job = read_message(file)
+        reply = handlers[job["handler"]](job) | {"number": job["number"]}
 
 
 def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
     """Return one function per kind of job. A reply holds "value" (null for could not judge) and, if
     it is null, "reason". The reply for a whole group holds one for each of its "members".
     """
-    if setup["address_space"] is not None:  # bytes that this process may map
-        try:
-            resource.setrlimit(
-                resource.RLIMIT_AS,
-                (setup["address_space"], resource.getrlimit(resource.RLIMIT_AS)[1]),
-            )
-        # The system has no such limit, so the parent's watch has to do.
-        except (ValueError, OSError) as error:
-            print(f"reward worker: this machine cannot limit its memory ({error})", file=sys.stderr)
+    if setup["memory_limit"] is not None:
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        # A system without such a limit has the server's watch alone.
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_LIMIT, hard))
     note_values(setup["secrets"])
-    handlers: dict[str, Callable[[Message], Message]] = {}
-    if setup["verify"]:
-        handlers["verify"] = _verify
-    if setup["rewards"]:
-        from retrain.rewards.custom import load_rewards
+    if not setup["rewards"]:
+        return {"verify": _verify}
+    from retrain.rewards.custom import load_rewards
 
-        handlers.update(
-            load_rewards(setup["rewards"], setup["params"], setup["plugins"], setup["source"])
-        )
-    return handlers
+    return {"verify": _verify, **load_rewards(setup)}
 
 
 def _verify(job: Message) -> Message:
