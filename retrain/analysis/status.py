@@ -31,7 +31,7 @@ from retrain.records.disk import path_error
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import MARKER, Liveness, RunFolder, Writer
 from retrain.records.terminal import counted, duration
-from retrain.records.untrained import untrained_line, untrained_streak
+from retrain.records.untrained import Streak, untrained_line
 from retrain.system import Json, read_object
 
 _PATIENCE_S = 600.0
@@ -354,7 +354,7 @@ def _read(run: StoredRun, now: float) -> RunStatus:
                 (run.unsound, _supervised(run), _attempts(run), _note(run, state, writer, idle)),
             )
         ),
-        loss_note=untrained_line(untrained_streak(recent)) or (loss_note(last) if last else ""),
+        loss_note=untrained_line(Streak.of(reversed(recent))) or (loss_note(last) if last else ""),
     )
 
 

@@ -18,10 +18,10 @@ from retrain.records.state import TrainerState
 from retrain.records.terminal import counted
 from retrain.records.untrained import (
     ENOUGH,
+    Streak,
     is_news,
     is_skipped,
     untrained_line,
-    untrained_streak,
 )
 from retrain.rewards import box_reader
 from retrain.run.notes import reference_note
@@ -61,15 +61,14 @@ class Past:
     newest: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT))
     log_ratios: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     """log_ratio_mean of the newest steps that trained a token."""
-    untrained: list[StepRecord] = field(default_factory=list)
-    """The newest steps, newest first, if they trained nothing."""
+    untrained: Streak = field(default_factory=Streak)
 
     def add(self, record: StepRecord) -> None:
         """Take up the next step."""
         self.newest.append(record)
         if record.num_datums and record.log_ratio_mean is not None:
             self.log_ratios.append(record.log_ratio_mean)
-        self.untrained = untrained_streak([record, *self.untrained])
+        self.untrained = self.untrained.after(record)
 
 
 @dataclass
@@ -97,7 +96,7 @@ class StepObserver:
         """Return the line about the last steps of a run if they trained nothing; "" for any other
         run. `steps` is the length of the run.
         """
-        if len(self.past.untrained) >= min(ENOUGH, steps):
+        if self.past.untrained.steps >= min(ENOUGH, steps):
             return self._untrained_line()
         return ""
 

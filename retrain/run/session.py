@@ -94,7 +94,10 @@ class Session:
         saved = self.state if opened.checkpoint else None
         self.saver = Saver(self.folder, opened.store, backend, tracker, saved)
         self.observer = StepObserver(self.plan, parts, tracker)
-        self.evaluations: list[Evaluation] = []
+        self.before: Evaluation | None = None
+        """The evaluation of the untrained weights."""
+        self.after: Evaluation | None = None
+        """The newest evaluation."""
         self.sft_records: deque[SftRecord] = deque(maxlen=RECENT)
         """The newest steps of the supervised stage."""
         self.prefetched = PrefetchedRollout(interrupts.check)
@@ -198,8 +201,9 @@ class Session:
         self.sft_records.extend(SftRecord.read(folder.sft))
         own = self.observer.past, self.sft_records
         self.observer.past, self.sft_records = self.world.broadcast(own)
-        self.evaluations = read_evaluations(folder.sft_evaluation, ks, "sft")
-        self.evaluations += read_evaluations(folder.evaluation, ks)
+        supervised = read_evaluations(folder.sft_evaluation, ks, "sft")
+        for evaluation in (*supervised, *read_evaluations(folder.evaluation, ks)):
+            self._keep(evaluation)
 
     def _pass_gate(self, opened: RunStart, skip_parity: bool) -> None:
         result = None
@@ -473,8 +477,13 @@ class Session:
         watcher = self._watch(f"Evaluation at {name} {step}", evaluator.completions)
         result, _ = evaluator.run(step, watcher, stage)
         self.tracker.emit(result)
-        self.evaluations.append(result)
+        self._keep(result)
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
+
+    def _keep(self, evaluation: Evaluation) -> None:
+        if evaluation.step == 0:
+            self.before = self.before or evaluation
+        self.after = evaluation
 
     def save_if_due(self) -> None:
         if self.schedule.saves_at(self.state.step, self.state):
@@ -549,7 +558,7 @@ class Session:
         if status == "done":
             inside = final.is_relative_to(self.folder.path)
             adapter = str(final.relative_to(self.folder.path) if inside else final)
-        after = self.evaluations[-1] if self.evaluations else None
+        after = self.after
         if after and not (after.step or (after.stage == "rl" and self.parts.supervised)):
             after = None  # The weights had no training yet.
         return RunSummary(
@@ -559,7 +568,7 @@ class Session:
             steps=self.state.step,
             seconds=self.state.seconds,
             tokens=self.state.tokens,
-            before=next((item for item in self.evaluations if item.step == 0), None),
+            before=self.before,
             after=after,
             last=next(reversed(self.observer.past.newest), None),
             untrained=self.observer.unlearned(self.state.step),
