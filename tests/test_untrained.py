@@ -11,11 +11,11 @@ from runs import lines, small
 
 from retrain.analysis.status import overview
 from retrain.config import TrainConfig
+from retrain.explain.inputs import check_inputs
 from retrain.records.entries import StepRecord
 from retrain.records.untrained import Streak, is_news, untrained_line
 from retrain.rewards import unpaid_answer
 from retrain.run.notes import unasked_note
-from retrain.run.parts import check_inputs
 from retrain.types import Example
 from tests.runs import small_run
 

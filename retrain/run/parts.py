@@ -3,7 +3,7 @@ that they must pass.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -18,12 +18,10 @@ from retrain.backends.base import BACKENDS, Backend, backend_kind
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig, replaced
 from retrain.config.judging import judging_note
-from retrain.config.keys import keys_by_path
-from retrain.config.names import DATA_FILE_SUFFIXES, is_data_location, is_dotted, part_class
+from retrain.config.names import is_data_location, is_dotted, part_class
 from retrain.config.plan import Plan, sources_of
 from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Inference, Model, Training
-from retrain.config.unused import reason_unused
 from retrain.data import (
     NoHeldOutSplit,
     PromptSet,
@@ -31,7 +29,7 @@ from retrain.data import (
     encode_prompts,
     load_examples,
 )
-from retrain.data.chat import ChatRenderer, messages_of
+from retrain.data.chat import ChatRenderer
 from retrain.data.prompts import (
     MixedPrompts,
     as_task,
@@ -42,12 +40,11 @@ from retrain.data.prompts import (
 )
 from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
-from retrain.data.sources import HUB_SOURCES, SOURCES, Benchmark, Query, load_source
+from retrain.data.sources import Query, load_source
 from retrain.data.traces import trace_query
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
 from retrain.environments.loading import (
-    check_package,
     environment_name,
     load_environment,
     load_problems,
@@ -55,20 +52,16 @@ from retrain.environments.loading import (
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
 from retrain.model.budget import longest_row
-from retrain.model.hub import is_offline
 from retrain.model.text import (
     TextModel,
-    load_model_config,
     load_text_model,
     model_files,
-    resolve_model,
 )
 from retrain.noise import Stream
 from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.rewards import FailureGuard, Scorer, build_scorer, gold_response
-from retrain.rewards.pairs import judge_answers
 from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
 from retrain.run.gate import GateResult, adapter_check, environment_gold, parity_gate, scored_gold
@@ -78,7 +71,6 @@ from retrain.run.rollout import Judge, Sampler
 from retrain.run.sharing import shared
 from retrain.run.supervised import SupervisedStage
 from retrain.run.teacher import Teacher, check_answers, check_teacher
-from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Doing, Example, Int32Array, LogLine, MachineChoices, Prompt
 
 Say = Callable[[str], None]
@@ -356,112 +348,6 @@ def _load_source(query: Query) -> None:
     source = query.data.source
     if is_dotted(source) and not is_data_location(source) and not Path(source).exists():
         load_source(query)
-
-
-def check_inputs(config: TrainConfig) -> str:
-    """Check, for `explain`, what a run would refuse in its plugins, its rewards and its data files,
-    and judge reference answers. It sends no request to the hub; offline it looks into the cache of
-    the hub. Return the run's warnings about these files, or "".
-
-    Raises ConfigurationError or EnvironmentFailure, as the run would.
-    """
-    check_plugins(config)
-    if config.lora.init_from:
-        from retrain.model.adapter import check_initial
-
-        check_initial(config.model, config.lora)
-    if config.resume.from_:
-        RunFolder(Path(config.resume.from_)).refuse_run(resuming=True)
-    found = (_check_source(source.config, source.task) for source in sources_of(config))
-    return " ".join(filter(None, found))
-
-
-def _check_source(config: TrainConfig, task: str) -> str:
-    if config.environment.provider:
-        return ""
-    config = replaced(config, {"reward.workers": 1})
-    with build_scorer(config) as scorer:
-        asks = not scorer.judges_groups and "judge" not in config.reward.types
-        asks &= config.reward.max_failure_rate < 1  # 1 allows a run every failure
-    held_out: list[Example] = []
-    for own in Plan.of(config).evaluations:
-        if own.evaluation.asked_for and _asks_nobody(query_of(own, "heldout")):
-            # A source of a mixture may have no held-out rows.
-            with suppress(NoHeldOutSplit) if task else nullcontext():
-                held_out += load_examples(own, "heldout").examples
-    if _asks_nobody(query_of(config, "train")):
-        loaded = load_examples(config, "train")
-        if asks:
-            _judge_references(config, loaded.examples[:_REFERENCES_JUDGED])
-        talks = [messages_of(each, config.data) for each in loaded.examples]
-        texts = ["\n".join(message["content"] for message in talk) for talk in talks]
-        dropped = f"Dropped rows: {loaded.dropped_rows()}." * bool(loaded.dropped)
-        both = contamination_note(loaded.examples, held_out)
-        said = answer_notes(config, texts, loaded.examples)
-        return " ".join(filter(None, [dropped, both, *said]))
-    return ""
-
-
-_REFERENCES_JUDGED = 3
-
-
-def _judge_references(config: TrainConfig, examples: Sequence[Example]) -> None:
-    """Raise ConfigurationError if the reward can judge none of the reference answers."""
-    scores = judge_answers(config, [(gold_response(each.reference), each) for each in examples])
-    if all(score.reward is None for score in scores):
-        raise ConfigurationError(
-            f'[reward] type = "{" + ".join(config.reward.types)}" could judge none of'
-            f" {counted(len(scores), 'reference answer')} ({scores[0].reason.rstrip('.')});"
-            " fix the reward."
-        )
-
-
-def _asks_nobody(query: Query) -> bool:
-    """True if files alone give the answer, or if retrain refuses the query: on an offline hub, or
-    for training on a set for evaluation.
-    """
-    source, reader = query.data.source, SOURCES.get(query.data.source)
-    on_hub = source in HUB_SOURCES or source.startswith("hub:")
-    return bool(
-        query.data.path
-        or source.endswith(DATA_FILE_SUFFIXES)
-        or source in ("jsonl", "parquet", "lab")
-        or (source not in SOURCES and query.path.exists())
-        or (on_hub and is_offline())
-        or (query.split == "train" and isinstance(reader, Benchmark))
-    )
-
-
-def explained_traces(config: TrainConfig) -> SupervisedStage | None:
-    """Return the supervised stage for `explain`, if it needs neither the hub nor a model's own
-    code; else None. Raises ConfigurationError as a run would.
-    """
-    if not config.sft.is_on or config.model.trust_remote_code:
-        return None
-    local = is_offline() or Path(resolve_model(config.model.model)).is_dir()
-    if not (local and _asks_nobody(trace_query(config, "train"))):
-        return None
-    return SupervisedStage.load(config, load_text_model(config.model))
-
-
-def check_model(config: TrainConfig) -> None:
-    """Raise as the run would for an unavailable model."""
-    if not config.model.trust_remote_code:  # Checking runs no remote code.
-        load_model_config(config.model.model, config.model.revision)
-
-
-def check_packages(config: TrainConfig) -> None:
-    """Raise as the run would for a missing package of its environment, its trackers or its planning
-    detector.
-    """
-    for source in sources_of(config):
-        check_package(source.config.environment.provider)
-    detector = keys_by_path()["planning.detector"]
-    if config.planning.detector == "semantic" and not reason_unused(config, detector):
-        from retrain.model.sentences import check_encoder_package
-
-        check_encoder_package()
-    check_tracker_packages(config.logging)
 
 
 def check_device(config: TrainConfig) -> None:

@@ -101,7 +101,7 @@ class Session:
         self.sft_records: deque[SftRecord] = deque(maxlen=RECENT)
         """The newest steps of the supervised stage."""
         self.prefetched = PrefetchedRollout(interrupts.check)
-        # Several ranks would wait for each other: they stop together, in `stop_together`.
+        # Several ranks would wait for each other: they stop together, in `_stop_together`.
         if world.size == 1:
             backend.engine.check = interrupts.check
         self._synced: tuple[str, int] | None = None
