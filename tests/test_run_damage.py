@@ -137,7 +137,7 @@ def test_a_folder_in_which_a_run_left_nothing_is_started_anew(tmp_path: Path) ->
 def test_a_resume_names_a_damaged_summary_and_forgets_it(run: Path) -> None:
     (run / "summary.json").write_text("{")
     (note, *_) = opened(resumed(run)).notes
-    assert note.startswith(f"{run / 'summary.json'} ") and note.endswith("writes it anew.")
+    assert note.startswith(f"{run / 'summary.json'} ") and note.endswith("writes a new one.")
     assert not (run / "summary.json").exists()
 
 

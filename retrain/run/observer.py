@@ -3,7 +3,7 @@ the run.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -14,6 +14,8 @@ from retrain.config import TrainConfig
 from retrain.config.plan import Plan
 from retrain.errors import RunFailed
 from retrain.records.entries import SftRecord, StepRecord
+from retrain.records.evaluation import Evaluation, read_evaluations
+from retrain.records.run_folder import RunFolder
 from retrain.records.state import TrainerState
 from retrain.records.terminal import counted
 from retrain.records.untrained import (
@@ -54,21 +56,52 @@ _LIMIT_FLOOR, _LIMIT_FLOOR_HALF = 1e-3, 0.02
 runs."""
 
 
+Record = StepRecord | SftRecord | Evaluation
+
+
 @dataclass
 class Past:
-    """What lines and guards need of a run's steps, of all sessions."""
+    """The records of all sessions, as far as lines, guards and the summary need them."""
 
     newest: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT))
+    supervised: deque[SftRecord] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """The newest steps of the supervised stage."""
     log_ratios: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     """log_ratio_mean of the newest steps that trained a token."""
     untrained: Streak = field(default_factory=Streak)
+    before: Evaluation | None = None
+    """The evaluation of the untrained weights."""
+    after: Evaluation | None = None
+    """The newest evaluation."""
 
-    def add(self, record: StepRecord) -> None:
-        """Take up the next step."""
-        self.newest.append(record)
-        if record.num_datums and record.log_ratio_mean is not None:
-            self.log_ratios.append(record.log_ratio_mean)
-        self.untrained = self.untrained.after(record)
+    @staticmethod
+    def read(folder: RunFolder, ks: Sequence[int]) -> "Past":
+        """Read the records of earlier sessions."""
+        past = Past()
+        records: Iterable[Record] = chain(
+            StepRecord.read(folder.metrics),
+            SftRecord.read(folder.sft),
+            read_evaluations(folder.sft_evaluation, ks, "sft"),
+            read_evaluations(folder.evaluation, ks),
+        )
+        for record in records:
+            past.add(record)
+        return past
+
+    def add(self, record: Record) -> None:
+        """Take up the next record."""
+        match record:
+            case Evaluation():
+                if record.step == 0:
+                    self.before = self.before or record
+                self.after = record
+            case SftRecord():
+                self.supervised.append(record)
+            case StepRecord():
+                self.newest.append(record)
+                if record.num_datums and record.log_ratio_mean is not None:
+                    self.log_ratios.append(record.log_ratio_mean)
+                self.untrained = self.untrained.after(record)
 
 
 @dataclass

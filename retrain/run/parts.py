@@ -153,7 +153,7 @@ class Scorers:
     """The scorers of a run, one for each distinct reward."""
 
     verdicts: Path | None
-    """Where a judge keeps its verdicts."""
+    """The file of the judge's verdicts; None if nothing keeps them."""
     opened: ExitStack
     """Closes the scorers."""
     made: dict[str, Scorer] = field(default_factory=dict)
@@ -590,7 +590,9 @@ def load_held_out(
 
 
 def _held_out_sources(config: TrainConfig, sources: Sequence[SourceParts]) -> Sequence[SourceParts]:
-    """Return the sources of held-out problems: those of training, or those of [evaluation]."""
+    """Return the sources of held-out problems: the training sources, or the sources of
+    [evaluation].
+    """
     of_training = not config.evaluation.source if config.data.mix else sources[0].stage
     if of_training:
         return sources

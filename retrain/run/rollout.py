@@ -101,7 +101,7 @@ class Rollout:
 
 
 Judge = Scorer | Stage
-"""What scores the replies to a problem: a reward, or the environment of a dialogue."""
+"""The judge of replies to a problem: a reward, or the environment of a dialogue."""
 
 
 @dataclass(frozen=True)

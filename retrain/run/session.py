@@ -2,7 +2,6 @@
 `loop.take_step` goes through one step.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -24,15 +23,13 @@ from retrain.errors import (
 )
 from retrain.records.checkpoint import FINAL
 from retrain.records.checkpoint_place import take
-from retrain.records.entries import SftRecord, StepRecord
-from retrain.records.evaluation import Evaluation, read_evaluations
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean, counted
 from retrain.run.dialogues import SamplingPlan, Watcher, counting
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, skipped_gate_line
-from retrain.run.observer import RECENT, StepObserver, check_updates
+from retrain.run.observer import Past, StepObserver, check_updates
 from retrain.run.parts import Parts, check_again, load_parts, run_parity_gate, training_plan
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
@@ -94,12 +91,6 @@ class Session:
         saved = self.state if opened.checkpoint else None
         self.saver = Saver(self.folder, opened.store, backend, tracker, saved)
         self.observer = StepObserver(self.plan, parts, tracker)
-        self.before: Evaluation | None = None
-        """The evaluation of the untrained weights."""
-        self.after: Evaluation | None = None
-        """The newest evaluation."""
-        self.sft_records: deque[SftRecord] = deque(maxlen=RECENT)
-        """The newest steps of the supervised stage."""
         self.prefetched = PrefetchedRollout(interrupts.check)
         # Several ranks would wait for each other: they stop together, in `_stop_together`.
         if world.size == 1:
@@ -182,7 +173,9 @@ class Session:
             for name, part in self._stateful.items():
                 for note in part.load_state_dict(getattr(self.state, name)) or ():
                     self.tracker.message(note)
-            self._restore_records()
+            # Only the first rank has the files.
+            past = Past.read(self.folder, self.config.evaluation.k)
+            self.observer.past = self.world.broadcast(past)
         if self.state.choices not in (None, backend.choices):
             self.tracker.message(
                 "The machine's choices differ from the stored ones: from here on this run is not"
@@ -190,20 +183,6 @@ class Session:
             )
         self.state = replace(self.state, choices=backend.choices, batch_size=self._next_batch_size)
         self.tracker.emit(StartEvent(backend.device_name))
-
-    def _restore_records(self) -> None:
-        """Take up the records of steps and evaluations from earlier sessions. Only the first rank
-        has them.
-        """
-        folder, ks = self.folder, self.config.evaluation.k
-        for record in StepRecord.read(folder.metrics):
-            self.observer.past.add(record)
-        self.sft_records.extend(SftRecord.read(folder.sft))
-        own = self.observer.past, self.sft_records
-        self.observer.past, self.sft_records = self.world.broadcast(own)
-        supervised = read_evaluations(folder.sft_evaluation, ks, "sft")
-        for evaluation in (*supervised, *read_evaluations(folder.evaluation, ks)):
-            self._keep(evaluation)
 
     def _pass_gate(self, opened: RunStart, skip_parity: bool) -> None:
         result = None
@@ -258,8 +237,8 @@ class Session:
             ends=ends,
         )
         self.tracker.emit(record)
-        self.sft_records.append(record)
-        check_updates(self.sft_records, result)
+        self.observer.past.add(record)
+        check_updates(self.observer.past.supervised, result)
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
@@ -477,13 +456,8 @@ class Session:
         watcher = self._watch(f"Evaluation at {name} {step}", evaluator.completions)
         result, _ = evaluator.run(step, watcher, stage)
         self.tracker.emit(result)
-        self._keep(result)
+        self.observer.past.add(result)
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
-
-    def _keep(self, evaluation: Evaluation) -> None:
-        if evaluation.step == 0:
-            self.before = self.before or evaluation
-        self.after = evaluation
 
     def save_if_due(self) -> None:
         if self.schedule.saves_at(self.state.step, self.state):
@@ -558,7 +532,8 @@ class Session:
         if status == "done":
             inside = final.is_relative_to(self.folder.path)
             adapter = str(final.relative_to(self.folder.path) if inside else final)
-        after = self.after
+        past = self.observer.past
+        after = past.after
         if after and not (after.step or (after.stage == "rl" and self.parts.supervised)):
             after = None  # The weights had no training yet.
         return RunSummary(
@@ -568,9 +543,9 @@ class Session:
             steps=self.state.step,
             seconds=self.state.seconds,
             tokens=self.state.tokens,
-            before=self.before,
+            before=past.before,
             after=after,
-            last=next(reversed(self.observer.past.newest), None),
+            last=next(reversed(past.newest), None),
             untrained=self.observer.unlearned(self.state.step),
             adapter=adapter,
             wall_s=monotonic() - self._began,

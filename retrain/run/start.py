@@ -370,7 +370,7 @@ def _forget_summary(folder: RunFolder, step: int, notes: list[str]) -> None:
         if read_object(folder.summary).get("steps") == step:
             return
     except RunFailed as error:
-        notes.append(f"{str(error).rstrip('.')}; the run's end writes it anew.")
+        notes.append(f"{str(error).rstrip('.')}; the run's end writes a new one.")
     folder.summary.unlink()
 
 
