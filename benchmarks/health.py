@@ -165,9 +165,9 @@ def watched() -> Iterator[list[float]]:
 
     def noted(rollout: Rollout, *others: Any) -> Any:
         found.append(round(length_pays(rollout), 3))
-        return step_record.reward_statistics(rollout, *others)
+        return step_record.reward_fields(rollout, *others)
 
-    with mock.patch.object(observer, "reward_statistics", noted):
+    with mock.patch.object(observer, "reward_fields", noted):
         yield found
 
 

@@ -134,6 +134,13 @@ def test_a_folder_in_which_a_run_left_nothing_is_started_anew(tmp_path: Path) ->
     )
 
 
+def test_a_resume_names_a_damaged_summary_and_forgets_it(run: Path) -> None:
+    (run / "summary.json").write_text("{")
+    (note, *_) = opened(resumed(run)).notes
+    assert note.startswith(f"{run / 'summary.json'} ") and note.endswith("writes a new one.")
+    assert not (run / "summary.json").exists()
+
+
 def test_a_checkpoint_whose_steps_lost_their_rows_gives_way_and_is_kept(run: Path) -> None:
     """A power cut can leave a sealed step beside rows that never reached the disk."""
     metrics = run / "metrics.jsonl"

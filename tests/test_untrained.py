@@ -11,34 +11,26 @@ from runs import lines, small
 
 from retrain.analysis.status import overview
 from retrain.config import TrainConfig
+from retrain.explain.inputs import check_inputs
 from retrain.records.entries import StepRecord
-from retrain.records.untrained import is_news, untrained_line, untrained_streak
+from retrain.records.untrained import Streak, is_news, untrained_line
 from retrain.rewards import unpaid_answer
 from retrain.run.notes import unasked_note
-from retrain.run.parts import check_inputs
 from retrain.types import Example
 from tests.runs import small_run
 
 
 def step(**values: Any) -> StepRecord:
     """A step of two groups of four that trained nothing; all wrong unless told otherwise."""
-    usual = {
-        "num_datums": 0,
-        "batch_size": 2,
-        "group_size": 4,
-        "mean_reward": 0.0,
-        "reward_std": 0.0,
-        "informative_fraction": 0.0,
-    }
+    shape = {"num_datums": 0, "batch_size": 2, "group_size": 4, "max_token_hit_rate": 0.0}
+    rewards = {"mean_reward": 0.0, "reward_std": 0.0, "informative_fraction": 0.0}
     skipped = {
         "groups_skipped_all_correct": 0,
         "groups_skipped_all_wrong": 2,
         "groups_skipped_other": 0,
         "groups_identical": 0,
     }
-    return StepRecord(
-        step=0, condition="a+b", **(usual | skipped | {"max_token_hit_rate": 0.0} | values)
-    )
+    return StepRecord(step=0, condition="a+b", **(shape | rewards | skipped | values))
 
 
 TRAINED = step(num_datums=4, informative_fraction=0.5, groups_skipped_all_wrong=1)
@@ -113,22 +105,22 @@ SOLVED = step(groups_skipped_all_wrong=0, groups_skipped_all_correct=2, mean_rew
     ],
 )
 def test_the_line_names_the_cause_that_the_records_show(values: dict[str, Any], words: str) -> None:
-    line = untrained_line([step(**values)] * 3)
+    line = untrained_line(Streak.of([step(**values)] * 3))
     assert line.startswith("3 steps trained ") and words in line and line.endswith(".")
 
 
 def test_steps_that_are_all_right_are_solved_and_not_steps_that_taught_nothing() -> None:
-    assert untrained_line([SOLVED] * 3).startswith(
+    assert untrained_line(Streak.of([SOLVED] * 3)).startswith(
         "3 steps had nothing to learn: all 24 completions are right"
     )
-    mixed = untrained_line([SOLVED, step(), SOLVED, step()])
+    mixed = untrained_line(Streak.of([SOLVED, step(), SOLVED, step()]))
     assert mixed.startswith("2 steps trained nothing: all 16 completions have the reward 0")
-    assert untrained_line([]) == ""
+    assert untrained_line(Streak()) == ""
 
 
 def test_it_is_told_once_a_streak_when_three_steps_of_a_kind_are_there() -> None:
     def told(*steps: StepRecord) -> list[int]:
-        streaks = [untrained_streak(reversed(steps[: end + 1])) for end in range(len(steps))]
+        streaks = [Streak.of(steps[: end + 1]) for end in range(len(steps))]
         return [end for end, streak in enumerate(streaks) if is_news(streak)]
 
     assert told(*[step()] * 6) == [2]

@@ -31,7 +31,7 @@ from retrain.records.disk import path_error
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import MARKER, Liveness, RunFolder, Writer
 from retrain.records.terminal import counted, duration
-from retrain.records.untrained import untrained_line, untrained_streak
+from retrain.records.untrained import Streak, untrained_line
 from retrain.system import Json, read_object
 
 _PATIENCE_S = 600.0
@@ -346,7 +346,7 @@ def _read(run: StoredRun, now: float) -> RunStatus:
         remaining_s=left if state in LIVE and step_time is not None else None,
         idle_s=idle,
         note=" ".join(filter(None, [run.unsound, *_begun(run), _note(run, state, writer, idle)])),
-        loss_note=untrained_line(untrained_streak(recent)) or (loss_note(last) if last else ""),
+        loss_note=untrained_line(Streak.of(reversed(recent))) or (loss_note(last) if last else ""),
     )
 
 

@@ -176,16 +176,11 @@ def _longest_prompt(config: "TrainConfig") -> int:
         load_sources,
         load_text,
         longest_prompt,
-        prompts_of,
     )
 
     text = load_text(config.model, print_progress)
-    with ExitStack() as undo:
-        sources = load_sources(config, text, None, print_progress, undo)
+    with ExitStack() as opened:
+        sources = load_sources(config, text, print_progress, opened)
         prompts = load_mixed_prompts(text, sources, print_progress)
-        held_out = (
-            load_held_out(config, text, sources, prompts.examples, print_progress)
-            if config.evaluation.asked_for
-            else None
-        )
-    return longest_prompt(prompts, prompts_of(held_out))
+        held_out = load_held_out(config, text, sources, prompts.examples, print_progress)
+    return longest_prompt(prompts, held_out)

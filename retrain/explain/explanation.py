@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from retrain.advantages.sepa import follows_schedule, maximal_lambda
 from retrain.analysis.power import (
@@ -32,6 +32,7 @@ from retrain.config.keys import all_keys
 from retrain.config.schema import Condition, Squeeze
 from retrain.data.mixing import Quota, planned_quotas
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.explain.inputs import InputProblems
 from retrain.explain.timing import (
     Schedule,
     StepTime,
@@ -43,14 +44,7 @@ from retrain.explain.timing import (
 from retrain.inference_engine.base import EngineCapabilities
 from retrain.records.redact import Redactor, note_secrets
 from retrain.run.notes import notes
-from retrain.run.parts import (
-    Say,
-    check_device,
-    check_inputs,
-    check_model,
-    check_packages,
-    explained_traces,
-)
+from retrain.run.parts import Say
 from retrain.system import Json
 from retrain.xray.resolve import headline_of
 
@@ -349,56 +343,6 @@ def _capabilities(
         return declared_engine(configs[0]), declared_backend(configs[0]), problems, losses
     except ConfigurationError as error:  # A plugin does not load.
         return None, None, list(error.problems), ()
-
-
-@dataclass
-class InputProblems:
-    """Warnings of runs about their plugins, rewards, data files and packages."""
-
-    refused: list[str] = field(default_factory=list)
-    """The run refuses them with exit code 2."""
-    lacking: list[str] = field(default_factory=list)
-    """This machine lacks them, which gives exit code 3."""
-    warnings: list[str] = field(default_factory=list)
-    traces: list[str] = field(default_factory=list)
-    """Lines about the supervised stage of the first run that has one."""
-
-    @classmethod
-    def of(cls, configs: Sequence[TrainConfig], *, here: bool) -> Self:
-        """Return the problems of all runs."""
-        found = cls()
-        for config in configs:
-            found.check(config, here=here)
-        return found
-
-    def check(self, config: TrainConfig, *, here: bool) -> None:
-        """Add the problems of one run.
-
-        `here` is False if the prediction is for another machine, whose devices are unknown.
-        """
-        for check in (
-            check_inputs,
-            self._traces,
-            check_packages,
-            check_model,
-            *([check_device] if here else []),
-        ):
-            try:
-                note = check(config)
-            except ConfigurationError as error:
-                self.refused += error.problems
-            except EnvironmentFailure as error:
-                self.lacking.append(str(error))
-            else:
-                self.warnings += [note] if note else []
-
-    def _traces(self, config: TrainConfig) -> str:
-        """Describe the supervised stage; return the warning about its rows."""
-        stage = explained_traces(config)
-        if stage is None:
-            return ""
-        self.traces = self.traces or list(stage.lines())
-        return " ".join(f"{note}." for note in stage.traces.notes)
 
 
 def _settings(config: TrainConfig) -> list[Setting]:

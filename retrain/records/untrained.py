@@ -2,8 +2,10 @@
 run, since a condition that stops itself biases a verdict.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import reduce
 from math import isnan
 
 from retrain.records.entries import SftRecord, StepRecord
@@ -24,15 +26,61 @@ _SKIPPED = (
 )
 
 
-def untrained_streak(newest_first: Iterable[StepRecord]) -> list[StepRecord]:
-    """Return the records since the last step that trained something, newest first."""
-    # With a KL term alone the learner trains rows, but no row for its reward.
-    return list(
-        takewhile(
-            lambda one: 0 in (one.num_datums, one.informative_fraction) or is_skipped(one),
-            newest_first,
-        )
-    )
+@dataclass
+class Streak:
+    """The newest steps of a run if they trained nothing, summed up, since there may be any number
+    of them.
+    """
+
+    steps: int = 0
+    completions: int = 0
+    newest: StepRecord | None = None
+    """The newest step that the model did not solve. This and the next two are of such steps
+    alone.
+    """
+    sums: Counter[str] = field(default_factory=Counter)
+    rewards: set[tuple[float | None, float | None]] = field(default_factory=set)
+    """Mean and deviation of the rewards of a step; two of them stand for more."""
+    ends_solved: bool = False
+    """True if the model solved the newest step of all."""
+
+    @staticmethod
+    def of(records: Iterable[StepRecord]) -> "Streak":
+        """Return the streak at the end of a run's steps, which come oldest first."""
+        return reduce(Streak.after, records, Streak())
+
+    def after(self, record: StepRecord) -> "Streak":
+        """Return the streak after the next step, which may end this one."""
+        # With a KL term alone the learner trains rows, but no row for its reward.
+        if 0 not in (record.num_datums, record.informative_fraction) and not is_skipped(record):
+            return Streak()
+        completions = (record.batch_size or 0) * (record.group_size or 0)
+        self.steps += 1
+        self.completions += completions
+        self.ends_solved = _is_solved(record)
+        if self.ends_solved:
+            return self
+        self.newest = record
+        self.sums.update(unsolved=1, completions=completions)
+        for name in _SUMMED:
+            self.sums[name] += getattr(record, name) or 0
+        for rate in _RATES:
+            self.sums[rate] += round((getattr(record, rate) or 0.0) * completions)
+        mean = record.mean_reward
+        if len(self.rewards) < 2:
+            self.rewards.add((mean and round(mean, 9), record.reward_std))
+        return self
+
+
+_SUMMED = (
+    "batch_size",
+    "num_datums",
+    "groups_identical",
+    "groups_skipped_all_wrong",
+    "groups_skipped_all_correct",
+)
+_RATES = ("max_token_hit_rate", "answer_found_rate")
+"""Recorded rates, which a streak turns into numbers of completions."""
 
 
 def is_skipped(record: StepRecord | SftRecord) -> bool:
@@ -50,66 +98,59 @@ def _is_solved(record: StepRecord) -> bool:
     )
 
 
-def is_news(streak: Sequence[StepRecord]) -> bool:
+def is_news(streak: Streak) -> bool:
     """Return True if the newest step makes a streak long enough for a message. A streak counts its
     unsolved steps, or all its steps if the model solves every one.
     """
-    unsolved = sum(not _is_solved(record) for record in streak)
+    unsolved = streak.sums["unsolved"]
     if not unsolved:
-        return len(streak) == ENOUGH
-    return unsolved == ENOUGH and not _is_solved(streak[0])
+        return streak.steps == ENOUGH
+    return unsolved == ENOUGH and not streak.ends_solved
 
 
-def untrained_line(streak: Sequence[StepRecord], known: str = "") -> str:
+def untrained_line(streak: Streak, known: str = "") -> str:
     """Say how many steps of a streak trained nothing, and why. If the model solves all of them, say
     that; "" for an empty streak. `known`: the cause of only wrong answers, if the data show it.
     """
-    unsolved = [record for record in streak if not _is_solved(record)]
-    if unsolved and is_skipped(unsolved[0]):
-        return f"{counted(len(unsolved), 'step')} trained nothing: {_SKIPPED}."
-    if unsolved:
-        nothing = (
-            "trained on no reward"
-            if any(record.num_datums for record in unsolved)
-            else "trained nothing"
-        )
-        return f"{counted(len(unsolved), 'step')} {nothing}: {_cause(unsolved, known)}."
-    if streak:
+    if streak.newest:
+        nothing, cause = "trained nothing", _SKIPPED
+        if not is_skipped(streak.newest):
+            nothing = "trained on no reward" if streak.sums["num_datums"] else nothing
+            cause = _cause(streak.newest, streak, known)
+        return f"{counted(streak.sums['unsolved'], 'step')} {nothing}: {cause}."
+    if streak.steps:
         return (
-            f"{counted(len(streak), 'step')} had nothing to learn: all {_completions(streak):,}"
+            f"{counted(streak.steps, 'step')} had nothing to learn: all {streak.completions:,}"
             " completions are right; use harder problems, or `retrain audit` if you expected wrong"
             " answers."
         )
     return ""
 
 
-def _cause(records: Sequence[StepRecord], known: str) -> str:
-    """Return the common cause of the records and the advice, with the clearest cause first."""
-    total, groups = _completions(records), _sum(records, "batch_size")
-    cut, found = (_counted(records, name) for name in ("max_token_hit_rate", "answer_found_rate"))
-    boxed = ""
+def _cause(newest: StepRecord, streak: Streak, known: str) -> str:
+    """Return the common cause of the steps and the advice, with the clearest cause first."""
+    sums = streak.sums
+    total, cut, groups = sums["completions"], sums["max_token_hit_rate"], sums["batch_size"]
+    boxed, found = "", sums["answer_found_rate"]
     # Recorded where the reward reads boxes.
-    if records[0].answer_found_rate is not None:
+    if newest.answer_found_rate is not None:
         boxed = f"{found:,} of {total:,} completions hold \\boxed{{}}"
-    cuts = f"{cut:,} were cut at [training] max_tokens" if cut else ""
-    seen = ", ".join(filter(None, (boxed, cuts)))
-    means = {
-        None if record.mean_reward is None else round(record.mean_reward, 9) for record in records
-    }
-    if means == {None}:
+    seen = [boxed] * bool(boxed) + [f"{cut:,} were cut at [training] max_tokens"] * (cut > 0)
+    if {mean for mean, _ in streak.rewards} == {None}:
         return (
             f"none of {total:,} completions could be judged; look at reward_could_not_judge and at"
             " what the reward raises"
         )
-    constant = len(means) == 1 and all(record.reward_std == 0 for record in records)
-    if constant and means != {0.0}:
-        return _alike(total, means.pop())
+    reward, deviation = next(iter(streak.rewards))
+    constant = len(streak.rewards) == 1 and deviation == 0
+    if constant and reward != 0:
+        return _alike(total, reward)
     if known and constant:
         return f"all {total:,} completions are wrong; {known}"
     if 0 < cut == total:
         also = f" and {boxed}" if boxed else ""
         return f"all {total:,} completions were cut at [training] max_tokens{also}; raise it"
-    if 0 < _sum(records, "groups_identical") == groups:
+    if 0 < sums["groups_identical"] == groups:
         return (
             "the completions of each group are the same, token by token; check that the engine"
             " draws each with noise of its own"
@@ -121,14 +162,13 @@ def _cause(records: Sequence[StepRecord], known: str) -> str:
         )
     if constant and not boxed:
         return _alike(total, 0.0)
-    return _no_difference(records, total, groups, seen)
+    return _no_difference(sums, ", ".join(seen))
 
 
-def _no_difference(records: Sequence[StepRecord], total: int, groups: int, seen: str) -> str:
+def _no_difference(sums: Counter[str], seen: str) -> str:
     """Return the cause if no completion of a group is better than another."""
-    wrong, right = (
-        _sum(records, name) for name in ("groups_skipped_all_wrong", "groups_skipped_all_correct")
-    )
+    total, groups = sums["completions"], sums["batch_size"]
+    wrong, right = sums["groups_skipped_all_wrong"], sums["groups_skipped_all_correct"]
     if wrong == groups:
         shown = f" ({seen})" if seen else ""
         return (
@@ -150,16 +190,3 @@ def _alike(total: int, reward: float | None) -> str:
         f"all {total:,} completions have the reward {reward or 0:g}; `retrain audit` shows whether"
         " it ever gives another"
     )
-
-
-def _completions(records: Sequence[StepRecord]) -> int:
-    return sum((record.batch_size or 0) * (record.group_size or 0) for record in records)
-
-
-def _counted(records: Sequence[StepRecord], rate: str) -> int:
-    """Return the number of completions behind a recorded rate."""
-    return sum(round((getattr(record, rate) or 0.0) * _completions([record])) for record in records)
-
-
-def _sum(records: Sequence[StepRecord], name: str) -> int:
-    return sum(getattr(record, name) or 0 for record in records)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Protocol
 
@@ -257,6 +257,7 @@ class ScoredReply:
 # -- the dialogues of a draw -----------------------------------------------------------------------
 
 
+@dataclass
 class Dialogues:
     """A `RequestFeed`: the dialogues of one draw, from their opening to their verdict.
 
@@ -266,32 +267,26 @@ class Dialogues:
     the environment has answered.
     """
 
-    def __init__(
-        self,
-        exchanges: Mapping[DialogueKey, Exchange],
-        dialogues: Sequence[Dialogue],
-        step: int,
-        plan: SamplingPlan,
-        *,
-        text: Callable[[Int32Array], str],
-        repeatable: bool,
-        watcher: Watcher,
-    ) -> None:
-        """`exchanges` has the keys of `dialogues`, and `text` decodes the token ids of a reply.
-        `repeatable`: the engine counts its noise.
-        """
-        self._exchanges, self._step, self._plan = exchanges, step, plan
-        self._text, self._repeatable = text, repeatable
-        self._watcher = watcher
-        self._open = deque(dialogues)
+    exchanges: Mapping[DialogueKey, Exchange]
+    dialogues: Sequence[Dialogue]
+    step: int
+    plan: SamplingPlan
+    text: Callable[[Int32Array], str]
+    """Decodes the token ids of a reply."""
+    repeatable: bool
+    """The engine counts its noise."""
+    watcher: Watcher
+    scored: dict[DialogueKey, Scored] = field(default_factory=dict)
+    seconds_waited: float = 0.0
+    """Seconds spent waiting for environments and scores."""
+
+    def __post_init__(self) -> None:
+        self._open = deque(self.dialogues)
         """Dialogues that wait for an answer, in the order in which they began or had their
         reply.
         """
         self._asked: dict[tuple[int, int], Dialogue] = {}
         self._requests = 0
-        self.scored: dict[DialogueKey, Scored] = {}
-        self.seconds_waited = 0.0
-        """Seconds spent waiting for environments and scores."""
 
     def more(self, idle: bool) -> list[SampleRequest]:
         """Return the next replies to sample; see `RequestFeed`. Samples that follow the same tokens
@@ -313,27 +308,27 @@ class Dialogues:
 
     def hear(self, completion: Completion) -> None:
         """Take a reply from the engine and pass it on."""
-        self._watcher.check()
+        self.watcher.check()
         dialogue = self._asked.pop((completion.request, completion.sample))
         dialogue.add(completion, self._written(completion))
-        self._exchanges[dialogue.key].reply(dialogue.reply, last=dialogue.ended_by_length)
+        self.exchanges[dialogue.key].reply(dialogue.reply, last=dialogue.ended_by_length)
         self._open.append(dialogue)
         if dialogue.replies == 1:  # Progress counts trajectories.
-            self._watcher.completion(completion)
+            self.watcher.completion(completion)
 
     def _due(self, idle: bool) -> list[Dialogue]:
         """Remove and return the open dialogues whose answers are due."""
-        if idle and (self._repeatable or not self._requests):
+        if idle and (self.repeatable or not self._requests):
             # Workers end in an order that does not repeat.
             due = sorted(self._open, key=lambda dialogue: dialogue.key)
-        elif self._repeatable or not (idle or any(one.stage for one in self._open)):
+        elif self.repeatable or not (idle or any(one.stage for one in self._open)):
             # A score asks for no other reply, so wait for it at the end.
             answered = [dialogue for dialogue in self._open if dialogue.stage]
             due = answered[: max(0, len(answered) - _LEFT_OPEN)]
         else:
             while True:
-                self._watcher.check()
-                due = [dialogue for dialogue in self._open if self._exchanges[dialogue.key].ready]
+                self.watcher.check()
+                due = [dialogue for dialogue in self._open if self.exchanges[dialogue.key].ready]
                 # If the engine decodes no row, wait for one answer.
                 if due or not self._open or not idle:
                     break
@@ -346,8 +341,8 @@ class Dialogues:
         """Wait for the answer to a dialogue. Return False if it has ended; `scored` then has its
         score.
         """
-        stage, exchange = dialogue.stage, self._exchanges[dialogue.key]
-        answer = exchange.answer(self._watcher.check)
+        stage, exchange = dialogue.stage, self.exchanges[dialogue.key]
+        answer = exchange.answer(self.watcher.check)
         if isinstance(answer, Observation):
             if stage is None:
                 return True
@@ -357,11 +352,11 @@ class Dialogues:
                 answer = could_not_judge(str(error))
             else:
                 fits = len(dialogue.context_ids) < stage.context
-                if fits and dialogue.used < self._plan.max_tokens:
+                if fits and dialogue.used < self.plan.max_tokens:
                     return True
                 dialogue.cut = True  # Another reply has no room.
                 exchange.end()
-                answer = exchange.answer(self._watcher.check)
+                answer = exchange.answer(self.watcher.check)
         assert isinstance(answer, Score)  # The end of an exchange is a verdict.
         trajectory = dialogue.trajectory
         alone = len(trajectory.turns) == 1 and not trajectory.turns[0].restarts
@@ -374,17 +369,17 @@ class Dialogues:
 
     def _written(self, completion: Completion) -> str:
         if completion.text is None:
-            return self._text(completion.token_ids)
+            return self.text(completion.token_ids)
         return completion.text
 
     def _request(self, dialogue: Dialogue) -> SampleRequest:
-        plan = self._plan
+        plan = self.plan
         return SampleRequest(
             prompt_ids=dialogue.context_ids,
             count=1,
             max_tokens=plan.max_tokens - dialogue.used,
             temperature=plan.temperature,
-            noise=NoiseKey(plan.seed, plan.stream, self._step, dialogue.slot),
+            noise=NoiseKey(plan.seed, plan.stream, self.step, dialogue.slot),
             first_sample=dialogue.sample,
             first_position=dialogue.used,
             truncation=plan.truncation,

@@ -75,7 +75,6 @@ def evaluate_run(
         if found:
             line = f"Evaluating {found.folder}"
         log(line)
-    if stored:
         config = with_prompt_date(config, folder)
     result = evaluate_weights(config, found, log, keep)
     if stored and other_heldout(folder, given, result.heldout_sha256):

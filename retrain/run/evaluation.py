@@ -4,6 +4,7 @@ Every evaluation of a run draws the same noise, so before and after differ by th
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Literal
@@ -20,32 +21,21 @@ from retrain.run.step_record import judge_fields
 from retrain.types import Example, Group, Prompt
 
 
+@dataclass
 class Evaluator:
     """Samples the held-out prompts and scores them with the sampler's reward."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        sets: Sequence[tuple[Sequence[Prompt], SamplingPlan]],
-        ks: Sequence[int],
-        max_failure_rate: float = 1.0,
-    ) -> None:
-        self.sampler = sampler
-        self.sets = sets
-        """The prompts of each task, and the plan for sampling their answers."""
-        self.ks = sorted({1, *ks})
-        self.max_failure_rate = max_failure_rate
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        """The prompts of all tasks."""
-        return list(chain.from_iterable(prompts for prompts, _ in self.sets))
+    sampler: Sampler
+    sets: Sequence[tuple[Sequence[Prompt], SamplingPlan]]
+    """The prompts of each task, and the plan for sampling their answers."""
+    ks: Sequence[int]
+    max_failure_rate: float = 1.0
 
     @cached_property
     def heldout_sha256(self) -> dict[str, str]:
         """Task -> sha256 of its examples, in the order of the prompts."""
         examples: dict[str, list[Example]] = {}
-        for prompt in self.prompts:
+        for prompt in chain.from_iterable(prompts for prompts, _ in self.sets):
             examples.setdefault(prompt.example.task, []).append(prompt.example)
         return {task: fingerprint(own) for task, own in examples.items()}
 
@@ -70,7 +60,7 @@ class Evaluator:
         evaluation = Evaluation(
             step=step,
             problems=[_problem(group, step) for group in groups],
-            ks=self.ks,
+            ks=sorted({1, *self.ks}),
             seconds=sum(rollout.sample_seconds + rollout.reward_seconds for rollout in rollouts),
             tokens=sum(rollout.tokens for rollout in rollouts),
             heldout_sha256=self.heldout_sha256,

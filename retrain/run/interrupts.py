@@ -25,7 +25,8 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self._stop: int | None = None
+        self.stopped_by: int | None = None
+        """The number of the signal that asked for a stop; None if there was none."""
         self._save = False
         self._at_once = False
         self._previous: dict[int, object] = {}
@@ -54,8 +55,8 @@ class Interrupts:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self._save = True
-        elif self._stop is None:
-            self._stop = number
+        elif self.stopped_by is None:
+            self.stopped_by = number
             if self._at_once:
                 self.check()
         elif number != signal.SIGHUP:
@@ -74,19 +75,15 @@ class Interrupts:
             self._at_once = False
             self.check()  # Also where a library made another error of Interrupted.
 
-    @property
-    def stopped_by(self) -> int | None:
-        """The number of the signal that asked for a stop; None if there was none."""
-        return self._stop
-
     def adopt(self, signals: Sequence[int | None]) -> None:
         """Stop for a signal that any process of the run got; `signals` has one entry per rank."""
-        self._stop = next((number for number in signals if number is not None), None)
+        self.stopped_by = next((number for number in signals if number is not None), None)
 
     def check(self) -> None:
         """Raise Interrupted if a signal asked for a stop."""
-        if self._stop is not None:
-            raise Interrupted(f"Interrupted by {signal.Signals(self._stop).name}.", self._stop)
+        number = self.stopped_by
+        if number is not None:
+            raise Interrupted(f"Interrupted by {signal.Signals(number).name}.", number)
 
     def take_save_request(self) -> bool:
         """Return True once after each SIGUSR1."""

@@ -49,7 +49,7 @@ def with_functions(
     folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
     folder.refuse_run(resuming=bool(config.resume.from_))
     name = f"notebook_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
-    file, made = folder.path / f"{name}.py", list(missing_folders(folder.path.resolve()))
+    file, made = folder.path / f"{name}.py", missing_folders(folder.path)
     was_there = file.exists()
     folder.path.mkdir(parents=True, exist_ok=True)
     replace_file(file, source)

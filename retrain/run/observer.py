@@ -2,29 +2,33 @@
 the run.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import chain, islice
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+from retrain.backends.base import Backend
 from retrain.backends.declared import is_raw
+from retrain.config import TrainConfig
 from retrain.config.plan import Plan
-from retrain.config.schema import Inference, Lora
 from retrain.errors import RunFailed
 from retrain.records.entries import SftRecord, StepRecord
+from retrain.records.evaluation import Evaluation, read_evaluations
+from retrain.records.run_folder import RunFolder
 from retrain.records.state import TrainerState
 from retrain.records.terminal import counted
 from retrain.records.untrained import (
     ENOUGH,
+    Streak,
     is_news,
     is_skipped,
     untrained_line,
-    untrained_streak,
 )
 from retrain.rewards import box_reader
 from retrain.run.notes import reference_note
-from retrain.run.parts import Parts
+from retrain.run.parts import Parts, is_rounded
 from retrain.run.step_record import (
-    RewardStatistics,
     Step,
     credit_fields,
     environment_fields,
@@ -34,7 +38,6 @@ from retrain.run.step_record import (
     peak_memory_gib,
     result_fields,
     reward_fields,
-    reward_statistics,
     task_fields,
     token_table,
 )
@@ -42,10 +45,10 @@ from retrain.tracking import Tracker
 from retrain.tracking.base import Generations, Tokens
 from retrain.types import StepResult
 
-_NONFINITE_LIMIT = 3
+RECENT = 3
+"""Steps in a row after which a fault stops the run."""
 _IMPOSSIBLE = 1e-9
 """A chance so small that no step of a thousand runs reaches it."""
-_MISMATCH_STEPS = 3
 
 _LIMIT_FACTOR = 10
 _LIMIT_FLOOR, _LIMIT_FLOOR_HALF = 1e-3, 0.02
@@ -53,66 +56,98 @@ _LIMIT_FLOOR, _LIMIT_FLOOR_HALF = 1e-3, 0.02
 runs."""
 
 
+Record = StepRecord | SftRecord | Evaluation
+
+
+@dataclass
+class Past:
+    """The records of all sessions, as far as lines, guards and the summary need them."""
+
+    newest: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT))
+    supervised: deque[SftRecord] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """The newest steps of the supervised stage."""
+    log_ratios: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """log_ratio_mean of the newest steps that trained a token."""
+    untrained: Streak = field(default_factory=Streak)
+    before: Evaluation | None = None
+    """The evaluation of the untrained weights."""
+    after: Evaluation | None = None
+    """The newest evaluation."""
+
+    @staticmethod
+    def read(folder: RunFolder, ks: Sequence[int]) -> "Past":
+        """Read the records of earlier sessions."""
+        past = Past()
+        records: Iterable[Record] = chain(
+            StepRecord.read(folder.metrics),
+            SftRecord.read(folder.sft),
+            read_evaluations(folder.sft_evaluation, ks, "sft"),
+            read_evaluations(folder.evaluation, ks),
+        )
+        for record in records:
+            past.add(record)
+        return past
+
+    def add(self, record: Record) -> None:
+        """Take up the next record."""
+        match record:
+            case Evaluation():
+                if record.step == 0:
+                    self.before = self.before or record
+                self.after = record
+            case SftRecord():
+                self.supervised.append(record)
+            case StepRecord():
+                self.newest.append(record)
+                if record.num_datums and record.log_ratio_mean is not None:
+                    self.log_ratios.append(record.log_ratio_mean)
+                self.untrained = self.untrained.after(record)
+
+
+@dataclass
 class StepObserver:
     """Writes every step down once, after its learning. Every process has one; rank 0 alone has
     sinks to write to.
     """
 
-    def __init__(self, plan: Plan, parts: Parts, tracker: Tracker) -> None:
-        self.plan = plan
-        self.config = plan.config
-        self.parts = parts
-        self.tracker = tracker
-        self._boxes = None
-        reward = parts.sources[0].config.reward
-        # Rewards of a mixture may read boxes differently, or not.
-        if not parts.has_turns and all(one.config.reward == reward for one in parts.sources):
-            self._boxes = box_reader(reward)
-        self._said_rewritten = False
-        self._said_identical = False
-        self._laid_out = parts.backend.engine.layout_seconds
-        self.records: list[StepRecord] = []
-        """The steps of all sessions, oldest first."""
+    plan: Plan
+    parts: Parts
+    tracker: Tracker
 
-    @property
-    def untrained(self) -> list[StepRecord]:
-        """The newest steps, newest first, if they trained nothing."""
-        return untrained_streak(reversed(self.records))
+    def __post_init__(self) -> None:
+        self.config, self.past = self.plan.config, Past()
+        self._boxes = None
+        self._reward = self.parts.sources[0].config.reward
+        # Rewards of a mixture may read boxes differently, or not.
+        alike = all(one.config.reward == self._reward for one in self.parts.sources)
+        if alike and not self.parts.has_turns:
+            self._boxes = box_reader(self._reward)
+        self._said_rewritten = self._said_identical = False
+        self._laid_out = self.parts.backend.engine.layout_seconds
 
     def unlearned(self, steps: int) -> str:
         """Return the line about the last steps of a run if they trained nothing; "" for any other
         run. `steps` is the length of the run.
         """
-        if len(self.untrained) >= min(ENOUGH, steps):
+        if self.past.untrained.steps >= min(ENOUGH, steps):
             return self._untrained_line()
         return ""
 
     def _untrained_line(self) -> str:
         known = ""
         if self._boxes:
-            reward = self.parts.sources[0].config.reward
-            known = reference_note(reward, self.parts.prompts.examples, share=0.5)
-        return untrained_line(self.untrained, known)
+            known = reference_note(self._reward, self.parts.prompts.examples, share=0.5)
+        return untrained_line(self.past.untrained, known)
 
-    def rewards(self, step: Step) -> RewardStatistics:
-        """Summarize the rewards of a step."""
-        return reward_statistics(step.rollout, self._boxes)
-
-    def observe(
-        self,
-        step: Step,
-        rewards: RewardStatistics,
-        state: TrainerState,
-        decision: Mapping[str, Any],
-    ) -> None:
+    def observe(self, step: Step, state: TrainerState, decision: Mapping[str, Any]) -> None:
         """Write a step down. `state` is the run's state after the step, and `decision` has the
         fields of the back pressure's decision.
         """
         also: dict[str, Any] = {"scheduled": self.plan.moved(step.number) or None}
         if self.config.data.mix:
             also["by_task"] = task_fields(step.rollout)
-        record = self._record(step, rewards, state, {**decision, **also})
-        self.records.append(record)
+        record = self._record(step, state, {**decision, **also})
+        self.past.add(record)
         records = generation_records(
             step.number,
             step.rollout.groups,
@@ -125,12 +160,30 @@ class StepObserver:
             table = token_table(step.credit, self.parts.credit.needs_planning, step.log_ratios)
             self.tracker.emit(Tokens(step.number, table))
         self.tracker.emit(record)
-        if is_news(self.untrained):
+        if is_news(self.past.untrained):
             self.tracker.message(self._untrained_line())
         if step.result.nonfinite_updates:
             self.tracker.message(
                 f"Step {step.number}: {step.result.nonfinite_tensor} was not finite, skipped"
                 f" {counted(step.result.nonfinite_updates, 'update')}."
+            )
+
+    def check(self, step: Step, state: TrainerState, resume: str) -> None:
+        """Raise RunFailed if the run should not go on after `step`, which led to `state`. The
+        command `resume` continues the run.
+        """
+        past, result, gate_mean = self.past, step.result, state.gate_mismatch or 0.0
+        check_updates(past.newest, result)
+        limit = mismatch_limit(self.config, self.parts.backend, gate_mean)
+        if limit is None:
+            return
+        if past.newest[-1].num_datums:
+            check_mismatch(past.log_ratios, step.number, limit, gate_mean, resume)
+        elif not (result.log_ratio_mean or 0.0) <= limit:
+            self.tracker.message(
+                f"Step {step.number} trained nothing. Sampler and learner differed by"
+                f" {result.log_ratio_mean:.2g} nats per token over {result.log_ratio_tokens} of its"
+                f" tokens, above the limit of {limit:.2g}, which ignores such steps."
             )
 
     def _tell_rewritten(self, step: Step) -> None:
@@ -145,21 +198,15 @@ class StepObserver:
                 " the context that the model saw."
             )
 
-    def _record(
-        self,
-        step: Step,
-        rewards: RewardStatistics,
-        state: TrainerState,
-        decision: Mapping[str, Any],
-    ) -> StepRecord:
+    def _record(self, step: Step, state: TrainerState, decision: Mapping[str, Any]) -> StepRecord:
         pipeline, sepa, groups = self.parts.credit, self.parts.sepa, step.rollout.groups
         uses_sepa, planning = pipeline.uses_sepa_controller, step.credit.tokens.planning
         return StepRecord(
             step=step.number,
             condition=self.config.condition_label,
             **result_fields(step.result),
+            **reward_fields(step.rollout, self._boxes, step.result.entropy_mean),
             **credit_fields(step.credit, len(groups) - len(step.credit.groups)),
-            **reward_fields(rewards, step.result),
             **judge_fields(step.rollout.drawn),
             **(environment_fields(step.rollout) if self.parts.has_turns else {}),
             **decision,
@@ -227,28 +274,27 @@ def default_mismatch_limit(gate_mean: float, *, half_precision: bool) -> float:
     return max(_LIMIT_FACTOR * gate_mean, _LIMIT_FLOOR_HALF if half_precision else _LIMIT_FLOOR)
 
 
-def mismatch_limit(
-    inference: Inference, lora: Lora, gate_mean: float, *, half_precision: bool, samples_ahead: bool
-) -> float | None:
+def mismatch_limit(config: TrainConfig, backend: Backend, gate_mean: float) -> float | None:
     """Return the limit of a run in nats; None if there is none.
 
     Dropout and weights that are one step old move the ratio by themselves, so there only a limit
     from the user holds.
     """
-    if inference.mismatch_limit is not None:
-        return inference.mismatch_limit or None
-    if lora.dropout or samples_ahead:
+    if config.inference.mismatch_limit is not None:
+        return config.inference.mismatch_limit or None
+    if config.lora.dropout or backend.capabilities.samples_ahead:
         return None
-    return default_mismatch_limit(gate_mean, half_precision=half_precision)
+    rounded = is_rounded(config.inference, backend)
+    return default_mismatch_limit(gate_mean, half_precision=rounded)
 
 
-def check_updates(records: Sequence[StepRecord] | Sequence[SftRecord], result: StepResult) -> None:
-    """Raise RunFailed if the last three steps have no finite update."""
-    newest = records[-_NONFINITE_LIMIT:]
-    skipped = len(newest) == _NONFINITE_LIMIT and all(map(is_skipped, newest))
-    if skipped and result.nonfinite_updates:
+def check_updates(
+    records: Collection[StepRecord] | Collection[SftRecord], result: StepResult
+) -> None:
+    """Raise RunFailed if the newest `records`, RECENT of them, have no finite update."""
+    if len(records) == RECENT and all(map(is_skipped, records)) and result.nonfinite_updates:
         raise RunFailed(
-            f"{result.nonfinite_tensor} was not finite in {_NONFINITE_LIMIT} steps in a row."
+            f"{result.nonfinite_tensor} was not finite in {RECENT} steps in a row."
             " The weights come from the last finite update. Start a new run from them with a"
             ' lower [training] lr, [loss] max_grad_norm = 1.0 or [model] dtype = "fp32". Name'
             " an adapter by [lora] init_from, a `retrain export` by [model] model."
@@ -256,31 +302,17 @@ def check_updates(records: Sequence[StepRecord] | Sequence[SftRecord], result: S
 
 
 def check_mismatch(
-    records: Sequence[StepRecord], limit: float, gate_mean: float, resume: str
+    means: Sequence[float], step: int, limit: float, gate_mean: float, resume: str
 ) -> None:
     """Raise RunFailed if the mean |log-ratio| of the last three trained steps is above `limit`. The
     command `resume` continues the run.
     """
-    means = (record.log_ratio_mean for record in reversed(records) if record.num_datums)
-    newest = list(islice((mean for mean in means if mean is not None), _MISMATCH_STEPS))
     # NaN is above every limit.
-    if len(newest) == _MISMATCH_STEPS and not any(mean <= limit for mean in newest):
+    if len(means) == RECENT and not any(mean <= limit for mean in means):
         raise RunFailed(
-            f"Sampler and learner differed by {newest[0]:.2g} nats per token on average at step"
-            f" {records[-1].step}, above the limit of {limit:.2g} for {_MISMATCH_STEPS} steps in"
-            f" a row. The parity gate had measured {gate_mean:.1e}, so the"
-            " engine no longer samples the trained policy. Look at log_ratio_mean in"
-            " metrics.jsonl and at the engine, or set [inference] mismatch_limit (0 is off)"
-            f" and continue with `{resume}`."
+            f"Sampler and learner differed by {means[-1]:.2g} nats per token on average at step"
+            f" {step}, above the limit of {limit:.2g} for {RECENT} steps in a row. The parity gate"
+            f" had measured {gate_mean:.1e}, so the engine no longer samples the trained policy."
+            " Look at log_ratio_mean in metrics.jsonl and at the engine, or set [inference]"
+            f" mismatch_limit (0 is off) and continue with `{resume}`."
         )
-
-
-def untrained_mismatch_line(number: int, result: StepResult, limit: float | None) -> str:
-    """Warn of a step that trained no token and whose tokens differ by more than the limit for
-    trained tokens.
-    """
-    return (
-        f"Step {number} trained nothing. Sampler and learner differed by"
-        f" {result.log_ratio_mean:.2g} nats per token over {result.log_ratio_tokens} of its"
-        f" tokens, above the limit of {limit:.2g}, which ignores such steps."
-    )

@@ -2,9 +2,9 @@
 that they must pass.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,12 +18,10 @@ from retrain.backends.base import BACKENDS, Backend, backend_kind
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig, replaced
 from retrain.config.judging import judging_note
-from retrain.config.keys import keys_by_path
-from retrain.config.names import DATA_FILE_SUFFIXES, is_data_location, is_dotted, part_class
+from retrain.config.names import is_data_location, is_dotted, part_class
 from retrain.config.plan import Plan, sources_of
 from retrain.config.schema import Backend as BackendSettings
-from retrain.config.schema import Evaluation, Inference, Model, Training
-from retrain.config.unused import reason_unused
+from retrain.config.schema import Inference, Model, Training
 from retrain.data import (
     NoHeldOutSplit,
     PromptSet,
@@ -31,7 +29,7 @@ from retrain.data import (
     encode_prompts,
     load_examples,
 )
-from retrain.data.chat import ChatRenderer, messages_of
+from retrain.data.chat import ChatRenderer
 from retrain.data.prompts import (
     MixedPrompts,
     as_task,
@@ -42,52 +40,46 @@ from retrain.data.prompts import (
 )
 from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
-from retrain.data.sources import HUB_SOURCES, SOURCES, Benchmark, Query, load_source
+from retrain.data.sources import Query, load_source
 from retrain.data.traces import trace_query
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
 from retrain.environments.loading import (
-    check_package,
     environment_name,
     load_environment,
     load_problems,
 )
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.inference_engine.base import InferenceEngine, Truncation
+from retrain.inference_engine.base import Truncation
 from retrain.model.budget import longest_row
-from retrain.model.hub import is_offline
 from retrain.model.text import (
     TextModel,
-    load_model_config,
     load_text_model,
     model_files,
-    resolve_model,
 )
 from retrain.noise import Stream
 from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.rewards import FailureGuard, Scorer, build_scorer, gold_response
-from retrain.rewards.pairs import judge_answers
 from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
 from retrain.run.gate import GateResult, adapter_check, environment_gold, parity_gate, scored_gold
 from retrain.run.gate_samples import GateInputs
 from retrain.run.notes import answer_notes
-from retrain.run.rollout import Sampler
+from retrain.run.rollout import Judge, Sampler
 from retrain.run.sharing import shared
 from retrain.run.supervised import SupervisedStage
 from retrain.run.teacher import Teacher, check_answers, check_teacher
-from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Doing, Example, Int32Array, LogLine, MachineChoices, Prompt
 
 Say = Callable[[str], None]
 
 
-Judges = Mapping[str, tuple[Scorer | None, Stage | None]]
-"""Task of a source -> the scorer or the environment that judges its answers; "" stands for any
-other task.
-"""
+Judges = Mapping[str, Judge]
+"""Task of a source -> what judges its answers; "" stands for any other task."""
+HeldOut = Sequence[tuple[Sequence[Prompt], SamplingPlan]]
+"""The held-out prompts of each source of `[evaluation]`, and the plan for sampling answers."""
 _EVALUATION_ORDER_SEED = 0
 """Seed that shuffles held-out problems, which sources sort by subject; it is the same for every
 run."""
@@ -103,7 +95,6 @@ class Parts:
     sources: Sequence["SourceParts"]
     """The source of the problems; several with `[[data.mix]]`."""
     backend: Backend
-    scorers: "Scorers"
     guard: FailureGuard
     sampler: Sampler
     credit: CreditPipeline
@@ -111,7 +102,9 @@ class Parts:
     """Scores sampled tokens for stages of credit; None without [algorithm] reference."""
     sepa: SEPAController
     evaluator: Evaluator | None
-    supervised: SupervisedStage | None = None
+    supervised: SupervisedStage | None
+    _opened: ExitStack
+    """Closes the parts."""
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -132,10 +125,7 @@ class Parts:
         return any(source.stage for source in self.sources)
 
     def close(self) -> None:
-        self.scorers.close()
-        for source in self.sources:
-            source.close()
-        self.backend.close()
+        self._opened.close()
 
 
 @dataclass(frozen=True)
@@ -146,22 +136,27 @@ class SourceParts:
     """Its name in `[[data.mix]]`; "" if it is the only source."""
     config: TrainConfig
     """The configuration of a run on this source alone."""
-    scorer: Scorer | None
-    """Scores training completions; None if an environment judges."""
     stage: Stage | None
-    """The environment; None if the problems come from [data]."""
+    """The environment, which judges its own problems; None if they come from [data]."""
+    scorer: Scorer | None = None
+    """Scores training completions; None if an environment judges."""
 
-    def close(self) -> None:
-        if self.stage:
-            self.stage.host.close()
+    @property
+    def judge(self) -> Judge:
+        judge = self.stage or self.scorer
+        assert judge is not None  # Every source has a scorer or a stage.
+        return judge
 
 
+@dataclass(frozen=True)
 class Scorers:
     """The scorers of a run, one for each distinct reward."""
 
-    def __init__(self, verdicts: Path | None) -> None:
-        self._verdicts = verdicts
-        self.made: dict[str, Scorer] = {}
+    verdicts: Path | None
+    """The file of the judge's verdicts; None if nothing keeps them."""
+    opened: ExitStack
+    """Closes the scorers."""
+    made: dict[str, Scorer] = field(default_factory=dict)
 
     def of(self, config: TrainConfig) -> Scorer | None:
         """Return the scorer of `[reward]`, started at its first call; None if an environment
@@ -171,12 +166,8 @@ class Scorers:
             return None
         key = config.reward.model_dump_json()
         if key not in self.made:
-            self.made[key] = build_scorer(config, self._verdicts)
+            self.made[key] = self.opened.enter_context(build_scorer(config, self.verdicts))
         return self.made[key]
-
-    def close(self) -> None:
-        for scorer in self.made.values():
-            scorer.close()
 
 
 def load_parts(
@@ -203,12 +194,11 @@ def load_parts(
         log(note)
     _connect_engine(config, log, learns)
     verdicts = RunFolder(Path(config.logging.log_dir)).verdicts if learns else None
-    scorers = Scorers(verdicts)
-    with ExitStack() as undo:
-        undo.callback(scorers.close)
+    with ExitStack() as opened:
+        scorers = Scorers(verdicts, opened)
         for source in sources_of(config):
             scorers.of(source.config)  # Its workers start while the model loads.
-        return _load_rest(config, choices, log, world, scorers, learns=learns, undo=undo)
+        return _load_rest(config, choices, log, world, scorers, learns=learns)
 
 
 def _load_rest(
@@ -219,72 +209,63 @@ def _load_rest(
     scorers: Scorers,
     *,
     learns: bool,
-    undo: ExitStack,
 ) -> Parts:
-    """Load the parts that may come from the hub; if something fails, `undo` closes the loaded
-    ones.
-    """
-    text = load_text(config.model, log)
+    """Load the parts that may come from the hub."""
+    text, opened = load_text(config.model, log), scorers.opened
     _log_context(config.training, text.context, log)
     credit = _load_credit(config, text, log, world)
-    sources = load_sources(config, text, scorers, log, undo)
+    sources = load_sources(config, text, log, opened, scorers)
     prompts = load_mixed_prompts(text, sources, log)
     check_answers(config, prompts.examples)
     supervised = load_supervised(config, text, log)
-    held_out = None
-    judges: Judges = {}
-    if config.evaluation.asked_for:
-        learned = supervised.traces.examples if supervised else ()
-        held_out = load_held_out(config, text, sources, [*prompts.examples, *learned], log)
-        judges = load_judges(config, sources, scorers, log)
-    _log_probes([*scorers.made.values()], log)
+    learned = supervised.traces.examples if supervised else ()
+    held_out = load_held_out(config, text, sources, [*prompts.examples, *learned], log)
+    judges = load_judges(config, sources, scorers, log) if held_out else {}
+    for note in filter(None, dict.fromkeys(one.probe() for one in scorers.made.values())):
+        log(note)
     if learns:
-        longest = longest_prompt(prompts, prompts_of(held_out))
-        if supervised:  # The longest row must cover the rows of traces too.
-            longest = max(longest, supervised.traces.longest - config.training.max_tokens)
-        say_memory(config, choices, longest, log, world)
+        say_memory(config, choices, longest_prompt(prompts, held_out), supervised, log, world)
     backend = build_backend(config, text.eos_ids, choices, log, world)
-    undo.callback(backend.close)
+    opened.callback(backend.close)
     backend.engine.log = log
-    sampler_of = partial(_sampler, backend.engine, text, world)
-    evaluator = build_evaluator(config, sampler_of(judges), held_out) if held_out else None
-    parts = Parts(
+
+    def sampler(by_task: Judges) -> Sampler:
+        return Sampler(backend.engine, by_task.get(""), text.vocabulary.text, world, by_task)
+
+    ks, rate = config.evaluation.k, config.reward.max_failure_rate
+    return Parts(
         text,
         prompts,
         sources,
         backend,
-        scorers,
-        FailureGuard(config.reward.max_failure_rate),
-        sampler_of({source.task: (source.scorer, source.stage) for source in sources}),
+        FailureGuard(rate),
+        sampler({source.task: source.judge for source in sources}),
         credit,
-        Teacher.of(config, text, backend),
+        Teacher(config.algorithm, text, backend) if config.algorithm.reference else None,
         SEPAController(config.sepa),
-        evaluator,
+        Evaluator(sampler(judges), held_out, ks, rate) if held_out else None,
         supervised,
+        opened.pop_all(),
     )
-    # From here on `Parts.close` closes the loaded parts.
-    undo.pop_all()
-    return parts
-
-
-def _sampler(engine: InferenceEngine, text: TextModel, world: World, judges: Judges) -> Sampler:
-    scorer, stage = judges.get("", (None, None))
-    decode = text.vocabulary.text
-    return Sampler(engine, scorer, decode, world=world, stage=stage, by_task=judges)
 
 
 def load_sources(
-    config: TrainConfig, text: TextModel, scorers: Scorers | None, log: Say, undo: ExitStack
+    config: TrainConfig,
+    text: TextModel,
+    log: Say,
+    opened: ExitStack,
+    scorers: Scorers | None = None,
 ) -> list[SourceParts]:
-    """Load the judges of each source's answers: the environments, and the scorers if `scorers` has
-    them.
+    """Load the judges of each source's answers: the environments, which `opened` closes, and the
+    scorers if `scorers` has them.
     """
     loaded = []
     for source in sources_of(config):
         scorer = scorers.of(source.config) if scorers else None
         stage = load_stage(source.config, text, log)
-        loaded.append(SourceParts(source.task, source.config, scorer, stage))
-        undo.callback(loaded[-1].close)
+        if stage:
+            opened.callback(stage.host.close)
+        loaded.append(SourceParts(source.task, source.config, stage, scorer))
     return loaded
 
 
@@ -319,13 +300,6 @@ def _load_credit(config: TrainConfig, text: TextModel, log: Say, world: World) -
     for note in credit.notes:
         log(note)
     return credit
-
-
-def _log_probes(scorers: Sequence[Scorer], log: Say) -> None:
-    """Try each scorer once, and print each note once."""
-    notes = dict.fromkeys(scorer.probe() for scorer in dict.fromkeys(scorers))
-    for note in filter(None, notes):
-        log(note)
 
 
 def check_plugins(config: TrainConfig) -> None:
@@ -374,112 +348,6 @@ def _load_source(query: Query) -> None:
     source = query.data.source
     if is_dotted(source) and not is_data_location(source) and not Path(source).exists():
         load_source(query)
-
-
-def check_inputs(config: TrainConfig) -> str:
-    """Check, for `explain`, what a run would refuse in its plugins, its rewards and its data files,
-    and judge reference answers. It sends no request to the hub; offline it looks into the cache of
-    the hub. Return the run's warnings about these files, or "".
-
-    Raises ConfigurationError or EnvironmentFailure, as the run would.
-    """
-    check_plugins(config)
-    if config.lora.init_from:
-        from retrain.model.adapter import check_initial
-
-        check_initial(config.model, config.lora)
-    if config.resume.from_:
-        RunFolder(Path(config.resume.from_)).refuse_run(resuming=True)
-    found = (_check_source(source.config, source.task) for source in sources_of(config))
-    return " ".join(filter(None, found))
-
-
-def _check_source(config: TrainConfig, task: str) -> str:
-    if config.environment.provider:
-        return ""
-    config = replaced(config, {"reward.workers": 1})
-    with build_scorer(config) as scorer:
-        asks = not scorer.judges_groups and "judge" not in config.reward.types
-        asks &= config.reward.max_failure_rate < 1  # 1 allows a run every failure
-    held_out: list[Example] = []
-    for own in Plan.of(config).evaluations:
-        if own.evaluation.asked_for and _asks_nobody(query_of(own, "heldout")):
-            # A source of a mixture may have no held-out rows.
-            with suppress(NoHeldOutSplit) if task else nullcontext():
-                held_out += load_examples(own, "heldout").examples
-    if _asks_nobody(query_of(config, "train")):
-        loaded = load_examples(config, "train")
-        if asks:
-            _judge_references(config, loaded.examples[:_REFERENCES_JUDGED])
-        talks = [messages_of(each, config.data) for each in loaded.examples]
-        texts = ["\n".join(message["content"] for message in talk) for talk in talks]
-        dropped = f"Dropped rows: {loaded.dropped_rows()}." * bool(loaded.dropped)
-        both = contamination_note(loaded.examples, held_out)
-        said = answer_notes(config, texts, loaded.examples)
-        return " ".join(filter(None, [dropped, both, *said]))
-    return ""
-
-
-_REFERENCES_JUDGED = 3
-
-
-def _judge_references(config: TrainConfig, examples: Sequence[Example]) -> None:
-    """Raise ConfigurationError if the reward can judge none of the reference answers."""
-    scores = judge_answers(config, [(gold_response(each.reference), each) for each in examples])
-    if all(score.reward is None for score in scores):
-        raise ConfigurationError(
-            f'[reward] type = "{" + ".join(config.reward.types)}" could judge none of'
-            f" {counted(len(scores), 'reference answer')} ({scores[0].reason.rstrip('.')});"
-            " fix the reward."
-        )
-
-
-def _asks_nobody(query: Query) -> bool:
-    """True if files alone give the answer, or if retrain refuses the query: on an offline hub, or
-    for training on a set for evaluation.
-    """
-    source, reader = query.data.source, SOURCES.get(query.data.source)
-    on_hub = source in HUB_SOURCES or source.startswith("hub:")
-    return bool(
-        query.data.path
-        or source.endswith(DATA_FILE_SUFFIXES)
-        or source in ("jsonl", "parquet", "lab")
-        or (source not in SOURCES and query.path.exists())
-        or (on_hub and is_offline())
-        or (query.split == "train" and isinstance(reader, Benchmark))
-    )
-
-
-def explained_traces(config: TrainConfig) -> SupervisedStage | None:
-    """Return the supervised stage for `explain`, if it needs neither the hub nor a model's own
-    code; else None. Raises ConfigurationError as a run would.
-    """
-    if not config.sft.is_on or config.model.trust_remote_code:
-        return None
-    local = is_offline() or Path(resolve_model(config.model.model)).is_dir()
-    if not (local and _asks_nobody(trace_query(config, "train"))):
-        return None
-    return SupervisedStage.load(config, load_text_model(config.model))
-
-
-def check_model(config: TrainConfig) -> None:
-    """Raise as the run would for an unavailable model."""
-    if not config.model.trust_remote_code:  # Checking runs no remote code.
-        load_model_config(config.model.model, config.model.revision)
-
-
-def check_packages(config: TrainConfig) -> None:
-    """Raise as the run would for a missing package of its environment, its trackers or its planning
-    detector.
-    """
-    for source in sources_of(config):
-        check_package(source.config.environment.provider)
-    detector = keys_by_path()["planning.detector"]
-    if config.planning.detector == "semantic" and not reason_unused(config, detector):
-        from retrain.model.sentences import check_encoder_package
-
-        check_encoder_package()
-    check_tracker_packages(config.logging)
 
 
 def check_device(config: TrainConfig) -> None:
@@ -565,8 +433,9 @@ def say_memory(
     config: TrainConfig,
     choices: MachineChoices | None,
     prompt_tokens: int,
+    supervised: SupervisedStage | None,
     log: Say,
-    world: World = ALONE,
+    world: World,
 ) -> None:
     """Predict the run's memory, with prompts of up to `prompt_tokens`, before the weights load.
     Raises EnvironmentFailure if not even one completion would fit.
@@ -577,6 +446,9 @@ def say_memory(
     from retrain.model.load import shards_of
     from retrain.model.memory import PredictionError, predict_memory
 
+    if supervised:  # The longest row must cover the rows of traces too.
+        completion = config.training.max_tokens
+        prompt_tokens = max(prompt_tokens, supervised.traces.longest - completion)
     try:
         memory = predict_memory(
             config,
@@ -668,18 +540,10 @@ def _read_prompts(
     return shared(key, read)
 
 
-def longest_prompt(training: PromptSet, held_out: Sequence[Prompt]) -> int:
+def longest_prompt(training: PromptSet, held_out: HeldOut) -> int:
     """Return the number of tokens of the longest prompt that the run may sample from."""
-    return max(training.longest, *(len(prompt.token_ids) for prompt in held_out), 0)
-
-
-HeldOut = list[tuple[Evaluation, list[Prompt]]]
-"""The held-out prompts of each source of `[evaluation]`, with its settings."""
-
-
-def _judged_by_source(config: TrainConfig) -> bool:
-    """Return True if the held-out problems come from the sources of a mixture."""
-    return bool(config.data.mix) and not config.evaluation.source
+    asked = chain.from_iterable(prompts for prompts, _ in held_out)
+    return max(training.longest, *(len(prompt.token_ids) for prompt in asked), 0)
 
 
 def load_held_out(
@@ -690,49 +554,49 @@ def load_held_out(
     log: Say,
 ) -> HeldOut:
     """Load `[evaluation] max_examples` of the held-out problems of each source, the same ones in
-    the same order for every run of a data set. Sources of a mixture may have none, but not all.
+    the same order for every run of a data set; none if the run evaluates nothing. Sources of a
+    mixture may have none, but not all.
     """
-    asked, chosen = list(_held_out_sources(config, sources)), HeldOut()
-    for own, stage, task in asked:
-        (source, *_), name = own.evaluation.sources, f" of {task}" if task else ""
+    if not config.evaluation.asked_for:
+        return ()
+    asked = _held_out_sources(config, sources)
+    chosen: list[tuple[Sequence[Prompt], SamplingPlan]] = []
+    for own in asked:
+        settings, name = own.config.evaluation, f" of {own.task}" if own.task else ""
         try:
-            _, prompts = _read_prompts(own, text, stage, "heldout", log, task)
+            _, prompts = _read_prompts(own.config, text, own.stage, "heldout", log, own.task)
         except NoHeldOutSplit:
-            if not task or (task == asked[-1][-1] and not chosen):
+            if not own.task or (own is asked[-1] and not chosen):
                 raise
             log(
-                f"The source {task} has no held-out rows, so retrain trains on it and does not"
+                f"The source {own.task} has no held-out rows, so retrain trains on it and does not"
                 " evaluate it."
             )
             continue
         seen = contamination_note(trained, prompts.examples)
-        count = min(own.evaluation.max_examples or len(prompts), len(prompts))
+        count = min(settings.max_examples or len(prompts), len(prompts))
         drawn = prompts.batch(0, count, _EVALUATION_ORDER_SEED)
-        if len(asked) > 1 and not task:
+        if len(asked) > 1 and not own.task:
+            (source,) = settings.sources
             drawn, name = of_task(drawn, source), f" of {source}"
         line = f"Held-out evaluation on {count} of {len(prompts)} problems{name}"
         log(LogLine(line, f"{count:,} held-out{name}"))
         for note in filter(None, (*prompts.notes, seen)):
             log(note)
-        chosen.append((own.evaluation, drawn))
+        plan = training_plan(settings.over(config.training))
+        plan = replace(plan, group_size=settings.samples, stream=Stream.EVALUATION, redraws=0)
+        chosen.append((drawn, plan))
     return chosen
 
 
-def _held_out_sources(
-    config: TrainConfig, sources: Sequence[SourceParts]
-) -> Iterator[tuple[TrainConfig, Stage | None, str]]:
-    """Yield the settings, the environment and the task of each held-out source."""
-    if _judged_by_source(config):
-        yield from ((source.config, source.stage, source.task) for source in sources)
-    elif sources[0].stage and not config.data.mix:
-        yield config, sources[0].stage, ""
-    else:
-        yield from ((own, None, "") for own in Plan.of(config).evaluations)
-
-
-def prompts_of(held_out: HeldOut | None) -> list[Prompt]:
-    """Return the held-out prompts of all sources."""
-    return list(chain.from_iterable(prompts for _, prompts in held_out or ()))
+def _held_out_sources(config: TrainConfig, sources: Sequence[SourceParts]) -> Sequence[SourceParts]:
+    """Return the sources of held-out problems: the training sources, or the sources of
+    [evaluation].
+    """
+    of_training = not config.evaluation.source if config.data.mix else sources[0].stage
+    if of_training:
+        return sources
+    return [SourceParts("", own, None) for own in Plan.of(config).evaluations]
 
 
 def load_judges(
@@ -741,15 +605,14 @@ def load_judges(
     """Return the judges of held-out answers. They are the judges of training, unless those have a
     random part.
     """
-    asked = [(source.config, source.stage, source.task) for source in sources]
-    if config.data.mix and not _judged_by_source(config):
-        asked = [(config, None, "")]
+    if config.data.mix and config.evaluation.source:
+        sources = [SourceParts("", config, None)]
     judges = {}
-    for own, stage, task in asked:
-        judging = Plan.of(own).judging
-        if judging is not own and not stage:
-            log(judging_note(own, judging))
-        judges[task] = (scorers.of(judging), stage)
+    for own in sources:
+        judging = Plan.of(own.config).judging
+        if judging is not own.config and not own.stage:
+            log(judging_note(own.config, judging))
+        judges[own.task] = replace(own, scorer=scorers.of(judging)).judge
     return judges
 
 
@@ -767,15 +630,6 @@ def training_plan(training: Training) -> SamplingPlan:
 
 def truncation(training: Training) -> Truncation:
     return Truncation(training.top_k, training.top_p, training.min_p)
-
-
-def build_evaluator(config: TrainConfig, sampler: Sampler, held_out: HeldOut) -> Evaluator:
-    sets = []
-    for part, prompts in held_out:
-        plan = training_plan(part.over(config.training))
-        plan = replace(plan, group_size=part.samples, stream=Stream.EVALUATION, redraws=0)
-        sets.append((prompts, plan))
-    return Evaluator(sampler, sets, config.evaluation.k, config.reward.max_failure_rate)
 
 
 def is_rounded(inference: Inference, backend: Backend) -> bool:
@@ -840,11 +694,10 @@ def _check_gold(parts: Parts, prompts: Sequence[Prompt]) -> str:
     found = []
     for source in parts.sources:
         own = [each for each in prompts if source.task in ("", each.example.task)]
-        if source.stage:
-            words = environment_gold(source.stage.host, own)
+        if isinstance(source.judge, Stage):
+            words = environment_gold(source.judge.host, own)
         else:
-            assert source.scorer is not None  # Every source has a scorer or a stage.
-            words = scored_gold(source.scorer, source.config.reward.think_end_token, own)
+            words = scored_gold(source.judge, source.config.reward.think_end_token, own)
         found.append(f"{source.task} {words}".strip())
     return ", ".join(found)
 

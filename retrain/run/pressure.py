@@ -3,6 +3,7 @@ next, and replays both after a resume.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain
 from math import ceil
 from pathlib import Path
@@ -14,7 +15,7 @@ from retrain.records.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from retrain.backends.base import Backend
-    from retrain.config.schema import Backpressure, Training
+    from retrain.config import TrainConfig
     from retrain.run.step_record import Step
 
 _PASSES_OF_LORA = 4.0
@@ -25,30 +26,20 @@ _RECOMPUTED = 2.0
 """The forward pass once more under gradient checkpointing."""
 
 
+@dataclass
 class Pressure:
     """Chooses the batch size of the next step; it exists only if `[backpressure] enabled` is
     true.
     """
 
-    def __init__(
-        self,
-        settings: "Backpressure",
-        training: "Training",
-        backend: "Backend",
-        replayed: Mapping[int, float],
-    ) -> None:
-        self.settings = settings
-        self.replayed = replayed
-        """Step -> the seconds behind the decision when an earlier session made that step."""
-        self._backend = backend
-        self._controller = BackpressureController(
-            settings, training.batch_size, training.group_size
-        )
+    config: "TrainConfig"
+    backend: "Backend"
+    replayed: Mapping[int, float]
+    """Step -> the seconds behind the decision when an earlier session made that step."""
 
-    @property
-    def batch_size(self) -> int:
-        """Prompts in the next step."""
-        return self._controller.batch_size
+    def __post_init__(self) -> None:
+        settings, training = self.config.backpressure, self.config.training
+        self.controller = BackpressureController(settings, training.batch_size, training.group_size)
 
     def observe(self, step: "Step", seconds: float) -> dict[str, Any]:
         """Decide the next batch size; returns the bp_ fields of the step's record.
@@ -57,15 +48,15 @@ class Pressure:
         decides, so a resumed run visits the same batch sizes.
         """
         seconds = self.replayed.get(step.number, seconds)
-        decision = self._controller.observe(step.rollout.tokens, seconds)
+        decision = self.controller.observe(step.rollout.tokens, seconds)
         return decision.record_fields(self._hint(step, seconds)) | {"bp_step_time_s": seconds}
 
     def _hint(self, step: "Step", seconds: float) -> Roofline | None:
-        weights, settings = self._backend.frozen_weights, self.settings
+        weights, settings = self.backend.frozen_weights, self.config.backpressure
         if weights is None or not (settings.peak_gflops and settings.peak_bw_gb_s):
             return None
         trained = sum(len(row.token_ids) for row in step.rows if row.trained)
-        per_token = _PASSES_OF_LORA + _RECOMPUTED * self._backend.recomputes
+        per_token = _PASSES_OF_LORA + _RECOMPUTED * self.backend.recomputes
         flops = step_flops(weights.parameters, step.rollout.tokens, trained, per_token)
         size = weights.size * self._passes(step, trained)
         return roofline(flops, size, seconds, settings.peak_gflops, settings.peak_bw_gb_s)
@@ -79,17 +70,11 @@ class Pressure:
         trajectories = list(chain.from_iterable(group.trajectories for group in step.rollout.drawn))
         completions = chain.from_iterable(trajectory.completions for trajectory in trajectories)
         lengths = [len(completion.token_ids) for completion in completions]
-        choices, rows, micro_batch = self._backend.choices, len(lengths), trained
+        choices, rows, micro_batch = self.backend.choices, len(lengths), trained
         if choices:
             rows, micro_batch = choices.decode_rows, choices.micro_batch_tokens
         decoding = max(*lengths, ceil(sum(lengths) / max(rows, 1)))
-        return decoding + (2 + self._backend.recomputes) * ceil(trained / max(micro_batch, 1))
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._controller.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._controller.load_state_dict(state)
+        return decoding + (2 + self.backend.recomputes) * ceil(trained / max(micro_batch, 1))
 
 
 def decided_by(folder: RunFolder, first_step: int) -> dict[int, float]:

@@ -1,9 +1,9 @@
 """Take steps of a stored run again, from its nearest checkpoint, in another folder."""
 
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from retrain.config import TrainConfig, dump_toml, replaced
@@ -11,7 +11,6 @@ from retrain.records.checkpoint import START, CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.jsonl import read_jsonl, truncate_to_step
 from retrain.records.run_folder import RunFolder
-from retrain.records.state import TrainerState
 from retrain.run.loop import next_step
 from retrain.run.pressure import decided_by
 from retrain.run.saver import Schedule
@@ -64,13 +63,7 @@ def replayed(
         if start:
             truncate_to_step(session.folder.evaluation, start)
         session.state = replace(session.state, last_evaluation=-1)
-        session.schedule = _Recorded(
-            session.schedule.training,
-            session.schedule.evaluation,
-            session.schedule.sft,
-            _evaluated(folder),
-            _saved(folder),
-        )
+        session.schedule = Schedule(session.config, _evaluated(folder), _saved(folder))
         while True:
             session.evaluate_if_due()
             session.save_if_due()
@@ -80,23 +73,6 @@ def replayed(
         yield session
     # The date is the run's own, and no key that somebody set.
     RunFolder(scratch).config.write_text(dump_toml(config), encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class _Recorded(Schedule):
-    """The schedule of a run with the evaluations and checkpoints that it made under an earlier
-    schedule. Examples are those at the end of a run that then trained on, or at a stop. In split
-    mode the run samples no step ahead of them.
-    """
-
-    evaluated: Collection[int]
-    saved: Collection[int]
-
-    def evaluates_at(self, step: int) -> bool:
-        return step in self.evaluated or super().evaluates_at(step)
-
-    def saves_at(self, step: int, state: TrainerState) -> bool:
-        return step in self.saved or super().saves_at(step, state)
 
 
 def _evaluated(folder: RunFolder) -> set[int]:

@@ -57,6 +57,20 @@ class Rollout:
         return [part for part, whole in judged if len(part) == whole or len(part) >= 2]
 
     @property
+    def judged(self) -> int:
+        """Number of judged completions of the first draws."""
+        return sum(len(group.rewards) for group in self.first_draws)
+
+    @property
+    def correct(self) -> int:
+        """Number of correct completions of the first draws."""
+        return sum(group.correct for group in self.first_draws)
+
+    @property
+    def correct_rate(self) -> float | None:
+        return self.correct / self.judged if self.judged else None
+
+    @property
     def redrawn(self) -> int:
         """Number of draws beyond the first of a prompt."""
         return len(self.drawn) - len(self.groups)
@@ -86,30 +100,24 @@ class Rollout:
         return [row for row in rows if row.num_actions]
 
 
+Judge = Scorer | Stage
+"""The judge of replies to a problem: a reward, or the environment of a dialogue."""
+
+
+@dataclass(frozen=True)
 class Sampler:
     """Draws scored groups from an engine; in a parallel run each process draws its share, and all
     of them get all groups.
     """
 
-    def __init__(
-        self,
-        engine: InferenceEngine,
-        scorer: Scorer | None,
-        text: Callable[[Int32Array], str],
-        *,
-        world: World = ALONE,
-        stage: Stage | None = None,
-        by_task: Mapping[str, tuple[Scorer | None, Stage | None]] | None = None,
-    ) -> None:
-        """`text` decodes the token ids of a reply. The environment of `stage` answers and judges,
-        or else the scorer. `by_task` has both for each source of a mixture.
-        """
-        self.engine = engine
-        self.scorer = scorer
-        self.text = text
-        self.world = world
-        self.stage = stage
-        self.by_task = by_task or {}
+    engine: InferenceEngine
+    judge: Judge | None
+    """Judges the problems of any task that `by_task` does not name."""
+    text: Callable[[Int32Array], str]
+    """Decodes the token ids of a reply."""
+    world: World = ALONE
+    by_task: Mapping[str, Judge] = field(default_factory=dict)
+    """The judge of each source of a mixture."""
 
     def draw(
         self, prompts: Sequence[Prompt], step: int, plan: SamplingPlan, watcher: Watcher
@@ -152,15 +160,16 @@ class Sampler:
         opened: list[Dialogue] = []
         exchanges: dict[DialogueKey, Exchange] = {}
         for slot, prompt in prompts.items():
-            scorer, stage = self.by_task.get(prompt.example.task, (self.scorer, self.stage))
+            judge = self.by_task.get(prompt.example.task, self.judge)
+            stage = judge if isinstance(judge, Stage) else None
             own = [Dialogue(prompt, slot, sample, stage) for sample in samples]
             opened += own
-            if stage is not None:
+            if isinstance(judge, Stage):
                 seed = environment_seed(plan, step, slot)
-                exchanges |= {one.key: stage.host.begin(prompt.example, seed) for one in own}
+                exchanges |= {one.key: judge.host.begin(prompt.example, seed) for one in own}
             else:
-                assert scorer is not None  # Every task has a scorer or a stage.
-                group = scorer.group(plan.group_size)
+                assert judge is not None  # Every task has a judge.
+                group = judge.group(plan.group_size)
                 exchanges |= {one.key: ScoredReply(group, one, step) for one in own}
         dialogues = Dialogues(
             exchanges,
@@ -186,14 +195,16 @@ class _RolloutDropped(Exception):
     """The prefetched rollout is no longer wanted."""
 
 
+@dataclass
 class PrefetchedRollout:
     """At most one running rollout, which a separate thread draws while the learner trains on the
     step before.
     """
 
-    def __init__(self, check: Callable[[], None]) -> None:
-        """`check` raises when a signal has asked the run to stop; `take` passes the error on."""
-        self._check = check
+    check: Callable[[], None]
+    """Raises when a signal has asked the run to stop; `take` passes the error on."""
+
+    def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         self._unwanted = Event()
         self._under_way: Future[Rollout] | None = None
@@ -223,4 +234,4 @@ class PrefetchedRollout:
     def _go_on(self) -> None:
         if self._unwanted.is_set():
             raise _RolloutDropped
-        self._check()
+        self.check()

@@ -1,9 +1,10 @@
 """The evaluations and checkpoints that are due between two steps, and the saving of checkpoints."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from retrain.backends.base import Backend
-from retrain.config import schema
+from retrain.config import TrainConfig
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.records.checkpoint import CheckpointStore
 from retrain.records.disk import replace_file, was_deleted
@@ -23,24 +24,29 @@ class Schedule:
     steps.
     """
 
-    training: schema.Training
-    evaluation: schema.Evaluation
-    sft: schema.Sft
+    config: TrainConfig
+    evaluated: Collection[int] = ()
+    """Steps at which an earlier session of the run evaluated, under whatever schedule."""
+    saved: Collection[int] = ()
+    """Steps of the checkpoints of earlier sessions, and those from which one resumed. In split mode
+    the run samples no step ahead of them.
+    """
 
     def is_finished(self, state: TrainerState) -> bool:
-        ended = state.stage == "rl" and state.step >= self.training.max_steps
+        ended = state.stage == "rl" and state.step >= self.config.training.max_steps
         return ended or self.is_out_of_time(state)
 
     def is_out_of_time(self, state: TrainerState) -> bool:
         """Return True if the run has used up `[training] max_hours`; 0 sets no limit."""
-        return 0 < self.training.max_hours * 3600 <= state.seconds
+        return 0 < self.config.training.max_hours * 3600 <= state.seconds
 
     def evaluates_at(self, step: int) -> bool:
-        evaluation = self.evaluation
+        evaluation = self.config.evaluation
         return (
-            (evaluation.at_start and step == 0)
+            step in self.evaluated
+            or (evaluation.at_start and step == 0)
             or (step > 0 and is_due(evaluation.every, step))
-            or (evaluation.at_end and step == self.training.max_steps)
+            or (evaluation.at_end and step == self.config.training.max_steps)
         )
 
     def evaluates(self, state: TrainerState) -> bool:
@@ -50,8 +56,8 @@ class Schedule:
         stage, step = state.place
         if stage == "rl":
             return self.evaluates_at(step)
-        due = step > 0 and is_due(self.sft.evaluate_every, step)
-        return due or (step == 0 and (self.evaluation.at_start or self.sft.evaluate_every > 0))
+        starts = step == 0 and self.config.evaluation.at_start
+        return starts or is_due(self.config.sft.evaluate_every, step)
 
     def saves(self, state: TrainerState) -> bool:
         """Return True if a checkpoint of `state` is due, which includes the end of the supervised
@@ -60,11 +66,15 @@ class Schedule:
         stage, step = state.place
         if stage == "rl":
             return self.saves_at(step, state) or (step == 0 < state.sft_step)
-        return step > 0 and (is_due(self.training.save_every, step) or self.is_out_of_time(state))
+        return step > 0 and self._is_due(step, state)
 
     def saves_at(self, step: int, state: TrainerState) -> bool:
-        due = is_due(self.training.save_every, step)
-        return step > 0 and (due or step >= self.training.max_steps or self.is_out_of_time(state))
+        ends = step in self.saved or step >= self.config.training.max_steps
+        return step > 0 and (ends or self._is_due(step, state))
+
+    def _is_due(self, step: int, state: TrainerState) -> bool:
+        due = is_due(self.config.training.save_every, step)
+        return due or self.is_out_of_time(state)
 
 
 def steps_at(place: tuple[str, int]) -> str:
@@ -73,25 +83,18 @@ def steps_at(place: tuple[str, int]) -> str:
     return counted(step, "supervised step" if stage == "sft" else "step")
 
 
+@dataclass
 class Saver:
     """Seals the state of rank 0 between two steps."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        store: CheckpointStore,
-        backend: Backend,
-        tracker: Tracker,
-        saved: TrainerState | None,
-    ) -> None:
-        self.folder = folder
-        self.store = store
-        self.backend = backend
-        self.tracker = tracker
-        self.saved = saved
-        """The state of the newest checkpoint; None before the first."""
-        self._failures = 0
-        """Attempts in a row that failed."""
+    folder: RunFolder
+    store: CheckpointStore
+    backend: Backend
+    tracker: Tracker
+    saved: TrainerState | None
+    """The state of the newest checkpoint; None before the first."""
+    failures: int = 0
+    """Attempts in a row that failed."""
 
     def holds(self, state: TrainerState) -> bool:
         """Return True if the newest checkpoint is of `state`, with the evaluation at its step."""
@@ -120,7 +123,7 @@ class Saver:
     @property
     def is_behind(self) -> bool:
         """True if the disk refused a checkpoint or a line that is still to write."""
-        return self._failures > 0 or self.tracker.is_behind
+        return self.failures > 0 or self.tracker.is_behind
 
     def rehearse(self) -> None:
         """Raise EnvironmentFailure if no checkpoint would fit on the disk."""
@@ -139,18 +142,18 @@ class Saver:
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not self.folder.marker.is_file():
                 raise RunFailed(was_deleted(self.folder.path)) from error
-            self._failures += 1
+            self.failures += 1
             where = error.filename or self.store.folder
             sentence = (
                 f"retrain cannot write the checkpoint of step {state.step} to {where}:"
                 f" {error.strerror or error}"
             )
-            if self._failures >= _ATTEMPTS or not may_retry:
+            if self.failures >= _ATTEMPTS or not may_retry:
                 raise EnvironmentFailure(
-                    f"{sentence}, {counted(self._failures, 'time')} in a row; free space there,"
+                    f"{sentence}, {counted(self.failures, 'time')} in a row; free space there,"
                     f" then continue with `{self.folder.resume_command}`."
                 ) from error
             self.tracker.message(f"{sentence}; trying again after the next step.")
             return
         self.saved = state
-        self._failures = 0
+        self.failures = 0

@@ -2,17 +2,15 @@
 `loop.take_step` goes through one step.
 """
 
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from retrain.backends.declared import is_raw, loss_notes
+from retrain.backends.declared import is_raw
 from retrain.backends.rows import mismatch_fields
 from retrain.config import TrainConfig
-from retrain.config.data_sections import DATE_ARGUMENT
 from retrain.config.plan import Plan
 from retrain.data.mixing import prompt_choice
 from retrain.distributed import World, joined
@@ -23,45 +21,27 @@ from retrain.errors import (
     RetrainError,
     RunFailed,
 )
-from retrain.model.text import model_fingerprint
+from retrain.records.checkpoint import FINAL
 from retrain.records.checkpoint_place import take
-from retrain.records.disk import replace_file
-from retrain.records.entries import SftRecord, StepRecord
-from retrain.records.evaluation import Evaluation, read_evaluations
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean, counted
 from retrain.run.dialogues import SamplingPlan, Watcher, counting
-from retrain.run.gate import GateResult
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, skipped_gate_line
-from retrain.run.observer import (
-    StepObserver,
-    check_mismatch,
-    check_updates,
-    mismatch_limit,
-    untrained_mismatch_line,
-)
-from retrain.run.parts import (
-    Parts,
-    check_again,
-    is_rounded,
-    load_parts,
-    run_parity_gate,
-    training_plan,
-)
+from retrain.run.observer import Past, StepObserver, check_updates
+from retrain.run.parts import Parts, check_again, load_parts, run_parity_gate, training_plan
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
 from retrain.run.start import (
     RunStart,
-    open_run,
-    part_of_session,
+    describe,
+    open_together,
     refuse_other_data,
     with_prompt_date,
 )
 from retrain.run.step_record import Step
-from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
 from retrain.tracking.base import GroupScore, GroupScores, StartEvent, Verbosity, is_due
 from retrain.types import (
@@ -92,41 +72,41 @@ class Session:
         *,
         skip_parity: bool,
     ) -> None:
-        self.config = opened.config
+        backend = parts.backend
+        self.config, self.folder, self.state = opened.config, opened.folder, opened.state
         self.plan = Plan.of(self.config)
-        self.folder = opened.folder
-        self.state = opened.state
-        self.tracker = tracker
-        self.interrupts = interrupts
-        self.parts = parts
-        self.world = world
-        self.schedule = Schedule(self.config.training, self.config.evaluation, self.config.sft)
-        settings = self.config.backpressure
-        self.pressure = None
-        if settings.enabled:
-            self.pressure = Pressure(
-                settings, self.config.training, parts.backend, opened.decided_by
-            )
+        self.tracker, self.interrupts, self.parts, self.world = tracker, interrupts, parts, world
+        self.schedule = Schedule(self.config)
         self.choice = prompt_choice(self.config, parts.prompts)
+        self._stateful: dict[str, Any] = {
+            "sampler": self.choice,
+            "sepa": parts.sepa,
+            "rewards": parts.guard,
+        }
+        """Field of the state -> the part that keeps it from step to step."""
+        self.pressure = None
+        if self.config.backpressure.enabled:
+            self.pressure = Pressure(self.config, backend, opened.decided_by)
+            self._stateful["backpressure"] = self.pressure.controller
         saved = self.state if opened.checkpoint else None
-        self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved)
+        self.saver = Saver(self.folder, opened.store, backend, tracker, saved)
         self.observer = StepObserver(self.plan, parts, tracker)
-        self.evaluations: list[Evaluation] = []
-        """The first, and the newest: a long run has thousands."""
-        self.sft_records: list[SftRecord] = []
-        """The steps of the supervised stage, of all sessions."""
-        self.prefetched = None
-        if parts.backend.capabilities.samples_ahead:
-            self.prefetched = PrefetchedRollout(interrupts.check)
-        # Several ranks would wait for each other: they stop together, in `turn_to_learning`.
+        self.prefetched = PrefetchedRollout(interrupts.check)
+        # Several ranks would wait for each other: they stop together, in `_stop_together`.
         if world.size == 1:
-            parts.backend.engine.check = interrupts.check
-        self._adapter = opened.store.folder / "final"
+            backend.engine.check = interrupts.check
         self._synced: tuple[str, int] | None = None
         """The stage and step whose weights the engine samples from."""
-        self._skip_parity = skip_parity
+        self._compares = (
+            not skip_parity
+            and backend.capabilities.scores_rows
+            and not backend.engine.capabilities.in_process
+        )
+        """True if the engine may serve another policy than the learner has, and the learner can
+        tell.
+        """
+        self._gate_repeated = False
         self._began = opened.began
-        self._gate_repeated = skip_parity
 
     # -- the start ---------------------------------------------------------------------------------
 
@@ -147,49 +127,35 @@ class Session:
         note_secrets(config)
         with (
             joined() as world,
-            _opened(config, overwrite, world) as opened,
+            open_together(config, overwrite, world) as opened,
             Interrupts() as interrupts,
+            closing(_tracker(opened, verbosity, world)) as tracker,
         ):
-            tracker = Tracker()
-            if world.is_rank_zero:
-                tracker = build_tracker(
-                    opened.config,
-                    opened.folder,
-                    condition=opened.config.condition_label,
-                    verbosity=verbosity,
-                    resumed=opened.state.tracking,
-                    first_step=opened.state.step,
+            for line in (*said, *preflight_lines(opened.config), *opened.notes):
+                tracker.message(line)
+            if world.size > 1:
+                tracker.message(
+                    f"{world.size} processes share this run, each with its share of the prompts"
+                    " and rows."
                 )
-            try:
-                for line in (*said, *preflight_lines(opened.config), *opened.notes):
-                    tracker.message(line)
-                if world.size > 1:
-                    tracker.message(
-                        f"{world.size} processes share this run, each with its share of the prompts"
-                        " and rows."
-                    )
-                with interrupts.at_once() if world.size == 1 else nullcontext():
-                    dated = with_prompt_date(opened.config, opened.folder)
-                    loaded = load_parts(dated, opened.state.choices, tracker.message, world)
-                with closing(loaded) as parts:
-                    if world.is_rank_zero:
-                        refuse_other_data(opened, parts.fingerprints, parts.heldout_sha256)
-                    session = cls(
-                        opened, tracker, interrupts, parts, world, skip_parity=skip_parity
-                    )
-                    try:
-                        session._restore(opened)
-                        session._pass_gate()
-                        if session.state.stage == "rl":
-                            session._keep_start()
-                        with closing(session.prefetched) if session.prefetched else nullcontext():
-                            yield session
-                    # The summary names an error of any kind, and the command gets it too.
-                    except Exception as error:
-                        session._sum_up_failure(error)
-                        raise
-            finally:
-                tracker.close()
+            with interrupts.at_once() if world.size == 1 else nullcontext():
+                dated = with_prompt_date(opened.config, opened.folder)
+                loaded = load_parts(dated, opened.state.choices, tracker.message, world)
+            with closing(loaded) as parts:
+                if world.is_rank_zero:
+                    refuse_other_data(opened, parts)
+                session = cls(opened, tracker, interrupts, parts, world, skip_parity=skip_parity)
+                try:
+                    session._restore(opened)
+                    session._pass_gate(opened, skip_parity)
+                    if session.state.stage == "rl":
+                        session._keep_start()
+                    with closing(session.prefetched):
+                        yield session
+                # The summary names an error of any kind, and the command gets it too.
+                except Exception as error:
+                    session._sum_up_failure(error)
+                    raise
 
     def _restore(self, opened: RunStart) -> None:
         """Put the checkpoint's state into the parts, and make the folder ready for its first
@@ -203,14 +169,13 @@ class Session:
             backend.supervise(stage.learner_config)
         if opened.checkpoint:
             backend.load(opened.checkpoint.folder)
-            for note in self.parts.sepa.load_state_dict(self.state.sepa):
-                self.tracker.message(note)
-            self.parts.guard.load_state_dict(self.state.rewards)
-            self.choice.load_state_dict(self.state.sampler)
             self.parts.credit.load_state_dict(self.state.credit)
-            if self.pressure:
-                self.pressure.load_state_dict(self.state.backpressure)
-            self._restore_records()
+            for name, part in self._stateful.items():
+                for note in part.load_state_dict(getattr(self.state, name)) or ():
+                    self.tracker.message(note)
+            # Only the first rank has the files.
+            past = Past.read(self.folder, self.config.evaluation.k)
+            self.observer.past = self.world.broadcast(past)
         if self.state.choices not in (None, backend.choices):
             self.tracker.message(
                 "The machine's choices differ from the stored ones: from here on this run is not"
@@ -219,19 +184,9 @@ class Session:
         self.state = replace(self.state, choices=backend.choices, batch_size=self._next_batch_size)
         self.tracker.emit(StartEvent(backend.device_name))
 
-    def _restore_records(self) -> None:
-        """Take up the records of steps and evaluations from earlier sessions. Only the first rank
-        has them.
-        """
-        folder, ks = self.folder, self.config.evaluation.k
-        own = list(StepRecord.read(folder.metrics)), list(SftRecord.read(folder.sft))
-        self.observer.records, self.sft_records = self.world.broadcast(own)
-        self.evaluations = read_evaluations(folder.sft_evaluation, ks, "sft")
-        self.evaluations += read_evaluations(folder.evaluation, ks)
-
-    def _pass_gate(self) -> None:
+    def _pass_gate(self, opened: RunStart, skip_parity: bool) -> None:
         result = None
-        if not self._skip_parity:
+        if not skip_parity:
             self.tracker.message(Doing("Parity gate"))
             result = run_parity_gate(self.config, self.parts, self.state.step)
         # A resumed run keeps the first figure: its mismatch_limit is a multiple of it.
@@ -243,9 +198,9 @@ class Session:
         if result:
             line = LogLine(result.line(), result.brief)
         self.tracker.message(line)
-        self._describe(result)
+        describe(opened, self.parts, result, self.tracker.message)
         self.folder.forget()  # The replaced run stays until the last check has passed.
-        take(self.saver.store.folder, self.folder)
+        take(opened.store.folder, self.folder)
         self.saver.rehearse()
 
     def _keep_start(self) -> None:
@@ -258,32 +213,6 @@ class Session:
         self.world.broadcast(None)  # Every rank reads what the first has written.
         backend.keep_start(store.start())
 
-    def _describe(self, gate: GateResult | None) -> None:
-        """Complete environment.json, including the data of this session."""
-        model, prompts = self.config.model, self.parts.prompts
-        environment = read_object(self.folder.environment) | {
-            **self.parts.fingerprints,
-            "prompt_date": prompts.data.chat_template_args[DATE_ARGUMENT],
-            "engine": asdict(self.parts.backend.engine.capabilities),
-            "backend": asdict(self.parts.backend.capabilities),
-            "loss": loss_notes(self.config),
-        }
-        own = part_of_session(environment, goes_on=self.saver.saved is not None)
-        own["parity_gate"], own["model_sha256"] = gate and gate.to_json(), model_fingerprint(model)
-        own["heldout_sha256"] = self.parts.heldout_sha256
-        written = prompts.sha256
-        if environment.setdefault("prompts_sha256", written) != written:
-            self.tracker.message(
-                "The chat template writes other prompts than when the run began. From here on this"
-                " run is not byte-exact."
-            )
-        if environment.get("model_sha256") not in (None, own["model_sha256"]):
-            self.tracker.message(
-                f'[model] model = "{model.model}" has other files than when the run began. If'
-                " its weights changed, restore them, since the adapter fits the first ones."
-            )
-        replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
-
     # -- the supervised stage ----------------------------------------------------------------------
 
     def take_supervised_step(self) -> None:
@@ -292,17 +221,12 @@ class Session:
         """
         stage, backend, before = self.parts.supervised, self.parts.backend, self.state
         assert stage is not None
-        self.interrupts.adopt(self.world.gather(self.interrupts.stopped_by))
-        self.interrupts.check()
+        self._stop_together()
         self.tracker.message(Doing(f"Supervised step {before.sft_step} of {stage.steps}"))
         if self._synced == before.place:
             backend.engine.sleep()
-        self.state = replace(before, learning=True)
-        try:
+        with self._under_way():
             record, result = stage.take(backend, before.sft_step)
-        except NotReached:
-            self.state = before
-            raise
         ends = before.sft_step + 1 >= stage.steps
         if ends:
             backend.supervise(None)
@@ -313,19 +237,29 @@ class Session:
             ends=ends,
         )
         self.tracker.emit(record)
-        self.sft_records.append(record)
-        check_updates(self.sft_records, result)
+        self.observer.past.add(record)
+        check_updates(self.observer.past.supervised, result)
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """Learn inside. The state says so until the step has a record."""
+        before = self.state
+        self.state = replace(before, learning=True)
+        try:
+            yield
+        except NotReached:
+            self.state = before  # The batch has not left this process.
+            raise
 
     # -- one step: sample, turn to learning, learn, record -----------------------------------------
 
     def sample(self) -> Rollout:
         """Return the scored groups of this step: the prefetched ones, or new samples."""
-        rollout = self.prefetched.take() if self.prefetched else None
+        rollout, step = self.prefetched.take(), self.state.step
         if rollout is None:
-            prompts, plan = self._prompts(self.state.step), self._sampling(self.state.step)
+            prompts, plan = self._asked(step)
             self._sync()
-            step, completions = self.state.step, len(prompts) * plan.group_size
-            watcher = self._watch(f"Step {step}: sampling", completions)
+            watcher = self._watch(f"Step {step}: sampling", len(prompts) * plan.group_size)
             rollout = self.parts.sampler.draw(prompts, step, plan, watcher)
             self._check_again()  # Check before the learner trains on its samples.
         if self.config.schedule.points:
@@ -342,27 +276,26 @@ class Session:
         mode start to sample the next step.
 
         It never prefetches across a checkpoint or an evaluation, so a resumed run samples with the
-        same weights as a run without a stop. Raises Interrupted in every process, if any process
-        got a signal.
+        same weights as a run without a stop.
         """
-        self.interrupts.adopt(self.world.gather(self.interrupts.stopped_by))
-        self.interrupts.check()
+        self._stop_together()
+        step, backend = self.state.step + 1, self.parts.backend
         self.tracker.message(Doing(f"Step {self.state.step}: learning"))
-        self.parts.backend.engine.sleep()
-        step = self.state.step + 1
+        backend.engine.sleep()
         if (
-            self.prefetched is None
+            not backend.capabilities.samples_ahead
             or self.schedule.saves_at(step, self.state)
             or self.schedule.evaluates_at(step)
         ):
             return
         self._sync()
-        prompts, plan = self._prompts(step, after=used), self._sampling(step)
+        prompts, plan = self._asked(step, after=used)
         self.prefetched.start(lambda watcher: self.parts.sampler.draw(prompts, step, plan, watcher))
 
-    def _sampling(self, step: int) -> SamplingPlan:
-        """Return how a step samples."""
-        return training_plan(self.plan.at(step).training)
+    def _stop_together(self) -> None:
+        """Raise Interrupted in every process, if any process got a signal."""
+        self.interrupts.adopt(self.world.gather(self.interrupts.stopped_by))
+        self.interrupts.check()
 
     @property
     def _settings(self) -> TrainConfig:
@@ -399,22 +332,16 @@ class Session:
         The log-ratios are None if the step does not need them, since they cost a forward pass, and
         if the backend cannot score rows.
         """
-        backend, before = self.parts.backend, self.state
-        log_ratios = None
-        wanted = is_due(self.config.logging.tokens_every, before.step)
+        backend, step, log_ratios = self.parts.backend, self.state.step, None
+        wanted = is_due(self.config.logging.tokens_every, step)
         with self._moved():
             if wanted and backend.capabilities.scores_rows:
                 trained = [row for row in rows if row.trained]
                 scored = zip(trained, backend.logprobs(trained), strict=True)
                 log_ratios = {row.key: own - row.logprobs for row, own in scored}
             compared = self._untrained_mismatch(rows, rollout)
-            # It stays so until `record` has moved past the step.
-            self.state = replace(before, learning=True)
-            try:
-                return log_ratios, replace(backend.train(rows, before.step), **compared)
-            except NotReached:
-                self.state = before  # The batch has not left this process.
-                raise
+            with self._under_way():
+                return log_ratios, replace(backend.train(rows, step), **compared)
 
     def _untrained_mismatch(self, rows: list[Row], rollout: Rollout) -> dict[str, Any]:
         """Return the log_ratio_* of a few completions of a step without a trained row. Return {} in
@@ -431,68 +358,45 @@ class Session:
         ratios = [own - row.logprobs for row, own in zip(few, backend.logprobs(few), strict=True)]
         return mismatch_fields(ratios, self.config.training.max_tokens)
 
-    @property
-    def _mismatch_limit(self) -> float | None:
-        """Nats that sampler and learner may differ by in three steps in a row; None allows any
-        difference.
-        """
-        config, backend = self.config, self.parts.backend
-        return mismatch_limit(
-            config.inference,
-            config.lora,
-            self.state.gate_mismatch or 0.0,
-            half_precision=is_rounded(config.inference, backend),
-            samples_ahead=backend.capabilities.samples_ahead,
-        )
-
     def record(self, step: Step) -> None:
         """Move the run past a step and write the step down. Raises RunFailed afterwards if the run
         should not go on.
         """
-        parts, result = self.parts, step.result
-        rewards = self.observer.rewards(step)
+        parts, rollout = self.parts, step.rollout
         seconds = self.world.broadcast(step.clock.total)
-        decision = {}
-        if self.pressure:
-            decision = self.pressure.observe(step, seconds)
+        decision = self.pressure.observe(step, seconds) if self.pressure else {}
         # After the step's own credit: SEPA acts on what it learns here from the next step on.
-        parts.sepa.observe(rewards.correct_rate, step.number)
+        parts.sepa.observe(rollout.correct_rate, step.number)
         parts.sepa.update_auto(step.credit.exec_uncertainty)
         state = self.state.after_step(
-            prompts=len(step.rollout.groups),
+            prompts=len(rollout.groups),
             next_batch_size=self._next_batch_size,
-            correct=rewards.correct,
-            judged=rewards.judged,
-            tokens=step.rollout.tokens,
+            correct=rollout.correct,
+            judged=rollout.judged,
+            tokens=rollout.tokens,
             seconds=seconds,
         )
-        self.choice.observe(step.number, step.rollout.first_draws)
-        self.observer.observe(step, rewards, state, decision)
+        self.choice.observe(step.number, rollout.first_draws)
+        self.observer.observe(step, state, decision)
         self.state = state
-        records, limit = self.observer.records, self._mismatch_limit
-        check_updates(records, result)
-        if limit is not None and records[-1].num_datums:
-            check_mismatch(records, limit, state.gate_mismatch or 0.0, self.folder.resume_command)
-        elif limit is not None and not (result.log_ratio_mean or 0.0) <= limit:
-            self.tracker.message(untrained_mismatch_line(step.number, result, limit))
-        parts.guard.observe(
-            [member.score for group in step.rollout.drawn for member in group.members]
-        )
+        self.observer.check(step, state, self.folder.resume_command)
+        parts.guard.observe([member.score for group in rollout.drawn for member in group.members])
 
     @property
     def _next_batch_size(self) -> int:
         """Prompts of the next step: the controller's choice, otherwise the same as before."""
-        return self.pressure.batch_size if self.pressure else self.state.batch_size
+        return self.pressure.controller.batch_size if self.pressure else self.state.batch_size
 
-    def _prompts(self, step: int, after: int = 0) -> list[Prompt]:
-        """Return the batch of a step, in the shuffle `after` prompts past the cursor. Rank 0 asks
-        the sampler and tells the other ranks.
+    def _asked(self, step: int, after: int = 0) -> tuple[list[Prompt], SamplingPlan]:
+        """Return the batch of a step, in the shuffle `after` prompts past the cursor, and how to
+        sample it. Rank 0 asks the sampler and tells the other ranks.
         """
         count, seed, indices = self.state.batch_size, self.state.seed, None
         if self.world.is_rank_zero:
             indices = self.choice.indices(step, count, seed)
         indices = self.world.broadcast(indices)
-        return self.choice.take(step, self.state.cursor + after, count, seed, indices)
+        prompts = self.choice.take(step, self.state.cursor + after, count, seed, indices)
+        return prompts, training_plan(self.plan.at(step).training)
 
     def _sync(self) -> None:
         """Give the engine the learner's current weights, once per step, since a server reads the
@@ -513,18 +417,10 @@ class Session:
         self._check_again()
         self._synced = self.state.place
 
-    @property
-    def _compares(self) -> bool:
-        """True if the engine may serve another policy than the learner has, and the learner can
-        tell.
-        """
-        backend = self.parts.backend
-        return backend.capabilities.scores_rows and not backend.engine.capabilities.in_process
-
     def _check_again(self) -> None:
         """Check the engine again if a server woke up or came back since the last check."""
         engine = self.parts.backend.engine
-        if engine.unchecked and self._compares and not self._skip_parity:
+        if engine.unchecked and self._compares:
             check_again(self.config, self.parts, self.state.step)
         engine.unchecked = False
 
@@ -560,7 +456,7 @@ class Session:
         watcher = self._watch(f"Evaluation at {name} {step}", evaluator.completions)
         result, _ = evaluator.run(step, watcher, stage)
         self.tracker.emit(result)
-        self.evaluations[1:] = [result]
+        self.observer.past.add(result)
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
 
     def save_if_due(self) -> None:
@@ -588,15 +484,11 @@ class Session:
         """
         current = self.saver.holds(self.state)
         if self.world.is_rank_zero and not (current or self.state.learning):
-            if self.prefetched:
-                self.prefetched.drop()
+            self.prefetched.drop()
             stored = replace(
                 self.state,
-                sampler=self.choice.state_dict(),
+                **{name: part.state_dict() for name, part in self._stateful.items()},
                 credit=self.parts.credit.state_dict(self.state.step),
-                sepa=self.parts.sepa.state_dict(),
-                rewards=self.parts.guard.state_dict(),
-                backpressure=self.pressure.state_dict() if self.pressure else {},
                 tracking=self.tracker.state(),
             )
             self.saver.save(stored, may_retry=not self.is_finished)
@@ -636,10 +528,12 @@ class Session:
             self.tracker.emit(replace(summary, reason=clean(reason)))
 
     def _summary(self, status: str) -> RunSummary:
-        adapter = self._adapter
-        if adapter.is_relative_to(self.folder.path):
-            adapter = adapter.relative_to(self.folder.path)
-        after = self.evaluations[-1] if self.evaluations else None
+        final, adapter = self.saver.store.folder / FINAL, ""
+        if status == "done":
+            inside = final.is_relative_to(self.folder.path)
+            adapter = str(final.relative_to(self.folder.path) if inside else final)
+        past = self.observer.past
+        after = past.after
         if after and not (after.step or (after.stage == "rl" and self.parts.supervised)):
             after = None  # The weights had no training yet.
         return RunSummary(
@@ -649,30 +543,24 @@ class Session:
             steps=self.state.step,
             seconds=self.state.seconds,
             tokens=self.state.tokens,
-            before=next((item for item in self.evaluations if item.step == 0), None),
+            before=past.before,
             after=after,
-            last=self.observer.records[-1] if self.observer.records else None,
+            last=next(reversed(past.newest), None),
             untrained=self.observer.unlearned(self.state.step),
-            adapter=str(adapter) if status == "done" else "",
+            adapter=adapter,
             wall_s=monotonic() - self._began,
         )
 
 
-@contextmanager
-def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[RunStart]:
-    """Open the folder on rank 0, which holds its lock, and tell the other ranks what it found."""
-    config.backend.splits_base(world.size)
+def _tracker(opened: RunStart, verbosity: Verbosity, world: World) -> Tracker:
+    """Return the sinks of a run. Only the first rank has any."""
     if not world.is_rank_zero:
-        found: RunStart | RetrainError | None = world.broadcast(None)
-        if isinstance(found, RetrainError):
-            raise SystemExit(found.exit_code)  # Rank 0 prints the sentence.
-        assert found is not None
-        yield found
-        return
-    with ExitStack() as stack:
-        try:
-            opened = stack.enter_context(open_run(config, overwrite=overwrite))
-        except RetrainError as error:
-            world.broadcast(error)
-            raise
-        yield world.broadcast(opened)
+        return Tracker()
+    return build_tracker(
+        opened.config,
+        opened.folder,
+        condition=opened.config.condition_label,
+        verbosity=verbosity,
+        resumed=opened.state.tracking,
+        first_step=opened.state.step,
+    )

@@ -1,14 +1,17 @@
 """Start a run, new or resumed, in a locked folder of its own."""
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from retrain.backends.declared import loss_notes
 from retrain.backends.rows import learning_rate
 from retrain.config import (
     TrainConfig,
@@ -22,7 +25,9 @@ from retrain.config import (
 )
 from retrain.config.data_sections import DATE_ARGUMENT
 from retrain.config.stored import WITH_OTHER_STEPS
+from retrain.distributed import World
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
+from retrain.model.text import model_fingerprint
 from retrain.records.checkpoint import STATE, Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import checkpoint_folder, sign, stored_checkpoints, take
 from retrain.records.disk import put_back, remove_empty, replace_file
@@ -30,6 +35,8 @@ from retrain.records.jsonl import aside_of
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, kind_of, writer_lock
 from retrain.records.state import TrainerState
+from retrain.run.gate import GateResult
+from retrain.run.parts import Parts
 from retrain.run.pressure import decided_by
 from retrain.run.saver import steps_at
 from retrain.system import Json, read_object
@@ -54,6 +61,26 @@ class RunStart:
 
 
 @contextmanager
+def open_together(config: TrainConfig, overwrite: bool, world: World) -> Iterator[RunStart]:
+    """Open the folder on rank 0, which holds its lock, and tell the other ranks what it found."""
+    config.backend.splits_base(world.size)
+    if not world.is_rank_zero:
+        found: RunStart | RetrainError | None = world.broadcast(None)
+        if isinstance(found, RetrainError):
+            raise SystemExit(found.exit_code)  # Rank 0 prints the sentence.
+        assert found is not None
+        yield found
+        return
+    with ExitStack() as stack:
+        try:
+            opened = stack.enter_context(open_run(config, overwrite=overwrite))
+        except RetrainError as error:
+            world.broadcast(error)
+            raise
+        yield world.broadcast(opened)
+
+
+@contextmanager
 def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
     """Hold the run folder's lock for as long as the context lasts.
 
@@ -71,7 +98,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
     places = [folder.path]
     if config.backend.adapter_path:
         places.append(Path(config.backend.adapter_path) / folder.path.name)
-    missing = [list(missing_folders(place.resolve())) for place in places]
+    missing = [missing_folders(place) for place in places]
     folder.create()
     with writer_lock(folder), no_trace_of_a_refusal(folder, *missing):
         folder.put_back()
@@ -123,11 +150,10 @@ def no_trace_of_a_refusal(
         raise
 
 
-def missing_folders(path: Path) -> Iterator[Path]:
-    """Yield the folders that making `path` creates, each one before its parent."""
-    while not path.exists():
-        yield path
-        path = path.parent
+def missing_folders(path: Path) -> list[Path]:
+    """Return the folders that making `path` creates, each one before its parent."""
+    path = path.resolve()
+    return list(takewhile(lambda one: not one.exists(), (path, *path.parents)))
 
 
 def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite: bool) -> RunStart:
@@ -177,8 +203,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     # From here on the folder changes.
     if store.folder != folder.checkpoints:
         sign(store.folder, folder)
-    if _told_steps(folder) != state.step:  # It counts steps that the next lines cut.
-        folder.summary.unlink(missing_ok=True)
+    _forget_summary(folder, state.step, notes)
     if checkpoint:
         notes.append(f"Resuming {folder.path} after {steps_at(state.place)}.")
         if state.stage == "rl" and state.step >= config.training.max_steps:
@@ -284,9 +309,7 @@ def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
     return replaced(config, {"data.chat_template_args": {DATE_ARGUMENT: day or today, **arguments}})
 
 
-def refuse_other_data(
-    opened: RunStart, fingerprints: Mapping[str, str], heldout: Mapping[str, str] | None
-) -> None:
+def refuse_other_data(opened: RunStart, parts: Parts) -> None:
     """Raise ConfigurationError if the run has trained or evaluated on other examples so far. Its
     place among them, a sampler's view of them, and its earlier results would have another meaning.
     """
@@ -294,12 +317,14 @@ def refuse_other_data(
         return
     data, sft, key = opened.config.data, opened.config.sft, ""
     before = read_object(opened.folder.environment)
-    differs = [name for name, own in fingerprints.items() if before.get(name) not in (None, own)]
+    differs = [
+        name for name, own in parts.fingerprints.items() if before.get(name) not in (None, own)
+    ]
     if differs == ["traces_sha256"] and sft.source:
         key = f'[sft] source = "{sft.source}"'
     elif differs:
         key = f'[data] path = "{data.path}"' if data.path else f'[data] source = "{data.source}"'
-    elif other_heldout(opened.folder, opened.config, heldout):
+    elif other_heldout(opened.folder, opened.config, parts.heldout_sha256):
         key = "[evaluation] source"
     if key:
         raise ConfigurationError(
@@ -337,10 +362,46 @@ def _named(config: TrainConfig) -> list[Any]:
     ]
 
 
-def _told_steps(folder: RunFolder) -> Any:
-    with suppress(RunFailed):
-        return read_object(folder.summary).get("steps") if folder.summary.is_file() else None
-    return None
+def _forget_summary(folder: RunFolder, step: int, notes: list[str]) -> None:
+    """Delete the summary unless it counts `step` steps: the resume cuts the others."""
+    if not folder.summary.is_file():
+        return
+    try:
+        if read_object(folder.summary).get("steps") == step:
+            return
+    except RunFailed as error:
+        notes.append(f"{str(error).rstrip('.')}; the run's end writes a new one.")
+    folder.summary.unlink()
+
+
+def describe(
+    opened: RunStart, parts: Parts, gate: GateResult | None, log: Callable[[str], None]
+) -> None:
+    """Complete environment.json, including the data of this session."""
+    config, file, backend = opened.config, opened.folder.environment, parts.backend
+    environment = read_object(file) | {
+        **parts.fingerprints,
+        "prompt_date": parts.prompts.data.chat_template_args[DATE_ARGUMENT],
+        "engine": asdict(backend.engine.capabilities),
+        "backend": asdict(backend.capabilities),
+        "loss": loss_notes(config),
+    }
+    own = part_of_session(environment, goes_on=opened.checkpoint is not None)
+    own["parity_gate"] = gate and gate.to_json()
+    own["model_sha256"] = model_fingerprint(config.model)
+    own["heldout_sha256"] = parts.heldout_sha256
+    written = parts.prompts.sha256
+    if environment.setdefault("prompts_sha256", written) != written:
+        log(
+            "The chat template writes other prompts than when the run began. From here on this"
+            " run is not byte-exact."
+        )
+    if environment.get("model_sha256") not in (None, own["model_sha256"]):
+        log(
+            f'[model] model = "{config.model.model}" has other files than when the run began. If'
+            " its weights changed, restore them, since the adapter fits the first ones."
+        )
+    replace_file(file, json.dumps(environment, indent=2) + "\n")
 
 
 def part_of_session(environment: Json, *, goes_on: bool) -> Json:

@@ -75,41 +75,22 @@ class Step:
     clock: StepClock
 
 
-@dataclass(frozen=True)
-class RewardStatistics:
-    """Statistics over the first draw of every prompt of a step, skipped groups included.
+def reward_fields(
+    rollout: Rollout, boxes: BoxReader | None = None, learners_entropy: float | None = None
+) -> dict[str, Any]:
+    """Return statistics over the first draw of every prompt, skipped groups included. `boxes` finds
+    the answer in a completion; None if the reward does not. If the engine records no entropy, the
+    learner's replaces it.
 
     Rewards select the redraws, so the last draws would bias the statistics. Over all draws, a
     prompt would weigh more the more draws it has, that is, the nearer its success rate is to 0 or
     1.
     """
-
-    judged: int
-    correct: int
-    correct_rate: float | None
-    """These and all below are fields of the record."""
-    mean_reward: float | None
-    reward_std: float | None
-    max_token_hit_rate: float | None
-    truncated_reward_mean: float | None
-    completion_tokens_mean: float | None
-    entropy_mean: float | None
-    surprisal_mean: float | None
-    answer_found_rate: float | None
-    groups_identical: int
-
-
-def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> RewardStatistics:
-    """Compute the statistics of a step. `boxes` finds the answer in a completion; None if the
-    reward does not.
-    """
     members = list(chain.from_iterable(group.members for group in rollout.first_draws))
     trajectories = [member.trajectory for member in members]
     is_cut = [one.finish_reason is FinishReason.LENGTH for one in trajectories]
-    rewards, rate, found = _rewards(members), None, None
-    correct = sum(group.correct for group in rollout.first_draws)
-    if rewards:
-        rate = correct / len(rewards)
+    rewards, found = _rewards(members), None
+    entropy = _token_mean([one.entropies for one in trajectories])
     if boxes:
         found = mean_or_none(
             [
@@ -118,20 +99,18 @@ def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> Rewar
                 for member in group.members
             ]
         )
-    return RewardStatistics(
-        judged=len(rewards),
-        correct=correct,
-        correct_rate=rate,
-        mean_reward=mean_or_none(rewards),
-        reward_std=_deviation(rewards),
-        max_token_hit_rate=mean_or_none(is_cut),
-        truncated_reward_mean=mean_or_none(_rewards(compress(members, is_cut))),
-        completion_tokens_mean=mean_or_none([one.num_actions for one in trajectories]),
-        entropy_mean=_token_mean([one.entropies for one in trajectories]),
-        surprisal_mean=_token_mean([-one.logprobs for one in trajectories]),
-        answer_found_rate=found,
-        groups_identical=sum(map(_is_identical, rollout.first_draws)),
-    )
+    return {
+        "correct_rate": rollout.correct_rate,
+        "mean_reward": mean_or_none(rewards),
+        "reward_std": _deviation(rewards),
+        "max_token_hit_rate": mean_or_none(is_cut),
+        "truncated_reward_mean": mean_or_none(_rewards(compress(members, is_cut))),
+        "completion_tokens_mean": mean_or_none([one.num_actions for one in trajectories]),
+        "entropy_mean": learners_entropy if entropy is None else entropy,
+        "surprisal_mean": _token_mean([-one.logprobs for one in trajectories]),
+        "answer_found_rate": found,
+        "groups_identical": sum(map(_is_identical, rollout.first_draws)),
+    }
 
 
 def _rewards(members: Iterable[Scored]) -> list[float]:
@@ -188,17 +167,6 @@ def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
     groups = len(credit.groups) + dropped_groups
     if groups:
         fields["informative_fraction"] = sum(group.informative for group in credit.groups) / groups
-    return fields
-
-
-def reward_fields(statistics: RewardStatistics, result: StepResult) -> dict[str, Any]:
-    """Return statistics of the samples. If the engine records no entropy, the learner's entropy
-    replaces it.
-    """
-    fields = asdict(statistics)
-    del fields["judged"], fields["correct"]
-    if statistics.entropy_mean is None:
-        fields["entropy_mean"] = result.entropy_mean
     return fields
 
 

@@ -1,6 +1,6 @@
 """The supervised stage of a run: its traces, its learner's settings, and one step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from time import monotonic
 from typing import Self
@@ -14,7 +14,7 @@ from retrain.data.traces import TraceSet, load_traces
 from retrain.model.text import TextModel
 from retrain.records.entries import SftRecord
 from retrain.records.terminal import counted, one_line
-from retrain.types import Row, StepResult
+from retrain.types import StepResult
 
 _SHOWN = 3
 """Traces that `explain` shows."""
@@ -90,16 +90,14 @@ class SupervisedStage:
         loss = type(loss)(max_grad_norm=loss.max_grad_norm)
         return self.config.model_copy(update={"training": training, "loss": loss})
 
-    def batch(self, step: int) -> list[Row]:
-        """Return the rows of a step, the same ones for every run of the seed."""
-        return self.traces.batch(step, self.config.sft.batch_size, self.config.training.seed)
-
     def take(self, backend: Backend, step: int) -> tuple[SftRecord, StepResult]:
         """Take one step, in the stage that `Backend.supervise` began."""
-        begun, rows = monotonic(), self.batch(step)
+        begun, size = monotonic(), self.config.sft.batch_size
+        rows = self.traces.batch(step, size, self.config.training.seed)
         logprob = None
         if self.held_out is not None and step % self.config.sft.evaluate_every == 0:
-            logprob = mean_logprob(backend, self.held_out.rows())
+            found = backend.logprobs(self.held_out.rows(), 1.0)
+            logprob = float(np.concatenate(found).astype(np.float64).mean())
         result = backend.train(rows, step)
         record = SftRecord(
             step=step,
@@ -112,9 +110,3 @@ class SupervisedStage:
             heldout_logprob=logprob,
         )
         return record, result
-
-
-def mean_logprob(backend: Backend, rows: Sequence[Row]) -> float:
-    """Return the mean log-prob of the rows' actions at temperature 1, in nats."""
-    found = np.concatenate(backend.logprobs(rows, 1.0)).astype(np.float64)
-    return float(found.mean())

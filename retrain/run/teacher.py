@@ -35,13 +35,6 @@ class Teacher:
     text: TextModel
     backend: Backend
 
-    @classmethod
-    def of(cls, config: "TrainConfig", text: TextModel, backend: Backend) -> "Teacher | None":
-        """Return the teacher of a run; None without `[algorithm] reference`."""
-        if config.algorithm.reference:
-            return cls(config.algorithm, text, backend)
-        return None
-
     def logprobs(self, groups: Sequence[Group]) -> Float64Array:
         """Return [n] log-probs of the groups' action tokens, in order. Raises RunFailed for a
         prompt that has no place for the answer.
