@@ -150,11 +150,11 @@ RECORDED = (
     "entropy_mean",
     "surprisal_mean",
     "completion_tokens_mean",
-    "max_token_hit_rate",
+    "truncated_fraction",
     "answer_found_rate",
     "grad_norm",
     "kl_mean",
-    "log_ratio_mean",
+    "logprob_diff_mean",
 )
 
 

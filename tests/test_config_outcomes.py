@@ -30,7 +30,7 @@ def test_squeeze_keys_that_do_nothing_in_a_campaign_are_said_to_be_unused() -> N
     squeeze = {"adapter_path": "a", "compress_to": 4, "evaluate": True}
     said = "\n".join(unused_keys(config_from_mapping(CAMPAIGN | {"squeeze": squeeze})))
     assert (
-        '[squeeze] adapter_path = "a" is unused here: a campaign squeezes the adapter of its own'
+        '[squeeze] adapter_path = "a" has no effect: a campaign squeezes the adapter of its own'
         " first run." in said
     )
     assert all(f"[squeeze] {name} = " in said for name in ("compress_to", "evaluate"))

@@ -37,7 +37,7 @@ def step(**values: Any) -> StepRecord:
         "groups_identical": 0,
     }
     return StepRecord(
-        step=0, condition="a+b", **(usual | skipped | {"max_token_hit_rate": 0.0} | values)
+        step=0, condition="a+b", **(usual | skipped | {"truncated_fraction": 0.0} | values)
     )
 
 
@@ -57,11 +57,11 @@ SOLVED = step(groups_skipped_all_wrong=0, groups_skipped_all_correct=2, mean_rew
         ),
         ({"answer_found_rate": 0.0}, r"\boxed{}.'; a box in a thought does not count."),
         (
-            {"answer_found_rate": 0.0, "max_token_hit_rate": 0.5},
+            {"answer_found_rate": 0.0, "truncated_fraction": 0.5},
             r": 0 of 24 completions hold \boxed{}, 12 were cut at [training]",
         ),
         (
-            {"answer_found_rate": 0.0, "max_token_hit_rate": 1.0},
+            {"answer_found_rate": 0.0, "truncated_fraction": 1.0},
             r"all 24 completions were cut at [training] max_tokens and 0 of 24",
         ),
         (
@@ -70,7 +70,7 @@ SOLVED = step(groups_skipped_all_wrong=0, groups_skipped_all_correct=2, mean_rew
         ),
         ({"reward_std": 0.1, "mean_reward": 0.2}, "all 24 completions are wrong; use easier"),
         (
-            {"max_token_hit_rate": 1.0},
+            {"truncated_fraction": 1.0},
             "all 24 completions were cut at [training] max_tokens; raise it",
         ),
         ({"mean_reward": 0.3}, "all 24 completions have the reward 0.3; `retrain audit` shows"),
@@ -79,7 +79,7 @@ SOLVED = step(groups_skipped_all_wrong=0, groups_skipped_all_correct=2, mean_rew
             {"mean_reward": None, "reward_std": None, "groups_skipped_other": 2},
             "none of 24 completions could be judged",
         ),
-        ({"max_token_hit_rate": 1.0, "groups_identical": 2}, "were cut"),  # as short beginnings are
+        ({"truncated_fraction": 1.0, "groups_identical": 2}, "were cut"),  # as short beginnings are
         ({"groups_identical": 2}, "the completions of each group are the same, token by token"),
         (
             {
@@ -290,7 +290,7 @@ def test_a_step_that_trains_nothing_is_compared_on_four_completions(
     small_run(small(tmp_path, inference=inference, **hopeless))
     records = lines(tmp_path / "metrics.jsonl")
     assert [record["num_datums"] for record in records] == [0] * 5
-    assert {record["log_ratio_tokens"] for record in records} == {16}
-    assert records[0]["log_ratio_mean"] < 1e-5 < records[1]["log_ratio_mean"]
+    assert {record["logprob_diff_tokens"] for record in records} == {16}
+    assert records[0]["logprob_diff_mean"] < 1e-5 < records[1]["logprob_diff_mean"]
     said = capsys.readouterr().out
     assert "Step 1 trained nothing. Sampler and learner differed by 0.01 nats" in said

@@ -75,7 +75,7 @@ def comparison_notes(
         yield f"Still to come: {counted(grouped.to_come, 'run')}.{peeking}"
     if metric.k is None and not asked:
         yield (
-            "No run has a held-out accuracy, so the training correct rate stands in for it: it is"
+            "No run has a held-out accuracy, so the training correct rate replaces it: it is"
             " measured on training problems while the model learns; [evaluation] at_end = true"
             " gives the better number."
         )

@@ -54,13 +54,18 @@ def blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
     head, rows = contrast_table(comparison)
     own, shared = remarks(comparison)
     for contrast, said, row in zip(comparison.contrasts, own, rows, strict=True):
-        hidden = [
-            f"{name} {cell}"
+        hidden = {
+            name: cell
             for name, cell in zip(head, row, strict=True)
             if name not in contrasts[0] and cell
-        ]
-        also = [f"Also: {', '.join(hidden)}."] if hidden else []
-        yield Block([*said, *also], name_of(contrast, comparison))
+        }
+        wide = hidden.pop("for new problems", "")
+        if wide:
+            level = 100 * (1 - comparison.test.alpha)
+            said.append(f"If other problems had been drawn: {wide} ({level:g}%).")
+        if hidden:
+            said.append(f"{', '.join(map(' '.join, hidden.items()))}.")
+        yield Block(said, name_of(contrast, comparison))
     if shared:
         yield Block(shared, "All of these")
     if any(arm.tasks for arm in comparison.arms):

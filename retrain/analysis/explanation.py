@@ -291,7 +291,7 @@ def looks_taken(comparison: Comparison) -> Iterator[str]:
                 words += f", {look.decided[condition]}"
             parts.append(words)
         parts += [
-            f"{condition} without this seed, since one of its runs had no result"
+            f"{condition} without this seed, since a run of it had no result"
             for condition in look.missing
         ]
         yield f"Look {number} (seed {look.seed}): {'; '.join(parts)}."

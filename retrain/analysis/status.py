@@ -387,7 +387,7 @@ def _without_config(run: StoredRun, writer: Writer | None) -> RunStatus:
         state = State.STARTING
     elif not writer and _lost_its_config(run.path):
         raise RunFailed(
-            f"{run.folder.config.name} is missing; put it back from a copy, or start the run anew"
+            f"{run.folder.config.name} is missing; put it back from a copy, or start over"
             " with --overwrite."
         )
     elif run.failed and not writer:

@@ -234,7 +234,7 @@ def capability_notes(config: "TrainConfig") -> Iterator[str]:
         yield (
             f"{sampler} returns log-probs before the temperature, so the learner recomputes"
             f" them at {config.training.temperature:g} in two more forward passes per step."
-            " Surprisals and log_ratio_mean are at temperature 1."
+            " Surprisals and logprob_diff_mean are at temperature 1."
         )
 
 

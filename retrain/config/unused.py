@@ -217,7 +217,7 @@ ROWS = (
         lambda c: not any(replaces_modes(x.algorithm_mode) for x in c.conditions),
     ),
     Row(
-        "algorithm.reference",
+        "algorithm.teacher",
         "no stage here reads a teacher's log-probs",
         _reads_no_teacher,
     ),
@@ -227,7 +227,7 @@ ROWS = (
         lambda c: not c.reads_reference,
     ),
     Row(
-        "algorithm.reference_coef",
+        "algorithm.teacher_coef",
         "no transform here distils",
         _no_transform_with("distils"),
     ),
@@ -412,7 +412,7 @@ def _sentences(keys: Iterable[_Unused]) -> list[str]:
     for key in keys:
         together.setdefault(key.because, []).append(key.shown)
     return [
-        f"{listed(shown)} {'is' if len(shown) == 1 else 'are'} unused here: {because}."
+        f"{listed(shown)} {'has' if len(shown) == 1 else 'have'} no effect: {because}."
         for because, shown in together.items()
     ]
 

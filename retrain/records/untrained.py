@@ -85,7 +85,7 @@ def untrained_line(streak: Sequence[StepRecord], known: str = "") -> str:
 
 def _cause(records: Sequence[StepRecord], known: str) -> str:
     """Return the common cause of the records and the advice, with the clearest cause first."""
-    total, cut = _completions(records), _counted(records, "max_token_hit_rate")
+    total, cut = _completions(records), _counted(records, "truncated_fraction")
     groups = _sum(records, "batch_size")
     boxed = ""
     # Recorded where the reward reads boxes.

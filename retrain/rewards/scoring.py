@@ -366,7 +366,7 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
         undo.pop_all()
     weights = zip(reward.types, reward.type_weights, strict=True)
     parts = [_weighted(kind, weight, config, of_groups, model) for kind, weight in weights]
-    normalises = reward.combine == "normalise_then_sum"
+    normalises = reward.combine == "normalize_then_sum"
     return Scorer(parts, reward.correct_threshold, pool, model, normalises=normalises)
 
 

@@ -267,7 +267,7 @@ def _loss_note(config: TrainConfig) -> str:
     steps = [values for _, values in extremes(config)] or [{}]
     if not all(_clips_nothing(with_values(config, values)) for values in steps):
         return ""
-    effect = "never clips, so its gradient is the one of importance_sampling. The clip"
+    effect = "never clips, so it has the gradient of importance_sampling. The clip"
     if _is_own(config.loss):
         effect = "has a ratio of 1 up to the mismatch of sampler and learner. A clip of it"
     return (

@@ -221,8 +221,8 @@ class StepObserver:
 
 
 def default_mismatch_limit(gate_mean: float, *, half_precision: bool) -> float:
-    """Return the default of [inference] mismatch_limit in nats: ten times the gate's own mean, and
-    above the noise of the precision.
+    """Return the default of [inference] max_logprob_diff in nats: ten times the gate's own mean,
+    and above the noise of the precision.
     """
     return max(_LIMIT_FACTOR * gate_mean, _LIMIT_FLOOR_HALF if half_precision else _LIMIT_FLOOR)
 
@@ -235,8 +235,8 @@ def mismatch_limit(
     Dropout and weights that are one step old move the ratio by themselves, so there only a limit
     from the user holds.
     """
-    if inference.mismatch_limit is not None:
-        return inference.mismatch_limit or None
+    if inference.max_logprob_diff is not None:
+        return inference.max_logprob_diff or None
     if lora.dropout or samples_ahead:
         return None
     return default_mismatch_limit(gate_mean, half_precision=half_precision)
@@ -261,7 +261,7 @@ def check_mismatch(
     """Raise RunFailed if the mean |log-ratio| of the last three trained steps is above `limit`. The
     command `resume` continues the run.
     """
-    means = (record.log_ratio_mean for record in reversed(records) if record.num_datums)
+    means = (record.logprob_diff_mean for record in reversed(records) if record.num_datums)
     newest = list(islice((mean for mean in means if mean is not None), _MISMATCH_STEPS))
     # NaN is above every limit.
     if len(newest) == _MISMATCH_STEPS and not any(mean <= limit for mean in newest):
@@ -269,8 +269,8 @@ def check_mismatch(
             f"Sampler and learner differed by {newest[0]:.2g} nats per token on average at step"
             f" {records[-1].step}, above the limit of {limit:.2g} for {_MISMATCH_STEPS} steps in"
             f" a row. The parity gate had measured {gate_mean:.1e}, so the"
-            " engine no longer samples the trained policy. Look at log_ratio_mean in"
-            " metrics.jsonl and at the engine, or set [inference] mismatch_limit (0 is off)"
+            " engine no longer samples the trained policy. Look at logprob_diff_mean in"
+            " metrics.jsonl and at the engine, or set [inference] max_logprob_diff (0 is off)"
             f" and continue with `{resume}`."
         )
 
@@ -281,6 +281,6 @@ def untrained_mismatch_line(number: int, result: StepResult, limit: float | None
     """
     return (
         f"Step {number} trained nothing. Sampler and learner differed by"
-        f" {result.log_ratio_mean:.2g} nats per token over {result.log_ratio_tokens} of its"
+        f" {result.logprob_diff_mean:.2g} nats per token over {result.logprob_diff_tokens} of its"
         f" tokens, above the limit of {limit:.2g}, which ignores such steps."
     )

@@ -108,7 +108,7 @@ class Parts:
     sampler: Sampler
     credit: CreditPipeline
     teacher: Teacher | None
-    """Scores sampled tokens for stages of credit; None without [algorithm] reference."""
+    """Scores sampled tokens for stages of credit; None without [algorithm] teacher."""
     sepa: SEPAController
     evaluator: Evaluator | None
     supervised: SupervisedStage | None = None

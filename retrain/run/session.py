@@ -416,8 +416,8 @@ class Session:
                 raise
 
     def _untrained_mismatch(self, rows: list[Row], rollout: Rollout) -> dict[str, Any]:
-        """Return the log_ratio_* of a few completions of a step without a trained row. Return {} in
-        any other step, and if the learner cannot score what the engine samples, with the weights
+        """Return the logprob_diff_* of a few completions of a step without a trained row. Return {}
+        in any other step, and if the learner cannot score what the engine samples, with the weights
         that sampled it.
         """
         backend = self.parts.backend
@@ -472,7 +472,7 @@ class Session:
         check_updates(records, result)
         if limit is not None and records[-1].num_datums:
             check_mismatch(records, limit, state.gate_mismatch or 0.0, self.folder.resume_command)
-        elif limit is not None and not (result.log_ratio_mean or 0.0) <= limit:
+        elif limit is not None and not (result.logprob_diff_mean or 0.0) <= limit:
             self.tracker.message(untrained_mismatch_line(step.number, result, limit))
         parts.guard.observe(
             [member.score for group in step.rollout.drawn for member in group.members]

@@ -90,7 +90,7 @@ class RewardStatistics:
     """These and all below are fields of the record."""
     mean_reward: float | None
     reward_std: float | None
-    max_token_hit_rate: float | None
+    truncated_fraction: float | None
     truncated_reward_mean: float | None
     completion_tokens_mean: float | None
     entropy_mean: float | None
@@ -124,7 +124,7 @@ def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> Rewar
         correct_rate=rate,
         mean_reward=mean_or_none(rewards),
         reward_std=_deviation(rewards),
-        max_token_hit_rate=mean_or_none(is_cut),
+        truncated_fraction=mean_or_none(is_cut),
         truncated_reward_mean=mean_or_none(_rewards(compress(members, is_cut))),
         completion_tokens_mean=mean_or_none([one.num_actions for one in trajectories]),
         entropy_mean=_token_mean([one.entropies for one in trajectories]),
