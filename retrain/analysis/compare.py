@@ -81,8 +81,10 @@ def comparison_notes(
         )
     if base.runs and all(map(trained_on_chance, base.runs.values())):
         yield (
-            f"{base.label} is a control, trained on random rewards: a difference from it is what an"
-            " informative reward adds to training as such."
+            "Every condition trains on random rewards, so no reward explains a difference."
+            if all(map(trained_on_chance, runs))
+            else f"{base.label} is a control, trained on random rewards: a difference from it is"
+            " what an informative reward adds to training as such."
         )
     yield from _unequal_runs(arms, runs, budget)
     if metric.k is not None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from retrain.config.names import ALIASES, NAME_CUTOFF, instead, nearest
+from retrain.config.names import NAME_CUTOFF, instead, nearest
 from retrain.errors import MAX_SENTENCES, ConfigurationError
 from retrain.system import Json, ParseError, parse_toml, toml_value
 
@@ -76,11 +76,9 @@ def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
     """Return the values of the variables RETRAIN_<SECTION>_<KEY>. Refuses a variable of that form
     that names no key.
     """
-    from retrain.config.keys import all_keys, keys_by_path
+    from retrain.config.keys import all_keys
 
     variables = {key.variable: key for key in all_keys()}
-    for alias, path in ALIASES.items():
-        variables[f"{VARIABLE_PREFIX}{alias.replace('.', '_')}".upper()] = keys_by_path()[path]
     found: list[Override] = []
     problems: list[str] = []
     for name, text in environ.items():
