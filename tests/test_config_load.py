@@ -552,7 +552,7 @@ def test_devices_may_change_within_their_kind(
             {"campaign": {}, "algorithm": {"advantage_mode": "grpo"}},
             (
                 '[algorithm] advantage_mode = "grpo" has no effect: the conditions of the campaign'
-                " say it."
+                " set the algorithm."
             ),
         ),
         ({"campaign": {}, "hicra": {"alpha": 0.5}}, ""),

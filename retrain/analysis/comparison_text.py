@@ -60,11 +60,10 @@ def blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
             if name not in contrasts[0] and cell
         }
         wide = hidden.pop("for new problems", "")
-        if wide:
-            level = 100 * (1 - comparison.test.alpha)
-            said.append(f"If other problems had been drawn: {wide} ({level:g}%).")
+        level = 100 * (1 - comparison.test.alpha)
+        also = f"If other problems had been drawn: {wide} ({level:g}%). " * bool(wide)
         if hidden:
-            said.append(f"{', '.join(map(' '.join, hidden.items()))}.")
+            said.append(f"{also}{', '.join(map(' '.join, hidden.items()))}.")
         yield Block(said, name_of(contrast, comparison))
     if shared:
         yield Block(shared, "All of these")

@@ -353,7 +353,7 @@ def computed(comparison: Comparison) -> Iterator[str]:
             if comparison.problems < FEW_PROBLEMS
             else ""
         )
-        yield f"For new problems: two-way analysis of variance over seeds and problems{few}."
+        yield f"The interval for other problems: two-way analysis of variance over seeds and problems{few}."
     if any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
         yield (
             "A difference that is reported because it is significant is too large on average"

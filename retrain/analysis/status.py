@@ -131,7 +131,7 @@ class CampaignStatus:
 
     @property
     def counts(self) -> dict[str, int]:
-        """State -> number of runs."""
+        """Map each state to its number of runs."""
         return dict(Counter(str(run.state) for run in self.runs))
 
     @property
@@ -310,7 +310,7 @@ def _unreadable(run: StoredRun, error: RetrainError | OSError) -> RunStatus:
 
 
 def _bare(run: StoredRun, state: State, note: str = "") -> RunStatus:
-    """Return a run of which only the plan is known."""
+    """Return the status of a run from its plan alone."""
     condition = run.planned.condition if run.planned else ""
     return RunStatus(run.path, condition, None, state, note=note)
 

@@ -268,7 +268,7 @@ def backend_words(backend: BackendCapabilities) -> str:
         "exact resume": backend.exact_resume,
         "entropy": backend.entropy,
         f"losses {', '.join(backend.losses)}": bool(backend.losses),
-        "a loss of one's own": backend.own_loss,
+        "your own losses": backend.own_loss,
         "scheduled settings": backend.moves_settings,
         "teachers": backend.scores_reference,
         "samples a step ahead": backend.samples_ahead,

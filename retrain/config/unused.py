@@ -197,7 +197,7 @@ ROWS = (
     ),
     Row(
         "algorithm.advantage_mode algorithm.transform_mode",
-        "the conditions of the campaign say it",
+        "the conditions of the campaign set the algorithm",
         _campaign,
     ),
     Row(
@@ -301,10 +301,10 @@ ROWS = (
         _no_tracker_of("wandb", "trackio"),
     ),
     Row("logging.label", "the conditions of the campaign have their own", _campaign),
-    Row("training.seed", "[campaign] seeds say it", _campaign),
+    Row("training.seed", "[campaign] seeds applies", _campaign),
     Row(
         "training.max_steps",
-        "[campaign] max_steps says it",
+        "[campaign] max_steps applies",
         _campaign_where(lambda c: c.max_steps is not None),
     ),
     Row(

@@ -1,6 +1,6 @@
-"""Read everything that a report shows from a folder. This is the metrics of every run by step,
-their mean and standard deviation within a condition, and the rest. `figures` draws them, and
-`page` writes the HTML.
+"""Read what a report shows from a folder: the metrics of every run by step, their mean and
+standard deviation within a condition, the comparison, costs and completions. `figures` draws them,
+and `page` writes the HTML.
 """
 
 import time
