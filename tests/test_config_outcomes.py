@@ -65,7 +65,7 @@ def test_one_rank_and_a_rank_for_each_layer_are_refused_before_a_campaign_starts
 
 def test_a_drawn_seed_is_said_at_the_start() -> None:
     config = with_drawn_seed(config_from_mapping({}))
-    assert f"training.seed = {config.training.seed}, drawn" in preflight_lines(config)
+    assert f"Drawn: training.seed = {config.training.seed}" in preflight_lines(config)
 
 
 def test_code_that_comes_with_a_model_is_named_at_the_start() -> None:

@@ -406,7 +406,7 @@ def test_a_step_is_scored_once_and_only_where_a_stage_reads_it(
 def test_a_plugin_that_reads_a_teacher_where_there_is_none_is_named(
     modes: dict[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigurationError, match=r"readers.*has no teacher .*; set .* reference"):
+    with pytest.raises(ConfigurationError, match=r"readers.*has no teacher .*; set .* teacher"):
         small_run(small(tmp_path / "run", algorithm=modes), quiet=True)
 
 
@@ -455,7 +455,7 @@ def test_a_base_in_the_current_folder_is_the_same_from_any_other(
 def test_the_weights_of_another_shape_are_refused_too(trained: Path, tmp_path: Path) -> None:
     folder = settings_of(tmp_path / "other", trained, r=2, lora_alpha=4)
     config = distilling(tmp_path / "run", str(folder), model={"lora_rank": 2})
-    with pytest.raises(ConfigurationError, match=r"\[algorithm\] reference = .* does not fit"):
+    with pytest.raises(ConfigurationError, match=r"\[algorithm\] teacher = .* does not fit"):
         small_run(config, quiet=True)
 
 

@@ -353,7 +353,10 @@ def computed(comparison: Comparison) -> Iterator[str]:
             if comparison.problems < FEW_PROBLEMS
             else ""
         )
-        yield f"The interval for other problems: two-way analysis of variance over seeds and problems{few}."
+        yield (
+            "The interval for other problems: two-way analysis of variance over seeds and"
+            f" problems{few}."
+        )
     if any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
         yield (
             "A difference that is reported because it is significant is too large on average"
