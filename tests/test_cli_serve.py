@@ -172,7 +172,7 @@ def test_the_printed_command_is_a_shell_command() -> None:
         (
             ["vlm"],
             2,
-            "'vlm' is not a server that retrain can start; allowed: vllm, sglang, mlx.",
+            "retrain starts vllm, sglang, mlx, and not 'vlm'.",
         ),
         (
             ["mlx", "--inference-attention-kernel", "tk"],

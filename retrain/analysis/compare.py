@@ -75,9 +75,8 @@ def comparison_notes(
         yield f"Still to come: {counted(grouped.to_come, 'run')}.{peeking}"
     if metric.k is None and not asked:
         yield (
-            "No run has a held-out accuracy, so the training correct rate replaces it: it is"
-            " measured on training problems while the model learns; [evaluation] at_end = true"
-            " gives the better number."
+            "No run has a held-out accuracy, so the training correct rate replaces it,"
+            " measured while the model learns. [evaluation] at_end = true gives the better number."
         )
     if base.runs and all(map(trained_on_chance, base.runs.values())):
         yield (

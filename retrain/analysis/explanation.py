@@ -354,7 +354,7 @@ def computed(comparison: Comparison) -> Iterator[str]:
             else ""
         )
         yield (
-            "The interval for other problems: two-way analysis of variance over seeds and"
+            "The interval for other problems comes from a two-way analysis of variance over seeds and"
             f" problems{few}."
         )
     if any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):

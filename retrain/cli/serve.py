@@ -53,8 +53,7 @@ def command(
     overrides = flags_after(context, "serve takes an engine and one file", 1)
     if engine not in startable_engines():
         raise ConfigurationError(
-            f"{engine!r} is not a server that retrain can start; allowed:"
-            f" {', '.join(startable_engines())}."
+            f"retrain starts {', '.join(startable_engines())}, and not {engine!r}."
         )
     load_dotenv()
     config = load_named(overrides)

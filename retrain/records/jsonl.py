@@ -22,7 +22,7 @@ from retrain.records.disk import replace_file
 from retrain.system import Json, ParseError, json_kind, parse_json
 
 CHANGED = (
-    ": the file was changed or the disk is damaged; restore it from a copy, or train the run again."
+    ": the file was changed or the disk is damaged; put it back from a copy, or train it again."
 )
 """The end of a sentence on a damaged file of a run."""
 _BLOCK = 1 << 18
