@@ -354,8 +354,8 @@ def computed(comparison: Comparison) -> Iterator[str]:
             else ""
         )
         yield (
-            "The interval for other problems comes from a two-way analysis of variance over seeds and"
-            f" problems{few}."
+            "The interval for other problems comes from a two-way analysis of variance over seeds"
+            f" and problems{few}."
         )
     if any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
         yield (

@@ -53,7 +53,7 @@ def command(
     overrides = flags_after(context, "serve takes an engine and one file", 1)
     if engine not in startable_engines():
         raise ConfigurationError(
-            f"retrain starts {', '.join(startable_engines())}, and not {engine!r}."
+            f"{engine!r} is not a server of these: {', '.join(startable_engines())}."
         )
     load_dotenv()
     config = load_named(overrides)
