@@ -36,7 +36,8 @@ from retrain.run import observer, step_record
 from retrain.run.rollout import Rollout
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from runs import lines, small
+from runs import lines
+from sound_runs import lab_run
 
 STEPS, EVERY, PROBLEMS, MAX_TOKENS, BATCH, GROUP = 50, 5, 64, 96, 8, 4
 SOLVED = 10
@@ -103,12 +104,8 @@ def drawn(number: int, planted: str, folder: Path) -> tuple[dict[str, Any], Trai
         if planted == "rate":
             rate = chosen["training.lr"]
             sections["schedule"] = {"training.lr": [[10, rate], [30, 10 * rate]]}
-        for key, value in chosen.items():
-            section, name = key.split(".")
-            sections.setdefault(section, {})[name] = value
-        sections["model"] = {"lora_rank": sections["lora"].pop("rank")}
         try:
-            return chosen, small(folder, **sections)
+            return chosen, lab_run(folder, chosen, sections)
         except ConfigurationError as error:
             print(number, error, file=sys.stderr)
 
@@ -150,11 +147,11 @@ RECORDED = (
     "entropy_mean",
     "surprisal_mean",
     "completion_tokens_mean",
-    "max_token_hit_rate",
+    "truncated_fraction",
     "answer_found_rate",
     "grad_norm",
     "kl_mean",
-    "log_ratio_mean",
+    "logprob_diff_mean",
 )
 
 

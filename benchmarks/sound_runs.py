@@ -95,14 +95,21 @@ def drawn(number: int, folder: Path) -> tuple[dict[str, Any], TrainConfig]:
             "reward": {"type": "match"},
             "training": {"seed": number, "save_every": 0},
         }
-        for key, value in chosen.items():
-            section, name = key.split(".")
-            sections.setdefault(section, {})[name] = value
-        sections["model"] = {"lora_rank": sections["lora"].pop("rank")}
         try:
-            return chosen, small(folder, **sections)
+            return chosen, lab_run(folder, chosen, sections)
         except ConfigurationError:
             continue
+
+
+def lab_run(
+    folder: Path, chosen: dict[str, Any], sections: dict[str, dict[str, Any]]
+) -> TrainConfig:
+    """Return a small run with the chosen values of "section.key" above its sections."""
+    for key, value in chosen.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    sections["model"] = {"lora_rank": sections["lora"].pop("rank")}
+    return small(folder, **sections)
 
 
 def made(number: int) -> dict[str, Any]:

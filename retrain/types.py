@@ -475,8 +475,8 @@ class StepResult:
 
     Ratio statistics count each action token of the trained rows once. Recomputed old log-probs come
     from before the first optimizer step. Other old log-probs come from the first pass, whose later
-    minibatches already contain earlier updates. `log_ratio_*` count the rows of the first minibatch
-    alone, which no update of the step has moved.
+    minibatches already contain earlier updates. `logprob_diff_*` count the rows of the first
+    minibatch alone, which no update of the step has moved.
     """
 
     loss: float | None
@@ -496,14 +496,14 @@ class StepResult:
     """Updates skipped because a loss, gradient or log-prob was not finite."""
     nonfinite_tensor: str = ""
     """Name of the first tensor that was not finite."""
-    log_ratio_mean: float | None = None
+    logprob_diff_mean: float | None = None
     """Mean of |learner - sampler log-prob|, in nats; the next fields are its quantiles and the
     number of tokens."""
-    log_ratio_p50: float | None = None
-    log_ratio_p90: float | None = None
-    log_ratio_p99: float | None = None
-    log_ratio_tokens: int | None = None
-    log_ratio_by_depth: list[float | None] | None = None
+    logprob_diff_p50: float | None = None
+    logprob_diff_p90: float | None = None
+    logprob_diff_p99: float | None = None
+    logprob_diff_tokens: int | None = None
+    logprob_diff_by_depth: list[float | None] | None = None
     """The mean by quarter of the positions up to [training] max_tokens."""
     loss_is_placeholder: bool = False
     """True if an asynchronous backend reports a number that is not this step's loss."""

@@ -55,7 +55,6 @@ translate the values by the tables below.
     - TRL's `loss_type = "dapo"` is an aggregation. `algorithm_mode = "dapo"` is the paper's whole recipe.
     - `minibatches` is a number of updates. verl's `ppo_mini_batch_size` is a size.
     - The defaults are `temperature = 0.7` and no gradient clipping. Other trainers use 1.0 and a clip.
-    - `[algorithm] reference` is the teacher of distillation. `[loss] kl_reference` is the KL anchor.
     - Means leave out groups with equal rewards. TRL counts their tokens.
 
 ## Values
@@ -80,10 +79,10 @@ For a whole method, name its recipe, such as `algorithm_mode = "dapo"`: [papers]
 | `reward` | `mean_reward` |
 | `entropy`, `actor/entropy` | `entropy_mean` |
 | 1 - `frac_reward_zero_std` | `informative_fraction` |
-| `completions/clipped_ratio`, `response_length/clip_ratio` | `max_token_hit_rate` |
+| `completions/clipped_ratio`, `response_length/clip_ratio` | `truncated_fraction` |
 | `completions/mean_length`, `response_length/mean` | `completion_tokens_mean` |
 | `clip_ratio/region_mean`, `actor/pg_clipfrac` | `clip_fraction` |
-| `sampling/sampling_logp_difference/mean` | `log_ratio_mean` |
+| `sampling/sampling_logp_difference/mean` | `logprob_diff_mean` |
 | `mismatch_kl` | `mismatch_k3` |
 | `timing_s/gen` | `time_sample_s` |
 

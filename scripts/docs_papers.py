@@ -79,7 +79,7 @@ Another name of an existing method:
 |---|---|
 | NSR, PSR ([2506.01347](https://arxiv.org/abs/2506.01347)) | [W-REINFORCE](#w-reinforce) with `right = 0`, and with `right = 1`, `wrong = 0` |
 | CFPO ([2601.22801](https://arxiv.org/abs/2601.22801)) | a quadratic instead of the clip, as in [Simple Policy Optimization](#simple-policy-optimization) |
-| SDFT ([2601.19897](https://arxiv.org/abs/2601.19897)), SDPO ([2601.20802](https://arxiv.org/abs/2601.20802)) | [OPSD](#opsd) with another `reference_prompt`; SDPO's feedback of an environment has no place in it |
+| SDFT ([2601.19897](https://arxiv.org/abs/2601.19897)), SDPO ([2601.20802](https://arxiv.org/abs/2601.20802)) | [OPSD](#opsd) with another `teacher_prompt`; SDPO's feedback of an environment has no place in it |
 | DPPO's bound on the KL, top-k | the binary form alone is built in: [DPPO](#dppo) |
 | TIS, sequence TIS, sequence masks, geometric rejection | `[loss] correction`, as [IcePop](#icepop) sets it ([corrections](losses.md#a-correction-for-the-mismatch)) |
 | GTPO ([2508.04349](https://arxiv.org/abs/2508.04349)) | `transform_mode = "gtpo"` has the means over a completion; `[gtpo] norm` and `negative` come nearer to the paper, which takes them at each position of a group |

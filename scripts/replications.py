@@ -189,7 +189,7 @@ def _doses(folder: str, labels: list[str]) -> Iterator[str]:
     yield from ("| arm | dose: mean \\|learner - sampler\\| in nats per token |", "|---|---|")
     for label in labels:
         steps = [
-            json.loads(line)["log_ratio_mean"]
+            json.loads(line)["logprob_diff_mean"]
             for path in (ROOT / folder / "runs").glob(f"{label}_s*/metrics.jsonl")
             for line in path.read_text(encoding="utf-8").splitlines()
         ]

@@ -122,7 +122,7 @@ def _step(
         mean_reward=rate,
         informative_fraction=0.9 - 0.4 * step / steps,
         completion_tokens_mean=50 + 10 * step / steps + rng.normal(0, 1),
-        max_token_hit_rate=0.1,
+        truncated_fraction=0.1,
         entropy_mean=0.3 * np.exp(-2 * step / steps) + rng.normal(0, 0.004),
         plan_entropy_mean=0.5 * np.exp(-step / steps) + rng.normal(0, 0.01) if planning else None,
         sepa_lambda=min(1.0, 1.5 * step / steps) if "sepa" in condition else None,

@@ -235,10 +235,10 @@ def test_what_is_wrong_for_every_condition_is_said_once() -> None:
 
 def test_a_key_is_unused_only_where_no_condition_uses_it() -> None:
     assert unused_keys(config_from_toml(f"{TWO_PPO}\n[loss]\nclip_low = 0.1")) == [
-        'Condition "ppo": [sepa] steps = 100 is unused here: no transform here uses SEPA.'
+        'Condition "ppo": [sepa] steps = 100 has no effect: no transform here uses SEPA.'
     ]
     assert (
-        "[loss] dual_clip = 2.0 is unused here"
+        "[loss] dual_clip = 2.0 has no effect"
         in unused_keys(config_from_toml("[campaign]\n[loss]\ndual_clip = 2.0"))[0]
     )
 

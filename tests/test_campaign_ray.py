@@ -20,7 +20,7 @@ from tests.campaigns import sections
 def test_a_run_takes_whole_gpus_or_a_part_of_one() -> None:
     assert gpu_share(Campaign(devices_per_run=2)) == 2
     assert gpu_share(Campaign(workers_per_device=4)) == 0.25
-    with pytest.raises(ConfigurationError, match="Leave one of the two keys at 1"):
+    with pytest.raises(ConfigurationError, match="Leave either key at 1"):
         gpu_share(Campaign(devices_per_run=2, workers_per_device=2))
 
 

@@ -172,7 +172,7 @@ def test_the_printed_command_is_a_shell_command() -> None:
         (
             ["vlm"],
             2,
-            "'vlm' is not a server that retrain can start; name one of vllm, sglang, mlx.",
+            "'vlm' is not a server of these: vllm, sglang, mlx.",
         ),
         (
             ["mlx", "--inference-attention-kernel", "tk"],

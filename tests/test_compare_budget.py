@@ -166,7 +166,7 @@ def test_evaluations_of_other_problems_have_no_line_between_them(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "at", "sentence"),
     [
-        ({}, "tokens=500", "short of --at tokens=500; name a smaller budget."),
+        ({}, "tokens=500", "short of --at tokens=500; use tokens=400 or less."),
         ({"tokens_per_s": None}, "tokens=100", "step 0, does not tell its tokens"),
         ({}, "updates=8", "--at updates=8 left in 0.10; give tokens=N"),
     ],

@@ -425,7 +425,7 @@ def test_an_interval_without_zero_is_no_verdict_where_the_family_does_not_reach_
         (["--margin", "0"], "above 0"),
         (["--alpha", "1.5"], "between 0 and 1"),
         (["--control"], "random"),
-        (["--control", "--baseline", BASE], "give one of them"),
+        (["--control", "--baseline", BASE], "give one."),
         (
             ["--lower-is-better"],
             "--lower-is-better is not for pass@1, a rate of right answers: more is better",

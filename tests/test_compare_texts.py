@@ -35,6 +35,15 @@ def test_a_single_seed_is_not_set_against_itself(
     assert "\nmaxrl+none, seed 1: +6.0 pp\n" in capsys.readouterr().out
 
 
+def test_random_rewards_everywhere_leave_no_control(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = {"grpo+none": [40, 41], "maxrl+none": [46, 40]}
+    assert main(["compare", str(write_campaign(tmp_path, arms, reward={"type": "random"}))]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Every condition trains on random rewards" in shown and "is a control" not in shown
+
+
 def test_explain_and_compare_state_one_rule_on_what_seeds_find(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,7 +30,7 @@ from retrain.config import (
 from retrain.config.keys import Key, all_keys, flags, keys_by_path, section_models
 from retrain.config.names import registered_sources
 from retrain.config.needs import refusals
-from retrain.config.overrides import parse_overrides
+from retrain.config.overrides import parse_overrides, variable_overrides
 from retrain.config.values import check_path
 from retrain.errors import ConfigurationError
 
@@ -96,6 +96,24 @@ def test_a_flag_over_the_alias_in_a_file_wins() -> None:
         ).algorithm.surprisal_mask_rho
         == 0.2
     )
+
+
+def test_names_of_0_10_still_work() -> None:
+    algorithm = {"reference": "gold", "reference_prompt": "{prompt} {answer}"}
+    reward = {"type": ["match", "overlong"], "combine": "normalise_then_sum"}
+    moving = {"algorithm.reference_coef": [[0, 1.0], [2, 0.0]]}
+    config = config_from_mapping(
+        {"algorithm": algorithm, "reward": reward, "schedule": moving},
+        ["--inference-mismatch-limit", "0.1", "--advantage-mode", "grpo"],
+    )
+    assert config.algorithm.teacher == "answer"
+    assert config.algorithm.teacher_prompt == "{prompt} {answer}"
+    assert config.reward.combine == "normalize_then_sum"
+    assert config.inference.max_logprob_diff == 0.1
+    assert list(config.schedule.points) == ["algorithm.teacher_coef"]
+    assert "normalise" not in dump_toml(config)
+    with pytest.raises(ConfigurationError, match="mean RETRAIN_INFERENCE_RETRY_TIMEOUT_S"):
+        variable_overrides({"RETRAIN_INFERENCE_PATIENCE_S": "5"})
 
 
 def test_errors_name_the_flag_or_the_variable(file: Path) -> None:
@@ -445,62 +463,62 @@ def test_devices_may_change_within_their_kind(
         (
             {"inference": {"url": "http://x"}},
             (
-                '[inference] url = "http://x" is unused here: engine "pytorch" samples in this'
+                '[inference] url = "http://x" has no effect: engine "pytorch" samples in this'
                 " process."
             ),
         ),
         (
             {"backend": {"backend": "tinker"}, "inference": {"dtype": "bf16"}},
-            '[inference] dtype = "bf16" is unused here: Tinker samples by itself.',
+            '[inference] dtype = "bf16" has no effect: Tinker samples by itself.',
         ),
         (
             {"environment": {"provider": "verifiers", "id": "a/b"}, "data": {"source": "lab"}},
-            '[data] source = "lab" is unused here: the problems come from [environment].',
+            '[data] source = "lab" has no effect: the problems come from [environment].',
         ),
         (
             {"environment": {"provider": "verifiers", "id": "a/b"}, "reward": {"type": "math"}},
-            '[reward] type = "math" is unused here: the rubric of [environment] scores.',
+            '[reward] type = "math" has no effect: the rubric of [environment] scores.',
         ),
         (
             {"backend": {"backend": "prime_rl", "options": {"zmq_port": 6000}}},
-            '[backend.options] zmq_port = 6000 is unused here: transport is "filesystem".',
+            '[backend.options] zmq_port = 6000 has no effect: transport is "filesystem".',
         ),
         (
             {"backend": {"options": {"trainer_ranks": 2}}},
             (
-                "[backend.options] trainer_ranks = 2 is unused here: it is an option of prime_rl,"
+                "[backend.options] trainer_ranks = 2 has no effect: it is an option of prime_rl,"
                 ' and backend is "local".'
             ),
         ),
         (
             {"algorithm": {"transform_mode": "gtpo"}, "sepa": {"steps": 9, "delay_steps": 3}},
             (
-                "[sepa] steps = 9 and [sepa] delay_steps = 3 are unused here: no transform here"
+                "[sepa] steps = 9 and [sepa] delay_steps = 3 have no effect: no transform here"
                 " uses SEPA."
             ),
         ),
         (
             {"hicra": {"alpha": 0.5}},
-            "[hicra] alpha = 0.5 is unused here: no transform here uses HICRA.",
+            "[hicra] alpha = 0.5 has no effect: no transform here uses HICRA.",
         ),
         (
             {"squeeze": {"per_layer": True}, "training": {"lr": 1e-4}},
             (
-                "[squeeze] per_layer = true is unused here: a single run has no adapter_path to"
+                "[squeeze] per_layer = true has no effect: a single run has no adapter_path to"
                 " squeeze."
             ),
         ),
         (
             {"squeeze": {"adapter_path": "a", "compress_to": 4}},
             (
-                "[squeeze] compress_to = 4 is unused here: without output_path the job compresses"
+                "[squeeze] compress_to = 4 has no effect: without output_path the job compresses"
                 " nothing."
             ),
         ),
         (
             {"squeeze": {"adapter_path": "a"}, "sepa": {"steps": 9}},
             (
-                "[sepa] steps = 9 is unused here: a squeeze job without evaluate reads [squeeze]"
+                "[sepa] steps = 9 has no effect: a squeeze job without evaluate reads [squeeze]"
                 " alone."
             ),
         ),
@@ -510,31 +528,31 @@ def test_devices_may_change_within_their_kind(
                 "evaluation": {"max_examples": 9},
                 "sepa": {"steps": 9},
             },
-            "[sepa] steps = 9 is unused here: a squeeze job does not train.",
+            "[sepa] steps = 9 has no effect: a squeeze job does not train.",
         ),
         (
             {"squeeze": {"adapter_path": "a", "evaluate": True}},
             (
-                "[squeeze] evaluate = true is unused here: without output_path the job compresses"
+                "[squeeze] evaluate = true has no effect: without output_path the job compresses"
                 " nothing."
             ),
         ),
         (
             {"loss": {"clip_low": 0.1}},
             (
-                '[loss] clip_low = 0.1 is unused here: it belongs to mode = "ppo", "gspo", "cispo",'
+                '[loss] clip_low = 0.1 has no effect: it belongs to mode = "ppo", "gspo", "cispo",'
                 ' "gmpo" or "dppo".'
             ),
         ),
         (
             {"model": {"base_url": "http://x"}},
-            '[model] base_url = "http://x" is unused here: it belongs to the tinker backend.',
+            '[model] base_url = "http://x" has no effect: it belongs to the tinker backend.',
         ),
         (
             {"campaign": {}, "algorithm": {"advantage_mode": "grpo"}},
             (
-                '[algorithm] advantage_mode = "grpo" is unused here: the conditions of the campaign'
-                " say it."
+                '[algorithm] advantage_mode = "grpo" has no effect: the conditions of the campaign'
+                " set the algorithm."
             ),
         ),
         ({"campaign": {}, "hicra": {"alpha": 0.5}}, ""),
@@ -549,11 +567,11 @@ def test_devices_may_change_within_their_kind(
         ({"sepa": {"steps": 9}}, ""),
         (
             {"hicra": {"alpha": 0.2}, "algorithm": {"transform_mode": "none"}},
-            "[hicra] alpha = 0.2 is unused here: no transform here uses HICRA.",
+            "[hicra] alpha = 0.2 has no effect: no transform here uses HICRA.",
         ),
         (
             {"gtpo": {"beta": 0.1}, "algorithm": {"transform_mode": "none"}},
-            "[gtpo] beta = 0.1 is unused here: no transform here uses GTPO weights.",
+            "[gtpo] beta = 0.1 has no effect: no transform here uses GTPO weights.",
         ),
     ],
 )

@@ -30,7 +30,7 @@ def test_squeeze_keys_that_do_nothing_in_a_campaign_are_said_to_be_unused() -> N
     squeeze = {"adapter_path": "a", "compress_to": 4, "evaluate": True}
     said = "\n".join(unused_keys(config_from_mapping(CAMPAIGN | {"squeeze": squeeze})))
     assert (
-        '[squeeze] adapter_path = "a" is unused here: a campaign squeezes the adapter of its own'
+        '[squeeze] adapter_path = "a" has no effect: a campaign squeezes the adapter of its own'
         " first run." in said
     )
     assert all(f"[squeeze] {name} = " in said for name in ("compress_to", "evaluate"))
@@ -65,7 +65,7 @@ def test_one_rank_and_a_rank_for_each_layer_are_refused_before_a_campaign_starts
 
 def test_a_drawn_seed_is_said_at_the_start() -> None:
     config = with_drawn_seed(config_from_mapping({}))
-    assert f"training.seed = {config.training.seed}, drawn" in preflight_lines(config)
+    assert f"Drawn: training.seed = {config.training.seed}" in preflight_lines(config)
 
 
 def test_code_that_comes_with_a_model_is_named_at_the_start() -> None:

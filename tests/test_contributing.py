@@ -85,7 +85,7 @@ PROOFS: dict[str, Callable[[Path], bool]] = {
     "A data source": lambda folder: all(
         "=?" in line["prompt"] for line in lines(folder / "emergence" / "generations.jsonl")
     ),
-    "An engine": lambda folder: lines(folder / "metrics.jsonl")[0]["log_ratio_mean"] < 1e-5,
+    "An engine": lambda folder: lines(folder / "metrics.jsonl")[0]["logprob_diff_mean"] < 1e-5,
     "An environment": lambda folder: (
         lines(folder / "metrics.jsonl")[0]["environment_metrics"]["replies"] >= 1
     ),

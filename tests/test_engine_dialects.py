@@ -95,7 +95,7 @@ def test_a_run_at_another_temperature_than_1_passes_the_gate_and_stays_on_policy
         )
     assert run.summary.steps == steps
     assert all(
-        record.log_ratio_mean is not None and record.log_ratio_mean < 1e-4
+        record.logprob_diff_mean is not None and record.logprob_diff_mean < 1e-4
         for record in run.records()
     )
     gate = json.loads((tmp_path / "run" / "environment.json").read_text())["parity_gate"]
@@ -349,13 +349,13 @@ def test_with_raw_log_probs_a_step_is_the_same_as_with_those_of_the_policy(tmp_p
         one._weights.parameters.values(), other._weights.parameters.values(), strict=True
     ):
         assert ours.equal(theirs)
-    assert result.log_ratio_mean == pytest.approx(0, abs=1e-6), (
+    assert result.logprob_diff_mean == pytest.approx(0, abs=1e-6), (
         "measured at temperature 1, where the raw ones belong"
     )
     stale = one._learner.train(
         [replace(row, logprobs=row.logprobs - 0.3) for row in raw], 1, sampler_is_raw=True
     )
-    assert stale.log_ratio_mean is not None and stale.log_ratio_mean > 0.2, (
+    assert stale.logprob_diff_mean is not None and stale.logprob_diff_mean > 0.2, (
         "a sampler with other weights is still seen"
     )
     one.close()

@@ -126,7 +126,7 @@ def test_a_silent_server_has_longer_than_an_unfit_answer_counted_down(net: Net) 
     threading.Timer(1.0, lambda: net.answers.update({A: {"done": 1}})).start()
     patience = replace(HASTY, silent_s=20, attempts=2, word_s=0.3)
     assert ask(net.pool(A, patience=patience)) == [{"done": 1}]
-    waits = [line for line in net.said if "patience_s" in line]
+    waits = [line for line in net.said if "retry_timeout_s" in line]
     assert waits and all("retrain tries for another " in line for line in waits)
     assert net.said[-1].endswith("answers again, so retrain uses it.")
     net.answers[A] = 500

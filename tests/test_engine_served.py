@@ -146,7 +146,7 @@ def test_a_run_gives_every_version_a_name_and_a_folder_and_leaves_nothing_behind
     run = train(served(tmp_path / "run", server.url, training={"temperature": 0.8}), quiet=True)
     assert (
         run.summary.steps == 3
-        and max(record.log_ratio_mean or 0 for record in run.records()) < 1e-4
+        and max(record.logprob_diff_mean or 0 for record in run.records()) < 1e-4
     )
     entropies = {record.entropy_mean for record in run.records() if record.num_datums}
     assert entropies and all(0 < (entropy or 0) < 5 for entropy in entropies), "the learner's"
@@ -854,7 +854,7 @@ def test_the_name_of_the_base_model_must_be_one_that_the_server_has(
 ) -> None:
     with pytest.raises(
         ConfigurationError,
-        match=r'served_model = "other": The vllm server .* has base. Name one of them',
+        match=r'served_model = "other": The vllm server .* has base. Name a model of this list',
     ):
         HastyVLLM.preflight(served(tmp_path, server.url, inference={"served_model": "other"}))
 

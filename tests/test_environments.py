@@ -665,7 +665,7 @@ class Begins(Misbehaving):
 BEGINNINGS = {
     "built": r"provider = .*Begins\": building it with args \['how', 'where'\]",
     "train": "reading its train set",
-    "gold": "asking for its gold replies",
+    "gold": "asking for its right replies",
 }
 
 

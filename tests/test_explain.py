@@ -152,7 +152,7 @@ def test_keys_without_effect_and_features_that_are_refused_are_said(tmp_path: Pa
             inference={"engine": "vllm"},
         )
     )
-    assert any("[hicra] alpha = 0.5 is unused here" in sentence for sentence in seen.unused)
+    assert any("[hicra] alpha = 0.5 has no effect" in sentence for sentence in seen.unused)
     assert any('engine = "vllm"' in sentence for sentence in seen.refused)
 
 

@@ -235,7 +235,7 @@ def test_a_run_keeps_two_checkpoints_and_its_last_weights_once(run: Path) -> Non
     assert last.samefile(final)
     steps = lines(run / "metrics.jsonl")
     assert all(0 <= line["time_layout_s"] < line["time_sample_s"] for line in steps)
-    assert all(line["log_ratio_mean"] < 1e-4 for line in steps)
+    assert all(line["logprob_diff_mean"] < 1e-4 for line in steps)
     model = AutoModelForCausalLM.from_pretrained(folder / "final")
     assert model.dtype == torch.float32
 

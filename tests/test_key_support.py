@@ -42,7 +42,7 @@ OTHERS: dict[str, Any] = {
     "loss.correction": "tis",
     "loss.old_logprobs": "recomputed",
     "loss.correction_low": 0.4,
-    "inference.mismatch_limit": 0.5,
+    "inference.max_logprob_diff": 0.5,
     "inference.url": "http://127.0.0.1:9",
 }
 """Values where half of the default, or one more, would be another mistake or is no value."""
@@ -268,4 +268,4 @@ def test_minus_zero_switches_off_as_zero_does() -> None:
         (sentence,) = unused_keys(
             config_from_mapping({"loss": {"kl_coef": off, "kl_estimator": "k2"}})
         )
-        assert sentence.endswith("is unused here: kl_coef is 0.")
+        assert sentence.endswith("has no effect: kl_coef is 0.")

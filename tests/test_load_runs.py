@@ -12,6 +12,7 @@ from campaigns import problems, write_campaign, write_manifest, write_run
 from runs import small, small_run
 
 import retrain
+from retrain.analysis.measures import choose_metric
 from retrain.analysis.runs import StoredRun, find_runs, is_campaign
 from retrain.cli.main import main
 from retrain.errors import ConfigurationError, RunFailed
@@ -219,7 +220,8 @@ def test_a_line_without_a_step_is_named_by_the_report(
 def test_lines_of_other_versions_are_read(tmp_path: Path) -> None:
     run = StoredRun(write_run(tmp_path / "run", 1, rates=[0.5]))
     run.folder.metrics.write_text(
-        '{"step": 0, "condition": "x", "correct_rate": 1, "of_the_future": [1]}\n'
+        '{"step": 0, "condition": "x", "correct_rate": 1, "of_the_future": [1],'
+        ' "max_token_hit_rate": 0.5}\n'
     )
     frame = retrain.load_runs(tmp_path)
     assert (
@@ -227,6 +229,8 @@ def test_lines_of_other_versions_are_read(tmp_path: Path) -> None:
         and np.isnan(frame["loss"][0])
         and "of_the_future" not in frame
     )
+    assert frame["truncated_fraction"].tolist() == [0.5]
+    assert choose_metric("max_token_hit_rate", [run]).of(run) == 0.5
 
 
 def test_runs_are_found_in_campaigns_and_beside_them(tmp_path: Path) -> None:

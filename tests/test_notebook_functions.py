@@ -109,7 +109,7 @@ x"""
     for function, said in (
         (indented, "cannot see the source of indented"),
         (lambda response, reference: 1.0, "define it with def"),
-        ("math", "'math' is no function with a name of its own"),
+        ("math", "'math' is not a function with a name"),
         (closed, "uses inside of the function around it"),
         (opens, "OPEN_FILE, a PosixPath that no file can hold"),
         (counts, "FILES, a list that no file can hold"),

@@ -643,7 +643,7 @@ def rows_of(config: TrainConfig, batch: Answers) -> list[Row]:
 
 def teacher_logprobs(config: TrainConfig, groups: Sequence[Group]) -> np.ndarray:
     """[n] of a made-up teacher: the policy with the answer agrees more than another adapter."""
-    slope = 0.8 if config.algorithm.reference == "gold" else 0.5
+    slope = 0.8 if config.algorithm.teacher == "answer" else 0.5
     rows = [one.logprobs for group in groups for one in group.trajectories]
     return slope * np.concatenate(rows).astype(np.float64) - 0.1
 
@@ -828,7 +828,7 @@ def short_run(name: str, folder: Path, steps: int) -> list[StepRecord]:
     else:
         changes["reward.type"] = "random"
     if name == "gkd":
-        changes["algorithm.reference"] = "base"
+        changes["algorithm.teacher"] = "base"
     run = train(replaced(config, changes), quiet=True, skip_parity=True)
     return list(run.records())
 
@@ -840,7 +840,7 @@ def test_a_file_with_a_plugin_beside_it_takes_a_lab_step_that_starts_on_policy(
     (step,) = short_run(name, tmp_path, steps=1)
     assert step.loss is not None and math.isfinite(step.loss)
     assert (
-        step.log_ratio_mean is not None and step.log_ratio_mean < 1e-4
+        step.logprob_diff_mean is not None and step.logprob_diff_mean < 1e-4
     )  # before the first update, whose ratio is 1
 
 

@@ -104,7 +104,7 @@ def test_the_gate_passes_a_sound_engine_and_restores_every_byte(parts: Parts, en
             in result.line()
         )
         assert result.longest_prompt > 256 and result.endings > 0, "a page of 256 is filled"
-        depths = [depth or 0 for depth in result.log_ratio_by_depth or ()]
+        depths = [depth or 0 for depth in result.logprob_diff_by_depth or ()]
         assert len(depths) == 4 and 0 < max(depths) <= result.max_difference
 
 
@@ -448,8 +448,10 @@ def test_a_run_whose_sampler_leaves_the_policy_stops_after_three_steps(tmp_path:
             small(tmp_path / "run", inference=drifting, training={"max_steps": 6}), quiet=True
         )
     records = lines(tmp_path / "run" / "metrics.jsonl")
-    assert len(records) == 4 and records[0]["log_ratio_mean"] < 1e-5
-    quantiles = [records[3][name] for name in ("log_ratio_p50", "log_ratio_p90", "log_ratio_p99")]
+    assert len(records) == 4 and records[0]["logprob_diff_mean"] < 1e-5
+    quantiles = [
+        records[3][name] for name in ("logprob_diff_p50", "logprob_diff_p90", "logprob_diff_p99")
+    ]
     assert quantiles == sorted(quantiles) and quantiles == pytest.approx([0.01] * 3, abs=1e-4)
     with pytest.raises(RunFailed, match=r"limit of 0\.001"):
         small_run(
@@ -463,7 +465,7 @@ def test_a_run_whose_sampler_leaves_the_policy_stops_after_three_steps(tmp_path:
         )
     allowed = small(
         tmp_path / "run",
-        inference=drifting | {"mismatch_limit": 0.0},
+        inference=drifting | {"max_logprob_diff": 0.0},
         training={"max_steps": 6},
         resume={"from": str(tmp_path / "run")},
     )
@@ -480,9 +482,9 @@ def test_updates_within_a_step_are_no_mismatch(tmp_path: Path, loss: dict[str, A
     training = {"max_steps": 3, "minibatches": 2, "lr": 1e-2}
     config = small(tmp_path / "run", training=training, loss=loss)
     records = small_run(config, quiet=True).records()
-    assert max(record.log_ratio_mean or 0 for record in records) < 1e-5
+    assert max(record.logprob_diff_mean or 0 for record in records) < 1e-5
     assert (max(record.mismatch_k3 or 0 for record in records) > 1e-2) is (not loss)
-    assert [record.log_ratio_tokens for record in records] == [
+    assert [record.logprob_diff_tokens for record in records] == [
         12 * (record.num_datums or 0) for record in records
     ], "half of 24 each"
 
@@ -499,7 +501,7 @@ def test_dropout_moves_the_ratio_by_itself_and_stops_nothing(tmp_path: Path) -> 
         small(tmp_path / "run", lora={"dropout": 0.5}, training={"max_steps": 5, "lr": 3e-2}),
         quiet=True,
     )
-    assert max(record.log_ratio_mean or 0 for record in run.records()) > 1e-3
+    assert max(record.logprob_diff_mean or 0 for record in run.records()) > 1e-3
 
 
 # -- endings, kept counts, noise, rounding ---------------------------------------------------------
@@ -508,7 +510,7 @@ def test_dropout_moves_the_ratio_by_itself_and_stops_nothing(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("StripsEOS", "0 tokens with 0 log-probs|without one of the end-of-sequence tokens"),
+        ("StripsEOS", "0 tokens with 0 log-probs|without an end-of-sequence token"),
         ("StripsEOSSilently", "0 tokens with 0 log-probs|that did not stop"),
         ("NeverEnds", "engine and learner disagree"),
         ("CertainEOS", "at temperature 2, engine and learner disagree"),

@@ -338,7 +338,7 @@ def test_a_run_is_not_resumed_on_other_examples(name: str, tmp_path: Path) -> No
     files = [tmp_path / "run" / name for name in ("environment.json", "summary.json")]
     before = [file.read_text() for file in files]
     data.write_text("\n".join(rows[:20]))
-    with pytest.raises(ConfigurationError, match="holds other examples than those that"):
+    with pytest.raises(ConfigurationError, match=r"holds other examples than .* began with"):
         train(again, quiet=True, skip_parity=True)
     data.write_text("\n".join(rows))
     held_out.write_text(rows[1])

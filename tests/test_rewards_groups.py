@@ -287,7 +287,7 @@ def test_a_group_function_with_another_input_is_refused() -> None:
     ("reward", "said"),
     [
         ({"type": ["match", "overlong"]}, "overlong"),
-        ({"combine": "normalise_then_sum"}, "normalise_then_sum"),
+        ({"combine": "normalise_then_sum"}, "normalize_then_sum"),
     ],
 )
 def test_maxrl_is_refused_beside_negative_rewards(reward: dict[str, Any], said: str) -> None:

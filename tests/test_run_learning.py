@@ -106,7 +106,7 @@ def test_dynamic_sampling_redraws_uniform_groups_with_the_same_prompt(tmp_path: 
         "running_correct_rate",
         "mean_reward",
         "completion_tokens_mean",
-        "max_token_hit_rate",
+        "truncated_fraction",
     ):
         assert on[rate] == off[rate], (
             "what a redraw gives is selected by its rewards, so the first draws are what is averaged"

@@ -450,6 +450,8 @@ def test_a_plain_supervised_run_ends_after_its_stage(
         assert words in printed
     assert main(["status", str(folder)]) == 0
     assert "done" in capsys.readouterr().out
+    assert main(["inspect", str(folder)]) == 2
+    assert "has a supervised stage alone" in capsys.readouterr().err
 
 
 def test_a_missing_plugin_and_an_evaluation_that_nobody_asked_for_are_named() -> None:

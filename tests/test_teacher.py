@@ -1,4 +1,4 @@
-"""Teachers of `[algorithm] reference`: their log-probs against an independent forward in float64,
+"""Teachers of `[algorithm] teacher`: their log-probs against an independent forward in float64,
 what distilling optimizes, and what is refused.
 """
 
@@ -133,7 +133,7 @@ def rows_of(group: Group) -> list[Row]:
 def test_the_answer_stands_in_the_prompt_and_the_sampled_tokens_stay(
     settings: str, tmp_path: Path
 ) -> None:
-    hint = {"reference_prompt": "{prompt} [{answer}] {prompt}"}
+    hint = {"teacher_prompt": "{prompt} [{answer}] {prompt}"}
     config = distilling(tmp_path, "gold", **{**SETTINGS[settings], "algorithm": hint})
     parts = load_parts(config, None, quiet)
     assert parts.teacher
@@ -226,7 +226,7 @@ def test_the_log_ratio_is_added_to_an_advantage_with_its_weight() -> None:
     policy, teacher = (torch.log_softmax(torch.arange(6.0) * slope, -1) for slope in (0.1, -0.3))
     step = step_of(policy, range(6), teacher)
     pure = credit(algorithm_mode="distill").compute(step, 0, 0.0)
-    both = credit(advantage_mode="grpo", transform_mode="distill", reference_coef=0.25)
+    both = credit(advantage_mode="grpo", transform_mode="distill", teacher_coef=0.25)
     assigned = both.compute(step, 0, 0.0)
     assert pure.final == pytest.approx((teacher - policy).numpy())
     assert assigned.final == pytest.approx(assigned.stages["episode"] + 0.25 * pure.final)
@@ -406,7 +406,7 @@ def test_a_step_is_scored_once_and_only_where_a_stage_reads_it(
 def test_a_plugin_that_reads_a_teacher_where_there_is_none_is_named(
     modes: dict[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigurationError, match=r"readers.*has no teacher .*; set .* reference"):
+    with pytest.raises(ConfigurationError, match=r"readers.*has no teacher .*; set .* teacher"):
         small_run(small(tmp_path / "run", algorithm=modes), quiet=True)
 
 
@@ -455,7 +455,7 @@ def test_a_base_in_the_current_folder_is_the_same_from_any_other(
 def test_the_weights_of_another_shape_are_refused_too(trained: Path, tmp_path: Path) -> None:
     folder = settings_of(tmp_path / "other", trained, r=2, lora_alpha=4)
     config = distilling(tmp_path / "run", str(folder), model={"lora_rank": 2})
-    with pytest.raises(ConfigurationError, match=r"\[algorithm\] reference = .* does not fit"):
+    with pytest.raises(ConfigurationError, match=r"\[algorithm\] teacher = .* does not fit"):
         small_run(config, quiet=True)
 
 
@@ -469,13 +469,11 @@ def test_a_problem_without_an_answer_has_no_gold_teacher(tmp_path: Path) -> None
 
 def test_a_prompt_that_grows_past_the_context_is_a_sentence(tmp_path: Path) -> None:
     config = distilling(
-        tmp_path, "gold", algorithm={"reference_prompt": "{prompt} {answer}" + 9999 * "1 "}
+        tmp_path, "gold", algorithm={"teacher_prompt": "{prompt} {answer}" + 9999 * "1 "}
     )
     parts = load_parts(config, None, quiet)
     groups = drawn(parts, config).usable_groups
     assert parts.teacher
-    with pytest.raises(
-        RunFailed, match=r"lower .training. max_tokens, or shorten reference_prompt"
-    ):
+    with pytest.raises(RunFailed, match=r"lower .training. max_tokens, or shorten teacher_prompt"):
         parts.teacher.logprobs(groups)
     parts.close()

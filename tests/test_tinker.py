@@ -768,7 +768,7 @@ def test_options_belong_to_their_backend() -> None:
     unused = unused_keys(config_from_mapping({"backend": {"options": {"loss_reduction": "mean"}}}))
     assert unused == [
         (
-            '[backend.options] loss_reduction = "mean" is unused here: it is an option of tinker, and'
+            '[backend.options] loss_reduction = "mean" has no effect: it is an option of tinker, and'
             ' backend is "local".'
         )
     ]

@@ -38,7 +38,7 @@ from retrain.tracking.files import RunFiles, spread
 from tests.runs import small
 
 CONTRACT_NAMES = """step condition loss reported_loss loss_is_placeholder mean_reward correct_rate running_correct_rate sepa_lambda
-sepa_gate_open num_datums informative_fraction max_token_hit_rate batch_size next_batch_size group_size ratio_max mismatch_k1
+sepa_gate_open num_datums informative_fraction truncated_fraction batch_size next_batch_size group_size ratio_max mismatch_k1
 mismatch_k3 grad_norm completion_tokens_mean entropy_mean exec_entropy_mean exec_entropy_var plan_entropy_mean plan_entropy_var
 exec_surprisal_mean exec_surprisal_var plan_surprisal_mean plan_surprisal_var uncertainty_kind reward_could_not_judge
 groups_skipped_all_correct groups_skipped_all_wrong groups_skipped_other max_abs_advantage sepa_gate_step surprisal_kept_fraction

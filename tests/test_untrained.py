@@ -22,7 +22,7 @@ from tests.runs import small_run
 
 def step(**values: Any) -> StepRecord:
     """A step of two groups of four that trained nothing; all wrong unless told otherwise."""
-    shape = {"num_datums": 0, "batch_size": 2, "group_size": 4, "max_token_hit_rate": 0.0}
+    shape = {"num_datums": 0, "batch_size": 2, "group_size": 4, "truncated_fraction": 0.0}
     rewards = {"mean_reward": 0.0, "reward_std": 0.0, "informative_fraction": 0.0}
     skipped = {
         "groups_skipped_all_correct": 0,
@@ -49,11 +49,11 @@ SOLVED = step(groups_skipped_all_wrong=0, groups_skipped_all_correct=2, mean_rew
         ),
         ({"answer_found_rate": 0.0}, r"\boxed{}.'; a box in a thought does not count."),
         (
-            {"answer_found_rate": 0.0, "max_token_hit_rate": 0.5},
+            {"answer_found_rate": 0.0, "truncated_fraction": 0.5},
             r": 0 of 24 completions hold \boxed{}, 12 were cut at [training]",
         ),
         (
-            {"answer_found_rate": 0.0, "max_token_hit_rate": 1.0},
+            {"answer_found_rate": 0.0, "truncated_fraction": 1.0},
             r"all 24 completions were cut at [training] max_tokens and 0 of 24",
         ),
         (
@@ -62,7 +62,7 @@ SOLVED = step(groups_skipped_all_wrong=0, groups_skipped_all_correct=2, mean_rew
         ),
         ({"reward_std": 0.1, "mean_reward": 0.2}, "all 24 completions are wrong; use easier"),
         (
-            {"max_token_hit_rate": 1.0},
+            {"truncated_fraction": 1.0},
             "all 24 completions were cut at [training] max_tokens; raise it",
         ),
         ({"mean_reward": 0.3}, "all 24 completions have the reward 0.3; `retrain audit` shows"),
@@ -71,7 +71,7 @@ SOLVED = step(groups_skipped_all_wrong=0, groups_skipped_all_correct=2, mean_rew
             {"mean_reward": None, "reward_std": None, "groups_skipped_other": 2},
             "none of 24 completions could be judged",
         ),
-        ({"max_token_hit_rate": 1.0, "groups_identical": 2}, "were cut"),  # as short beginnings are
+        ({"truncated_fraction": 1.0, "groups_identical": 2}, "were cut"),  # as short beginnings are
         ({"groups_identical": 2}, "the completions of each group are the same, token by token"),
         (
             {
@@ -282,7 +282,7 @@ def test_a_step_that_trains_nothing_is_compared_on_four_completions(
     small_run(small(tmp_path, inference=inference, **hopeless))
     records = lines(tmp_path / "metrics.jsonl")
     assert [record["num_datums"] for record in records] == [0] * 5
-    assert {record["log_ratio_tokens"] for record in records} == {16}
-    assert records[0]["log_ratio_mean"] < 1e-5 < records[1]["log_ratio_mean"]
+    assert {record["logprob_diff_tokens"] for record in records} == {16}
+    assert records[0]["logprob_diff_mean"] < 1e-5 < records[1]["logprob_diff_mean"]
     said = capsys.readouterr().out
     assert "Step 1 trained nothing. Sampler and learner differed by 0.01 nats" in said

@@ -97,12 +97,12 @@ CASES = [
     at_load(
         "distilling without a teacher",
         '[algorithm]\nalgorithm_mode = "distill"',
-        '"distill" needs a teacher; set reference to "base", "gold" or the folder of an adapter',
+        '"distill" needs a teacher; set teacher to "base", "answer" or the folder of an adapter',
     ),
     at_load(
         "a teacher that does not see the answer",
         '[algorithm]\nalgorithm_mode = "distill"\nreference = "gold"\nreference_prompt = "{prompt}"',
-        "[algorithm] reference_prompt has no {answer}",
+        "[algorithm] teacher_prompt has no {answer}",
     ),
     at_load(
         "a date that is none",
@@ -762,7 +762,7 @@ CASES = [
             (
                 "and a source",
                 'source = "lab"\n[data]\nsource = "lab"',
-                'source = "lab" stands beside',
+                'source = "lab" does not go with [[data.mix]]',
             ),
             (
                 "of an unknown key",
@@ -783,7 +783,7 @@ CASES = [
             (
                 "with a reward beside a rubric",
                 'environment = { provider = "verifiers", id = "a/b" }\nreward = { type = "math" }',
-                "has reward beside its environment, which writes its prompts and has a rubric",
+                "has reward and an environment, which writes its prompts and has its own",
             ),
             (
                 "with a reward that is not a table",

@@ -25,14 +25,14 @@ class NoTeacher(ConfigurationError):
 
 
 Reference = Callable[[], Any]
-"""Computes the log-probs of the teacher of `[algorithm] reference`; raises NoTeacher if there is
+"""Computes the log-probs of the teacher of `[algorithm] teacher`; raises NoTeacher if there is
 none."""
 
 
 def no_reference() -> Any:
     raise NoTeacher(
-        "The run has no teacher that gives `reference_logprobs`; set [algorithm] reference to"
-        ' "base", "gold" or the folder of an adapter.'
+        "The run has no teacher that gives `reference_logprobs`; set [algorithm] teacher to"
+        ' "base", "answer" or the folder of an adapter.'
     )
 
 

@@ -359,7 +359,7 @@ class CreditPipeline:
             stages["hicra"] = hicra(_last(stages), at.tokens.planning, self.config.hicra.alpha)
         if self.spec.distils:
             gap = at.tokens.reference_logprobs - at.tokens.logprobs
-            stages["distill"] = _last(stages) + self.config.algorithm.reference_coef * gap
+            stages["distill"] = _last(stages) + self.config.algorithm.teacher_coef * gap
         own = self.spec.post_process
         if own is not None:
             so_far = at.tokens.nested(_last(stages))  # [P][G][T]

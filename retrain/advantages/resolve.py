@@ -340,6 +340,6 @@ def small_step(config: "TrainConfig", rewards: list[list[float]] = _REWARDS) -> 
         groups.append(made_up_group(example, slot, scores, [next(rows) for _ in own]))
     planning = np.array([0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0], dtype=np.bool_)
     teacher = no_reference
-    if config.algorithm.reference:
+    if config.algorithm.teacher:
         teacher = partial(np.subtract, 0.7 * _LOGPROBS, 0.1)
     return StepTokens.of(groups, planning, False, teacher)

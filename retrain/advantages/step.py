@@ -112,7 +112,7 @@ def flatten(rows: Iterable[Sequence[float] | npt.NDArray[np.floating]]) -> Float
 
 Item = TypeVar("Item")
 Teacher = Callable[[], Float64Array]
-"""Computes [n] log-probs of the step's tokens by the teacher of `[algorithm] reference`."""
+"""Computes [n] log-probs of the step's tokens by the teacher of `[algorithm] teacher`."""
 
 
 @dataclass(frozen=True)

@@ -356,7 +356,7 @@ def group_by_condition(
         if run.seed in by_seed:
             raise ConfigurationError(
                 f"{by_seed[run.seed].path} and {run.path} are both {run.condition} with seed"
-                f" {run.seed}; name only one of them."
+                f" {run.seed}; name only one."
             )
         by_seed[run.seed] = run
     # Copies show only among all runs.

@@ -177,7 +177,7 @@ class RunAtBudget(StoredRun):
             raise self._short(int(self.costs[-1]), "has")
 
     def _short(self, reached: int, how: str) -> ConfigurationError:
-        advice = "name a smaller budget" if reached else "leave --at or this run out"
+        advice = f"use tokens={reached} or less" if reached else "leave --at or this run out"
         return ConfigurationError(
             f"{self.path} {how} {reached:,} tokens, short of --at"
             f" tokens={self.budget.tokens}; {advice}."

@@ -48,14 +48,15 @@ def comparison_notes(found: Comparison, grouped: RunsByCondition, *, asked: bool
         yield f"Still to come: {counted(grouped.to_come, 'run')}.{peeking}"
     if not found.metric.k and not asked:
         yield (
-            "No run has a held-out accuracy, so the training correct rate stands in for it: it is"
-            " measured on training problems while the model learns; [evaluation] at_end = true"
-            " gives the better number."
+            "No run has a held-out accuracy, so the training correct rate replaces it,"
+            " measured while the model learns. [evaluation] at_end = true gives the better number."
         )
     if base.runs and all(map(trained_on_chance, base.runs.values())):
         yield (
-            f"{base.label} is a control, trained on random rewards: a difference from it is what an"
-            " informative reward adds to training as such."
+            "Every condition trains on random rewards, so no reward explains a difference."
+            if all(map(trained_on_chance, runs))
+            else f"{base.label} is a control, trained on random rewards: a difference from it is"
+            " what an informative reward adds to training as such."
         )
     yield from _unequal_runs(found, runs)
     if found.metric.k:

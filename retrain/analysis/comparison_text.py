@@ -57,13 +57,17 @@ def blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
     head, rows = contrast_table(comparison)
     own, shared = remarks(comparison)
     for contrast, said, row in zip(comparison.contrasts, own, rows, strict=True):
-        hidden = [
-            f"{name} {cell}"
+        hidden = {
+            name: cell
             for name, cell in zip(head, row, strict=True)
             if name not in contrasts[0] and cell
-        ]
-        also = [f"Also: {', '.join(hidden)}."] if hidden else []
-        yield Block([*said, *also], name_of(contrast, comparison))
+        }
+        wide = hidden.pop("for new problems", "")
+        level = 100 * (1 - comparison.test.alpha)
+        also = f"If other problems had been drawn: {wide} ({level:g}%). " * bool(wide)
+        if hidden:
+            said.append(f"{also}{', '.join(map(' '.join, hidden.items()))}.")
+        yield Block(said, name_of(contrast, comparison))
     if shared:
         yield Block(shared, "All of these")
     if comparison.tasks:

@@ -281,7 +281,7 @@ def looks_taken(comparison: Comparison) -> Iterator[str]:
                 words += f", {look.decided[condition]}"
             parts.append(words)
         parts += [
-            f"{condition} without this seed, since one of its runs had no result"
+            f"{condition} without this seed, since a run of it had no result"
             for condition in look.missing
         ]
         yield f"Look {number} (seed {look.seed}): {'; '.join(parts)}."
@@ -343,7 +343,10 @@ def computed(comparison: Comparison) -> Iterator[str]:
             if comparison.problems < FEW_PROBLEMS
             else ""
         )
-        yield f"For new problems: two-way analysis of variance over seeds and problems{few}."
+        yield (
+            "The interval for other problems comes from a two-way analysis of variance over seeds"
+            f" and problems{few}."
+        )
     if any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
         yield (
             "A difference that is reported because it is significant is too large on average"

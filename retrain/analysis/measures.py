@@ -17,12 +17,12 @@ from retrain.config.judging import judge_words
 from retrain.config.plan import Plan
 from retrain.config.schema import TrainConfig
 from retrain.errors import ConfigurationError
-from retrain.records.entries import Count, Direction, Figure, StepRecord
+from retrain.records.entries import RENAMED, Count, Direction, Figure, StepRecord
 
 WINDOW = 50
 """Steps at the end of training that enter the mean of a training metric."""
 _PASS_AT = re.compile(r"pass@([1-9]\d*)")
-SYNONYMS = {"accuracy": "pass@1"}
+SYNONYMS = {"accuracy": "pass@1", **RENAMED}
 DIRECTIONS: dict[str, Direction] = {
     field.name: field.metadata.get("better")
     for field in fields(StepRecord)
@@ -30,7 +30,7 @@ DIRECTIONS: dict[str, Direction] = {
 }
 """The numeric fields of metrics.jsonl."""
 _RATES = frozenset(
-    {"correct_rate", "auc", "informative_fraction", "max_token_hit_rate", "clip_fraction"}
+    {"correct_rate", "auc", "informative_fraction", "truncated_fraction", "clip_fraction"}
 )
 _BY_REWARD = frozenset(
     {"correct_rate", "auc", "mean_reward", "reward_std", "truncated_reward_mean",

@@ -26,7 +26,7 @@ from retrain.config.moving import with_values, wrong_key
 from retrain.config.schema import Training
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES, engine_kind
-from retrain.records.entries import MEASURED, EvaluationRecord, SftRecord, StepRecord
+from retrain.records.entries import MEASURED, RENAMED, EvaluationRecord, SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation, is_evaluation
 from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
 from retrain.records.run_folder import RunFolder
@@ -533,6 +533,8 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     whole = data[: data.rfind(b"\n") + 1]  # Leave out a torn last line.
     if not whole:
         return schema.empty_table()
+    for old, new in RENAMED.items():
+        whole = whole.replace(f'"{old}":'.encode(), f'"{new}":'.encode())
     # A null line and deep nesting are suspect too, since they would crash Arrow.
     if _SUSPECT.search(whole) or whole.count(b"[") + whole.count(b"{") > 2 * whole.count(b"\n"):
         _raise_damage(path)

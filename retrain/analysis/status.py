@@ -135,7 +135,7 @@ class CampaignStatus:
 
     @property
     def counts(self) -> dict[str, int]:
-        """State -> number of runs."""
+        """Map each state to its number of runs."""
         return dict(Counter(str(run.state) for run in self.runs))
 
     @property
@@ -312,7 +312,7 @@ def _unreadable(run: StoredRun, error: RetrainError | OSError) -> RunStatus:
 
 
 def _bare(run: StoredRun, state: State, note: str = "") -> RunStatus:
-    """Return a run of which only the plan is known."""
+    """Return the status of a run from its plan alone."""
     condition = run.planned.condition if run.planned else ""
     return RunStatus(run.path, condition, None, state, note=note)
 
@@ -370,7 +370,7 @@ def _without_config(run: StoredRun, writer: Writer | None) -> RunStatus:
         state = State.STARTING
     elif not writer and _lost_its_config(run.path):
         raise RunFailed(
-            f"{run.folder.config.name} is missing; put it back from a copy, or start the run anew"
+            f"{run.folder.config.name} is missing; put it back from a copy, or start over"
             " with --overwrite."
         )
     elif run.failed and not writer:

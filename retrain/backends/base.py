@@ -252,8 +252,8 @@ class Backend(Offers, ABC):
         """
 
     def reference_logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
-        """Return the log-probs as `logprobs` does, from the teacher of [algorithm] reference, over
-        the whole vocabulary. "gold" is the learner itself: the rows then hold the teacher's prompt.
+        """Return the log-probs as `logprobs` does, but of `[algorithm] teacher`, over the whole
+        vocabulary. "answer" is the learner itself: the rows then hold the teacher's prompt.
         """
         raise NotImplementedError
 

@@ -234,7 +234,7 @@ def capability_notes(config: "TrainConfig") -> Iterator[str]:
         yield (
             f"{sampler} returns log-probs before the temperature, so the learner recomputes"
             f" them at {config.training.temperature:g} in two more forward passes per step."
-            " Surprisals and log_ratio_mean are at temperature 1."
+            " Surprisals and logprob_diff_mean are at temperature 1."
         )
 
 
@@ -268,7 +268,7 @@ def backend_words(backend: BackendCapabilities) -> str:
         "exact resume": backend.exact_resume,
         "entropy": backend.entropy,
         f"losses {', '.join(backend.losses)}": bool(backend.losses),
-        "a loss of one's own": backend.own_loss,
+        "your own losses": backend.own_loss,
         "scheduled settings": backend.moves_settings,
         "teachers": backend.scores_reference,
         "samples a step ahead": backend.samples_ahead,

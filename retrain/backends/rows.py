@@ -319,19 +319,19 @@ def _ratio_statistics(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
 
 
 def mismatch_fields(log_ratios: Sequence[Float32Array], max_tokens: int) -> dict[str, Any]:
-    """Return the log_ratio_* fields of a result; none of them where there is no token."""
+    """Return the logprob_diff_* fields of a result; none of them where there is no token."""
     sizes = np.abs(np.concatenate([np.empty(0, np.float32), *log_ratios]).astype(np.float64))
     if not len(sizes):
         return {}
     with np.errstate(invalid="ignore"):
         p50, p90, p99 = np.quantile(sizes, (0.5, 0.9, 0.99)).tolist()
     return {
-        "log_ratio_mean": float(sizes.mean()),
-        "log_ratio_p50": p50,
-        "log_ratio_p90": p90,
-        "log_ratio_p99": p99,
-        "log_ratio_tokens": len(sizes),
-        "log_ratio_by_depth": by_depth(log_ratios, max_tokens),
+        "logprob_diff_mean": float(sizes.mean()),
+        "logprob_diff_p50": p50,
+        "logprob_diff_p90": p90,
+        "logprob_diff_p99": p99,
+        "logprob_diff_tokens": len(sizes),
+        "logprob_diff_by_depth": by_depth(log_ratios, max_tokens),
     }
 
 

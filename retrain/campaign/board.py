@@ -21,8 +21,8 @@ _REASON_LENGTH = 400
 
 
 class Board:
-    """Prints lines; a quiet board leaves out the starts of runs. The campaign outlives its
-    reader.
+    """Prints lines; a quiet board leaves out the starts of runs. A closed terminal
+    does not end the campaign.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class EvidenceRule:
         self._runs = {(run.condition, run.seed): run for run in plan.runs}
 
     def _missing(self, seed: int) -> list[str]:
-        """Return the undecided conditions whose pair the looks at a seed lacked."""
+        """Return the undecided conditions without a pair in the looks at a seed."""
         return [
             condition
             for condition in self._record.undecided

@@ -525,7 +525,7 @@ def gpu_share(settings: Campaign) -> float:
         raise ConfigurationError(
             f"[campaign] devices_per_run = {settings.devices_per_run} and workers_per_device ="
             f" {settings.workers_per_device}: Ray gives a run either whole GPUs or a part of"
-            " one. Leave one of the two keys at 1."
+            " one. Leave either key at 1."
         )
     return settings.devices_per_run / settings.workers_per_device
 

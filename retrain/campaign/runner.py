@@ -350,8 +350,8 @@ class _Execution:
             self._record(run, not_started(run, error))
 
     def _tell_same_runs(self) -> None:
-        """Say so, once for a condition, if the two runs of its first complete pair are one: what
-        the condition sets changes nothing.
+        """Warn once per condition if the two runs of its first complete pair are identical, since
+        then the condition's keys change nothing.
         """
         done = {
             (run.condition, run.seed): run
@@ -410,7 +410,8 @@ class AutoSqueeze:
     sends it to the manifest and the trackers.
 
     It takes the adapter of the first run. An adapter that is still zero has no rank to analyze, so
-    the next run's adapter follows. It prints a failure and stops nothing.
+    the next run's adapter follows. After a failure, which it prints, the campaign
+    goes on.
     """
 
     def __init__(self, plan: CampaignPlan, manifest: Manifest, say: Say) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def command(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="Show one of them, and what it does with each key."),
+        typer.Argument(metavar="NAME", help="Show this part, and what it does with each key."),
     ] = "",
     form: Form = "text",
 ) -> None:

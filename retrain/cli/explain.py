@@ -59,9 +59,7 @@ def command(
                 f"--{name} {value:g} is out of range; give a number from 0 to {_MAX:,}."
             )
     if pilot and probe:
-        raise ConfigurationError(
-            "--pilot and --probe both give the step time; leave one of them out."
-        )
+        raise ConfigurationError("--pilot and --probe both give the step time; leave one out.")
     load_dotenv()
     from retrain.cli.run import continued
 

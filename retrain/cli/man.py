@@ -41,7 +41,7 @@ def command(
         typer.Option("--path", help="Print where the manual's source lies, to search or edit it."),
     ] = False,
     sync: Annotated[
-        bool, typer.Option("--sync", help="Make the generated parts of the source anew.")
+        bool, typer.Option("--sync", help="Write the generated parts of the source again.")
     ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Exit 1 if `--sync` would change the source.")

@@ -30,7 +30,7 @@ def command(
     sd: Annotated[
         float | None,
         typer.Option(
-            help="Standard deviation of the differences between two arms, in place of a pilot."
+            help="Standard deviation of the differences between two arms, instead of a pilot."
         ),
     ] = None,
     metric: Annotated[

@@ -33,7 +33,7 @@ def command(
     against: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Another transform beside the run's own in the token viewer."
+            metavar="NAME", help="Another transform in the token viewer, next to the run's own."
         ),
     ] = None,
     trust: Trust = False,

@@ -187,8 +187,8 @@ def _refuse_two_intents(parsed: RunArguments, config: "TrainConfig") -> None:
         return
     if parsed.overwrite:
         raise ConfigurationError(
-            f"--overwrite starts a run anew, and [resume] from = {resumed!r} continues one; leave"
-            " one of them out."
+            f"--overwrite starts over, and [resume] from = {resumed!r} continues a run; leave"
+            " one out."
         )
     given = config.logging.log_dir
     if (
@@ -244,7 +244,7 @@ def parse_arguments(arguments: Sequence[str]) -> RunArguments:
             name, _, value = switch.partition("=")
             raise ConfigurationError(f"{name} takes no value; leave {value!r} out.")
     if {"--quiet", "--verbose"}.issubset(switches):
-        raise ConfigurationError("--quiet and --verbose contradict each other; give one of them.")
+        raise ConfigurationError("--quiet and --verbose contradict each other; give one.")
     for name in files:
         if name.startswith("-"):
             raise ConfigurationError(

@@ -53,8 +53,7 @@ def command(
     overrides = flags_after(context, "serve takes an engine and one file", 1)
     if engine not in startable_engines():
         raise ConfigurationError(
-            f"{engine!r} is not a server that retrain can start; name one of"
-            f" {', '.join(startable_engines())}."
+            f"{engine!r} is not a server of these: {', '.join(startable_engines())}."
         )
     load_dotenv()
     config = load_named(overrides)
@@ -160,7 +159,7 @@ def left_by_learner(
             " server: give it another GPU, or lower [training] max_tokens or [model] lora_rank."
         )
     print_progress(
-        f"The learner's predicted peak is {memory.peak_words}; beside it the server may take"
+        f"The learner's predicted peak is {memory.peak_words}; next to it the server may take"
         f" {share:.0%} of the GPU's memory."
     )
     return share

@@ -94,7 +94,7 @@ def refuse_several(given: Mapping[str, object], otherwise: str) -> None:
     flags = [flag for flag, value in given.items() if value]
     if len(flags) > 1:
         raise ConfigurationError(
-            f"{' and '.join(flags)} exclude each other: give one of them, or none to {otherwise}."
+            f"{' and '.join(flags)} exclude each other: give one, or none to {otherwise}."
         )
 
 
@@ -147,7 +147,7 @@ def refuse_two_baselines(control: bool, baseline: str | None) -> None:
     """Raise ConfigurationError for --control together with --baseline."""
     if control and baseline:
         raise ConfigurationError(
-            f"--control and --baseline {baseline} both name the baseline; give one of them."
+            f"--control and --baseline {baseline} both name the baseline; give one."
         )
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, model_validator
 
-from retrain.config.names import transforms_with
+from retrain.config.names import ALIASES, transforms_with
 from retrain.config.recipes import modes_of
 from retrain.config.section import (
     PathText,
@@ -20,7 +20,7 @@ from retrain.config.section import (
     Violations,
     key,
 )
-from retrain.config.values import OpenName, check_grams, parse_grams
+from retrain.config.values import OpenName, check_grams, parse_grams, renamed
 from retrain.system import Json
 
 
@@ -64,24 +64,24 @@ class Algorithm(Section):
     )
     surprisal_mask_denominator: Literal["all", "kept"] = key(
         "all",
-        "Tokens in the means of [loss] aggregation: all, masked ones as zeros, or the kept"
-        " ones of each update.",
+        "Tokens in the means of [loss] aggregation: all, with the masked as zeros, or those"
+        " kept in each update.",
         applies_when="surprisal_mask_rho not in (0)",
     )
-    reference: PathText = key(
+    teacher: Annotated[PathText, renamed("gold", "answer")] = key(
         "",
         'Teacher that scores the sampled tokens; empty is none. "base": the frozen model.'
-        ' "start": the weights before the first RL step. "gold": the policy with the answer in'
+        ' "start": the weights before the first RL step. "answer": the policy with the answer in'
         " its prompt. Else the folder of an adapter of this model.",
         needs="teacher",
     )
-    reference_prompt: str = key(
+    teacher_prompt: str = key(
         "{prompt}\n\nThe correct answer is {answer}.",
-        'The last user message of the teacher with reference = "gold"; {prompt} is the'
+        'The last user message of the teacher with teacher = "answer"; {prompt} is the'
         " policy's prompt, {answer} the reference answer.",
-        applies_when="reference in (gold)",
+        applies_when="teacher in (answer)",
     )
-    reference_coef: float = key(
+    teacher_coef: float = key(
         1.0, "Weight of the teacher's log-ratio in transform_mode distill.", ge=0, movable=True
     )
     params: Table = key({}, "Parameters of an algorithm_mode plugin.")
@@ -110,18 +110,18 @@ class Algorithm(Section):
                 " at most 1, since at 0 it would be plain gtpo",
             )
         distils = not transforms_with("distils").isdisjoint(config.transforms)
-        if distils and not self.reference:
+        if distils and not self.teacher:
             yield Violation(
-                ("algorithm.reference", "algorithm.transform_mode", "algorithm.algorithm_mode"),
-                '[algorithm] "distill" needs a teacher; set reference to "base", "gold" or the'
+                ("algorithm.teacher", "algorithm.transform_mode", "algorithm.algorithm_mode"),
+                '[algorithm] "distill" needs a teacher; set teacher to "base", "answer" or the'
                 " folder of an adapter",
             )
         places = ("{prompt}", "{answer}")
-        lacking = [place for place in places if place not in self.reference_prompt]
-        if self.reference == "gold" and lacking:
+        lacking = [place for place in places if place not in self.teacher_prompt]
+        if self.teacher == "answer" and lacking:
             yield Violation(
-                ("algorithm.reference_prompt",),
-                f"[algorithm] reference_prompt has no {' and no '.join(lacking)}, so the teacher"
+                ("algorithm.teacher_prompt",),
+                f"[algorithm] teacher_prompt has no {' and no '.join(lacking)}, so the teacher"
                 " would not see it; write it where it belongs",
             )
 
@@ -161,8 +161,9 @@ def gathered_schedule(data: Json) -> Json:
             moved |= {f"{name}.{rest}": points for rest, points in _flat(value)}
         else:
             own[name] = value
-    if moved and isinstance(own.get("points", {}), dict):
-        own["points"] = {**own.get("points", {}), **moved}
+    points = own.get("points", {})
+    if isinstance(points, dict):
+        own["points"] = {ALIASES.get(path, path): at for path, at in (points | moved).items()}
     return own
 
 

@@ -26,6 +26,7 @@ from retrain.config.values import (
     check_arguments,
     check_prices,
     check_variable,
+    renamed,
     table_from_json,
 )
 from retrain.system import Json, toml_value
@@ -157,7 +158,9 @@ class Reward(Section):
         "match", "Reward, or a list of rewards, which retrain adds by weight."
     )
     weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
-    combine: Literal["sum", "normalise_then_sum"] = key(
+    combine: Annotated[
+        Literal["sum", "normalize_then_sum"], renamed("normalise_then_sum", "normalize_then_sum")
+    ] = key(
         "sum",
         "How the rewards of a completion become one: the weighted sum, or each reward first"
         " normalized within its group.",
@@ -348,8 +351,8 @@ class Reward(Section):
                 f'[reward] type names "{name}" twice; give it once, with its weight',
             )
         cause = '[reward] type = "overlong" is negative' if "overlong" in self.types else ""
-        if self.combine == "normalise_then_sum":
-            cause = '[reward] combine = "normalise_then_sum" gives rewards around 0'
+        if self.combine == "normalize_then_sum":
+            cause = '[reward] combine = "normalize_then_sum" gives rewards around 0'
         if cause and "maxrl" in config.advantages:
             yield Violation(
                 ("algorithm.advantage_mode", "algorithm.algorithm_mode", "reward.type"),

@@ -53,7 +53,7 @@ def judging_note(training: TrainConfig, judging: TrainConfig) -> str:
     training rewards.
     """
     left_out = [kind for kind in training.reward.types if not verifies(kind)]
-    because = "there each stands for itself, and not beside its group"
+    because = "there each counts alone, without its group"
     if left_out:
         because = f"the {' + '.join(left_out)} reward says nothing about them"
     if judging.evaluation.reward:

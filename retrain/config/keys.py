@@ -155,7 +155,11 @@ def key_meant(name: str, section: str = "") -> Key | None:
     sections; dashes count as underscores.
     """
     homes = homes_of(name.lower().replace("-", "_"))
-    path = synonym(name, section) or (homes[0] if len(homes) == 1 else "")
+    path = (
+        ALIASES.get(f"{section}.{name}")
+        or synonym(name, section)
+        or (homes[0] if len(homes) == 1 else "")
+    )
     return keys_by_path().get(path)
 
 

@@ -69,8 +69,8 @@ def problems(config: "TrainConfig") -> Violations:
         if value != keys_by_path()[path].default:
             yield Violation(
                 (path, "data.mix"),
-                f"{bracketed(path)} = {toml_value(value)} stands beside [[data.mix]], whose tables"
-                " name the sources of the run; write it into one of them",
+                f"{bracketed(path)} = {toml_value(value)} does not go with [[data.mix]], whose"
+                " tables name the sources of the run; write it into a table",
             )
     wrong = [(number, text) for number, table in enumerate(tables, 1) for text in _wrong(table)]
     for number, text in wrong:
@@ -101,8 +101,8 @@ def _wrong(table: Json) -> Iterator[str]:
     beside = [name for name in table if name not in ("name", "weight", "environment", "source")]
     if environment and beside:
         yield (
-            f"has {listed(beside)} beside its environment, which writes its prompts and has a"
-            " rubric of its own; leave it out"
+            f"has {listed(beside)} and an environment, which writes its prompts and has its own"
+            " rubric; leave it out"
         )
     if "max_failure_rate" in table.get("reward", {}):
         yield "sets max_failure_rate, which [reward] sets for the whole run; leave it out"
@@ -136,7 +136,7 @@ def _wrong_together(tables: list[Json]) -> Violations:
     for name in repeated(map(task_of, tables)):
         yield Violation(
             ("data.mix",),
-            f'[[data.mix]] has two sources called "{name}"; give one of them a name of its own',
+            f'[[data.mix]] has two sources called "{name}"; rename one',
         )
     schedules = [points_of(table) for table in tables]
     for step in sorted({int(step) for points in schedules for step, _ in points}):
@@ -144,6 +144,6 @@ def _wrong_together(tables: list[Json]) -> Violations:
             yield Violation(
                 ("data.mix",),
                 f"[[data.mix]] has no weight above 0 at step {step}, so no source has a share of"
-                " its prompts; raise one of them",
+                " its prompts; raise a weight",
             )
             return

@@ -21,6 +21,11 @@ from retrain.system import Json, search_path
 ALIASES: dict[str, str] = {
     "algorithm.entropy_mask_rho": "algorithm.surprisal_mask_rho",
     "logging.strategic_grams": "planning.strategic_grams",
+    "algorithm.reference": "algorithm.teacher",
+    "algorithm.reference_prompt": "algorithm.teacher_prompt",
+    "algorithm.reference_coef": "algorithm.teacher_coef",
+    "inference.patience_s": "inference.retry_timeout_s",
+    "inference.mismatch_limit": "inference.max_logprob_diff",
 }
 """Second name of a key -> its canonical name; giving both is an error."""
 

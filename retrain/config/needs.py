@@ -183,9 +183,9 @@ def _engine_problems(part: Part, config: "TrainConfig") -> Problems:
     if not declared.entropy:
         yield from _entropies_asked_for(config)
     raw = declared.logprobs == "raw" and config.training.temperature != 1
-    if raw and config.algorithm.reference:
+    if raw and config.algorithm.teacher:
         yield (
-            "algorithm.reference",
+            "algorithm.teacher",
             "its log-probs are those at temperature 1; leave it empty, or set temperature = 1",
         )
     if not part.facts.supports_split and len(config.backend.device_list) > 1:

@@ -201,8 +201,8 @@ class Evaluation(Section):
         for name in [name for name in self.tasks if name not in tasks][:1]:
             yield Violation(
                 ("evaluation.tasks", "evaluation.source"),
-                f'[evaluation] tasks has "{name}", and source gives {", ".join(tasks)}; name one'
-                " of them",
+                f'[evaluation] tasks has "{name}", and source gives {", ".join(tasks)}; name'
+                " these alone",
             )
 
 
@@ -245,7 +245,7 @@ class Inference(Section):
         own_to_a_run=True,
         needs="server",
     )
-    patience_s: float = key(
+    retry_timeout_s: float = key(
         600.0,
         "Seconds for which retrain asks a busy or absent server again before it saves and"
         " stops the run.",
@@ -282,9 +282,9 @@ class Inference(Section):
         "Share the prompt's KV cache among the completions of a group.",
         needs="engine kernels",
     )
-    mismatch_limit: float | None = key(
+    max_logprob_diff: float | None = key(
         None,
-        "Stop the run when log_ratio_mean exceeds this for 3 steps in a row; 0 is off. The"
+        "Stop the run when logprob_diff_mean exceeds this for 3 steps in a row; 0 is off. The"
         " metric is the mean |learner - sampler log-prob| in nats before a step's first"
         " update. Unset is ten times the parity gate's own mean, at least 1e-3 (half precision"
         " 0.02), and off with dropout or in split mode.",

@@ -207,7 +207,7 @@ class TrainConfig(AllSections):
 
     def _reads(self, reference: str) -> bool:
         by_loss = self.reads_reference and self.loss.kl_reference == reference
-        return by_loss or self.algorithm.reference == reference
+        return by_loss or self.algorithm.teacher == reference
 
     @property
     def source_path(self) -> Path | None:

@@ -245,8 +245,8 @@ class Campaign(Section):
             yield Violation(
                 ("algorithm.algorithm_mode", "campaign"),
                 f'[algorithm] algorithm_mode = "{config.algorithm.algorithm_mode}" in a campaign\'s'
-                " base would override every condition; put it into a [[campaign.conditions]] in"
-                " place of the two modes",
+                " base would override every condition; put it into a [[campaign.conditions]]"
+                " instead of the two modes",
             )
         yield from self._condition_problems()
         yield from self._grid_problems()
@@ -277,7 +277,7 @@ class Campaign(Section):
                     yield Violation(
                         ("campaign.grid", "campaign.conditions"),
                         f'[campaign.grid] varies "{path}", which [[campaign.conditions]] number'
-                        f" {number} sets too; leave it out of one of them",
+                        f" {number} sets too; leave it out of either",
                     )
 
     def _seed_problems(self) -> Violations:

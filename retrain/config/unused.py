@@ -197,7 +197,7 @@ ROWS = (
     ),
     Row(
         "algorithm.advantage_mode algorithm.transform_mode",
-        "the conditions of the campaign say it",
+        "the conditions of the campaign set the algorithm",
         _campaign,
     ),
     Row(
@@ -217,7 +217,7 @@ ROWS = (
         lambda c: not any(replaces_modes(x.algorithm_mode) for x in c.conditions),
     ),
     Row(
-        "algorithm.reference",
+        "algorithm.teacher",
         "no stage here reads a teacher's log-probs",
         _reads_no_teacher,
     ),
@@ -227,7 +227,7 @@ ROWS = (
         lambda c: not c.reads_reference,
     ),
     Row(
-        "algorithm.reference_coef",
+        "algorithm.teacher_coef",
         "no transform here distils",
         _no_transform_with("distils"),
     ),
@@ -301,10 +301,10 @@ ROWS = (
         _no_tracker_of("wandb", "trackio"),
     ),
     Row("logging.label", "the conditions of the campaign have their own", _campaign),
-    Row("training.seed", "[campaign] seeds say it", _campaign),
+    Row("training.seed", "[campaign] seeds applies", _campaign),
     Row(
         "training.max_steps",
-        "[campaign] max_steps says it",
+        "[campaign] max_steps applies",
         _campaign_where(lambda c: c.max_steps is not None),
     ),
     Row(
@@ -412,7 +412,7 @@ def _sentences(keys: Iterable[_Unused]) -> list[str]:
     for key in keys:
         together.setdefault(key.because, []).append(key.shown)
     return [
-        f"{listed(shown)} {'is' if len(shown) == 1 else 'are'} unused here: {because}."
+        f"{listed(shown)} {'has' if len(shown) == 1 else 'have'} no effect: {because}."
         for because, shown in together.items()
     ]
 

@@ -11,11 +11,11 @@ from itertools import chain, repeat
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from retrain.config.names import builtin_names, canonical_uncertainty, is_known
+from retrain.config.names import ALIASES, builtin_names, canonical_uncertainty, is_known
 from retrain.system import Json, ParseError, expanded, is_path_text, parse_json, unholdable
 
 MAX_SEED = 2**32 - 1
@@ -72,6 +72,11 @@ class OpenName:
     ) -> JsonSchemaValue:
         """Editors offer the built-in names and accept any other."""
         return {**handler(schema), "examples": list(builtin_names(self.kind))}
+
+
+def renamed(old: str, new: str) -> BeforeValidator:
+    """Accept the former name of a value."""
+    return BeforeValidator(lambda value: new if value == old else value)
 
 
 def normalise_device(name: str) -> str:
@@ -182,9 +187,7 @@ def check_variable(name: str) -> str:
 
 def check_prices(prices: list[float]) -> list[float]:
     if len(prices) not in (0, 2):
-        raise refuse(
-            "is not two prices: one of a million tokens read, and one of a million tokens written"
-        )
+        raise refuse("is not two prices, of a million tokens read and of a million tokens written")
     return prices
 
 
@@ -239,7 +242,7 @@ def check_grid(table: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Check a table as `check_table` does; refuse a repeated value, and a grid of too many
     combinations.
     """
-    check_table(table)
+    table = {ALIASES.get(path, path): values for path, values in check_table(table).items()}
     for path, values in table.items():
         twice = next((one for place, one in enumerate(values) if one in values[:place]), None)
         if twice is not None:

@@ -579,7 +579,7 @@ def _columns_to_set(query: Query, columns: Collection[str]) -> str:
             free.remove(meant)
             words.append(f'{key} = "{meant}"')
         elif free:
-            words.append(f"{key} to one of them")
+            words.append(f"{key} to a column of these")
         else:
             words.append(f"{key} to a column that you add")
     return f"; set [data] {' and '.join(words)}"

@@ -46,8 +46,7 @@ def _install(settings: "Settings", name: str) -> None:
     command = f"prime env install {settings.id}"
     if not settings.auto_install:
         raise EnvironmentFailure(
-            f"{missing}; install it, for one of the Prime hub with `{command}`, or set auto_install"
-            " = true."
+            f"{missing}; install it (from the Prime hub: `{command}`), or set auto_install = true."
         )
     if "/" not in settings.id:
         raise ConfigurationError(

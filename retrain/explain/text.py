@@ -37,7 +37,7 @@ def to_text(seen: "Explanation") -> str:
         ("Memory", _memory(seen)),
         ("Time", table_lines([*_time_rows(seen.schedule)], indent=GAP) if seen.schedule else ()),
         ("Would be refused", _sentences((*seen.refused, *seen.unavailable))),
-        ("Unused here", _sentences(seen.unused)),
+        ("Without effect", _sentences(seen.unused)),
         ("Warnings", _sentences(seen.warnings)),
     )
     filled = [(title, list(lines)) for title, lines in sections]

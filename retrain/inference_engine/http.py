@@ -52,7 +52,7 @@ class Patience:
     """
 
     silent_s: float = math.inf
-    """Seconds of asking again: `[inference] patience_s` where that is less."""
+    """Seconds of asking again: `[inference] retry_timeout_s` where that is less."""
     attempts: int = 10
     """Attempts after an unfit answer: about a minute."""
     word_s: float = 30.0
@@ -240,7 +240,9 @@ class ServerPool:
         inference = dialect.config.inference
         self._dialect, self._key_env = dialect, inference.api_key_env
         self._prepare, self._log = prepare, log
-        self._patience = replace(patience, silent_s=min(patience.silent_s, inference.patience_s))
+        self._patience = replace(
+            patience, silent_s=min(patience.silent_s, inference.retry_timeout_s)
+        )
         headers = {}
         if self._key_env:
             key = key_from(self._key_env)
@@ -388,7 +390,7 @@ class ServerPool:
         problems = "; ".join(server.problem for server in self.servers)
         self._log(
             f"{self._dialect.title} does not answer ({problems}); retrain tries for another"
-            f" {left:.0f} s ([inference] patience_s)."
+            f" {left:.0f} s ([inference] retry_timeout_s)."
         )
 
     async def _choose(self, tried: Collection[str], wanted: Server | None) -> Server:

@@ -98,7 +98,7 @@ class VLLMDialect(Dialect):
         if name not in bases or (not wanted and len(bases) > 1):
             raise ConfigurationError(
                 f'[inference] served_model = "{wanted}": {self.title} {server.url} has'
-                f" {', '.join(bases) or 'no model'}. Name one of them."
+                f" {', '.join(bases) or 'no model'}. Name a model of this list."
             )
         server.facts |= {"base": name, "context": bases[name].get("max_model_len")}
         if self.config.training.truncated:

@@ -302,6 +302,10 @@ class NoJudgedCompletion(ConfigurationError):
 
 def _chosen_step(run: StoredRun, step: int | None) -> int:
     steps = stored_steps(run.folder)
+    if not steps and not run.config.training.max_steps:
+        raise ConfigurationError(
+            f"{run.path} has a supervised stage alone, which has no token credit to inspect."
+        )
     if not steps:
         raise ConfigurationError(
             f"{run.path} holds no tokens to inspect, since no step has ended or an earlier"

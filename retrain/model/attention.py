@@ -213,7 +213,7 @@ def attend(
     if attention_batch is None:
         unknown.append("an attention layer that drops keyword arguments")
     if value.shape[-1] != query.shape[-1]:
-        unknown.append(f"values of size {value.shape[-1]} beside keys of size {query.shape[-1]}")
+        unknown.append(f"values of size {value.shape[-1]} next to keys of size {query.shape[-1]}")
     if attention_batch is None or unknown:
         raise AttentionError(module, unknown[0])
     output = attention_batch.attention(

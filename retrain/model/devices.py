@@ -148,7 +148,7 @@ def choose_device(backend: "Backend", world: World = ALONE) -> DeviceChoice:
     if backend.is_set("devices"):
         raise EnvironmentFailure(
             f'[backend] devices = "{backend.devices}": this machine has no such device'
-            f" ({present_devices()}). Name one of these, or leave the key out to fall back to"
+            f" ({present_devices()}). Name a device of this list, or leave the key out to use the"
             " cpu."
         )
     return DeviceChoice(

@@ -126,7 +126,7 @@ class CheckpointStore:
         if problem:
             raise RunFailed(
                 f"{folder} cannot be used: {problem}; it holds the weights before the first step,"
-                " which [loss] kl_reference or [algorithm] reference reads: put it back, or start a"
+                " which [loss] kl_reference or [algorithm] teacher reads: put it back, or start a"
                 " new run."
             )
         return folder

@@ -53,8 +53,8 @@ def checkpoint_folder(backend: Backend, folder: RunFolder, overwrite: bool) -> P
         )
     if CheckpointStore(target).steps() and not overwrite:
         raise ConfigurationError(
-            f"{target} holds checkpoints of {folder.path}, whose own files are gone: start the run"
-            " anew with --overwrite, which deletes them, or choose another [logging] log_dir."
+            f"{target} holds checkpoints of {folder.path}, whose own files are gone: start over"
+            " with --overwrite, which deletes them, or choose another [logging] log_dir."
         )
     return target
 

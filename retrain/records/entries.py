@@ -33,6 +33,8 @@ class _Record:
         """
         kinds, defaults = _fields_of(cls)  # type: ignore[arg-type]  # a class is hashable
         values = defaults | {name: value for name, value in line.items() if name in kinds}
+        for name in RENAMED.keys() & line.keys():
+            values[RENAMED[name]] = line[name]
         for problem in cls._problems(kinds, values):
             raise RunFailed(
                 f"{path}, step {line.get('step')}: a {cls.__name__} has {problem}: the file was"
@@ -62,6 +64,16 @@ class _Record:
         return (cls.from_json(line, path) for line in read_jsonl(path))
 
 
+RENAMED = {
+    "max_token_hit_rate": "truncated_fraction",
+    "log_ratio_mean": "logprob_diff_mean",
+    "log_ratio_p50": "logprob_diff_p50",
+    "log_ratio_p90": "logprob_diff_p90",
+    "log_ratio_p99": "logprob_diff_p99",
+    "log_ratio_tokens": "logprob_diff_tokens",
+    "log_ratio_by_depth": "logprob_diff_by_depth",
+}
+"""Names of a step's fields in 0.10 and before -> today's names."""
 _SHOWN = 80
 """Characters of a value that a sentence shows."""
 
@@ -123,7 +135,7 @@ class StepRecord(_Record):
     mean_reward: Figure = better("higher")
     """Mean reward of the judged completions of the first draw of every prompt, skipped groups
     included. Later draws would bias it, since rewards decide which groups get one. `correct_rate`,
-    `max_token_hit_rate`, `truncated_reward_mean` and `completion_tokens_mean` are over the same
+    `truncated_fraction`, `truncated_reward_mean` and `completion_tokens_mean` are over the same
     completions, and so are `reward_std`, `answer_found_rate` and `groups_identical`.
     """
     reward_std: Figure = None
@@ -149,7 +161,7 @@ class StepRecord(_Record):
     informative_fraction: Figure = None
     """Fraction of the step's groups in which some token has an advantage; groups_skipped_* count
     the others by reason."""
-    max_token_hit_rate: Figure = better("lower")
+    truncated_fraction: Figure = better("lower")
     """Fraction of the completions that reached `[training] max_tokens` without an EOS."""
     truncated_reward_mean: Figure = better("higher")
     """Mean reward of the completions that reached `[training] max_tokens`."""
@@ -196,21 +208,21 @@ class StepRecord(_Record):
     mean over the action tokens of the rows that the loss reads, before the step's first update.
     Null if the loss reads no reference, for example without `[loss] kl_coef`.
     """
-    log_ratio_mean: Figure = better("lower")
+    logprob_diff_mean: Figure = better("lower")
     """Mean of |learner log-prob - sampler log-prob| before the step's first update, over the
-    trained rows of its first minibatch. Its quantiles follow. `[inference] mismatch_limit` limits
+    trained rows of its first minibatch. Its quantiles follow. `[inference] max_logprob_diff` limits
     this number. In a step without a trained row it is over 4 completions, and the limit does not
     count the step.
     """
-    log_ratio_p50: Figure = better("lower")
+    logprob_diff_p50: Figure = better("lower")
     """Median of the same."""
-    log_ratio_p90: Figure = better("lower")
+    logprob_diff_p90: Figure = better("lower")
     """90th percentile of the same."""
-    log_ratio_p99: Figure = better("lower")
+    logprob_diff_p99: Figure = better("lower")
     """99th percentile of the same."""
-    log_ratio_tokens: Count = None
+    logprob_diff_tokens: Count = None
     """Number of action tokens behind these figures."""
-    log_ratio_by_depth: list[Figure] | None = None
+    logprob_diff_by_depth: list[Figure] | None = None
     """The mean of the same in each quarter of the positions up to `[training] max_tokens`, since a
     difference may grow with the context. Null in a quarter without tokens.
     """
@@ -497,7 +509,7 @@ class GenerationRecord(_Record):
 
 EMERGENCE_FIELDS = (
     "step", "condition", "correct_rate", "mean_reward", "completion_tokens_mean",
-    "max_token_hit_rate", "entropy_mean", "surprisal_mean", "plan_token_fraction",
+    "truncated_fraction", "entropy_mean", "surprisal_mean", "plan_token_fraction",
     "plan_entropy_mean", "plan_entropy_var", "exec_entropy_mean", "exec_entropy_var",
     "plan_surprisal_mean", "plan_surprisal_var", "exec_surprisal_mean", "exec_surprisal_var",
     "sepa_lambda", "sepa_gate_open",

@@ -22,7 +22,7 @@ from retrain.records.disk import replace_file
 from retrain.system import Json, object_of
 
 CHANGED = (
-    ": the file was changed or the disk is damaged; put it back from a copy, or make the run anew."
+    ": the file was changed or the disk is damaged; put it back from a copy, or train it again."
 )
 """The end of a sentence on a damaged file of a run."""
 _LINE_ENDS = "\x85\u2028\u2029"

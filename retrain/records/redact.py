@@ -41,7 +41,7 @@ token that ends an answer.
 _SHAPES = re.compile(
     r"""
     \bhf_[A-Za-z0-9]{16,}                                         # Hugging Face
-  | \b(?:sk|rk|pk)-[A-Za-z0-9_-]{16,}                             # OpenAI and those that copied it
+  | \b(?:sk|rk|pk)-[A-Za-z0-9_-]{16,}                             # OpenAI, and others in its form
   | \btml-[A-Za-z0-9_-]{16,}                                      # Tinker
   | \bwandb_v\d_[A-Za-z0-9_]{16,}                                 # Weights & Biases, new form
   | (?<=api_key=)[0-9a-f]{40}\b | (?<=wandb_api_key:\s)[0-9a-f]{40}\b   # old form; bare, it looks like a git revision

@@ -201,7 +201,7 @@ class RunFolder:
             return ""
         around = {path.resolve(), *path.resolve().parents}
         for part in around.intersection(outer.written()):
-            return f"{path} lies in {part}, which the run {outer.path} deletes when it starts anew"
+            return f"{path} lies in {part}, which the run {outer.path} deletes when it starts over"
         return ""
 
     def create(self) -> None:

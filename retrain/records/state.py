@@ -44,7 +44,7 @@ class TrainerState:
     """The step count of the newest evaluation; -1 before the first."""
     gate_mismatch: float | None = None
     """Mean |engine - learner| log-prob, in nats, of the parity gate at the run's first start; the
-    default mismatch_limit follows from it."""
+    default max_logprob_diff follows from it."""
     sampler: Json = field(default_factory=dict)
     """The state of `[data] sampler`; empty for the shuffle."""
     credit: Json = field(default_factory=dict)

@@ -127,7 +127,7 @@ def read_tokens(path: Path) -> TokenTable:
         raise RunFailed(f"{damage}; put back a copy of it, or look at another step.")
     with safe_open(path, framework="numpy") as file:
         stages: list[str] = json.loads((file.metadata() or {})["retrain"])["stages"]
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is not a dict
     turns = None
     if f"{_TURNS}offsets" in arrays:
         turns = TurnTable(**{name: arrays[f"{_TURNS}{name}"] for name in _TURN_FIELDS})

@@ -79,7 +79,7 @@ _SUMMED = (
     "groups_skipped_all_wrong",
     "groups_skipped_all_correct",
 )
-_RATES = ("max_token_hit_rate", "answer_found_rate")
+_RATES = ("truncated_fraction", "answer_found_rate")
 """Recorded rates, which a streak turns into numbers of completions."""
 
 
@@ -130,7 +130,7 @@ def untrained_line(streak: Streak, known: str = "") -> str:
 def _cause(newest: StepRecord, streak: Streak, known: str) -> str:
     """Return the common cause of the steps and the advice, with the clearest cause first."""
     sums = streak.sums
-    total, cut, groups = sums["completions"], sums["max_token_hit_rate"], sums["batch_size"]
+    total, cut, groups = sums["completions"], sums["truncated_fraction"], sums["batch_size"]
     boxed, found = "", sums["answer_found_rate"]
     # Recorded where the reward reads boxes.
     if newest.answer_found_rate is not None:

@@ -1,6 +1,5 @@
-"""Read everything that a report shows from a folder. This is the metrics of every run by step,
-their mean and standard deviation within a condition, and the rest. `figures` draws them, and
-`page` writes the HTML.
+"""Read what a report shows from a folder: the metrics by step, the comparison, the costs and the
+completions. `figures` draws them, and `page` writes the HTML.
 """
 
 import time
@@ -357,7 +356,7 @@ def _comparison(
         return None
     if several:
         notes.append(
-            "The runs belong to several campaigns, which are not compared with each other; make a"
+            "The runs belong to several campaigns, and a report compares the runs of one; make a"
             " report of each."
         )
         return None

@@ -166,8 +166,8 @@ class Lines:
     name: str
     title: str
     fields: Mapping[str, str]
-    """Field -> its name at the end of the line in the report of a single run; the second field is
-    dashed."""
+    """Field -> its name at the end of the line in the report of a single run; the second field has
+    a dashed line."""
     ylabel: str
     percent: bool = False
     smooth: bool = True

@@ -58,12 +58,11 @@ _ENTROPY = Lines(
     ylabel="entropy (nats per token)",
     note="Dashed: tokens inside planning phrases.",
 )
-_SURPRISAL = Lines(
-    "entropy",
-    "Surprisal of the sampled tokens",
-    {"surprisal_mean": "all tokens", "plan_surprisal_mean": "planning"},
+_SURPRISAL = replace(
+    _ENTROPY,
+    title="Surprisal of the sampled tokens",
+    fields={"surprisal_mean": "all tokens", "plan_surprisal_mean": "planning"},
     ylabel="surprisal (nats per token)",
-    note="Dashed: tokens inside planning phrases.",
 )
 _OTHERS = (
     Lines(

@@ -216,7 +216,7 @@ class Scorer:
         weights = zip(kinds, reward.type_weights, strict=True)
         self._parts = [self._weighted(kind, weight, config, of_groups) for kind, weight in weights]
         self._correct_threshold = reward.correct_threshold
-        self._normalises = reward.combine == "normalise_then_sum"
+        self._normalises = reward.combine == "normalize_then_sum"
         """True if it normalizes each reward within its group before the sum."""
         self.judges_groups = any(part.group is not None for part in self._parts)
         """True if a reward looks at the completions of a prompt together."""

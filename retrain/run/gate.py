@@ -73,7 +73,7 @@ class GateResult:
     mean_difference: float | None = None
     tolerance: float | None = None
     """The limit of the mean difference in half precision, else of the largest difference."""
-    log_ratio_by_depth: list[float | None] | None = None
+    logprob_diff_by_depth: list[float | None] | None = None
     """Mean difference in each quarter of the completions' positions, since some grow with the
     context."""
     rounding: float | None = None
@@ -192,7 +192,7 @@ def _result(found: GateSample, longest_prompt: int) -> GateResult:
         max_difference=float(off.max()),
         mean_difference=float(off.mean()),
         tolerance=tolerance(found),
-        log_ratio_by_depth=by_depth(np.split(off, np.cumsum(lengths)), TOKENS),
+        logprob_diff_by_depth=by_depth(np.split(off, np.cumsum(lengths)), TOKENS),
         rounding=float(np.abs(found.rounding).mean()) if half else None,
         half_precision=half,
     )
@@ -288,7 +288,7 @@ def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
     """Play the replies that the environment itself calls right, and raise RunFailed unless each
     episode scores as right.
     """
-    with environment_code("[environment] asking for its gold replies", host.timeout_s):
+    with environment_code("[environment] asking for its right replies", host.timeout_s):
         asked = [(prompt, host.environment.gold(prompt.example)) for prompt in prompts]
     known = [(prompt, replies) for prompt, replies in asked if replies]
     for prompt, replies in known:

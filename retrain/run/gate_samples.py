@@ -220,8 +220,8 @@ def _problem(completion: Completion, request: SampleRequest, eos_ids: Sequence[i
         )
     if ends[:-1].any() or ends[-1] != stopped:
         return (
-            "returned a completion that stopped without one of the end-of-sequence tokens"
-            f" {[*eos_ids]}, or went on after it, so the model would not learn to end"
+            "returned a completion that stopped without an end-of-sequence token"
+            f" ({[*eos_ids]}), or went on after it, so the model would not learn to end"
         )
     if not stopped and len(ids) != request.max_tokens:
         return (

@@ -89,8 +89,7 @@ def _collect(function: Callable[..., Any], lines: dict[str, str], asked: str) ->
     """
     if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
         raise ConfigurationError(
-            f"{asked} is no function with a name of its own; define it with def and give it to"
-            " train."
+            f"{asked} is not a function with a name; define it with def and give it to train."
         )
     if function.__code__.co_freevars:
         raise ConfigurationError(

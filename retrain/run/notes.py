@@ -25,19 +25,25 @@ from retrain.run.teacher import teacher_note
 from retrain.system import read_object, toml_value
 from retrain.types import Example, LogLine
 
-_BEFORE_ORIGIN = {"drawn": ",", "set in Python": ","}
-"""Words between a value and an origin that is not a place: "training.seed = 7, drawn"."""
+_SOURCES = {
+    "flag": "From flags",
+    "environment": "From the environment",
+    "drawn": "Drawn",
+    "set": "Set in Python",
+}
+"""First word of an origin that the file does not show -> the beginning of its line."""
 
 
 def preflight_lines(config: TrainConfig) -> list[str]:
     """Return the remarks at the start of a run, one sentence each."""
     # The file alone would mislead.
     shown = Redactor().config(config)
-    overrides = [
-        LogLine(f"{path} = {shown.value(path)!r}{_BEFORE_ORIGIN.get(origin, ' from')} {origin}")
-        for path, origin in config.origins.items()
-        if config.is_set(path) and origin != "file" and not origin.startswith("recipe ")
-    ]
+    given: dict[str, list[str]] = {}
+    for path, origin in config.origins.items():
+        source = _SOURCES.get(origin.split(" ")[0])
+        if source and config.is_set(path):
+            given.setdefault(source, []).append(f"{path} = {toml_value(shown.value(path))}")
+    overrides = [LogLine(f"{source}: {', '.join(values)}") for source, values in given.items()]
     return [*overrides, *_recipe_line(config), *unused_keys(config), *notes(config)]
 
 
@@ -269,7 +275,7 @@ def _loss_note(config: TrainConfig) -> str:
     steps = [values for _, values in extremes(config)] or [{}]
     if not all(_clips_nothing(with_values(config, values)) for values in steps):
         return ""
-    effect = "never clips, so its gradient is the one of importance_sampling. The clip"
+    effect = "never clips, so it has the gradient of importance_sampling. The clip"
     if _is_own(config.loss):
         effect = "has a ratio of 1 up to the mismatch of sampler and learner. A clip of it"
     return (

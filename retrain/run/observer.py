@@ -67,7 +67,7 @@ class Past:
     supervised: deque[SftRecord] = field(default_factory=lambda: deque(maxlen=RECENT))
     """The newest steps of the supervised stage."""
     log_ratios: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """log_ratio_mean of the newest steps that trained a token."""
+    """logprob_diff_mean of the newest steps that trained a token."""
     untrained: Streak = field(default_factory=Streak)
     before: Evaluation | None = None
     """The evaluation of the untrained weights."""
@@ -99,8 +99,8 @@ class Past:
                 self.supervised.append(record)
             case StepRecord():
                 self.newest.append(record)
-                if record.num_datums and record.log_ratio_mean is not None:
-                    self.log_ratios.append(record.log_ratio_mean)
+                if record.num_datums and record.logprob_diff_mean is not None:
+                    self.log_ratios.append(record.logprob_diff_mean)
                 self.untrained = self.untrained.after(record)
 
 
@@ -179,11 +179,12 @@ class StepObserver:
             return
         if past.newest[-1].num_datums:
             check_mismatch(past.log_ratios, step.number, limit, gate_mean, resume)
-        elif not (result.log_ratio_mean or 0.0) <= limit:
+        elif not (result.logprob_diff_mean or 0.0) <= limit:
             self.tracker.message(
                 f"Step {step.number} trained nothing. Sampler and learner differed by"
-                f" {result.log_ratio_mean:.2g} nats per token over {result.log_ratio_tokens} of its"
-                f" tokens, above the limit of {limit:.2g}, which ignores such steps."
+                f" {result.logprob_diff_mean:.2g} nats per token over"
+                f" {result.logprob_diff_tokens} of its tokens, above the limit of {limit:.2g},"
+                " which ignores such steps."
             )
 
     def _tell_rewritten(self, step: Step) -> None:
@@ -268,8 +269,8 @@ class StepObserver:
 
 
 def default_mismatch_limit(gate_mean: float, *, half_precision: bool) -> float:
-    """Return the default of [inference] mismatch_limit in nats: ten times the gate's own mean, and
-    above the noise of the precision.
+    """Return the default of [inference] max_logprob_diff in nats: ten times the gate's own mean,
+    and above the noise of the precision.
     """
     return max(_LIMIT_FACTOR * gate_mean, _LIMIT_FLOOR_HALF if half_precision else _LIMIT_FLOOR)
 
@@ -280,8 +281,8 @@ def mismatch_limit(config: TrainConfig, backend: Backend, gate_mean: float) -> f
     Dropout and weights that are one step old move the ratio by themselves, so there only a limit
     from the user holds.
     """
-    if config.inference.mismatch_limit is not None:
-        return config.inference.mismatch_limit or None
+    if config.inference.max_logprob_diff is not None:
+        return config.inference.max_logprob_diff or None
     if config.lora.dropout or backend.capabilities.samples_ahead:
         return None
     rounded = is_rounded(config.inference, backend)
@@ -313,6 +314,6 @@ def check_mismatch(
             f"Sampler and learner differed by {means[-1]:.2g} nats per token on average at step"
             f" {step}, above the limit of {limit:.2g} for {RECENT} steps in a row. The parity gate"
             f" had measured {gate_mean:.1e}, so the engine no longer samples the trained policy."
-            " Look at log_ratio_mean in metrics.jsonl and at the engine, or set [inference]"
-            f" mismatch_limit (0 is off) and continue with `{resume}`."
+            " Look at logprob_diff_mean in metrics.jsonl and at the engine, or set [inference]"
+            f" max_logprob_diff (0 is off) and continue with `{resume}`."
         )

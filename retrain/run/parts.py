@@ -99,7 +99,7 @@ class Parts:
     sampler: Sampler
     credit: CreditPipeline
     teacher: Teacher | None
-    """Scores sampled tokens for stages of credit; None without [algorithm] reference."""
+    """Scores sampled tokens for stages of credit; None without [algorithm] teacher."""
     sepa: SEPAController
     evaluator: Evaluator | None
     supervised: SupervisedStage | None
@@ -241,7 +241,7 @@ def _load_rest(
         FailureGuard(rate),
         sampler({source.task: source.judge for source in sources}),
         credit,
-        Teacher(config.algorithm, text, backend) if config.algorithm.reference else None,
+        Teacher(config.algorithm, text, backend) if config.algorithm.teacher else None,
         SEPAController(config.sepa),
         Evaluator(sampler(judges), held_out, ks, rate) if held_out else None,
         supervised,

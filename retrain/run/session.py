@@ -189,7 +189,7 @@ class Session:
         if not skip_parity:
             self.tracker.message(Doing("Parity gate"))
             result = run_parity_gate(self.config, self.parts, self.state.step)
-        # A resumed run keeps the first figure: its mismatch_limit is a multiple of it.
+        # A resumed run keeps the first figure: its max_logprob_diff is a multiple of it.
         if result and self.state.gate_mismatch is None:
             self.state = replace(self.state, gate_mismatch=result.mean_difference)
         if not self.world.is_rank_zero:
@@ -344,8 +344,8 @@ class Session:
                 return log_ratios, replace(backend.train(rows, step), **compared)
 
     def _untrained_mismatch(self, rows: list[Row], rollout: Rollout) -> dict[str, Any]:
-        """Return the log_ratio_* of a few completions of a step without a trained row. Return {} in
-        any other step, and if the learner cannot score what the engine samples, with the weights
+        """Return the logprob_diff_* of a few completions of a step without a trained row. Return {}
+        in any other step, and if the learner cannot score what the engine samples, with the weights
         that sampled it.
         """
         backend = self.parts.backend

@@ -328,7 +328,7 @@ def refuse_other_data(opened: RunStart, parts: Parts) -> None:
         key = "[evaluation] source"
     if key:
         raise ConfigurationError(
-            f"{key} holds other examples than those that {opened.folder.path} began with,"
+            f"{key} holds other examples than {opened.folder.path} began with,"
             " which cannot change at resume; restore them, or start a new run."
         )
 

@@ -103,7 +103,7 @@ def reward_fields(
         "correct_rate": rollout.correct_rate,
         "mean_reward": mean_or_none(rewards),
         "reward_std": _deviation(rewards),
-        "max_token_hit_rate": mean_or_none(is_cut),
+        "truncated_fraction": mean_or_none(is_cut),
         "truncated_reward_mean": mean_or_none(_rewards(compress(members, is_cut))),
         "completion_tokens_mean": mean_or_none([one.num_actions for one in trajectories]),
         "entropy_mean": learners_entropy if entropy is None else entropy,

@@ -1,4 +1,4 @@
-"""Score a step's sampled tokens with the teacher of `[algorithm] reference`. The teacher is the
+"""Score a step's sampled tokens with the teacher of `[algorithm] teacher`. The teacher is the
 frozen base, the policy of the start, another adapter, or the policy itself with the answer in its
 prompt. It needs no second model.
 """
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
     from retrain.config.schema import Algorithm
 
-TEACHERS = ("base", "start", "gold")
-"""Values of `[algorithm] reference` that are not the folder of an adapter."""
+TEACHERS = ("base", "start", "answer")
+"""Values of `[algorithm] teacher` that are not the folder of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Teacher:
         for one in group.trajectories:
             nothing = np.zeros(one.num_actions, np.float32)
             for row in Row.of(group.prompt, one, nothing, number):
-                if self.algorithm.reference == "gold" and row.num_actions:
+                if self.algorithm.teacher == "answer" and row.num_actions:
                     yield self._with_answer(row, group.prompt)
                 else:
                     yield row
@@ -69,20 +69,20 @@ class Teacher:
         place = _place(question, given, prompt)
         if place < 0:
             raise RunFailed(
-                '[algorithm] reference = "gold" needs the question verbatim in the prompt, and'
+                '[algorithm] teacher = "answer" needs the question verbatim in the prompt, and'
                 f" the prompt of {prompt.prompt_id} lacks it; use another teacher, or another"
                 " [data] prompt_template."
             )
-        hint = _filled(self.algorithm.reference_prompt, question, prompt.example.reference)
+        hint = _filled(self.algorithm.teacher_prompt, question, prompt.example.reference)
         whole = f"{given[:place]}{hint}{given[place + len(question) :]}"
         told = encode_texts(self.text.tokenizer, [whole])[0]
         ids = np.concatenate([told, row.token_ids[start:]])
         if len(ids) > self.text.context:
             raise RunFailed(
-                f'[algorithm] reference = "gold" needs {len(ids):,} tokens for prompt'
+                f'[algorithm] teacher = "answer" needs {len(ids):,} tokens for prompt'
                 f" {prompt.prompt_id}, answer and completion, and the model's context has"
                 f" {self.text.context:,}; lower [training] max_tokens, or shorten"
-                " reference_prompt."
+                " teacher_prompt."
             )
         moved = len(told) - start
         spans = tuple((first + moved, stop + moved) for first, stop in row.spans)
@@ -111,13 +111,13 @@ def check_teacher(config: "TrainConfig") -> None:
     """Raise ConfigurationError for an adapter that cannot teach this run, as far as its settings
     show. Loading the model checks its weights.
     """
-    reference = config.algorithm.reference
-    if not reference or reference in TEACHERS:
+    teacher = config.algorithm.teacher
+    if not teacher or teacher in TEACHERS:
         return
-    where, folder = f'[algorithm] reference = "{reference}"', Path(reference)
+    where, folder = f'[algorithm] teacher = "{teacher}"', Path(teacher)
     if not (folder / "adapter_config.json").is_file():
         raise ConfigurationError(
-            f'{where} holds no adapter_config.json; use "base", "start", "gold" or a PEFT'
+            f'{where} holds no adapter_config.json; use "base", "start", "answer" or a PEFT'
             " adapter folder, such as logs/lab/checkpoints/final."
         )
     try:
@@ -143,28 +143,28 @@ def check_teacher(config: "TrainConfig") -> None:
 
 def check_answers(config: "TrainConfig", examples: Sequence[Example]) -> None:
     """Raise ConfigurationError if a teacher needs the answer of a problem without one."""
-    if config.algorithm.reference != "gold":
+    if config.algorithm.teacher != "answer":
         return
     for example in examples:
         if not example.reference:
             raise ConfigurationError(
-                f'[algorithm] reference = "gold" needs the answer of every problem, and'
+                f'[algorithm] teacher = "answer" needs the answer of every problem, and'
                 f" {example.example_id} has none; use another teacher, or problems with answers."
             )
 
 
 def teacher_note(config: "TrainConfig") -> str:
     """Say at the start what a teacher costs; "" without a teacher."""
-    reference = config.algorithm.reference
-    if not reference:
+    teacher = config.algorithm.teacher
+    if not teacher:
         return ""
     who = {
         "base": "the frozen base model",
         "start": "the policy before the first step",
-        "gold": "the policy with the answer in its prompt",
+        "answer": "the policy with the answer in its prompt",
     }
     return (
-        f'[algorithm] reference = "{reference}":'
-        f" {who.get(reference, 'the adapter of that folder')} scores a step's tokens where a"
+        f'[algorithm] teacher = "{teacher}":'
+        f" {who.get(teacher, 'the adapter of that folder')} scores a step's tokens where a"
         " stage reads them, in one more forward pass without a second model."
     )

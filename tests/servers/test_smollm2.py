@@ -91,7 +91,7 @@ def test_dialogues_are_on_policy(
     run = interviewed(tmp_path, smollm2, "vllm", dtype=dtype)
     differences = [largest_difference(record) for record in run.records()]
     print("\nlargest differences, nats:", ", ".join(f"{value:.1e}" for value in differences))
-    means = [record["log_ratio_mean"] for record in lines(run.folder / "metrics.jsonl")]
+    means = [record["logprob_diff_mean"] for record in lines(run.folder / "metrics.jsonl")]
     print("mean differences, nats:", ", ".join(f"{value:.1e}" for value in means))
     assert max(mean_turns(run)) > 1, "no second turn was sampled"
     assert len(differences) == 2 and max(differences) < limit and max(means) < mean_limit

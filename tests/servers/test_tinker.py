@@ -256,7 +256,7 @@ def test_sampler_and_learner_of_the_service_agree_at_every_step(
 ) -> None:
     client, _ = learned
     for line in client.metrics():
-        assert line["num_datums"] == 0 or line["log_ratio_p99"] < 1e-3
+        assert line["num_datums"] == 0 or line["logprob_diff_p99"] < 1e-3
         assert line["loss_is_placeholder"] is False
     gate = json.loads((client.folder / "logs/train/environment.json").read_text())["parity_gate"]
     assert gate["max_difference"] < 1e-4 and gate["tokens"] > 100

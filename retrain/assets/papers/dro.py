@@ -1,4 +1,4 @@
-"""DRO's loss (arXiv 2405.19107): a square holds the policy near the one that sampled."""
+"""DRO's loss (arXiv 2405.19107): a square holds the policy near the sampling policy."""
 
 from torch import Tensor
 

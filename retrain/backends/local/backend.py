@@ -206,12 +206,12 @@ class LocalBackend(LocalFacts):
         """Read the teacher's adapter, if the teacher is an adapter. It acts inside the returned
         context.
         """
-        reference = self.config.algorithm.reference
-        if reference == "start":
+        named = self.config.algorithm.teacher
+        if named == "start":
             return self._weights.started
-        if reference in ("", "base", "gold") or not isinstance(self._weights, Adapter):
+        if named in ("", "base", "answer") or not isinstance(self._weights, Adapter):
             return nullcontext
-        teacher = self._weights.fitting(Path(reference), f'[algorithm] reference = "{reference}"')
+        teacher = self._weights.fitting(Path(named), f'[algorithm] teacher = "{named}"')
         return partial(self._weights.holding, teacher)
 
     def trainable_parameters_line(self) -> str:
@@ -279,7 +279,7 @@ class LocalBackend(LocalFacts):
 
     def reference_logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
         self._make_room()
-        is_base = self.config.algorithm.reference == "base"
+        is_base = self.config.algorithm.teacher == "base"
         whole = [replace(row, kept=None) for row in rows]  # over the whole vocabulary
         with _current(self._base.device), _deterministic(self._base.device), self._teaching():
             return self._learner.logprobs(whole, reference=is_base)

@@ -66,10 +66,10 @@ def _full_problems(config: "TrainConfig") -> Iterator[tuple[str, str]]:
             "backend.shard_base",
             f"{full} does not shard what it trains; leave it false, and start torchrun without it",
         )
-    if config.algorithm.reference not in ("", "base", "start", "gold"):
+    if config.algorithm.teacher not in ("", "base", "start", "answer"):
         yield (
-            "algorithm.reference",
-            f'the teacher is an adapter, and {full} has none; use "base", "start" or "gold"',
+            "algorithm.teacher",
+            f'the teacher is an adapter, and {full} has none; use "base", "start" or "answer"',
         )
     if config.is_set("squeeze"):
         yield (

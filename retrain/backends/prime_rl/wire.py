@@ -340,8 +340,7 @@ class Broadcasts:
         raise ServerFailure(
             f"PRIME-RL's trainer did not offer policy v{shipped} in {self.folder} within"
             f" sync_wait_s = {self.wait_s:g} s ({have}). Start it with that output_dir, read"
-            " its log, or raise [backend.options] sync_wait_s above the time of one of its"
-            " steps."
+            " its log, or raise [backend.options] sync_wait_s above its step time."
         )
 
     def _receive_offers(self, shipped: int) -> None:
