@@ -61,13 +61,13 @@ the subject; "is no X"; a word that the field does not use.
 """
 BUDGETS: dict[str, tuple[int, int]] = {
     "subject": (0, 4),
-    "noun": (2, 32),
-    "passive": (6, 90),
+    "noun": (2, 5),
+    "passive": (6, 86),
     "length": (32, 58),
     "possessive": (0, 1),
     "negation": (0, 14),
-    "is no": (0, 1),
-    "word": (0, 17),
+    "is no": (0, 0),
+    "word": (0, 1),
 }
 """The most hits of a rule in the manual and in the package. A budget only falls."""
 _PAGES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")

@@ -140,8 +140,8 @@ def minimal_detectable_effect(seeds: int, sd: float, rule: Rule = _ALONE) -> flo
 
 
 def seeds_needed(effect: float, sd: float, rule: Rule = _ALONE) -> int | None:
-    """Return the fewest seeds that find a mean difference of `effect` > 0 with the rule's power,
-    given the sd of the differences; None if more than MAX_SEEDS.
+    """Return the fewest seeds that find a mean difference of `effect` > 0 with the rule's power;
+    None if more than MAX_SEEDS. `sd` is the spread of the differences.
     """
     # The normal approximation is near the answer, and every power on the way is a simulation.
     near, fewest = normal_seeds(effect, sd, rule.alpha / rule.comparisons, rule.power), rule.fewest

@@ -9,7 +9,7 @@ nothing here imports a trainer.
 - `environment`, `summary`: environment.json and summary.json
 - `untrained`: steps that trained nothing, and why
 - `checkpoint`, `checkpoint_place`, `state`: checkpoints, their folder, and the state in them
-- `sound`: whether the records of a run are whole; every reader asks it first
+- `sound`: whether the records of a run are whole, which every reader asks first
 - `jsonl`, `disk`: how lines and whole files reach the disk, and the error of a disk that refuses
   them
 - `redact`: masks for secrets in everything that retrain writes or prints

@@ -553,8 +553,8 @@ def load_held_out(
     trained: Sequence[Example],
     log: Say,
 ) -> HeldOut:
-    """Load `[evaluation] max_examples` of the held-out problems of each source, the same ones in
-    the same order for every run of a data set; none if the run evaluates nothing. Sources of a
+    """Load `[evaluation] max_examples` of the held-out problems of each source; none if the run
+    evaluates nothing. Every run of a data set has the same ones in the same order. Sources of a
     mixture may have none, but not all.
     """
     if not config.evaluation.asked_for:

@@ -103,8 +103,8 @@ def layer_spectrum(
 
 
 def factorise(lora_a: Tensor, lora_b: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the thin SVD B A = left diag(values) right^T in float64, with m = min(rank, d_in,
-    d_out): left [d_out, m], values [m] descending, right [d_in, m]. Raises the errors of
+    """Compute the thin SVD B A = left diag(values) right^T in float64. With m = min(rank, d_in,
+    d_out), left is [d_out, m], values [m] descending, and right [d_in, m]. Raises the errors of
     `layer_spectrum`.
     """
     check_factors(name, lora_a, lora_b)
