@@ -5,12 +5,10 @@ what was predicted before the first run.
     python scripts/replications.py nsr              # one of them
     python scripts/replications.py --pages          # the pages alone, from the runs that are there
     python scripts/replications.py nsr --smollm2 models/smollm2-135m
-    python scripts/replications.py lora-or-full --smollm2 models/smollm2-135m
 
 Claim and prediction stand at the head of each file of examples/replications. Of a page that exists
 the section "What it says" is kept: a reader writes it. With --smollm2 they train that model on sums
-of reasoning_gym instead, each as its own file says (nsr-smollm2.toml), on a page of its own;
-lora-or-full has only that file, and the records of its runs stay in benchmarks/results.
+of reasoning_gym instead, each as its own file says (nsr-smollm2.toml), on a page of its own.
 """
 
 import argparse
@@ -18,7 +16,6 @@ import json
 import subprocess
 import sys
 import textwrap
-import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from math import sqrt
@@ -38,7 +35,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "examples" / "replications"
 PAGES = ROOT / "benchmarks/results/replications"
 CLAIMS = ("luck", "nsr", "ranks", "mismatch")
-CLAIMS_SMOLLM2 = (*CLAIMS, "lora-or-full")
 METRICS = {
     "nsr": ("pass@1", "pass@8", "pass@64"),
     "nsr-smollm2": ("pass@1", "pass@8", "pass@16"),
@@ -55,19 +51,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(CLAIMS_SMOLLM2)}; all by default")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(CLAIMS)}; all by default")
     parser.add_argument("--pages", action="store_true", help="write the pages, run nothing")
     parser.add_argument("--smollm2", type=Path, help="the folder of the model")
     arguments = parser.parse_args()
-    claims = CLAIMS_SMOLLM2 if arguments.smollm2 else CLAIMS
-    if unknown := sorted(set(arguments.names) - set(claims)):
-        parser.error(f"{', '.join(unknown)} is none of the replications {', '.join(claims)}")
+    if unknown := sorted(set(arguments.names) - set(CLAIMS)):
+        parser.error(f"{', '.join(unknown)} is no replication; choose from {', '.join(CLAIMS)}")
     if arguments.smollm2 and not (ROOT / arguments.smollm2 / "config.json").is_file():
         parser.error(
             f"--smollm2 {arguments.smollm2} holds no model (no config.json);"
             " scripts/get_smollm2.py writes it"
         )
-    for claim in arguments.names or claims:
+    for claim in arguments.names or CLAIMS:
         name, model = claim, []
         if arguments.smollm2:
             name, model = claim + SMOLLM2, ["--model", str(arguments.smollm2)]
@@ -93,10 +88,9 @@ def retrain(*words: str, shown: bool = False) -> str:
 
 def run(name: str, model: list[str]) -> None:
     """Run a replication, or continue it where it stopped."""
-    config = f"examples/replications/{name}.toml"
+    config, folder = f"examples/replications/{name}.toml", f"logs/replications/{name}"
     if name == "luck":  # its adapter is the lab's own
-        config = "examples/lab.toml"
-    folder = _folder(config)
+        config, folder = "examples/lab.toml", "logs/lab"
     changes = model
     if any((ROOT / folder / file).is_file() for file in ("manifest.json", "config.toml")):
         changes = [*model, "--resume", folder]
@@ -105,10 +99,6 @@ def run(name: str, model: list[str]) -> None:
         retrain(config, *changes, shown=True)
     if luck:
         _evaluate(name, ROOT / folder)
-
-
-def _folder(config: str) -> str:
-    return tomllib.loads((ROOT / config).read_text(encoding="utf-8"))["logging"]["log_dir"]
 
 
 def _evaluate(name: str, folder: Path) -> None:
@@ -170,7 +160,7 @@ def _head(name: str) -> Iterator[str]:
 
 
 def _comparisons(name: str) -> Iterator[str]:
-    folder = _folder(f"examples/replications/{name}.toml")
+    folder = f"logs/replications/{name}"
     found = {
         metric: json.loads(retrain("compare", folder, "--json", "--metric", metric))
         for metric in METRICS.get(name, ("pass@1",))

@@ -23,7 +23,7 @@ from campaigns import (
 )
 
 from retrain.analysis.arms import differing_environment
-from retrain.analysis.measures import choose_metric
+from retrain.analysis.measures import DIRECTIONS, choose_metric
 from retrain.analysis.planned import AnalysisPlan
 from retrain.analysis.runs import StoredRun
 from retrain.analysis.statistics import TwoWay
@@ -351,13 +351,10 @@ def test_an_improvement_within_the_margin_says_both_and_shows_tosts_p(
 # -- which direction is better ---------------------------------------------------------------------
 
 
-def test_every_number_of_a_step_declares_which_direction_is_better() -> None:
-    numeric = [item for item in fields(StepRecord) if item.type in (int | None, float | None)]
-    assert [
-        item.name
-        for item in numeric
-        if item.metadata.get("better", "undeclared") not in ("higher", "lower", None)
-    ] == []
+def test_every_number_of_a_step_can_be_a_metric_with_its_direction() -> None:
+    numeric = {item.name for item in fields(StepRecord) if item.type in (int | None, float | None)}
+    assert numeric == set(DIRECTIONS)
+    assert set(DIRECTIONS.values()) == {"higher", "lower", None}
 
 
 @pytest.mark.parametrize(

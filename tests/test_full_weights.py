@@ -308,7 +308,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     'engine = "vllm"': {"inference": {"engine": "vllm", "url": "http://127.0.0.1:1"}},
     "PRIME-RL trains full weights itself": {"backend": {"backend": "prime_rl"}},
     'backend = "tinker"': {"backend": {"backend": "tinker"}},
-    "reference = ": {"algorithm": {"reference": "logs/a/checkpoints/final"}},
+    "teacher = ": {"algorithm": {"teacher": "logs/a/checkpoints/final"}},
     "no adapter to squeeze": {"squeeze": {"target_ranks": [2]}, "campaign": {"seeds": [1]}},
 }
 

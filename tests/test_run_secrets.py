@@ -168,7 +168,7 @@ def test_what_a_reward_says_is_masked_in_every_file_and_stream(
 
 def test_a_short_secret_of_a_flag_is_masked_in_the_line_that_names_the_flag() -> None:
     line = preflight_lines(config_from_mapping({}, ["--reward-params", "db_password=hunter2"]))[0]
-    assert line == "reward.params = {'db_password': '***'} from flag --reward-params"
+    assert line == 'From flags: reward.params = {db_password = "***"}'
 
 
 @pytest.mark.faults("canaries x files and streams")

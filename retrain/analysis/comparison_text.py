@@ -29,7 +29,7 @@ from retrain.system import Json
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """(head, rows)"""
 
-_HIDDEN = ("for new problems", "p", "effect size d_z")
+_HIDDEN = ("other problems", "p", "effect size d_z")
 """Columns of `contrast_table` that a terminal has no room for; the sentences have them."""
 _PARTS = ("eval sd", "seed sd")
 """Columns for which a narrow terminal has no room."""
@@ -62,7 +62,7 @@ def blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
             for name, cell in zip(head, row, strict=True)
             if name not in contrasts[0] and cell
         }
-        wide = hidden.pop("for new problems", "")
+        wide = hidden.pop("other problems", "")
         level = 100 * (1 - comparison.test.alpha)
         also = f"If other problems had been drawn: {wide} ({level:g}%). " * bool(wide)
         if hidden:
@@ -247,7 +247,7 @@ def ranking(comparison: Comparison) -> Iterator[str]:
 def contrast_table(comparison: Comparison, hidden: Collection[str] = ()) -> Table:
     """Return one row per contrast, the verdict last, without the `hidden` columns."""
     rows = [_contrast_cells(contrast, comparison) for contrast in comparison.contrasts]
-    optional = ["for new problems", *_PARTS, *[_TOST] * (comparison.test.margin is None)]
+    optional = ["other problems", *_PARTS, *[_TOST] * (comparison.test.margin is None)]
     empty = [name for name in optional if not any(row[name] for row in rows)]
     return _table(rows, (*empty, *hidden))
 
@@ -263,7 +263,7 @@ def _contrast_cells(contrast: Contrast, comparison: Comparison) -> dict[str, str
         "pairs": str(found.pairs),
         "difference": difference_words(found.mean, metric),
         f"{100 * (1 - alpha):g}% interval": interval_words(found.interval, metric),
-        "for new problems": interval_words(contrast.wide, metric),
+        "other problems": interval_words(contrast.wide, metric),
         "eval sd": size_words(parts.noise_variance**0.5 if parts else None, metric),
         "seed sd": size_words(parts.luck_variance**0.5 if parts else None, metric),
         "p": p_words(found.p),

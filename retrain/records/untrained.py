@@ -135,7 +135,8 @@ def _cause(newest: StepRecord, streak: Streak, known: str) -> str:
     # Recorded where the reward reads boxes.
     if newest.answer_found_rate is not None:
         boxed = f"{found:,} of {total:,} completions hold \\boxed{{}}"
-    seen = [boxed] * bool(boxed) + [f"{cut:,} were cut at [training] max_tokens"] * (cut > 0)
+    cuts = f"{cut:,} were cut at [training] max_tokens" if cut else ""
+    seen = ", ".join(filter(None, (boxed, cuts)))
     if {mean for mean, _ in streak.rewards} == {None}:
         return (
             f"none of {total:,} completions could be judged; look at reward_could_not_judge and at"
@@ -162,7 +163,7 @@ def _cause(newest: StepRecord, streak: Streak, known: str) -> str:
         )
     if constant and not boxed:
         return _alike(total, 0.0)
-    return _no_difference(sums, ", ".join(seen))
+    return _no_difference(sums, seen)
 
 
 def _no_difference(sums: Counter[str], seen: str) -> str:
