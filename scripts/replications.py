@@ -28,6 +28,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from retrain.records.entries import StepRecord
 from retrain.run.evaluate import evaluate_run
 from retrain.types import Outcome
 
@@ -189,9 +190,9 @@ def _doses(folder: str, labels: list[str]) -> Iterator[str]:
     yield from ("| arm | dose: mean \\|learner - sampler\\| in nats per token |", "|---|---|")
     for label in labels:
         steps = [
-            json.loads(line)["log_ratio_mean"]
+            record.logprob_diff_mean
             for path in (ROOT / folder / "runs").glob(f"{label}_s*/metrics.jsonl")
-            for line in path.read_text(encoding="utf-8").splitlines()
+            for record in StepRecord.read(path)
         ]
         yield f"| {label} | {fmean(step for step in steps if step is not None):.2g} |"
     yield ""

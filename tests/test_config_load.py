@@ -107,6 +107,7 @@ def test_names_of_0_10_still_work() -> None:
         ["--inference-mismatch-limit", "0.1", "--advantage-mode", "grpo"],
     )
     assert config.algorithm.teacher == "answer"
+    assert config.with_(reference="start").algorithm.teacher == "start"
     assert config.algorithm.teacher_prompt == "{prompt} {answer}"
     assert config.reward.combine == "normalize_then_sum"
     assert config.inference.max_logprob_diff == 0.1

@@ -12,7 +12,7 @@ from retrain.analysis.arms import differing_environment, differing_keys
 from retrain.analysis.runs import NO_TRAINING, StoredRun
 from retrain.records.checkpoint import FINAL, MANIFEST, CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
-from retrain.records.entries import RENAMED, EvaluationRecord
+from retrain.records.entries import EvaluationRecord, renamed
 from retrain.records.jsonl import read_jsonl
 from retrain.system import read_object, toml_value
 from retrain.types import WHOLE_MODEL
@@ -101,9 +101,7 @@ def _records(run: StoredRun, steps: range) -> dict[Place, Any]:
     for line in read_jsonl(files.metrics):
         if line["step"] in steps:
             found[line["step"], metrics] = {
-                RENAMED.get(name, name): value
-                for name, value in line.items()
-                if name not in NO_TRAINING
+                name: value for name, value in renamed(line).items() if name not in NO_TRAINING
             }
     for line in read_jsonl(files.generations):
         if line["step"] in steps:

@@ -171,6 +171,7 @@ def replaced(
     """Return a configuration with some "section.key" values changed, validated again; keys that
     were unset stay unset.
     """
+    values = {ALIASES.get(path, path): value for path, value in values.items()}
     given = [Override(path, value, origin) for path, value in values.items()]
     merged = _merge(given_values(config), given)
     origins = {**config._provenance.origins, **dict.fromkeys(values, origin)}

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError, RunFailed
@@ -157,6 +157,13 @@ def replacing_file(path: Path) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
+def open_to_readers(path: Path) -> None:
+    """Give a new file the mode of its folder, since safetensors lets only the owner read it."""
+    # A disk may have no modes, and a hard link may be to a file of another user.
+    with suppress(PermissionError):
+        path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 @contextmanager
 def replacing_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder to fill. At the end of the block, sync its files and put it at
@@ -173,8 +180,7 @@ def replacing_folder(target: Path) -> Iterator[Path]:
         with safetensors_io():
             yield aside
         for path in filter(Path.is_file, aside.rglob("*")):
-            # safetensors makes files that only their owner reads, whatever the umask says.
-            path.chmod(aside.stat().st_mode & 0o666)
+            open_to_readers(path)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         sync_folder(aside)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
+from retrain.config.names import ALIASES
 from retrain.errors import RunFailed
 from retrain.records.jsonl import read_jsonl
 from retrain.system import Json
@@ -32,9 +33,8 @@ class _Record:
         a default. The sentence names `path`, the file of the line, and the line's step.
         """
         kinds, defaults = _fields_of(cls)  # type: ignore[arg-type]  # a class is hashable
-        values = defaults | {name: value for name, value in line.items() if name in kinds}
-        for name in RENAMED.keys() & line.keys():
-            values[RENAMED[name]] = line[name]
+        values = {name: value for name, value in renamed(line).items() if name in kinds}
+        values = defaults | values
         for problem in cls._problems(kinds, values):
             raise RunFailed(
                 f"{path}, step {line.get('step')}: a {cls.__name__} has {problem}: the file was"
@@ -74,6 +74,18 @@ RENAMED = {
     "log_ratio_by_depth": "logprob_diff_by_depth",
 }
 """Names of a step's fields in 0.10 and before -> today's names."""
+
+
+def renamed(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a line of metrics.jsonl with today's names of fields and of scheduled keys."""
+    moved = line.get("scheduled")
+    if isinstance(moved, dict):
+        line = {**line, "scheduled": {ALIASES.get(key, key): moved[key] for key in moved}}
+    if RENAMED.keys() & line.keys():
+        line = {RENAMED.get(name, name): value for name, value in line.items()}
+    return line
+
+
 _SHOWN = 80
 """Characters of a value that a sentence shows."""
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain.errors import RunFailed, first_line
-from retrain.records.disk import replacing_file, safetensors_io
+from retrain.records.disk import open_to_readers, replacing_file, safetensors_io
 from retrain.system import Json
 from retrain.types import Float32Array, Float64Array, Int32Array
 
@@ -104,7 +104,7 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
             aside,
             metadata={"retrain": json.dumps({"step": step, "stages": list(table.advantages)})},
         )
-        aside.chmod(path.parent.stat().st_mode & 0o644)  # safetensors lets only the owner read it.
+        open_to_readers(aside)
 
 
 def damage_of(path: Path) -> str:

@@ -225,7 +225,7 @@ def recommend_rank(
         raise ValueError("the adapter is untrained: every layer is zero")
     source = source_rank or max(ranks)
     for k in tried_ranks(ranks, source):
-        values = [layer.get(k, 1.0) for layer in trained]
+        values = [layer[k] if k <= max(layer) else 1.0 for layer in trained]
         if _reaches(min(values) if rule == "min" else fmean(values), threshold):
             return k
     return source
