@@ -1,6 +1,6 @@
-"""Manage a run's folder: the places of its files and the marker that allows a deletion. It also has
-the lock of the only writer, and says whether the writing process is alive, if that runs on this
-machine.
+"""Manage a run's folder: the places of its files and the marker that allows a deletion. A resume
+cuts its logs here to the length that the checkpoint names. It also has the lock of the only writer,
+and says whether the writing process is alive, if that runs on this machine.
 """
 
 import json
