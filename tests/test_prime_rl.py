@@ -142,6 +142,15 @@ def test_an_interrupted_sessions_files_are_cleared_and_anothers_refused(tmp_path
         FileSystemSender(tmp_path / "other").ready(0)
 
 
+def test_only_the_first_call_looks_for_anothers_files(tmp_path: Path) -> None:
+    sender = FileSystemSender(tmp_path)
+    sender.ready(0)
+    sender.send(1, [b"x"])
+    (tmp_path / "rollouts" / ".made-by-retrain").unlink()
+    sender.ready(1)
+    assert (tmp_path / "rollouts/step_1/rank_0.bin").exists()
+
+
 def test_zmq_reaches_each_rank_on_its_topic_and_says_when_one_has_gone() -> None:
     """Every socket is closed also where the test fails: a context that is collected with open ones
     waits for ever, in some other test.

@@ -361,6 +361,12 @@ def test_a_full_disk_costs_the_memory_of_verdicts_and_no_verdict(
     assert "verdicts.jsonl is not writable" in capsys.readouterr().err
 
 
+def test_verdicts_make_their_folder_again(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "verdicts.jsonl"
+    judge.Verdicts(path).add("key", 1.0)
+    assert judge.Verdicts(path) == {"key": 1.0}
+
+
 @pytest.mark.parametrize(
     ("prices", "usage", "counts"),
     [

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from io import BufferedIOBase
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ import pytest
 
 import retrain.rewards.workers as workers
 from retrain.rewards.score import PartScore
-from retrain.rewards.worker import _verify
+from retrain.rewards.worker import QUESTION, _verify, read_message
 from retrain.rewards.workers import WorkerPool, WorkerSetup
 from tests.marks import first_of
 
@@ -339,6 +340,74 @@ def test_a_child_that_holds_the_channel_delays_no_end(
         assert asked.result(1).value is None
     finally:
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+SLEEPS = """
+import time
+
+def score(response, reference):
+    time.sleep(float(response))
+    return 1.0
+"""
+
+
+def sleep_job(seconds: float) -> dict[str, object]:
+    return {
+        "handler": "sleeping.score",
+        "response": str(seconds),
+        "reference": "",
+        "prompt": "",
+        "example": {"prompt": "", "reference": ""},
+    }
+
+
+def test_an_answer_in_time_counts_though_the_server_reads_it_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sleeping.py").write_text(SLEEPS)
+    monkeypatch.chdir(tmp_path)
+    with pool_of(WorkerSetup(rewards=("sleeping.score",)), deadline_s=1.0) as pool:
+        pool.wait_ready()
+        asked = pool.submit(sleep_job(0.3))
+        time.sleep(0.1)
+        os.kill(pool._process.pid, signal.SIGSTOP)
+        time.sleep(1.2)
+        os.kill(pool._process.pid, signal.SIGCONT)
+        assert asked.result(60) == PartScore(1.0)
+        assert pool.submit(sleep_job(0.0)).result(60) == PartScore(1.0)
+
+
+def test_a_line_that_breaks_leaves_the_other_workers_alone() -> None:
+    process, (broken, whole) = workers._fork_server(WorkerSetup().message(60.0), 2, 60.0)
+    try:
+
+        def ask(line: BufferedIOBase) -> None:
+            line.write(QUESTION)
+            line.flush()
+
+        ask(broken)
+        assert read_message(broken) == {"group_rewards": []}
+        ask(broken)
+        time.sleep(0.3)
+        broken.close()  # with the second answer unread, which resets the server's end
+        time.sleep(0.3)
+        ask(whole)
+        assert read_message(whole) == {"group_rewards": []}
+    finally:
+        workers._end(process)
+
+
+def test_a_script_that_fails_without_closing_its_pool_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "sleeping.py").write_text(SLEEPS)
+    (tmp_path / "script.py").write_text(
+        "from retrain.rewards.workers import WorkerPool, WorkerSetup\n"
+        "pool = WorkerPool(WorkerSetup(rewards=('sleeping.score',)), 1, 600.0)\n"
+        f"asked = [pool.submit({sleep_job(600)}) for _ in range(3)]\n"
+        "pool.wait_ready()\n"
+        "raise SystemExit(5)\n"
+    )
+    command = [sys.executable, "script.py"]
+    assert subprocess.run(command, cwd=tmp_path, timeout=60, check=False).returncode == 5
 
 
 def test_a_pool_closed_while_it_still_imports_does_not_wait_for_the_import() -> None:

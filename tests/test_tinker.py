@@ -676,6 +676,21 @@ def test_calls_hold_a_place_of_the_throttle(double: Double, tmp_path: Path) -> N
     assert held == ["in", "out"] * 4
 
 
+def test_a_first_save_makes_its_client_within_its_place(double: Double, tmp_path: Path) -> None:
+    backend = backend_for(tmp_path)
+    made: list[bool] = []
+
+    @contextmanager
+    def slot() -> Iterator[None]:
+        made.append(backend._trainer is not None)
+        yield
+        made.append(backend._trainer is not None)
+
+    backend._service.slot = slot
+    backend.save(tmp_path)
+    assert made == [False, True]
+
+
 BLOCKED = """
 import sys
 

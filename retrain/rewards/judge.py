@@ -415,6 +415,7 @@ class Verdicts(dict[str, float]):
         line = "\n" * self._torn + json.dumps(entry) + "\n"
         self._torn = False
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab") as file:
                 file.write(line.encode())
         except OSError as error:

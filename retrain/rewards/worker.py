@@ -46,6 +46,7 @@ than the server looks."""
 _TICK_S = 0.05
 """Interval at which the server checks the memory of a worker that has not answered."""
 _PARENT_POLL_S = 1.0
+_END_POLL_S = 0.002
 _MAX_REPLY = 1 << 16
 """Maximum bytes of a reply; a reward, or the reason for its absence, takes a few hundred."""
 _CHANNEL = 3
@@ -62,6 +63,18 @@ escapes.
 
 _HEADER = struct.Struct("<I")
 """The length of the JSON text that follows, in bytes."""
+_JOB = struct.Struct("<QII")
+"""Precedes a job: its number, how many completions it judges together (0 for one alone), and its
+length. The server reads no more of it.
+"""
+QUESTION = bytes(_JOB.size)
+"""A job without content: did a worker start?"""
+
+
+def encode_job(number: int, message: Message) -> bytes:
+    """Encode a job as `encode` does, with its number and size before it."""
+    job = encode(message | {"number": number})
+    return _JOB.pack(number, len(message.get("responses", ())), len(job)) + job
 
 
 def encode(message: Message) -> bytes:
@@ -116,7 +129,7 @@ def main(parent: str, *descriptors: str) -> None:
 
     def end(*_: object) -> NoReturn:
         for keeper in keepers:
-            keeper.end()
+            keeper.kill()
         os._exit(0)
 
     async def end_with_parent() -> None:
@@ -128,7 +141,11 @@ def main(parent: str, *descriptors: str) -> None:
         await asyncio.gather(end_with_parent(), *(keeper.run() for keeper in keepers))
 
     signal.signal(signal.SIGTERM, end)
-    asyncio.new_event_loop().run_until_complete(run())
+    try:
+        asyncio.new_event_loop().run_until_complete(run())
+    finally:
+        for keeper in keepers:
+            keeper.kill()
 
 
 class _Keeper:
@@ -141,12 +158,13 @@ class _Keeper:
         """The worker's process; 0 if there is none."""
         self._started: Message = {}
         """The last worker's first message, or why there is none."""
-        self._swelled = ""
+        self._stopped = ""
+        """Why the server killed the worker; empty if it did not."""
 
     async def run(self) -> None:
         """Answer the trainer's jobs until it is gone. The first message is the set-up."""
         jobs, replies = await asyncio.open_unix_connection(sock=self._line)
-        with suppress(EOFError):
+        with suppress(EOFError, OSError):
             self._setup = await _receive(jobs)
             if self._setup["verify"]:
                 import retrain.rewards.verification
@@ -154,7 +172,9 @@ class _Keeper:
                 import retrain.rewards.custom  # noqa: F401 - all workers share the imports
             while True:
                 await self._start()
-                replies.write(encode(await self._answer(await _receive(jobs))))
+                number, size, length = _JOB.unpack(await jobs.readexactly(_JOB.size))
+                job = await jobs.readexactly(length)
+                replies.write(encode(await self._answer(number, size, job)))
 
     async def _start(self) -> None:
         """Start a worker if there is none."""
@@ -167,75 +187,96 @@ class _Keeper:
         theirs.close()
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._pid = pid
-        self._swelled = ""
+        self._stopped = ""
         try:
             async with asyncio.timeout(STARTUP_LIMIT_S):
                 self._started = await _receive(self._reader, _MAX_REPLY)
         except (EOFError, OSError, ValueError) as error:
-            how = f"{type(error).__name__}, {self.end()}"
+            how = f"{type(error).__name__}, {await self._end()}"
             self._started = {"reason": f"retrain cannot start a reward worker ({how})"}
         if "reason" in self._started:
-            self.end()
+            await self._end()
 
-    async def _answer(self, job: Message) -> Message:
-        """Return the worker's answer to a job, or the reason for its absence; without a job, what
-        the worker said first.
+    async def _answer(self, number: int, size: int, job: bytes) -> Message:
+        """Return the worker's answer to a job, or the reason for its absence; without a
+        job, what the worker said first.
         """
         if not job or not self._pid:
             return self._started
-        watch = asyncio.create_task(self._watch_memory())
-        deadline_s, longest = self._setup["deadline_s"], _MAX_REPLY * len(job.get("responses", "1"))
+        loop = asyncio.get_running_loop()
+        self._watch(loop, loop.time() + self._setup["deadline_s"])
         try:
-            async with asyncio.timeout(deadline_s):
-                self._writer.write(encode(job))
-                answer = _checked(await _receive(self._reader, longest), job)
-            if self._takes_more_than(0.5):
-                self.end()  # sympy's caches only grow
+            self._writer.write(job)
+            try:
+                reply = await _receive(self._reader, _MAX_REPLY * max(1, size))
+            finally:
+                self._timer.cancel()
+            answer = _checked(reply, number, size)
+            if self._stopped or self._takes_more_than(0.5):
+                await self._end()  # sympy's caches only grow
             return answer
-        except TimeoutError:
-            reason = f"the reward took longer than deadline_s = {deadline_s:g}, so retrain killed"
-            reason += " its worker"
         except ValueError as error:
             reason = f"the reward worker's reply is not readable: {error}"
         except (EOFError, OSError):
-            reason = self._swelled or f"the reward worker died ({self.end()})"
-        finally:
-            watch.cancel()
-        self.end()
+            reason = self._stopped or f"the reward worker died ({await self._end()})"
+        await self._end()
         return {"reason": reason}
 
-    async def _watch_memory(self) -> None:
-        while not self._takes_more_than(1.0):
-            await asyncio.sleep(_TICK_S)
-        limit = self._setup["memory_limit"] / 2**30
-        self._swelled = f"the reward needed more than {limit:g} GiB, so retrain killed its worker"
+    def _watch(
+        self, loop: asyncio.AbstractEventLoop, deadline: float, is_second_look: bool = False
+    ) -> None:
+        """Stop the worker at its deadline or its limit of memory. A pass of the loop between two
+        looks at the deadline reads an answer that came in time, though the server stood still.
+        """
+        now, limit = loop.time(), self._setup["memory_limit"]
+        is_late = now >= deadline
+        if is_late and is_second_look:
+            self._stopped = "the reward took longer than deadline_s ="
+            self._stopped += f" {self._setup['deadline_s']:g}, so retrain killed its worker"
+        elif self._takes_more_than(1.0):
+            self._stopped = f"the reward needed more than {limit / 2**30:g} GiB, so retrain killed"
+            self._stopped += " its worker"
+        else:
+            next_look = deadline if limit is None else min(deadline, now + _TICK_S)
+            self._timer = loop.call_at(next_look, self._watch, loop, deadline, is_late)
+            return
+        self._writer.transport.abort()
         _kill_session(self._pid)
 
     def _takes_more_than(self, fraction: float) -> bool:
         limit = self._setup["memory_limit"]
         return limit is not None and resident_bytes(self._pid) > fraction * limit
 
-    def end(self) -> str:
-        """Kill the worker, if there is one, with everything it started. Return how it ended."""
+    def kill(self) -> int:
+        """Kill the worker, if there is one, with everything it started. Return its process."""
         pid, self._pid = self._pid, 0
-        if not pid:
-            return ""
-        self._writer.transport.abort()
-        _kill_session(pid)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return f"signal {-status}" if status < 0 else f"exit code {status}"
+        if pid:
+            self._writer.transport.abort()
+            _kill_session(pid)
+        return pid
+
+    async def _end(self) -> str:
+        """Kill the worker, if there is one. Return how it ended."""
+        pid = self.kill()
+        while pid:  # another worker's answer does not wait for this end
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                return f"signal {-code}" if code < 0 else f"exit code {code}"
+            await asyncio.sleep(_END_POLL_S)
+        return ""
 
 
-def _checked(reply: Message, job: Message) -> Message:
+def _checked(reply: Message, number: int, size: int) -> Message:
     """Return a worker's reply in the form that the trainer takes: the value and the reason of the
     completion, or of each of a group. Raises ValueError for another, such as one that user code
     wrote into the socket.
     """
-    if reply.get("number") != job["number"]:
+    if reply.get("number") != number:
         raise ValueError("it is not the answer to this completion")
-    if "responses" not in job or ("members" not in reply and reply.get("value") is None):
+    if not size or ("members" not in reply and reply.get("value") is None):
         return {"parts": [_part(reply)]}
-    parts, size = reply.get("members"), len(job["responses"])
+    parts = reply.get("members")
     if not isinstance(parts, list) or len(parts) != size:
         raise ValueError(f"it is not the answer to a group of {size}")
     return {"parts": [_part(part) for part in parts]}

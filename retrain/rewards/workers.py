@@ -5,11 +5,13 @@ waits for each of them. worker.py watches their time and memory.
 import itertools
 import json
 import os
+import queue
 import socket
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,7 +20,14 @@ from typing import Any
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.rewards.score import PartScore
-from retrain.rewards.worker import STARTUP_LIMIT_S, Message, encode, read_message
+from retrain.rewards.worker import (
+    QUESTION,
+    STARTUP_LIMIT_S,
+    Message,
+    encode,
+    encode_job,
+    read_message,
+)
 from retrain.system import usable_cores
 
 MEMORY_LIMIT = 2 << 30
@@ -32,6 +41,9 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from retrain.rewards.worker"
     " import main; main(*sys.argv[2:])"
 )
+
+
+_Job = tuple["Future[Any]", Callable[[bytes], object], bytes]
 
 
 @dataclass(frozen=True)
@@ -76,8 +88,16 @@ class WorkerPool:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_closing = False
-        self._threads = ThreadPoolExecutor(workers, "reward-worker")
-        self._ready = self._threads.submit(self._ask, encode({}))
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._ready: Future[Message] = Future()
+        self._jobs.put((self._ready, self._ask, QUESTION))
+        # Not an executor's threads: Python waits for those, and for all their jobs, before it ends.
+        self._threads = [
+            threading.Thread(target=self._work, name="reward-worker", daemon=True)
+            for _ in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, message: Message) -> "Future[PartScore]":
         """Judge one job. Its deadline starts when a ready worker takes it; every failure is a
@@ -85,12 +105,13 @@ class WorkerPool:
         """
         ended: Future[PartScore] = Future()
         try:
-            job = encode(message | {"number": next(self._numbers)})
-            return self._threads.submit(self._judge, job)
+            job = encode_job(next(self._numbers), message)
         except (TypeError, ValueError, RecursionError) as error:
             reason = f"retrain cannot send the example's info to {message['handler']}: {error}"
             ended.set_result(PartScore(None, reason))
-        except RuntimeError:  # the pool takes no more jobs
+            return ended
+        self._jobs.put((ended, self._judge, job))
+        if self._is_closing:
             ended.cancel()
         return ended
 
@@ -114,9 +135,24 @@ class WorkerPool:
         """Kill the workers. This cancels waiting jobs; jobs under way end as could-not-judge."""
         with self._lock:
             self._is_closing = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with suppress(queue.Empty):
+            while job := self._jobs.get_nowait():
+                job[0].cancel()
+        for _ in self._threads:
+            self._jobs.put(None)
         _end(self._process)
-        self._threads.shutdown()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while job := self._jobs.get():
+            ended, do, message = job
+            if ended.set_running_or_notify_cancel():
+                try:
+                    ended.set_result(do(message))
+                except BaseException as error:  # a bug: without this the run would wait for ever
+                    ended.set_exception(error)
+                    raise
 
     def _judge(self, job: bytes) -> PartScore:
         answer = self._ask(job)

@@ -164,13 +164,21 @@ class FileSystemSender:
 
     def __init__(self, output_dir: Path) -> None:
         self.folder = output_dir / BATCHES
+        self._is_prepared = False
 
     def ready(self, shipped: int) -> None:
         """Remove batches past `shipped`. They come from an interrupted session, and a trainer would
         take them for new batches. A file waits for its reader.
 
-        Raises ConfigurationError for batches that another program wrote.
+        The first call raises ConfigurationError for batches that another program wrote.
         """
+        if not self._is_prepared:
+            self._prepare()
+        for file in self.folder.glob("step_*/rank_*.bin*"):
+            if _number(file.parent) > shipped:
+                file.unlink()
+
+    def _prepare(self) -> None:
         marker, later = self.folder / _MARKER, self.folder.with_name(LATER_NAME)
         foreign = self.folder.exists() and any(self.folder.iterdir()) and not marker.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -183,9 +191,7 @@ class FileSystemSender:
                 " [backend.options] output_dir an empty folder."
             )
         marker.touch()
-        for file in self.folder.glob("step_*/rank_*.bin*"):
-            if _number(file.parent) > shipped:
-                file.unlink()
+        self._is_prepared = True
 
     def send(self, batch: int, payloads: Sequence[bytes]) -> None:
         folder = self.folder / f"step_{batch}"

@@ -274,8 +274,9 @@ class TinkerBackend(TinkerFacts):
         """
         self._saves += 1
         what = "an adapter" if kind == "adapter" else "a checkpoint"
-        save, name = getattr(self.trainer, request), f"{kind}-{self._saves:04d}"
+        name = f"{kind}-{self._saves:04d}"
         with self._service.slot():
+            save = getattr(self.trainer, request)
             path: str = self._service.result(what, lambda: save(name)).path
         return path
 
