@@ -342,23 +342,12 @@ def test_a_child_that_holds_the_channel_delays_no_end(
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
-SLEEPS = """
-import time
-
-def score(response, reference):
-    time.sleep(float(response))
-    return 1.0
-"""
+SLEEPS = "import time\ndef score(response, _):\n    return time.sleep(float(response)) or 1.0\n"
 
 
 def sleep_job(seconds: float) -> dict[str, object]:
-    return {
-        "handler": "sleeping.score",
-        "response": str(seconds),
-        "reference": "",
-        "prompt": "",
-        "example": {"prompt": "", "reference": ""},
-    }
+    text = {"prompt": "", "reference": ""}
+    return {"handler": "sleeping.score", "response": str(seconds), **text, "example": text}
 
 
 def test_an_answer_in_time_counts_though_the_server_reads_it_late(
