@@ -6,6 +6,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,8 @@ def seal(folder: Path, **state: Any) -> None:
     replaces what the run itself would write.
     """
     files, summary = RunFolder(folder), json.loads(RunFolder(folder).summary.read_text())
-    found = {
-        path.name: path.read_bytes() for path in (files.metrics, files.evaluation) if path.is_file()
-    }
+    logs = filter(Path.is_file, (files.metrics, files.evaluation))
+    found = {path.name: path.read_bytes() for path in logs}
     extents = {
         name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         for name, data in found.items()
@@ -133,7 +133,7 @@ def seal(folder: Path, **state: Any) -> None:
 
 
 def _write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    with JsonlWriter(path) as writer:
+    with closing(JsonlWriter(path)) as writer:
         for line in lines:
             writer.write(line)
 

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
@@ -31,13 +32,12 @@ class Left(io.StringIO):
 
 
 def write_steps(folder: Path, count: int) -> None:
-    with JsonlWriter(RunFolder(folder).metrics) as writer:
+    with closing(JsonlWriter(RunFolder(folder).metrics)) as writer:
         for step in range(count):
-            writer.write(
-                StepRecord(
-                    step, "c", correct_rate=1.0, running_correct_rate=0.453, step_time_s=2.0
-                ).to_json()
+            record = StepRecord(
+                step, "c", correct_rate=1.0, running_correct_rate=0.453, step_time_s=2.0
             )
+            writer.write(record.to_json())
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import resource
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -136,7 +137,7 @@ def test_a_torn_last_line_is_left_out_and_never_glued_to(tmp_path: Path) -> None
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n{"step": 1, "lo')
     assert [line["step"] for line in read_jsonl(path)] == [0]
-    with JsonlWriter(path) as writer:
+    with closing(JsonlWriter(path)) as writer:
         writer.write({"step": 1})
     assert [line["step"] for line in read_jsonl(path)] == [0, 1]
 
@@ -173,7 +174,7 @@ def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         os, "write", lambda descriptor, data: writes.append(data) or real(descriptor, data)
     )
-    with JsonlWriter(tmp_path / "metrics.jsonl") as writer:
+    with closing(JsonlWriter(tmp_path / "metrics.jsonl")) as writer:
         writer.write({"text": "x" * 100_000})
         writer.write({"step": 1})
     assert len(writes) == 2 and all(data.endswith(b"\n") for data in writes)
@@ -252,8 +253,7 @@ def problems(step: int) -> list[EvaluationRecord]:
 
 
 def test_a_checkpoint_that_does_not_say_how_far_the_files_reach_is_not_used(tmp_path: Path) -> None:
-    with JsonlWriter(RunFolder(tmp_path).metrics) as writer:
-        writer.write({"step": 0})
+    RunFolder(tmp_path).metrics.write_bytes(b'{"step": 0}\n')
     problem = changed_log(RunFolder(tmp_path), vars(TrainerState(0, "", step=1)))
     assert problem == "it does not say how far metrics.jsonl reached"
 
@@ -262,7 +262,7 @@ def test_a_line_that_the_disk_refuses_is_written_whole_when_there_is_room(
     tmp_path: Path, small_files: None
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    with JsonlWriter(path) as writer:
+    with closing(JsonlWriter(path)) as writer:
         writer.write({"step": 0})
         writer.write({"step": 1, "text": "x" * 150_000})  # 100 kB of the file is all that fits
         assert writer.is_behind
@@ -281,7 +281,7 @@ def test_a_line_that_the_disk_refuses_is_written_whole_when_there_is_room(
 def test_an_extent_goes_on_where_an_earlier_session_ended(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in range(2):
-        with JsonlWriter(path) as writer:
+        with closing(JsonlWriter(path)) as writer:
             writer.write({"step": step})
             extent = writer.sync()
     assert extent == Extent(path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())

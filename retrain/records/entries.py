@@ -33,7 +33,7 @@ class _Record:
         a default. The sentence names `path`, the file of the line, and the line's step.
         """
         kinds, defaults = _fields_of(cls)  # type: ignore[arg-type]  # a class is hashable
-        values = {name: value for name, value in renamed(line).items() if name in kinds}
+        values = {name: value for name, value in line.items() if name in kinds}
         values = defaults | values
         for problem in cls._problems(kinds, values):
             raise RunFailed(
@@ -122,6 +122,10 @@ Count = int | None
 @dataclass(frozen=True)
 class StepRecord(_Record):
     """One training step. Entropies and surprisals are in nats, times in seconds."""
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any], path: Path = Path("a run")) -> Self:
+        return super().from_json(renamed(line), path)
 
     def to_json(self) -> Json:
         line = super().to_json()
@@ -386,8 +390,8 @@ class StepRecord(_Record):
 MEASURED = frozenset(
     field.name
     for field in fields(StepRecord)
-    if field.name.startswith(("time_", "bp_")) or field.name in ("step_time_s", "tokens_per_s")
-) | {"peak_memory_gib"}
+    if field.name.startswith(("time_", "bp_", "step_time_s", "tokens_per_s", "peak_memory_gib"))
+)
 """The fields of a step that the clock and the machine decide, so that two equal runs differ in
 them."""
 

@@ -46,9 +46,7 @@ def finite(record: Mapping[str, Any]) -> Json:
     """
     nonfinite: list[str] = []
     clean = {key: _finite(value, key, nonfinite) for key, value in record.items()}
-    if nonfinite:
-        return clean | {"nonfinite": nonfinite}
-    return clean
+    return clean | {"nonfinite": nonfinite} if nonfinite else clean
 
 
 def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
@@ -90,7 +88,7 @@ class Extent:
 
     def problem(self, path: Path, *, whole: bool = False) -> str:
         """Return why the file `path` no longer begins with these bytes; with `whole`, why it has
-        other bytes. Return "" if there is no difference.
+        other bytes. Return "" for equal bytes.
         """
         if not (self.size or whole):
             return ""
@@ -162,12 +160,6 @@ class JsonlWriter:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_jsonl(path: Path) -> Iterator[Json]:
