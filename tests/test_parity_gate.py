@@ -20,7 +20,7 @@ from retrain.errors import ConfigurationError, RunFailed
 from retrain.run import gate, gate_faults, gate_samples
 from retrain.run.gate_samples import Asked, GateSample
 from retrain.run.identical import chance_of_identical
-from retrain.run.observer import default_mismatch_limit
+from retrain.run.observer import default_logprob_diff_limit
 from retrain.run.parts import Parts, gate_inputs, load_parts, run_parity_gate
 from tests.marks import first_of
 
@@ -490,10 +490,10 @@ def test_updates_within_a_step_are_no_mismatch(tmp_path: Path, loss: dict[str, A
 
 
 def test_the_limit_is_ten_times_the_gates_figure_above_the_noise() -> None:
-    assert default_mismatch_limit(1e-6, half_precision=False) == 1e-3
-    assert default_mismatch_limit(5e-4, half_precision=False) == pytest.approx(5e-3)
-    assert default_mismatch_limit(1e-3, half_precision=True) == 0.02
-    assert default_mismatch_limit(8e-3, half_precision=True) == pytest.approx(0.08)
+    assert default_logprob_diff_limit(1e-6, half_precision=False) == 1e-3
+    assert default_logprob_diff_limit(5e-4, half_precision=False) == pytest.approx(5e-3)
+    assert default_logprob_diff_limit(1e-3, half_precision=True) == 0.02
+    assert default_logprob_diff_limit(8e-3, half_precision=True) == pytest.approx(0.08)
 
 
 def test_dropout_moves_the_ratio_by_itself_and_stops_nothing(tmp_path: Path) -> None:

@@ -281,7 +281,7 @@ def _visible(trial: TrialAdapter, sample: GateSample) -> tuple[float, Bare]:
     return effect, bare
 
 
-# -- gold answers ---------------------------------------------------------------------------
+# -- reference answers ----------------------------------------------------------------------
 
 
 def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:

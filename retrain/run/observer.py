@@ -174,7 +174,7 @@ class StepObserver:
         """
         past, result, gate_mean = self.past, step.result, state.gate_mismatch or 0.0
         check_updates(past.newest, result)
-        limit = mismatch_limit(self.config, self.parts.backend, gate_mean)
+        limit = logprob_diff_limit(self.config, self.parts.backend, gate_mean)
         if limit is None:
             return
         if past.newest[-1].num_datums:
@@ -268,15 +268,15 @@ class StepObserver:
 # -- conditions under which a step stops the run ---------------------------------------------------
 
 
-def default_mismatch_limit(gate_mean: float, *, half_precision: bool) -> float:
+def default_logprob_diff_limit(gate_mean: float, *, half_precision: bool) -> float:
     """Return the default of [inference] max_logprob_diff in nats: ten times the gate's own mean,
     and above the noise of the precision.
     """
     return max(_LIMIT_FACTOR * gate_mean, _LIMIT_FLOOR_HALF if half_precision else _LIMIT_FLOOR)
 
 
-def mismatch_limit(config: TrainConfig, backend: Backend, gate_mean: float) -> float | None:
-    """Return the limit of a run in nats; None if there is none.
+def logprob_diff_limit(config: TrainConfig, backend: Backend, gate_mean: float) -> float | None:
+    """Return the limit of a run's logprob_diff_mean in nats; None for a run without a limit.
 
     Dropout and weights that are one step old move the ratio by themselves, so there only a limit
     from the user holds.
@@ -286,7 +286,7 @@ def mismatch_limit(config: TrainConfig, backend: Backend, gate_mean: float) -> f
     if config.lora.dropout or backend.capabilities.samples_ahead:
         return None
     rounded = is_rounded(config.inference, backend)
-    return default_mismatch_limit(gate_mean, half_precision=rounded)
+    return default_logprob_diff_limit(gate_mean, half_precision=rounded)
 
 
 def check_updates(
