@@ -52,9 +52,11 @@ class Rollout:
 
     @property
     def usable_groups(self) -> list[Group]:
-        """The judged part of each group, without groups with fewer than two judged completions."""
-        judged = [(group.judged(), len(group)) for group in self.groups]
-        return [part for part, whole in judged if len(part) == whole or len(part) >= 2]
+        """The judged part of each group. A group drops out if the reward could not judge all of its
+        completions, and judged fewer than two.
+        """
+        parts = [(group.judged(), min(2, len(group))) for group in self.groups]
+        return [part for part, least in parts if len(part) >= least]
 
     @property
     def judged(self) -> int:
