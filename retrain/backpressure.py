@@ -102,10 +102,10 @@ class ScalingLaw:
 @dataclass(frozen=True)
 class Fit:
     status: FitStatus
-    """With "ok", kappa = 0 and the optimum is infinite if there is no coherency penalty. With
+    """With "ok", kappa = 0 and the optimum is infinite without a coherency penalty. With
     "insufficient", fewer than three different p determine no parabola. With "rejected", 1 / lambda
-    = A + B + C is not above 0, so no law has these coefficients. With "unknown", there is a law,
-    but its R^2 is below min_r2. The controller's regime has the same name.
+    = A + B + C is not above 0, so no law has these coefficients. With "unknown", the law's R^2 is
+    below min_r2. The controller's regime has the same name.
     """
     law: ScalingLaw | None = None
     r2: float | None = None
@@ -136,7 +136,7 @@ def fit_scaling_law(
     """Fit p / X by a parabola in p, with least squares over the last WINDOW observations.
 
     Noise in X is multiplicative, so the error of p / X grows with p / X, and "relative" divides by
-    it. If the parabola bends down, there is no coherency penalty, and the function fits a straight
+    it. If the parabola bends down, the coherency penalty is 0, and the function fits a straight
     line. Setting kappa to 0 afterwards would bias the other two parameters. Raises ValueError for
     lists of different length, for a p below 1 and for a throughput that is not above 0.
     """
@@ -235,8 +235,8 @@ def roofline(
 _VISITS = 2
 """Visits to each size in the sweep: one measurement cannot tell noise from shape."""
 _MIN_GAIN = 0.10
-"""Without a coherency penalty there is no optimum; the batch grows while the last growth raised
-throughput by this fraction."""
+"""Without a coherency penalty throughput has no maximum; the batch grows while the last growth
+raised throughput by this fraction."""
 _ROUNDING = 1e-9
 """Added before rounding down, since 0.29 * 100 is 28.999999999999996."""
 

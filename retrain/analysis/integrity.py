@@ -64,8 +64,8 @@ def _is_section(section: Any) -> bool:
 
 
 def problem_of(run: StoredRun, given: Mapping[str, Any]) -> str:
-    """Return how a run's stored configuration differs from its entry in the manifest and from the
-    campaign's keys, as a predicate; "" if it does not, or has not begun.
+    """Return a predicate: how a run's stored configuration differs from its entry in the manifest
+    and from the campaign's keys. Return "" without a difference, and for a run that has not begun.
     """
     planned = run.planned
     if planned is None or not is_run(run.path):

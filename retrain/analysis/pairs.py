@@ -198,8 +198,7 @@ class Pairs:
     looks: Mapping[int, int] | None = None
     """Seed -> number of the look that took it, from 0; None for a comparison without looks."""
     judges_losses: bool = False
-    """True if there is no verdict after more than a quarter of an arm's runs failed or
-    collapsed.
+    """True if failed or collapsed runs, more than a quarter of an arm's, prevent a verdict.
     """
 
     @property

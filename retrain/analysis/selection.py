@@ -307,6 +307,6 @@ def _no_pair(
                 " true."
             )
     return ConfigurationError(
-        "there is no pair to compare: no usable run shares its seed with a usable run of the"
+        "retrain has no pair to compare: no usable run shares its seed with a usable run of the"
         f" baseline (seeds of {found}).{because}{advice}"
     )

@@ -319,7 +319,7 @@ def _ratio_statistics(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
 
 
 def mismatch_fields(log_ratios: Sequence[Float32Array], max_tokens: int) -> dict[str, Any]:
-    """Return the logprob_diff_* fields of a result; none of them where there is no token."""
+    """Return the logprob_diff_* fields of a result; {} without tokens."""
     sizes = np.abs(np.concatenate([np.empty(0, np.float32), *log_ratios]).astype(np.float64))
     if not len(sizes):
         return {}

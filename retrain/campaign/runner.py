@@ -462,8 +462,8 @@ class AutoSqueeze:
 
 
 def comparison_lines(plan: CampaignPlan) -> list[str]:
-    """Compare every condition with the first, as `retrain compare` prints it, or return a sentence
-    that says why there is no comparison.
+    """Compare every condition with the first, as `retrain compare` does. A refused comparison
+    gives a sentence with the reason.
     """
     if len(plan.conditions) < 2:
         return []

@@ -51,7 +51,7 @@ def command(
     ] = "",
     table: Annotated[
         bool,
-        typer.Option("--table", help="One line per token; the default where there is no color."),
+        typer.Option("--table", help="One line per token; the default without color."),
     ] = False,
     trust: Trust = False,
     form: Form = "text",

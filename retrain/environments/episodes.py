@@ -203,7 +203,7 @@ class RunningEpisode:
         self._job = self._host.submit(partial(self._step, text, last))
 
     def end(self) -> None:
-        """Ask for the score without a further reply: there is no room for one."""
+        """Ask for the score now, since another reply has no room."""
         self._job = self._host.submit(self._conclude)
 
     @property

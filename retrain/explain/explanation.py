@@ -182,7 +182,7 @@ class Explanation:
     schedule: Schedule | None = None
     memory: "Memory | None" = None
     memory_unknown: str = ""
-    """The reason why there is no prediction of the memory; empty with a prediction."""
+    """The reason for a missing prediction of the memory; empty with a prediction."""
     power: Power | None = None
     adapter: "LoraAdapter | None" = None
     """The adapter of a squeeze job."""

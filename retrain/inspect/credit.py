@@ -297,7 +297,7 @@ def _begun_anew(pipeline: CreditPipeline, label: str, step: int) -> Iterator[str
 
 
 class NoJudgedCompletion(ConfigurationError):
-    """The reward judged none of the step's completions, so there is no credit to show."""
+    """The reward judged none of the step's completions, so they have no credit to show."""
 
 
 def _chosen_step(run: StoredRun, step: int | None) -> int:

@@ -48,8 +48,8 @@ class Norm:
         return (x * scale).to(x.dtype).mul_(self.weight)
 
     def forward(self, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (normed x, `scale`). The scale is None if there is no backward pass and a single
-        kernel does all, with the same roundings.
+        """Return (normed x, `scale`). Without a backward pass a single kernel may do all, with
+        the same roundings; the scale is None then.
         """
         if isinstance(ctx, _NoContext) and x.device.type in _FUSED_NORM:
             return F.rms_norm(x, x.shape[-1:], eps=self.eps).mul_(self.weight), None
@@ -175,7 +175,7 @@ class _Project(torch.autograd.Function):
 
 
 def _normed(ctx: Any, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
-    """Return `Norm.forward`, or x itself where there is no norm."""
+    """Return `Norm.forward`, or x itself without a norm."""
     if norm is None:
         return x, None
     return norm.forward(ctx, x)

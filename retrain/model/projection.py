@@ -152,8 +152,8 @@ class Projection:
         """Return (y [N, O], reduced) of x [N, I], with the adapter as of the last `refresh`, or
         without a disabled adapter.
 
-        `reduced` [N, R] is x times the down factors, which `gradients` needs; None if there is no
-        adapter to differentiate.
+        `reduced` [N, R] is x times the down factors, for `gradients`; None without an adapter to
+        differentiate.
         """
         if self.copy is not None and self._merges and self.weight.dtype != torch.float32:
             return self.copy.product(self._with_reduced(x)), None

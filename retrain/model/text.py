@@ -116,7 +116,7 @@ def model_fingerprint(model: "Model") -> str | None:
 def load_text_model(model: "Model") -> TextModel:
     """Load tokenizer, vocabulary, end-of-turn tokens and context length of `[model] model`.
 
-    Raises EnvironmentFailure if there is no such folder and the hub does not provide the model.
+    Raises EnvironmentFailure if neither a folder nor the hub provides the model.
     """
     # transformers advises to install torch, and its tokenizers do without.
     if find_spec("torch") is None:

@@ -2,7 +2,7 @@
 padding, no repeated key.
 
 On CUDA it is torch's flash kernel. `plain_paged` is its form over pages in matrix products, on any
-device and in any dtype, for decoding where there is no kernel over pages.
+device and in any dtype, for decoding without a kernel over pages.
 Shape letters: S sequences, Nq and Nk tokens of all of them, Hq query heads, Hk key-value heads, D
 head size.
 """

@@ -127,7 +127,7 @@ def _held_out(data: ReportData) -> PageFigure | None:
     steps = {point.step for arm in data.arms for points in arm.held_out for point in points}
     if len(steps) != 1:
         return line_figure(data, _HELD_OUT)
-    # With one evaluation per run there is no curve.
+    # One evaluation per run gives no curve.
     (step,) = steps
     rows = []
     for index, arm in enumerate(data.arms):

@@ -64,8 +64,8 @@ class Interrupts:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Stop immediately inside: there is no state to save yet, and the current call may take
-        long.
+        """Stop immediately inside: the run has no state to save yet, and the current call may
+        take long.
         """
         self._at_once = True
         try:

@@ -32,7 +32,7 @@ from retrain.squeeze.adapter import (
 from retrain.squeeze.analysis import factorise, layer_spectrum, svd_device
 
 Factors = tuple[Tensor, Tensor, Tensor]
-"""What `factorise` returns: left, values, right."""
+"""The result of `factorise`: left, values, right."""
 
 
 @dataclass(frozen=True)

@@ -74,5 +74,5 @@ def _full_problems(config: "TrainConfig") -> Iterator[tuple[str, str]]:
     if config.is_set("squeeze"):
         yield (
             "model.train",
-            'there is no adapter to squeeze; leave [squeeze] out, or set train = "lora"',
+            'train = "full" has no adapter to squeeze; leave [squeeze] out, or set "lora"',
         )

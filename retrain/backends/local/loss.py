@@ -29,8 +29,8 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def ratio(new: Tensor, old: Tensor, log_ratio_clamp: float) -> Tensor:
-    """Return [N] exp(new - old), the log-ratio clamped to +-log_ratio_clamp; outside the clamp
-    there is no gradient.
+    """Return [N] exp(new - old), with the log-ratio clamped to +-log_ratio_clamp. Outside the
+    clamp the gradient is 0.
     """
     return (new - old).clamp(-log_ratio_clamp, log_ratio_clamp).exp()
 

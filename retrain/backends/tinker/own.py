@@ -37,7 +37,7 @@ class LossCall:
     own: OwnFunction | None
     rows: Sequence[ShiftedRow]
     weights: Sequence[float]
-    """Of each row's tokens."""
+    """The weight of each row's tokens."""
     result: Update = field(default_factory=Update)
     """The update of the last call, without its gradient norm."""
 
