@@ -138,8 +138,8 @@ class CampaignRecord:
 
     @property
     def judges_losses(self) -> bool:
-        """True unless the version that stored the plan left out failed runs alone, and any number
-        of them.
+        """False for the plan of an older version, which leaves out any number of failed runs, and
+        no others.
         """
         return not (self.plan and self.plan.leaves_out == "failed")
 

@@ -60,7 +60,7 @@ class Contrast(Pairs):
 
     @cached_property
     def same_runs(self) -> int:
-        """The pairs whose two runs are one, with equal numbers apart from the times."""
+        """The pairs of two identical runs, whose numbers are equal apart from the times."""
         return are_the_same(self.runs)
 
 

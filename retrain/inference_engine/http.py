@@ -52,7 +52,7 @@ class Patience:
     """
 
     silent_s: float = math.inf
-    """Seconds of asking again: `[inference] retry_timeout_s` where that is less."""
+    """Seconds during which retrain repeats a request, at most `[inference] retry_timeout_s`."""
     attempts: int = 10
     """Attempts after an unfit answer: about a minute."""
     word_s: float = 30.0

@@ -48,7 +48,7 @@ class _Record:
 
     @classmethod
     def _problems(cls, kinds: "Kinds", values: Json) -> Iterator[str]:
-        """Yield what no line of this record has, as the end of a sentence."""
+        """Yield the faults of a line, each as the end of a sentence."""
         yield from (f"no {name}, and every line has one" for name in kinds if name not in values)
         for name, value in values.items():
             if isinstance(value, float) and not isfinite(value):

@@ -28,9 +28,7 @@ _SKIPPED = (
 
 @dataclass
 class Streak:
-    """The newest steps of a run if they trained nothing, summed up, since there may be any number
-    of them.
-    """
+    """Sums over the newest steps of a run that trained nothing, since their number has no limit."""
 
     steps: int = 0
     completions: int = 0
@@ -40,7 +38,7 @@ class Streak:
     """
     sums: Counter[str] = field(default_factory=Counter)
     rewards: set[tuple[float | None, float | None]] = field(default_factory=set)
-    """Mean and deviation of the rewards of a step; two of them stand for more."""
+    """Mean and deviation of the rewards of a step; the set keeps at most two."""
     ends_solved: bool = False
     """True if the model solved the newest step of all."""
 

@@ -70,8 +70,8 @@ Reply = tuple[str, bool, JudgeUsage]
 
 
 class ChatFailed(Exception):
-    """No reply, with the reason as a clause. `wait` tells stamina after how many seconds another
-    attempt is worth it: True by its own schedule, False never.
+    """The judge gave no reply; the reason is a clause. `wait` gives stamina the seconds until another
+    attempt: True means its own schedule, False never.
     """
 
     def __init__(self, reason: str, wait: bool | float = True) -> None:
@@ -111,7 +111,7 @@ class ChatClient:
         )
         self._slots = asyncio.Semaphore(most)
         self._resting_until = 0.0
-        """Time before which the server wants no request."""
+        """The earliest time of the next request, as the server asked."""
 
     async def ask(self, message: str, spent: list[JudgeUsage]) -> tuple[str, bool]:
         """Return the reply to one user message, and whether it reached the limit of tokens. Add to
@@ -188,7 +188,7 @@ class ChatClient:
 
 
 def _reply(content: Any) -> Reply | None:
-    """Read a chat completion; None for anything else. A count that is none is 0."""
+    """Read a chat completion; None for anything else. A count of another type is 0."""
     match content:
         case {"choices": [{"message": {**message}, **choice}, *_], **more}:
             text, used = message.get("content"), more.get("usage")

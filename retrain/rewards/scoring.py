@@ -70,7 +70,7 @@ class FailureGuard:
         stop it at once.
         """
         self._steps.append(_failures(scores))
-        (total, reasons), taken = self._last, len(self._steps)
+        (total, reasons), taken = self._in_window, len(self._steps)
         failed, rate = reasons.total(), self._max_failure_rate
         too_many = failed > rate * total * self._window / taken
         if rate < 1 and (too_many or failed == total >= _MIN_COMPLETIONS):
@@ -83,7 +83,7 @@ class FailureGuard:
         """Raise RunFailed, with the most frequent reason, if the reward could judge none of the
         last completions at the end of a run.
         """
-        total, reasons = self._last
+        total, reasons = self._in_window
         if self._max_failure_rate < 1 and reasons.total() == total > 0:
             raise RunFailed(
                 f"None of the last {total} completions got a verdict"
@@ -92,8 +92,8 @@ class FailureGuard:
             )
 
     @property
-    def _last(self) -> Failures:
-        """The failures of the window."""
+    def _in_window(self) -> Failures:
+        """The failures of all steps in the window."""
         found = Counter[str]()
         for _, reasons in self._steps:
             found.update(reasons)

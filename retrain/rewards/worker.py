@@ -68,7 +68,7 @@ _JOB = struct.Struct("<QII")
 length. The server reads no more of it.
 """
 QUESTION = bytes(_JOB.size)
-"""A job without content: did a worker start?"""
+"""A job without content asks whether a worker started."""
 
 
 def encode_job(number: int, message: Message) -> bytes:
@@ -122,8 +122,8 @@ async def _receive(reader: asyncio.StreamReader, longest: int = 1 << 32) -> Mess
 
 
 def main(parent: str, *descriptors: str) -> None:
-    """Run the fork server until the trainer, of which `parent` is the process id, ends it or is
-    gone. It keeps a worker for each of the sockets.
+    """Run the fork server, with a worker for each socket. It ends with the trainer, whose process
+    id is `parent`, or at its signal.
     """
     keepers = [_Keeper(socket.socket(fileno=int(each))) for each in descriptors]
 
@@ -199,7 +199,7 @@ class _Keeper:
 
     async def _answer(self, number: int, size: int, job: bytes) -> Message:
         """Return the worker's answer to a job, or the reason for its absence; without a
-        job, what the worker said first.
+        job, the worker's first message.
         """
         if not job or not self._pid:
             return self._started

@@ -274,7 +274,7 @@ class Dialogues:
     text: Callable[[Int32Array], str]
     """Decodes the token ids of a reply."""
     repeatable: bool
-    """The engine counts its noise."""
+    """True if the engine draws the same noise again for the same request."""
     watcher: Watcher
     scored: dict[DialogueKey, Scored] = field(default_factory=dict)
     seconds_waited: float = 0.0

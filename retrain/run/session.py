@@ -242,7 +242,7 @@ class Session:
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
-        """Learn inside. The state says so until the step has a record."""
+        """Mark the state as learning until the step has a record."""
         before = self.state
         self.state = replace(before, learning=True)
         try:
