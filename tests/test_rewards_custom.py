@@ -44,6 +44,8 @@ def angry(response, reference):
 def bottomless(response, reference):
     return float("nan")
 
+def huge(response, reference): return 10**400
+
 def wordy(response, reference):
     return "yes"
 
@@ -168,6 +170,7 @@ def test_a_float_or_a_bool_is_the_reward(function: str, reward: float) -> None:
         ("unsure", "my_rewards.unsure returned None"),
         ("angry", "KeyError: 'no"),
         ("bottomless", "nan, which is not finite"),
+        ("huge", "inf, which is not finite"),
         ("wordy", "type str"),
     ],
 )

@@ -64,7 +64,10 @@ def _reward(name: str, value: object) -> dict[str, Any]:
         return _no_reward(f"{name} returned None")
     if not isinstance(value, Real | np.bool_):
         return _no_reward(f"{name} returned {_kind_of(value)}, not a float, a bool or None")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        number = math.inf
     if not math.isfinite(number):
         return _no_reward(f"{name} returned {number}, which is not finite")
     return {"value": number}
