@@ -41,7 +41,7 @@ BUDGETS: dict[str, int] = {
     "retrain/model/": 24_917,
     "retrain/records/": 12_691,
     "retrain/report/": 6_038,
-    "retrain/rewards/": 15_029,
+    "retrain/rewards/": 15_036,
     "retrain/run/": 23_600,
     "retrain/squeeze/": 5_607,
     "retrain/tracking/": 6_976,
@@ -50,7 +50,7 @@ BUDGETS: dict[str, int] = {
     "examples/": 2_116,
     "core/": 132,
     "bytes of the package's other files": 6_897_796,
-    "lines of tests": 54_492,
+    "lines of tests": 54_495,
     "lines of benchmarks": 5_428,
     "words of the pages": 67_099,
 }
