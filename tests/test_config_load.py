@@ -429,6 +429,11 @@ PLAIN = 'algorithm.transform_mode = "none"'
             'inference.dtype = "bf16"',
             "Tinker samples by itself.",
         ),
+        (
+            'environment.provider = "my.Game"',
+            'environment.id = "x"',
+            "the plugin is the environment.",
+        ),
         (ENVIRONMENT, 'data.source = "lab"', "the problems come from [environment]."),
         (ENVIRONMENT, 'reward.type = "math"', "the rubric of [environment] scores."),
         (
