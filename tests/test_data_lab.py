@@ -98,16 +98,10 @@ def test_every_process_makes_the_same_examples() -> None:
         "import json; from retrain.data.lab import examples; print(json.dumps([[e.example_id,"
         " e.reference] for e in examples('train', 5)]))"
     )
-    other = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONHASHSEED": "7"},
-    )
-    assert json.loads(other.stdout) == [
-        [e.example_id, e.reference] for e in lab.examples("train", 5)
-    ]
+    command, env = [sys.executable, "-c", code], {"PYTHONHASHSEED": "7"}
+    other = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    expected = [[e.example_id, e.reference] for e in lab.examples("train", 5)]
+    assert json.loads(other.stdout) == expected
 
 
 def test_the_problems_never_change() -> None:
