@@ -72,17 +72,12 @@ def completion(
 
 
 def group(rewards: list[float], completions: list[Completion], threshold: float = 0.5) -> Group:
-    scores = [Score.of(reward, threshold) for reward in rewards]
     prompt = Prompt(Example("q", "a", example_id="q"), "q", np.array([7, 8], np.int32))
-    pairs = zip(completions, scores, strict=True)
-    return Group(
-        prompt,
-        0,
-        [
-            Scored(Trajectory.of(replace(c, sample=i)), "", score)
-            for i, (c, score) in enumerate(pairs)
-        ],
-    )
+    members = [
+        Scored(Trajectory.of(replace(one, sample=sample)), "", Score.of(reward, threshold))
+        for sample, (one, reward) in enumerate(zip(completions, rewards, strict=True))
+    ]
+    return Group(prompt, 0, members)
 
 
 def replies(of: Group) -> list[Completion]:
@@ -90,25 +85,14 @@ def replies(of: Group) -> list[Completion]:
 
 
 def without_entropies(of: Group) -> Group:
-    return replace(
-        of,
-        members=[
-            replace(
-                m, trajectory=Trajectory.of(replace(m.trajectory.completions[0], entropies=None))
-            )
-            for m in of.members
-        ],
-    )
+    bare = [Trajectory.of(replace(one, entropies=None)) for one in replies(of)]
+    pairs = zip(of.members, bare, strict=True)
+    return replace(of, members=[replace(member, trajectory=one) for member, one in pairs])
 
 
 def mixed() -> Group:
-    return group(
-        [1.0, 0.0],
-        [
-            completion([0, 1, 2, 3, 4], [-0.1, -2.0, -0.3, -1.0, -0.5]),
-            completion([4, 0], [-1.5, -0.25]),
-        ],
-    )
+    right = completion([0, 1, 2, 3, 4], [-0.1, -2.0, -0.3, -1.0, -0.5])
+    return group([1.0, 0.0], [right, completion([4, 0], [-1.5, -0.25])])
 
 
 def assign(configuration: TrainConfig, groups: list[Group], lam: float = 0.5) -> Credit:
@@ -273,20 +257,14 @@ def test_hicra_comes_after_the_weights_and_acts_on_planning_tokens_only() -> Non
 
 def test_a_recipe_equals_its_parts() -> None:
     for name, recipe in RECIPES.items():
-        whole, parts = (
-            config(algorithm={"algorithm_mode": name}),
-            config(recipe.transform, recipe.advantage),
-        )
+        whole = config(algorithm={"algorithm_mode": name})
+        parts = config(recipe.transform, recipe.advantage)
         assert tokens_of(assign(whole, [mixed()])) == tokens_of(assign(parts, [mixed()])), name
 
 
 def test_recipes_pass_recorded_entropies_and_rho_through() -> None:
-    settings = {
-        "algorithm_mode": "maxrl_gtpo",
-        "uncertainty_kind": "shannon_entropy",
-        "surprisal_mask_rho": 0.3,
-    }
-    credit = assign(config(algorithm=settings), [mixed()], 0.0)
+    settings = {"uncertainty_kind": "shannon_entropy", "surprisal_mask_rho": 0.3}
+    credit = assign(config(algorithm={"algorithm_mode": "maxrl_gtpo", **settings}), [mixed()], 0.0)
     assert credit.assigned.uncertainty is not None
     assert credit.assigned.uncertainty[1] == pytest.approx(4.0)
     assert sum(value != 0 for row in tokens_of(credit)[0] for value in row) == 2
@@ -301,27 +279,18 @@ def test_recipes_pass_recorded_entropies_and_rho_through() -> None:
 )
 def test_rho_masks_under_every_transform(transform: str, rho: float, scope: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    groups = [
-        group(
-            [1.0, 0.0, 0.0],
-            [
-                completion([int(t) for t in rng.integers(0, 6, n)], (-rng.random(n) * 3).tolist())
-                for n in rng.integers(1, 9, 3)
-            ],
-        )
-        for _ in range(2)
-    ]
+
+    def drawn(n: int) -> Completion:
+        return completion([int(t) for t in rng.integers(0, 6, n)], (-rng.random(n) * 3).tolist())
+
+    groups = [group([1.0, 0.0, 0.0], [*map(drawn, rng.integers(1, 9, 3))]) for _ in range(2)]
     settings_ = {"surprisal_mask_rho": rho, "surprisal_mask_scope": scope}
     credit = assign(config(transform, algorithm=settings_), groups)
     lengths = [[len(c.token_ids) for c in g.trajectories] for g in groups]
-    pools = {
-        "batch": [sum(map(sum, lengths))],
-        "group": [sum(row) for row in lengths],
-        "completion": [n for row in lengths for n in row],
-    }
-    assert credit.statistics.surprisal_kept_fraction == pytest.approx(
-        sum(kept_count(n, rho) for n in pools[scope]) / pools["batch"][0]
-    )
+    each = [length for row in lengths for length in row]
+    pools = {"batch": [sum(each)], "group": [*map(sum, lengths)], "completion": each}
+    kept = sum(kept_count(n, rho) for n in pools[scope]) / sum(each)
+    assert credit.statistics.surprisal_kept_fraction == pytest.approx(kept)
     before = list(credit.assigned.stages.values())[-2]
     after = credit.assigned.final
     assert ((after == 0) | (after == before)).all()
@@ -334,16 +303,13 @@ def test_rho_masks_under_every_transform(transform: str, rho: float, scope: str,
 def test_the_kept_denominator_counts_the_kept_tokens_of_each_row() -> None:
     base = {"surprisal_mask_rho": 0.3}
     every = assign(config("none", algorithm=base), [mixed()]).rows()
-    kept = assign(
-        config("none", algorithm={**base, "surprisal_mask_denominator": "kept"}), [mixed()]
-    ).rows()
+    kept_alone = base | {"surprisal_mask_denominator": "kept"}
+    kept = assign(config("none", algorithm=kept_alone), [mixed()]).rows()
     assert [row.num_counted for row in every] == [row.num_actions for row in every]
     assert [row.num_counted for row in kept] == [int((row.advantages != 0).sum()) for row in kept]
     assert sum(row.num_counted for row in kept) == 2
-    assert all(
-        np.array_equal(one.advantages, other.advantages)
-        for one, other in zip(every, kept, strict=True)
-    )
+    for one, other in zip(every, kept, strict=True):
+        assert np.array_equal(one.advantages, other.advantages)
 
 
 def test_groups_without_advantage_do_not_set_the_threshold() -> None:
@@ -356,15 +322,9 @@ def test_groups_without_advantage_do_not_set_the_threshold() -> None:
 def test_completions_that_the_loss_leaves_out_do_not_set_the_threshold() -> None:
     cut_off = completion([4, 4], [-9.0, -9.0], FinishReason.LENGTH)
     groups = [group([1.0, 0.0, 0.0], [*replies(mixed()), cut_off])]
-    for mask_truncated, tau in ((False, 9.0), (True, 1.5)):
-        credit = assign(
-            config(
-                "none",
-                algorithm={"surprisal_mask_rho": 0.3},
-                loss={"mask_truncated": mask_truncated},
-            ),
-            groups,
-        )
+    for masked, tau in ((False, 9.0), (True, 1.5)):
+        loss, algorithm = {"mask_truncated": masked}, {"surprisal_mask_rho": 0.3}
+        credit = assign(config("none", algorithm=algorithm, loss=loss), groups)
         assert credit.statistics.surprisal_tau == pytest.approx(tau)
 
 
@@ -384,22 +344,14 @@ def test_uniform_groups_have_no_policy_term_and_are_counted_by_cause() -> None:
     pair = [completion([4], [-0.5]), completion([4, 4], [-0.5, -0.1])]
     groups = [group(rewards, pair) for rewards in ([1.0, 1.0], [0.0, 0.0], [0.5, 0.5], [0.7, 0.2])]
     credit = assign(config("none", "grpo"), groups)
-    assert [given.skip_reason for given in credit.groups] == [
-        "all_correct",
-        "all_wrong",
-        "all_wrong",
-        "",
-    ]
+    reasons = [given.skip_reason for given in credit.groups]
+    assert reasons == ["all_correct", "all_wrong", "all_wrong", ""]
     rows = credit.rows()
     assert [row.num_counted for row in rows] == [0, 0, 0, 0, 0, 0, 1, 2]
     assert not any(row.advantages.any() for row in rows if row.group != 3)
     s = credit.statistics
-    assert (s.groups_skipped_all_correct, s.groups_skipped_all_wrong, s.groups_skipped_other) == (
-        1,
-        2,
-        0,
-    )
-    assert s.informative_fraction == 0.25
+    assert (s.groups_skipped_all_correct, s.groups_skipped_all_wrong) == (1, 2)
+    assert s.groups_skipped_other == 0 and s.informative_fraction == 0.25
 
 
 def test_a_group_that_maxrl_cannot_use_is_skipped_for_another_reason() -> None:
@@ -410,10 +362,8 @@ def test_a_group_that_maxrl_cannot_use_is_skipped_for_another_reason() -> None:
 
 def test_reinforce_trains_on_uniform_groups() -> None:
     pair = [completion([4], [-0.5]), completion([4], [-0.1])]
-    assert [
-        row.num_counted
-        for row in assign(config("none", "reinforce"), [group([1.0, 1.0], pair)]).rows()
-    ] == [1, 1]
+    rows = assign(config("none", "reinforce"), [group([1.0, 1.0], pair)]).rows()
+    assert [row.num_counted for row in rows] == [1, 1]
 
 
 def test_rows_hold_prompt_and_actions_in_float32() -> None:
@@ -501,29 +451,20 @@ def test_negative_rewards_stop_maxrl_by_name() -> None:
 
 
 def test_shannon_entropy_without_recorded_entropies_is_refused() -> None:
+    asked = config(algorithm={"uncertainty_kind": "shannon_entropy"})
     with pytest.raises(RunFailed, match="engine records none"):
-        assign(
-            config(algorithm={"uncertainty_kind": "shannon_entropy"}), [without_entropies(mixed())]
-        )
+        assign(asked, [without_entropies(mixed())])
 
 
 @given(st.permutations(range(3)))
 @settings(max_examples=6, deadline=None)
 def test_the_order_of_completions_and_groups_does_not_matter(order: list[int]) -> None:
-    completions = [
-        completion([0, 1, 2, 3], [-0.1, -2.0, -0.3, -1.0]),
-        completion([4, 0], [-1.5, -0.25]),
-        completion([4], [-0.7]),
-    ]
-    rewards = [1.0, 0.0, 0.25]
-    configuration = config("gtpo_sepa", algorithm={"surprisal_mask_rho": 0.5})
-    straight = tokens_of(assign(configuration, [group(rewards, completions), mixed()]))
-    permuted = tokens_of(
-        assign(
-            configuration,
-            [mixed(), group([rewards[i] for i in order], [completions[i] for i in order])],
-        )
-    )
+    first, second = replies(mixed())
+    completions, rewards = [first, second, completion([4], [-0.7])], [1.0, 0.0, 0.25]
+    asked = config("gtpo_sepa", algorithm={"surprisal_mask_rho": 0.5})
+    straight = tokens_of(assign(asked, [group(rewards, completions), mixed()]))
+    other = group([rewards[i] for i in order], [completions[i] for i in order])
+    permuted = tokens_of(assign(asked, [mixed(), other]))
     for got, expected in zip(permuted[0], straight[1], strict=True):
         assert got == pytest.approx(expected)
     for place, index in enumerate(order):
@@ -549,26 +490,11 @@ def test_the_inputs_are_never_edited() -> None:
         assert (tokens.logprobs == copies[0]).all() and (tokens.planning == copies[1]).all()
 
 
-def test_grpo_constant_means_the_constant_aggregation() -> None:
-    assert config(algorithm={"algorithm_mode": "grpo_constant"}).loss.aggregation == "constant"
-    assert (
-        config(
-            algorithm={"algorithm_mode": "grpo_none"}, loss={"aggregation": "sum"}
-        ).loss.aggregation
-        == "sum"
-    )
-
-
 def test_unknown_parameters_of_built_ins_are_refused() -> None:
+    unknown = r"{} is not a parameter of the built-in \"{}\"; it {}".format
     for table, message in (
-        (
-            {"advantage_params": {"scale": 2.0}},
-            r"scale is not a parameter of the built-in \"maxrl\"; it knows eps",
-        ),
-        (
-            {"transform_params": {"cap": 0.2}},
-            r"cap is not a parameter of the built-in \"gtpo_sepa\"; it has no parameters",
-        ),
+        ({"advantage_params": {"scale": 2.0}}, unknown("scale", "maxrl", "knows eps")),
+        ({"transform_params": {"cap": 0.2}}, unknown("cap", "gtpo_sepa", "has no parameters")),
         ({"uncertainty_params": {"x": 1}}, "x is not a parameter"),
         ({"algorithm_mode": "grpo_none", "params": {"x": 1}}, "x is not a parameter"),
         ({"advantage_params": {"eps": -1.0}}, "eps is -1.0"),

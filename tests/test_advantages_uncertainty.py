@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from golden import shannon_entropy_from_logits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,33 +35,6 @@ def test_nan_is_refused_by_every_kind_with_its_position() -> None:
             function([-0.1, math.nan])
     with pytest.raises(ValueError, match="NaN"):
         capped(np.array([math.nan]))
-
-
-@given(st.lists(st.floats(-30, 30), min_size=1, max_size=20), st.floats(0.1, 3.0))
-def test_shannon_entropy_is_minus_sum_p_log_p(logits: list[float], temperature: float) -> None:
-    p = np.exp(np.array(logits) / temperature - max(logits) / temperature)
-    p /= p.sum()
-    expected = -sum(float(x) * math.log(x) for x in p if x > 0)
-    entropy = shannon_entropy_from_logits(logits, temperature)
-    assert entropy == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    assert 0.0 <= entropy <= math.log(len(logits)) + 1e-12
-
-
-def test_filtered_logits_leave_the_entropy_of_the_rest() -> None:
-    assert shannon_entropy_from_logits([0.0, -math.inf, 0.0]) == pytest.approx(math.log(2))
-    assert shannon_entropy_from_logits([3.0]) == 0.0
-
-
-@pytest.mark.parametrize("logits", [[], [math.nan, 0.0], [math.inf, 0.0], [-math.inf]])
-def test_logits_without_a_distribution_are_refused(logits: list[float]) -> None:
-    with pytest.raises(ValueError):
-        shannon_entropy_from_logits(logits)
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
-def test_entropy_needs_a_positive_temperature(temperature: float) -> None:
-    with pytest.raises(ValueError, match="temperature"):
-        shannon_entropy_from_logits([0.0, 1.0], temperature)
 
 
 def test_aliases_name_the_three_kinds() -> None:

@@ -48,10 +48,8 @@ def test_a_law_is_recovered_from_what_it_gives(
     fit = fit_scaling_law(SIZES, [law.throughput(p) for p in SIZES], weights, 0.0)  # type: ignore[arg-type]
     assert fit.status == "ok" and fit.law is not None and fit.r2 == pytest.approx(1.0, abs=1e-6)
     assert fit.law.lam == pytest.approx(lam, rel=1e-6)
-    assert (fit.law.sigma, fit.law.kappa) == (
-        pytest.approx(sigma, abs=1e-6),
-        pytest.approx(kappa, rel=1e-5, abs=1e-9),
-    )
+    assert fit.law.sigma == pytest.approx(sigma, abs=1e-6)
+    assert fit.law.kappa == pytest.approx(kappa, rel=1e-5, abs=1e-9)
 
 
 def test_the_optimum_is_where_throughput_is_highest() -> None:
@@ -83,18 +81,15 @@ def test_a_parabola_that_bends_down_is_fitted_again_as_a_line() -> None:
 
 def test_relative_weights_are_those_of_multiplicative_noise() -> None:
     p = np.array(SIZES)
-    throughput = np.array([LAW.throughput(value) for value in p]) * np.array(
-        [1.1, 0.9, 1.05, 0.97, 1.02, 0.93, 1.04]
-    )
+    noise = np.array([1.1, 0.9, 1.05, 0.97, 1.02, 0.93, 1.04])
+    throughput = np.array([LAW.throughput(value) for value in p]) * noise
     y = p / throughput
     for weights, w in (("relative", 1 / y), ("none", np.ones_like(y))):
         c, b, a = np.polyfit(p, y, 2, w=w)
         fit = fit_scaling_law(SIZES, list(throughput), weights, 0.0)  # type: ignore[arg-type]
         assert fit.law is not None
-        assert (fit.law.lam, fit.law.kappa) == (
-            pytest.approx(1 / (a + b + c), rel=1e-6),
-            pytest.approx(c / (a + b + c), rel=1e-6),
-        )
+        assert fit.law.lam == pytest.approx(1 / (a + b + c), rel=1e-6)
+        assert fit.law.kappa == pytest.approx(c / (a + b + c), rel=1e-6)
 
 
 def test_superlinear_scaling_is_clamped_and_flagged() -> None:
@@ -105,10 +100,9 @@ def test_superlinear_scaling_is_clamped_and_flagged() -> None:
 def test_what_is_no_law_is_not_given_as_one() -> None:
     assert fit_scaling_law([16, 32] * 40, [10.0, 20.0] * 40).status == "insufficient"
     assert fit_scaling_law([], []).status == "insufficient"
-    noise = fit_scaling_law(
-        [16, 32, 64, 128] * 5, list(np.random.default_rng(0).uniform(1, 100, 20))
-    )
-    assert noise.status == "unknown" and noise.r2 is not None and noise.r2 < 0.5
+    noise = list(np.random.default_rng(0).uniform(1, 100, 20))
+    fit = fit_scaling_law([16, 32, 64, 128] * 5, noise)
+    assert fit.status == "unknown" and fit.r2 is not None and fit.r2 < 0.5
     assert fit_scaling_law([10, 20, 30], [100.0, 4.0, 3.0], "none").status == "rejected"
     for p, x in (
         ([1.0, 2.0], [1.0]),
@@ -147,6 +141,12 @@ def controller(batch_size: int = 8, **values: object) -> BackpressureController:
     return BackpressureController(Backpressure.model_validate(values), batch_size, GROUP)
 
 
+def after_the_sweep(
+    one: BackpressureController, throughput: Callable[[float], float], steps: int
+) -> list[Decision]:
+    return drive(one, throughput, one.sweep_steps + steps)[one.sweep_steps :]
+
+
 def test_the_sweep_visits_every_size_twice_and_returns_to_the_configured_one() -> None:
     assert sweep_sizes(3, 20) == (3, 6, 12, 20) and sweep_sizes(4, 4) == (4,)
     for warmup in (1, 10, 20):
@@ -162,7 +162,7 @@ def test_the_sweep_visits_every_size_twice_and_returns_to_the_configured_one() -
 def test_the_batch_goes_to_the_target_and_stays(start: int, first: Action) -> None:
     """floor(0.85 x 313 / 16) = 16 prompts."""
     one = controller(start)
-    decisions = drive(one, LAW.throughput, one.sweep_steps + 40)[one.sweep_steps :]
+    decisions = after_the_sweep(one, LAW.throughput, 40)
     actions = [decision.action for decision in decisions if decision.action is not Action.HOLD]
     assert actions[0] is first and set(actions) == {first}
     assert one.batch_size in ((8, 16) if start == 2 else (16,))
@@ -170,22 +170,16 @@ def test_the_batch_goes_to_the_target_and_stays(start: int, first: Action) -> No
 
 
 def test_a_batch_below_its_target_on_a_clean_law_is_not_called_retrograde() -> None:
-    one = controller(8)
-    decisions = drive(one, LAW.throughput, one.sweep_steps + 20)[one.sweep_steps :]
+    decisions = after_the_sweep(controller(8), LAW.throughput, 20)
     assert Regime.RETROGRADE not in {decision.regime for decision in decisions}
-    assert decisions[-1].utilization == pytest.approx(
-        LAW.throughput(256) / LAW.throughput(LAW.optimum), rel=1e-6
-    )
+    share = LAW.throughput(256) / LAW.throughput(LAW.optimum)
+    assert decisions[-1].utilization == pytest.approx(share, rel=1e-6)
 
 
 def test_growth_doubles_at_most_and_waits_between_changes() -> None:
     one = controller(1, cooldown=4)
-    decisions = drive(one, ScalingLaw(50, 0.001, 1e-7).throughput, one.sweep_steps + 40)[
-        one.sweep_steps :
-    ]
-    changes = [
-        index for index, decision in enumerate(decisions) if decision.action is not Action.HOLD
-    ]
+    decisions = after_the_sweep(one, ScalingLaw(50, 0.001, 1e-7).throughput, 40)
+    changes = [at for at, one in enumerate(decisions) if one.action is not Action.HOLD]
     assert len(changes) >= 4 and min(np.diff(changes)) == 4 and changes[0] == 3
     assert all(decision.next_batch_size <= 2 * decision.batch_size for decision in decisions)
     assert one.batch_size == 64
@@ -194,9 +188,7 @@ def test_growth_doubles_at_most_and_waits_between_changes() -> None:
 @pytest.mark.parametrize(("sigma", "last"), [(0.0001, 64), (0.9, 4)])
 def test_without_an_optimum_the_batch_grows_while_that_pays(sigma: float, last: int) -> None:
     one = controller(4)
-    decisions = drive(one, ScalingLaw(50, sigma, 0.0).throughput, one.sweep_steps + 60)[
-        one.sweep_steps :
-    ]
+    decisions = after_the_sweep(one, ScalingLaw(50, sigma, 0.0).throughput, 60)
     assert {decision.regime for decision in decisions} == {Regime.UNBOUNDED}
     assert one.batch_size == last
     assert decisions[-1].utilization is not None and 0.5 < decisions[-1].utilization <= 1.0 + 1e-9
@@ -205,15 +197,10 @@ def test_without_an_optimum_the_batch_grows_while_that_pays(sigma: float, last: 
 
 def test_measurements_that_no_law_explains_change_nothing() -> None:
     noise = np.random.default_rng(1)
-    one = controller(8)
-    decisions = drive(one, lambda p: float(noise.uniform(10, 1000)), one.sweep_steps + 60)[
-        one.sweep_steps :
-    ]
+    decisions = after_the_sweep(controller(8), lambda p: float(noise.uniform(10, 1000)), 60)
     unexplained = [decision for decision in decisions if decision.r2 is None or decision.r2 < 0.5]
-    assert unexplained and all(
-        decision.regime is Regime.UNKNOWN and decision.action is Action.HOLD
-        for decision in unexplained
-    )
+    assert unexplained and {one.regime for one in unexplained} == {Regime.UNKNOWN}
+    assert {one.action for one in unexplained} == {Action.HOLD}
 
 
 def test_a_slow_stretch_throttles_nothing() -> None:
@@ -225,11 +212,9 @@ def test_a_slow_stretch_throttles_nothing() -> None:
 
 def test_smoothing_starts_anew_at_another_concurrency() -> None:
     one = controller(8, warmup_steps=1)
-    decisions = drive(one, LAW.throughput, one.sweep_steps)
-    assert all(
-        decision.throughput == pytest.approx(LAW.throughput(decision.batch_size * GROUP))
-        for decision in decisions
-    )
+    for decision in drive(one, LAW.throughput, one.sweep_steps):
+        expected = LAW.throughput(decision.batch_size * GROUP)
+        assert decision.throughput == pytest.approx(expected)
 
 
 def test_bounds_hold_for_every_change() -> None:
@@ -283,15 +268,13 @@ def test_the_ridge_separates_memory_from_compute() -> None:
     assert low is not None and high is not None
     assert (low.bound, high.bound) == ("memory_bound", "compute_bound")
     assert low.ridge == pytest.approx(295.5, abs=0.1) and low.intensity == pytest.approx(100)
-    assert low.utilization == pytest.approx(
-        100_000 / (100 * 3350)
-    ) and high.utilization == pytest.approx(100_000 / 990_000)
+    assert low.utilization == pytest.approx(100_000 / (100 * 3350))
+    assert high.utilization == pytest.approx(100_000 / 990_000)
     assert step_flops(10, 3, 2) == 2 * 10 * 3 + 6 * 10 * 2
 
 
 def test_an_unknown_peak_gives_no_hint() -> None:
-    assert (
-        roofline(1e12, 1e10, 1.0, 0, 3350) is None and roofline(1e12, 1e10, 1.0, 990_000, 0) is None
-    )
+    assert roofline(1e12, 1e10, 1.0, 0, 3350) is None
+    assert roofline(1e12, 1e10, 1.0, 990_000, 0) is None
     with pytest.raises(ValueError):
         roofline(1e12, 0, 1.0, 1, 1)

@@ -9,7 +9,7 @@ import re
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -17,13 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from campaigns import planned_config, problems, write_run
+from campaigns import manifest_of, modes_of, planned_config, problems, write_run
 
 from retrain.analysis.compare import compare_campaign
 from retrain.analysis.comparison_text import to_text
 from retrain.analysis.e_process import evidence
 from retrain.analysis.explanation import computed
 from retrain.analysis.planned import CampaignRecord
+from retrain.analysis.selection import Comparison
 from retrain.analysis.status import overview
 from retrain.analysis.verdict import TestSettings, Verdict
 from retrain.campaign.launch import EndedJob, RunOutcome
@@ -39,15 +40,17 @@ from retrain.report.page import write_report
 from retrain.run.interrupts import Interrupts
 
 CONDITIONS = [
-    {"advantage_mode": "grpo", "transform_mode": "none"},
-    {"advantage_mode": "maxrl", "transform_mode": "none"},
-    {"advantage_mode": "rloo", "transform_mode": "none"},
+    {"advantage_mode": name, "transform_mode": "none"} for name in ("grpo", "maxrl", "rloo")
 ]
+ONCE: dict[str, Any] = {"stop": "seeds", "max_seeds": 0}
+"""Tested once after all seeds."""
+SECOND = frozenset({"maxrl+none_s2"})
 BETTER = {
     "grpo+none": [10, 12, 9, 11, 10, 13, 10, 8, 12, 11],
     "maxrl+none": [30, 33, 31, 29, 32, 34, 31, 30, 30, 33],
 }
 LIKE_THE_BASELINE = {"rloo+none": [11, 10, 10, 10, 12, 11, 11, 9, 11, 12]}
+THREE = {**BETTER, **LIKE_THE_BASELINE}
 ASKED = 40
 
 
@@ -77,7 +80,7 @@ class Simulated:
         if run.name in self.stopping:
             return EndedJob(RunOutcome(Status.INTERRUPTED, "Interrupted by SIGTERM."))
         count = self.right[run.condition][run.seed - 1]
-        write_run(run.folder, run.seed, held_out=answers(count), algorithm=_modes(run.condition))
+        write_run(run.folder, run.seed, held_out=answers(count), algorithm=modes_of(run.condition))
         if self.identical:
             metrics = run.folder / "metrics.jsonl"
             metrics.write_text(
@@ -90,11 +93,6 @@ class Simulated:
 
 def answers(right: int) -> list[EvaluationRecord]:
     return problems([1] * right + [0] * (ASKED - right))
-
-
-def _modes(condition: str) -> dict[str, str]:
-    advantage, _, transform = condition.partition("+")
-    return {"advantage_mode": advantage, "transform_mode": transform}
 
 
 class Said:
@@ -139,6 +137,15 @@ def execute(plan: CampaignPlan, launcher: Any, interrupts: Any = NotInterrupted)
     return said.lines
 
 
+def started_by(start: Callable[[CampaignRun, int], Any], workers: int = 1) -> Any:
+    """A launcher."""
+    return SimpleNamespace(start=start, workers=workers, notes=[])
+
+
+def compared(folder: Path, **settings: float) -> Comparison:
+    return compare_campaign(folder, TestSettings(**settings))
+
+
 def looks(folder: Path) -> list[dict[str, Any]]:
     stored: list[dict[str, Any]] = json.loads((folder / "manifest.json").read_text())["looks"]
     return stored
@@ -179,62 +186,44 @@ def test_a_signal_is_passed_on_and_no_more_runs_start(tmp_path: Path) -> None:
         return next(polled)
 
     job = SimpleNamespace(poll=poll, stop=told.append, kill=lambda: None)
-    launcher = SimpleNamespace(start=lambda *_: job, workers=1, notes=[])
     with pytest.raises(Interrupted, match="by SIGINT; continue with") as caught:
-        execute(planned(tmp_path / "c"), launcher, interrupts)
+        execute(planned(tmp_path / "c"), started_by(lambda *_: job), interrupts)
     assert told == [signal.SIGINT] and caught.value.exit_code == 130
     ended = Counter(statuses(tmp_path / "c").values())
     assert ended.pop(Status.INTERRUPTED) == 1 and {*ended} == {Status.PENDING}
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["never", "not after the last change"])
 def test_a_manifest_that_cannot_be_written_is_told_and_the_runs_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, launcher = planned(tmp_path / "c", stop="seeds", max_seeds=0), Simulated(BETTER)
-
-    def write(manifest: Manifest) -> None:
-        if launcher.started:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        whole(manifest)
-
-    whole = Manifest.write
-    monkeypatch.setattr(Manifest, "write", write)
-    said = execute(plan, launcher)
-    assert len(launcher.started) == len(plan.runs)
-    assert [line for line in said if "manifest.json is not writable (Permission denied)" in line]
-    assert len(said) == 1
-
-
-def test_a_manifest_that_lacks_the_last_change_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool
 ) -> None:
     """A campaign that a signal ends does not write it once more."""
-    plan, launcher = planned(tmp_path / "c", stop="seeds", max_seeds=0), Simulated(BETTER)
+    plan, launcher = planned(tmp_path / "c", **ONCE), Simulated(BETTER)
 
     def write(manifest: Manifest) -> None:
-        if all(entry.status is Status.DONE for entry in manifest.runs):
+        done = all(entry.status is Status.DONE for entry in manifest.runs)
+        if done if last else launcher.started:
             raise PermissionError(errno.EACCES, "Permission denied")
         whole(manifest)
 
     whole = Manifest.write
     monkeypatch.setattr(Manifest, "write", write)
     (line,) = execute(plan, launcher)
+    assert len(launcher.started) == len(plan.runs)
     assert "manifest.json is not writable (Permission denied)" in line
 
 
 def test_a_damaged_file_of_a_run_that_is_done_stops_no_other(tmp_path: Path) -> None:
     """Its pair is looked at as soon as both have ended."""
-    plan, launcher = planned(tmp_path / "c", stop="seeds", max_seeds=0), Simulated(BETTER)
-    start = launcher.start
+    plan, launcher = planned(tmp_path / "c", **ONCE), Simulated(BETTER)
 
     def damaging(run: CampaignRun, slot: int) -> EndedJob:
-        job = start(run, slot)
+        job = launcher.start(run, slot)
         if run == plan.runs[0]:
             (run.folder / "metrics.jsonl").write_text("nonsense\n")
         return job
 
-    launcher.start = damaging  # type: ignore[method-assign]
-    execute(plan, launcher)
+    execute(plan, started_by(damaging))
     assert {*statuses(plan.folder).values()} == {Status.DONE}
 
 
@@ -246,27 +235,26 @@ def test_a_damaged_file_of_a_run_that_is_done_stops_no_other(tmp_path: Path) -> 
     ],
 )
 def test_a_run_that_cannot_be_started_says_why(tmp_path: Path, number: int, said: str) -> None:
-    plan = planned(tmp_path / "c", seeds=[1], stop="seeds", max_seeds=0)
+    plan = planned(tmp_path / "c", seeds=[1], **ONCE)
 
     def start(run: CampaignRun, slot: int) -> EndedJob:
         raise OSError(number, os.strerror(number), str(run.folder / "output.log"))
 
-    execute(plan, SimpleNamespace(start=start, workers=1, notes=[]))
+    execute(plan, started_by(start))
     reasons = [entry.reason or "" for entry in Manifest.read(plan.folder).runs]
     assert all(said in reason and "free space" not in reason for reason in reasons)
 
 
 def test_a_signal_that_ends_the_last_run_of_a_seed_takes_no_look(tmp_path: Path) -> None:
     """In one process the run itself takes the signal."""
-    plan, interrupts = planned(tmp_path / "c"), Interrupts()
-    baseline = Simulated(BETTER)
+    plan, baseline = planned(tmp_path / "c"), Simulated(BETTER)
     stopped = RunOutcome(Status.INTERRUPTED, "Saved.", stopped_by=signal.SIGINT)
 
     def start(run: CampaignRun, slot: int) -> EndedJob:
         return EndedJob(stopped) if baseline.started else baseline.start(run, slot)
 
     with pytest.raises(Interrupted):
-        execute(plan, SimpleNamespace(start=start, workers=1, notes=[]), interrupts)
+        execute(plan, started_by(start), Interrupts())
     assert statuses(plan.folder)["maxrl+none_s1"] is Status.INTERRUPTED
     assert not looks(plan.folder)
 
@@ -276,7 +264,7 @@ def test_a_run_that_was_stopped_alone_is_left_out_of_the_look_as_a_failed_one_is
 ) -> None:
     """A worker that was ended by hand, or by [training] max_hours."""
     plan = planned(tmp_path / "c", max_seeds=3)
-    launcher = Simulated(BETTER, stopping=frozenset({"maxrl+none_s2"}))
+    launcher = Simulated(BETTER, stopping=SECOND)
     execute(plan, launcher)
     assert len(launcher.started) == 6
     assert [look["missing"] for look in looks(plan.folder)] == [[], ["maxrl+none"], []]
@@ -304,7 +292,7 @@ def test_a_look_that_meets_a_damaged_file_ends_the_campaign_after_the_running_ru
         return SimpleNamespace(poll=lambda: next(polled), kill=lambda: pytest.fail("killed"))
 
     with pytest.raises(RunFailed, match=r"grpo\+none_s1.*evaluation\.jsonl"):
-        execute(plan, SimpleNamespace(start=start, workers=2, notes=[]))
+        execute(plan, started_by(start, 2))
     assert launcher.started == ["maxrl+none_s2", "grpo+none_s3"]
     assert statuses(plan.folder)["grpo+none_s3"] is Status.DONE
     damaged.write_text(whole)
@@ -319,14 +307,10 @@ def test_a_clear_difference_stops_the_campaign_and_the_rest_is_skipped(
     taken = looks(folder)
     assert 6 <= len(taken) < 10 and len(launcher.started) == 2 * len(taken)
     assert [bool(look["decided"]) for look in taken] == [False] * (len(taken) - 1) + [True]
-    assert (
-        taken[-1]["decided"] == {"maxrl+none": "improvement"}
-        and taken[-1]["evidence"]["maxrl+none"] >= 20
-    )
-    assert (
-        statuses(folder)["maxrl+none_s10"] is Status.SKIPPED
-        and statuses(folder)["maxrl+none_s1"] is Status.DONE
-    )
+    assert taken[-1]["decided"] == {"maxrl+none": "improvement"}
+    assert evidence_of(folder)[-1] >= 20
+    assert statuses(folder)["maxrl+none_s10"] is Status.SKIPPED
+    assert statuses(folder)["maxrl+none_s1"] is Status.DONE
     assert said[-1] == f"Decided after {len(taken)} seeds of at most 10."
 
 
@@ -334,15 +318,17 @@ def test_compare_takes_the_evidence_of_the_looks_and_says_as_planned(
     decided: tuple[Path, Simulated, list[str]],
 ) -> None:
     folder, _, _ = decided
-    comparison = compare_campaign(folder, TestSettings())
+    comparison = compared(folder)
     (contrast,) = comparison.contrasts
     assert contrast.conclusion.verdict is Verdict.IMPROVEMENT and comparison.to_come == 0
-    assert contrast.conclusion.p_adjusted == pytest.approx(
-        1 / looks(folder)[-1]["evidence"]["maxrl+none"], rel=1e-3
-    )
+    found = 1 / evidence_of(folder)[-1]
+    assert contrast.conclusion.p_adjusted == pytest.approx(found, rel=1e-3)
     text = to_text(comparison, 200)
     assert "Preregistered" in text and "looked at after every seed" in text and "e-process" in text
     assert "exact sign flips" not in text
+    write_report(ReportRequest(folder), folder / "report.html")
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "Preregistered" in page and "looked at after every seed" in page
 
 
 @pytest.mark.parametrize(
@@ -358,30 +344,15 @@ def test_another_comparison_is_exploratory(
     decided: tuple[Path, Simulated, list[str]], options: dict[str, Any], what: str
 ) -> None:
     comparison = compare_campaign(decided[0], options.pop("test", TestSettings()), **options)
-    assert (
-        comparison.planned.startswith("Exploratory: differs from the plan")
-        and what in comparison.planned
-    )
-    assert "p is too small" in comparison.planned and comparison.test.rule != "evidence"
-
-
-def test_an_edited_plan_shows(decided: tuple[Path, Simulated, list[str]]) -> None:
-    path = decided[0] / "manifest.json"
-    content = json.loads(path.read_text())
-    content["plan"]["alpha"] = 0.2
-    path.write_text(json.dumps(content))
-    assert (
-        "edited after it was hashed"
-        in compare_campaign(decided[0], TestSettings(alpha=0.2)).planned
-    )
+    assert comparison.planned.startswith("Exploratory: differs from the plan")
+    assert what in comparison.planned and "p is too small" in comparison.planned
+    assert comparison.test.rule != "evidence"
 
 
 def test_a_look_that_is_struck_shows(decided: tuple[Path, Simulated, list[str]]) -> None:
-    path = decided[0] / "manifest.json"
-    content = json.loads(path.read_text())
-    del content["looks"][2]
-    path.write_text(json.dumps(content))
-    planned = compare_campaign(decided[0], TestSettings()).planned
+    with manifest_of(decided[0]) as content:
+        del content["looks"][2]
+    planned = compared(decided[0]).planned
     assert planned.startswith("Exploratory") and "its looks (at seeds 1, 2, 4, 5, 6" in planned
 
 
@@ -404,52 +375,38 @@ def test_a_kill_between_a_run_and_its_look_changes_nothing(
 ) -> None:
     folder = decided[0]
     before = looks(folder)
-    content = json.loads((folder / "manifest.json").read_text())
-    content["looks"] = before[:-1]
-    (folder / "manifest.json").write_text(json.dumps(content))
+    with manifest_of(folder) as content:
+        content["looks"] = before[:-1]
     launcher = Simulated(BETTER)
     execute(planned(folder), launcher)
     assert looks(folder) == before and launcher.started == []
 
 
 def test_a_decided_condition_is_dropped_and_the_others_go_on(tmp_path: Path) -> None:
-    plan = planned(tmp_path / "c", conditions=CONDITIONS)
-    launcher = Simulated({**BETTER, **LIKE_THE_BASELINE})
+    plan, launcher = planned(tmp_path / "c", conditions=CONDITIONS), Simulated(THREE)
     said = execute(plan, launcher)
     taken = looks(plan.folder)
     last = next(number for number, look in enumerate(taken, start=1) if look["decided"])
     assert last < 10 == len(taken)
-    assert (
-        launcher.started.count(f"maxrl+none_s{last}") == 1
-        and f"maxrl+none_s{last + 1}" not in launcher.started
-    )
-    assert (
-        "rloo+none_s10" in launcher.started
-        and said[-1] == "All 10 seeds are in. Not decided: rloo+none."
-    )
-    verdicts = {
-        item.condition: item.conclusion
-        for item in compare_campaign(plan.folder, TestSettings()).contrasts
-    }
-    assert (
-        verdicts["maxrl+none"].verdict is Verdict.IMPROVEMENT
-        and verdicts["maxrl+none"].pairs == last
-    )
-    assert (
-        verdicts["rloo+none"].verdict is Verdict.INCONCLUSIVE and verdicts["rloo+none"].pairs == 10
-    )
+    assert launcher.started.count(f"maxrl+none_s{last}") == 1
+    assert f"maxrl+none_s{last + 1}" not in launcher.started
+    assert "rloo+none_s10" in launcher.started
+    assert said[-1] == "All 10 seeds are in. Not decided: rloo+none."
+    better, like = (contrast.conclusion for contrast in compared(plan.folder).contrasts)
+    assert (better.verdict, better.pairs) == (Verdict.IMPROVEMENT, last)
+    assert (like.verdict, like.pairs) == (Verdict.INCONCLUSIVE, 10)
 
 
 def test_a_condition_without_a_pair_stays_in_the_family_and_has_bet_nothing(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c", max_seeds=4, conditions=CONDITIONS)
     everything = frozenset(run.name for run in plan.runs if run.condition == "rloo+none")
-    execute(plan, Simulated({**BETTER, **LIKE_THE_BASELINE}, failing=everything))
+    execute(plan, Simulated(THREE, failing=everything))
     better, base = BETTER["maxrl+none"], BETTER["grpo+none"]
     differences = {seed: (better[seed] - base[seed]) / ASKED for seed in range(4)}
     found, _ = evidence([differences, {}], 4)
     assert found < evidence([differences], 4)[0]
     assert evidence_of(plan.folder)[-1] == pytest.approx(found, rel=1e-4)
-    comparison = compare_campaign(plan.folder, TestSettings())
+    comparison = compared(plan.folder)
     (contrast,) = comparison.contrasts
     assert contrast.conclusion.p_adjusted == pytest.approx(1 / found)
     assert any("over 2 comparisons by closed testing" in line for line in computed(comparison))
@@ -458,35 +415,23 @@ def test_a_condition_without_a_pair_stays_in_the_family_and_has_bet_nothing(tmp_
 
 def test_a_resume_tries_a_failed_run_again_and_looks_at_its_seed_once_more(tmp_path: Path) -> None:
     few = planned(tmp_path / "c", max_seeds=4)
-    execute(few, Simulated(BETTER, failing=frozenset({"maxrl+none_s2"})))
-    assert [(look["seed"], look["missing"]) for look in looks(few.folder)] == [
-        (1, []),
-        (2, ["maxrl+none"]),
-        (3, []),
-        (4, []),
-    ]
+    execute(few, Simulated(BETTER, failing=SECOND))
+    taken = [(look["seed"], look["missing"]) for look in looks(few.folder)]
+    assert taken == [(1, []), (2, ["maxrl+none"]), (3, []), (4, [])]
     before = evidence_of(few.folder)
     assert before[1] == before[0]  # nothing is bet on a missing pair
     launcher = Simulated(BETTER)
     said = execute(few, launcher)
     assert launcher.started == ["maxrl+none_s2"] and evidence_of(few.folder)[:4] == before
-    assert [look["seed"] for look in looks(few.folder)] == [
-        1,
-        2,
-        3,
-        4,
-        2,
-    ] and "whose failed run was tried again" in said[0]
-    in_this_order = dict(
-        enumerate(
-            [
-                (BETTER["maxrl+none"][seed - 1] - BETTER["grpo+none"][seed - 1]) / ASKED
-                for seed in (1, 3, 4, 2)
-            ]
-        )
-    )
+    assert [look["seed"] for look in looks(few.folder)] == [1, 2, 3, 4, 2]
+    assert "whose failed run was tried again" in said[0]
+    pairs = [*zip(BETTER["maxrl+none"], BETTER["grpo+none"], strict=True)]
+    in_this_order = {
+        place: (pairs[seed - 1][0] - pairs[seed - 1][1]) / ASKED
+        for place, seed in enumerate((1, 3, 4, 2))
+    }
     assert evidence_of(few.folder)[-1] == pytest.approx(evidence([in_this_order], 4)[0], rel=1e-4)
-    (contrast,) = compare_campaign(few.folder, TestSettings()).contrasts
+    (contrast,) = compared(few.folder).contrasts
     assert list(contrast.differences) == [1, 3, 4, 2]
     assert execute(few, Simulated(BETTER))[-1:] == [] and len(looks(few.folder)) == 5
 
@@ -496,12 +441,11 @@ def test_a_run_that_fails_again_stays_missing_and_a_decided_one_is_not_tried(
 ) -> None:
     plan = planned(tmp_path / "c", conditions=CONDITIONS)
     failing = frozenset({"maxrl+none_s2", "rloo+none_s2"})
-    execute(plan, Simulated({**BETTER, **LIKE_THE_BASELINE}, failing=failing))
+    execute(plan, Simulated(THREE, failing=failing))
     taken = looks(plan.folder)
-    assert taken[1]["missing"] == ["maxrl+none", "rloo+none"] and any(
-        "maxrl+none" in look["decided"] for look in taken
-    )
-    launcher = Simulated({**BETTER, **LIKE_THE_BASELINE}, failing=failing)
+    assert taken[1]["missing"] == ["maxrl+none", "rloo+none"]
+    assert any("maxrl+none" in look["decided"] for look in taken)
+    launcher = Simulated(THREE, failing=failing)
     execute(plan, launcher)
     assert launcher.started == ["rloo+none_s2"] and looks(plan.folder) == taken
     assert statuses(plan.folder)["maxrl+none_s2"] is Status.FAILED
@@ -513,32 +457,25 @@ def test_a_campaign_whose_runs_all_failed_starts_over_at_a_resume(tmp_path: Path
     everything = frozenset(run.name for run in plan.runs if run.condition == "grpo+none")
     said = execute(plan, Simulated(BETTER, failing=everything))
     assert said[0] == "Look 1 (seed 1): no pair yet, since runs have no result."
-    assert (
-        "(10 done, 10 failed)" in (status := " ".join(lines(overview(plan.folder))))
-        and "failed (out of memory)" in status
-    )
+    status = " ".join(lines(overview(plan.folder)))
+    assert "(10 done, 10 failed)" in status and "failed (out of memory)" in status
     execute(plan, Simulated(BETTER))
     assert any(look["decided"] == {"maxrl+none": "improvement"} for look in looks(plan.folder))
 
 
 def test_a_run_that_failed_and_was_tried_again_keeps_its_attempts(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c", max_seeds=3)
-    for failing in (frozenset({"maxrl+none_s2"}), frozenset({"maxrl+none_s2"}), frozenset[str]()):
+    for failing in (SECOND, SECOND, frozenset[str]()):
         execute(plan, Simulated(BETTER, failing=failing))
-    assert {
-        entry.name: entry.attempts
-        for entry in Manifest.read(plan.folder).runs
-        if entry.attempts > 1
-    } == {"maxrl+none_s2": 3}
+    attempts = {entry.name: entry.attempts for entry in Manifest.read(plan.folder).runs}
+    assert attempts.pop("maxrl+none_s2") == 3 and {*attempts.values()} == {1}
     assert "maxrl+none_s2: 3 attempts." in lines(overview(plan.folder))
-    assert (
-        "Begun again after they had failed or ended: maxrl+none_s2 (3 attempts)."
-        in compare_campaign(plan.folder, TestSettings()).notes
-    )
+    note = "Begun again after they had failed or ended: maxrl+none_s2 (3 attempts)."
+    assert note in compared(plan.folder).notes
 
 
 def test_a_resume_does_not_take_another_seeds_run_for_a_finished_one(tmp_path: Path) -> None:
-    plan = planned(tmp_path / "c", stop="seeds", max_seeds=0)
+    plan = planned(tmp_path / "c", **ONCE)
     execute(plan, Simulated(BETTER))
     two, three = (plan.folder / "runs" / f"maxrl+none_s{seed}" for seed in (2, 3))
     shutil.rmtree(two)
@@ -551,34 +488,28 @@ def test_a_resume_does_not_take_another_seeds_run_for_a_finished_one(tmp_path: P
 
 
 def test_conditions_that_are_one_run_are_said_to_be_after_their_first_pair(tmp_path: Path) -> None:
-    plan = planned(tmp_path / "c", stop="seeds", max_seeds=0)
+    plan = planned(tmp_path / "c", **ONCE)
     said = execute(plan, Simulated(dict.fromkeys(BETTER, BETTER["grpo+none"]), identical=True))
     expected = (
         "maxrl+none_s1 is the same run as grpo+none_s1, byte for byte: what maxrl+none sets changed"
         " nothing here, or both trained on nothing."
     )
     assert [line for line in said if "byte for byte" in line] == [expected]
-    text = to_text(compare_campaign(plan.folder, TestSettings()), 200)
-    assert (
-        "all 3 pairs are the same run, byte for byte: what the two set differently changed nothing"
-        " here, or they trained on nothing." in " ".join(text.split())
-    )
+    text = " ".join(to_text(compared(plan.folder), 200).split())
+    told = "byte for byte: what the two set differently changed nothing here, or they trained on"
+    assert f"all 3 pairs are the same run, {told} nothing." in text
 
 
 def test_a_kill_before_the_second_look_at_a_seed_changes_nothing(tmp_path: Path) -> None:
-    whole, killed = (
-        planned(tmp_path / "whole", max_seeds=5),
-        planned(tmp_path / "killed", max_seeds=5),
-    )
-    for plan in (whole, killed):
-        execute(plan, Simulated(BETTER, failing=frozenset({"maxrl+none_s2"})))
-        execute(plan, Simulated(BETTER))
-    content = json.loads((killed.folder / "manifest.json").read_text())
-    content["looks"] = content["looks"][:-1]
-    (killed.folder / "manifest.json").write_text(json.dumps(content))
-    (contrast,) = compare_campaign(killed.folder, TestSettings()).contrasts
+    whole, killed = (planned(tmp_path / name, max_seeds=5) for name in ("whole", "killed"))
+    for failing in (SECOND, frozenset[str]()):
+        execute(whole, Simulated(BETTER, failing=failing))
+    shutil.copytree(whole.folder, killed.folder)
+    with manifest_of(killed.folder) as content:
+        del content["looks"][-1]
+    (contrast,) = compared(killed.folder).contrasts
     assert 2 not in contrast.differences  # the run is done and not looked at yet
-    notes = " ".join(compare_campaign(killed.folder, TestSettings()).notes)
+    notes = " ".join(compared(killed.folder).notes)
     assert "went without seed 2 of maxrl+none, whose runs are done" in notes
     execute(killed, Simulated(BETTER))
     assert looks(killed.folder) == looks(whole.folder)
@@ -589,9 +520,9 @@ def test_status_and_report_say_what_the_evidence_is_now(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         execute(plan, Simulated(BETTER, until=9))  # after four seeds; the fifth pair is incomplete
     before = (plan.folder / "manifest.json").read_bytes()
-    text = to_text(compare_campaign(plan.folder, TestSettings()))
+    text = to_text(compared(plan.folder))
     assert "undecided" in text and "cannot conclude" not in text
-    newest = looks(plan.folder)[-1]["evidence"]["maxrl+none"]
+    newest = evidence_of(plan.folder)[-1]
     expected = f"Evidence after 4 seeds, of 20 needed: maxrl+none {newest:.3g}."
     assert expected in lines(overview(plan.folder))
     write_report(ReportRequest(plan.folder), tmp_path / "report.html")
@@ -600,26 +531,21 @@ def test_status_and_report_say_what_the_evidence_is_now(tmp_path: Path) -> None:
 
 
 def test_more_workers_than_conditions_take_later_seeds_and_the_looks_stay_in_order(
-    tmp_path: Path,
+    stopped: tuple[Path, Simulated, list[str]], tmp_path: Path
 ) -> None:
     plan = planned(tmp_path / "c")
     execute(plan, Simulated(BETTER, workers=6))
-    alone = planned(tmp_path / "alone")
-    execute(alone, Simulated(BETTER))
-    assert looks(plan.folder) == looks(alone.folder)
+    assert looks(plan.folder) == looks(stopped[0])
 
 
 def test_seeds_added_later_are_named_and_the_exact_test_is_no_longer_exact(tmp_path: Path) -> None:
-    plan = planned(tmp_path / "c", stop="seeds", max_seeds=0, seeds=[1, 2, 3, 4, 5, 6])
-    execute(plan, Simulated(BETTER))
-    assert "one test" in compare_campaign(plan.folder, TestSettings()).planned
-    execute(
-        planned(tmp_path / "c", stop="seeds", max_seeds=0, seeds=[1, 2, 3, 4, 5, 6, 7, 8]),
-        Simulated(BETTER),
-    )
-    line = compare_campaign(plan.folder, TestSettings()).planned
+    first = planned(tmp_path / "c", **ONCE, seeds=[*range(1, 7)])
+    execute(first, Simulated(BETTER))
+    assert "one test" in compared(first.folder).planned
+    execute(planned(tmp_path / "c", **ONCE, seeds=[*range(1, 9)]), Simulated(BETTER))
+    line = compared(first.folder).planned
     assert re.search(r"Added after the plan: seeds 7, 8\. .*no longer exact", line)
-    assert CampaignRecord.read(plan.folder).plan.seeds == (1, 2, 3, 4, 5, 6)  # type: ignore[union-attr]
+    assert CampaignRecord.read(first.folder).plan.seeds == (1, 2, 3, 4, 5, 6)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -641,7 +567,7 @@ def test_what_would_give_the_looks_another_meaning_is_refused(
 
 
 def test_a_campaign_that_was_to_be_tested_once_is_not_looked_at(tmp_path: Path) -> None:
-    execute(planned(tmp_path / "c", stop="seeds", max_seeds=0, seeds=[1]), Simulated(BETTER))
+    execute(planned(tmp_path / "c", **ONCE, seeds=[1]), Simulated(BETTER))
     with pytest.raises(ConfigurationError, match="which has one test after all of its seeds"):
         execute(planned(tmp_path / "c", seeds=[1]), Simulated(BETTER))
 
@@ -651,11 +577,3 @@ def test_seeds_beyond_those_named_count_on_from_the_largest() -> None:
     assert config.campaign and planned_seeds(config.campaign) == (42, 7, 43, 44, 45)
     with pytest.raises(ConfigurationError, match="max_seeds = 2 is below the 3 seeds of the list"):
         config_from_toml('[campaign]\nseeds = [1, 2, 3]\nstop = "evidence"\nmax_seeds = 2')
-
-
-def test_the_report_shows_the_comparison_as_planned(
-    decided: tuple[Path, Simulated, list[str]],
-) -> None:
-    write_report(ReportRequest(decided[0]), decided[0] / "report.html")
-    page = (decided[0] / "report.html").read_text(encoding="utf-8")
-    assert "Preregistered" in page and "looked at after every seed" in page

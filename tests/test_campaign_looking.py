@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from looking import ALPHA, Bools, decided, found_once
+from looking import ALPHA, Bools, decided
 from scipy import stats
 
 from retrain.analysis.e_process import adjust, anytime_p, capital, confidence_sequence, evidence
@@ -58,16 +58,6 @@ def decided_with_drops(differences: Floats) -> Bools:
     return np.maximum.accumulate(done, axis=-1)
 
 
-def peeked(differences: Floats, first: int = 3) -> Bools:
-    """[campaigns] whether the fixed rule finds anything at a look from `first` on."""
-    campaigns, contrasts, seeds = differences.shape
-    found = np.zeros(campaigns, dtype=bool)
-    for count, contrast in product(range(first, seeds + 1), range(contrasts)):
-        todo = np.flatnonzero(~found)
-        found[todo] = found_once(differences[todo, :, :count], contrast)
-    return found
-
-
 def false_rate(draw: Draw, campaigns: int, contrasts: int, seeds: int) -> float:
     """Fraction of null campaigns in which any contrast is ever decided."""
     drawn = draw(np.random.default_rng(seeds + contrasts), campaigns, contrasts, seeds)
@@ -81,20 +71,6 @@ def false_rate_beside_a_winner(draw: Draw, campaigns: int, contrasts: int, seeds
     drawn = draw(np.random.default_rng(seeds + contrasts), campaigns, contrasts, seeds)
     drawn[:, 0] += 2 * np.median(np.abs(drawn), axis=(0, 1))
     return float(decided_with_drops(drawn)[:, 1:, -1].any(axis=1).mean())
-
-
-def seeds_used(
-    effect: float, campaigns: int, contrasts: int, seeds: int
-) -> tuple[float, float, float]:
-    """Power for the first contrast, the only one that differs; mean and 90% quantile of the seeds
-    that it took, `seeds` where undecided.
-    """
-    rng = np.random.default_rng(int(100 * effect) + contrasts)
-    drawn = normal(rng, campaigns, contrasts, seeds)
-    drawn[:, 0] += effect
-    found = decided(drawn)[:, 0]
-    used = np.where(found[:, -1], found.argmax(axis=1) + 1, seeds)
-    return float(found[:, -1].mean()), float(used.mean()), float(np.quantile(used, 0.9))
 
 
 @pytest.mark.parametrize(
@@ -151,16 +127,6 @@ def test_of_null_campaigns_with_looks_no_more_than_alpha_end_in_a_verdict() -> N
             wrong = round(trials * false_rate(draw, trials, contrasts, 16))
             assert 0 < wrong <= stats.binom.ppf(0.999, trials, ALPHA)
     assert false_rate_beside_a_winner(normal, trials, 4, 12) < ALPHA + 0.015
-
-
-def test_the_fixed_test_with_peeking_is_wrong_more_often() -> None:
-    drawn = normal(np.random.default_rng(0), 2000, 1, 16)
-    assert peeked(drawn).mean() > 1.5 * decided(drawn)[:, 0, -1].mean()
-
-
-def test_large_effects_end_a_campaign_early() -> None:
-    found, mean, _ = seeds_used(2.0, 1000, 1, 16)
-    assert found > 0.95 and mean < 8
 
 
 def test_the_confidence_sequence_covers_the_centre_at_all_looks_together() -> None:

@@ -75,11 +75,8 @@ def test_a_seeds_conditions_start_before_the_next_seed() -> None:
     ],
 )
 def test_the_campaigns_steps_win_over_the_trainings(text: str, steps: int) -> None:
-    assert (
-        {run.config.training.max_steps for run in plan(text).runs}
-        == {steps}
-        == {plan(text).max_steps}
-    )
+    found = plan(text)
+    assert {run.config.training.max_steps for run in found.runs} == {steps} == {found.max_steps}
 
 
 def test_a_condition_sets_any_key_dotted_as_a_table_or_bare() -> None:
@@ -95,59 +92,49 @@ def test_conditions_survive_being_stored_and_changed() -> None:
 
 
 def test_a_random_reward_is_a_control_arm() -> None:
-    control = (
-        'label = "control"\nadvantage_mode = "maxrl"\ntransform_mode = "none"\nreward.type ='
-        ' "random"'
-    )
+    control = f'{MODES}label = "control"\nreward.type = "random"'
     runs = plan(f"{TWO_PPO}\n[[campaign.conditions]]\n{control}").runs
     assert [run.config.reward.types for run in runs[:3]] == [["match"], ["match"], ["random"]]
 
 
 MODES = 'advantage_mode = "grpo"\ntransform_mode = "none"\n'
+
+
+def two_conditions(first: str, second: str) -> str:
+    conditions = "".join(f"[[campaign.conditions]]\n{one}\n" for one in (first, second))
+    return f"[campaign]\nseeds = [1]\n{conditions}"
+
+
 MINE = '[reward]\ntype = "custom"\ncustom_module = "mine"\n'
+RANDOM = 'reward.type = "random"'
 
 
 @pytest.mark.parametrize(
     ("base", "changed", "judges"),
     [
-        (
-            '[reward]\ntype = "match"',
-            'reward.type = "random"',
-            [("match", ""), ("random", "match")],
-        ),
-        (MINE, 'reward.type = "random"', [("custom", ""), ("random", "custom")]),
+        ('[reward]\ntype = "match"', RANDOM, [("match", ""), ("random", "match")]),
+        (MINE, RANDOM, [("custom", ""), ("random", "custom")]),
         (
             MINE + '[evaluation]\nreward = "match"',
-            'reward.type = "random"',
+            RANDOM,
             [("custom", "match"), ("random", "match")],
         ),
         ("", 'reward.normalize = "hendrycks"', [("match", ""), ("match", "")]),
         ('[reward]\ntype = "random"', 'reward.type = "match"', [("random", ""), ("match", "")]),
-        (
-            '[reward]\ntype = ["match", "math"]',
-            'reward.type = "random"',
-            [("match + math", ""), ("random", "")],
-        ),
+        ('[reward]\ntype = ["match", "math"]', RANDOM, [("match + math", ""), ("random", "")]),
     ],
 )
 def test_a_condition_with_another_reward_is_judged_held_out_by_the_bases(
     base: str, changed: str, judges: list[tuple[str, str]]
 ) -> None:
-    conditions = (
-        f"[[campaign.conditions]]\n{MODES}[[campaign.conditions]]\n{MODES}label ="
-        f' "other"\n{changed}\n'
-    )
-    runs = plan(f"[campaign]\nseeds = [1]\n{conditions}{base}\n").runs
-    assert [
-        (" + ".join(run.config.reward.types), run.config.evaluation.reward) for run in runs
-    ] == judges
+    runs = plan(two_conditions(MODES, f'{MODES}label = "other"\n{changed}') + base).runs
+    found = [(" + ".join(run.config.reward.types), run.config.evaluation.reward) for run in runs]
+    assert found == judges
 
 
 def test_an_algorithm_replaces_the_modes_of_the_base() -> None:
-    run = plan(
-        "[campaign]\n[[campaign.conditions]]\nalgorithm_mode ="
-        ' "grpo_constant"\n[algorithm]\nadvantage_mode = "grpo"'
-    ).runs[0]
+    pair = '[[campaign.conditions]]\nalgorithm_mode = "grpo_constant"\n'
+    run = plan(f'[campaign]\n{pair}[algorithm]\nadvantage_mode = "grpo"').runs[0]
     assert run.name == "grpo_constant_s42"
     assert run.config.loss.aggregation == "constant"
     assert not run.config.is_set("algorithm.advantage_mode")
@@ -158,11 +145,8 @@ def test_an_algorithm_replaces_the_modes_of_the_base() -> None:
     [
         ("lr = 1e-3", "lr = 1e-4", ["grpo+none~lr=0.001", "grpo+none~lr=0.0001"]),
         ("", 'loss.mode = "gspo"', ["grpo+none", "grpo+none~mode=gspo"]),
-        (
-            "lr = 1e-3\nloss.mode = 'ppo'",
-            "lr = 1e-3",
-            ["grpo+none~mode=ppo", "grpo+none"],
-        ),  # what they share tells nothing apart
+        # What they share tells nothing apart.
+        ("lr = 1e-3\nloss.mode = 'ppo'", "lr = 1e-3", ["grpo+none~mode=ppo", "grpo+none"]),
         ("lr = 1e-3\nlabel = 'mine'", "lr = 1e-4", ["mine", "grpo+none~lr=0.0001"]),
         ("", "advantage_mode = 'maxrl'\nlr = 3e-3", ["grpo+none", "maxrl+none~lr=0.003"]),
         ("", "data.params = {n = -3, s = ['a b']}", ["grpo+none", "grpo+none~params=n=-3-s=a-b"]),
@@ -172,44 +156,23 @@ def test_conditions_that_differ_in_a_further_key_are_labelled_by_it(
     first: str, second: str, labels: list[str]
 ) -> None:
     modes = MODES.partition("\n")[2] if "advantage_mode" in second else MODES
-    runs = plan(
-        "[campaign]\nseeds ="
-        f" [1]\n[[campaign.conditions]]\n{MODES}{first}\n[[campaign.conditions]]\n{modes}{second}\n"
-    ).runs
-    assert [run.condition for run in runs] == labels
-    assert (
-        len({run.folder for run in runs}) == 2
-        and [run.config.condition_label for run in runs] == labels
-    )
+    runs = plan(two_conditions(MODES + first, modes + second)).runs
+    assert [run.condition for run in runs] == labels and len({run.folder for run in runs}) == 2
+    assert [run.config.condition_label for run in runs] == labels
 
 
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (
-            'loss.mod = "ppo"',
-            "number 2: loss.mod is not a key of a condition; did you mean loss.mode?",
-        ),
+        ('loss.mod = "ppo"', "loss.mod is not a key of a condition; did you mean loss.mode?"),
         ('loss.mode = "pp"', 'number 2: [loss] mode = "pp" is not known'),
-        (
-            "training.group_size = 1",
-            "number 2: [training] group_size = 1 gives every completion an advantage of 0",
-        ),
+        ("training.group_size = 1", "number 2: [training] group_size = 1 gives every completion"),
         ("training.seed = 5", "training.seed is not for a condition; [campaign] seeds gives it"),
-        (
-            "max_steps = 5",
-            ("training.max_steps is not for a condition; all conditions need the same steps"),
-        ),
+        ("max_steps = 5", "is not for a condition; all conditions need the same steps"),
         ("squeeze.per_layer = true", "[squeeze] belongs to the whole campaign"),
         ('label = "a/b"', "cannot name a folder"),
         ('label = "grpo+none"', 'numbers 1 and 2 are both called "grpo+none"'),
-        (
-            'label = "GRPO+none"',
-            (
-                'numbers 1 and 2 are called "grpo+none" and "GRPO+none", so their runs would share'
-                " folders"
-            ),
-        ),
+        ('label = "GRPO+none"', '"grpo+none" and "GRPO+none", so their runs would share folders'),
         ('model = "x"', "model is a key of several sections; write model.model or planning.model"),
     ],
 )
@@ -217,13 +180,9 @@ def test_a_condition_that_sets_something_wrong_is_refused_with_its_number(
     line: str, sentence: str
 ) -> None:
     label = "" if "label" in line else 'label = "other"\n'
-    condition = f'advantage_mode = "grpo"\ntransform_mode = "none"\n{label}{line}'
     with pytest.raises(ConfigurationError) as caught:
-        config_from_toml(
-            '[campaign]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode ='
-            f' "none"\n[[campaign.conditions]]\n{condition}'
-        )
-    assert len(caught.value.problems) == 1
+        config_from_toml(two_conditions(MODES, MODES + label + line))
+    assert len(caught.value.problems) == 1 and "number" in caught.value.problems[0]
     assert sentence in caught.value.problems[0]
 
 
@@ -237,10 +196,8 @@ def test_a_key_is_unused_only_where_no_condition_uses_it() -> None:
     assert unused_keys(config_from_toml(f"{TWO_PPO}\n[loss]\nclip_low = 0.1")) == [
         'Condition "ppo": [sepa] steps = 100 has no effect: no transform here uses SEPA.'
     ]
-    assert (
-        "[loss] dual_clip = 2.0 has no effect"
-        in unused_keys(config_from_toml("[campaign]\n[loss]\ndual_clip = 2.0"))[0]
-    )
+    (unused,) = unused_keys(config_from_toml("[campaign]\n[loss]\ndual_clip = 2.0"))
+    assert "[loss] dual_clip = 2.0 has no effect" in unused
 
 
 def section(run: Any, name: str) -> Any:
@@ -250,19 +207,14 @@ def section(run: Any, name: str) -> Any:
 def test_trackers_get_name_group_and_tags_and_the_users_stay() -> None:
     text = '[campaign]\n[logging]\nwandb_project = "p"\nwandb_tags = "mine"\n'
     logging = section(plan(text).runs[4], "logging")
-    assert logging.wandb_run_name == "maxrl+gtpo_sepa_s42"
-    assert logging.wandb_group == "maxrl+gtpo_sepa"
+    named = ("maxrl+gtpo_sepa_s42", "maxrl+gtpo_sepa")
+    assert (logging.wandb_run_name, logging.wandb_group) == named
     assert logging.tags == ["mine", "maxrl+gtpo_sepa", "seed42"]
     assert section(plan(text + 'wandb_group = "g"').runs[0], "logging").wandb_group == "g"
     assert section(plan("[campaign]").runs[0], "logging").wandb_run_name == ""
-    local = section(
-        plan('[campaign]\n[logging]\ntrackers = ["trackio"]\n').runs[4], "logging"
-    )  # which has names and groups, and no tags
-    assert (local.wandb_run_name, local.wandb_group, local.tags) == (
-        "maxrl+gtpo_sepa_s42",
-        "maxrl+gtpo_sepa",
-        [],
-    )
+    # trackio has names and groups, and no tags.
+    local = section(plan('[campaign]\n[logging]\ntrackers = ["trackio"]\n').runs[4], "logging")
+    assert ((local.wandb_run_name, local.wandb_group), local.tags) == (named, [])
 
 
 def test_no_two_runs_share_a_folder_of_checkpoints() -> None:
@@ -273,18 +225,14 @@ def test_no_two_runs_share_a_folder_of_checkpoints() -> None:
 
 def test_a_campaign_evaluates_at_the_end_unless_it_says_no() -> None:
     assert section(plan("[campaign]").runs[0], "evaluation").at_end
-    assert not section(
-        plan("[campaign]\n[evaluation]\nat_end = false").runs[0], "evaluation"
-    ).at_end
+    told = "[campaign]\n[evaluation]\nat_end = false"
+    assert not section(plan(told).runs[0], "evaluation").at_end
 
 
 def test_tinker_workers_share_their_locks_and_others_have_none() -> None:
     tinker = plan('[campaign]\n[backend]\nbackend = "tinker"')
-    assert (
-        {section(run, "backend").throttle_dir for run in tinker.runs}
-        == {str(FOLDER / "tinker_throttle")}
-        == {str(tinker.throttle_dir)}
-    )
+    (folder,) = {section(run, "backend").throttle_dir for run in tinker.runs}
+    assert folder == str(FOLDER / "tinker_throttle") == str(tinker.throttle_dir)
     assert section(plan("[campaign]").runs[0], "backend").throttle_dir == ""
 
 
@@ -364,19 +312,13 @@ seeds = [1]
 lr = [1e-4, 4e-4]
 lora.alpha = [8, 16]
 """
-LABELLED = (
-    '[[campaign.conditions]]\nadvantage_mode = "rloo"\ntransform_mode = "none"\nlabel = "a"\n'
-)
+LABELLED = f'[[campaign.conditions]]\n{MODES}label = "a"\n'.replace("grpo", "rloo")
 
 
 def test_a_grid_without_conditions_varies_the_files_own_algorithm() -> None:
     runs = plan(GRID).runs
-    assert [(run.config.training.lr, run.config.lora.alpha) for run in runs] == [
-        (1e-4, 8),
-        (1e-4, 16),
-        (4e-4, 8),
-        (4e-4, 16),
-    ]
+    found = [(run.config.training.lr, run.config.lora.alpha) for run in runs]
+    assert found == [(1e-4, 8), (1e-4, 16), (4e-4, 8), (4e-4, 16)]
     assert runs[1].condition == "grpo+none~lr=0.0001~alpha=16"
     assert {run.config.algorithm.advantage_mode for run in runs} == {"grpo"}
     assert all(run.config.campaign is None for run in runs)

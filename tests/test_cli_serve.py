@@ -32,6 +32,13 @@ def config_of(**sections: dict[str, Any]) -> TrainConfig:
     )
 
 
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    file = tmp_path / "lab.toml"
+    file.write_text('[model]\nmodel = "lab"\n[data]\nsource = "lab"\n')
+    return file
+
+
 def test_vllm_is_told_everything_that_a_run_relies_on() -> None:
     lines = command("vllm", CPU, model={"lora_rank": 40}).replace(" \\\n", "\n").split("\n")
     for line in (
@@ -114,9 +121,8 @@ def test_every_key_that_serve_passes_on_changes_the_command_or_is_refused(
 
 
 def test_a_truncated_run_asks_vllm_for_kept_sets() -> None:
-    assert "--return-sampling-mask" in command(
-        "vllm", training={"top_k": 20}
-    ) and "--return-sampling-mask" not in command("vllm")
+    assert "--return-sampling-mask" in command("vllm", training={"top_k": 20})
+    assert "--return-sampling-mask" not in command("vllm")
 
 
 def test_the_first_url_gives_host_and_port_and_a_key_stays_in_its_variable(
@@ -129,98 +135,68 @@ def test_the_first_url_gives_host_and_port_and_a_key_stays_in_its_variable(
         "served_model": "my model",
     }
     shown = command("vllm", inference=inference)
-    assert (
-        "--host 127.0.0.1" in shown
-        and "--port 9001" in shown
-        and "--served-model-name 'my model'" in shown
-    )
+    assert "--host 127.0.0.1" in shown and "--port 9001" in shown
+    assert "--served-model-name 'my model'" in shown
     assert 'VLLM_API_KEY="$SERVER_KEY"' in shown and "do-not-show" not in shown
     assert '--api-key "$SERVER_KEY"' in command("sglang", inference=inference)
 
 
 def test_run_replaces_the_process_with_the_server(tmp_path: Path) -> None:
     code = (
-        "from retrain.inference_engine.commands import ServerCommand,"
-        " Variable\nServerCommand(['/bin/sh', '-c', 'echo $PART $KEY'], {'PART': 'a b', 'KEY':"
-        " Variable('SECRET')}).run()"
+        "from retrain.inference_engine.commands import ServerCommand, Variable\n"
+        "words = ['/bin/sh', '-c', 'echo $PART $KEY']\n"
+        "ServerCommand(words, {'PART': 'a b', 'KEY': Variable('SECRET')}).run()"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"SECRET": "s"},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    command, env = [sys.executable, "-c", code], {"SECRET": "s"}
+    found = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
     assert found.stdout == "a b s\n", found.stderr
 
 
 def test_the_printed_command_is_a_shell_command() -> None:
-    shown = ServerCommand(
-        ["/bin/echo", "--name", "two words", "--key", Variable("HOME")], {"A": "1 2"}
-    ).shell()
-    assert (
-        subprocess.run(
-            ["/bin/sh", "-c", shown], capture_output=True, text=True, env={"HOME": "/h"}
-        ).stdout
-        == "--name two words --key /h\n"
-    )
+    words = ["/bin/echo", "--name", "two words", "--key", Variable("HOME")]
+    shown = ["/bin/sh", "-c", ServerCommand(words, {"A": "1 2"}).shell()]
+    done = subprocess.run(shown, capture_output=True, text=True, env={"HOME": "/h"})
+    assert done.stdout == "--name two words --key /h\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("line", "code", "says"),
     [
+        ("vlm absent.toml", 2, "'vlm' is not a server of these: vllm, sglang, mlx."),
         (
-            ["vlm"],
-            2,
-            "'vlm' is not a server of these: vllm, sglang, mlx.",
-        ),
-        (
-            ["mlx", "--inference-attention-kernel", "tk"],
+            "mlx lab.toml --inference-attention-kernel tk",
             2,
             '[inference] attention_kernel = "tk" is not a setting of a mlx server',
         ),
         (
-            ["vllm", "--backend", "prime_rl"],
+            "vllm lab.toml --backend prime_rl",
             2,
             '[backend] backend = "prime_rl" brings its own servers',
         ),
         (
-            ["mlx", "--prompt-tokens", "50", "--run", "--python", "/nowhere/python"],
+            "mlx lab.toml --prompt-tokens 50 --run --python /nowhere/python",
             3,
             "/nowhere/python does not start",
         ),
     ],
 )
 def test_mistakes_are_answered_in_a_sentence(
-    arguments: list[str], code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str, code: int, says: str, lab: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "lab.toml"
-    file.write_text('[model]\nmodel = "lab"\n[data]\nsource = "lab"\n')
-    engine, *flags = arguments
-    assert main(["serve", engine, str(file), *flags]) == code
+    """A server that is not known is said before a missing file."""
+    assert main(["serve", *line.replace("lab.toml", str(lab)).split()]) == code
     shown = capsys.readouterr()
     assert says in shown.err and not shown.out
 
 
-def test_a_server_that_is_not_known_is_said_before_a_missing_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["serve", "vlm"]) == 2
-    assert "'vlm' is not a server" in capsys.readouterr().err
-
-
 def test_the_context_is_that_of_the_longest_prompt_and_completion(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lab: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "lab.toml"
-    file.write_text(
-        '[model]\nmodel = "lab"\n[data]\nsource = "lab"\n[training]\nmax_tokens = 900\n'
-    )
-    assert main(["serve", "vllm", str(file)]) == 0
+    asked = ["serve", "vllm", str(lab), "--max-tokens", "900"]
+    assert main(asked) == 0
     counted = int(capsys.readouterr().out.partition("--max-model-len ")[2].split()[0])
     assert 900 < counted < 1100
-    assert main(["serve", "vllm", str(file), "--prompt-tokens", "300"]) == 0
+    assert main([*asked, "--prompt-tokens", "300"]) == 0
     assert "--max-model-len 1200 " in capsys.readouterr().out
 
 
@@ -228,14 +204,12 @@ def test_the_context_is_that_of_the_longest_prompt_and_completion(
 def test_the_context_has_room_for_the_gates_long_prompt_where_the_model_has(
     positions: int,
     context: int,
-    tmp_path: Path,
+    lab: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("retrain.model.budget.context_length", lambda config: positions)
-    file = tmp_path / "lab.toml"
-    file.write_text('[model]\nmodel = "lab"\n[data]\nsource = "lab"\n[training]\nmax_tokens = 20\n')
-    assert main(["serve", "vllm", str(file), "--prompt-tokens", "50"]) == 0
+    assert main(["serve", "vllm", str(lab), "--max-tokens", "20", "--prompt-tokens", "50"]) == 0
     assert f"--max-model-len {context} " in capsys.readouterr().out
 
 
@@ -246,18 +220,14 @@ def test_a_dialogues_context_has_room_for_what_its_environment_says(
     answers have an allowance beside them.
     """
     file = tmp_path / "guess.toml"
-    game = (
-        '[environment]\nprovider = "retrain.environments.lab.NumberGuessing"\nargs = { examples ='
-        " 2 }\n"
-    )
-    file.write_text(f'[model]\nmodel = "lab"\n{game}[training]\nmax_tokens = 500\n')
-    assert main(["serve", "vllm", str(file)]) == 0
-    counted = int(capsys.readouterr().out.partition("--max-model-len ")[2].split()[0])
-    assert 500 + PROMPT_ALLOWANCE < counted < 700 + PROMPT_ALLOWANCE
-    assert main(["serve", "vllm", str(file), "--prompt-tokens", "300"]) == 0
-    assert f"--max-model-len {800 + PROMPT_ALLOWANCE} " in capsys.readouterr().out
-    assert (
-        main(["serve", "vllm", str(file), "--prompt-tokens", "300", "--environment-max-turns", "1"])
-        == 0
-    )
-    assert "--max-model-len 800 " in capsys.readouterr().out
+    game = 'provider = "retrain.environments.lab.NumberGuessing"\nargs = { examples = 2 }\n'
+    file.write_text(f'[model]\nmodel = "lab"\n[environment]\n{game}[training]\nmax_tokens = 500\n')
+
+    def context(*flags: str) -> int:
+        assert main(["serve", "vllm", str(file), *flags]) == 0
+        return int(capsys.readouterr().out.partition("--max-model-len ")[2].split()[0])
+
+    assert 500 + PROMPT_ALLOWANCE < context() < 700 + PROMPT_ALLOWANCE
+    told = ("--prompt-tokens", "300")
+    assert context(*told) == 800 + PROMPT_ALLOWANCE
+    assert context(*told, "--environment-max-turns", "1") == 800

@@ -2,7 +2,6 @@
 words that notice it.
 """
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterable
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from campaigns import EIGHT, problems, seal, write_planned, write_run
+from campaigns import EIGHT, manifest_of, modes_of, problems, seal, write_planned, write_run
 
 from retrain.campaign import Manifest
 from retrain.cli.main import main
@@ -29,11 +28,14 @@ def run(campaign: Path, condition: str, seed: int) -> Path:
     return campaign / "runs" / f"{condition}_s{seed}"
 
 
-def edit_manifest(campaign: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = campaign / "manifest.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+TRICKS: dict[Edit, str] = {}
+CHANGED = "the file was changed or the disk is damaged"
+HASHED = "edited after it was hashed"
+
+
+def noticed(words: str) -> Callable[[Edit], Edit]:
+    """A trick, and the words of `compare` that notice it."""
+    return lambda trick: TRICKS.setdefault(trick, words) and trick
 
 
 def replace_in(path: Path, pattern: str, by: str) -> None:
@@ -45,100 +47,113 @@ def replace_in(path: Path, pattern: str, by: str) -> None:
 # -- the tricks ------------------------------------------------------------------------------------
 
 
+@noticed(
+    r"Exploratory: .* its runs \(planned and not counted: seeds 3, 7 of grpo\+none; seeds"
+    r" 3, 7 of maxrl\+none\)"
+)
 def strike_seeds(campaign: Path) -> None:
-    def strike(content: dict[str, Any]) -> None:
+    with manifest_of(campaign) as content:
         content["runs"] = [entry for entry in content["runs"] if entry["seed"] not in (3, 7)]
         content["seeds"] = [1, 2, 4, 5, 6, 8]
-
-    edit_manifest(campaign, strike)
     for seed in (3, 7):
         for condition in (BASE, BETTER):
             shutil.rmtree(run(campaign, condition, seed))
 
 
+@noticed(r"maxrl\+none_s3 is not listed in manifest\.json, so it is not counted")
 def strike_seeds_and_leave_their_folders(campaign: Path) -> None:
-    def strike(content: dict[str, Any]) -> None:
+    with manifest_of(campaign) as content:
         content["runs"] = [entry for entry in content["runs"] if entry["seed"] != 3]
         del content["plan"]  # as if an earlier version had written it
 
-    edit_manifest(campaign, strike)
 
-
+@noticed(HASHED)
 def strike_a_seed_and_forge_the_plan(campaign: Path) -> None:
-    def strike(content: dict[str, Any]) -> None:
+    with manifest_of(campaign) as content:
         content["runs"] = [entry for entry in content["runs"] if entry["seed"] != 3]
         content["seeds"].remove(3)
         content["plan"]["seeds"].remove(3)
 
-    edit_manifest(campaign, strike)
 
-
+@noticed(
+    "Exploratory: the manifest holds no plan, which every campaign writes before its first run"
+)
 def remove_the_plan(campaign: Path) -> None:
-    edit_manifest(campaign, lambda content: content.pop("plan"))
+    with manifest_of(campaign) as content:
+        del content["plan"]
 
 
+@noticed(r"Exploratory: .* margin \(0\.1, none planned\)")
 def choose_a_margin_afterwards(campaign: Path) -> list[str]:
     return ["--margin", "0.1"]
 
 
+@noticed(HASHED)
 def write_a_margin_into_the_plan(campaign: Path) -> list[str]:
-    edit_manifest(campaign, lambda content: content["plan"].update(margin=0.1))
+    with manifest_of(campaign) as content:
+        content["plan"]["margin"] = 0.1
     return ["--margin", "0.1"]
 
 
+@noticed(
+    r"metric \(grad_norm, planned pass@1\); direction \(lower is better, planned higher is better\)"
+)
 def turn_the_direction(campaign: Path) -> list[str]:
     return ["--metric", "grad_norm", "--lower-is-better"]
 
 
+@noticed(r"direction \(neither direction is better, planned higher is better\)")
 def ask_for_a_metric_of_no_direction(campaign: Path) -> list[str]:
     return ["--metric", "grad_norm"]
 
 
+@noticed(HASHED)
 def turn_the_direction_in_the_plan(campaign: Path) -> None:
-    edit_manifest(campaign, lambda content: content["plan"].update(better="lower"))
+    with manifest_of(campaign) as content:
+        content["plan"]["better"] = "lower"
 
 
+@noticed(r"maxrl\+none_s3 holds a run of seed 4, and seed 3 is planned")
 def put_another_seeds_run_into_a_folder(campaign: Path) -> None:
     shutil.rmtree(run(campaign, BETTER, 3))
     shutil.copytree(run(campaign, BETTER, 4), run(campaign, BETTER, 3))
 
 
+@noticed(r"maxrl\+none_s3 holds a run of grpo\+none, and maxrl\+none is planned")
 def put_another_conditions_run_into_a_folder(campaign: Path) -> None:
     shutil.rmtree(run(campaign, BETTER, 3))
     shutil.copytree(run(campaign, BASE, 3), run(campaign, BETTER, 3))
 
 
+@noticed(r"grpo\+none_s1 holds a run of grpo\+none, and maxrl\+none is planned")
 def swap_labels(campaign: Path) -> None:
-    def swap(content: dict[str, Any]) -> None:
+    with manifest_of(campaign) as content:
         for entry in content["runs"]:
             entry["condition"] = BETTER if entry["condition"] == BASE else BASE
 
-    edit_manifest(campaign, swap)
 
-
+@noticed(r"Exploratory: .* seed 3 of grpo\+none; seed 3 of maxrl\+none")
 def swap_the_folders_of_two_runs(campaign: Path) -> None:
-    def swap(content: dict[str, Any]) -> None:
-        one, other = (
-            next(e for e in content["runs"] if e["name"] == f"{label}_s3")
-            for label in (BASE, BETTER)
-        )
+    with manifest_of(campaign) as content:
+        one, other = (entry for entry in content["runs"] if entry["seed"] == 3)
         one["dir"], other["dir"] = other["dir"], one["dir"]
 
-    edit_manifest(campaign, swap)
 
-
+@noticed(r"maxrl\+none_s9 holds a run of seed 1, and seed 9 is planned")
 def copy_a_pair_as_a_new_seed(campaign: Path) -> None:
     for condition in (BASE, BETTER):
         shutil.copytree(run(campaign, condition, 1), run(campaign, condition, 9))
     add_seed(campaign, 9)
 
 
+@noticed(r"has seed 9 in config\.toml and 1 in summary\.json")
 def copy_a_pair_as_a_new_seed_and_edit_its_configuration(campaign: Path) -> None:
     copy_a_pair_as_a_new_seed(campaign)
     for condition in (BASE, BETTER):
         replace_in(run(campaign, condition, 9) / "config.toml", r"\nseed = 1\n", "\nseed = 9\n")
 
 
+@noticed(r"maxrl\+none_s1 and maxrl\+none_s9 hold the same numbers in every step")
 def copy_a_pair_as_a_new_seed_and_edit_every_seed(campaign: Path) -> None:
     copy_a_pair_as_a_new_seed_and_edit_its_configuration(campaign)
     for condition in (BASE, BETTER):
@@ -147,38 +162,35 @@ def copy_a_pair_as_a_new_seed_and_edit_every_seed(campaign: Path) -> None:
 
 
 def add_seed(campaign: Path, seed: int) -> None:
-    def add(content: dict[str, Any]) -> None:
+    with manifest_of(campaign) as content:
         for condition in (BASE, BETTER):
             name = f"{condition}_s{seed}"
-            content["runs"].append(
-                {
-                    "name": name,
-                    "condition": condition,
-                    "seed": seed,
-                    "status": "done",
-                    "dir": f"runs/{name}",
-                }
-            )
+            entry = {"name": name, "condition": condition, "seed": seed, "status": "done"}
+            content["runs"].append(entry | {"dir": f"runs/{name}"})
         content["seeds"].append(seed)
 
-    edit_manifest(campaign, add)
 
-
+@noticed(r"maxrl\+none_s3 was trained with training\.lr = 0\.003, and 0\.001 is planned")
 def train_one_run_otherwise(campaign: Path) -> None:
     replace_in(run(campaign, BETTER, 3) / "config.toml", r"\nlr = 0.001\n", "\nlr = 0.003\n")
 
 
+@noticed(r's3 was trained with algorithm\.advantage_mode = "grpo", and "maxrl" is planned')
 def relabel_a_run(campaign: Path) -> None:
-    shutil.rmtree(run(campaign, BETTER, 3))
-    shutil.copytree(run(campaign, BASE, 3), run(campaign, BETTER, 3))
+    put_another_conditions_run_into_a_folder(campaign)
     for name in ("config.toml", "summary.json"):
         replace_in(run(campaign, BETTER, 3) / name, re.escape(BASE), BETTER)
 
 
+@noticed(
+    r"maxrl\+none_s3: evaluation\.jsonl differs from its sha256, as trainer_state\.json recorded it:"
+    f" {CHANGED}"
+)
 def edit_an_answer(campaign: Path) -> None:
     replace_in(run(campaign, BETTER, 3) / "evaluation.jsonl", '"correct": 0', '"correct": 1')
 
 
+@noticed(r"maxrl\+none_s3: trainer_state\.json differs from the one in step_000002")
 def edit_an_answer_and_its_hash(campaign: Path) -> None:
     checkpoint = run(campaign, BETTER, 3) / "checkpoints" / "step_000002"
     checkpoint.mkdir(parents=True)
@@ -187,213 +199,107 @@ def edit_an_answer_and_its_hash(campaign: Path) -> None:
     seal(run(campaign, BETTER, 3))
 
 
+@noticed(rf"evaluation\.jsonl has \d+ bytes instead of \d+, as .*{CHANGED}")
 def append_an_evaluation(campaign: Path) -> None:
     with (run(campaign, BETTER, 3) / "evaluation.jsonl").open("ab") as file:
         for record in problems([1] * 100):
             file.write(encode_line(record.to_json() | {"step": 3}))
 
 
+@noticed(rf"evaluation\.jsonl has \d+ bytes instead of \d+, as .*{CHANGED}")
 def cut_an_evaluation(campaign: Path) -> None:
     path = run(campaign, BETTER, 3) / "evaluation.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:60]))
 
 
+@noticed(f"evaluation.jsonl differs from its sha256.*{CHANGED}")
 def damage_a_byte(campaign: Path) -> None:
     path = run(campaign, BETTER, 3) / "evaluation.jsonl"
-    data = bytearray(path.read_bytes())
-    data[data.index(b'"samples": 1') + len(b'"samples": ')] = ord("2")
-    path.write_bytes(data)
+    path.write_text(path.read_text().replace('"samples": 1', '"samples": 2', 1))
 
 
+@noticed(r"grpo\+none_s3: evaluation\.jsonl differs from its sha256")
 def take_the_evaluation_of_another_run(campaign: Path) -> None:
-    shutil.copy(
-        run(campaign, BETTER, 4) / "evaluation.jsonl", run(campaign, BASE, 3) / "evaluation.jsonl"
-    )
+    other, own = (run(campaign, *one) for one in ((BETTER, 4), (BASE, 3)))
+    shutil.copy(other / "evaluation.jsonl", own / "evaluation.jsonl")
 
 
+@noticed(rf"maxrl\+none_s3: metrics\.jsonl differs from its sha256, .*{CHANGED}")
 def edit_the_training_metrics(campaign: Path) -> list[str]:
-    replace_in(
-        run(campaign, BETTER, 3) / "metrics.jsonl", '"correct_rate": 0.5', '"correct_rate": 0.9'
-    )
+    metrics = run(campaign, BETTER, 3) / "metrics.jsonl"
+    replace_in(metrics, '"correct_rate": 0.5', '"correct_rate": 0.9')
     return ["--metric", "correct_rate"]
 
 
+@noticed(
+    r"maxrl\+none_s3 failed, says manifest\.json, and is done, says its own summary\.json, so it is"
+    " not counted"
+)
 def call_a_bad_run_failed(campaign: Path) -> None:
-    edit_manifest(
-        campaign, lambda content: content["runs"][5].update(status="failed", reason="a bad one")
-    )
+    with manifest_of(campaign) as content:
+        content["runs"][5].update(status="failed", reason="a bad one")
 
 
+@noticed(r"Exploratory: .* its runs \(planned and not counted: seed 3 of maxrl\+none\)")
 def call_a_bad_run_skipped(campaign: Path) -> None:
-    edit_manifest(campaign, lambda content: content["runs"][5].update(status="skipped"))
+    with manifest_of(campaign) as content:
+        content["runs"][5]["status"] = "skipped"
 
 
+@noticed(r"maxrl\+none_s3 \(3 attempts\)")
 def try_a_run_again(campaign: Path) -> None:
-    edit_manifest(campaign, lambda content: content["runs"][5].update(attempts=3))
+    with manifest_of(campaign) as content:
+        content["runs"][5]["attempts"] = 3
 
 
+@noticed(r"Added after the plan: seed 9\..*no longer exact")
 def add_seeds_afterwards(campaign: Path) -> None:
     add_seed(campaign, 9)
     for condition in (BASE, BETTER):
-        write_run(
-            run(campaign, condition, 9),
-            9,
-            held_out=problems([1] * 55 + [0] * 45),
-            algorithm=_modes(condition),
-        )
-        seal(run(campaign, condition, 9))
+        right, folder = problems([1] * 55 + [0] * 45), run(campaign, condition, 9)
+        write_run(folder, 9, held_out=right, algorithm=modes_of(condition))
+        seal(folder)
 
 
+@noticed(r"max_steps \(4, planned 2\); the steps of the longest run \(4, planned 2\)")
 def train_a_run_on(campaign: Path) -> None:
     answers, folder = problems([1] * 90 + [0] * 10), run(campaign, BETTER, 5)
-    write_run(folder, 5, [0.5] * 4, held_out=answers, algorithm=_modes(BETTER))
+    write_run(folder, 5, [0.5] * 4, held_out=answers, algorithm=modes_of(BETTER))
     seal(folder)
-    edit_manifest(campaign, lambda content: content.update(max_steps=4))
+    with manifest_of(campaign) as content:
+        content["max_steps"] = 4
 
 
+@noticed(r"Exploratory: .* evaluation \(.* 4 samples, .*planned .* 1 sample, ")
 def sample_more_answers(campaign: Path) -> None:
     for config in campaign.glob("runs/*/config.toml"):
         replace_in(config, r"\nsamples = 1", r"\nsamples = 4")
 
 
+@noticed(r"Exploratory: .* held-out problems \(2222, planned 1111\)")
 def change_the_held_out_file(campaign: Path) -> None:
-    edit_manifest(campaign, lambda content: content.update(heldout_sha256="2222"))
+    with manifest_of(campaign) as content:
+        content["heldout_sha256"] = "2222"
 
 
+@noticed(r"seeds 3, 7 of maxrl\+none")
 def take_the_folders_of_good_seeds(campaign: Path) -> list[str]:
-    seeds = (1, 2, 4, 5, 6, 8)
-    return [
-        *(str(run(campaign, BETTER, seed)) for seed in seeds),
-        "--baseline",
-        *(str(run(campaign, BASE, seed)) for seed in seeds),
-    ]
+    ours, theirs = (
+        [str(run(campaign, condition, seed)) for seed in (1, 2, 4, 5, 6, 8)]
+        for condition in (BETTER, BASE)
+    )
+    return [*ours, "--baseline", *theirs]
 
 
+@noticed(r"not one condition: training\.lr differs between seeds 1 to 4 and 5 to 8")
 def mix_learning_rates_in_loose_folders(campaign: Path) -> list[str]:
-    loose = campaign.parent / "loose"
-    for condition in (BASE, BETTER):
-        for seed in range(1, 9):
-            training = {"lr": 3e-4 if seed < 5 or condition == BASE else 1e-3}
-            write_run(
-                loose / f"{condition}{seed}", seed, algorithm=_modes(condition), training=training
-            )
-    return [
-        *(str(loose / f"{BETTER}{seed}") for seed in range(1, 9)),
-        "--baseline",
-        *(str(loose / f"{BASE}{s}") for s in range(1, 9)),
-    ]
+    def loose(condition: str, seed: int) -> str:
+        folder = campaign.parent / "loose" / f"{condition}{seed}"
+        training = {"lr": 3e-4 if seed < 5 or condition == BASE else 1e-3}
+        return str(write_run(folder, seed, algorithm=modes_of(condition), training=training))
 
-
-def _modes(condition: str) -> dict[str, str]:
-    return dict(zip(("advantage_mode", "transform_mode"), condition.split("+"), strict=True))
-
-
-CHANGED = "the file was changed or the disk is damaged"
-TRICKS: list[tuple[Edit, str]] = [
-    (
-        strike_seeds,
-        (
-            r"Exploratory: .* its runs \(planned and not counted: seeds 3, 7 of grpo\+none; seeds"
-            r" 3, 7 of maxrl\+none\)"
-        ),
-    ),
-    (
-        strike_seeds_and_leave_their_folders,
-        r"maxrl\+none_s3 is not listed in manifest\.json, so it is not counted",
-    ),
-    (strike_a_seed_and_forge_the_plan, "edited after it was hashed"),
-    (choose_a_margin_afterwards, r"Exploratory: .* margin \(0\.1, none planned\)"),
-    (write_a_margin_into_the_plan, "edited after it was hashed"),
-    (
-        turn_the_direction,
-        (
-            r"metric \(grad_norm, planned pass@1\); direction \(lower is better, planned higher is"
-            r" better\)"
-        ),
-    ),
-    (
-        ask_for_a_metric_of_no_direction,
-        r"direction \(neither direction is better, planned higher is better\)",
-    ),
-    (train_a_run_on, r"max_steps \(4, planned 2\); the steps of the longest run \(4, planned 2\)"),
-    (sample_more_answers, r"Exploratory: .* evaluation \(.* 4 samples, .*planned .* 1 sample, "),
-    (change_the_held_out_file, r"Exploratory: .* held-out problems \(2222, planned 1111\)"),
-    (turn_the_direction_in_the_plan, "edited after it was hashed"),
-    (
-        put_another_seeds_run_into_a_folder,
-        r"maxrl\+none_s3 holds a run of seed 4, and seed 3 is planned",
-    ),
-    (
-        put_another_conditions_run_into_a_folder,
-        r"maxrl\+none_s3 holds a run of grpo\+none, and maxrl\+none is planned",
-    ),
-    (swap_labels, r"grpo\+none_s1 holds a run of grpo\+none, and maxrl\+none is planned"),
-    (swap_the_folders_of_two_runs, r"Exploratory: .* seed 3 of grpo\+none; seed 3 of maxrl\+none"),
-    (copy_a_pair_as_a_new_seed, r"maxrl\+none_s9 holds a run of seed 1, and seed 9 is planned"),
-    (
-        copy_a_pair_as_a_new_seed_and_edit_its_configuration,
-        r"has seed 9 in config\.toml and 1 in summary\.json",
-    ),
-    (
-        copy_a_pair_as_a_new_seed_and_edit_every_seed,
-        r"maxrl\+none_s1 and maxrl\+none_s9 hold the same numbers in every step",
-    ),
-    (
-        train_one_run_otherwise,
-        r"maxrl\+none_s3 was trained with training\.lr = 0\.003, and 0\.001 is planned",
-    ),
-    (
-        relabel_a_run,
-        (
-            r'maxrl\+none_s3 was trained with algorithm\.advantage_mode = "grpo", and "maxrl" is'
-            r" planned"
-        ),
-    ),
-    (
-        edit_an_answer,
-        (
-            r"maxrl\+none_s3: evaluation\.jsonl differs from its sha256, as trainer_state\.json"
-            rf" recorded it: {CHANGED}"
-        ),
-    ),
-    (
-        edit_an_answer_and_its_hash,
-        r"maxrl\+none_s3: trainer_state\.json differs from the one in step_000002",
-    ),
-    (
-        remove_the_plan,
-        "Exploratory: the manifest holds no plan, which every campaign writes before its first run",
-    ),
-    (append_an_evaluation, rf"evaluation\.jsonl has \d+ bytes instead of \d+, as .*{CHANGED}"),
-    (cut_an_evaluation, rf"evaluation\.jsonl has \d+ bytes instead of \d+, as .*{CHANGED}"),
-    (damage_a_byte, f"evaluation.jsonl differs from its sha256.*{CHANGED}"),
-    (
-        take_the_evaluation_of_another_run,
-        r"grpo\+none_s3: evaluation\.jsonl differs from its sha256",
-    ),
-    (
-        edit_the_training_metrics,
-        rf"maxrl\+none_s3: metrics\.jsonl differs from its sha256, .*{CHANGED}",
-    ),
-    (
-        call_a_bad_run_failed,
-        (
-            r"maxrl\+none_s3 failed, says manifest\.json, and is done, says its own summary\.json,"
-            r" so it is not counted"
-        ),
-    ),
-    (
-        call_a_bad_run_skipped,
-        r"Exploratory: .* its runs \(planned and not counted: seed 3 of maxrl\+none\)",
-    ),
-    (try_a_run_again, r"maxrl\+none_s3 \(3 attempts\)"),
-    (add_seeds_afterwards, r"Added after the plan: seed 9\..*no longer exact"),
-    (take_the_folders_of_good_seeds, r"seeds 3, 7 of maxrl\+none"),
-    (
-        mix_learning_rates_in_loose_folders,
-        r"not one condition: training\.lr differs between seeds 1 to 4 and 5 to 8",
-    ),
-]
+    ours, theirs = ([loose(label, seed) for seed in range(1, 9)] for label in (BETTER, BASE))
+    return [*ours, "--baseline", *theirs]
 
 
 AS_PLANNED = (
@@ -431,15 +337,15 @@ def test_what_was_not_bent_is_as_planned_and_nothing_is_left_out(
 
 
 @pytest.mark.faults("tricks and accidents between runs and verdict")
-@pytest.mark.parametrize(("trick", "noticed"), TRICKS, ids=[trick.__name__ for trick, _ in TRICKS])
+@pytest.mark.parametrize("trick", TRICKS, ids=lambda trick: trick.__name__)
 def test_a_trick_is_noticed(
-    trick: Edit, noticed: str, campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trick: Edit, campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = Path(shutil.copytree(campaign, tmp_path / "campaign"))
     arguments = list(trick(copy) or [])
     loose = bool(arguments) and not arguments[0].startswith("-")
     text = said(capsys, *arguments) if loose else said(capsys, copy, *arguments)
-    assert re.search(noticed, text), text
+    assert re.search(TRICKS[trick], text), text
     assert "Preregistered" not in text or trick in AS_PLANNED
 
 
@@ -482,7 +388,8 @@ def test_a_campaign_section_that_none_wrote_is_named(
     section: Any, campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = Path(shutil.copytree(campaign, tmp_path / "campaign"))
-    edit_manifest(copy, lambda content: content["config"].update(campaign=section))
+    with manifest_of(copy) as content:
+        content["config"]["campaign"] = section
     for command in ("compare", "status"):
         main([command, str(copy)])
         text = " ".join("".join(capsys.readouterr()).split())
@@ -515,16 +422,13 @@ def test_a_campaign_section_that_none_wrote_is_named(
 def test_a_value_of_the_manifest_that_no_campaign_wrote_is_named(
     place: str, value: Any, campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def change(content: dict[str, Any]) -> None:
-        *above, name = place.split(".")
-        for part in above:
-            content = content[part]
-        content[name] = value
-        if value is ...:
-            del content[name]
-
     copy = Path(shutil.copytree(campaign, tmp_path / "campaign"))
-    edit_manifest(copy, change)
+    *above, name = place.split(".")
+    with manifest_of(copy) as content:
+        holder = content[above[0]] if above else content
+        holder[name] = value
+        if value is ...:
+            del holder[name]
     assert main(["compare", str(copy)]) == 1
     text = " ".join(capsys.readouterr().err.split())
     if value is ...:
@@ -541,10 +445,8 @@ def test_a_planned_margin_is_taken_and_hashed(
 ) -> None:
     folder = write_planned(tmp_path / "campaign", {BASE: EIGHT, BETTER: ALIKE}, margin=0.05)
     text = said(capsys, folder)
-    assert (
-        "maxrl+none is equivalent to grpo+none within 5.0 pp" in text
-        and "alpha 0.05, equivalent within 0.05, 8 seeds" in text
-    )
+    assert "maxrl+none is equivalent to grpo+none within 5.0 pp" in text
+    assert "alpha 0.05, equivalent within 0.05, 8 seeds" in text
     assert "margin (0.1, 0.05 planned)" in said(capsys, folder, "--margin", "0.1")
     assert "within 5.0 pp" in said(capsys, folder, "--metric", "accuracy")
 
@@ -552,26 +454,19 @@ def test_a_planned_margin_is_taken_and_hashed(
 def test_code_that_differs_within_an_arm_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = {}
-    for arm in ("new", "base"):
-        for seed in range(1, 5):
-            late = arm == "new" and seed > 2
-            code = {
-                "revision": "def" if late else "abc",
-                "plugins": {"my_losses.sapo": "22" if late else "11"},
-            }
-            environment = {"code": code, "model_sha256": "22" if late else "11"}
-            folders[arm, seed] = write_run(tmp_path / f"{arm}{seed}", seed, environment=environment)
-    text = said(
-        capsys,
-        *(folders["new", s] for s in range(1, 5)),
-        "--baseline",
-        *(folders["base", s] for s in range(1, 5)),
-    )
-    assert "new1 ... ran on different revisions of retrain: seeds 1, 2 and 3, 4 differ." in text
-    assert "new1 ... started from different files of the model: seeds 1, 2 and 3, 4" in text
-    assert (
-        "new1 ... ran with different files of the plugin my_losses.sapo: seeds 1, 2 and 3, 4"
-        " differ." in text
-    )
+    def code(arm: str, seed: int) -> Path:
+        late = arm == "new" and seed > 2
+        files = "22" if late else "11"
+        code = {"revision": "def" if late else "abc", "plugins": {"my_losses.sapo": files}}
+        environment = {"code": code, "model_sha256": files}
+        return write_run(tmp_path / f"{arm}{seed}", seed, environment=environment)
+
+    ours, theirs = ([code(arm, seed) for seed in range(1, 5)] for arm in ("new", "base"))
+    text = said(capsys, *ours, "--baseline", *theirs)
+    for told in (
+        "ran on different revisions of retrain",
+        "started from different files of the model",
+        "ran with different files of the plugin my_losses.sapo",
+    ):
+        assert f"new1 ... {told}: seeds 1, 2 and 3, 4 differ." in text
     assert "retrain's revision (def, abc), the plugin my_losses.sapo" in text

@@ -47,11 +47,17 @@ def arms(tmp_path: Path) -> list[str]:
     candidates, baselines = [], []
     for seed in range(1, 9):
         extra = seed % 3
-        candidates.append(
-            run_of(tmp_path / f"c{seed}", seed, "maxrl", 200, (30, 48 + extra, 58 + extra))
-        )
+        right = (30, 48 + extra, 58 + extra)
+        candidates.append(run_of(tmp_path / f"c{seed}", seed, "maxrl", 200, right))
         baselines.append(run_of(tmp_path / f"b{seed}", seed, "grpo", 100, (30, 40, 50 + extra)))
     return [*map(str, candidates), "--baseline", *map(str, baselines)]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[str]:
+    """One run of each arm, of 400 tokens."""
+    ours, theirs = (run_of(tmp_path / arm, 1, arm, 100, (30, 40, 50)) for arm in ("maxrl", "grpo"))
+    return [str(ours), "--baseline", str(theirs)]
 
 
 def means(comparison: dict[str, Any]) -> list[float]:
@@ -144,23 +150,21 @@ def test_the_table_says_that_a_cost_is_of_the_whole_run(
 
 @pytest.mark.parametrize(("size", "right"), [(250, 40), (350, 50), (200, 40)])
 def test_the_counts_are_those_of_the_nearer_evaluation(
-    size: int, right: int, tmp_path: Path
+    size: int, right: int, pair: list[str]
 ) -> None:
-    run = run_of(tmp_path / "run", 1, "grpo", 100, (30, 40, 50))
-    answers = RunAtBudget(run, None, Budget(size)).answers
+    answers = RunAtBudget(Path(pair[0]), None, Budget(size)).answers
     assert answers is not None and answers.right.sum() == right
 
 
-def test_evaluations_of_other_problems_have_no_line_between_them(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", 1, "grpo", 100, (30, 40, 50))
-    file = run / "evaluation.jsonl"
+def test_evaluations_of_other_problems_have_no_line_between_them(pair: list[str]) -> None:
+    file = Path(pair[0], "evaluation.jsonl")
     records = [json.loads(line) for line in file.read_text().splitlines()]
     for record in records:
         if record["step"] == 4:
             record["example_id"] += "-other"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     with pytest.raises(ConfigurationError, match="other problems"):
-        _ = RunAtBudget(run, None, Budget(300)).answers
+        _ = RunAtBudget(Path(pair[0]), None, Budget(300)).answers
 
 
 @pytest.mark.parametrize(
@@ -172,39 +176,28 @@ def test_evaluations_of_other_problems_have_no_line_between_them(tmp_path: Path)
     ],
 )
 def test_a_run_that_does_not_reach_the_budget_is_refused(
-    change: dict[str, Any],
-    at: str,
-    sentence: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    change: Any, at: str, sentence: str, pair: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = run_of(tmp_path / "c1", 1, "maxrl", 100, (30, 40, 50), **change)
-    other = run_of(tmp_path / "b1", 1, "grpo", 200, (30, 40, 50))
-    assert main(["compare", str(one), "--baseline", str(other), "--at", at]) == 2
-    error = " ".join(capsys.readouterr().err.split())
-    assert sentence in error
+    run_of(Path(pair[0]), 1, "maxrl", 100, (30, 40, 50), **change)
+    assert main(["compare", *pair, "--at", at]) == 2
+    assert sentence in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_without_an_evaluation_before_the_budget_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = [run_of(tmp_path / arm, 1, arm, 100, (30, 40, 50)) for arm in ("maxrl", "grpo")]
-    for folder in folders:
-        file = folder / "evaluation.jsonl"
+    for folder in (pair[0], pair[2]):
+        file = Path(folder, "evaluation.jsonl")
         later = [line for line in file.read_text().splitlines() if '"step": 0' not in line]
         file.write_text("\n".join(later) + "\n")
-    first, second = map(str, folders)
-    assert main(["compare", first, "--baseline", second, "--at", "tokens=50"]) == 2
+    assert main(["compare", *pair, "--at", "tokens=50"]) == 2
     assert "[evaluation] at_start = true" in capsys.readouterr().err
 
 
 def test_a_budget_below_the_first_step_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = [run_of(tmp_path / arm, 1, arm, 100, (30, 40, 50)) for arm in ("maxrl", "grpo")]
-    first, second = map(str, folders)
-    argv = ["compare", first, "--baseline", second, "--metric", "correct_rate"]
-    assert main([*argv, "--at", "tokens=50"]) == 2
+    assert main(["compare", *pair, "--metric", "correct_rate", "--at", "tokens=50"]) == 2
     assert "had not made its first step at --at tokens=50" in capsys.readouterr().err
 
 

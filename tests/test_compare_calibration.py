@@ -58,13 +58,6 @@ def verdicts(campaign: Counts) -> list[Verdict]:
     ]
 
 
-def fisher_rejects(campaign: Counts) -> bool:
-    """Fisher's exact test on two arms, with all completions pooled as if they were independent."""
-    total = campaign.shape[1] * PROMPTS * COMPLETIONS
-    one, two = campaign.sum(axis=1)
-    return bool(stats.fisher_exact([[one, total - one], [two, total - two]]).pvalue < RULES.alpha)
-
-
 def at_most(count: int, trials: int, rate: float) -> bool:
     """Whether `count` of `trials` is what a rate no higher than `rate` gives, Monte Carlo error
     (99.9%) aside.
@@ -90,17 +83,6 @@ def test_over_a_family_the_chance_of_any_false_verdict_stays_below_alpha() -> No
         set(verdicts(right_answers(rng, 5, SEEDS))) != {Verdict.INCONCLUSIVE} for _ in range(trials)
     )
     assert at_most(wrong, trials, RULES.alpha)
-
-
-@pytest.mark.slow
-def test_fisher_on_pooled_completions_is_wrong_far_more_often() -> None:
-    """The reason for the unit of inference: the same null campaigns, completions taken for
-    independent.
-    """
-    rng = np.random.default_rng(0)
-    trials = 400
-    wrong = sum(fisher_rejects(right_answers(rng, 2, SEEDS)) for _ in range(trials))
-    assert not at_most(wrong, trials, 2 * RULES.alpha)
 
 
 def test_equivalence_is_claimed_wrongly_at_most_as_often_as_alpha_says() -> None:
@@ -131,18 +113,6 @@ def test_real_effects_are_found_as_often_as_the_power_predicts() -> None:
     predicted = power.power_of(SEEDS, differences.mean() / differences.std(ddof=1))
     assert 0.3 < predicted < 0.98
     assert abs(found - predicted) < 0.06
-
-
-def test_the_interval_covers_the_true_difference() -> None:
-    rng = np.random.default_rng(4)
-    intervals = [
-        conclude([PairedDifferences.of(list(arms[1] - arms[0]))], RULES)[0].interval
-        for arms in (right_answers(rng, 2, SEEDS) for _ in range(600))
-    ]
-    covered = sum(
-        interval is not None and interval[0] <= 0 <= interval[1] for interval in intervals
-    )
-    assert at_most(600 - covered, 600, RULES.alpha) and at_most(covered, 600, 0.97)
 
 
 # -- outside the textbook ---------------------------------------------------------------------------

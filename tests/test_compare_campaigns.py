@@ -12,6 +12,7 @@ import pytest
 from campaigns import (
     EIGHT,
     compared,
+    manifest_of,
     problems,
     shifted,
     shown,
@@ -42,16 +43,28 @@ def refused(
     return errors
 
 
+UP = [6, 9, 7, 8, 5, 7, 9, 6]
+AROUND = [3, -4, 2, -1, 4, -3, 1, 0]
+
+
 @pytest.fixture
 def campaign(tmp_path: Path) -> Path:
     """Eight seeds; one condition clearly better, one clearly worse, one in between."""
-    arms = {
-        BASE: EIGHT,
-        BETTER: shifted([6, 9, 7, 8, 5, 7, 9, 6]),
-        WORSE: shifted([-6, -9, -7, -8, -5, -7, -9, -6]),
-        "rloo+none": shifted([3, -4, 2, -1, 4, -3, 1, 0]),
-    }
-    return write_campaign(tmp_path / "campaign", arms)
+    down = [-by for by in UP]
+    arms = {BETTER: shifted(UP), WORSE: shifted(down), "rloo+none": shifted(AROUND)}
+    return write_campaign(tmp_path / "campaign", {BASE: EIGHT, **arms})
+
+
+def two_arms(folder: Path, seeds: int = 3, **own: dict[str, Any]) -> list[Path | str]:
+    """Arguments of a comparison of runs a1, a2, ... with b1, b2, ...; `own` are sections of an arm."""
+    ours, theirs = (
+        [
+            write_run(folder / f"{arm}{seed}", seed, **own.get(arm, {}))
+            for seed in range(1, seeds + 1)
+        ]
+        for arm in "ab"
+    )
+    return [*ours, "--baseline", *theirs]
 
 
 def test_verdicts_follow_the_interval_and_the_adjusted_p(
@@ -59,30 +72,24 @@ def test_verdicts_follow_the_interval_and_the_adjusted_p(
 ) -> None:
     result = compared(capsys, campaign)
     assert result["baseline"] == BASE and result["metric"] == "pass@1"
-    by_condition = {contrast["condition"]: contrast for contrast in result["contrasts"]}
-    assert {name: item["verdict"] for name, item in by_condition.items()} == {
-        BETTER: "improvement",
-        WORSE: "worse",
-        "rloo+none": "inconclusive",
-    }
-    better = by_condition[BETTER]
-    assert better["mean_difference"] == pytest.approx(np.mean([6, 9, 7, 8, 5, 7, 9, 6]) / 100)
-    assert better["p"] == 2 / 2**8 and better["p_adjusted"] == 2 / 2**8
-    assert by_condition["rloo+none"]["interval"][0] < 0 < by_condition["rloo+none"]["interval"][1]
-    assert (
-        0 < by_condition["rloo+none"]["detectable"][0] < by_condition["rloo+none"]["detectable"][1]
-    )
+    found = {contrast["condition"]: contrast for contrast in result["contrasts"]}
+    verdicts = {BETTER: "improvement", WORSE: "worse", "rloo+none": "inconclusive"}
+    assert {name: item["verdict"] for name, item in found.items()} == verdicts
+    assert found[BETTER]["mean_difference"] == pytest.approx(np.mean(UP) / 100)
+    assert found[BETTER]["p"] == 2 / 2**8 == found[BETTER]["p_adjusted"]
+    between = found["rloo+none"]
+    assert between["interval"][0] < 0 < between["interval"][1]
+    assert 0 < between["detectable"][0] < between["detectable"][1]
 
 
 def test_another_baseline_turns_the_difference_round(
     campaign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = compared(capsys, campaign, "--baseline", BETTER)
+    other = (campaign, "--baseline", BETTER)
+    result = compared(capsys, *other)
     found = next(item for item in result["contrasts"] if item["condition"] == BASE)
     assert found["verdict"] == "worse" and found["mean_difference"] < 0
-    lower = compared(
-        capsys, campaign, "--baseline", BETTER, "--metric", "grad_norm", "--lower-is-better"
-    )
+    lower = compared(capsys, *other, "--metric", "grad_norm", "--lower-is-better")
     assert lower["better"] == "lower"
 
 
@@ -94,48 +101,43 @@ def test_three_seeds_are_never_significant_however_large_the_difference(
     assert found["verdict"] == "inconclusive" and not found["can_conclude"]
     assert found["smallest_p_adjusted"] == 0.25 and found["interval"][0] > 0
     text = shown(capsys, campaign)
-    assert (
-        "With 3 pairs the smallest possible adjusted p is 0.25" in text
-        and "1 comparison at 0.05 needs at least 6 seeds" in text
-    )
+    assert "With 3 pairs the smallest possible adjusted p is 0.25" in text
+    assert "1 comparison at 0.05 needs at least 6 seeds" in text
     assert "no effect" not in text and "improvement" not in text
 
 
 def test_six_seeds_conclude_in_a_family_of_any_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arms = {BASE: [10] * 6, BETTER: [30, 31, 32, 33, 34, 35]}
-    alone = compared(capsys, write_campaign(tmp_path / "one", arms))
-    assert alone["contrasts"][0]["verdict"] == "improvement" and alone["seeds_to_conclude"] == 6
-    others = {name: [30, 31, 32, 33, 34, 35] for name in (WORSE, "rloo+none", "rloo+gtpo")}
-    four = write_campaign(tmp_path / "four", {**arms, **others})
-    family = compared(capsys, four)
-    assert {item["verdict"] for item in family["contrasts"]} == {"improvement"} and family[
-        "seeds_to_conclude"
-    ] == 6
+    better = [30, 31, 32, 33, 34, 35]
+    for others in ((), (WORSE, "rloo+none", "rloo+gtpo")):
+        arms = {BASE: [10] * 6, **dict.fromkeys((BETTER, *others), better)}
+        found = compared(capsys, write_campaign(tmp_path / str(len(others)), arms))
+        assert {item["verdict"] for item in found["contrasts"]} == {"improvement"}
+        assert found["seeds_to_conclude"] == 6
 
 
 def test_equivalent_needs_a_stated_margin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     campaign = write_campaign(tmp_path, {BASE: EIGHT, BETTER: shifted([1, -1, 0, 1, 0, -1, 0, 0])})
-    assert compared(capsys, campaign)["contrasts"][0]["verdict"] == "inconclusive"
-    assert compared(capsys, campaign, "--margin", "0.02")["contrasts"][0]["verdict"] == "equivalent"
-    assert (
-        compared(capsys, campaign, "--margin", "0.002")["contrasts"][0]["verdict"] == "inconclusive"
-    )
+    for margin, verdict in (
+        ("", "inconclusive"),
+        ("0.02", "equivalent"),
+        ("0.002", "inconclusive"),
+    ):
+        (found,) = compared(capsys, campaign, *(["--margin", margin] * bool(margin)))["contrasts"]
+        assert found["verdict"] == verdict
 
 
 def test_runs_that_did_not_finish_are_left_out_and_named(
     campaign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manifest = json.loads((campaign / "manifest.json").read_text())
-    manifest["runs"][0] |= {"status": "failed", "reason": "out of memory"}
+    pending = {"name": "x", "condition": BASE, "seed": 9, "status": "pending", "dir": "runs/x"}
+    with manifest_of(campaign) as manifest:
+        manifest["runs"][0] |= {"status": "failed", "reason": "out of memory"}
+        manifest["runs"].append(pending)
     (campaign / "runs" / f"{BASE}_s1" / "summary.json").unlink()
-    manifest["runs"].append(
-        {"name": "x", "condition": BASE, "seed": 9, "status": "pending", "dir": "runs/x"}
-    )
-    (campaign / "manifest.json").write_text(json.dumps(manifest))
     (campaign / "runs" / f"{BETTER}_s2" / "summary.json").unlink()
     config = campaign / "runs" / f"{BETTER}_s2" / "config.toml"
     config.write_text(config.read_text().replace("max_steps = 2", "max_steps = 9"))
@@ -152,23 +154,13 @@ def test_runs_that_did_not_finish_are_left_out_and_named(
 def test_held_out_accuracy_comes_first_and_its_absence_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for seed in (1, 2, 3):
-        write_run(tmp_path / f"a{seed}", seed, rates=[0.1, 0.3])
-        write_run(tmp_path / f"b{seed}", seed, rates=[0.1, 0.2 + seed / 100])
-    ours, theirs = ([tmp_path / f"{arm}{seed}" for seed in (1, 2, 3)] for arm in "ab")
-    arguments = [*ours, "--baseline", *theirs]
+    arguments = two_arms(tmp_path, a={"rates": [0.1, 0.3]}, b={"rates": [0.1, 0.22]})
     result = compared(capsys, *arguments)
-    assert (
-        result["metric"] == "correct_rate"
-        and "No run has a held-out accuracy" in result["notes"][0]
-    )
+    assert result["metric"] == "correct_rate"
+    assert "No run has a held-out accuracy" in result["notes"][0]
     assert result["contrasts"][0]["mean_difference"] == pytest.approx((0.4 - 0.32) / 2)
-    for seed in (1, 2, 3):
-        for arm, right in (("a", 3), ("b", 1)):
-            write_run(
-                tmp_path / f"{arm}{seed}", seed, held_out=problems([1] * right + [0] * (4 - right))
-            )
-    result = compared(capsys, *arguments)
+    right, wrong = problems([1, 1, 1, 0]), problems([1, 0, 0, 0])
+    result = compared(capsys, *two_arms(tmp_path, a={"held_out": right}, b={"held_out": wrong}))
     assert result["metric"] == "pass@1" and result["notes"] == []
     assert result["contrasts"][0]["mean_difference"] == pytest.approx(0.5)
     assert result["baseline"] == str(tmp_path / "b1 ...")
@@ -191,36 +183,29 @@ def test_folders_of_one_name_are_told_apart_as_they_were_given(
 def test_rates_are_of_first_draws_and_compared_between_runs_with_and_without_redraws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for seed in (1, 2, 3):
-        write_run(tmp_path / f"a{seed}", seed, training={"dynamic_sampling": 4})
-        write_run(tmp_path / f"b{seed}", seed)
-    ours, theirs = ([tmp_path / f"{arm}{seed}" for seed in (1, 2, 3)] for arm in "ab")
-    arguments = [*ours, "--baseline", *theirs]
+    arguments = two_arms(tmp_path, a={"training": {"dynamic_sampling": 4}})
     assert compared(capsys, *arguments, "--metric", "correct_rate")["contrasts"][0]["pairs"] == 3
 
 
 def test_an_evaluation_of_untrained_weights_is_no_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arm in "ab":
-        folder = write_run(tmp_path / arm, 1, held_out=problems([1, 0]))
-        evaluation = folder / "evaluation.jsonl"
+    asked = {"held_out": problems([1, 0])}
+    arguments = two_arms(tmp_path, 1, a=asked, b=asked)
+    for evaluation in tmp_path.glob("*/evaluation.jsonl"):
         evaluation.write_text(evaluation.read_text().replace('"step": 2', '"step": 0'))
-    assert (
-        compared(capsys, tmp_path / "a", "--baseline", tmp_path / "b")["metric"] == "correct_rate"
-    )
+    assert compared(capsys, *arguments)["metric"] == "correct_rate"
 
 
 def test_what_weakens_a_comparison_is_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unjudged = EvaluationRecord(0, "problem-2", "task", 0, 0, 1, None)
-    one = write_run(tmp_path / "one", 1, rates=[0.5] * 3, held_out=[*problems([1, 0]), unjudged])
-    two = write_run(tmp_path / "two", 1, held_out=[*problems([1, 1]), unjudged])
-    (one / "evaluation.jsonl").write_text(
-        (one / "evaluation.jsonl").read_text().replace('"step": 3', '"step": 2')
-    )
-    notes = compared(capsys, one, "--baseline", two)["notes"]
+    longer = {"rates": [0.5] * 3, "held_out": [*problems([1, 0]), unjudged]}
+    arguments = two_arms(tmp_path, 1, a=longer, b={"held_out": [*problems([1, 1]), unjudged]})
+    evaluation = tmp_path / "a1" / "evaluation.jsonl"
+    evaluation.write_text(evaluation.read_text().replace('"step": 3', '"step": 2'))
+    notes = compared(capsys, *arguments)["notes"]
     for said in (
         "different steps (2 to 3)",
         "1 of 2 runs trained on",
@@ -232,20 +217,15 @@ def test_what_weakens_a_comparison_is_noted(
 def test_the_last_fifty_steps_count_and_are_aligned_by_their_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rising = (
-        [0.0] * 30 + [0.5] * 25 + [None] * 10 + [1.0] * 15
-    )  # steps without a rate are not counted
-    write_run(tmp_path / "a", 1, rates=rising)
-    write_run(tmp_path / "b", 1, rates=[0.2] * 80)
-    arguments = (tmp_path / "a", "--baseline", tmp_path / "b", "--metric")
+    """Steps without a rate are not counted."""
+    rising = [0.0] * 30 + [0.5] * 25 + [None] * 10 + [1.0] * 15
+    arguments = two_arms(tmp_path, 1, a={"rates": rising}, b={"rates": [0.2] * 80})
     late = (25 * 0.5 + 15 * 1.0) / 40
-    assert compared(capsys, *arguments, "correct_rate")["contrasts"][0][
-        "mean_difference"
-    ] == pytest.approx(late - 0.2)
-    area = learning_curve_mean(np.array([[0, 10, 20], [0.0, 0.5, 1.0]]))
-    assert area == pytest.approx(0.5)
-    assert learning_curve_mean(np.array([[0, 20], [0.0, 1.0]])) == pytest.approx(0.5)
-    assert 0 < compared(capsys, *arguments, "auc")["arms"][1]["mean"] < late
+    (found,) = compared(capsys, *arguments, "--metric", "correct_rate")["contrasts"]
+    assert found["mean_difference"] == pytest.approx(late - 0.2)
+    for curve in ([[0, 10, 20], [0.0, 0.5, 1.0]], [[0, 20], [0.0, 1.0]]):
+        assert learning_curve_mean(np.array(curve)) == pytest.approx(0.5)
+    assert 0 < compared(capsys, *arguments, "--metric", "auc")["arms"][1]["mean"] < late
 
 
 def test_rounding_is_shown_as_nothing() -> None:
@@ -256,21 +236,14 @@ def test_rounding_is_shown_as_nothing() -> None:
 def test_shared_noise_is_what_the_engines_and_prompts_of_a_pair_give(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for seed in (1, 2):
-        write_run(tmp_path / f"base{seed}", seed)
-        write_run(tmp_path / f"same{seed}", seed, algorithm={"transform_mode": "gtpo"})
-        write_run(
-            tmp_path / f"server{seed}",
-            seed,
-            inference={"engine": "vllm", "url": "http://127.0.0.1:8000"},
-        )
-        write_run(tmp_path / f"batch{seed}", seed, training={"batch_size": 4})
     found = {}
-    for arm in ("same", "server", "batch"):
-        arms = [tmp_path / f"{arm}{seed}" for seed in (1, 2)]
-        found[arm] = compared(capsys, *arms, "--baseline", tmp_path / "base1", tmp_path / "base2")[
-            "contrasts"
-        ][0]
+    for name, sections in {
+        "same": {"algorithm": {"transform_mode": "gtpo"}},
+        "server": {"inference": {"engine": "vllm", "url": "http://127.0.0.1:8000"}},
+        "batch": {"training": {"batch_size": 4}},
+    }.items():
+        arguments = two_arms(tmp_path / name, 2, a=sections)
+        (found[name],) = compared(capsys, *arguments)["contrasts"]
     shared = {arm: (item["same_prompts"], item["shared_noise"]) for arm, item in found.items()}
     assert shared == {"same": (2, 2), "server": (2, 0), "batch": (0, 0)}
     assert found["same"]["differing_keys"] == ["algorithm.transform_mode"]
@@ -290,16 +263,11 @@ def test_the_control_is_the_random_reward_arm_and_compared_by_its_held_out_answe
     write_arms(tmp_path, (BASE, "control"), range(1, 9), own)
     result = compared(capsys, tmp_path, "--control")
     assert (result["baseline"], result["metric"], result["judge"]) == ("control", "pass@1", "match")
-    assert (
-        result["contrasts"][0]["verdict"] == "improvement"
-        and "control, trained on random rewards" in result["notes"][0]
-    )
+    assert result["contrasts"][0]["verdict"] == "improvement"
+    assert "control, trained on random rewards" in result["notes"][0]
     said = refused(capsys, tmp_path, "--control", "--metric", "correct_rate")
-    assert (
-        "control by match" not in said
-        and "judged by match, and the baseline by random" in said
-        and "--metric pass@1" in said
-    )
+    assert "control by match" not in said and "--metric pass@1" in said
+    assert "judged by match, and the baseline by random" in said
 
 
 CUSTOM = {"type": "custom", "custom_module": "mine"}
@@ -308,10 +276,7 @@ CUSTOM = {"type": "custom", "custom_module": "mine"}
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        (
-            {"reward": CUSTOM},
-            'grpo+none is judged by custom (custom_module = "mine"), and the baseline by match',
-        ),
+        ({"reward": CUSTOM}, 'by custom (custom_module = "mine"), and the baseline by match'),
         ({"reward": CUSTOM, "evaluation": {"reward": "match"}}, ""),
         (
             {"reward": {"type": "match", "normalize": "hendrycks"}},
@@ -328,8 +293,8 @@ def test_held_out_answers_that_different_rewards_judged_are_not_compared(
         tmp_path, arms, (1, 2), lambda label, s: {"held_out": problems([1, s - 1])} | arms[label]
     )
     result = compared(capsys, folder, "--control")
-    compared_conditions = [contrast["condition"] for contrast in result["contrasts"]]
-    assert compared_conditions == ([BETTER] if words else [BASE, BETTER])
+    conditions = [contrast["condition"] for contrast in result["contrasts"]]
+    assert conditions == ([BETTER] if words else [BASE, BETTER])
     assert (words in result["left_out"][0]) if words else not result["left_out"]
 
 
@@ -341,16 +306,12 @@ def test_several_tasks_get_an_iqm_beside_the_mean(
         tmp_path, right, (1, 2, 3), lambda label, _: {"held_out": problems(right[label], 4, 4)}
     )
     result = compared(capsys, folder)
+    (contrast,) = result["contrasts"]
     assert result["arms"][0]["tasks"]["iqm"] == pytest.approx((0.25 + 0.5) / 2)
-    assert result["contrasts"][0]["tasks"]["iqm_difference"] == pytest.approx(0.5 - 0.375)
-    assert result["contrasts"][0]["tasks"]["probability_of_improvement"] == pytest.approx(
-        (1 + 0.5 + 1 + 0.5) / 4
-    )
-    assert (
-        result["contrasts"][0]["problem_interval"][0]
-        < 0.125
-        < result["contrasts"][0]["problem_interval"][1]
-    )
+    assert contrast["tasks"]["iqm_difference"] == pytest.approx(0.5 - 0.375)
+    won = (1 + 0.5 + 1 + 0.5) / 4
+    assert contrast["tasks"]["probability_of_improvement"] == pytest.approx(won)
+    assert contrast["problem_interval"][0] < 0.125 < contrast["problem_interval"][1]
     text = shown(capsys, folder, "--format", "markdown")
     assert "a run beats the baseline's" in text and "interval for new runs" in text
 
@@ -394,21 +355,13 @@ def test_an_interval_without_zero_is_no_verdict_where_the_family_does_not_reach_
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     by = [9, 2, 7, 1, 8, 3, 6, -1]
-    arms = {
-        BASE: EIGHT,
-        BETTER: shifted(by),
-        WORSE: shifted(by[::-1]),
-        "rloo+none": shifted([0, 1, -1, 0, 2, -2, 1, -1]),
-    }
+    arms = {BASE: EIGHT, BETTER: shifted(by), WORSE: shifted(by[::-1])}
+    arms["rloo+none"] = shifted([0, 1, -1, 0, 2, -2, 1, -1])
     found = compared(capsys, write_campaign(tmp_path, arms))["contrasts"][0]
-    assert (
-        found["verdict"] == "inconclusive"
-        and found["interval"][0] > 0
-        and found["p"] < 0.05 < found["p_adjusted"]
-    )
-    assert (
-        "Its own interval excludes 0, but the adjusted p over 3 comparisons" in found["explanation"]
-    )
+    assert found["verdict"] == "inconclusive" and found["interval"][0] > 0
+    assert found["p"] < 0.05 < found["p_adjusted"]
+    told = "Its own interval excludes 0, but the adjusted p over 3 comparisons"
+    assert told in found["explanation"]
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -460,14 +413,12 @@ def test_different_held_out_problems_are_not_compared(
 ) -> None:
     one = write_run(tmp_path / "one", 1, held_out=problems([1, 0]))
     two = write_run(tmp_path / "two", 1, held_out=problems([1, 0, 1]))
-    assert "different held-out problems (3 and 2, 2 shared)" in refused(
-        capsys, one, "--baseline", two
-    )
+    told = "different held-out problems (3 and 2, 2 shared)"
+    assert told in refused(capsys, one, "--baseline", two)
     edited: dict[str, Any] = {"heldout_sha256": {"lab": "an edited file"}}
     other = write_run(tmp_path / "other", 1, held_out=problems([1, 0]), environment=edited)
-    assert "(the same ids with other texts or references)" in refused(
-        capsys, one, "--baseline", other
-    )
+    told = "(the same ids with other texts or references)"
+    assert told in refused(capsys, one, "--baseline", other)
     edited["heldout_sha256"] = None  # as in 0.9
     old = write_run(tmp_path / "old", 1, held_out=problems([1, 0]), environment=edited)
     assert main(["compare", str(one), "--baseline", str(old)]) == 0
@@ -501,28 +452,22 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[
 
 
 def test_power_of_a_given_spread(capsys: pytest.CaptureFixture[str]) -> None:
-    assert planned(capsys, "--sd", "0.02", "--effect", "0.013")["seeds_needed"] == 21
-    more = planned(capsys, "--sd", "0.02", "--effect", "0.013", "--comparisons", "4")
-    assert (
-        more["seeds_needed"] > 21
-        and more["detectable"]["6"] is not None
-        and more["detectable"]["4"] is None
-    )
+    given = ("--sd", "0.02", "--effect", "0.013")
+    assert planned(capsys, *given)["seeds_needed"] == 21
+    more = planned(capsys, *given, "--comparisons", "4")
+    assert more["seeds_needed"] > 21
+    assert more["detectable"]["6"] is not None and more["detectable"]["4"] is None
 
 
 def test_power_of_a_pilot_takes_the_spread_of_its_differences(
     campaign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = planned(capsys, campaign, "--effect", "0.02")
-    by = [6, 9, 7, 8, 5, 7, 9, 6]
-    variances = np.var([by, by, [3, -4, 2, -1, 4, -3, 1, 0]], axis=1, ddof=1)
+    variances = np.var([UP, UP, AROUND], axis=1, ddof=1)
     assert result["sd"] == pytest.approx(np.sqrt(np.mean(variances)) / 100)
     assert result["comparisons"] == 3
-    assert (
-        result["seeds_needed_interval"][0]
-        <= result["seeds_needed"]
-        <= result["seeds_needed_interval"][1]
-    )
+    low, high = result["seeds_needed_interval"]
+    assert low <= result["seeds_needed"] <= high
 
 
 def test_a_pilot_that_recorded_its_times_gives_the_cheapest_design(
@@ -536,33 +481,32 @@ def test_a_pilot_that_recorded_its_times_gives_the_cheapest_design(
         planned(capsys, tmp_path, "--effect", effect)["cheapest"] for effect in ("0.08", "0.2")
     )
     assert small["detectable"] <= 0.08 and small["seeds"] > large["seeds"] >= 6
-    assert small["hours"] == pytest.approx(
-        2 * small["seeds"] * (800 + 0.8 * small["problems"] * small["samples"]) / 3600
-    )
+    seconds = 800 + 0.8 * small["problems"] * small["samples"]
+    assert small["hours"] == pytest.approx(2 * small["seeds"] * seconds / 3600)
 
 
 def test_power_of_a_pilot_with_one_condition_assumes_independent_arms(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for seed, rate in enumerate([0.50, 0.54, 0.52, 0.60]):
+    rates = [0.50, 0.54, 0.52, 0.60]
+    for seed, rate in enumerate(rates):
         write_run(tmp_path / f"s{seed}", seed, rates=[rate, rate])
-    assert planned(capsys, tmp_path)["sd"] == pytest.approx(
-        np.sqrt(2) * np.std([0.50, 0.54, 0.52, 0.60], ddof=1)
-    )
+    assert planned(capsys, tmp_path)["sd"] == pytest.approx(np.sqrt(2) * np.std(rates, ddof=1))
 
 
 def test_power_refuses_what_shows_no_spread(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path / "only", 1)
-    assert "at least two seeds" in refused(capsys, tmp_path, command="power")
-    assert "give a pilot's folder, or --sd" in refused(capsys, command="power")
-    both = refused(capsys, tmp_path, "--sd", "0.1", command="power")
-    assert "give a pilot's folder, or --sd" in both
-    assert "needs infinitely many seeds" in refused(
-        capsys, "--sd", "0.1", "--effect", "0", command="power"
-    )
-    assert "is not a positive number" in refused(capsys, "--sd", "-0.1", command="power")
+    for arguments, told in (
+        ([tmp_path], "at least two seeds"),
+        ([], "give a pilot's folder, or --sd"),
+        ([tmp_path, "--sd", "0.1"], "give a pilot's folder, or --sd"),
+        (["--sd", "0.1", "--effect", "0"], "needs infinitely many seeds"),
+        (["--sd", "-0.1"], "is not a positive number"),
+        (["--sd", "0"], "--sd 0 is not a positive number"),
+    ):
+        assert told in refused(capsys, *arguments, command="power")
 
 
 def test_a_pilot_whose_runs_answered_different_problems_is_refused(
@@ -574,38 +518,25 @@ def test_a_pilot_whose_runs_answered_different_problems_is_refused(
         return {"held_out": problems([1] * (4 + seed) + [0] * (asked[label] - 4 - seed))}
 
     write_arms(tmp_path, asked, (1, 2), own)
-    assert "on different held-out problems (20 and 10, 10 shared)" in refused(
-        capsys, tmp_path, command="power"
-    )
+    told = "on different held-out problems (20 and 10, 10 shared)"
+    assert told in refused(capsys, tmp_path, command="power")
 
 
-def make_a_grid(campaign: Path) -> None:
-    manifest = json.loads((campaign / "manifest.json").read_text())
-    manifest["config"] = {"campaign": {"grid": {"training.lr": [1e-4]}}}
-    (campaign / "manifest.json").write_text(json.dumps(manifest))
-
-
+@pytest.mark.parametrize("shared", [False, True])
 def test_a_grids_conditions_are_ranked_and_the_ranking_is_called_a_selection(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shared: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_campaign(tmp_path, {"grpo+none": [40, 42], "maxrl+none": [46, 44]})
+    arms = {BASE: [40, 42], BETTER: [46, 44]} | ({WORSE: [44, 46]} if shared else {})
+    path = write_campaign(tmp_path, arms)
     assert "Ranking" not in shown(capsys, path)
-    make_a_grid(path)
+    with manifest_of(path) as manifest:
+        manifest["config"] = {"campaign": {"grid": {"training.lr": [1e-4]}}}
     text = shown(capsys, path)
-    assert "- 1. maxrl+none 45.0% - 2. grpo+none 41.0%" in text
-    assert "a selection, not a test: the best of 2 means" in text
-    assert compared(capsys, path)["ranking"] == ["maxrl+none", "grpo+none"]
-
-
-def test_equal_means_of_a_grid_share_a_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rights = {"grpo+none": [40, 42], "maxrl+none": [46, 44], "maxrl+gtpo": [44, 46]}
-    path = write_campaign(tmp_path, rights)
-    make_a_grid(path)
-    text = shown(capsys, path)
-    assert "- 1. maxrl+none 45.0% - 1. maxrl+gtpo 45.0% - 3. grpo+none 41.0%" in text
-    assert "2 of 3 share the first place" in text
+    places = "- 1. maxrl+gtpo 45.0% - 3." if shared else "- 2."
+    assert f"- 1. maxrl+none 45.0% {places} grpo+none 41.0%" in text
+    first = "2 of 3 share the first place" if shared else "the best of 2 means"
+    assert f"a selection, not a test: {first}" in text
+    assert compared(capsys, path)["ranking"] == [BETTER, *[WORSE] * shared, BASE]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 other evaluations, few pairs.
 """
 
-import json
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from campaigns import (
     EIGHT,
     compared,
+    manifest_of,
     problems,
     shifted,
     shown,
@@ -61,6 +61,12 @@ def judged(right: int, wrong: int, unjudged: int) -> list[EvaluationRecord]:
     ]
 
 
+def against_base(capsys: Any, folder: Path, name: str, show: Any = compared) -> Any:
+    """Two seeds of `name` against those of `base`."""
+    ours, theirs = ([folder / f"{arm}{seed}" for seed in (1, 2)] for arm in (name, "base"))
+    return show(capsys, *ours, "--baseline", *theirs)
+
+
 # -- answers that could not be judged --------------------------------------------------------------
 
 
@@ -82,9 +88,8 @@ def test_wrong_answers_that_could_not_be_judged_make_no_improvement(
     low, high = found["unjudged_bounds"]
     assert found["mean_difference"] > 0 and low < found["mean_difference"] < high
     assert found["verdict"] == "inconclusive"
-    assert [arm["unjudged"] for arm in result["arms"]] == [0, 200] and result["arms"][1][
-        "answered"
-    ] == 800
+    base, better = result["arms"]
+    assert (base["unjudged"], better["unjudged"], better["answered"]) == (0, 200, 800)
     assert "200 of 800" in shown(capsys, tmp_path)
 
 
@@ -97,14 +102,7 @@ def test_a_difference_is_taken_on_the_problems_that_both_runs_of_a_pair_judged(
     for seed in (1, 2):
         write_run(tmp_path / f"base{seed}", seed, held_out=judged(60, 40, 0))
         write_run(tmp_path / f"new{seed}", seed, held_out=judged(60, 20, 20), training={"lr": 2e-3})
-    (found,) = compared(
-        capsys,
-        tmp_path / "new1",
-        tmp_path / "new2",
-        "--baseline",
-        tmp_path / "base1",
-        tmp_path / "base2",
-    )["contrasts"]
+    (found,) = against_base(capsys, tmp_path, "new")["contrasts"]
     assert found["mean_difference"] == 0.0 and found["unjudged_bounds"] == [0.0, pytest.approx(0.2)]
 
 
@@ -188,26 +186,10 @@ def test_same_prompts_and_an_a_a_comparison_are_what_the_runs_recorded(
         for name, own in {"base": {}, **machines}.items():
             environment = {"traces_sha256": "a file"} | own
             write_run(tmp_path / f"{name}{seed}", seed, environment=environment)
-    bases = [tmp_path / "base1", tmp_path / "base2"]
-    found = {
-        name: compared(capsys, tmp_path / f"{name}1", tmp_path / f"{name}2", "--baseline", *bases)[
-            "contrasts"
-        ][0]
-        for name in machines
-    }
-    assert {name: item["same_prompts"] for name, item in found.items()} == {
-        "same": 2,
-        "data": 0,
-        "heldout": 2,
-        "traces": 2,
-        "torch": 2,
-        "device": 2,
-        "silent": 0,
-    }
-    said = {
-        name: shown(capsys, tmp_path / f"{name}1", tmp_path / f"{name}2", "--baseline", *bases)
-        for name in machines
-    }
+    for name in machines:
+        (found,) = against_base(capsys, tmp_path, name)["contrasts"]
+        assert found["same_prompts"] == (0 if name in ("data", "silent") else 2), name
+    said = {name: against_base(capsys, tmp_path, name, shown) for name in machines}
     assert [name for name, text in said.items() if "an A/A comparison" in text] == ["same"]
     assert "torch (2.12.0, not recorded)" in said["torch"]
     assert "device (cuda:0, not recorded)" in said["device"]
@@ -233,15 +215,11 @@ def test_held_out_answers_sampled_in_different_ways_are_compared_only_on_request
 
     result = compared(capsys, write_arms(tmp_path, ways, (1, 2), own))
     assert [contrast["condition"] for contrast in result["contrasts"]] == ["alike"]
-    left_out = " ".join(result["left_out"])
-    assert (
-        "hot was evaluated at temperature 0.7" in left_out
-        and "at most 12 tokens" in left_out
-        and "--metric pass@1" in left_out
-    )
+    left_out, hot = " ".join(result["left_out"]), "hot was evaluated at temperature 0.7"
+    assert hot in left_out and "at most 12 tokens" in left_out and "--metric pass@1" in left_out
     insisted = compared(capsys, tmp_path, "--metric", "pass@1")
     assert len(insisted["contrasts"]) == 3 and not insisted["left_out"]
-    assert any("hot was evaluated at temperature 0.7" in note for note in insisted["notes"])
+    assert any(hot in note for note in insisted["notes"])
 
 
 def test_a_plugin_that_one_arm_names_is_no_other_code(tmp_path: Path) -> None:
@@ -262,35 +240,21 @@ def test_a_plugin_that_one_arm_names_is_no_other_code(tmp_path: Path) -> None:
 
 def test_rewards_that_were_normalised_are_not_compared_with_plain_ones(tmp_path: Path) -> None:
     rewards, algorithm = {"type": ["match", "overlong"]}, {"advantage_mode": "grpo"}
-    sections = [
-        {"reward": rewards | {"combine": combine}, "algorithm": algorithm}
-        for combine in ("sum", "normalise_then_sum")
-    ]
-    runs = [
-        StoredRun(write_run(tmp_path / str(number), 1, [0.5], **own))
-        for number, own in enumerate(sections)
-    ]
+    runs = []
+    for combine in ("sum", "normalise_then_sum"):
+        sections = {"reward": rewards | {"combine": combine}, "algorithm": algorithm}
+        runs.append(StoredRun(write_run(tmp_path / combine, 1, [0.5], **sections)))
     for name, alike in {"correct_rate": True, "mean_reward": False, "reward_std": False}.items():
         judges = {choose_metric(name, runs).judge(run) for run in runs}
         assert len(judges) == (1 if alike else 2), name
 
 
 def test_a_campaign_measures_every_condition_as_its_base_is_measured(tmp_path: Path) -> None:
+    plain = {"advantage_mode": "grpo", "transform_mode": "none"}
     conditions = [
-        {"advantage_mode": "grpo", "transform_mode": "none"},
-        {
-            "advantage_mode": "grpo",
-            "transform_mode": "none",
-            "label": "cold",
-            "training": {"temperature": 0.6, "max_tokens": 12, "top_p": 0.9},
-        },
-        {
-            "advantage_mode": "grpo",
-            "transform_mode": "none",
-            "label": "own",
-            "training.temperature": 0.6,
-            "evaluation.temperature": 0.2,
-        },
+        plain,
+        plain | {"label": "cold", "training": {"temperature": 0.6, "max_tokens": 12, "top_p": 0.9}},
+        plain | {"label": "own", "training.temperature": 0.6, "evaluation.temperature": 0.2},
     ]
     config = config_from_mapping(
         {
@@ -301,14 +265,11 @@ def test_a_campaign_measures_every_condition_as_its_base_is_measured(tmp_path: P
             "training": {"temperature": 1.0, "max_tokens": 48},
         }
     )
-    base, cold, own = (run.config for run in plan_campaign(config, tmp_path).runs)
-    assert base.evaluation.temperature is None and base.evaluation.max_tokens is None
-    assert (cold.evaluation.temperature, cold.evaluation.max_tokens, cold.evaluation.top_p) == (
-        1.0,
-        48,
-        1.0,
-    )
-    assert cold.training.temperature == 0.6 and own.evaluation.temperature == 0.2
+    runs = plan_campaign(config, tmp_path).runs
+    base, cold, own = (run.config.evaluation for run in runs)
+    assert base.temperature is None and base.max_tokens is None
+    assert (cold.temperature, cold.max_tokens, cold.top_p) == (1.0, 48, 1.0)
+    assert runs[1].config.training.temperature == 0.6 and own.temperature == 0.2
 
 
 # -- equivalence -----------------------------------------------------------------------------------
@@ -316,22 +277,15 @@ def test_a_campaign_measures_every_condition_as_its_base_is_measured(tmp_path: P
 
 def test_two_pairs_are_never_equivalent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     campaign = write_campaign(tmp_path, {BASE: [50, 50], BETTER: [50, 50]}, asked=1000)
-    assert (
-        compared(capsys, campaign, "--margin", "0.5", "--alpha", "0.3")["contrasts"][0]["verdict"]
-        == "inconclusive"
-    )
+    (found,) = compared(capsys, campaign, "--margin", "0.5", "--alpha", "0.3")["contrasts"]
+    assert found["verdict"] == "inconclusive"
 
 
 def test_equal_and_nearly_equal_differences_are_equivalent_alike(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arms = {
-        BASE: EIGHT,
-        BETTER: EIGHT,
-        "rloo+none": shifted([0, 0, 0, 0, 0, 0, 0, 1]),
-        "maxrl+gtpo": EIGHT,
-        "rloo+gtpo": EIGHT,
-    }
+    arms = dict.fromkeys((BASE, BETTER, "maxrl+gtpo", "rloo+gtpo"), EIGHT)
+    arms["rloo+none"] = shifted([0, 0, 0, 0, 0, 0, 0, 1])
     found = compared(capsys, write_campaign(tmp_path, arms), "--margin", "0.02")["contrasts"]
     assert {item["verdict"] for item in found} == {"equivalent"}
     assert len({item["equivalence_p_adjusted"] for item in found}) == 1
@@ -344,8 +298,10 @@ def test_an_improvement_within_the_margin_says_both_and_shows_tosts_p(
     (found,) = compared(capsys, campaign, "--margin", "0.2")["contrasts"]
     assert found["verdict"] == "improvement" and found["within_margin"]
     text = shown(capsys, campaign, "--margin", "0.2")
+    assert ", within the margin of 20.0 pp." in text
     assert "improvement, but within the margin of 20.0 pp" in text and "p (TOST)" in text
     assert "largest difference of a pair is 8.0 pp" in text and "up to 31% of the runs" in text
+    assert "within the margin" not in shown(capsys, campaign, "--margin", "0.05")
 
 
 # -- which direction is better ---------------------------------------------------------------------
@@ -391,12 +347,8 @@ def test_an_improvement_says_which_collapse_rate_would_undo_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], baseline: int, candidate: int, said: bool
 ) -> None:
     shifts = [-2, 1, 0, 2, -1, 1, -1, 0]
-    text = shown(
-        capsys,
-        write_campaign(
-            tmp_path / "c", {BASE: [baseline] * 8, BETTER: [candidate + shift for shift in shifts]}
-        ),
-    )
+    arms = {BASE: [baseline] * 8, BETTER: [candidate + shift for shift in shifts]}
+    text = shown(capsys, write_campaign(tmp_path / "c", arms))
     assert f"{BETTER} beats {BASE}" in text
     found = re.search(
         r"No run of maxrl\+none collapsed, but 8 runs cannot exclude a collapse rate of up to"
@@ -406,12 +358,10 @@ def test_an_improvement_says_which_collapse_rate_would_undo_it(
     assert bool(found) is said
     if found:
         unseen, undoing = (int(percent) / 100 for percent in found.groups())
-        assert candidate * (1 - undoing) == pytest.approx(
-            baseline, abs=0.006 * candidate
-        )  # what is left of it equals the baseline
-        assert (1 - unseen) ** 8 == pytest.approx(
-            0.05, abs=0.01
-        )  # so many collapses show none in 8 pairs once in twenty campaigns
+        # What is left of it equals the baseline.
+        assert candidate * (1 - undoing) == pytest.approx(baseline, abs=0.006 * candidate)
+        # So many collapses show none in 8 pairs once in twenty campaigns.
+        assert (1 - unseen) ** 8 == pytest.approx(0.05, abs=0.01)
 
 
 # -- what a verdict may not be made of -------------------------------------------------------------
@@ -424,10 +374,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 
 def test_one_problem_makes_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, write_campaign(tmp_path / "c", {BASE: [0] * 8, BETTER: [1] * 8}, asked=1))
-    assert (
-        text.startswith("Undecided on this one problem")
-        and "have no interval for new problems. Evaluate on more." in text
-    )
+    assert text.startswith("Undecided on this one problem")
+    assert "have no interval for new problems. Evaluate on more." in text
 
 
 def test_problems_without_k_answers_do_not_make_few_problems_many(
@@ -459,54 +407,31 @@ def test_arms_without_a_pair_of_finished_runs_are_refused_by_the_reasons(
     assert message.count("failed (no memory)") == 3 and "And 5 more runs." in message
 
 
-def test_the_first_line_says_that_an_improvement_lies_within_the_margin(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_campaign(
-        tmp_path / "c", {BASE: EIGHT, BETTER: [right + 10 for right in EIGHT[:-1]] + [58]}
-    )
-    assert ", within the margin of 20.0 pp." in shown(capsys, folder, "--margin", "0.2")
-    assert "within the margin" not in shown(capsys, folder, "--margin", "0.05")
-
-
 def test_a_contrast_is_named_once_and_a_campaign_of_one_condition_is_not_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_campaign(
-        tmp_path / "c", {BASE: EIGHT, BETTER: EIGHT, "rloo+none": [right + 10 for right in EIGHT]}
-    )
+    arms = {BASE: EIGHT, BETTER: EIGHT, "rloo+none": shifted([10] * 8)}
+    folder = write_campaign(tmp_path / "c", arms)
     both = [f"--contrast={BETTER}:{BASE}", f"--contrast={BASE}:{BETTER}"]
-    assert f"--contrast {BASE}:{BETTER} compares two conditions for the second time" in refused(
-        capsys, "compare", folder, *both
-    )
-    text = shown(
-        capsys,
-        folder,
-        f"--contrast=rloo+none:{BASE}",
-        f"--contrast=rloo+none:{BETTER}",
-        f"--contrast={BETTER}:{BASE}",
-    )
+    told = f"--contrast {BASE}:{BETTER} compares two conditions for the second time"
+    assert told in refused(capsys, "compare", folder, *both)
+    pairs = (f"rloo+none:{BASE}", f"rloo+none:{BETTER}", f"{BETTER}:{BASE}")
+    text = shown(capsys, folder, *(f"--contrast={pair}" for pair in pairs))
     assert text.startswith("2 of 3 conditions beat their baselines")
     alone = write_campaign(tmp_path / "alone", {BASE: EIGHT})
-    assert "has one condition, grpo+none, and a comparison takes two or more" in refused(
-        capsys, "compare", alone
-    )
+    told = "has one condition, grpo+none, and a comparison takes two or more"
+    assert told in refused(capsys, "compare", alone)
 
 
 def test_equal_differences_and_impossible_effects_plan_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    equal = write_campaign(tmp_path / "equal", {BASE: EIGHT, BETTER: EIGHT})
-    assert "all equal, so they show no spread" in refused(
-        capsys, "power", equal, "--effect", "0.02"
-    )
-    other = write_campaign(
-        tmp_path / "other", {BASE: EIGHT, BETTER: shifted([1, 2, 3, 4, 5, 6, 7, 8])}
-    )
-    assert "--effect 1.5 is not a possible difference in pass@1" in refused(
-        capsys, "power", other, "--effect", "1.5"
-    )
-    assert "--sd 0 is not a positive number" in refused(capsys, "power", "--sd", "0")
+    for right, effect, told in (
+        (EIGHT, "0.02", "all equal, so they show no spread"),
+        (shifted([*range(1, 9)]), "1.5", "--effect 1.5 is not a possible difference in pass@1"),
+    ):
+        folder = write_campaign(tmp_path / effect, {BASE: EIGHT, BETTER: right})
+        assert told in refused(capsys, "power", folder, "--effect", effect)
 
 
 # -- failed and collapsed runs ---------------------------------------------------------------------
@@ -516,12 +441,11 @@ def lost_campaign(tmp_path: Path, collapsed: int, failed: int) -> Path:
     """Eight seeds of two arms 20 points apart; of the better one some collapse and some fail."""
     right = [3 if seed < collapsed else 60 + seed % 3 for seed in range(8)]
     folder = write_campaign(tmp_path / "c", {BASE: [40] * 8, BETTER: right})
-    manifest = json.loads((folder / "manifest.json").read_text())
-    runs = [run for run in manifest["runs"] if run["condition"] == BETTER]
-    for run in runs[8 - failed :]:
-        run |= {"status": "failed", "reason": "out of memory"}
-        (folder / run["dir"] / "summary.json").unlink()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with manifest_of(folder) as manifest:
+        runs = [run for run in manifest["runs"] if run["condition"] == BETTER]
+        for run in runs[8 - failed :]:
+            run |= {"status": "failed", "reason": "out of memory"}
+            (folder / run["dir"] / "summary.json").unlink()
     return folder
 
 
@@ -556,19 +480,15 @@ def test_where_more_than_a_quarter_is_lost_the_word_is_undecided(
 def test_a_stored_plan_keeps_its_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A plan of 0.9 leaves out failed runs alone, any number of them."""
     folder = lost_campaign(tmp_path, collapsed=1, failed=0)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    plan = AnalysisPlan(
-        BASE, (BETTER,), "pass@1", 0.05, "seeds", (1, 2, 3, 4, 5, 6, 7, 8), 4
-    ).to_json()
+    seeds = (1, 2, 3, 4, 5, 6, 7, 8)
+    plan = AnalysisPlan(BASE, (BETTER,), "pass@1", 0.05, "seeds", seeds, 4).to_json()
     for stored, pairs in ((plan, 8), (plan | {"leaves_out": "failed and collapsed"}, 7)):
-        (folder / "manifest.json").write_text(json.dumps(manifest | {"plan": stored}))
+        with manifest_of(folder) as manifest:
+            manifest["plan"] = stored
         (found,) = compared(capsys, folder)["contrasts"]
         assert found["pairs"] == pairs
 
 
 def test_no_verdict_has_no_known_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(
-        capsys,
-        write_campaign(tmp_path / "c", {BASE: EIGHT, BETTER: shifted([1, -1, 2, -2, 0, 1, -1, 0])}),
-    )
-    assert "Known limits" not in text
+    arms = {BASE: EIGHT, BETTER: shifted([1, -1, 2, -2, 0, 1, -1, 0])}
+    assert "Known limits" not in shown(capsys, write_campaign(tmp_path / "c", arms))

@@ -1,7 +1,6 @@
 """Keys that are declared and were without effect: each is used, refused, or said to be unused."""
 
 import errno
-import json
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +11,11 @@ import pytest
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import plan_campaign
 from retrain.campaign.runner import AutoSqueeze
-from retrain.cli.main import main
 from retrain.config import (
     config_from_mapping,
-    config_hash,
-    resume_differences,
     unused_keys,
     with_drawn_seed,
 )
-from retrain.errors import ConfigurationError
 from retrain.run.notes import preflight_lines
 
 CAMPAIGN: dict[str, Any] = {"campaign": {"seeds": [1, 2]}}
@@ -56,13 +51,6 @@ def test_a_squeeze_job_is_not_refused_because_of_what_it_does_not_use(
     assert config_from_mapping({"squeeze": {"adapter_path": "a"}} | other).kind == "squeeze"
 
 
-def test_one_rank_and_a_rank_for_each_layer_are_refused_before_a_campaign_starts() -> None:
-    with pytest.raises(ConfigurationError, match="leave one of them out"):
-        config_from_mapping(
-            CAMPAIGN | {"squeeze": {"compress_to": 4, "per_layer": True, "output_path": "out"}}
-        )
-
-
 def test_a_drawn_seed_is_said_at_the_start() -> None:
     config = with_drawn_seed(config_from_mapping({}))
     assert f"Drawn: training.seed = {config.training.seed}" in preflight_lines(config)
@@ -77,31 +65,6 @@ def test_code_that_comes_with_a_model_is_named_at_the_start() -> None:
     assert not any(
         "trust_remote_code = true" in line for line in preflight_lines(config_from_mapping({}))
     )
-
-
-@pytest.mark.parametrize(
-    ("section", "name", "value"),
-    [
-        ("inference", "url", "http://127.0.0.1:2"),
-        ("model", "base_url", "http://127.0.0.1:2"),
-        ("backend", "max_concurrent", 9),
-        ("backend", "throttle_dir", "locks"),
-    ],
-)
-def test_where_a_server_is_may_differ_at_resume(section: str, name: str, value: object) -> None:
-    stored, current = config_from_mapping({}), config_from_mapping({section: {name: value}})
-    assert resume_differences(stored, current) == []
-    assert config_hash(stored) == config_hash(current)
-
-
-def test_power_prints_json_by_format(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["power", "--sd", "0.02", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sd"] == 0.02
-
-
-def test_eval_knows_format(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "absent", "--format", "json"]) == 2
-    assert "absent does not exist" in capsys.readouterr().err
 
 
 def test_auto_squeeze_takes_the_next_run_where_the_first_is_untrained(

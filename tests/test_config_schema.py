@@ -56,15 +56,6 @@ def test_the_annotated_block_holds_the_documented_defaults() -> None:
     assert differing == {"backend.adapter_path", "backend.options"}
 
 
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
-def test_templates_evaluate_and_clip(template: Path) -> None:
-    config = load_config(template, environ={})
-    if config.kind == "squeeze":  # trains nothing
-        return
-    assert config.evaluation.at_start and config.evaluation.at_end
-    assert config.loss.max_grad_norm == 1.0
-
-
 # -- strictness ------------------------------------------------------------------------------------
 
 WRONG_TYPES: dict[type, Any] = {
@@ -90,11 +81,6 @@ def test_no_value_is_coerced_from_another_type(key: Key) -> None:
         if kind not in taken:
             with pytest.raises(ConfigurationError, match=rf"\[{key.section}\] {key.name} = "):
                 config_from_mapping({key.section: {key.name: value}})
-
-
-def test_an_integer_is_a_number_for_a_float_key() -> None:
-    lr = TrainConfig.model_validate({"training": {"lr": 1}}).training.lr
-    assert lr == 1.0 and isinstance(lr, float)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])

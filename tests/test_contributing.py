@@ -50,6 +50,10 @@ def block(section: str, language: str) -> str:
     return str(found)
 
 
+def step(folder: Path) -> dict[str, Any]:
+    return lines(folder / "metrics.jsonl")[0]
+
+
 def by_prompt(folder: Path) -> list[list[dict[str, Any]]]:
     """The completions of each group."""
     of_prompt: dict[str, list[dict[str, Any]]] = {}
@@ -74,25 +78,21 @@ PROOFS: dict[str, Callable[[Path], bool]] = {
     "An advantage": lambda folder: (
         min(map(min, advantages(folder))) == 0 and any(map(any, advantages(folder)))
     ),
-    "A transform": lambda folder: (
-        lines(folder / "metrics.jsonl")[0]["condition"] == "maxrl+make_transform_spec"
-    ),
-    "An uncertainty": lambda folder: 0 < lines(folder / "metrics.jsonl")[0]["entropy_mean"] < 1,
-    "An algorithm": lambda folder: lines(folder / "metrics.jsonl")[0]["condition"] == "centered",
-    "A loss": lambda folder: 1.9 < lines(folder / "metrics.jsonl")[0]["loss_metrics"]["gate"] < 2.1,
-    "A reward": lambda folder: lines(folder / "metrics.jsonl")[0]["reward_could_not_judge"] == 0,
+    "A transform": lambda folder: step(folder)["condition"] == "maxrl+make_transform_spec",
+    "An uncertainty": lambda folder: 0 < step(folder)["entropy_mean"] < 1,
+    "An algorithm": lambda folder: step(folder)["condition"] == "centered",
+    "A loss": lambda folder: 1.9 < step(folder)["loss_metrics"]["gate"] < 2.1,
+    "A reward": lambda folder: step(folder)["reward_could_not_judge"] == 0,
     "A reward of a whole group": lambda folder: all(map(_distinct, by_prompt(folder))),
     "A data source": lambda folder: all(
         "=?" in line["prompt"] for line in lines(folder / "emergence" / "generations.jsonl")
     ),
-    "An engine": lambda folder: lines(folder / "metrics.jsonl")[0]["logprob_diff_mean"] < 1e-5,
-    "An environment": lambda folder: (
-        lines(folder / "metrics.jsonl")[0]["environment_metrics"]["replies"] >= 1
-    ),
+    "An engine": lambda folder: step(folder)["logprob_diff_mean"] < 1e-5,
+    "An environment": lambda folder: step(folder)["environment_metrics"]["replies"] >= 1,
     "A sampler of prompts": lambda folder: (
         len(json.loads((folder / "trainer_state.json").read_text())["sampler"]["rates"]) == 64
     ),
-    "A backend": lambda folder: lines(folder / "metrics.jsonl")[0]["loss"] is not None,
+    "A backend": lambda folder: step(folder)["loss"] is not None,
 }
 """What shows in the run's folder that the plugin acted."""
 

@@ -59,9 +59,21 @@ def row_of(one: Completion) -> Row:
     prompt = requests()[one.request].prompt_ids
     span = (len(prompt), len(prompt) + len(one.token_ids))
     advantages = np.full(len(one.token_ids), 1.0 - 2 * (one.sample % 2), np.float32)
-    return Row(
-        np.concatenate([prompt, one.token_ids]), (span,), one.logprobs, advantages, one.request
-    )
+    ids = np.concatenate([prompt, one.token_ids])
+    return Row(ids, (span,), one.logprobs, advantages, one.request)
+
+
+def rows_of(backend: LocalBackend) -> list[Row]:
+    """What it draws, after the learner has found nearly the sampler's log-probs."""
+    rows = [row_of(one) for _, one in sorted(drawn(backend).items())]
+    pairs = zip(backend.logprobs(rows, TEMPERATURE), rows, strict=True)
+    difference = np.concatenate([own - row.logprobs for own, row in pairs])
+    assert np.abs(difference).mean() < 0.02 and np.abs(difference).max() < 0.5
+    return rows
+
+
+def adapter_of(folder: Path) -> bytes:
+    return next(folder.rglob("final/adapter_model.safetensors")).read_bytes()
 
 
 def test_a_row_has_the_same_bits_beside_other_neighbours_of_one_bucket() -> None:
@@ -106,9 +118,8 @@ def test_models_and_choices_of_every_kind_sample_and_learn(
     """Soft caps, norms and windows of other families, the engine without pages, rows that are cut,
     greedy, or without the adapter.
     """
-    backend = LocalBackend(
-        config_for(family, training={"lr": 0.01}, **sections, **ON_GPU), eos_ids=[3]
-    )
+    config = config_for(family, training={"lr": 0.01}, **sections, **ON_GPU)
+    backend = LocalBackend(config, eos_ids=[3])
     first, second, third = requests()
     changed = [
         replace(first, truncation=Truncation(top_k=5)),
@@ -116,15 +127,7 @@ def test_models_and_choices_of_every_kind_sample_and_learn(
         replace(third, adapter_slot=BASE_MODEL),
     ]
     assert len(list(backend.engine.sample(changed))) == 3 * SAMPLES
-    rows = [row_of(one) for _, one in sorted(drawn(backend).items())]
-    difference = np.concatenate(
-        [
-            own - row.logprobs
-            for own, row in zip(backend.logprobs(rows, TEMPERATURE), rows, strict=True)
-        ]
-    )
-    assert np.abs(difference).mean() < 0.02 and np.abs(difference).max() < 0.5
-    assert backend.train(rows, 0).updates == 1
+    assert backend.train(rows_of(backend), 0).updates == 1
 
 
 @reads_pages
@@ -219,15 +222,7 @@ def test_sampler_and_learner_are_one_policy_and_an_update_is_the_same_bytes_twic
     digests = []
     for _ in range(2):
         backend = LocalBackend(config_for(training={"lr": 0.01}, **ON_GPU), eos_ids=[3])
-        rows = [row_of(one) for _, one in sorted(drawn(backend).items())]
-        difference = np.concatenate(
-            [
-                own - row.logprobs
-                for own, row in zip(backend.logprobs(rows, TEMPERATURE), rows, strict=True)
-            ]
-        )
-        assert np.abs(difference).mean() < 0.02 and np.abs(difference).max() < 0.5
-        assert backend.train(rows, 0).updates == 1
+        assert backend.train(rows_of(backend), 0).updates == 1
         weights = (
             parameter.detach().cpu().numpy().tobytes()
             for parameter in backend._weights.parameters.values()
@@ -243,18 +238,9 @@ def test_two_gpus_that_sample_ahead_learn_what_one_does(tmp_path: Path) -> None:
     alone.
     """
     for devices in ("gpu:0", "gpu:0,gpu:1"):
-        train(
-            small(
-                tmp_path / devices,
-                training={"max_steps": 2, "save_every": 1},
-                backend={"devices": devices},
-            )
-        )
-    one, two = (
-        next((tmp_path / name).rglob("final/adapter_model.safetensors")).read_bytes()
-        for name in ("gpu:0", "gpu:0,gpu:1")
-    )
-    assert one == two
+        training = {"max_steps": 2, "save_every": 1}
+        train(small(tmp_path / devices, training=training, backend={"devices": devices}))
+    assert adapter_of(tmp_path / "gpu:0") == adapter_of(tmp_path / "gpu:0,gpu:1")
 
 
 @pytest.mark.slow
@@ -262,16 +248,6 @@ def test_a_resumed_run_has_the_bytes_of_one_that_went_on(tmp_path: Path) -> None
     whole, first = (12, 5) if HAS_GPU else (2, 1)
     for folder, end in (("whole", whole), ("parted", first), ("parted", whole)):
         resume = {"from": str(tmp_path / folder)} if (tmp_path / folder).exists() else {}
-        train(
-            small(
-                tmp_path / folder,
-                training={"max_steps": end, "save_every": first},
-                resume=resume,
-                **ON_GPU,
-            )
-        )
-    one, other = (
-        next((tmp_path / name).rglob("final/adapter_model.safetensors")).read_bytes()
-        for name in ("whole", "parted")
-    )
-    assert one == other
+        training = {"max_steps": end, "save_every": first}
+        train(small(tmp_path / folder, training=training, resume=resume, **ON_GPU))
+    assert adapter_of(tmp_path / "whole") == adapter_of(tmp_path / "parted")

@@ -26,10 +26,8 @@ def test_products_in_half_precision_are_summed_in_float32() -> None:
         matmul.allow_fp16_reduced_precision_reduction
     ) = True
     LocalBackend(config_for(), eos_ids=[3])
-    assert (
-        not matmul.allow_bf16_reduced_precision_reduction
-        and not matmul.allow_fp16_reduced_precision_reduction
-    )
+    assert not matmul.allow_bf16_reduced_precision_reduction
+    assert not matmul.allow_fp16_reduced_precision_reduction
 
 
 @pytest.mark.parametrize(

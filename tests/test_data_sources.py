@@ -42,10 +42,13 @@ def test_a_row_ends_at_its_newline_whatever_else_ends_a_line(tmp_path: Path) -> 
 
 
 def rows(count, start=0):
-    return [
-        {"prompt": f"{i}+1=?", "answer": str(i + 1), "level": i}
-        for i in range(start, start + count)
-    ]
+    numbers = range(start, start + count)
+    return [{"prompt": f"{i}+1=?", "answer": str(i + 1), "level": i} for i in numbers]
+
+
+def load_rows(folder: Path, some, **data):
+    """What becomes of these rows in rows.jsonl."""
+    return load_examples(config(source=str(write_jsonl(folder / "rows.jsonl", some)), **data))
 
 
 def prompts_of(loaded):
@@ -97,15 +100,8 @@ def test_gsm8k_references_stand_behind_the_mark_without_thousands_separators():
     folder = config(source="gsm8k", path=str(SAMPLES))
     train, held_out = load_examples(folder), load_examples(folder, "heldout")
     assert [example.reference for example in train.examples][-2:] == ["1080", "850000"]
-    assert [example.reference for example in held_out.examples] == [
-        "18",
-        "3",
-        "70000",
-        "540",
-        "2125",
-        "114200",
-    ]
-    assert len(train.examples) == 14
+    found = [int(example.reference) for example in held_out.examples]
+    assert found == [18, 3, 70000, 540, 2125, 114200] and len(train.examples) == 14
 
 
 @pytest.mark.parametrize(("source", "count"), [("math", 20), ("gsm8k", 6)])
@@ -134,12 +130,9 @@ def test_a_gsm8k_answer_without_the_mark_is_dropped(tmp_path):
 
 @pytest.mark.parametrize("named_by", ["source", "path"])
 def test_a_file_has_columns_for_prompt_and_answer_and_the_rest_is_info(tmp_path, named_by):
-    path = write_jsonl(
-        tmp_path / "sums.jsonl", [{"question": "1+1=?", "gold": 2, "task": "sums", "level": 3}]
-    )
-    where = (
-        {"source": str(path)} if named_by == "source" else {"source": "jsonl", "path": str(path)}
-    )
+    row = {"question": "1+1=?", "gold": 2, "task": "sums", "level": 3}
+    path = str(write_jsonl(tmp_path / "sums.jsonl", [row]))
+    where = {"source": path} if named_by == "source" else {"source": "jsonl", "path": path}
     loaded = load_examples(config(prompt_column="question", answer_column="gold", **where))
     assert loaded.examples == [Example("1+1=?", "2", "sums", {"level": 3}, "sums-0")]
 
@@ -178,25 +171,24 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("bad", BAD_ROWS)
 def test_a_malformed_row_is_counted_and_named_and_not_fatal(tmp_path, bad):
-    path = write_jsonl(tmp_path / "rows.jsonl", [rows(1)[0], BAD_ROWS[bad], rows(1, 5)[0]])
-    loaded = load_examples(config(source=str(path)))
+    loaded = load_rows(tmp_path, [rows(1)[0], BAD_ROWS[bad], rows(1, 5)[0]])
     assert [example.example_id for example in loaded.examples] == ["rows-0", "rows-2"]
     assert loaded.dropped == {"malformed": 1}
     assert "Dropped rows: 1 malformed (rows.jsonl line 2)" in loaded.notes
 
 
+NO_OBJECT, SURROGATE = "not a JSON object", "with an unpaired surrogate"
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"prompt": "x", ', "not a JSON object"),
-        (b"[1, 2]", "not a JSON object"),
-        (b'{"prompt": "\xff", "answer": "1"}', "not a JSON object"),
-        (b'{"prompt": "\\ud83d", "answer": "1"}', "with an unpaired surrogate"),
-        (
-            b'{"prompt": [{"role": "user", "content": "\\ud83d"}], "answer": "1"}',
-            "with an unpaired surrogate",
-        ),
-        (b'{"prompt": "x", "answer": "\\udc00"}', "with an unpaired surrogate"),
+        (b'{"prompt": "x", ', NO_OBJECT),
+        (b"[1, 2]", NO_OBJECT),
+        (b'{"prompt": "\xff", "answer": "1"}', NO_OBJECT),
+        (b'{"prompt": "\\ud83d", "answer": "1"}', SURROGATE),
+        (b'{"prompt": [{"role": "user", "content": "\\ud83d"}], "answer": "1"}', SURROGATE),
+        (b'{"prompt": "x", "answer": "\\udc00"}', SURROGATE),
     ],
 )
 def test_a_line_that_holds_no_text_for_an_example_is_counted_by_its_reason(tmp_path, line, reason):
@@ -226,22 +218,14 @@ def test_csv_and_a_json_list_are_answered_with_the_form_that_is_read(tmp_path, t
 @pytest.mark.parametrize(
     ("answer", "reference"),
     [
-        ("137.0", "137"),
-        ("-0.0", "0"),
-        ("1e16", "10000000000000000"),
-        ("1e-07", "0.0000001"),
-        ("2.50", "2.5"),
-        ("1125899906842624.0", "1125899906842624"),
+        *(("137.0", "137"), ("-0.0", "0"), ("1e16", "1" + "0" * 16), ("1e-07", "0.0000001")),
+        *(("2.50", "2.5"), ("1125899906842624.0", "1125899906842624"), ('"137.0"', "137.0")),
         ("3.0517578125e-05", "0.000030517578125"),
-        ("0.30000000000000004", "0.30000000000000004"),
-        ("1" * 31, "1" * 31),
-        ("1" * 5000, "1" * 5000),
-        ('"137.0"', "137.0"),
+        *((text, text) for text in ("0.30000000000000004", "1" * 31, "1" * 5000)),
     ],
 )
 def test_a_number_as_answer_is_written_as_a_person_writes_it(tmp_path, answer, reference):
-    path = write_jsonl(tmp_path / "rows.jsonl", [f'{{"prompt": "x", "answer": {answer}}}'])
-    (example,) = load_examples(config(source=str(path))).examples
+    (example,) = load_rows(tmp_path, [f'{{"prompt": "x", "answer": {answer}}}']).examples
     assert example.reference == reference
 
 
@@ -285,21 +269,18 @@ def test_an_answer_inside_a_column_is_named_with_a_dot(tmp_path):
 
 @pytest.mark.parametrize("answer", [None, "", "  \n", float("nan"), float("-inf")])
 def test_an_empty_answer_is_counted_and_never_a_reference(tmp_path, answer):
-    path = write_jsonl(tmp_path / "rows.jsonl", [*rows(2), {"prompt": "x", "answer": answer}])
-    loaded = load_examples(config(source=str(path)))
+    loaded = load_rows(tmp_path, [*rows(2), {"prompt": "x", "answer": answer}])
     assert loaded.dropped == {"without an answer": 1}
     assert all(example.reference for example in loaded.examples)
 
 
 def test_a_set_left_empty_is_fatal_and_says_why_and_which_columns_there_are(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "x", "gold": "1"}] * 3)
     said = (
         r"has no usable training row: 3 malformed \(first: rows\.jsonl line 1\); its columns are"
-        r" question, gold; "
+        r' question, gold; set \[data\] prompt_column = "question" and answer_column = "gold"\.'
     )
-    said += r'set \[data\] prompt_column = "question" and answer_column = "gold"\.'
     with pytest.raises(ConfigurationError, match=said):
-        load_examples(config(source=str(path)))
+        load_rows(tmp_path, [{"question": "x", "gold": "1"}] * 3)
 
 
 def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
@@ -329,21 +310,14 @@ def test_parquet_is_read_like_jsonl(tmp_path):
         load_examples(config(source=str(tmp_path / "torn.parquet")))
 
 
-@pytest.mark.parametrize(
-    "held_out",
-    [
-        "test.jsonl",
-        "test-00000-of-00001.jsonl",
-        "heldout.jsonl",
-        "held_out.jsonl",
-        "validation.jsonl",
-        "test/0.jsonl",
-    ],
-)
+HELD_OUT = ("test", "test-00000-of-00001", "heldout", "held_out", "validation", "test/0")
+
+
+@pytest.mark.parametrize("held_out", HELD_OUT)
 def test_a_folders_files_say_by_name_what_is_held_out(tmp_path, held_out):
     write_jsonl(tmp_path / "train-a.jsonl", rows(2))
     write_jsonl(tmp_path / "train-b.jsonl", rows(2, 2))
-    write_jsonl(tmp_path / held_out, rows(3, 10))
+    write_jsonl(tmp_path / f"{held_out}.jsonl", rows(3, 10))
     folder = config(source=str(tmp_path))
     assert prompts_of(load_examples(folder)) == [row["prompt"] for row in rows(4)]
     assert prompts_of(load_examples(folder, "heldout")) == [row["prompt"] for row in rows(3, 10)]
@@ -363,22 +337,17 @@ def test_a_path_stands_relative_to_the_configuration_file_too(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("files", "name", "sentence"),
     [
-        (lambda folder: folder / "nothing.jsonl", r"does not exist"),
-        (lambda folder: folder, r"holds no \.jsonl or \.parquet file"),
-        (
-            lambda folder: (
-                write_jsonl(folder / "a.jsonl", rows(1)),
-                (folder / "b.parquet").touch(),
-                folder,
-            )[-1],
-            "holds both",
-        ),
+        ((), "nothing.jsonl", r"does not exist"),
+        ((), "", r"holds no \.jsonl or \.parquet file"),
+        (("a.jsonl", "b.parquet"), "", "holds both"),
     ],
 )
-def test_a_path_without_data_is_one_sentence_that_names_the_key(tmp_path, make, sentence):
-    path = make(tmp_path)
+def test_a_path_without_data_is_one_sentence_that_names_the_key(tmp_path, files, name, sentence):
+    for file in files:
+        (tmp_path / file).touch()
+    path = tmp_path / name
     with pytest.raises(ConfigurationError, match=sentence) as failure:
         load_examples(config(source=str(path)))
     assert f'[data] source = "{path}"' in str(failure.value)

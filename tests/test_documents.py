@@ -39,14 +39,10 @@ def test_the_page_of_metrics_has_not_drifted() -> None:
 def test_every_command_has_an_example_and_its_options_on_the_page_of_commands() -> None:
     page = commands_document()
     assert list(EXAMPLES) == list(COMMANDS)
-    assert all(
-        example.startswith(f"retrain {name}") and example in page
-        for name, example in EXAMPLES.items()
-    )
-    assert all(
-        f"`{option}" in page
-        for option in ("--against", "--checkpoint", "--memory-gib", "--baseline", "--prompt-tokens")
-    )
+    for name, example in EXAMPLES.items():
+        assert example.startswith(f"retrain {name}") and example in page
+    for option in ("--against", "--checkpoint", "--memory-gib", "--baseline", "--prompt-tokens"):
+        assert f"`{option}" in page
 
 
 # -- every block, pasted ---------------------------------------------------------------------------
@@ -202,10 +198,7 @@ def test_a_page_without_its_link_and_a_key_without_its_page_are_found(
     for path in docs.rglob("*.md"):
         text = path.read_text(encoding="utf-8").replace("max_hours", "hours")
         path.write_text(text, encoding="utf-8")
-    assert {str(problem.path.relative_to(docs)) for problem in docs_check.unlinked_pages()} == {
-        "new.md",
-        "dev/new.md",
-    }
-    assert "max_hours" in "".join(
-        problem.text for problem in docs_check.unexplained_keys({"docs/configuration.md"})
-    )
+    unlinked = {str(problem.path.relative_to(docs)) for problem in docs_check.unlinked_pages()}
+    assert unlinked == {"new.md", "dev/new.md"}
+    unexplained = docs_check.unexplained_keys({"docs/configuration.md"})
+    assert "max_hours" in "".join(problem.text for problem in unexplained)

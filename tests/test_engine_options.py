@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, Qwen3Config
 
 from retrain.config.schema import Inference
-from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
+from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.kv_cache import KVArena, PromptState
 from retrain.inference_engine.torch_engine import TorchEngine
@@ -28,51 +28,31 @@ def options_for(
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "words"),
+    ("changes", "words"),
     [
-        (
-            {"attention_kernel": "flash"},
-            ConfigurationError,
-            'attention_kernel = "flash" needs a CUDA device, and this run is on cpu',
-        ),
-        (
-            {"attention_kernel": "flash", "device_type": "cuda"},
-            ConfigurationError,
-            "computes in bf16",
-        ),
-        ({"attention_kernel": "triton"}, ConfigurationError, 'engine = "vllm" has them'),
-        ({"attention_kernel": "tk", "device_type": "cuda"}, ConfigurationError, "ThunderKittens"),
-        (
-            {"attention_kernel": "cutlass"},
-            ConfigurationError,
-            'attention_kernel = "cutlass" needs a CUDA device',
-        ),
-        ({"dtype": "fp8"}, ConfigurationError, 'engine = "vllm" with a fp8 model'),
-        ({"dtype": "fp4", "device_type": "cuda"}, ConfigurationError, "4-bit matrix products"),
-        ({"kv_cache_dtype": "fp8", "device_type": "mps"}, ConfigurationError, "8-bit floats"),
+        ({"attention_kernel": "flash"}, 'attention_kernel = "flash" needs a CUDA device, and this'),
+        ({"attention_kernel": "flash", "device_type": "cuda"}, "computes in bf16"),
+        ({"attention_kernel": "triton"}, 'engine = "vllm" has them'),
+        ({"attention_kernel": "tk", "device_type": "cuda"}, "ThunderKittens"),
+        ({"attention_kernel": "cutlass"}, 'attention_kernel = "cutlass" needs a CUDA device'),
+        ({"dtype": "fp8"}, 'engine = "vllm" with a fp8 model'),
+        ({"dtype": "fp4", "device_type": "cuda"}, "4-bit matrix products"),
+        ({"kv_cache_dtype": "fp8", "device_type": "mps"}, "8-bit floats"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_one_sentence(
-    changes: dict, error: type[RetrainError], words: str
-):
-    with pytest.raises(error) as refusal:
+def test_what_cannot_be_served_is_refused_in_one_sentence(changes: dict, words: str):
+    with pytest.raises(ConfigurationError) as refusal:
         options_for(**changes)
     message = str(refusal.value)
-    assert (
-        words in message
-        and message.startswith("[inference] ")
-        and message.endswith(".")
-        and "\n" not in message
-    )
+    assert words in message and message.startswith("[inference] ") and message.endswith(".")
+    assert "\n" not in message
 
 
 def test_a_gpu_attends_with_torchs_flash_kernel_or_flash_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    assert (
-        options_for("cuda", torch.bfloat16).flash
-        and options_for("cuda", torch.bfloat16, attention_kernel="flash").flash
-    )
+    assert options_for("cuda", torch.bfloat16).flash
+    assert options_for("cuda", torch.bfloat16, attention_kernel="flash").flash
     assert not options_for("cuda", torch.bfloat16, attention_kernel="cutlass").flash
     assert not options_for("cuda", torch.float32).flash and not options_for().flash
     assert attention_of("default", "cuda", torch.bfloat16)._packed is flash
@@ -122,9 +102,8 @@ def test_the_budget_is_what_the_cache_takes():
     plan = plan_decode(
         config, device_type="cpu", memory_bytes=10_000_000, tokens_per_row=500, compute_bytes=4
     )
-    assert (
-        plan.rows * 500 <= plan.tokens and plan.tokens * kv_bytes_per_token(config, 4) <= 10_000_000
-    )
+    assert plan.rows * 500 <= plan.tokens
+    assert plan.tokens * kv_bytes_per_token(config, 4) <= 10_000_000
     with pytest.raises(EnvironmentFailure, match=r"Lower \[training\] or"):
         plan_decode(
             config, device_type="cpu", memory_bytes=1000, tokens_per_row=500, compute_bytes=4
@@ -135,17 +114,6 @@ def test_a_model_without_attention_is_refused_where_its_cache_is_counted():
     config = CONFIG_MAPPING["mamba"](hidden_size=16, num_hidden_layers=1)
     with pytest.raises(ConfigurationError, match="type mamba has no attention heads"):
         kv_bytes_per_token(config, 4)
-
-
-def test_qwen3_4b_needs_147_kb_a_token():
-    config = Qwen3Config(
-        num_hidden_layers=36,
-        hidden_size=2560,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-    )
-    assert kv_bytes_per_token(config, 2) == 147_456
 
 
 def test_a_grown_and_compacted_arena_keeps_every_token():
@@ -159,11 +127,8 @@ def test_a_grown_and_compacted_arena_keeps_every_token():
     arena.keys[0].append(arena.keys[0].places(torch.tensor([3, 3, 3])), new)
     arena.move([2], [0], 4)
     kept = arena.keys[0].read(2, 4)
-    assert (
-        torch.equal(kept[0, :, :3], like.keys[0])
-        and torch.equal(kept[0, :, 3], new[2])
-        and torch.equal(kept[1, :, 3], new[1])
-    )
+    assert torch.equal(kept[0, :, :3], like.keys[0]) and torch.equal(kept[0, :, 3], new[2])
+    assert torch.equal(kept[1, :, 3], new[1])
 
 
 @pytest.mark.parametrize("options", [EngineOptions(), PAGES], ids=["rows", "pages"])

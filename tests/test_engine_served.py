@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from retrain.errors import (
     ConfigurationError,
     EnvironmentFailure,
     Interrupted,
+    RetrainError,
     RunFailed,
     ServerFailure,
 )
@@ -62,7 +63,8 @@ WITHOUT_PENALTY = {
 }
 """What a server would else take from the model's generation_config."""
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause"
-COMPLETIONS, LOAD, UNLOAD = "/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 class OneForAll(VLLMDouble):
@@ -96,10 +98,33 @@ def engine_of(config: Any, make: type = HastyVLLM, device: str = "cpu") -> Any:
     return make(config, model=lab()._base.model, eos_ids=eos_ids(), device=device)
 
 
+@contextmanager
+def adapted(folder: Path, server: VLLMDouble, make: type = HastyVLLM) -> Iterator[Any]:
+    """An engine whose server has the adapter."""
+    with closing(engine_of(served(folder, server.url), make)) as engine:
+        engine.sync(lab().save_adapter, 0)
+        yield engine
+
+
+@pytest.fixture
+def engine(tmp_path: Path, server: VLLMDouble) -> Iterator[Any]:
+    with adapted(tmp_path, server) as one:
+        yield one
+
+
+def of(*logprobs: Any) -> dict[str, Any]:
+    """Those of the last tokens of six, or of all."""
+    return {"token_logprobs": [0.0] * (6 - len(logprobs)) * (len(logprobs) == 1) + [*logprobs]}
+
+
 def choice(**changes: Any) -> Callable[[str, Any], Any]:
     """An answer of one completion of 6 tokens, with something wrong in it."""
-    usual = {"finish_reason": "length", "logprobs": {"token_logprobs": [0.0] * 6}}
+    usual = {"finish_reason": "length", "token_ids": [9] * 6, "logprobs": of(*[0.0] * 6)}
     return first(9, (200, {"choices": [usual | changes]}))
+
+
+def refusing(message: str, path: str) -> Callable[[str, Any], Any]:
+    return first(9, (400, {"error": {"message": message}}), path)
 
 
 def request(count: int = 2, **changes: Any) -> SampleRequest:
@@ -107,6 +132,10 @@ def request(count: int = 2, **changes: Any) -> SampleRequest:
     return SampleRequest(
         np.arange(40, 60, dtype=np.int32), count, noise=NoiseKey(0, 0, 0, 0), **settings
     )
+
+
+EVALUATED = replace(request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0))
+MESSAGES = replace(EVALUATED, messages=({"role": "user", "content": "1 + 5"},))
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +173,8 @@ def test_a_run_gives_every_version_a_name_and_a_folder_and_leaves_nothing_behind
         )
     )
     run = train(served(tmp_path / "run", server.url, training={"temperature": 0.8}), quiet=True)
-    assert (
-        run.summary.steps == 3
-        and max(record.logprob_diff_mean or 0 for record in run.records()) < 1e-4
-    )
+    assert run.summary.steps == 3
+    assert max(record.logprob_diff_mean or 0 for record in run.records()) < 1e-4
     entropies = {record.entropy_mean for record in run.records() if record.num_datums}
     assert entropies and all(0 < (entropy or 0) < 5 for entropy in entropies), "the learner's"
     loads = [body for path, body in server.asked if path == LOAD]
@@ -169,27 +196,13 @@ def test_a_run_gives_every_version_a_name_and_a_folder_and_leaves_nothing_behind
     assert environment["parity_gate"]["adapter_effect"] > 0
 
 
-def test_requests_hold_what_the_policy_is_and_no_seed(tmp_path: Path, server: VLLMDouble) -> None:
-    with closing(engine_of(served(tmp_path, server.url))) as engine:
-        engine.sync(lab().save_adapter, 0)
-        list(engine.sample([request(2, temperature=0.8)]))
+def test_requests_hold_what_the_policy_is_and_no_seed(engine: Any, server: VLLMDouble) -> None:
+    list(engine.sample([request(2, temperature=0.8)]))
     body = next(body for path, body in server.asked if path == COMPLETIONS)
-    wanted = {
-        "n": 2,
-        "temperature": 0.8,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "logprobs": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    wanted |= WITHOUT_PENALTY
-    assert (
-        wanted.items() <= body.items()
-        and body["stop_token_ids"] == list(eos_ids())
-        and "seed" not in body
-    )
+    wanted = {"n": 2, "temperature": 0.8, "logprobs": 0, "ignore_eos": True}
+    uncut = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "return_token_ids": True}
+    assert (wanted | uncut | WITHOUT_PENALTY).items() <= body.items()
+    assert body["stop_token_ids"] == list(eos_ids()) and "seed" not in body
 
 
 @pytest.mark.slow
@@ -212,38 +225,31 @@ def test_each_of_several_servers_must_pass_the_gate(tmp_path: Path, parts: Parts
 # -- what the gate and the start refuse ------------------------------------------------------------
 
 
+PERMUTED = np.array([(token * 7 + 3) % 256 for token in range(256)] + [256, 257, 258])
+
+
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "value", "told"),
     [
-        (
-            {"base_only": True},
-            "Parity gate: with a trial adapter that changes log-probs by .* engine and learner",
-        ),
+        ("base_only", True, "with a trial adapter that changes log-probs by .* engine and learner"),
         pytest.param(
-            {"raw": True},
-            r"Parity gate: .* before the temperature, .* is 0\.7: start it with --logprobs-mode"
-            r" processed_logprobs",
+            "raw",
+            True,
+            r" before the temperature, .* is 0\.7: start it with --logprobs-mode processed_logprobs",
             marks=pytest.mark.slow,
         ),
-        (
-            {
-                "permuted": np.array(
-                    [(token * 7 + 3) % 256 for token in range(256)] + [256, 257, 258]
-                )
-            },
-            "disagree by .* nats|end-of-sequence",
-        ),
+        ("permuted", PERMUTED, "disagree by .* nats|end-of-sequence"),
     ],
     ids=["the base model", "raw log-probs", "another tokenizer"],
 )
 def test_the_gate_stops_a_server_that_samples_from_another_policy(
-    tmp_path: Path, parts: Parts, server: VLLMDouble, fault: dict[str, Any], told: str
+    tmp_path: Path, parts: Parts, server: VLLMDouble, fault: str, value: Any, told: str
 ) -> None:
-    for name, value in fault.items():
-        setattr(server, name, value)
+    setattr(server, fault, value)
     with pytest.raises((RunFailed, ServerFailure), match=told) as caught:
         pass_gate(parts, served(tmp_path, server.url, training={"temperature": 0.7}))
-    assert is_quoted(str(caught.value)) or server.permuted is not None
+    said = str(caught.value)
+    assert server.permuted is not None or (said.startswith("Parity gate:") and is_quoted(said))
 
 
 def test_log_probs_before_the_temperature_are_right_at_1(
@@ -253,133 +259,72 @@ def test_log_probs_before_the_temperature_are_right_at_1(
     pass_gate(parts, served(tmp_path, server.url, training={"temperature": 1.0}))
 
 
+ENDS_ELSEWHERE = "does not end completions at the model's end-of-sequence"
+NO_TOKEN_HAS = "returned a log-prob of -1.*, which no sampled token has"
+
+
 @pytest.mark.parametrize(
-    ("fault", "error", "told"),
+    ("fault", "told"),
     [
         (
             first(9, (404, {"detail": "Not Found"}), LOAD),
-            ConfigurationError,
-            "loads no adapters: start it with --enable-lora",
+            "no adapters: start it with --enable-lora",
         ),
-        (first(9, (200, "Success"), LOAD), ServerFailure, r"does not list the new adapter "),
-        (
-            first(9, (400, {"error": {"message": "max_lora_rank is 2"}}), LOAD),
-            ServerFailure,
-            "answered 400: max_lora_rank is 2",
-        ),
-        (
-            first(9, (200, {"choices": []})),
-            ServerFailure,
-            "returned 0 completions for a request of 1",
-        ),
+        (first(9, (200, "Success"), LOAD), r"does not list the new adapter "),
+        (refusing("max_lora_rank is 2", LOAD), "answered 400: max_lora_rank is 2"),
+        (first(9, (200, {"choices": []})), "returned 0 completions for a request of 1"),
         (
             first(9, (200, "<html>")),
-            ServerFailure,
-            r"http.* answered in a form that retrain does not know: <html> \(4 tries",
+            r"http.* in a form that retrain does not know: <html> \(4 tries",
         ),
+        (first(9, (200, {"choices": ["six"]})), r'does not know: {"choices": \["six"\]}'),
+        (first(9, (401, {"error": "Unauthorized"})), r"variable in \[inference\] api_key_env"),
+        (choice(token_ids=[300] * 6), "sampled token 300, and the model has 259 tokens"),
+        (choice(token_ids=[258] * 6), ENDS_ELSEWHERE + " tokens"),
+        (choice(token_ids=[9] * 6, finish_reason="stop"), ENDS_ELSEWHERE),
         (
-            first(9, (200, {"choices": ["six"]})),
-            ServerFailure,
-            r'does not know: {"choices": \["six"\]}',
-        ),
-        (
-            first(9, (401, {"error": "Unauthorized"})),
-            ServerFailure,
-            r"it requires a key: name its variable in \[inference\] api_key_env",
-        ),
-        (
-            choice(token_ids=[300] * 6),
-            ServerFailure,
-            "sampled token 300, and the model has 259 tokens",
-        ),
-        (
-            choice(token_ids=[258] * 6),
-            ServerFailure,
-            "does not end completions at the model's end-of-sequence tokens",
-        ),
-        (
-            choice(token_ids=[9] * 6, finish_reason="stop"),
-            ServerFailure,
-            "does not end completions at the model's end-of-sequence",
-        ),
-        (
-            choice(token_ids=[9] * 4, logprobs={"token_logprobs": [0.0] * 4}),
-            ServerFailure,
+            choice(token_ids=[9] * 4, logprobs=of(*[0.0] * 4)),
             "cut a completion after 4 of 6 tokens",
         ),
-        (
-            choice(token_ids=[9] * 5 + [-1]),
-            ServerFailure,
-            "sampled token -1, and the model has 259 tokens",
-        ),
-        (choice(token_ids=[9] * 5 + [9.5]), ServerFailure, r"returned 9\.5 as the id of a token"),
-        (choice(token_ids=[9] * 5 + [None]), ServerFailure, "returned null as the id of a token"),
-        (
-            choice(token_ids=[9] * 6, logprobs={"token_logprobs": [0.0] * 5 + [float("nan")]}),
-            ServerFailure,
-            "returned a log-prob of NaN",
-        ),
-        (
-            choice(token_ids=[9] * 6, logprobs={"token_logprobs": [0.0] * 5 + [0.5]}),
-            ServerFailure,
-            r"returned a log-prob of 0\.5",
-        ),
-        (
-            choice(token_ids=[9] * 6, logprobs={"token_logprobs": [0.0] * 5 + [None]}),
-            ServerFailure,
-            r"returned a log-prob of null, .* \(4 tries in",
-        ),
-        (
-            choice(token_ids=[9] * 6, logprobs=None),
-            ServerFailure,
-            r'does not know: {"choices": \[{"finish_reason": "length"',
-        ),
-        *(
-            (
-                choice(token_ids=[9] * 6, logprobs={"token_logprobs": [0.0] * 5 + [value]}),
-                ServerFailure,
-                "returned a log-prob of -1.*, which no sampled token has",
-            )
-            for value in (-1e300, -(10**400))  # beyond float32
-        ),
-        (
-            choice(token_ids=[9] * 2, finish_reason="abort"),
-            ServerFailure,
-            r'ended a completion with finish_reason = "abort" \(4 tries',
-        ),
+        (choice(token_ids=[9] * 5 + [-1]), "sampled token -1, and the model has 259 tokens"),
+        (choice(token_ids=[9] * 5 + [9.5]), r"returned 9\.5 as the id of a token"),
+        (choice(token_ids=[9] * 5 + [None]), "returned null as the id of a token"),
+        (choice(logprobs=of(float("nan"))), "returned a log-prob of NaN"),
+        (choice(logprobs=of(0.5)), r"returned a log-prob of 0\.5"),
+        (choice(logprobs=of(None)), r"returned a log-prob of null, .* \(4 tries in"),
+        (choice(logprobs=None), r'does not know: {"choices": \[{"finish_reason": "length"'),
+        (choice(logprobs=of(-1e300)), NO_TOKEN_HAS),  # beyond float32
+        (choice(logprobs=of(-(10**400))), NO_TOKEN_HAS),
+        (choice(token_ids=[9] * 2, finish_reason="abort"), r'finish_reason = "abort" \(4 tries'),
         (
             choice(token_ids=[9] * 2, finish_reason="content_filter"),
-            ServerFailure,
             r'finish_reason = "content_filter", and not at .* such as a filter',
         ),
-        (choice(token_ids=[9] * 5), ServerFailure, "returned 5 tokens with 6 log-probs"),
-        (
-            choice(token_ids=[9] * 6, prompt_token_ids=[1]),
-            ServerFailure,
-            "got a prompt that reached the model with other token ids",
-        ),
+        (choice(token_ids=[9] * 5), "returned 5 tokens with 6 log-probs"),
+        (choice(prompt_token_ids=[1]), "a prompt that reached the model with other token ids"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_a_server_does_wrong_is_said_in_one_sentence(
-    tmp_path: Path, server: VLLMDouble, fault: Any, error: Any, told: str
+    tmp_path: Path, server: VLLMDouble, fault: Any, told: str
 ) -> None:
     server.faults.append(fault)
     with (
         closing(engine_of(served(tmp_path, server.url))) as engine,
-        pytest.raises(error, match=told) as caught,
+        pytest.raises(RetrainError, match=told) as caught,
     ):
         engine.sync(lab().save_adapter, 0)
         list(engine.sample([request(1)]))
     assert "\n" not in str(caught.value)
+    kind = ConfigurationError if "--enable-lora" in told else ServerFailure
+    assert isinstance(caught.value, kind)
 
 
 def test_a_server_with_too_short_a_context_is_refused_before_it_cuts_anything(
     tmp_path: Path, server: VLLMDouble
 ) -> None:
     server.context = 24
-    with closing(engine_of(served(tmp_path, server.url))) as engine:
-        engine.sync(lab().save_adapter, 0)
+    with adapted(tmp_path, server) as engine:
         assert len(list(engine.sample([request(1, max_tokens=4)]))) == 1
         told = r"takes 24 tokens, and \[training\] max_tokens = 6 after a prompt of 20 needs 26"
         with pytest.raises(ServerFailure, match=told):
@@ -393,11 +338,9 @@ def test_a_server_that_does_not_answer_stops_before_a_model_is_loaded(
     toml.write_text(dump_toml(served(tmp_path / "run", "http://127.0.0.1:9", engine="vllm")))
     assert main([str(toml)]) == 3
     output = capsys.readouterr()
-    assert (
-        "The vllm server does not answer (http://127.0.0.1:9: no connection" in output.err
-        and "Loading train model" not in output.out
-    )
-    assert output.err.count("\n") == 1
+    told = "The vllm server does not answer (http://127.0.0.1:9: no connection"
+    assert told in output.err and output.err.count("\n") == 1
+    assert "Loading train model" not in output.out
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["log_dir", "adapter_dir"])
@@ -537,8 +480,7 @@ def test_a_server_that_cannot_tell_whether_it_sleeps_is_served_awake(
 ) -> None:
     """vLLM's own error at that question closes the connection, too."""
     server.sleeps = server.hangs_up_on_server_info = True
-    with closing(engine_of(served(tmp_path, server.url), SleepyVLLM)) as engine:
-        engine.sync(lab().save_adapter, 0)
+    with adapted(tmp_path, server, SleepyVLLM) as engine:
         engine.sleep()
         assert len(list(engine.sample([request(3)]))) == 3
     assert "/sleep" not in server.paths()
@@ -568,11 +510,8 @@ def test_a_field_that_a_strict_server_refuses_is_left_out_and_said_once(
     said: list[str] = []
     with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
         engine.log = said.append
-        asked = replace(
-            request(1, adapter_slot=BASE_MODEL), messages=({"role": "user", "content": "1 + 5"},)
-        )
         for _ in range(2):
-            list(engine.sample([replace(asked, noise=NoiseKey(0, Stream.EVALUATION, 0, 0))]))
+            list(engine.sample([MESSAGES]))
         engine._pool.run(engine._look(engine._pool.servers[0]))
         engine._speak()
     body = next(body for _, body in reversed(server.asked) if "temperature" in body)
@@ -590,97 +529,55 @@ def test_a_field_that_a_strict_server_refuses_is_left_out_and_said_once(
 
 
 @pytest.mark.slow
-def test_a_server_of_text_alone_is_evaluated_and_not_trained_with(
-    tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its text is what a model in this process writes, and the count of tokens too, since the lab's
-    tokens are bytes.
-    """
-    server.replies_text = True
-    evaluation = {"max_examples": 6, "samples": 1, "temperature": 0.0}
-    toml, local = tmp_path / "run.toml", tmp_path / "local.toml"
-    config = served(
-        tmp_path / "run",
-        server.url,
-        engine="openai",
-        reward={"type": "match"},
-        evaluation=evaluation,
-    )
-    toml.write_text(dump_toml(config))
-    local.write_text(dump_toml(replaced(config, {"inference.engine": "pytorch"})))
-    assert main([str(toml)]) == 2
-    told = (
-        "serves evaluations, not training: it answers a prompt of token ids with 400 (prompt"
-        " must be a string), and the loss needs"
-    )
-    assert told in capsys.readouterr().err
-    found = []
-    for file in (toml, local):
-        assert (
-            main(["eval", str(file), "--output", str(tmp_path / f"answers-{file.stem}"), "--json"])
-            == 0
-        )
-        printed = capsys.readouterr()
-        folder = Path(json.loads(printed.out.splitlines()[-1])["folder"])
-        found.append(
-            [
-                {key: line[key] for key in ("completion", "reward", "finish_reason", "num_tokens")}
-                for line in lines(folder / "samples.jsonl")
-            ]
-        )
-        assert ("again to count its tokens" in printed.out + printed.err) is (file is toml)
-    assert found[0] == found[1] and len(found[0]) == 6
-    assert server.calls >= 6 and not server.adapters
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
-def test_a_server_of_messages_alone_is_evaluated_and_not_trained_with(
+@pytest.mark.parametrize("limit", ["", "max_tokens", "max_completion_tokens"])
+def test_a_server_without_token_ids_is_evaluated_and_not_trained_with(
     tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str], limit: str
 ) -> None:
-    """It has /v1/chat/completions and nothing else, and puts the messages into the template into
-    which they are put here.
+    """Without a `limit` it completes text, and a model in this process counts the tokens; else it
+    has /v1/chat/completions alone, and puts the messages into the template of this process.
     """
-    server.chats, server.chat_limit = True, limit
-    evaluation = {"max_examples": 4, "samples": 1, "temperature": 0.0}
-    data = {"system_prompt": "Add.", "prompt_template": "Now {prompt}"}
+    server.replies_text, server.chats, server.chat_limit = not limit, bool(limit), limit
     config = served(
         tmp_path / "run",
         server.url,
         engine="openai",
         reward={"type": "match"},
-        evaluation=evaluation,
-        data=data,
+        evaluation={"max_examples": 4, "samples": 1, "temperature": 0.0},
+        data={"system_prompt": "Add.", "prompt_template": "Now {prompt}"},
     )
-    (tmp_path / "chat.toml").write_text(dump_toml(config))
-    (tmp_path / "local.toml").write_text(
-        dump_toml(replaced(config, {"inference.engine": "pytorch"}))
-    )
-    assert main([str(tmp_path / "chat.toml")]) == 2
-    assert (
-        "serves evaluations, not training: it has /v1/chat/completions alone"
-        in capsys.readouterr().err
-    )
+    local = replaced(config, {"inference.engine": "pytorch"})
+    for name, each in (("served", config), ("local", local)):
+        (tmp_path / f"{name}.toml").write_text(dump_toml(each))
+    assert main([str(tmp_path / "served.toml")]) == 2
+    by_text = "it answers a prompt of token ids with 400 (prompt must be a string), and the loss"
+    told = "it has /v1/chat/completions alone" if limit else by_text
+    assert f"serves evaluations, not training: {told}" in capsys.readouterr().err
     found = []
-    for name in ("chat", "local"):
-        assert (
-            main(
-                ["eval", str(tmp_path / f"{name}.toml"), "--output", str(tmp_path / name), "--json"]
-            )
-            == 0
-        )
-        folder = Path(json.loads(capsys.readouterr().out.splitlines()[-1])["folder"])
-        found.append(
-            [
-                [line[key] for key in ("completion", "reward", "finish_reason", "num_tokens")]
-                for line in lines(folder / "samples.jsonl")
-            ]
-        )
+    for name in ("served", "local"):
+        output = tmp_path / name
+        assert main(["eval", str(output.with_suffix(".toml")), "--output", str(output)]) == 0
+        printed = capsys.readouterr()
+        counted = "again to count its tokens" in printed.out + printed.err
+        assert limit or counted is (name == "served")
+        keys = ("completion", "reward", "finish_reason", "num_tokens")
+        found.append([[line[key] for key in keys] for line in lines(output / "samples.jsonl")])
     assert found[0] == found[1] and len(found[0]) == 4
-    asked = [body for path, body in server.asked if path == "/v1/chat/completions"][-1]
-    assert [message["role"] for message in asked["messages"]] == ["system", "user"] and asked[
-        "messages"
-    ][1]["content"].startswith("Now ")
+    assert server.calls >= 4 and not server.adapters
+    if limit:
+        asked = [body for path, body in server.asked if path == CHAT][-1]["messages"]
+        assert [message["role"] for message in asked] == ["system", "user"]
+        assert asked[1]["content"].startswith("Now ")
+
+
+def text_of(folder: Path, server: VLLMDouble, choice: dict[str, Any], **usage: int) -> Completion:
+    """What becomes of the only choice of a server of text or of messages."""
+    server.chats, server.replies_text = "message" in choice, "text" in choice
+    choice = {"index": 0, "finish_reason": "length", "logprobs": None, **choice}
+    path = CHAT if server.chats else COMPLETIONS
+    with closing(engine_of(served(folder, server.url, engine="openai"), OpenAIEngine)) as engine:
+        server.faults.append(first(1, (200, {"choices": [choice], "usage": usage}), path))
+        (found,) = engine.sample([replace(MESSAGES, max_tokens=24)])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -699,23 +596,10 @@ def test_a_server_of_messages_alone_is_evaluated_and_not_trained_with(
 def test_a_reply_that_is_no_answer_is_never_scored(
     tmp_path: Path, server: VLLMDouble, message: dict[str, Any], reason: str | None
 ) -> None:
-    server.chats = True
-    with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
-        asked = replace(
-            request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0)
-        )
-        asked = replace(asked, messages=({"role": "user", "content": "1 + 5"},))
-        choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}
-        server.faults.append(
-            first(1, (200, {"choices": [choice], "usage": {}}), "/v1/chat/completions")
-        )
-        with pytest.raises(
-            ServerFailure,
-            match=f"finish_reason = {json.dumps(reason)}, and without an answer to score",
-        ):
-            list(engine.sample([asked]))
-        (usual,) = engine.sample([asked])
-        assert usual.text is not None
+    choice = {"message": {"role": "assistant", **message}, "finish_reason": reason}
+    told = f"finish_reason = {json.dumps(reason)}, and without an answer to score"
+    with pytest.raises(ServerFailure, match=told):
+        text_of(tmp_path, server, choice)
 
 
 @pytest.mark.parametrize(
@@ -727,25 +611,16 @@ def test_a_reply_that_is_no_answer_is_never_scored(
             "",
             "length",
         ),  # all tokens went into reasoning
-        ({"message": {"role": "assistant", "content": None}}, "length", "", "length"),
-        ({"message": {"role": "assistant", "content": "6"}}, "eos", "6", "stop"),
+        ({"message": {"content": None}}, "length", "", "length"),
+        ({"message": {"content": "6"}}, "eos", "6", "stop"),
         ({"text": "6"}, "eos_token", "6", "stop"),
     ],
 )
 def test_other_servers_words_for_a_reply_are_understood(
     tmp_path: Path, server: VLLMDouble, reply: dict[str, Any], reason: str, text: str, finish: str
 ) -> None:
-    server.chats, server.replies_text = "message" in reply, "text" in reply
-    with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
-        asked = replace(
-            request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0)
-        )
-        asked = replace(asked, messages=({"role": "user", "content": "1 + 5"},))
-        choice = {"index": 0, "finish_reason": reason, "logprobs": None, **reply}
-        path = "/v1/chat/completions" if server.chats else "/v1/completions"
-        server.faults.append(first(1, (200, {"choices": [choice], "usage": {}}), path))
-        (found,) = engine.sample([asked])
-        assert (found.text, found.finish_reason.value) == (text, finish)
+    found = text_of(tmp_path, server, {"finish_reason": reason, **reply})
+    assert (found.text, found.finish_reason.value) == (text, finish)
 
 
 _LONG = "1" * 25
@@ -769,44 +644,22 @@ _LONG = "1" * 25
 def test_a_reply_of_more_tokens_than_were_asked_for_is_never_scored(
     tmp_path: Path, server: VLLMDouble, chats: bool, text: str, usage: dict[str, int], told: str
 ) -> None:
-    server.chats, server.replies_text = chats, not chats
-    with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
-        asked = replace(
-            request(1, adapter_slot=BASE_MODEL),
-            noise=NoiseKey(0, Stream.EVALUATION, 0, 0),
-            max_tokens=24,
-        )
-        asked = replace(asked, messages=({"role": "user", "content": "1 + 5"},))
-        reply = {"message": {"role": "assistant", "content": text}} if chats else {"text": text}
-        path = "/v1/chat/completions" if chats else "/v1/completions"
-        choice = {"index": 0, "finish_reason": "length", "logprobs": None, **reply}
-        server.faults.append(first(1, (200, {"choices": [choice], "usage": usage}), path))
-        if told:
-            with pytest.raises(ServerFailure, match=told):
-                list(engine.sample([asked]))
-        else:
-            assert [one.text for one in engine.sample([asked])] == [text]
+    reply: dict[str, Any] = {"message": {"content": text}} if chats else {"text": text}
+    with pytest.raises(ServerFailure, match=told) if told else nullcontext():
+        assert text_of(tmp_path, server, reply, **usage).text == text
 
 
 def test_ids_of_more_tokens_than_were_asked_for_are_refused(
-    tmp_path: Path, server: VLLMDouble
+    engine: Any, server: VLLMDouble
 ) -> None:
     """Even where they end at an EOS, as a completion within the limit would."""
-    with closing(engine_of(served(tmp_path, server.url))) as engine:
-        engine.sync(lab().save_adapter, 0)
-        ids = [5] * 40 + [engine._dialect.eos_ids[0]]
-        choice = {
-            "index": 0,
-            "finish_reason": "stop",
-            "token_ids": ids,
-            "logprobs": {"token_logprobs": [-1.0] * 41},
-        }
-        server.faults.append(first(1, (200, {"choices": [choice]})))
-        with pytest.raises(
-            ServerFailure,
-            match="returned 41 tokens for a request of at most 24: it ignores max_tokens",
-        ):
-            list(engine.sample([replace(request(1), max_tokens=24)]))
+    ids = [5] * 40 + [engine._dialect.eos_ids[0]]
+    logprobs = {"token_logprobs": [-1.0] * 41}
+    choice = {"index": 0, "finish_reason": "stop", "token_ids": ids, "logprobs": logprobs}
+    server.faults.append(first(1, (200, {"choices": [choice]})))
+    told = "returned 41 tokens for a request of at most 24: it ignores max_tokens"
+    with pytest.raises(ServerFailure, match=told):
+        list(engine.sample([replace(request(1), max_tokens=24)]))
 
 
 def test_a_dialogue_is_not_evaluated_on_a_server_of_messages_alone(
@@ -815,13 +668,9 @@ def test_a_dialogue_is_not_evaluated_on_a_server_of_messages_alone(
     """Its later prompts continue token ids."""
     server.chats = True
     with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
-        asked = replace(
-            request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0)
-        )
-        with pytest.raises(
-            ConfigurationError, match=r"/v1/chat/completions alone, .* continues token ids"
-        ):
-            list(engine.sample([asked]))
+        told = r"/v1/chat/completions alone, .* continues token ids"
+        with pytest.raises(ConfigurationError, match=told):
+            list(engine.sample([EVALUATED]))
 
 
 def test_a_server_that_answers_neither_text_nor_messages_is_told_with_its_answer(
@@ -837,15 +686,8 @@ def test_a_trained_adapter_is_not_evaluated_on_a_server_that_cannot_load_it(
 ) -> None:
     small_run(small(tmp_path / "run", training={"max_steps": 1}), quiet=True)
     server.replies_text = True
-    flags = [
-        "--inference-engine",
-        "openai",
-        "--inference-url",
-        server.url,
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    assert main(["eval", str(tmp_path / "run"), *flags]) == 2
+    asked = ["eval", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
+    assert main([*asked, "--inference-engine", "openai", "--inference-url", server.url]) == 2
     assert "loads no adapters" in capsys.readouterr().err
 
 
@@ -876,37 +718,19 @@ def test_damaged_answers_cost_a_second_try_and_nothing_else(
     tmp_path: Path, server: VLLMDouble
 ) -> None:
     """Of sampling, of loading an adapter and of unloading one."""
-    nulls = {
-        "finish_reason": "length",
-        "token_ids": [9] * 6,
-        "logprobs": {"token_logprobs": [None] * 6},
+    logprobs = {"token_logprobs": [None] * 6}
+    nulls = {"finish_reason": "length", "token_ids": [9] * 6, "logprobs": logprobs}
+    damaged = {
+        2: (500, "oops"),
+        3: (200, "<html>"),
+        5: (200, '{"choices": [{"tok'),
+        7: (200, {"choices": [nulls]}),
     }
-    server.faults.append(
-        scripted(
-            {
-                2: (500, "oops"),
-                3: (200, "<html>"),
-                5: (200, '{"choices": [{"tok'),
-                7: (200, {"choices": [nulls]}),
-            }
-        )
-    )
+    server.faults.append(scripted(damaged))
     server.faults += [scripted({2: (500, "oops")}, path) for path in (LOAD, UNLOAD)]
     run = small_run(served(tmp_path / "run", server.url), quiet=True)
-    assert (
-        run.summary.steps == 3
-        and server.paths().count(COMPLETIONS) == server.calls + 4 == 10
-        and not server.adapters
-    )
-
-
-@pytest.mark.slow
-def test_a_busy_server_and_a_broken_connection_cost_time_and_nothing_else(
-    tmp_path: Path, server: VLLMDouble
-) -> None:
-    server.faults.append(scripted({2: (429, ""), 3: (429, ""), 5: (503, ""), 7: (0, "")}))
-    run = small_run(served(tmp_path / "run", server.url), quiet=True)
-    assert run.summary.steps == 3 and server.paths().count(COMPLETIONS) == server.calls + 4 == 10
+    assert run.summary.steps == 3 and not server.adapters
+    assert server.paths().count(COMPLETIONS) == server.calls + 4 == 10
 
 
 @pytest.mark.parametrize(
@@ -941,10 +765,8 @@ def test_a_run_whose_server_fails_is_saved_and_resumes(
     with pytest.raises(ServerFailure, match=told) as caught:
         small_run(config, quiet=True)
     assert is_quoted(str(caught.value))
-    assert (
-        len(lines(folder / "metrics.jsonl")) == 1
-        and json.loads((folder / "summary.json").read_text())["status"] == "failed"
-    )
+    assert len(lines(folder / "metrics.jsonl")) == 1
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     server.faults.clear()
     run = small_run(
         served(folder, server.url, resume={"from": str(folder)}, **rarely_saved), quiet=True
@@ -1032,38 +854,28 @@ def test_one_of_two_servers_may_die(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(said) == 1 and one.url in said[0] and is_quoted(said[0])
 
 
-def test_folders_of_adapters_that_a_killed_process_left_are_removed(
-    tmp_path: Path, server: VLLMDouble
-) -> None:
-    host = socket.gethostname().replace("-", "_")
-    dead, alive = tmp_path / f".served-{host}-999999999-a", tmp_path / f".served-{host}-1-b"
-    dead.mkdir()
-    alive.mkdir()
-    engine_of(served(tmp_path, server.url)).close()
-    assert not dead.exists() and alive.exists()
-
-
-def test_adapters_that_a_killed_run_left_are_unloaded_and_others_stay(
+def test_what_a_killed_run_left_is_removed_and_unloaded_and_others_stay(
     tmp_path: Path, server: VLLMDouble
 ) -> None:
     host = socket.gethostname().replace("-", "_")
     folders = {
-        "left": f".served-{host}-999999999-a",
-        "running": f".served-{host}-1-b",
-        "elsewhere": ".served-other-999999999-c",
+        "left": tmp_path / f".served-{host}-999999999-a",
+        "running": tmp_path / f".served-{host}-1-b",
+        "elsewhere": tmp_path / ".served-other-999999999-c",
     }
-    server.adapters |= {
-        name: tmp_path / folder / "version-3" for name, folder in folders.items()
-    } | {"mine": Path("/adapters/mine")}
+    for folder in folders.values():
+        folder.mkdir()
+    server.adapters |= {name: folder / "version-3" for name, folder in folders.items()}
+    server.adapters["mine"] = Path("/adapters/mine")
     engine = engine_of(served(tmp_path, server.url))
     said: list[str] = []
     engine.log = said.append
     list(engine.sample([request(adapter_slot=BASE_MODEL)]))
     engine.close()
+    assert not folders["left"].exists() and folders["running"].exists()
     assert list(server.adapters) == ["running", "elsewhere", "mine"]
-    assert said == [
-        f"The vllm server {server.url} still had the adapter left of a killed run; unloaded it."
-    ]
+    told = f"The vllm server {server.url} still had the adapter left of a killed run; unloaded it."
+    assert said == [told]
 
 
 def test_two_runs_may_share_a_server(tmp_path: Path, server: VLLMDouble) -> None:
@@ -1130,17 +942,10 @@ def test_skipping_the_gate_is_said_loudly_and_recorded(
     assert main([str(toml), "--overwrite"]) == 1, "the gate stops the same run"
 
 
-def test_completions_are_the_requests_own(tmp_path: Path, server: VLLMDouble) -> None:
-    with closing(engine_of(served(tmp_path, server.url))) as engine:
-        engine.sync(lab().save_adapter, 0)
-        found: list[Completion] = list(engine.sample([request(3, first_sample=4), request(2)]))
-    assert sorted((one.request, one.sample) for one in found) == [
-        (0, 4),
-        (0, 5),
-        (0, 6),
-        (1, 0),
-        (1, 1),
-    ]
+def test_completions_are_the_requests_own(engine: Any) -> None:
+    found: list[Completion] = list(engine.sample([request(3, first_sample=4), request(2)]))
+    samples = sorted((one.request, one.sample) for one in found)
+    assert samples == [(0, 4), (0, 5), (0, 6), (1, 0), (1, 1)]
     assert all(one.finish_reason in FinishReason and one.entropies is None for one in found)
 
 
@@ -1189,24 +994,22 @@ def test_a_server_that_hangs_does_not_hold_up_the_end_of_a_run(
 
 
 def test_a_server_that_comes_back_during_a_sync_gets_the_new_version_too(
-    tmp_path: Path, server: VLLMDouble, monkeypatch: pytest.MonkeyPatch
+    engine: Any, server: VLLMDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was loading the old one, which it keeps no longer: the new one goes to those that are
     there.
     """
-    with closing(engine_of(served(tmp_path, server.url))) as engine:
-        engine.sync(lab().save_adapter, 0)
-        old, load, given = engine._adapter, engine._dialect.load, list[str]()
-        new = ServedAdapter("new", old.folder)
+    old, load, given = engine._adapter, engine._dialect.load, list[str]()
+    new = ServedAdapter("new", old.folder)
 
-        async def slow_load(to: Any, adapter: ServedAdapter) -> None:
-            given.append(adapter.name)
-            engine._adapter = new
-            await load(to, adapter)
+    async def slow_load(to: Any, adapter: ServedAdapter) -> None:
+        given.append(adapter.name)
+        engine._adapter = new
+        await load(to, adapter)
 
-        monkeypatch.setattr(engine._dialect, "load", slow_load)
-        engine._pool.run(engine._prepare(engine._pool.servers[0]))
-        assert given == [old.name, "new"] and list(server.adapters) == ["new"]
+    monkeypatch.setattr(engine._dialect, "load", slow_load)
+    engine._pool.run(engine._prepare(engine._pool.servers[0]))
+    assert given == [old.name, "new"] and list(server.adapters) == ["new"]
 
 
 def test_a_server_that_fails_within_its_look_is_looked_at_again_before_it_serves(

@@ -64,6 +64,19 @@ def guessing(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
     return small(folder, **deep_merge(GUESSING, sections))
 
 
+def own(name: str, **keys: Any) -> dict[str, Any]:
+    """The section of an environment of this file."""
+    return {"provider": f"tests.test_environments.{name}", "args": {}} | keys
+
+
+def host_of(
+    environment: Environment, max_turns: int = 2, timeout_s: float = 0.3, **settings: Any
+) -> EpisodeHost:
+    return EpisodeHost(
+        environment, max_turns=max_turns, timeout_s=timeout_s, correct_threshold=0.5, **settings
+    )
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight") / "run"
@@ -99,24 +112,19 @@ def test_the_ratio_is_one_on_policy_in_every_turn(straight: Path) -> None:
 
 
 def test_records_know_turns(straight: Path) -> None:
-    records, generations = (
-        lines(straight / "metrics.jsonl"),
-        lines(straight / "emergence/generations.jsonl"),
-    )
-    assert all(
-        1 <= record["turns_mean"] <= 3 and record["trajectories_rewritten"] == 0
-        for record in records
-    )
+    records = lines(straight / "metrics.jsonl")
+    generations = lines(straight / "emergence/generations.jsonl")
+    assert all(1 <= record["turns_mean"] <= 3 for record in records)
+    assert not any(record["trajectories_rewritten"] for record in records)
     assert {"heeded", "turns"} <= records[0]["environment_metrics"].keys()
     several = [one for one in generations if one["turns"] > 1]
-    assert several and all(
-        one["completion"].count("<|im_start|>assistant") == one["turns"] - 1 for one in several
-    )
+    assert several
+    for one in several:
+        assert one["completion"].count("<|im_start|>assistant") == one["turns"] - 1
     assert all(one["metrics"]["turns"] == one["turns"] for one in generations)
     evaluations = lines(straight / "evaluation.jsonl")
-    assert [line["step"] for line in evaluations] == [0, 0, 2, 2, 4, 4] and {
-        line["task"] for line in evaluations
-    } == {"guess"}
+    assert [line["step"] for line in evaluations] == [0, 0, 2, 2, 4, 4]
+    assert {line["task"] for line in evaluations} == {"guess"}
 
 
 def test_inspect_shows_what_the_environment_said_between_the_replies(
@@ -128,9 +136,8 @@ def test_inspect_shows_what_the_environment_said_between_the_replies(
     completions = json.loads(capsys.readouterr().out)["completions"]
     several = next(one for one in completions if len(one["turns"]) > 1)
     assert several["turns"][0] == {"start": 0, "context": "", "restarts": False}
-    assert "<|im_start|>user" in several["turns"][1]["context"] and 0 < several["turns"][1][
-        "start"
-    ] < len(several["token_ids"])
+    assert "<|im_start|>user" in several["turns"][1]["context"]
+    assert 0 < several["turns"][1]["start"] < len(several["token_ids"])
     assert main(["inspect", str(straight), "--step", "0", "--against", "gtpo"]) == 0
     shown = capsys.readouterr().out
     assert " turns" in shown and "<|im_start|>assistant" in shown
@@ -228,12 +235,9 @@ def test_a_later_turn_continues_the_noise_of_the_turns_before(
         return real(engine, requests)
 
     monkeypatch.setattr(TorchEngine, "sample", watched)
-    small_run(
-        guessing(
-            tmp_path / "run", training={"max_steps": 1}, evaluation={"every": 0, "at_start": False}
-        ),
-        quiet=True,
-    )
+    unevaluated = {"every": 0, "at_start": False}
+    config = guessing(tmp_path / "run", training={"max_steps": 1}, evaluation=unevaluated)
+    small_run(config, quiet=True)
     table = read_tokens(tmp_path / "run/tokens/step_0.safetensors")
     assert table.turns is not None
     wanted = set()
@@ -250,18 +254,13 @@ def test_the_labs_game_counts_the_guesses_that_heed_its_hints() -> None:
     """A fixed series of guesses wins some games; only guesses that fit every hint so far count as
     heeding them.
     """
-    host = EpisodeHost(
-        NumberGuessing(largest=7, turns=3), max_turns=0, timeout_s=30, correct_threshold=0.5
-    )
-    halving, fixed = (
-        play(host, Example("", "6"), ["4", "7", "6"]),
-        play(host, Example("", "1"), ["4", "6", "no idea"]),
-    )
+    host = host_of(NumberGuessing(largest=7, turns=3), 0, 30)
+    halving = play(host, Example("", "6"), ["4", "7", "6"])
+    fixed = play(host, Example("", "1"), ["4", "6", "no idea"])
     assert (halving.reward, halving.metrics["heeded"], halving.metrics["turns"]) == (1, 1, 3)
     assert fixed.metrics["heeded"] == 0 and fixed.reward == 0
-    assert play(host, Example("", "3"), ["4", "1", "4"]).metrics["heeded"] == 0.5, (
-        "it must heed the first hint too"
-    )
+    both = play(host, Example("", "3"), ["4", "1", "4"])
+    assert both.metrics["heeded"] == 0.5, "it must heed the first hint too"
     assert "heeded" not in play(host, Example("", "4"), ["4"]).metrics
     host.close()
 
@@ -303,10 +302,8 @@ def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(
         [50, 257, 258],
         [51],
     ]
-    assert (
-        row.num_actions == 4
-        and row.token_ids[: row.spans[0][0]].tolist() == talk.prompt.token_ids.tolist()
-    )
+    assert row.num_actions == 4
+    assert row.token_ids[: row.spans[0][0]].tolist() == talk.prompt.token_ids.tolist()
 
 
 def test_a_rewritten_history_begins_a_row_of_its_own(text: TextModel) -> None:
@@ -331,9 +328,8 @@ def test_a_rewritten_history_begins_a_row_of_its_own(text: TextModel) -> None:
     )
     assert first.num_actions == len(ids) and second.num_actions == 4 and len(second.spans) == 2
     assert first.key == (0, 5, 0) and second.key == (0, 5, 1)
-    assert "think" not in text.decode(second.token_ids) and text.decode(
-        second.token_ids
-    ).startswith("<|im_start|>user\n1..3<|im_end|>")
+    assert "think" not in text.decode(second.token_ids)
+    assert text.decode(second.token_ids).startswith("<|im_start|>user\n1..3<|im_end|>")
     assert second.advantages.tolist() == [len(ids), len(ids) + 1, len(ids) + 2, len(ids) + 3]
 
 
@@ -405,10 +401,7 @@ class Misbehaves(Episode):
         ("none", "result returned NoneType, and must return a Result"),
         ("a word", "failed with TypeError"),
         ("text", "step returned str, and must return a list of messages"),
-        (
-            "numbers",
-            "step returned list, and must return a list of messages {role, content} of text",
-        ),
+        ("numbers", "returned list, and must return a list of messages {role, content} of text"),
         ("half a character", "failed with UnicodeEncodeError"),
         ("no conversation", "a rewritten conversation without messages"),
         ("no tools", "tools that are not a list of JSON schemas"),
@@ -416,23 +409,18 @@ class Misbehaves(Episode):
     ],
 )
 def test_an_episode_that_fails_could_not_be_judged(what: str, reason: str) -> None:
-    host = EpisodeHost(Misbehaving(), max_turns=2, timeout_s=0.3, correct_threshold=0.5)
     began = time.monotonic()
-    score = play(host, Example("?", what), ["a", "b", "c"])
-    assert time.monotonic() - began < 5
-    assert reason in score.reason and (score.outcome is Outcome.RIGHT) == (not reason) == (
-        score.outcome is not Outcome.COULD_NOT_JUDGE
-    )
+    score = play(host_of(Misbehaving()), Example("?", what), ["a", "b", "c"])
+    assert time.monotonic() - began < 5 and reason in score.reason
+    assert score.outcome is (Outcome.COULD_NOT_JUDGE if reason else Outcome.RIGHT)
 
 
 def test_an_environment_that_fails_to_close_costs_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    EpisodeHost(Misbehaving(), max_turns=2, timeout_s=0.3, correct_threshold=0.5).close()
-    assert (
-        capsys.readouterr().err
-        == "environment: close() failed with RuntimeError: the door is stuck.\n"
-    )
+    host_of(Misbehaving()).close()
+    told = "environment: close() failed with RuntimeError: the door is stuck.\n"
+    assert capsys.readouterr().err == told
 
 
 @pytest.mark.parametrize("what", ["hang", "hang twice"])
@@ -442,22 +430,14 @@ def test_a_hanging_episode_costs_only_itself(what: str) -> None:
     """
     from retrain.environments.episodes import DaemonThreads
 
-    host = EpisodeHost(
-        Misbehaving(),
-        max_turns=2,
-        timeout_s=0.3,
-        correct_threshold=0.5,
-        threads=DaemonThreads(1, "test"),
-    )
+    host = host_of(Misbehaving(), threads=DaemonThreads(1, "test"))
     hanging, fine = (host.begin(Example("?", what), 0) for what in (what, "fine"))
     for episode in (hanging, fine):
         assert isinstance(episode.answer(lambda: None), Observation)
         episode.reply("a", last=False)
     outcomes = [episode.answer(lambda: None) for episode in (hanging, fine)]
-    assert [one.outcome for one in outcomes if not isinstance(one, Observation)] == [
-        Outcome.COULD_NOT_JUDGE,
-        Outcome.RIGHT,
-    ]
+    judged = [one.outcome for one in outcomes if not isinstance(one, Observation)]
+    assert judged == [Outcome.COULD_NOT_JUDGE, Outcome.RIGHT]
 
 
 class OneTask:
@@ -475,7 +455,7 @@ def judge_with_a_slow_pattern() -> None:
     sys.modules["reasoning_gym"] = OneTask  # type: ignore[assignment]
     reasoning_gym._SEARCH_S = 0.5
     environment = reasoning_gym.ReasoningGym("task", {"answer": "(a+)+$"})
-    host = EpisodeHost(environment, max_turns=1, timeout_s=0.3, correct_threshold=0.5)
+    host = host_of(environment, 1)
     (example,) = environment.examples("train")
     assert "timeout_s = 0.3" in play(host, example, ["a" * 100_000 + "!"]).reason
     slow = environment.episode()
@@ -511,25 +491,22 @@ class SelfPlaying(Misbehaving):
 
 
 def test_a_rollout_that_exits_leaves_the_loop_to_the_others() -> None:
-    host = EpisodeHost(SelfPlaying(), max_turns=0, timeout_s=2, correct_threshold=0.5)
+    host = host_of(SelfPlaying(), 0, 2)
     assert "failed with SystemExit: 3" in play(host, Example("?", "exit"), ["a"]).reason
     assert play(host, Example("?", "a"), ["a"]).outcome is Outcome.RIGHT
 
 
 def test_failed_trajectories_stay_in_their_group_and_out_of_training(tmp_path: Path) -> None:
-    provider = {"provider": "tests.test_environments.Sometimes", "args": {}}
     config = small(
         tmp_path / "run",
-        environment=provider,
+        environment=own("Sometimes"),
         reward={"max_failure_rate": 1.0},
         training={"max_steps": 1, "max_tokens": 48},
         logging={"generations_per_step": 99},
     )
     small_run(config, quiet=True)
-    generations, record = (
-        lines(tmp_path / "run/emergence/generations.jsonl"),
-        lines(tmp_path / "run/metrics.jsonl")[0],
-    )
+    generations = lines(tmp_path / "run/emergence/generations.jsonl")
+    (record,) = lines(tmp_path / "run/metrics.jsonl")
     failed = [one for one in generations if one["outcome"] == "could_not_judge"]
     assert len(generations) == 8 and len(failed) == record["reward_could_not_judge"] > 0
     assert all(one["advantage"] is None for one in failed)
@@ -567,7 +544,7 @@ def test_a_conversation_without_room_for_a_reply_takes_nothing_from_the_others(
     """
     config = small(
         tmp_path / "run",
-        environment={"provider": "tests.test_environments.LongWinded", "args": {}},
+        environment=own("LongWinded"),
         training={"max_steps": 1, "top_k": 20},
         algorithm={"transform_mode": "gtpo", "uncertainty_kind": "shannon_entropy"},
         logging={"tokens_every": 1},
@@ -599,40 +576,35 @@ class Opens(Fails):
 # -- what is refused -------------------------------------------------------------------------------
 
 
+LAB_GAME = "retrain.environments.lab.NumberGuessing"
+
+
 @pytest.mark.parametrize(
-    ("provider", "args", "sentence"),
+    ("section", "sentence"),
     [
-        ("tests.test_environments.Nowhere", {}, "does not load"),
+        (own("Nowhere"), "does not load"),
+        (own("Misbehaves"), "must be a subclass of retrain.environments.base.Environment"),
+        ({"provider": LAB_GAME, "args": {"smallest": 3}}, "failed with TypeError"),
         (
-            "tests.test_environments.Misbehaves",
-            {},
-            "must be a subclass of retrain.environments.base.Environment",
-        ),
-        ("retrain.environments.lab.NumberGuessing", {"smallest": 3}, "failed with TypeError"),
-        (
-            "tests.test_environments.WrongProblems",
-            {"problem": {"prompt": "?"}},
+            own("WrongProblems", args={"problem": {"prompt": "?"}}),
             r"train set holds \{'prompt': '\?'\}, and must hold",
         ),
         (
-            "tests.test_environments.WrongProblems",
-            {"problem": [5]},
+            own("WrongProblems", args={"problem": [5]}),
             r"train set holds Example\(prompt=\[5\]",
         ),
         (
-            "retrain.environments.lab.NumberGuessing",
-            {"examples": 0},
+            {"provider": LAB_GAME, "args": {"examples": 0}},
             "has no training set, so it can only evaluate",
         ),
     ],
+    ids=range(6),
 )
 def test_what_cannot_be_trained_is_said_in_a_sentence(
-    provider: str, args: dict[str, Any], sentence: str, tmp_path: Path
+    section: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
-        small_run(
-            small(tmp_path / "run", environment={"provider": provider, "args": args}), quiet=True
-        )
+        small_run(small(tmp_path / "run", environment=section), quiet=True)
 
 
 class Begins(Misbehaving):
@@ -671,10 +643,7 @@ BEGINNINGS = {
 
 @pytest.mark.parametrize(
     ("how", "where"),
-    first_of(
-        [*(("exit", where) for where in BEGINNINGS), *(("hang", where) for where in BEGINNINGS)],
-        quick=4,
-    ),
+    first_of([(how, where) for how in ("exit", "hang") for where in BEGINNINGS], quick=4),
 )
 def test_an_environment_that_hangs_or_exits_before_its_first_episode_is_a_sentence(
     how: str, where: str, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -682,18 +651,12 @@ def test_an_environment_that_hangs_or_exits_before_its_first_episode_is_a_senten
     importlib.import_module("tests.test_environments")  # not within the time of its environments
     limit = 0.5 if (how, where) == ("hang", "built") else 2.0  # nothing else runs within it
     monkeypatch.setattr("retrain.environments.loading.MIN_LIMIT_S", limit)
-    environment = {
-        "provider": "tests.test_environments.Begins",
-        "args": {"where": where, "how": how},
-        "timeout_s": 0.5,
-    }
+    environment = own("Begins", args={"where": where, "how": how}, timeout_s=0.5)
     config = small(tmp_path / "run", environment=environment)
     before = signal.getsignal(signal.SIGTERM)
-    endings = {
-        "hang": f"took longer than {limit:g} s; look at",
-        "exit": r"failed with SystemExit: 3\.",
-    }
-    with pytest.raises(ConfigurationError, match=f"{BEGINNINGS[where]} {endings[how]}"):
+    hangs, exits = f"took longer than {limit:g} s; look at", r"failed with SystemExit: 3\."
+    ending = hangs if how == "hang" else exits
+    with pytest.raises(ConfigurationError, match=f"{BEGINNINGS[where]} {ending}"):
         stage = load_stage(config, text, print)
         assert stage is not None
         prompts = load_prompts(config, text, stage, print)
@@ -705,14 +668,10 @@ def test_an_environments_signal_handlers_do_not_replace_the_runs() -> None:
     from retrain.environments.loading import load_environment
 
     before = signal.getsignal(signal.SIGTERM)
-    config = TrainConfig.model_validate(
-        {"environment": {"provider": "tests.test_environments.Begins"}}
-    )
+    config = TrainConfig.model_validate({"environment": own("Begins")})
     assert type(load_environment(config)).__name__ == "Begins"
-    assert signal.getsignal(signal.SIGTERM) is before and signal.getitimer(signal.ITIMER_REAL) == (
-        0,
-        0,
-    )
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 class WrongProblems(Misbehaving):
@@ -724,13 +683,9 @@ class WrongProblems(Misbehaving):
 
 
 def test_an_evaluation_without_an_evaluation_set_is_refused(tmp_path: Path) -> None:
-    config = small(
-        tmp_path / "run",
-        environment={"provider": "tests.test_environments.Sometimes"},
-        evaluation={"at_end": True},
-    )
+    evaluated = {"environment": own("Sometimes"), "evaluation": {"at_end": True}}
     with pytest.raises(ConfigurationError, match="has no evaluation set"):
-        small_run(config, quiet=True)
+        small_run(small(tmp_path / "run", **evaluated), quiet=True)
 
 
 def test_the_gate_plays_the_gold_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -754,26 +709,6 @@ def test_the_gate_reckons_with_what_an_environment_says(
         with pytest.raises(RunFailed, match="seen"):
             train(guessing(tmp_path / str(turns), environment={"max_turns": turns}), quiet=True)
     assert rows == [72 + PROMPT_ALLOWANCE, 72]
-
-
-def test_unused_sections_are_named(tmp_path: Path) -> None:
-    from retrain.config.unused import unused_keys
-
-    said = unused_keys(
-        guessing(
-            tmp_path / "run",
-            data={"source": "gsm8k"},
-            reward={"type": "math"},
-            environment={"id": "x"},
-        )
-    )
-    assert any(
-        "[data] source" in line and "the problems come from [environment]" in line for line in said
-    )
-    assert any(
-        "[reward] type" in line and "the rubric of [environment] scores" in line for line in said
-    )
-    assert any("[environment] id" in line for line in said)
 
 
 def test_a_groups_episodes_share_a_seed_and_groups_do_not() -> None:

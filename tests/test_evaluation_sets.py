@@ -164,29 +164,3 @@ def test_eval_and_compare_have_a_row_for_each_task(
 
 
 # --- what is refused ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("evaluation", "sentence"),
-    [
-        ({"source": ["lab", "a/sums.jsonl", "b/sums.jsonl"]}, 'names the task "sums" twice'),
-        (
-            {"source": ["lab", "gsm8k"], "tasks": {"math": {"samples": 2}}},
-            "source gives lab, gsm8k",
-        ),
-        (
-            {"source": "lab", "tasks": {"lab": {"sample": 2}}},
-            "is wrong at lab.sample (extra inputs",
-        ),
-        ({"source": ["lab", ""]}, "is not a source"),
-        ({"source": "lab", "tasks": {"lab": {"temperature": 0.0, "samples": 2}}}, "2 equal"),
-        (
-            {"source": ["lab", "gsm8k"], "k": [4], "tasks": {"lab": {"samples": 2}}},
-            "asks for pass@4",
-        ),
-    ],
-)
-def test_tasks_that_cannot_be_are_refused(evaluation: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigurationError) as refusal:
-        config_from_mapping({"data": {"source": "lab"}, "evaluation": evaluation})
-    assert sentence in str(refusal.value)

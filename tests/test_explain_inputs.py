@@ -16,12 +16,10 @@ from retrain.config import dump_toml
 from retrain.errors import ConfigurationError
 from tests.runs import small, small_run
 
-WRONG: list[tuple[str, dict[str, Any]]] = [
-    ("absent_reward.score", {"reward": {"type": "absent_reward.score"}}),
-    ("absent_advantage.f", {"algorithm": {"advantage_mode": "absent_advantage.f"}}),
-    ("absent_transform.f", {"algorithm": {"transform_mode": "absent_transform.f"}}),
-    ("nowhere.jsonl", {"data": {"source": "nowhere.jsonl"}}),
-    ("absent_source.load", {"data": {"source": "absent_source.load"}}),
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"reward": {"type": "absent_reward.score"}}, "absent_reward.score"),
+    ({"algorithm": {"advantage_mode": "absent_advantage.f"}}, "absent_advantage.f"),
+    ({"algorithm": {"transform_mode": "absent_transform.f"}}, "absent_transform.f"),
 ]
 
 
@@ -38,23 +36,14 @@ def refusal(
     return capsys.readouterr().out.partition("Would be refused")[2]
 
 
-@pytest.mark.parametrize(("named", "sections"), WRONG)
-def test_a_missing_module_or_file_is_refused_by_explain(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str, sections: dict[str, Any]
-) -> None:
-    assert named in refusal(tmp_path, capsys, 2, sections)
-
-
-def test_what_the_machine_lacks_is_refused_with_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "gpu:63" in refusal(tmp_path, capsys, 3, {"backend": {"devices": "gpu:63"}})
-    assert explain_exit(tmp_path, {"model": {"model": "./no-model-here"}}) == 3
-
-
 @pytest.mark.parametrize(
     ("sections", "code", "said"),
     [
+        *((sections, 2, named) for sections, named in WRONG),
+        ({"data": {"source": "nowhere.jsonl"}}, 2, "nowhere.jsonl"),
+        ({"data": {"source": "absent_source.load"}}, 2, "absent_source.load"),
+        ({"backend": {"devices": "gpu:63"}}, 3, "gpu:63"),
+        ({"model": {"model": "./no-model-here"}}, 3, "no-model-here"),
         ({"inference": {"attention_kernel": "triton"}}, 2, 'attention_kernel = "triton"'),
         ({"inference": {"dtype": "fp8"}}, 2, '[inference] dtype = "fp8"'),
         ({"resume": {"from": "nowhere"}}, 2, "'nowhere' does not exist; name a run's folder"),
@@ -143,15 +132,13 @@ def test_what_a_plugin_prints_stays_out_of_the_json(
     assert json.loads(printed.out) and "!" in printed.err
 
 
-@pytest.mark.parametrize(("named", "sections"), WRONG[:3])
+@pytest.mark.parametrize(("sections", "named"), WRONG)
 def test_plugins_are_loaded_before_the_model_is_looked_for(
-    tmp_path: Path, named: str, sections: dict[str, Any]
+    tmp_path: Path, sections: dict[str, Any], named: str
 ) -> None:
+    absent = {**sections, "model": {"model": "./no-model-here"}}
     with pytest.raises(ConfigurationError, match=named):
-        small_run(
-            small(tmp_path / "run", **{**sections, "model": {"model": "./no-model-here"}}),
-            quiet=True,
-        )
+        small_run(small(tmp_path / "run", **absent), quiet=True)
 
 
 def test_the_code_of_a_run_is_recorded_and_not_run_by_explaining_its_folder(

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retrain.backends.local.backend import _deterministic
 from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.decoder import Decoder
-from retrain.inference_engine.fixed_step import BUCKETS, Variant, bucket_of
+from retrain.inference_engine.fixed_step import Variant
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun
 from retrain.inference_engine.rows import SampleJob
 from retrain.model import functions, truncation
@@ -76,22 +76,11 @@ class Lint(TorchDispatchMode):
         name = func.__name__.partition(".")[0]
         assert name not in HOST_READS, f"{name} makes the host wait"
         result = func(*args, **(kwargs or {}))
-        outputs = [
-            tensor
-            for tensor in (result if isinstance(result, (tuple, list)) else [result])
-            if isinstance(tensor, Tensor)
-        ]
+        several = result if isinstance(result, (tuple, list)) else [result]
+        outputs = [tensor for tensor in several if isinstance(tensor, Tensor)]
         if name in ("_to_copy", "copy_"):
-            assert (
-                len(
-                    {
-                        tensor.device
-                        for tensor in (*outputs, args[0], *args[1:2])
-                        if isinstance(tensor, Tensor)
-                    }
-                )
-                == 1
-            )
+            touched = (*outputs, args[0], *args[1:2])
+            assert len({one.device for one in touched if isinstance(one, Tensor)}) == 1
         self.sums_of_floats |= name == "cumsum" and outputs[0].is_floating_point()
         self.calls.append((name, tuple(tuple(tensor.shape) for tensor in outputs)))
         return result
@@ -221,11 +210,6 @@ def test_operators_of_a_step_are_counted() -> None:
     computing = Counter(name for name, _ in lint.calls if name not in views)
     layers = 3
     assert sum(computing.values()) < 75 * layers + 80, computing
-
-
-def test_buckets_hold_every_number_of_rows() -> None:
-    assert [bucket_of(rows) for rows in (1, 3, 9, 33, 65, 512)] == [1, 4, 16, 48, 96, 512]
-    assert list(BUCKETS) == sorted(set(BUCKETS))
 
 
 def test_the_norm_of_a_sampler_in_one_kernel_is_the_learners(

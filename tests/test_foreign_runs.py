@@ -58,30 +58,17 @@ def with_plugin(folder: Path, old: str, new: str) -> None:
     (folder / "config.toml").write_text(config.replace(old, new))
 
 
-@pytest.mark.parametrize(
-    "command", ["inspect {}", "report {}", "explain {}/config.toml --memory-gib 8", "status {}"]
-)
-def test_looking_at_a_run_runs_no_code_of_its_model(
+LOOKS = ("inspect {}", "report {}", "explain {}/config.toml --memory-gib 8", "status {}")
+
+
+@pytest.mark.parametrize("command", LOOKS)
+def test_looking_at_a_run_runs_no_code_of_its_model_or_beside_it(
     foreign: Path, tmp_path: Path, command: str
 ) -> None:
     main(command.format(foreign).split())
-    assert not (tmp_path / "trace").exists()
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "inspect {} --against gtpo",
-        "report {}",
-        "explain {}/config.toml --memory-gib 8",
-        "status {}",
-    ],
-)
-def test_looking_at_a_run_imports_no_plugin_beside_it(
-    foreign: Path, tmp_path: Path, command: str
-) -> None:
     with_plugin(foreign, 'advantage_mode = "maxrl"', 'advantage_mode = "evil_plugin.f"')
     with_plugin(foreign, "trust_remote_code = true", "trust_remote_code = false")
+    command += " --against gtpo" * command.startswith("inspect")
     main(command.format(foreign).split())
     assert not (tmp_path / "trace").exists()
 
@@ -139,12 +126,8 @@ def test_eval_names_the_code_that_it_would_run_and_wants_to_be_told(
     with_plugin(foreign, 'type = "random"', 'type = "evil_plugin.f"')
     assert main(["eval", str(foreign)]) == 2
     said = capsys.readouterr().err
-    assert (
-        "[model] trust_remote_code = true" in said
-        and '[reward] type = "evil_plugin.f"' in said
-        and "--trust" in said
-    )
-    assert not (tmp_path / "trace").exists()
+    assert "[model] trust_remote_code = true" in said and "--trust" in said
+    assert '[reward] type = "evil_plugin.f"' in said and not (tmp_path / "trace").exists()
     main(["eval", str(foreign), "--trust"])
     assert (tmp_path / "trace").exists()
 

@@ -54,18 +54,9 @@ def test_every_parameter_has_the_gradient_of_float64_autograd(family: str, budge
     temperature = learner.temperature
     with torch.no_grad():
         frozen = [[float(lp) for lp in row_scores(model, row, temperature)[0]] for row in rows]
-    reference_loss(
-        model,
-        rows,
-        [row.logprobs.tolist() for row in rows],
-        frozen,
-        temperature=temperature,
-        mode="ppo",
-        low=0.2,
-        high=0.2,
-        kl_coef=0.1,
-        entropy_coef=0.02,
-    ).backward()
+    recorded = [row.logprobs.tolist() for row in rows]
+    terms: dict[str, Any] = {**loss, "low": 0.2, "high": 0.2, "temperature": temperature}
+    reference_loss(model, rows, recorded, frozen, **terms).backward()
     theirs = {name: own.grad for name, own in model.named_parameters()}
     trained = {name for name, own in learner.base.model.named_parameters() if own.requires_grad}
     assert ours.keys() == theirs.keys() == trained

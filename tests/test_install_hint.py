@@ -79,18 +79,12 @@ def test_uv_installs_into_a_tool_of_uv(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_core_gets_its_own_extras_and_gives_way_to_retrain_for_all_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed(
-        tmp_path,
-        monkeypatch,
-        "retrain-core",
-        {"url": "file:///some/where/core", "dir_info": {}},
-        "tinker report",
-    )
+    origin: dict[str, object] = {"url": "file:///some/where/core", "dir_info": {}}
+    installed(tmp_path, monkeypatch, "retrain-core", origin, "tinker report")
     assert install_hint("tinker") == 'pip install "/some/where/core[tinker]"'
-    assert install_hint() == "pip uninstall --yes retrain-core && pip install /some/where"
-    assert (
-        install_hint("ray") == 'pip uninstall --yes retrain-core && pip install "/some/where[ray]"'
-    )
+    instead = "pip uninstall --yes retrain-core && pip install"
+    assert install_hint() == f"{instead} /some/where"
+    assert install_hint("ray") == f'{instead} "/some/where[ray]"'
 
 
 def test_no_page_and_no_message_installs_another_program_of_the_index() -> None:

@@ -79,6 +79,11 @@ def rows_near(learner: Learner, noise: float = NOISE) -> list[Row]:
     return with_logprobs(rows, learner.logprobs(rows), noise)
 
 
+def trained(learner: Learner, rows: list[Row]) -> dict[str, torch.Tensor]:
+    learner.train(rows, 0)
+    return gradients(learner)
+
+
 @pytest.mark.parametrize("budget", first_of([40, 1, 4096]), ids=["a few", "one row", "all"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant", "sum"])
@@ -111,11 +116,9 @@ def test_gradient_equals_the_written_out_loss_for_any_micro_batch(
 def test_every_addition_to_the_loss_has_its_gradient(loss: dict[str, Any]) -> None:
     learner = make_learner(config_for(loss=loss), 40)
     rows = rows_near(learner)
-    learner.train(rows, 0)
-    ours = gradients(learner)
-    settings = {key: value for key, value in loss.items() if key != "old_logprobs"} | MODES[
-        loss.get("mode", "importance_sampling")
-    ]
+    ours = trained(learner, rows)
+    settings = {key: value for key, value in loss.items() if key != "old_logprobs"}
+    settings |= MODES[loss.get("mode", "importance_sampling")]
     _, theirs = reference_gradients(learner, rows, recomputed="old_logprobs" in loss, **settings)
     assert distance(ours, theirs) < 1e-5
 
@@ -124,8 +127,7 @@ def test_every_addition_to_the_loss_has_its_gradient(loss: dict[str, Any]) -> No
 def test_families_that_scale_or_cap_their_logits_have_the_right_gradient(family: str) -> None:
     learner = make_learner(config_for(family), 40)
     rows = rows_near(learner)
-    learner.train(rows, 0)
-    ours = gradients(learner)
+    ours = trained(learner, rows)
     assert distance(ours, reference_gradients(learner, rows)[1]) < 1e-5
 
 
@@ -134,8 +136,7 @@ def test_families_that_scale_or_cap_their_logits_have_the_right_gradient(family:
 def test_a_prompt_computed_once_for_its_group_changes_no_gradient(family: str, budget: int) -> None:
     learner = make_learner(config_for(family), budget)
     rows = with_shared_prompts(rows_near(learner))
-    learner.train(rows, 0)
-    ours = gradients(learner)
+    ours = trained(learner, rows)
     assert distance(ours, reference_gradients(learner, rows)[1]) < 1e-5
 
 
@@ -199,40 +200,23 @@ def test_ratio_statistics_cover_the_tokens_of_all_minibatches() -> None:
 
 def test_sampled_eos_is_an_action() -> None:
     learner = make_learner(config_for())
-    rows = rows_near(learner)
-    ends = [row for row in rows if row.token_ids[-1] == EOS]
+    ends = [row for row in rows_near(learner) if row.token_ids[-1] == EOS]
     assert ends
+    last = [np.arange(row.num_actions) == row.num_actions - 1 for row in ends]
     only_eos = [
-        Row(
-            r.token_ids,
-            r.spans,
-            r.logprobs,
-            np.where(np.arange(r.num_actions) == r.num_actions - 1, 1, 0).astype(np.float32),
-            0,
-        )
-        for r in ends
+        Row(row.token_ids, row.spans, row.logprobs, mark.astype(np.float32), 0)
+        for row, mark in zip(ends, last, strict=True)
     ]
-    learner.train(only_eos, 0)
-    assert sum(float(gradient.abs().sum()) for gradient in gradients(learner).values()) > 0
+    assert sum(float(own.abs().sum()) for own in trained(learner, only_eos).values()) > 0
 
 
 def test_nothing_after_the_last_action_reaches_the_gradient() -> None:
     learner = make_learner(config_for())
     rows = rows_near(learner)
-    learner.train(rows, 0)
-    ours = gradients(learner)
-    longer = [
-        Row(
-            np.append(r.token_ids, np.int32([EOS, 9, 9])),
-            r.spans,
-            r.logprobs,
-            r.advantages,
-            r.group,
-        )
-        for r in rows
-    ]
-    learner.train(longer, 0)
-    theirs = gradients(learner)
+    ours = trained(learner, rows)
+    more = np.int32([EOS, 9, 9])
+    longer = [replace(row, token_ids=np.append(row.token_ids, more)) for row in rows]
+    theirs = trained(learner, longer)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -266,17 +250,14 @@ def test_rows_of_one_micro_batch_do_not_see_each_other() -> None:
 def test_a_row_that_is_not_trained_is_out_of_the_loss_and_its_denominator() -> None:
     learner = make_learner(config_for())
     rows = rows_near(learner)
-    learner.train([replace(row, trained=number != 3) for number, row in enumerate(rows)], 0)
-    ours = gradients(learner)
+    third = [replace(row, trained=number != 3) for number, row in enumerate(rows)]
+    ours = trained(learner, third)
     assert distance(ours, reference_gradients(learner, [*rows[:3], *rows[4:]])[1]) < 1e-5
 
 
 def test_kl_of_an_untouched_adapter_is_zero() -> None:
     learner = make_learner(config_for(loss={"kl_coef": 1.0}), untouched=True)
-    rows = [
-        Row(r.token_ids, r.spans, r.logprobs, np.zeros_like(r.advantages), r.group)
-        for r in rows_near(learner)
-    ]
+    rows = [replace(row, advantages=np.zeros_like(row.advantages)) for row in rows_near(learner)]
     result = learner.train(rows, 0)
     assert result.loss == 0
     assert result.grad_norm == 0

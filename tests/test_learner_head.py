@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from retrain.errors import ConfigurationError
-from retrain.model.head import Head, chunk_rows, score_tokens
+from retrain.model.head import Head, score_tokens
 from retrain.model.load import find_head
 
 
@@ -151,11 +151,6 @@ def test_entropy_of_a_certain_token_is_zero_and_its_gradient_finite() -> None:
     (scores.entropies + scores.logprobs).sum().backward()
     assert scores.entropies.item() == 0
     assert hidden.grad is not None and bool(torch.isfinite(hidden.grad).all())
-
-
-def test_a_chunk_holds_as_many_rows_as_its_bytes_allow_and_never_none() -> None:
-    assert chunk_rows(1000, 4 * 1000 * 7) == 7
-    assert chunk_rows(1000, 1) == 1
 
 
 def test_greedy_has_no_log_probs_to_train() -> None:

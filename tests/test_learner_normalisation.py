@@ -314,25 +314,17 @@ def test_gspo_in_half_precision_recomputes_old_log_probs_unless_told_otherwise()
 
 
 def test_what_gspo_does_about_rounding_is_said_at_the_start() -> None:
-    said: dict[str, list[str]] = {}
-    for name, loss in {
-        "unset": {},
-        "sampler": {"old_logprobs": "sampler"},
-        "recomputed": {"old_logprobs": "recomputed"},
-    }.items():
+    found: dict[str, str] = {}
+    for name in ("", "sampler", "recomputed"):
         for dtype in ("bf16", "fp32"):
-            config = config_for(model={"dtype": dtype}, loss={"mode": "gspo", **loss})
-            said[f"{name} {dtype}"] = []
-            build_backend(config, [3], None, said[f"{name} {dtype}"].append).close()
-    found = {
-        name: next((line for line in told if "gspo" in line), "") for name, told in said.items()
-    }
-    assert "as old_logprobs is unset, the learner recomputes" in found["unset bf16"]
+            loss, told = {"mode": "gspo"} | ({"old_logprobs": name} if name else {}), list[str]()
+            config = config_for(model={"dtype": dtype}, loss=loss)
+            build_backend(config, [3], None, told.append).close()
+            found[f"{name} {dtype}"] = next((line for line in told if "gspo" in line), "")
+    assert "as old_logprobs is unset, the learner recomputes" in found[" bf16"]
     assert "takes gradient away on policy (clip_fraction)" in found["sampler bf16"]
-    assert (
-        "the learner recomputes" in found["recomputed bf16"]
-        and "unset" not in found["recomputed bf16"]
-    )
+    told_so = found["recomputed bf16"]
+    assert "the learner recomputes" in told_so and "unset" not in told_so
     assert not any(found[name] for name in found if name.endswith("fp32"))
 
 
@@ -340,9 +332,8 @@ def test_gspo_in_float32_keeps_the_samplers_log_probs() -> None:
     learner = make_learner(config_for(loss={"mode": "gspo", "aggregation": "sequence_mean"}))
     rows = on_policy(learner, advantage=None)
     assert learner.train(rows, 0).clip_fraction == 0
-    assert (
-        learner.train(with_logprobs(rows, [row.logprobs for row in rows], 0.1), 0).clip_fraction > 0
-    )
+    off = with_logprobs(rows, [row.logprobs for row in rows], 0.1)
+    assert learner.train(off, 0).clip_fraction > 0
 
 
 def test_log_probs_are_recomputed_in_the_micro_batches_of_the_first_pass() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from campaigns import problems, write_campaign, write_manifest, write_run
+from campaigns import compared, problems, write_campaign, write_manifest, write_run
 from runs import small, small_run
 
 import retrain
@@ -39,17 +39,10 @@ def train(folder: Path, seed: int, **sections: dict[str, Any]) -> None:
 def test_a_frame_holds_what_the_runs_recorded(trained: Path) -> None:
     frame = retrain.load_runs(trained)
     assert list(frame.columns[:4]) == ["run", "condition", "seed", "step"]
-    assert frame[["run", "seed", "step"]].values.tolist() == [
-        ["run_s1", 1, 0],
-        ["run_s1", 1, 1],
-        ["run_s2", 2, 0],
-        ["run_s2", 2, 1],
-    ]
-    records = [
-        record
-        for seed in (1, 2)
-        for record in retrain.Run(trained / f"run_s{seed}", None).records()
-    ]  # type: ignore[arg-type]
+    rows = [[f"run_s{seed}", seed, step] for seed in (1, 2) for step in (0, 1)]
+    assert frame[["run", "seed", "step"]].values.tolist() == rows
+    runs = [retrain.Run(trained / f"run_s{seed}", None) for seed in (1, 2)]  # type: ignore[arg-type]
+    records = [record for run in runs for record in run.records()]
     for name in ("loss", "mean_reward", "step_time_s", "num_datums"):
         assert frame[name].tolist() == [getattr(record, name) for record in records]
     assert frame["plan_entropy_mean"].isna().all() and frame["sepa_gate_step"].isna().all()
@@ -69,16 +62,10 @@ def test_a_run_with_tables_of_values_is_read_too(tmp_path: Path) -> None:
 
 def test_types_do_not_depend_on_the_data(trained: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "bare", 3, rates=[None, None])
-    assert (
-        retrain.load_runs(tmp_path)
-        .dtypes.drop(["run", "condition", "uncertainty_kind", "bp_action", "bp_regime"])
-        .equals(
-            retrain.load_runs(trained).dtypes.drop(
-                ["run", "condition", "uncertainty_kind", "bp_action", "bp_regime"]
-            )
-        )
-    )
-    assert isinstance(retrain.load_runs(trained)["uncertainty_kind"].dtype, pd.CategoricalDtype)
+    categories = ["run", "condition", "uncertainty_kind", "bp_action", "bp_regime"]
+    bare, whole = (retrain.load_runs(folder).dtypes for folder in (tmp_path, trained))
+    assert bare.drop(categories).equals(whole.drop(categories))
+    assert isinstance(whole["uncertainty_kind"], pd.CategoricalDtype)
 
 
 def test_a_run_that_could_not_be_started_any_more_is_read_and_not_resumed(
@@ -108,26 +95,11 @@ def test_real_runs_compare(
 ) -> None:
     train(tmp_path / "gtpo", 1, algorithm={"transform_mode": "gtpo"})
     capsys.readouterr()
-    assert (
-        main(
-            [
-                "compare",
-                str(tmp_path / "gtpo"),
-                "--baseline",
-                *map(str, sorted(trained.iterdir())),
-                "--json",
-            ]
-        )
-        == 0
-    )
-    result = json.loads(capsys.readouterr().out)
+    result = compared(capsys, tmp_path / "gtpo", "--baseline", *sorted(trained.iterdir()))
     (found,) = result["contrasts"]
     assert result["metric"] == "pass@1" and list(found["differences"]) == ["1"]
-    assert (found["same_prompts"], found["shared_noise"], found["verdict"]) == (
-        1,
-        1,
-        "inconclusive",
-    )
+    assert (found["same_prompts"], found["shared_noise"]) == (1, 1)
+    assert found["verdict"] == "inconclusive"
     assert found["differing_keys"] == ["algorithm.transform_mode"]
 
 
@@ -194,14 +166,10 @@ def test_a_damaged_line_of_an_evaluation_is_named(
 ) -> None:
     run = StoredRun(write_run(tmp_path / "run", 1, held_out=problems([1, 0])))
     other = write_run(tmp_path / "other", 1, held_out=problems([1, 0]))
-    run.folder.evaluation.write_text(
-        damage + "\n" + run.folder.evaluation.read_text().splitlines()[1] + "\n"
-    )
-    for command in (
-        ["status", str(run.path)],
-        ["compare", str(run.path), "--baseline", str(other)],
-    ):
-        main(command)
+    _, second = run.folder.evaluation.read_text().splitlines()
+    run.folder.evaluation.write_text(f"{damage}\n{second}\n")
+    for command in (["status"], ["compare", "--baseline", str(other)]):
+        main([command[0], str(run.path), *command[1:]])
         printed = capsys.readouterr()
         assert re.search(rf"run/evaluation\.jsonl, {place}\b", printed.out + printed.err)
 
@@ -224,11 +192,8 @@ def test_lines_of_other_versions_are_read(tmp_path: Path) -> None:
         ' "max_token_hit_rate": 0.5, "scheduled": {"algorithm.reference_coef": 0.25}}\n'
     )
     frame = retrain.load_runs(tmp_path)
-    assert (
-        frame["correct_rate"].tolist() == [1.0]
-        and np.isnan(frame["loss"][0])
-        and "of_the_future" not in frame
-    )
+    assert frame["correct_rate"].tolist() == [1.0] and np.isnan(frame["loss"][0])
+    assert "of_the_future" not in frame
     assert frame["truncated_fraction"].tolist() == [0.5]
     assert choose_metric("max_token_hit_rate", [run]).of(run) == 0.5
     assert run.config_at(0).algorithm.teacher_coef == 0.25
@@ -238,12 +203,9 @@ def test_runs_are_found_in_campaigns_and_beside_them(tmp_path: Path) -> None:
     write_campaign(tmp_path / "logs" / "campaign_1", {"grpo+none": [5, 6]}, asked=10)
     write_run(tmp_path / "logs" / "alone", 7)
     (tmp_path / "logs" / "notes").mkdir()
-    frame = retrain.load_runs(tmp_path / "logs")
-    assert list(dict.fromkeys(frame["run"])) == [
-        "alone",
-        "campaign_1/runs/grpo+none_s1",
-        "campaign_1/runs/grpo+none_s2",
-    ]
+    found = dict.fromkeys(retrain.load_runs(tmp_path / "logs")["run"])
+    in_campaign = [f"campaign_1/runs/grpo+none_s{seed}" for seed in (1, 2)]
+    assert list(found) == ["alone", *in_campaign]
     assert set(retrain.load_runs(tmp_path / "logs" / "alone")["run"]) == {"alone"}
 
 
