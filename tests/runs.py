@@ -50,6 +50,11 @@ def small_run(config: TrainConfig, *, overwrite: bool = False, quiet: bool = Fal
         return train(config, overwrite=overwrite, quiet=quiet, skip_parity=True)
 
 
+def quiet_run(folder: Path, **sections: dict[str, Any]) -> Run:
+    """A small run in `folder` that prints nothing."""
+    return small_run(small(folder, **sections), quiet=True)
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 

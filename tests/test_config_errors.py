@@ -15,7 +15,7 @@ from retrain.errors import ConfigurationError
 from tests.wrong_inputs import AT_LOAD
 
 
-@pytest.mark.parametrize(("text", "part"), AT_LOAD, ids=[part for _, part in AT_LOAD])
+@pytest.mark.parametrize(("text", "part"), AT_LOAD.items(), ids=AT_LOAD.values())
 def test_a_wrong_value_gets_one_sentence_that_names_it(text: str, part: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         config_from_toml(text, Path("run.toml"))

@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from retrain.backends.local.backend import LocalBackend
+from retrain.backends.local.micro_batches import LearnerRow
 from retrain.config import TrainConfig
+from retrain.config.overrides import deep_merge
 from retrain.errors import EnvironmentFailure
 from retrain.model.budget import (
     NO_LIMIT,
@@ -53,12 +55,12 @@ QWEN3_4B: dict[str, Any] = {
 def qwen(folder: Path, layers: int = 36, **sections: dict[str, Any]) -> TrainConfig:
     """The standard profile on a model of which only the configuration is there."""
     (folder / "config.json").write_text(json.dumps(QWEN3_4B | {"num_hidden_layers": layers}))
-    training = {"batch_size": 8, "group_size": 16, "max_tokens": 10240} | sections.pop(
-        "training", {}
-    )
-    model = {"model": str(folder), "lora_rank": 32} | sections.pop("model", {})
-    backend = {"devices": "gpu:0"} | sections.pop("backend", {})
-    return small(folder / "run", model=model, training=training, backend=backend, **sections)
+    standard: dict[str, Any] = {
+        "model": {"model": str(folder), "lora_rank": 32},
+        "training": {"batch_size": 8, "group_size": 16, "max_tokens": 10240},
+        "backend": {"devices": "gpu:0"},
+    }
+    return small(folder / "run", **deep_merge(standard, sections))
 
 
 def part(memory: Memory, name: str) -> Part:
@@ -102,27 +104,16 @@ def test_a_dialogue_has_room_for_what_its_environment_says() -> None:
     """
 
     def longest(max_tokens: int = 64, **environment: Any) -> int:
-        config = TrainConfig.model_validate(
-            {
-                "model": {"model": "lab"},
-                "training": {"max_tokens": max_tokens},
-                "environment": environment,
-            }
-        )
+        training = {"max_tokens": max_tokens}
+        sections = {"model": {"model": "lab"}, "training": training, "environment": environment}
+        config = TrainConfig.model_validate(sections)
         context = context_length(load_model_config(resolve_model(config.model.model)))
         return longest_row(config.training, config.environment, context, 100)
 
-    assert (
-        longest()
-        == longest(provider="reasoning_gym", id="chain_sum")
-        == longest(provider="my.Mine", max_turns=1)
-        == 164
-    )
-    assert (
-        longest(provider="my.Mine")
-        == longest(provider="my.Mine", max_turns=3)
-        == 164 + PROMPT_ALLOWANCE
-    )
+    for one in ({}, {"provider": "reasoning_gym", "id": "a"}, {"provider": "a.B", "max_turns": 1}):
+        assert longest(**one) == 164
+    for several in ({"provider": "a.B"}, {"provider": "a.B", "max_turns": 3}):
+        assert longest(**several) == 164 + PROMPT_ALLOWANCE
     assert longest(1500) == 1600 and longest(1500, provider="my.Mine") == 2048
 
 
@@ -134,13 +125,8 @@ def test_what_evaluations_sample_may_be_longer_than_what_is_trained(tmp_path: Pa
     def planned(**evaluation: Any) -> tuple[int, int, str]:
         config = small(tmp_path, evaluation=evaluation)
         predicted = predict_memory(config)
-        longest = longest_sampled(
-            config.training,
-            config.evaluation,
-            config.environment,
-            context=NO_LIMIT,
-            prompt_tokens=100,
-        )
+        asked = (config.training, config.evaluation, config.environment)
+        longest = longest_sampled(*asked, context=NO_LIMIT, prompt_tokens=100)
         return (
             longest - config.training.max_tokens,
             part(predicted, "learning pass").bytes,
@@ -162,11 +148,8 @@ def test_the_parts_that_stay_are_the_bytes_of_the_tensors(tmp_path: Path) -> Non
     backend.train(rows(2, 5, 7), 0)
     frozen = [p for p in backend._base.model.parameters() if not p.requires_grad]
     trained = list(backend._learner.optimizer.parameters.values())
-    moments = [
-        state[key]
-        for state in backend._learner.optimizer._adamw.state.values()
-        for key in ("exp_avg", "exp_avg_sq")
-    ]
+    states = backend._learner.optimizer._adamw.state.values()
+    moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
     fused = backend._fused
     assert fused is not None
     projections = fused._projections
@@ -177,16 +160,9 @@ def test_the_parts_that_stay_are_the_bytes_of_the_tensors(tmp_path: Path) -> Non
     state = sum(each.nbytes for each in (*trained, *gradients, *moments))
     assert part(predicted, "trained").bytes == state + copies
     fused.refresh(sampling=True)
-    copies = [
-        weight
-        for weight in (fused._packed_head, *(p.copy for p in projections))
-        if weight is not None
-    ]
-    assert (
-        part(predicted, "sampler copy").bytes
-        == 4 * sum(copy._weight.numel() for copy in copies)
-        > 0
-    )
+    copies = [one for one in (fused._packed_head, *(p.copy for p in projections)) if one]
+    size = 4 * sum(copy._weight.numel() for copy in copies)
+    assert part(predicted, "sampler copy").bytes == size > 0
 
 
 @pytest.mark.parametrize(
@@ -198,10 +174,7 @@ def test_activations_are_what_a_forward_pass_of_the_learner_keeps(
     config = small(tmp_path, **sections)
     backend = LocalBackend(config)
     learner, kept = backend._learner, {}
-    (piece,) = learner._pieces(
-        [_learner_row(row, number) for number, row in enumerate(rows(8, 40, 60))], share=False
-    )
-    micro = learner._micro_batch(piece)
+    micro = _micro_batch(backend, 8)
     parameters = {p.untyped_storage().data_ptr() for p in backend._base.model.parameters()}
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -217,9 +190,8 @@ def test_activations_are_what_a_forward_pass_of_the_learner_keeps(
         hidden = learner._hidden_states(micro)
     assert hidden.requires_grad
     tokens = micro.token_ids.numel()
-    assert sum(kept.values()) == pytest.approx(
-        tokens * footprint(backend._base, config).kept_per_token, rel=0.05
-    )
+    per_token = footprint(backend._base, config).kept_per_token
+    assert sum(kept.values()) == pytest.approx(tokens * per_token, rel=0.05)
 
 
 class Allocations(TorchDispatchMode):
@@ -270,20 +242,20 @@ def _peak_of_pass(backend: LocalBackend, count: int) -> int:
     """Bytes at most while a gradient is computed of so many rows of 100 tokens, their head
     aside.
     """
-    learner = backend._learner
-    (piece,) = learner._pieces(
-        [_learner_row(row, number) for number, row in enumerate(rows(count, 40, 60))], share=False
-    )
-    micro = learner._micro_batch(piece)
+    learner, micro = backend._learner, _micro_batch(backend, count)
     with learner._training(micro, 0), Allocations() as allocations:
         learner._hidden_states(micro).sum().backward()  # type: ignore[no-untyped-call]
     return allocations.peak
 
 
-def _learner_row(row: Row, number: int) -> Any:
-    from retrain.backends.local.micro_batches import LearnerRow
-
-    return LearnerRow(number, row, row.logprobs, row.logprobs)
+def _micro_batch(backend: LocalBackend, count: int) -> Any:
+    """So many rows of 100 tokens."""
+    learner_rows = [
+        LearnerRow(number, row, row.logprobs, row.logprobs)
+        for number, row in enumerate(rows(count, 40, 60))
+    ]
+    (piece,) = backend._learner._pieces(learner_rows, share=False)
+    return backend._learner._micro_batch(piece)
 
 
 def test_the_probe_leaves_no_tensor_behind(tmp_path: Path) -> None:
@@ -353,13 +325,9 @@ def test_what_was_asked_for_shows_in_its_part(tmp_path: Path) -> None:
         return part(memory_of(tmp_path, 80, **sections), "learning pass")
 
     training = {"max_tokens": 64}
-    bonus, lifted = (
-        learning(training=training, **sections).bytes
-        for sections in (
-            {"loss": {"entropy_coef": 0.1}},
-            {"schedule": {"loss.entropy_coef": [[0, 0.0], [9, 0.1]]}},
-        )
-    )
+    points = {"loss.entropy_coef": [[0, 0.0], [9, 0.1]]}
+    bonus = learning(training=training, loss={"entropy_coef": 0.1}).bytes
+    lifted = learning(training=training, schedule=points).bytes
     assert lifted == bonus > learning(training=training).bytes
     kept, checkpointed = (
         learning(training={"gradient_checkpointing": on}).note for on in (False, True)
@@ -369,9 +337,8 @@ def test_what_was_asked_for_shows_in_its_part(tmp_path: Path) -> None:
 
 def test_a_larger_device_decodes_more_rows_and_no_budget_passes_the_device(tmp_path: Path) -> None:
     sizes = [memory_of(tmp_path, gib) for gib in (16, 24, 80)]
-    assert [size.choices.decode_tokens for size in sizes] == sorted(
-        {size.choices.decode_tokens for size in sizes}
-    )
+    tokens = [size.choices.decode_tokens for size in sizes]
+    assert tokens == sorted(set(tokens))
     assert all(size.peak <= size.machine.memory for size in sizes)
 
 
@@ -400,16 +367,14 @@ def test_choices_that_a_run_has_stored_are_kept(tmp_path: Path) -> None:
 def test_a_run_says_its_memory_before_it_loads_the_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = small(tmp_path / "run", training={"max_steps": 1})
-    small_run(config)
-    printed = capsys.readouterr().out.splitlines()
-    (line,) = [text for text in printed if text.startswith("Predicted peak memory without Python")]
-    assert printed.index(line) < next(
-        index for index, text in enumerate(printed) if text.startswith("Loading train model")
-    )
-    assert all(
-        word in line for word in ("weights", "trained", "KV cache", "learning pass", "peak", "cpu")
-    )
+    small_run(small(tmp_path / "run", training={"max_steps": 1}))
+    printed = capsys.readouterr().out
+    before, loads, _ = printed.partition("\nLoading train model")
+    _, said, memory = before.partition("\nPredicted peak memory without Python")
+    line = memory.partition("\n")[0]
+    assert loads and said and "Predicted peak memory" not in memory
+    for word in ("weights", "trained", "KV cache", "learning pass", "cpu"):
+        assert word in line
 
 
 # -- the machine's memory --------------------------------------------------------------------------

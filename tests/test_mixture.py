@@ -251,21 +251,14 @@ def test_explain_says_the_quotas() -> None:
 
 def test_a_campaigns_conditions_and_a_flag_set_the_mixture_whole(tmp_path: Path) -> None:
     condition = {"advantage_mode": "grpo", "transform_mode": "none"}
-    config = config_from_mapping(
-        {
-            "model": {"model": "lab"},
-            "training": {"max_examples": 4},
-            "campaign": {
-                "seeds": [1],
-                "max_steps": 1,
-                "conditions": [
-                    {**condition, "label": "one", "data.mix": [SUMS]},
-                    {**condition, "label": "both", "mix": [SUMS, CHAINS]},
-                ],
-            },
-        },
-        ["--data-mix", '[{source = "lab"}, {source = "gsm8k"}]'],
-    )
+    conditions = [
+        {**condition, "label": "one", "data.mix": [SUMS]},
+        {**condition, "label": "both", "mix": [SUMS, CHAINS]},
+    ]
+    campaign = {"seeds": [1], "max_steps": 1, "conditions": conditions}
+    sections = {"model": {"model": "lab"}, "training": {"max_examples": 4}, "campaign": campaign}
+    flag = ["--data-mix", '[{source = "lab"}, {source = "gsm8k"}]']
+    config = config_from_mapping(sections, flag)
     assert [table["source"] for table in config.data.mix] == ["lab", "gsm8k"]
     one, both = (run.config for run in plan_campaign(config, tmp_path / "new").runs)
     assert [len(sources_of(each)) for each in (one, both)] == [1, 2]

@@ -4,7 +4,6 @@ it learns as a built-in one does.
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from tests.learner_models import (
     with_logprobs,
 )
 from tests.marks import first_of
-from tests.runs import small, small_run, timeless
+from tests.runs import quiet_run, timeless
 
 SOUND = """
 import torch
@@ -75,137 +74,36 @@ def by_power(counts, group, params):
     return counts ** -params["power"]
 """
 
-WRONG: dict[str, tuple[str, str]] = {
-    "divides by zero": (
-        "return -tokens.advantages * tokens.new / (tokens.old - tokens.sampler)",
-        (
-            "gives -inf for a token with new = -0.0562, old = 0, advantages = -0.805; its terms"
-            " must be finite"
-        ),
-    ),
-    "takes log(1 - p)": (
-        "return -tokens.advantages * torch.log1p(-tokens.new.exp())",
-        (
-            "gives -inf for a token with new = 0, old = 0, advantages = -0.527; its terms must be"
-            " finite"
-        ),
-    ),
-    "takes the mean": (
-        "return (-tokens.advantages * tokens.new).mean()",
-        "gave a tensor of shape [], and must give one term for each",
-    ),
-    "centres by the batch": (
-        "terms = -tokens.advantages * tokens.new\nreturn terms - terms.mean()",
-        "gives a sequence other terms when it stands alone",
-    ),
-    "whitens its advantages": (
-        "a = tokens.advantages\nreturn -(a / (a.std() + 1e-6)) * tokens.new",
-        (
-            "gives a sequence other terms when it stands alone, so the result would depend on the"
-            " micro-batches"
-        ),
-    ),
-    "detaches everything": (
-        "return -tokens.advantages * tokens.new.detach()",
-        "has no gradient through tokens.new at any token",
-    ),
-    "its ratio is always 1": (
-        "return -tokens.advantages * (tokens.new - tokens.new).exp()",
-        "has no gradient through tokens.new at any token",
-    ),
-    "gradient through the old log-probs": (
-        "return -tokens.advantages * (tokens.new - tokens.old.requires_grad_()).exp()",
-        "carries gradient into a tensor other than tokens.new and tokens.entropy; detach that",
-    ),
-    "a parameter of its own": (
-        "return -tokens.advantages * SCALE * tokens.new",
-        "carries gradient into a tensor other than tokens.new and tokens.entropy; detach that",
-    ),
-    "changes the advantages": (
-        "tokens.advantages.mul_(2)\nreturn -tokens.advantages * tokens.new",
-        "changes tokens.advantages in place; make a new tensor",
-    ),
-    "an entropy bonus": (
-        "return -(tokens.advantages + 0.01) * tokens.new",
-        "multiply its terms by tokens.advantages, or declare wrong.own_term = True",
-    ),
-    "reads its sequence": (
-        (
-            "r = torch.split(tokens.new - tokens.old, list(tokens.lengths))\nreturn"
-            " -tokens.advantages * torch.cat([p - p.mean() for p in r])"
-        ),
-        (
-            "gives a token other terms when it is a sequence of its own, so it reads its sequence;"
-            " declare wrong.sequence_level = True"
-        ),
-    ),
-    "is random": (
-        "return -tokens.advantages * tokens.new * (torch.rand(len(tokens.new)) < 0.5)",
-        "gives a sequence other terms when it stands alone",
-    ),
-    "counts its calls": (
-        "CALLS.append(1)\nreturn -tokens.advantages * tokens.new * len(CALLS)",
-        "gives a sequence other terms when it stands alone",
-    ),
-    "raises": (
-        "return tokens.logits",
-        (
-            "fails on a small example (AttributeError: 'ActionTokens' object has no attribute"
-            " 'logits')"
-        ),
-    ),
-    "a parameter that is not given": (
-        'return -tokens.advantages * tokens.new * params["beta"]',
-        "fails on a small example (KeyError: 'beta', [loss] params does not give it)",
-    ),
-    "applies the weights": (
-        "return -tokens.advantages * tokens.new * tokens.weights",
-        "gives a sequence other terms when it stands alone",
-    ),
-    "entropy without saying so": (
-        "return -tokens.advantages * (tokens.new + tokens.entropy)",
-        "reads tokens.entropy, which is None unless it declares wrong.needs_entropy = True",
-    ),
-    "reference without saying so": (
-        "return -tokens.advantages * (tokens.new - tokens.reference)",
-        "reads tokens.reference, which is None unless it declares wrong.needs_reference = True",
-    ),
-    "fails for one token": (
-        "assert max(tokens.lengths) > 1\nreturn -tokens.advantages * tokens.new",
-        "fails on a small example (AssertionError)",
-    ),
-    "fails where the ratio is 1": (
-        (
-            "assert len(tokens.new) < 14 or (tokens.new != tokens.old).any()\nreturn"
-            " -tokens.advantages * tokens.new"
-        ),
-        "fails on a small example (AssertionError)",
-    ),
-    "no gradient where the ratio is 1": (
-        (
-            "if len(tokens.new) < 14: return -tokens.advantages * tokens.new\nreturn -tokens.advantages"
-            " * (tokens.new - (tokens.new - tokens.old).square().sum().sqrt() * 0.0)"
-        ),
-        "has a gradient that is not finite where tokens.new equals tokens.old",
-    ),
-    "a number for a metric": (
-        'return -tokens.advantages * tokens.new, {"kl": 0.1}',
-        "reports a metric kl that must be a tensor of shape [14] (tokens) or [5]",
-    ),
-    "a mask of numbers": (
-        'return -tokens.advantages * tokens.new, {"clipped": tokens.new}',
-        "which must be a mask of torch.bool",
-    ),
+WRONG = {
+    "return -tokens.advantages * tokens.new / (tokens.old - tokens.sampler)": "gives -inf for a token with new = -0.0562, old = 0, advantages = -0.805; its terms must be finite",
+    "return -tokens.advantages * torch.log1p(-tokens.new.exp())": "gives -inf for a token with new = 0, old = 0, advantages = -0.527; its terms must be finite",
+    "terms = -tokens.advantages * tokens.new\nreturn terms - terms.mean()": "gives a sequence other terms when it stands alone",
+    "a = tokens.advantages\nreturn -(a / (a.std() + 1e-6)) * tokens.new": "gives a sequence other terms when it stands alone, so the result would depend on the micro-batches",
+    "return -tokens.advantages * tokens.new.detach()": "has no gradient through tokens.new at any token",
+    "return -tokens.advantages * (tokens.new - tokens.new).exp()": "has no gradient through tokens.new at any token",
+    "return -tokens.advantages * SCALE * tokens.new": "carries gradient into a tensor other than tokens.new and tokens.entropy; detach that",
+    "return -(tokens.advantages + 0.01) * tokens.new": "multiply its terms by tokens.advantages, or declare wrong.own_term = True",
+    "r = torch.split(tokens.new - tokens.old, list(tokens.lengths))\nreturn -tokens.advantages * torch.cat([p - p.mean() for p in r])": "gives a token other terms when it is a sequence of its own, so it reads its sequence; declare wrong.sequence_level = True",
+    "return -tokens.advantages * tokens.new * (torch.rand(len(tokens.new)) < 0.5)": "gives a sequence other terms when it stands alone",
+    "CALLS.append(1)\nreturn -tokens.advantages * tokens.new * len(CALLS)": "gives a sequence other terms when it stands alone",
+    "return tokens.logits": "fails on a small example (AttributeError: 'ActionTokens' object has no attribute 'logits')",
+    'return -tokens.advantages * tokens.new * params["beta"]': "fails on a small example (KeyError: 'beta', [loss] params does not give it)",
+    "return -tokens.advantages * tokens.new * tokens.weights": "gives a sequence other terms when it stands alone",
+    "return -tokens.advantages * (tokens.new + tokens.entropy)": "reads tokens.entropy, which is None unless it declares wrong.needs_entropy = True",
+    "return -tokens.advantages * (tokens.new - tokens.reference)": "reads tokens.reference, which is None unless it declares wrong.needs_reference = True",
+    "assert max(tokens.lengths) > 1\nreturn -tokens.advantages * tokens.new": "fails on a small example (AssertionError)",
+    "assert len(tokens.new) < 14 or (tokens.new != tokens.old).any()\nreturn -tokens.advantages * tokens.new": "fails on a small example (AssertionError)",
+    "if len(tokens.new) < 14: return -tokens.advantages * tokens.new\nreturn -tokens.advantages * (tokens.new - (tokens.new - tokens.old).square().sum().sqrt() * 0.0)": "has a gradient that is not finite where tokens.new equals tokens.old",
+    'return -tokens.advantages * tokens.new, {"kl": 0.1}': "reports a metric kl that must be a tensor of shape [14] (tokens) or [5]",
+    'return -tokens.advantages * tokens.new, {"clipped": tokens.new}': "which must be a mask of torch.bool",
 }
+"""The body of a loss, and a part of its sentence. More of them stand in data/wrong_plugins.md."""
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def module(here: Path) -> Any:
     """Writes my_losses.py into the current folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield (tmp_path / "my_losses.py").write_text
-    sys.modules.pop("my_losses", None)
+    return (here / "my_losses.py").write_text
 
 
 def own(mode: str, **more: Any) -> TrainConfig:
@@ -215,11 +113,10 @@ def own(mode: str, **more: Any) -> TrainConfig:
 # --- what is proved -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(("body", "sentence"), WRONG.items(), ids=WRONG)
 def test_a_wrong_loss_is_refused_before_the_run_in_a_sentence_that_says_what_to_do(
-    name: str, module: Any
+    body: str, sentence: str, module: Any
 ) -> None:
-    body, sentence = WRONG[name]
     lines = "".join(f"    {line}\n" for line in body.split("\n"))
     module(
         "import torch\nCALLS, SCALE = [], torch.nn.Parameter(torch.ones(()))\ndef wrong(tokens,"
@@ -228,10 +125,8 @@ def test_a_wrong_loss_is_refused_before_the_run_in_a_sentence_that_says_what_to_
     before = torch.random.get_rng_state()
     (problem,) = incapable(own("wrong"))
     assert problem.startswith('[loss] mode = "my_losses.wrong" ') and sentence in problem
-    assert (
-        problem.endswith("; fix it, or set [plugins] strict = false to get only a warning.")
-        and problem.count("\n") == 0
-    )
+    assert problem.endswith("; fix it, or set [plugins] strict = false to get only a warning.")
+    assert problem.count("\n") == 0
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -267,81 +162,51 @@ def test_a_loss_with_the_sign_of_a_gain_is_asked_about(module: Any) -> None:
 def test_explain_says_what_a_loss_declares(module: Any) -> None:
     module(SOUND)
     text = " ".join(explain(own("dro")).losses)
-    assert (
-        "proved on a small batch" in text and "a term of its own where the advantage is 0" in text
-    )
+    assert "proved on a small batch" in text
+    assert "a term of its own where the advantage is 0" in text
     assert "reads whole sequences" in " ".join(explain(own("mean_ratio")).losses)
     assert explain(config_for()).losses == ()
 
 
 def test_a_correction_and_an_aggregation_are_tried_too(module: Any) -> None:
     module(SOUND)
-    sound = {
-        "correction": "my_losses.cautious",
-        "old_logprobs": "recomputed",
-        "aggregation": "my_losses.by_root",
-    }
+    sound = {"correction": "my_losses.cautious", "aggregation": "my_losses.by_root"}
+    sound["old_logprobs"] = "recomputed"
     assert incapable(config_for(loss=sound)) == []
     (problem,) = incapable(config_for(loss=sound | {"aggregation": "my_losses.by_power"}))
     assert 'aggregation = "my_losses.by_power"' in problem and "f(counts, group)" in problem
 
 
-@pytest.mark.parametrize(
-    ("prover", "function", "sentence"),
-    [
-        (
-            prove_correction,
-            lambda tokens: (tokens.new - tokens.sampler).exp(),
-            "gave weights that carry gradient; detach them",
-        ),
-        (
-            prove_correction,
-            lambda tokens: tokens.old / tokens.old.sum(),
-            "gives a sequence other weights when it stands alone",
-        ),
-        (prove_correction, lambda tokens: 1 / tokens.old, "gives weights that are not finite"),
-        (
-            prove_aggregation,
-            lambda counts, group: 1 / counts.sum(),
-            "gave an array of shape [], and must give one weight for each of 5",
-        ),
-        (
-            prove_aggregation,
-            lambda counts, group: counts - 2.5,
-            "gave the weight -1.5; a weight is finite and at least 0",
-        ),
-        (
-            prove_aggregation,
-            lambda counts, group: np.arange(5.0),
-            "when the completions come in another order",
-        ),
-        (
-            prove_aggregation,
-            lambda counts, group: 1 / (1 + group),
-            "or the groups have other numbers",
-        ),
-        (prove_aggregation, lambda counts, group: 0.0 * counts, "gives every token the weight 0"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_wrong_correction_or_aggregation_is_refused(
-    prover: Any, function: Any, sentence: str
-) -> None:
-    kind = prover.__name__.removeprefix("prove_")
+CORRECTIONS = {
+    "gave weights that carry gradient; detach them": lambda t: (t.new - t.sampler).exp(),
+    "gives a sequence other weights when it stands alone": lambda t: t.old / t.old.sum(),
+    "gives weights that are not finite": lambda t: 1 / t.old,
+}
+AGGREGATIONS = {
+    "gave an array of shape [], and must give one weight for each of 5": lambda n, _: 1 / n.sum(),
+    "gave the weight -1.5; a weight is finite and at least 0": lambda n, _: n - 2.5,
+    "when the completions come in another order": lambda *_: np.arange(5.0),
+    "or the groups have other numbers": lambda _, group: 1 / (1 + group),
+    "gives every token the weight 0": lambda n, _: 0.0 * n,
+}
+
+
+@pytest.mark.parametrize("sentence", [*CORRECTIONS, *AGGREGATIONS])
+def test_a_wrong_correction_or_aggregation_is_refused(sentence: str) -> None:
+    function: Any = CORRECTIONS.get(sentence) or AGGREGATIONS[sentence]
+    kind = "correction" if sentence in CORRECTIONS else "aggregation"
+    prover: Any = prove_correction if sentence in CORRECTIONS else prove_aggregation
     with pytest.raises(Fault) as caught:
         prover(OwnFunction(kind, f"my_losses.{kind}", function, {}))
     assert sentence in str(caught.value)
 
 
 def test_a_parameter_that_a_built_in_loss_does_not_know_or_take_is_refused() -> None:
-    assert (
-        'tau is not a parameter of the built-in "sapo"; it knows tau_neg, tau_pos.'
-        in incapable(config_for(loss={"mode": "sapo", "params": {"tau": 1.0}}))[0]
-    )
-    assert (
-        "[loss] params tau_pos = 0 must be a number above 0."
-        in incapable(config_for(loss={"mode": "sapo", "params": {"tau_pos": 0}}))[0]
-    )
+    for params, sentence in (
+        ({"tau": 1.0}, 'tau is not a parameter of the built-in "sapo"; it knows tau_neg, tau_pos.'),
+        ({"tau_pos": 0}, "[loss] params tau_pos = 0 must be a number above 0."),
+    ):
+        assert sentence in incapable(config_for(loss={"mode": "sapo", "params": params}))[0]
 
 
 def test_a_backend_without_losses_of_ones_own_says_so(module: Any) -> None:
@@ -357,14 +222,9 @@ def test_a_backend_without_losses_of_ones_own_says_so(module: Any) -> None:
         '[loss] mode = "my_losses.dro" with backend = "my_losses.Other": it takes no plugin here;'
         " use a built-in name." in incapable(config)
     )
+    prime = {"backend": {"backend": "prime_rl"}, "algorithm": {"transform_mode": "none"}}
     with pytest.raises(ConfigurationError, match="PRIME-RL's trainer has its own loss"):
-        config_from_mapping(
-            {
-                "backend": {"backend": "prime_rl"},
-                "loss": {"mode": "my_losses.dro"},
-                "algorithm": {"transform_mode": "none"},
-            }
-        )
+        config_from_mapping({**prime, "loss": {"mode": "my_losses.dro"}})
 
 
 # --- what is learned ------------------------------------------------------------------------------
@@ -392,9 +252,8 @@ def test_a_copy_of_a_built_in_loss_has_its_gradient_to_the_bit_and_its_clip_frac
         assert torch.equal(gradient, found["built in"][0][name]), name
     assert found["own"][1].clip_fraction == found["built in"][1].clip_fraction > 0
     metrics = found["own"][1].loss_metrics
-    assert set(metrics) == {"rho"} and metrics["rho"] == pytest.approx(
-        found["own"][1].ratio_mean, rel=1e-5
-    )
+    assert set(metrics) == {"rho"}
+    assert metrics["rho"] == pytest.approx(found["own"][1].ratio_mean, rel=1e-5)
     assert found["built in"][1].loss_metrics is None
 
 
@@ -481,39 +340,24 @@ def test_what_a_loss_raises_in_a_run_ends_it_in_a_sentence(module: Any) -> None:
         " -tokens.advantages * tokens.new"
     )
     learner = make_learner(own("late"))
-    with pytest.raises(
-        RunFailed,
-        match=r'^\[loss\] mode = "my_losses.late" failed with AssertionError: too many\.$',
-    ):
+    told = r'^\[loss\] mode = "my_losses.late" failed with AssertionError: too many\.$'
+    with pytest.raises(RunFailed, match=told):
         learner.train(rows_near(learner), 0)
 
 
 @pytest.mark.slow
 def test_a_run_with_a_copy_of_a_built_in_loss_has_its_bytes(module: Any, tmp_path: Path) -> None:
     module(SOUND)
-    training = {
-        "max_steps": 2,
-        "max_tokens": 12,
-        "save_every": 1,
-        "micro_batch_tokens": 200,
-        "updates_per_batch": 2,
-    }
-    small_run(small(tmp_path / "built_in", training=training, loss={"mode": "ppo"}), quiet=True)
+    training = {"max_steps": 2, "max_tokens": 12, "save_every": 1}
+    training |= {"micro_batch_tokens": 200, "updates_per_batch": 2}
+    quiet_run(tmp_path / "built_in", training=training, loss={"mode": "ppo"})
     before = torch.get_num_threads()
     torch.set_num_threads(2)  # and so two workers
     try:
         loss: dict[str, Any] = {"mode": "my_losses.ppo", "params": {"clip": 0.2}}
-        small_run(
-            small(tmp_path / "own", training=training | {"max_steps": 1}, loss=loss), quiet=True
-        )
-        small_run(
-            small(
-                tmp_path / "own",
-                training=training,
-                loss=loss,
-                resume={"from": str(tmp_path / "own")},
-            ),
-            quiet=True,
+        quiet_run(tmp_path / "own", training=training | {"max_steps": 1}, loss=loss)
+        quiet_run(
+            tmp_path / "own", training=training, loss=loss, resume={"from": str(tmp_path / "own")}
         )
     finally:
         torch.set_num_threads(before)

@@ -60,12 +60,8 @@ def test_requests_of_every_kind_draw_the_same(case: str) -> None:
 
 
 def test_truncated_rows_beside_whole_and_greedy_ones_draw_the_same() -> None:
-    cuts = [
-        Truncation(),
-        Truncation(top_p=0.7),
-        Truncation(top_k=5, min_p=0.02),
-        Truncation(top_k=3),
-    ]
+    cuts = [Truncation(), Truncation(top_p=0.7)]
+    cuts += [Truncation(top_k=5, min_p=0.02), Truncation(top_k=3)]
     asked = [
         SampleRequest(prompt, 2, 15, temperature, NoiseKey(1, 0, 0, number), truncation=cut)
         for number, (prompt, cut, temperature) in enumerate(
@@ -84,9 +80,8 @@ def test_truncated_rows_beside_whole_and_greedy_ones_draw_the_same() -> None:
 def test_a_later_turn_draws_its_own_noise() -> None:
     """Positions go on across turns: `first_position` is part of the noise, on both paths."""
     model, first = tiny(), requests(count=2)
-    later = [
-        replace(request, first_position=70) for request in first
-    ]  # past a block of 64 uniforms
+    # Past a block of 64 uniforms.
+    later = [replace(request, first_position=70) for request in first]
     found = run(paged(model, []), later)
     assert_same(found, run(TorchEngine(model, EOS, "cpu"), later), atol=1e-4)
     before = run(paged(model, []), first)
@@ -98,13 +93,8 @@ def test_room_for_a_later_turn_changes_no_angle() -> None:
     position.
     """
     short, long = [1.0, 1.1, 1.2, 1.3], [4.0, 6.0, 8.0, 9.0]
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": short,
-        "long_factor": long,
-        "original_max_position_embeddings": 40,
-    }
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short}
+    rope |= {"long_factor": long, "original_max_position_embeddings": 40}
     asked = [replace(request, extendable=True) for request in requests(count=2, max_tokens=20)]
     model = tiny("llama", rope_parameters=rope)
     assert_same(run(paged(model, []), asked), run(TorchEngine(model, [], "cpu"), asked), atol=1e-4)
@@ -122,21 +112,19 @@ def test_short_memory_changes_no_completion(
     plenty = run(paged(model, []), asked)
     back: list[int] = []
     preempt = PagedRun.preempt
-    monkeypatch.setattr(
-        PagedRun, "preempt", lambda run, row: (back.append(row.number), preempt(run, row))
-    )
-    engine = paged(
-        model,
-        [],
-        EngineOptions(paged=True, page_tokens=8, prefix_caching=shares),
-        decode_tokens=tokens,
-    )
+
+    def counted(run: PagedRun, row: Any) -> None:
+        back.append(row.number)
+        preempt(run, row)
+
+    monkeypatch.setattr(PagedRun, "preempt", counted)
+    options = EngineOptions(paged=True, page_tokens=8, prefix_caching=shares)
+    engine = paged(model, [], options, decode_tokens=tokens)
     assert_same(run(engine, asked), plenty, atol=1e-4)
     assert back, "some rows went back"
     engine.release()
-    assert engine._paged is not None and engine._paged.pool.free == engine._paged.pool.pages, (
-        "every page came back"
-    )
+    pool = engine._paged.pool  # type: ignore[union-attr]
+    assert pool.free == pool.pages, "every page came back"
 
 
 def test_the_youngest_row_goes_back_and_the_same_bytes_come_twice() -> None:
@@ -148,12 +136,8 @@ def test_the_youngest_row_goes_back_and_the_same_bytes_come_twice() -> None:
 def test_a_group_shares_the_full_pages_of_its_prompt() -> None:
     prompt = np.arange(3, 3 + 20).astype(np.int32)  # two and a half pages of 8
     engine = paged(tiny(), [])
-    stream = engine.sample(
-        [
-            SampleRequest(prompt, 4, 30, 1.0, NoiseKey(1, 0, 0, 0)),
-            SampleRequest(prompt, 1, 2, 1.0, NoiseKey(1, 0, 0, 1)),
-        ]
-    )
+    group = SampleRequest(prompt, 4, 30, 1.0, NoiseKey(1, 0, 0, 0))
+    stream = engine.sample([group, SampleRequest(prompt, 1, 2, 1.0, NoiseKey(1, 0, 0, 1))])
     assert next(stream).request == 1
     pool = engine._paged.pool  # type: ignore[union-attr]
     used = pool.pages - pool.free

@@ -5,7 +5,6 @@ all groups at once.
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,7 @@ from tests.runs import lines, small, small_run, timeless
 PAGE = Path(__file__).parents[1] / "docs" / "plugins.md"
 
 
-@pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules written into the current folder are importable, and do not outlive the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    yield
-    sys.modules.pop("plug", None)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def config(**algorithm: Any) -> TrainConfig:
@@ -58,8 +50,7 @@ def pipeline(source: str, name: str = "f") -> CreditPipeline:
 def dialogue(sample: int, lengths: list[int], reward: float, parts: tuple[float, ...]) -> Scored:
     turns = []
     for length in lengths:
-        ids = np.arange(length, dtype=np.int32)
-        logprobs = np.full(length, -0.5, np.float32)
+        ids, logprobs = np.arange(length, dtype=np.int32), np.full(length, -0.5, np.float32)
         turns.append(Turn(Completion(0, sample, ids, logprobs, None, FinishReason.STOP)))
     rewards = tuple(reward / len(lengths) for _ in lengths)
     score = Score(Outcome.RIGHT, reward, turn_rewards=rewards, parts=parts)

@@ -3,8 +3,9 @@ gets.
 """
 
 import itertools
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -33,25 +34,18 @@ _numbers = itertools.count()
 
 
 @pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """Writes a module into the current folder and returns its name, new in every test, because
-    Python caches modules by name.
+def write(here: Path) -> Callable[..., str]:
+    """Writes a module into the current folder and returns its name, new each time, because Python
+    caches modules by name.
     """
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
 
     def module(source: str, folder: str = ".", name: str = "") -> str:
         name = name or f"plugin_under_test_{next(_numbers)}"
-        target = tmp_path / folder
-        target.mkdir(parents=True, exist_ok=True)
-        (target / f"{name}.py").write_text(source)
+        (here / folder).mkdir(exist_ok=True)
+        (here / folder / f"{name}.py").write_text(source)
         return name
 
-    yield module
-    for name in set(sys.modules) - before:
-        if "plugin_under_test" in name or name.split(".")[0] in ("plugins", "mine"):
-            del sys.modules[name]
+    return module
 
 
 def config(strict: bool = True, **algorithm: object) -> TrainConfig:
@@ -63,9 +57,8 @@ def config(strict: bool = True, **algorithm: object) -> TrainConfig:
 def step() -> list[Group]:
     def scored(sample: int, logprobs: list[float], score: Score) -> Scored:
         ids = np.arange(len(logprobs), dtype=np.int32)
-        completion = Completion(
-            0, sample, ids, np.array(logprobs, np.float32), None, FinishReason.STOP
-        )
+        stop = FinishReason.STOP
+        completion = Completion(0, sample, ids, np.float32(logprobs), None, stop)
         return Scored(Trajectory.of(completion), "", score)
 
     prompt = Prompt(Example("q", "a"), "q", np.array([1], np.int32))
@@ -93,23 +86,18 @@ def refused(configuration: TrainConfig) -> str:
 @pytest.mark.parametrize(
     "source",
     [
-        "def f(rewards):\n    return [2 * r for r in rewards]",
-        "def f(rewards, params):\n    return [2 * r for r in rewards]",
-        "def f(rewards, *, params=None):\n    return [2 * r for r in rewards]",
-        "def f(r, **kwargs):\n    return [2 * x for x in r]",
-        "def f(ctx):\n    return [2 * r for r in ctx.rewards]",
-        (
-            "from retrain.advantages import AdvantageContext\ndef f(group: AdvantageContext):\n   "
-            " return [2 * r for r in group.rewards]"
-        ),
-        (
-            "class F:\n    def __call__(self, rewards):\n        return [2 * r for r in rewards]\nf"
-            " = F()"
-        ),
-        "import numpy as np\ndef f(rewards):\n    return 2 * np.array(rewards)",
+        "def f(rewards): return [2 * r for r in rewards]",
+        "def f(rewards, params): return [2 * r for r in rewards]",
+        "def f(rewards, *, params=None): return [2 * r for r in rewards]",
+        "def f(r, **kwargs): return [2 * x for x in r]",
+        "def f(ctx): return [2 * r for r in ctx.rewards]",
+        "def f(group: AdvantageContext): return [2 * r for r in group.rewards]",
+        "class F:\n    def __call__(self, rewards): return [2 * r for r in rewards]\nf = F()",
+        "def f(rewards): return 2 * np.array(rewards)",
     ],
 )
 def test_every_signature_of_an_advantage_is_called(source: str, write: Callable[..., str]) -> None:
+    source = f"import numpy as np\nfrom retrain.advantages import AdvantageContext\n{source}"
     assert run(config(advantage_mode=f"{write(source)}.f")) == [[2.0] * 3, [0.0]]
 
 
@@ -117,10 +105,8 @@ def test_parameters_reach_the_plain_form_and_the_context(write: Callable[..., st
     plain = write("def f(rewards, params):\n    return [params['scale'] * r for r in rewards]")
     context = write("def f(ctx):\n    return [ctx.params['scale'] * r for r in ctx.rewards]")
     for name in (plain, context):
-        assert run(config(advantage_mode=f"{name}.f", advantage_params={"scale": 3.0})) == [
-            [3.0] * 3,
-            [0.0],
-        ]
+        scaled = config(advantage_mode=f"{name}.f", advantage_params={"scale": 3.0})
+        assert run(scaled) == [[3.0] * 3, [0.0]]
 
 
 def test_parameters_that_a_function_cannot_take_are_an_error(write: Callable[..., str]) -> None:
@@ -133,18 +119,15 @@ def test_parameters_that_a_function_cannot_take_are_an_error(write: Callable[...
     ("source", "named"),
     [
         (
-            "def f(rewards):\n    return [float(r == max(rewards)) for r in rewards]",
+            "def f(r): return [float(one == max(r)) for one in r]",
             "mean 1 where all rewards are 0, 1 where",
         ),
-        ("def f(rewards):\n    return rewards", "mean 1 where all rewards are 1"),
+        ("def f(rewards): return rewards", "mean 1 where all rewards are 1"),
         (
-            (
-                "import numpy as np\ndef f(rewards):\n    r = np.float32(rewards)\n    return (r -"
-                " r.mean()) / (r.std() + 1e-3)"
-            ),
+            "import numpy as np\ndef f(r): r = np.float32(r); return (r - r.mean()) / (r.std() + 1e-3)",
             "",
         ),
-        ("def f(ctx):\n    return [0.0] * len(ctx.rewards)", ""),
+        ("def f(ctx): return [0.0] * len(ctx.rewards)", ""),
     ],
 )
 def test_an_advantage_that_moves_a_group_of_equal_rewards_is_named_at_the_start(
@@ -158,13 +141,9 @@ def test_an_advantage_that_moves_a_group_of_equal_rewards_is_named_at_the_start(
 def test_an_advantage_that_fails_on_equal_rewards_is_refused_before_the_run(
     write: Callable[..., str],
 ) -> None:
-    name = write(
-        "def f(rewards):\n    low, high = min(rewards), max(rewards)\n    return [(r - low) / (high"
-        " - low) for r in rewards]"
-    )
-    assert "fails on a small example (ZeroDivisionError" in refused(
-        config(advantage_mode=f"{name}.f")
-    )
+    name = write("def f(rewards): return [r / (max(rewards) - min(rewards)) for r in rewards]")
+    said = refused(config(advantage_mode=f"{name}.f"))
+    assert "fails on a small example (ZeroDivisionError" in said
 
 
 # -- transforms, uncertainty, algorithms -----------------------------------------------------------
@@ -186,14 +165,10 @@ def make_params(params):
 def test_a_transform_factory_gives_a_spec_that_acts(write: Callable[..., str]) -> None:
     name = write(SHIFT)
     shifted = run(config(transform_mode=f"{name}.make", advantage_mode="grpo"), lam=1.0)
-    assert shifted == run(config(transform_mode="gtpo", advantage_mode="grpo")), (
-        "all three tokens are planning, one completion has none"
-    )
-    assert run(
-        config(
-            transform_mode=f"{name}.make_params", transform_params={"k": 4.0}, advantage_mode="grpo"
-        )
-    ) == [[2.0] * 3, [-2.0]]
+    # All three tokens are planning, one completion has none.
+    assert shifted == run(config(transform_mode="gtpo", advantage_mode="grpo"))
+    scaled = {"transform_mode": f"{name}.make_params", "transform_params": {"k": 4.0}}
+    assert run(config(**scaled, advantage_mode="grpo")) == [[2.0] * 3, [-2.0]]
 
 
 def test_a_transform_of_the_context_gives_token_advantages(write: Callable[..., str]) -> None:
@@ -211,14 +186,10 @@ def test_an_uncertainty_plugin_weighs_tokens(write: Callable[..., str]) -> None:
         " g(ctx):\n    return f(ctx.logprobs)"
     )
     for function in ("f", "g"):
-        settings = config(
-            transform_mode="gtpo", advantage_mode="grpo", uncertainty_kind=f"{name}.{function}"
-        )
-        assert run(settings)[0] == pytest.approx([0.45, 0.45, 0.6])
-        override = {"transform_params": {"uncertainty_kind": f"{name}.{function}"}}
-        assert run(config(transform_mode="gtpo", advantage_mode="grpo", **override))[
-            0
-        ] == pytest.approx([0.45, 0.45, 0.6])
+        kind = {"uncertainty_kind": f"{name}.{function}"}
+        for keys in (kind, {"transform_params": kind}):
+            found = run(config(transform_mode="gtpo", advantage_mode="grpo", **keys))
+            assert found[0] == pytest.approx([0.45, 0.45, 0.6])
 
 
 def test_an_algorithm_plugin_assigns_the_whole_step(write: Callable[..., str]) -> None:
@@ -249,13 +220,10 @@ def test_an_algorithm_plugin_assigns_the_whole_step(write: Callable[..., str]) -
 def test_a_failed_probe_is_an_error_or_with_strict_off_a_warning(
     body: str, problem: str, write: Callable[..., str]
 ) -> None:
-    import re
-
     name = write(f"def f(rewards):\n    {body}")
     assert re.search(problem, refused(config(advantage_mode=f"{name}.f")))
-    lenient = CreditPipeline(
-        config(strict=False, advantage_mode=f"{name}.f"), lambda ids: [""] * len(ids)
-    )
+    warns = config(strict=False, advantage_mode=f"{name}.f")
+    lenient = CreditPipeline(warns, lambda ids: [""] * len(ids))
     assert len(lenient.notes) == 1 and re.search(problem, lenient.notes[0])
     with pytest.raises(RunFailed, match="group 0"):
         lenient.assign(step(), 0, 0.0)
@@ -264,10 +232,8 @@ def test_a_failed_probe_is_an_error_or_with_strict_off_a_warning(
 def test_a_plugin_that_breaks_later_stops_the_run_naming_the_group(
     write: Callable[..., str],
 ) -> None:
-    name = write(
-        "def f(ctx):\n    if ctx.step == 2:\n        raise ValueError('step two')\n    return"
-        " ctx.rewards"
-    )
+    raises = "if ctx.step == 2: raise ValueError('step two')"
+    name = write(f"def f(ctx):\n    {raises}\n    return ctx.rewards")
     with pytest.raises(RunFailed, match=r"_\d+\.f\" on group 0 failed with ValueError: step two\."):
         run(config(advantage_mode=f"{name}.f"))
 
@@ -293,13 +259,7 @@ def test_a_factory_must_return_a_spec(write: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        (
-            "no_such_module_anywhere.f",
-            (
-                "tried plugins.no_such_module_anywhere (no such module), no_such_module_anywhere"
-                " (no such module)"
-            ),
-        ),
+        ("no_such.f", "tried plugins.no_such (no such module), no_such (no such module)"),
         ("{broken}.f", "SyntaxError"),
         ("{raising}.f", "RuntimeError: on import"),
         ("{needy}.f", "ModuleNotFoundError: No module named 'a_missing_library'"),
@@ -309,7 +269,7 @@ def test_a_factory_must_return_a_spec(write: Callable[..., str]) -> None:
         ("{good}.keyword", "its signature is (rewards, needed)"),
         (
             "maxlr",
-            "is not known; it can be grpo, grpo_std, maxrl, none, reinforce, reinforce_pp, rloo",
+            "not known; it can be grpo, grpo_std, maxrl, none, reinforce, reinforce_pp, rloo",
         ),
     ],
 )
@@ -403,21 +363,13 @@ def test_a_reward_tells_which_keywords_it_takes(write: Callable[..., str]) -> No
         "def everything(response, reference, **kwargs): return 1.0\n"
         "def wrong(response): return 1.0\n"
     )
-    keywords = {
-        function: (
-            inspect_call("reward", load_plugin("reward", f"{name}.{function}", config())).keywords
-        )
-        for function in ("plain", "rich", "everything")
-    }
-    assert keywords == {
-        "plain": frozenset(),
-        "rich": {"prompt", "example", "params"},
-        "everything": {"prompt", "example", "params", "token_count", "finish_reason"},
-    }
-    with pytest.raises(
-        ConfigurationError,
-        match=r"f\(response, reference, prompt=\.\.\., example=\.\.\., params=\.\.\., token_count",
-    ):
+    some = {"prompt", "example", "params"}
+    taken = {"plain": set(), "rich": some, "everything": {*some, "token_count", "finish_reason"}}
+    for function, keywords in taken.items():
+        loaded = load_plugin("reward", f"{name}.{function}", config())
+        assert inspect_call("reward", loaded).keywords == keywords
+    form = re.escape("f(response, reference, prompt=..., example=..., params=..., token_count")
+    with pytest.raises(ConfigurationError, match=form):
         load_plugin("reward", f"{name}.wrong", config())
 
 

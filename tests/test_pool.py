@@ -95,13 +95,7 @@ def test_a_small_model_gets_workers_and_the_threads_of_a_stored_run_stand(tmp_pa
     as many.
     """
     before = torch.get_num_threads()
-    stored = MachineChoices(
-        threads=2,
-        decode_rows=128,
-        decode_tokens=4096,
-        micro_batch_tokens=256,
-        gradient_checkpointing=False,
-    )
+    stored = MachineChoices(2, 128, 4096, 256, False)
     torch.set_num_threads(3)
     try:
         for choices, expected in (
@@ -112,9 +106,7 @@ def test_a_small_model_gets_workers_and_the_threads_of_a_stored_run_stand(tmp_pa
             with closing(LocalBackend(small(tmp_path), choices, eos_ids=(258,))) as backend:
                 assert (backend.choices.workers, backend.choices.threads) == expected
                 assert torch.get_num_threads() == expected[1]
-            assert torch.get_num_threads() == 3, (
-                "the next run of this process has all of them again"
-            )
+            assert torch.get_num_threads() == 3, "the next run has all of them again"
     finally:
         torch.set_num_threads(before)
 

@@ -47,13 +47,3 @@ def test_packed_rows_attend_as_single_rows_do(
         strict=True,
     ):
         torch.testing.assert_close(of_found, of_expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_window_changes_something_exactly_where_it_hides_something() -> None:
-    inputs = packed_inputs()
-    attention = PackedAttention(SEGMENTS, 1000, FusedAttention(), torch.device("cpu"))
-    whole, wide, narrow = (
-        attention.attention(*inputs, 0.3, window, None) for window in (None, 12, 2)
-    )
-    assert torch.equal(whole, wide)
-    assert not torch.allclose(whole, narrow)

@@ -24,11 +24,9 @@ def test_tensors_are_on_the_device_and_so_are_their_gradients() -> None:
         torch.arange(3.0).to("cuda:0"),
     )
     (weight * factor).sum().backward()
-    assert (
-        weight.grad is not None
-        and weight.grad.device.type == "cuda"
-        and weight.grad.tolist() == [[0, 1, 2]] * 2
-    )
+    assert weight.grad is not None
+    assert weight.grad.device.type == "cuda"
+    assert weight.grad.tolist() == [[0, 1, 2]] * 2
     assert factor.to("cuda:0") is factor and factor.cpu().numpy().tolist() == [0, 1, 2]
 
 
@@ -37,11 +35,9 @@ def test_two_devices_in_one_operator_are_refused_and_copies_are_not(other: str) 
     here, there = torch.ones(3, device="cuda:0"), torch.zeros(3, device=other)
     with pytest.raises(RuntimeError, match="two devices"):
         here + there
-    assert (
-        there.copy_(here).device == torch.device(other)
-        and there.tolist() == [1, 1, 1]
-        and there.to("cuda:0").device == here.device
-    )
+    assert there.copy_(here).device == torch.device(other)
+    assert there.tolist() == [1, 1, 1]
+    assert there.to("cuda:0").device == here.device
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain import train
 from retrain.cli.main import main
 from retrain.config import replaced
 from retrain.config.overrides import parse_overrides
@@ -36,7 +34,7 @@ from retrain.types import (
     Trajectory,
 )
 from tests.marks import first_of
-from tests.runs import lines, small, timeless
+from tests.runs import lines, quiet_run, small, small_run, timeless
 
 LEARNING = sorted(name for name, sampler in SAMPLERS.items() if sampler)
 TOKEN = np.zeros(1, np.int32)
@@ -125,10 +123,10 @@ def test_a_resumed_run_chooses_as_the_straight_one(name: str, tmp_path: Path) ->
         "data": {"sampler": name},
         "training": {"max_examples": 12, "batch_size": 3, "max_tokens": 8, "save_every": 1},
     }
-    straight = train(small(tmp_path / "straight", **sections), quiet=True, skip_parity=True)
+    straight = small_run(small(tmp_path / "straight", **sections), quiet=True)
     config = small(tmp_path / "cut", **sections)
-    train(replaced(config, {"training.max_steps": 2}), quiet=True, skip_parity=True)
-    train(replaced(config, {"resume.from": str(tmp_path / "cut")}), quiet=True, skip_parity=True)
+    small_run(replaced(config, {"training.max_steps": 2}), quiet=True)
+    small_run(replaced(config, {"resume.from": str(tmp_path / "cut")}), quiet=True)
     assert timeless(straight.folder / "metrics.jsonl") == timeless(tmp_path / "cut/metrics.jsonl")
     prompts = [
         [line["prompt_id"] for line in lines(folder / "emergence" / "generations.jsonl")]
@@ -138,7 +136,6 @@ def test_a_resumed_run_chooses_as_the_straight_one(name: str, tmp_path: Path) ->
 
 
 WRONG = {
-    "load": ("def choose(self, s, n, u): return [self.k] * n", "does not restore in `load`"),
     "pure": (
         "def choose(self, s, n, u):\n        self.k += 1\n        return [0] * n",
         "changes its state in `choose`",
@@ -151,12 +148,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_sampler_is_named_before_the_first_step(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_sampler_is_named_before_the_first_step(name: str, here: Path) -> None:
     body, sentence = WRONG[name]
-    module = f"wrong_{name}"
-    (tmp_path / f"{module}.py").write_text(
+    (here / f"wrong_{name}.py").write_text(
         "from retrain.data import PromptSampler\n"
         "class S(PromptSampler):\n"
         "    k = 0\n"
@@ -164,23 +158,23 @@ def test_a_wrong_sampler_is_named_before_the_first_step(
         "    def observe(self, indices, groups): self.k = (self.k + 1) % 3\n"
         "    def state(self): return {'k': self.k}\n"
     )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    config = small(tmp_path / "run", data={"sampler": f"{module}.S"})
     with pytest.raises(ConfigurationError, match=f"sampler.*{sentence}"):
-        train(config, quiet=True, skip_parity=True)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+        build_sampler(
+            small(here / "run", data={"sampler": f"wrong_{name}.S"}),
+            [Example(f"{number}?", "") for number in range(8)],
+        )
 
 
 def test_a_parameter_that_a_sampler_has_not_is_refused(tmp_path: Path) -> None:
     params = {"sampler": "pools", "sampler_params": {"medium": 0.3}}
     with pytest.raises(ConfigurationError, match="medium is not one of easy, hard"):
-        train(small(tmp_path / "run", data=params), quiet=True, skip_parity=True)
+        quiet_run(tmp_path / "run", data=params)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def own_sampler(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, *body: str) -> str:
+def own_sampler(name: str, *body: str) -> str:
     """A sampler that passes its trial of eight examples, with `body` on top; its dotted path."""
-    (folder / f"{name}.py").write_text(
+    Path(f"{name}.py").write_text(
         "from retrain.data import PromptSampler\n"
         "class S(PromptSampler):\n"
         "    seen = 0\n"
@@ -190,17 +184,12 @@ def own_sampler(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, *body:
         "    def load(self, state): self.seen = state['seen']\n"
         "class Own(S):\n" + "".join(f"    {line}\n" for line in body)
     )
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     return f"{name}.Own"
 
 
-def test_the_trial_draws_as_the_run_does_above_0_and_below_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trial_draws_as_the_run_does_above_0_and_below_1(here: Path) -> None:
     body = "def choose(self, s, n, u): assert 0 < u.min() <= u.max() < 1; return u.argsort()[:n]"
-    name = own_sampler(tmp_path, monkeypatch, "logarithms", body)
-    train(small(tmp_path / "run", data={"sampler": name}), quiet=True, skip_parity=True)
+    quiet_run(here / "run", data={"sampler": own_sampler("logarithms", body)})
 
 
 LATE = {
@@ -220,49 +209,26 @@ LATE = {
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_what_a_sampler_does_wrong_in_the_run_is_a_sentence(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_sampler_does_wrong_in_the_run_is_a_sentence(name: str, here: Path) -> None:
     body, sentence = LATE[name]
-    config = small(
-        tmp_path / "run", data={"sampler": own_sampler(tmp_path, monkeypatch, name, body)}
-    )
     with pytest.raises(RunFailed, match=f"sampler .*{sentence}"):
-        train(config, quiet=True, skip_parity=True)
+        quiet_run(here / "run", data={"sampler": own_sampler(name, body)})
 
 
-def test_a_state_that_a_resume_cannot_load_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_a_resume_cannot_load_is_a_sentence(here: Path) -> None:
     body = "def load(self, state): self.seen = state['seen' if self.size <= 8 else 'lost']"
-    name = own_sampler(tmp_path, monkeypatch, "lost_state", body)
-    config = small(tmp_path / "run", data={"sampler": name})
-    train(replaced(config, {"training.max_steps": 2}), quiet=True, skip_parity=True)
+    config = small(here / "run", data={"sampler": own_sampler("lost_state", body)})
+    small_run(replaced(config, {"training.max_steps": 2}), quiet=True)
     with pytest.raises(RunFailed, match=r"load\(\) failed with KeyError: 'lost'"):
-        train(
-            replaced(config, {"resume.from": str(tmp_path / "run")}), quiet=True, skip_parity=True
-        )
+        small_run(replaced(config, {"resume.from": str(here / "run")}), quiet=True)
 
 
-def test_a_state_that_is_not_restored_is_found_before_a_choice_needs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = (
-        "def choose(self, s, n, u): return [max(0, self.seen - 9)] * n",
-        "def load(self, s): pass",
-    )
-    name = own_sampler(tmp_path, monkeypatch, "warm_up", *body)
+def test_a_state_that_is_not_restored_is_found_before_a_choice_needs_it(here: Path) -> None:
+    choose = "def choose(self, s, n, u): return [max(0, self.seen - 9)] * n"
+    name = own_sampler("warm_up", choose, "def load(self, s): pass")
     with pytest.raises(ConfigurationError, match="does not restore in `load`"):
-        train(small(tmp_path / "run", data={"sampler": name}), quiet=True, skip_parity=True)
-
-
-def test_a_sampler_without_repeats_may_have_as_few_examples_as_a_step_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = "def choose(self, s, n, u): return u.argsort()[:n]"
-    name = own_sampler(tmp_path, monkeypatch, "no_repeats", body)
-    sections = {"data": {"sampler": name}, "training": {"max_examples": 2, "max_steps": 1}}
-    train(small(tmp_path / "run", **sections), quiet=True, skip_parity=True)
+        quiet_run(here / "run", data={"sampler": name})
+    assert not (here / "run" / "metrics.jsonl").exists()
 
 
 def test_a_group_that_nobody_could_judge_is_no_evidence() -> None:
@@ -290,17 +256,17 @@ def test_a_later_session_renders_the_date_of_the_first_start(
     run = RunFolder(tmp_path / "run")
     sections = {"model": {"model": str(model)}, "evaluation": {"at_start": False}}
     config = small(run.path, **sections)
-    train(replaced(config, {"training.max_steps": 1}), quiet=True, skip_parity=True)
+    small_run(replaced(config, {"training.max_steps": 1}), quiet=True)
     year = json.loads(run.environment.read_text())["prompt_date"][:4]
     monkeypatch.setattr("retrain.run.start.datetime", AnotherDay)
     more = {"resume.from": str(run.path)}
-    train(replaced(config, more | {"training.max_steps": 2}), skip_parity=True)
+    small_run(replaced(config, more | {"training.max_steps": 2}))
     assert {line["prompt"][:4] for line in lines(run.generations)} == {year}
     assert main(["verify", str(run.path)]) == 0
     other = "The chat template writes other prompts than when the run began."
     assert other not in capsys.readouterr().out
     template.write_text("Today\n" + own)
-    train(replaced(config, more | {"training.max_steps": 3}), skip_parity=True)
+    small_run(replaced(config, more | {"training.max_steps": 3}))
     assert other in capsys.readouterr().out
 
 
@@ -333,13 +299,13 @@ def test_a_run_is_not_resumed_on_other_examples(name: str, tmp_path: Path) -> No
     asked = {"source": str(held_out), "at_start": True}
     sections = {"data": {"source": str(data), "sampler": name}, "evaluation": asked}
     config = small(tmp_path / "run", **sections)
-    train(replaced(config, {"training.max_steps": 2}), quiet=True, skip_parity=True)
+    small_run(replaced(config, {"training.max_steps": 2}), quiet=True)
     again = replaced(config, {"resume.from": str(tmp_path / "run")})
     files = [tmp_path / "run" / name for name in ("environment.json", "summary.json")]
     before = [file.read_text() for file in files]
     data.write_text("\n".join(rows[:20]))
     with pytest.raises(ConfigurationError, match=r"holds other examples than .* began with"):
-        train(again, quiet=True, skip_parity=True)
+        small_run(again, quiet=True)
     data.write_text("\n".join(rows))
     held_out.write_text(rows[1])
     for flags in ([], ["--evaluation-samples", "2", "--evaluation-temperature", "1"]):
@@ -348,38 +314,21 @@ def test_a_run_is_not_resumed_on_other_examples(name: str, tmp_path: Path) -> No
         assert any("The held-out examples differ from the run's own" in note for note in notes)
     for other in (again, replaced(again, {"evaluation.every": 3})):
         with pytest.raises(ConfigurationError, match=r"\[evaluation\] source holds other examples"):
-            train(other, quiet=True, skip_parity=True)
+            small_run(other, quiet=True)
     assert [file.read_text() for file in files] == before
     held_out.write_text(rows[0])
-    train(again, quiet=True, skip_parity=True)
+    small_run(again, quiet=True)
 
 
-@pytest.mark.parametrize(
-    ("data", "sentence"),
-    [
-        (
-            {"sampler": "pools", "sampler_params": {"easy": 2}},
-            "easy = 2 is not a number from 0 to 1",
-        ),
-        ({"sampler": "no_such_module.S"}, "does not load"),
-    ],
-)
-def test_explain_refuses_the_sampler_that_a_run_would_refuse(
-    data: dict[str, Any], sentence: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigurationError, match=sentence):
-        check_plugins(small(tmp_path / "run", data=data))
+def test_explain_refuses_the_sampler_that_a_run_would_refuse(tmp_path: Path) -> None:
+    easy = {"sampler": "pools", "sampler_params": {"easy": 2}}
+    with pytest.raises(ConfigurationError, match="easy = 2 is not a number from 0 to 1"):
+        check_plugins(small(tmp_path / "run", data=easy))
+    with pytest.raises(ConfigurationError, match="does not load"):
+        check_plugins(small(tmp_path / "run", data={"sampler": "no_such_module.S"}))
 
 
-def test_a_sampler_of_ones_own_is_tried_on_no_more_examples_than_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "firsts.py").write_text(
-        "from retrain.data import PromptSampler\n"
-        "class S(PromptSampler):\n"
-        "    def choose(self, step, count, uniforms): return range(self.size)[:count]\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    config = small(tmp_path / "run", data={"sampler": "firsts.S"})
+def test_a_sampler_of_ones_own_is_tried_on_no_more_examples_than_there_are(here: Path) -> None:
+    name = own_sampler("firsts", "def choose(self, s, n, u): return range(self.size)[:n]")
+    config = small(here / "run", data={"sampler": name})
     assert build_sampler(config, [Example("1?", ""), Example("2?", "")]) is not None

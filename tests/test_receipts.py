@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import lines, small, small_run
+from runs import lines, quiet_run, small, small_run
 from safetensors.numpy import load_file, save_file
 from torch.nn import Identity
 
@@ -33,9 +32,7 @@ EVERY_STEP = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_run(
-        small(tmp_path_factory.mktemp("base") / "run", **EVERY_STEP), quiet=True
-    ).folder
+    return quiet_run(tmp_path_factory.mktemp("base") / "run", **EVERY_STEP).folder
 
 
 @pytest.fixture
@@ -91,6 +88,118 @@ def reseal(run: Path, rows: list[dict[str, Any]]) -> None:
     commit_folder(checkpoint, sealed, step=2, config_hash=state["config_hash"])
 
 
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def lose(run: Path, *names: str) -> None:
+    for name in names:
+        (run / name).unlink()
+
+
+def fewer_steps(run: Path, *lost: str) -> None:
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
+    lose(run, *lost)
+
+
+def change_last(run: Path) -> None:
+    last = lines(run / "evaluation.jsonl")[-1]
+    change_row(run / "evaluation.jsonl", 4, correct=1 - last["correct"])
+
+
+def stopped_at_two(run: Path) -> None:
+    """No checkpoint is due there, and the replay makes one all the same."""
+    change_config(run, ("save_every = 2", "save_every = 0"))
+    grow(run / "checkpoints" / "step_000002" / "adapter_model.safetensors")
+
+
+def stopped_by_the_clock(run: Path) -> None:
+    """And its resume lowered max_steps below its steps."""
+    change_config(run, ("max_hours = 0.0", "max_hours = 1e-7"), ("max_steps = 4", "max_steps = 3"))
+
+
+def ended_evaluation(run: Path) -> None:
+    kept = [row for row in lines(run / "evaluation.jsonl") if row["step"] < 4]
+    (run / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    lose(run, "trainer_state.json")  # it would say that rows were lost
+
+
+def misshape(**change: Any) -> Callable[[Path], None]:
+    def changed(run: Path) -> None:
+        first, *others = lines(run / "evaluation.jsonl")
+        rows = [first | change, *others]
+        (run / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return changed
+
+
+LAST = "checkpoints/final/adapter_model.safetensors"
+LOST = ("tokens/step_3.safetensors", "emergence/generations.jsonl")
+NOT_THERE = "generations.jsonl at step 2, generations.jsonl at step 3, the stored tokens at step 3."
+CHANGES: list[tuple[Callable[[Path], Any], str, int, str]] = [
+    (lambda run: grow(run / LAST), "verify COPY", 1, "First difference: step 4, in the adapter."),
+    (change_last, "verify COPY", 1, "First difference: step 4, in evaluation.jsonl:"),
+    (stopped_at_two, "verify COPY --steps 0:2", 1, "First difference: step 2, in the adapter."),
+    (stopped_by_the_clock, "verify COPY", 0, "Verified"),
+    (
+        lambda run: lose(run, *LOST),
+        "verify COPY",
+        0,
+        f"Not there, and so not compared: {NOT_THERE}",
+    ),
+    (lambda run: lose(run, "metrics.jsonl"), "verify COPY", 2, "metrics.jsonl is missing"),
+    (
+        lambda run: (run / "emergence" / "steps.jsonl").write_text("7\n"),
+        "verify COPY",
+        1,
+        "COPY/emergence/steps.jsonl, line 1,",
+    ),
+    (
+        lambda run: change_config(run, ('"maxrl"', '"my_code.advantage"')),
+        "verify COPY",
+        2,
+        "--trust",
+    ),
+    (
+        lambda run: fewer_steps(run, "summary.json", "trainer_state.json"),  # as of a killed run
+        "diff BASE COPY",
+        1,
+        "equal until COPY ends; it has no step 3",
+    ),
+    (ended_evaluation, "diff BASE COPY", 0, "Only BASE has evaluation.jsonl at step 4."),
+    (lambda run: lose(run, "metrics.jsonl"), "diff BASE COPY", 1, "COPY: metrics.jsonl is missing"),
+    (
+        lambda run: lose(run, "evaluation.jsonl"),
+        "diff BASE COPY",
+        1,
+        "COPY: evaluation.jsonl is missing",
+    ),
+    (misshape(example_id=[]), "diff BASE COPY", 1, "retrain: COPY/evaluation.jsonl"),
+    (misshape(step="x"), "diff BASE COPY", 1, "retrain: COPY/evaluation.jsonl"),
+    (misshape(correct=None), "diff BASE COPY", 1, "retrain: COPY/evaluation.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("change", "command", "code", "expected"), CHANGES)
+def test_what_became_of_a_run_is_found_by_verify_and_diff(
+    change: Callable[[Path], Any],
+    command: str,
+    code: int,
+    expected: str,
+    base: Path,
+    copy: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change(copy)
+    command, expected = (
+        text.replace("COPY", str(copy)).replace("BASE", str(base)) for text in (command, expected)
+    )
+    assert main(command.split()) == code
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert expected in said and "Traceback" not in said and "no step yet" not in said
+
+
 # -- verify ----------------------------------------------------------------------------------------
 
 
@@ -117,7 +226,7 @@ def test_a_replay_has_the_mismatch_of_the_gate_that_its_run_passed(
     folder = tmp_path / "run"
     train(small(folder, training={"max_steps": 3, "save_every": 0}), quiet=True)
     longer = {"max_steps": 4, "save_every": 0}
-    small_run(small(folder, training=longer, resume={"from": str(folder)}), quiet=True)
+    quiet_run(folder, training=longer, resume={"from": str(folder)})
     found = json.loads((folder / "environment.json").read_text())
     assert found["parity_gate"] == passed.to_json()
     assert found["resumed"][0]["parity_gate"] is None
@@ -190,7 +299,7 @@ def test_the_evaluation_of_an_earlier_max_steps_is_made_again(
     first = small(run, evaluation=evaluation, training={"max_steps": 2})
     small_run(first, quiet=True)
     more = {"evaluation": evaluation, "training": {"max_steps": 3}, "resume": {"from": str(run)}}
-    small_run(small(run, **more), quiet=True)
+    quiet_run(run, **more)
     assert [row["step"] for row in lines(run / "evaluation.jsonl")] == [2] * 4 + [3] * 4
     assert main(["verify", str(run)]) == 0
     assert "not compared" not in capsys.readouterr().out
@@ -224,22 +333,6 @@ def test_a_last_adapter_of_no_step_is_not_compared(copy: Path) -> None:
     assert main(["verify", str(copy)]) == 0
 
 
-def test_a_changed_last_adapter_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    last = copy / "checkpoints" / "final" / "adapter_model.safetensors"
-    last.write_bytes(last.read_bytes() + b"x")
-    assert main(["verify", str(copy)]) == 1
-    assert "First difference: step 4, in the adapter." in capsys.readouterr().out
-
-
-def test_what_is_no_longer_there_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (copy / "tokens" / "step_3.safetensors").unlink()
-    (copy / "emergence" / "generations.jsonl").unlink()
-    assert main(["verify", str(copy)]) == 0
-    answers = "generations.jsonl at step 2, generations.jsonl at step 3"
-    said = f"{answers}, the stored tokens at step 3."
-    assert f"Not there, and so not compared: {said}" in capsys.readouterr().out
-
-
 def test_a_run_of_one_step_is_not_said_to_have_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,15 +360,6 @@ def test_a_damaged_checkpoint_is_passed_over_in_a_line(
     assert "steps 0 to 3" in printed.out
 
 
-def test_a_damaged_file_is_named_where_it_lies(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    damaged = copy / "emergence" / "steps.jsonl"
-    damaged.write_text("7\n")
-    assert main(["verify", str(copy)]) == 1
-    assert f"{damaged}, line 1," in capsys.readouterr().err
-
-
 def test_a_failed_replay_is_told_in_its_own_sentence(
     copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,57 +381,12 @@ def test_steps_that_a_run_has_not_are_refused(
     assert "such as 0:4" in capsys.readouterr().err
 
 
-def test_lost_records_are_not_a_run_without_steps(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (copy / "metrics.jsonl").unlink()
-    assert main(["verify", str(copy)]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "metrics.jsonl is missing" in said and "no step yet" not in said
-
-
-def test_code_that_the_runs_file_names_needs_trust(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    change_config(copy, ('"maxrl"', '"my_code.advantage"'))
-    assert main(["verify", str(copy)]) == 2
-    assert "--trust" in capsys.readouterr().err
-
-
-def test_code_that_is_trusted_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "trusted_code.py").write_text("def f(rewards): return [r - 0.5 for r in rewards]\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def test_code_that_is_trusted_is_run_again(here: Path) -> None:
+    (here / "trusted_code.py").write_text("def f(rewards): return [r - 0.5 for r in rewards]\n")
     algorithm, training = {"advantage_mode": "trusted_code.f"}, {"max_steps": 1}
-    run = tmp_path / "run"
-    small_run(small(run, algorithm=algorithm, training=training), quiet=True)
+    run = here / "run"
+    quiet_run(run, algorithm=algorithm, training=training)
     assert main(["verify", str(run)]) == 2 and main(["verify", str(run), "--trust"]) == 0
-
-
-def test_the_replay_ends_by_the_steps_asked_for_alone(copy: Path) -> None:
-    """Of a run that stopped by the clock, and whose resume lowered max_steps below its steps."""
-    change_config(copy, ("max_hours = 0.0", "max_hours = 1e-7"), ("max_steps = 4", "max_steps = 3"))
-    assert main(["verify", str(copy)]) == 0
-
-
-def test_the_evaluation_after_the_last_step_is_compared(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    last = lines(copy / "evaluation.jsonl")[-1]
-    change_row(copy / "evaluation.jsonl", 4, correct=1 - last["correct"])
-    assert last["step"] == 4 and main(["verify", str(copy)]) == 1
-    assert "First difference: step 4, in evaluation.jsonl: " in capsys.readouterr().out
-
-
-def test_a_checkpoint_where_the_run_was_stopped_is_compared(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """None is due there, and the replay makes one all the same."""
-    change_config(copy, ("save_every = 2", "save_every = 0"))
-    checkpoint = copy / "checkpoints" / "step_000002" / "adapter_model.safetensors"
-    checkpoint.write_bytes(checkpoint.read_bytes() + b"x")
-    assert main(["verify", str(copy), "--steps", "0:2"]) == 1
-    assert "First difference: step 2, in the adapter." in capsys.readouterr().out
 
 
 def test_keys_that_a_resume_changed_are_named_before_it(base: Path, copy: Path) -> None:
@@ -402,18 +441,6 @@ def test_sessions_of_another_shape_do_no_harm(base: Path, copy: Path, resumed: A
     assert of(base, copy).parting == part(3, "metrics.jsonl", "loss")
 
 
-@pytest.mark.parametrize("change", [{"example_id": []}, {"step": "x"}, {"correct": None}])
-def test_an_evaluation_of_another_shape_is_named(
-    base: Path, copy: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    written = copy / "evaluation.jsonl"
-    first, *others = lines(written)
-    written.write_text("".join(json.dumps(row) + "\n" for row in (first | change, *others)))
-    assert main(["diff", str(base), str(copy)]) == 1
-    said = capsys.readouterr().err
-    assert f"retrain: {written}" in said and "Traceback" not in said
-
-
 # -- diff ------------------------------------------------------------------------------------------
 
 
@@ -446,7 +473,7 @@ def test_equal_runs_do_not_part(base: Path, copy: Path, capsys: pytest.CaptureFi
 def test_another_key_is_named_with_the_first_step_that_it_changes(
     base: Path, tmp_path: Path, sections: dict[str, Any], cause: str, step: int
 ) -> None:
-    other = small_run(small(tmp_path / "run", **EVERY_STEP, **sections), quiet=True).folder
+    other = quiet_run(tmp_path / "run", **EVERY_STEP, **sections).folder
     found = of(base, other)
     assert found.parting and (found.parting.step, found.parting.record) == (step, "metrics.jsonl")
     assert cause in found.recorded[0]
@@ -459,26 +486,12 @@ def test_other_tokens_with_equal_records_are_found(base: Path, copy: Path) -> No
     assert of(base, copy).parting == part(1, "the stored tokens")
 
 
-def test_a_run_that_ended_earlier_is_named(
-    base: Path, copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    metrics = copy / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
-    for name in ("summary.json", "trainer_state.json"):  # as of a run that was killed
-        (copy / name).unlink()
-    assert main(["diff", str(base), str(copy)]) == 1
-    found = capsys.readouterr().out
-    assert f"equal until {copy} ends; it has no step 3" in found
-
-
 @pytest.mark.parametrize("lost", [[], ["summary.json"]])
 def test_records_that_were_cut_are_no_earlier_end(
     base: Path, copy: Path, lost: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     metrics = copy / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
-    for name in lost:
-        (copy / name).unlink()
+    fewer_steps(copy, *lost)
     assert main(["diff", str(base), str(copy)]) == 1
     found = capsys.readouterr()
     assert not found.out and "the file was changed or the disk is damaged" in found.err
@@ -488,26 +501,6 @@ def test_records_that_were_cut_are_no_earlier_end(
         assert f"{metrics}, line 4, does not hold step 3" in capsys.readouterr().err
 
 
-def test_a_step_that_is_recorded_twice_is_not_called_equal(
-    base: Path, copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    metrics = copy / "metrics.jsonl"
-    first, *others = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join([first.replace('"loss"', '"other"'), first, *others]))
-    assert main(["diff", str(base), str(copy)]) == 1
-    assert "line 2, does not hold step 1" in capsys.readouterr().err
-
-
-def test_an_evaluation_of_one_run_alone_is_named(
-    base: Path, copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kept = [row for row in lines(copy / "evaluation.jsonl") if row["step"] < 4]
-    (copy / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-    (copy / "trainer_state.json").unlink()  # it would say that rows were lost
-    assert main(["diff", str(base), str(copy)]) == 0
-    assert f"Only {base} has evaluation.jsonl at step 4." in capsys.readouterr().out
-
-
 def test_every_record_of_a_repeated_id_is_compared(base: Path, copy: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(base, tmp_path / "other"))
     rows = [row | {"example_id": "one"} for row in lines(base / "evaluation.jsonl")]
@@ -515,15 +508,6 @@ def test_every_record_of_a_repeated_id_is_compared(base: Path, copy: Path, tmp_p
     for run, own in ((other, rows), (copy, changed)):
         (run / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
     assert of(other, copy).parting == part(2, "evaluation.jsonl", "one")
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluation.jsonl"])
-def test_a_run_without_its_records_is_not_called_equal_or_ended(
-    base: Path, copy: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (copy / name).unlink()
-    assert main(["diff", str(base), str(copy)]) == 1
-    assert f"{copy}: {name} is missing" in capsys.readouterr().err
 
 
 def test_a_version_instructions_and_a_plugins_source_are_named(base: Path, copy: Path) -> None:

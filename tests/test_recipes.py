@@ -83,10 +83,8 @@ def test_a_later_source_wins_and_is_named(file: Path) -> None:
     assert (config.loss.clip_high, config.origins["loss.clip_high"]) == (0.2, "file")
     config = load_config(file, environ={"RETRAIN_LOSS_CLIP_LOW": "0.1"})
     assert config.origins["loss.clip_low"] == "environment RETRAIN_LOSS_CLIP_LOW"
-    config = load_config(
-        file, ["--loss-clip-low", "0.15"], environ={"RETRAIN_LOSS_CLIP_LOW": "0.1"}
-    )
-    assert config.loss.clip_low == 0.15
+    environ = {"RETRAIN_LOSS_CLIP_LOW": "0.1"}
+    assert load_config(file, ["--loss-clip-low", "0.15"], environ=environ).loss.clip_low == 0.15
 
 
 def test_what_the_file_sets_otherwise_is_named_in_one_line(file: Path) -> None:
@@ -114,11 +112,9 @@ def test_a_recipe_of_the_command_line_takes_the_place_of_the_files_modes(tmp_pat
     file = tmp_path / "mine.toml"
     file.write_text(f'{LAB}[algorithm]\nadvantage_mode = "maxrl"\ntransform_mode = "gtpo"\n')
     config = load_config(file, ["--algorithm-mode", "gspo"], environ={})
-    assert (config.algorithm.advantage_mode, config.algorithm.transform_mode) == (
-        "grpo_std",
-        "none",
-    )
-    assert not departures(config.algorithm.algorithm_mode, config.value)
+    algorithm = config.algorithm
+    assert (algorithm.advantage_mode, algorithm.transform_mode) == ("grpo_std", "none")
+    assert not departures(algorithm.algorithm_mode, config.value)
 
 
 def test_a_condition_takes_a_recipe_below_the_file_and_below_its_own_keys(tmp_path: Path) -> None:
@@ -133,10 +129,8 @@ def test_a_condition_takes_a_recipe_below_the_file_and_below_its_own_keys(tmp_pa
     assert dapo.algorithm.advantage_mode == recipe("dapo")["algorithm.advantage_mode"]
     assert dapo.training.dynamic_sampling == 2 and dapo.training.minibatches == 2
     assert departures("dapo", dapo.value) == {"training.minibatches": 2}
-    assert departures(lite.algorithm.algorithm_mode, lite.value) == {
-        "training.minibatches": 2,
-        "loss.clip_high": 0.3,
-    }
+    found = departures(lite.algorithm.algorithm_mode, lite.value)
+    assert found == {"training.minibatches": 2, "loss.clip_high": 0.3}
 
 
 def test_a_condition_whose_recipe_cannot_be_is_refused_with_its_number() -> None:

@@ -7,6 +7,7 @@ import os
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,21 +18,9 @@ from retrain.types import MachineChoices
 
 
 def _state(step: int) -> TrainerState:
-    choices = MachineChoices(
-        threads=2,
-        decode_rows=8,
-        decode_tokens=1024,
-        micro_batch_tokens=2048,
-        gradient_checkpointing=False,
-    )
-    return TrainerState(
-        seed=7,
-        config_hash="c0ffee",
-        step=step,
-        cursor=4 * step,
-        sepa={"gate_open": True},
-        choices=choices,
-    )
+    about: Any = {"cursor": 4 * step, "sepa": {"gate_open": True}}
+    about["choices"] = MachineChoices(2, 8, 1024, 2048, False)
+    return TrainerState(seed=7, config_hash="c0ffee", step=step, **about)
 
 
 def _write(folder: Path) -> None:

@@ -20,18 +20,13 @@ def test_a_duration_has_at_most_two_units(seconds: float, words: str) -> None:
 
 def test_columns_line_up_where_characters_are_two_cells_wide() -> None:
     lines = list(table_lines([("text", "n"), ("答え", "1"), ("abc", "23")], right=(1,)))
-    assert len({cell_len(line) for line in lines}) == 1 and [line[-1] for line in lines] == [
-        "n",
-        "1",
-        "3",
-    ]
+    assert len({cell_len(line) for line in lines}) == 1
+    assert [line[-1] for line in lines] == ["n", "1", "3"]
 
 
 def test_a_column_without_text_is_left_out_and_no_line_ends_in_spaces() -> None:
-    assert list(table_lines([("a", "", "long"), ("bb", "", "c")], indent="  ")) == [
-        "  a   long",
-        "  bb  c",
-    ]
+    lines = list(table_lines([("a", "", "long"), ("bb", "", "c")], indent="  "))
+    assert lines == ["  a   long", "  bb  c"]
     assert list(table_lines([])) == []
 
 

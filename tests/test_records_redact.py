@@ -30,17 +30,10 @@ def test_values_of_secret_variables_are_masked(name: str) -> None:
     assert Redactor({name: "wonderful-value"}).text("it is wonderful-value!") == f"it is {MASK}!"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("TOKENIZERS_PARALLELISM", "false-ish"),
-        ("SSH_KEY_PATH", "/home/me/.ssh"),
-        ("HOME", "/root/me"),
-        ("A_KEY", "1"),
-    ],
-)
-def test_values_that_are_no_secret_stay(name: str, value: str) -> None:
-    assert Redactor({name: value}).text(f"x {value} 1") == f"x {value} 1"
+def test_values_that_are_no_secret_stay() -> None:
+    plain = {"TOKENIZERS_PARALLELISM": "false-ish", "SSH_KEY_PATH": "/home/me/.ssh"}
+    for name, value in (plain | {"HOME": "/root/me", "A_KEY": "1"}).items():
+        assert Redactor({name: value}).text(f"x {value} 1") == f"x {value} 1"
 
 
 @pytest.mark.parametrize(
@@ -70,9 +63,15 @@ def test_tokens_of_known_shapes_are_masked(secret: str) -> None:
         ('base_url = "user:pa55@host:80" is not', 'base_url = "***@host:80" is not'),
         ('api_key = "a-1" stands outside', 'api_key = "***" stands outside'),
         ('judge_api_key_env = "my-key" is not', 'judge_api_key_env = "***" is not'),
+        ("https://host/cb#access_token=abc&n=1", "https://host/cb#access_token=***&n=1"),
+        ("https://host/?x-auth=abc", "https://host/?x-auth=***"),
+        (
+            "next=https%3A%2F%2Fuser%3Apa55%40host%2F%3Fapi_key%3Dabc%26n%3D1",
+            "next=https%3A%2F%2F***%40host%2F%3Fapi_key%3D***%26n%3D1",
+        ),
     ],
 )
-def test_credentials_in_urls_and_headers_are_masked(text: str, masked: str) -> None:
+def test_credentials_in_addresses_and_headers_are_masked(text: str, masked: str) -> None:
     assert PLAIN.text(text) == masked
 
 
@@ -133,38 +132,11 @@ def test_a_string_under_a_key_named_like_a_secret_is_masked_wherever_it_stands(n
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_tokens", 8),
-        ("api_key", 8),
-        ("judge_api_key_env", "OPENAI_API_KEY"),
-        ("eos_token", "<eos>"),
-        ("answer_key", "gold"),
-        ("tokenizer", "fast"),
-        ("keyword", "maybe"),
-        ("author", "Ada"),
-    ],
-)
-def test_a_key_that_only_looks_like_a_secrets_keeps_its_value(name: str, value: object) -> None:
-    assert PLAIN.json({name: value}) == {name: value}
-
-
-@pytest.mark.parametrize(
-    ("text", "masked"),
-    [
-        ("https://host/cb#access_token=abc&n=1", "https://host/cb#access_token=***&n=1"),
-        ("https://host/?x-auth=abc", "https://host/?x-auth=***"),
-        (
-            "next=https%3A%2F%2Fuser%3Apa55%40host%2F%3Fapi_key%3Dabc%26n%3D1",
-            "next=https%3A%2F%2F***%40host%2F%3Fapi_key%3D***%26n%3D1",
-        ),
-    ],
-)
-def test_credentials_are_masked_in_fragments_and_percent_encoded_too(
-    text: str, masked: str
-) -> None:
-    assert PLAIN.text(text) == masked
+def test_a_key_that_only_looks_like_a_secrets_keeps_its_value() -> None:
+    plain = {"max_tokens": 8, "api_key": 8, "judge_api_key_env": "OPENAI_API_KEY"}
+    plain |= {"eos_token": "<eos>", "answer_key": "gold", "tokenizer": "fast"}
+    plain |= {"keyword": "maybe", "author": "Ada"}
+    assert PLAIN.json(plain) == plain
 
 
 @pytest.mark.parametrize(
@@ -198,13 +170,7 @@ def test_a_masked_configuration_loads_and_hides_every_secret() -> None:
 
 @pytest.mark.parametrize("word", ["random", "sampler", "token_mean", "constant", "training"])
 def test_a_secret_that_is_a_word_of_the_configuration_leaves_it_loadable(word: str) -> None:
-    config = config_from_mapping(
-        {
-            "reward": {"type": "random"},
-            "loss": {"old_logprobs": "sampler", "aggregation": "token_mean"},
-        }
-    )
-    assert (
-        config_from_toml(dump_toml(Redactor({"A_TOKEN": word}).config(config))).reward.type
-        == "random"
-    )
+    loss = {"old_logprobs": "sampler", "aggregation": "token_mean"}
+    config = config_from_mapping({"reward": {"type": "random"}, "loss": loss})
+    masked = dump_toml(Redactor({"A_TOKEN": word}).config(config))
+    assert config_from_toml(masked).reward.type == "random"

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 from campaigns import write_run
-from runs import small
+from runs import quiet_run
 
 from retrain.cli.main import main
 from retrain.errors import RunFailed
 from retrain.records.terminal import clean
-from tests.runs import small_run
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egnp\x9b31m\r\x00\x85\u2028 end"
 SAFE = "<U+202E>gnp<U+2028> end"
@@ -59,7 +58,7 @@ def test_the_summary_of_a_run_that_failed_holds_no_escapes(
 
     monkeypatch.setattr("retrain.run.session.Session.sample", fail)
     with pytest.raises(RunFailed):
-        small_run(small(tmp_path / "run", training={"max_steps": 1}), quiet=True)
+        quiet_run(tmp_path / "run", training={"max_steps": 1})
     assert (
         json.loads((tmp_path / "run" / "summary.json").read_text())["reason"]
         == f"the reward said {SAFE}"

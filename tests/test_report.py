@@ -100,21 +100,14 @@ def test_nothing_in_the_page_has_an_address_outside_it(
 ) -> None:
     html: str = request.getfixturevalue(name)
     page = Page(html)
-    links = [
-        value or ""
-        for _, attributes in page.elements
-        for key, value in attributes.items()
-        if key in ADDRESSES.split()
-    ]
+    given = [pair for _, attributes in page.elements for pair in attributes.items()]
+    links = [value or "" for key, value in given if key in ADDRESSES.split()]
     assert links and all(link.startswith("#") or link == "data:," for link in links), links
     assert set(re.findall(r"url\(([^)]*)\)", html)) <= set(re.findall(r"url\((#[^)]*)\)", html))
     tags = ("iframe", "object", "embed", "img")
     assert "@import" not in html and not any(map(page.count, tags))
-    (policy,) = [
-        attributes["content"]
-        for _, attributes in page.elements
-        if attributes.get("http-equiv") == "Content-Security-Policy"
-    ]
+    csp = "Content-Security-Policy"
+    (policy,) = [keys["content"] for _, keys in page.elements if keys.get("http-equiv") == csp]
     assert policy and "connect-src" not in policy
     for part in ("default-src 'none'", "unsafe-inline'; script-src 'sha256-", "form-action 'none'"):
         assert part in policy
@@ -123,10 +116,7 @@ def test_nothing_in_the_page_has_an_address_outside_it(
 def test_what_a_model_wrote_is_only_text(campaign_page: str) -> None:
     page = Page(campaign_page)
     assert page.count("script") == 1 and page.count("img") == 0
-    handlers = [
-        key for _, attributes in page.elements for key in attributes if key.startswith("on")
-    ]
-    assert not handlers
+    assert not any(key.startswith("on") for _, keys in page.elements for key in keys)
     for text in HOSTILE:
         assert visible(text) in page.text
     assert not re.search(
@@ -166,13 +156,13 @@ def test_a_runs_page_has_its_tokens_under_both_transforms(run_page: str) -> None
         for tag, attributes in page.elements
         if tag == "span" and "surprisal" in (attributes.get("title") or "")
     ]
-    assert len(tokens) > 100 and all(
+    assert len(tokens) > 100
+    assert all(
         "episode" in (token["title"] or "") and "entropy" in (token["title"] or "")
         for token in tokens
     )
-    assert any("plan" in (token["class"] or "").split() for token in tokens) and any(
-        "a-" in (token["class"] or "") for token in tokens
-    )
+    assert any("plan" in (token["class"] or "").split() for token in tokens)
+    assert any("a-" in (token["class"] or "") for token in tokens)
     assert "log-ratio" in (tokens[0]["title"] or "") or "log-ratio" in page.text
     assert "[training]" in page.text  # config.toml
     assert "Model lab, data lab, 2 prompts x 4 completions a step." in page.text
@@ -191,11 +181,9 @@ def test_ids_of_figures_do_not_collide(campaign_page: str) -> None:
 
 def test_figures_take_their_colours_from_the_page(campaign_page: str) -> None:
     drawings = "".join(re.findall(r"<svg.*?</svg>", campaign_page, re.DOTALL))
-    assert (
-        not set(re.findall(r"#[0-9a-f]{6}\b", drawings))
-        and "var(--series-0)" in drawings
-        and "var(--ink)" in drawings
-    )
+    assert not set(re.findall(r"#[0-9a-f]{6}\b", drawings))
+    assert "var(--series-0)" in drawings
+    assert "var(--ink)" in drawings
     style = re.search(r"<style>(.*?)</style>", campaign_page, re.DOTALL)
     assert style
     light, _, dark = style.group(1).partition("prefers-color-scheme: dark")
@@ -207,13 +195,8 @@ def test_figures_take_their_colours_from_the_page(campaign_page: str) -> None:
 
 
 def arm(*rates: list[float | None]) -> ConditionCurves:
-    curves = [
-        Curves(
-            np.arange(len(values), dtype=float),
-            {"correct_rate": np.array([np.nan if v is None else v for v in values])},
-        )
-        for values in rates
-    ]
+    arrays = [np.array([np.nan if v is None else v for v in values]) for values in rates]
+    curves = [Curves(np.arange(float(len(one))), {"correct_rate": one}) for one in arrays]
     return ConditionCurves("a", [], curves, [])
 
 
@@ -248,11 +231,9 @@ def test_curves_are_the_files_numbers(campaign: Path) -> None:
     assert band and band.mean.tolist() == [line["completion_tokens_mean"] for line in lines]
     assert (found.band("plan_entropy_mean") is None) == (lines[0]["plan_entropy_mean"] is None)
     final = run.final_evaluation
-    assert (
-        final
-        and found.held_out[0][-1].accuracy == final.pass_at[1]
-        and [p.step for p in found.held_out[0]] == [0, 12, 24]
-    )
+    assert final
+    assert found.held_out[0][-1].accuracy == final.pass_at[1]
+    assert [p.step for p in found.held_out[0]] == [0, 12, 24]
 
 
 def test_runs_of_several_campaigns_are_told_apart_and_not_compared(tmp_path: Path) -> None:
@@ -269,14 +250,9 @@ def test_runs_of_several_campaigns_are_told_apart_and_not_compared(tmp_path: Pat
 
 
 def test_loose_runs_are_compared_with_the_condition_that_is_named(tmp_path: Path) -> None:
-    for mode in ("grpo", "maxrl"):
-        for seed in (1, 2):
-            write_run(
-                tmp_path / f"{mode}_{seed}",
-                seed,
-                [0.1 * seed, 0.2],
-                algorithm={"advantage_mode": mode},
-            )
+    for mode, seed in (("grpo", 1), ("grpo", 2), ("maxrl", 1), ("maxrl", 2)):
+        folder, algorithm = tmp_path / f"{mode}_{seed}", {"advantage_mode": mode}
+        write_run(folder, seed, [0.1 * seed, 0.2], algorithm=algorithm)
     data = read_report_data(ReportRequest(tmp_path, baseline="maxrl+none"))
     assert data.comparison and data.comparison.baseline == "maxrl+none" and data.kind == "runs"
 
@@ -301,20 +277,11 @@ def test_what_is_missing_makes_no_figure(tmp_path: Path) -> None:
 
 
 def test_a_campaign_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
-    entries = [
-        {"condition": condition, "seed": 1, "status": "pending"}
-        for condition in ("grpo+none", "maxrl+none")
-    ]
-    write_manifest(tmp_path, entries)
+    pending = {"seed": 1, "status": "pending"}
+    write_manifest(tmp_path, [pending | {"condition": f"{one}+none"} for one in ("grpo", "maxrl")])
     assert "0 of 2" in build_page(ReportRequest(tmp_path))
-    write_run(
-        tmp_path / "runs" / "grpo+none_s1",
-        1,
-        [0.5],
-        finished=False,
-        max_steps=3,
-        algorithm={"advantage_mode": "grpo"},
-    )
+    folder, about = tmp_path / "runs" / "grpo+none_s1", {"finished": False, "max_steps": 3}
+    write_run(folder, 1, [0.5], **about, algorithm={"advantage_mode": "grpo"})
     page = Page(build_page(ReportRequest(tmp_path)))
     assert "1/3" in page.text and "pending" in page.text and "No comparison" in page.text
 
@@ -323,11 +290,9 @@ def test_one_evaluation_a_run_is_a_row_for_each_condition(tmp_path: Path) -> Non
     campaign = write_campaign(tmp_path, {"grpo+none": [5, 6, 8], "maxrl+none": [7, 8, 9]}, asked=10)
     differences, held_out, *_ = draw_figures(read_report_data(ReportRequest(campaign)))
     (axes,) = held_out.figure.axes
-    assert (
-        (differences.name, held_out.name) == ("differences", "held-out")
-        and "After 2 steps" in held_out.caption
-        and "95% interval" in held_out.caption
-    )
+    assert (differences.name, held_out.name) == ("differences", "held-out")
+    assert "After 2 steps" in held_out.caption
+    assert "95% interval" in held_out.caption
     assert {text.get_text() for text in axes.texts} == {"grpo+none: 63.3%", "maxrl+none: 80.0%"}
     dots = [sorted(line.get_xdata()) for line in axes.lines if line.get_marker() == "o"]
     assert np.allclose(dots, [[50, 60, 80], [70, 80, 90]])
@@ -341,29 +306,16 @@ def test_a_campaign_that_goes_on_says_so_and_counts_what_is_planned(tmp_path: Pa
         for one in ("grpo+none", "maxrl+none")
     ]
     (campaign / "manifest.json").write_text(json.dumps(manifest))
-    write_run(
-        campaign / "runs" / "grpo+none_s3",
-        3,
-        [0.1],
-        finished=False,
-        max_steps=2,
-        algorithm={"advantage_mode": "grpo", "transform_mode": "none"},
-    )
+    folder, about = campaign / "runs" / "grpo+none_s3", {"finished": False, "max_steps": 2}
+    algorithm = {"advantage_mode": "grpo", "transform_mode": "none"}
+    write_run(folder, 3, [0.1], **about, algorithm=algorithm)
     page = build_page(ReportRequest(campaign))
-    assert (
-        "Still to come: 2 runs." in page
-        and "<dt>seeds</dt><dd>3</dd>" in page
-        and "<dt>steps</dt><dd>9 of 12</dd>" in page
-    )
-    row = re.search(
-        "<tr>"
-        + "".join(
-            f"<td[^>]*>{cell}</td>"
-            for cell in (r"<i.*?></i>grpo\+none", "3", "2", "55.0%", "50.0%")
-        ),
-        page,
-    )
-    assert row  # the run on its way is not in the training accuracy
+    assert "Still to come: 2 runs." in page
+    assert "<dt>seeds</dt><dd>3</dd>" in page
+    assert "<dt>steps</dt><dd>9 of 12</dd>" in page
+    cells = (r"<i.*?></i>grpo\+none", "3", "2", "55.0%", "50.0%")
+    # The run on its way is not in the training accuracy.
+    assert re.search("<tr>" + "".join(f"<td[^>]*>{cell}</td>" for cell in cells), page)
 
 
 # -- what a reader sees first ----------------------------------------------------------------------
@@ -428,9 +380,9 @@ def test_a_prompt_is_shown_as_a_chat() -> None:
 def test_a_run_says_how_many_completions_it_stored_and_whether_it_was_evaluated(
     tmp_path: Path, run_page: str
 ) -> None:
+    assert "Step 1: 8 of 8 completions stored" in run_page
     assert (
-        "Step 1: 8 of 8 completions stored" in run_page
-        and "im_start"
+        "im_start"
         not in (run_page[run_page.index('id="completions"') : run_page.index('id="tokens"')])
     )
     prompts = re.findall("<h4>lab-[^<]*</h4>", run_page)
@@ -486,7 +438,6 @@ def test_every_axis_has_its_name_and_a_bar_is_a_95_percent_interval(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--output", "x.svg"], "name it .html. Its figures go next to it"),
         (["--contrast", "a:b"], "retrain compare DIR --contrast A:B"),
         (["--baseline", "nobody"], "--baseline nobody is not a condition"),
         (["--metric", "luck"], "--metric luck is not a metric"),

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from retrain.config import TrainConfig
+from retrain.audit.run import audit_reward
+from retrain.config import TrainConfig, config_from_mapping
 from retrain.errors import ConfigurationError
 from retrain.rewards import score_answers
 from retrain.rewards.equality import decide_by_strings
@@ -148,6 +149,10 @@ def test_the_door_takes_a_table_a_configuration_and_examples() -> None:
     assert score_answers(config, [(r"\boxed{5}", Example("How many?", "5"))]) == [1.0]
 
 
-def test_the_door_refuses_what_judges_whole_groups() -> None:
-    with pytest.raises(ConfigurationError, match="judges the completions of a prompt together"):
+def test_the_door_and_an_audit_refuse_what_judges_whole_groups() -> None:
+    refused = pytest.raises(ConfigurationError, match="judges the completions of a prompt together")
+    with refused:
         score_answers({"type": "majority"}, [(r"\boxed{5}", "5")])
+    config = config_from_mapping({"data": {"source": "lab"}, "reward": {"type": "majority"}})
+    with refused:
+        audit_reward(config, 1, lambda _: None)

@@ -17,43 +17,27 @@ from tests.marks import first_of
 MODULE = """
 import asyncio, os, time
 import numpy as np
-
-def score(response, reference):
-    return float(response == reference)
-
-def half(response, reference):
-    return 0.5
+def score(response, reference): return float(response == reference)
+def half(response, reference): return 0.5
 
 def everything(response, reference, prompt, example, params):
     assert (prompt, example.reference, example.info["row"], params) == ("the prompt", reference, [1, 2], {"bonus": 0.25})
     return params["bonus"]
-
-def keywords(response, reference, **more):
-    return sorted(more) == ["example", "finish_reason", "params", "prompt", "token_count"]
+def keywords(response, reference, **more): return sorted(more) == ["example", "finish_reason", "params", "prompt", "token_count"]
 
 async def later(response, reference):
     await asyncio.sleep(0.01)
     return True
-
-def unsure(response, reference):
-    return None
+def unsure(response, reference): return None
 
 def angry(response, reference):
     raise KeyError("no\\nsuch key")
-
-def bottomless(response, reference):
-    return float("nan")
+def bottomless(response, reference): return float("nan")
 
 def huge(response, reference): return 10**400
-
-def wordy(response, reference):
-    return "yes"
-
-def numpy_float(response, reference):
-    return np.float32(0.75)
-
-def numpy_bool(response, reference):
-    return np.bool_(True)
+def wordy(response, reference): return "yes"
+def numpy_float(response, reference): return np.float32(0.75)
+def numpy_bool(response, reference): return np.bool_(True)
 
 def by_request(response, reference):
     print("talking on standard output")
@@ -74,9 +58,7 @@ def by_request(response, reference):
 
 def channel():  # this worker's only socket
     return next(fd for fd in range(3, 100) if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}")[:6] == "socket")
-
-def framed(text):
-    return len(text).to_bytes(4, "little") + text.encode()
+def framed(text): return len(text).to_bytes(4, "little") + text.encode()
 
 def by_fork(response, reference):
     if response == "fork":
@@ -104,60 +86,39 @@ def by_channel(response, reference):
     if response in written:
         os.write(channel(), written[response])
     return 1.0
-
-def three(response, reference, judge):
-    return 1.0
+def three(response, reference, judge): return 1.0
 
 not_a_function = 3
 """
 
 
 @pytest.fixture(autouse=True)
-def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_rewards.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
+def user_module(here: Path) -> None:
+    (here / "my_rewards.py").write_text(MODULE)
 
 
 def custom(function: str, **reward: Any) -> Scorer:
-    table = {
-        "type": "custom",
-        "custom_module": "my_rewards",
-        "custom_function": function,
-        "workers": 1,
-        "deadline_s": 30.0,
-    } | reward
+    table = {"type": "custom", "custom_module": "my_rewards", "custom_function": function}
+    table |= {"workers": 1, "deadline_s": 30.0} | reward
     return build_scorer(TrainConfig.model_validate({"reward": table}))
 
 
 def request(
     response: str = "4", info: dict[str, Any] | None = None, reference: str | None = "4"
 ) -> ScoreRequest:
-    return ScoreRequest(
-        response,
-        reference,
-        "the prompt",
-        Example("What is 2+2?", "4", info=info),
-        step=0,
-        slot=0,
-        sample=0,
-    )
+    example = Example("What is 2+2?", "4", info=info)
+    return ScoreRequest(response, reference, "the prompt", example, step=0, slot=0, sample=0)
 
 
 def judged(scorer: Scorer, response: str = "4", info: dict[str, Any] | None = None) -> Score:
     return scorer.submit(request(response, info)).result(60)
 
 
-@pytest.mark.parametrize(
-    ("function", "reward"),
-    [
-        ("score", 1.0),
-        ("half", 0.5),
-        ("keywords", 1.0),
-        ("later", 1.0),
-        ("numpy_float", 0.75),
-        ("numpy_bool", 1.0),
-    ],
-)
+REWARDS = {"score": 1.0, "half": 0.5, "keywords": 1.0, "later": 1.0}
+REWARDS |= {"numpy_float": 0.75, "numpy_bool": 1.0}
+
+
+@pytest.mark.parametrize(("function", "reward"), REWARDS.items())
 def test_a_float_or_a_bool_is_the_reward(function: str, reward: float) -> None:
     with custom(function) as scorer:
         assert judged(scorer) == Score(Outcome.RIGHT if reward > 0.5 else Outcome.WRONG, reward)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from runs import lines, small, small_run
 
-from retrain.audit.run import audit_reward
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.plan import Plan
 from retrain.errors import ConfigurationError
@@ -21,12 +20,8 @@ from tests.marks import first_of
 
 MODULE = """
 import asyncio, os, time
-
-def order(responses, reference):
-    return [float(text) for text in responses]
-
-def place(responses, reference):
-    return [float(place) for place in range(len(responses))]
+def order(responses, reference): return [float(text) for text in responses]
+def place(responses, reference): return [float(place) for place in range(len(responses))]
 
 def everything(responses, reference, prompt, example, params, token_counts, finish_reasons):
     assert (reference, prompt, example.reference, params) == ("4", "the prompt", "4", {"bonus": 2})
@@ -36,26 +31,16 @@ def everything(responses, reference, prompt, example, params, token_counts, fini
 async def some(responses, reference):
     await asyncio.sleep(0)
     return [1.0, None, "high"]
-
-def few(responses, reference):
-    return [1.0]
-
-def one_number(responses, reference):
-    return 1.0
-
-def angry(responses, reference):
-    raise KeyError("no such key")
+def few(responses, reference): return [1.0]
+def one_number(responses, reference): return 1.0
+def angry(responses, reference): raise KeyError("no such key")
 
 def by_first(responses, reference):
     if responses[0] == "hang":
         time.sleep(600)
     return [1.0 for _ in responses]
-
-def short(response, reference, token_count, finish_reason):
-    return token_count + (0.5 if finish_reason == "length" else 0.0)
-
-def third(responses, reference, judge):
-    return [1.0 for _ in responses]
+def short(response, reference, token_count, finish_reason): return token_count + (0.5 if finish_reason == "length" else 0.0)
+def third(responses, reference, judge): return [1.0 for _ in responses]
 
 def channel():  # this worker's only socket
     return next(fd for fd in range(3, 100) if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}")[:6] == "socket")
@@ -71,19 +56,17 @@ def parity(responses, reference, token_counts):
 """
 
 
+GRPO = {"algorithm": {"advantage_mode": "grpo"}}
+
+
 @pytest.fixture(autouse=True)
-def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_groups.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
+def user_module(here: Path) -> None:
+    (here / "my_groups.py").write_text(MODULE)
 
 
 def scorer_of(*types: str, **reward: Any) -> Scorer:
     table = {"type": list(types), "workers": 1, "deadline_s": 30.0} | reward
-    sections = {
-        "reward": table,
-        "training": {"max_tokens": 100},
-        "algorithm": {"advantage_mode": "grpo"},
-    }
+    sections = {"reward": table, "training": {"max_tokens": 100}, **GRPO}
     return build_scorer(TrainConfig.model_validate(sections))
 
 
@@ -96,10 +79,8 @@ def request(response: str, sample: int, tokens: int = 0) -> ScoreRequest:
 def scored(scorer: Scorer, *responses: str) -> list[Score]:
     """The scores of a group, whose completions have 10, 11 ... tokens."""
     group = scorer.group(len(responses))
-    futures = [
-        group.submit(request(text, sample, 10 + sample)) for sample, text in enumerate(responses)
-    ]
-    return [future.result(60) for future in futures]
+    asked = [request(text, sample, 10 + sample) for sample, text in enumerate(responses)]
+    return [future.result(60) for future in [*map(group.submit, asked)]]
 
 
 def rewards(scorer: Scorer, *responses: str) -> list[float | None]:
@@ -261,16 +242,17 @@ def test_a_group_function_that_hangs_is_killed_and_the_next_group_is_judged() ->
     "reply",
     first_of(
         [
-            '{"number": 0, "members": [{"value": 1.0}]}',
-            '{"number": 0, "members": [{"value": Infinity}, {"value": 0.0}]}',
-            '{"number": 0, "value": 1.0}',
-            '{"number": 0, "members": 3}',
-            '{"number": 0, "members": [1.0, 1.0]}',
+            '"members": [{"value": 1.0}]',
+            '"members": [{"value": Infinity}, {"value": 0.0}]',
+            '"value": 1.0',
+            '"members": 3',
+            '"members": [1.0, 1.0]',
         ],
         quick=2,
     ),
 )
 def test_a_reply_that_is_no_group_s_could_not_be_judged(reply: str) -> None:
+    reply = f'{{"number": 0, {reply}}}'
     with scorer_of("my_groups.forged") as scorer:
         assert all("is not readable" in score.reason for score in scored(scorer, reply, "b"))
 
@@ -293,23 +275,18 @@ def test_a_group_function_with_another_input_is_refused() -> None:
 def test_maxrl_is_refused_beside_negative_rewards(reward: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{said}.*maxrl"):
         config_from_mapping({"reward": reward})
-    config_from_mapping({"reward": reward, "algorithm": {"advantage_mode": "grpo"}})
+    config_from_mapping({"reward": reward, **GRPO})
 
 
 def test_an_overlong_buffer_fits_into_the_completion() -> None:
     reward = {"type": "overlong", "overlong_buffer": 9}
-    sections = {"reward": reward, "algorithm": {"advantage_mode": "grpo"}}
     with pytest.raises(ConfigurationError, match="overlong_buffer = 9 is above"):
-        config_from_mapping(sections | {"training": {"max_tokens": 8}})
+        config_from_mapping({"reward": reward, "training": {"max_tokens": 8}, **GRPO})
 
 
 def test_held_out_answers_are_judged_by_what_verifies() -> None:
     def judges(**reward: Any) -> list[tuple[str, float]]:
-        sections = {
-            "reward": reward,
-            "data": {"source": "lab"},
-            "algorithm": {"advantage_mode": "grpo"},
-        }
+        sections = {"reward": reward, "data": {"source": "lab"}, **GRPO}
         return [*Plan.of(TrainConfig.model_validate(sections)).judges]
 
     assert judges(type="majority") == [("match", 1.0)]
@@ -317,12 +294,6 @@ def test_held_out_answers_are_judged_by_what_verifies() -> None:
     assert judges(type="my_groups.order") == [("my_groups.order", 1.0)]
     with pytest.raises(ConfigurationError, match="without their reference"):
         config_from_mapping({"evaluation": {"reward": "majority"}})
-
-
-def test_an_audit_has_no_groups() -> None:
-    config = config_from_mapping({"data": {"source": "lab"}, "reward": {"type": "majority"}})
-    with pytest.raises(ConfigurationError, match="judges the completions of a prompt together"):
-        audit_reward(config, 1, lambda _: None)
 
 
 def test_a_redraw_and_an_evaluation_are_groups_of_their_own(tmp_path: Path) -> None:

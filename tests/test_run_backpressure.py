@@ -17,7 +17,7 @@ from retrain.records.jsonl import truncate_to_step
 from retrain.records.run_folder import RunFolder
 from retrain.run.loop import Run
 from retrain.run.pressure import decided_by
-from tests.runs import lines, small, small_run, timeless
+from tests.runs import lines, quiet_run, small, small_run, timeless
 
 BLOCK = """
 [backpressure]
@@ -38,13 +38,8 @@ ALL = {"generations_per_step": 100}
 
 
 def pressed(folder: Path, **changes: Any) -> TrainConfig:
-    pressure = {
-        "enabled": True,
-        "warmup_steps": 1,
-        "max_batch_size": 4,
-        "cooldown": 0,
-        "min_r2": 0.0,
-    }
+    pressure = {"enabled": True, "warmup_steps": 1, "max_batch_size": 4}
+    pressure |= {"cooldown": 0, "min_r2": 0.0}
     training = {"max_steps": 9, "batch_size": 3, "group_size": 2, "max_tokens": 8, "save_every": 3}
     return small(folder, backpressure=pressure | changes, training=training, logging=ALL)
 
@@ -61,9 +56,8 @@ def test_the_batch_is_the_one_that_the_step_before_announced(run: Run) -> None:
     records = run.records()
     sizes = [record.batch_size for record in records[:7]]
     assert sizes == [1, 2, 4, 1, 2, 4, 3]  # the sweep twice, then the configured size
-    assert [record.next_batch_size for record in records[:-1]] == [
-        record.batch_size for record in records[1:]
-    ]
+    announced = [record.next_batch_size for record in records[:-1]]
+    assert announced == [record.batch_size for record in records[1:]]
     assert [record.bp_action for record in records[:6]] == ["sweep"] * 6
     assert all(record.bp_step_time_s == record.step_time_s for record in records)
 
@@ -71,9 +65,7 @@ def test_the_batch_is_the_one_that_the_step_before_announced(run: Run) -> None:
 def test_prompts_go_on_where_the_step_before_ended(run: Run) -> None:
     """The nth prompt is the same whatever the sizes; only the step in which it is seen differs."""
     training = {"max_steps": 3, "batch_size": 7, "group_size": 2, "max_tokens": 8}
-    fixed = small_run(
-        small(run.folder.parent / "fixed", training=training, logging=ALL), quiet=True
-    )
+    fixed = quiet_run(run.folder.parent / "fixed", training=training, logging=ALL)
 
     def order(folder: Path) -> list[str]:
         rows = lines(folder / "emergence" / "generations.jsonl")
@@ -123,39 +115,14 @@ def test_a_run_is_verified_by_the_recorded_times(run: Run, monkeypatch: pytest.M
     assert main(["verify", str(run.folder), "--steps", "0:9"]) == 0
 
 
-def test_the_roofline_names_the_bound_where_the_batch_may_grow(run: Run) -> None:
-    regimes = {record.bp_regime for record in run.records()}
-    assert regimes <= {
-        "warmup",
-        "memory_bound",
-        "compute_bound",
-        "retrograde",
-        "optimal",
-        "unknown",
-    }
-
-
 def test_the_documented_block_runs_as_it_is(tmp_path: Path) -> None:
-    text = f"""
-[model]
-model = "lab"
-[data]
-source = "lab"
-[training]
-max_steps = 2
-group_size = 2
-max_tokens = 4
-[backend]
-devices = "cpu"
-[logging]
-log_dir = "{tmp_path / "run"}"
-{BLOCK}"""
-    records = small_run(config_from_toml(text), quiet=True).records()
+    pressure = config_from_toml(BLOCK).backpressure.model_dump(exclude_unset=True)
+    training = {"max_steps": 2, "group_size": 2, "max_tokens": 4, "batch_size": 8}
+    records = quiet_run(tmp_path / "run", training=training, backpressure=pressure).records()
     assert [(record.batch_size, record.next_batch_size) for record in records] == [(1, 2), (2, 4)]
 
 
 def test_split_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match="two sample a step before the last one's measurement"
-    ):
+    told = "two sample a step before the last one's measurement"
+    with pytest.raises(ConfigurationError, match=told):
         small(tmp_path, backpressure={"enabled": True}, backend={"devices": "gpu:0,gpu:1"})

@@ -41,10 +41,8 @@ def test_a_run_records_what_its_judge_took_and_resumes_with_the_same_verdicts(
         record["judge_requests"] for record in records
     )  # the probe is none of a step's
     for record in records:
-        assert (
-            record["judge_requests"] + record["judge_cached"] == 8
-            and record["reward_could_not_judge"] == 0
-        )
+        assert record["judge_requests"] + record["judge_cached"] == 8
+        assert record["reward_could_not_judge"] == 0
         assert record["judge_prompt_tokens"] == 100 * record["judge_requests"]
         assert (
             record["judge_cost"] == pytest.approx(0.25 * record["judge_requests"])
@@ -91,15 +89,10 @@ def test_a_judge_that_fails_stops_the_run_with_its_reason_and_no_zero(tmp_path: 
     ):
         small_run(small(tmp_path, **judged(server.url)), quiet=True)
     (record,) = lines(tmp_path / "metrics.jsonl")
-    assert (record["reward_could_not_judge"], record["mean_reward"], record["num_datums"]) == (
-        8,
-        None,
-        0,
-    )
-    assert all(
-        line["outcome"] == "could_not_judge"
-        for line in lines(tmp_path / "emergence" / "generations.jsonl")
-    )
+    assert (record["reward_could_not_judge"], record["num_datums"]) == (8, 0)
+    assert record["mean_reward"] is record["correct_rate"] is None
+    generations = lines(tmp_path / "emergence" / "generations.jsonl")
+    assert {line["outcome"] for line in generations} == {"could_not_judge"}
 
 
 def test_a_judge_that_cannot_be_asked_is_refused_before_the_first_step(tmp_path: Path) -> None:
@@ -123,12 +116,9 @@ def test_held_out_answers_alone_may_be_judged(tmp_path: Path) -> None:
         assert 1 < len(server.requests) <= 5
     records = lines(tmp_path / "evaluation.jsonl")
     assert [line["samples"] for line in records] == [1] * 4
-    assert (
-        sum(line["judge_requests"] or 0 for line in records) == len(server.requests) - 1
-    )  # the probe is no problem's
-    assert sum(line["judge_prompt_tokens"] or 0 for line in records) == 100 * (
-        len(server.requests) - 1
-    )
+    asked = len(server.requests) - 1  # the probe is no problem's
+    assert sum(line["judge_requests"] or 0 for line in records) == asked
+    assert sum(line["judge_prompt_tokens"] or 0 for line in records) == 100 * asked
     assert lines(tmp_path / "metrics.jsonl")[0]["judge_requests"] is None  # a random reward trained
 
 
@@ -148,15 +138,8 @@ def test_the_judge_block_of_the_seeds_runs_as_it_is(
     monkeypatch.setenv("OPENAI_API_KEY", "sk-test-0123456789abcdef")
     with serving(arbitrary) as server:
         tiny = "--batch-size 2 --group-size 4 --max-tokens 24 --max-steps 1 --devices cpu"
-        flags = [
-            f"--reward-judge-base-url={server.url}",
-            f"--log-dir={tmp_path / 'run'}",
-            *tiny.split(),
-        ]
+        flags = f"--reward-judge-base-url={server.url} --log-dir={tmp_path / 'run'} {tiny}".split()
         small_run(load_config(file, parse_overrides(flags)), quiet=True)
         assert server.requests[1][2]["model"] == "gpt-4o-mini"
-    assert all(
-        "sk-test" not in path.read_text()
-        for path in (tmp_path / "run").glob("*.*")
-        if path.is_file()
-    )
+    written = [path for path in (tmp_path / "run").glob("*.*") if path.is_file()]
+    assert not any("sk-test" in path.read_text() for path in written)

@@ -99,9 +99,8 @@ def test_beside_other_problems_a_trace_s_prompt_is_its_own(
     sections: dict[str, Any], tmp_path: Path, text: TextModel
 ) -> None:
     (trace,) = traces_of([SUM], tmp_path, text, **sections).traces
-    assert parts(trace, text)[0][0] == (
-        "<|im_start|>user\n1 + 2 = ?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    asked = "<|im_start|>user\n1 + 2 = ?<|im_end|>\n<|im_start|>assistant\n"
+    assert parts(trace, text)[0][0] == asked
 
 
 @pytest.mark.parametrize("sections", BESIDE.values(), ids=BESIDE.keys())
@@ -161,9 +160,8 @@ def test_a_template_that_rewrites_earlier_turns_leaves_the_row_out(
 def test_no_usable_trace_is_refused(
     rows: list[dict[str, Any]], says: str, tmp_path: Path, text: TextModel
 ) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"\[sft\] source = .* has no usable trace"
-    ) as told:
+    unusable = r"\[sft\] source = .* has no usable trace"
+    with pytest.raises(ConfigurationError, match=unusable) as told:
         traces_of(rows, tmp_path, text)
     assert says in str(told.value)
 
@@ -216,10 +214,8 @@ SFT: dict[str, Any] = {
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("traces")
     for name, first in (("train", 0), ("test", 30)):
-        rows = [
-            {"prompt": f"{n} + 1 = ?", "completion": f"It is {n + 1}."}
-            for n in range(first, first + 30)
-        ]
+        numbers = range(first, first + 30)
+        rows = [{"prompt": f"{n} + 1 = ?", "completion": f"It is {n + 1}."} for n in numbers]
         rows[-1]["prompt"] = lab_examples("heldout", 1)[0].prompt
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
@@ -420,11 +416,8 @@ def test_its_order_is_the_seed_s_alone(data: Path, text: TextModel) -> None:
     config = run(data / "run", data)
     traces = load_traces(config, text)
     assert traces is not None
-    batches = [
-        [tuple(row.token_ids.tolist()) for row in traces.batch(step, 16, seed)]
-        for seed in (3, 3, 4)
-        for step in (0, 1)
-    ]
+    drawn = [traces.batch(step, 16, seed) for seed in (3, 3, 4) for step in (0, 1)]
+    batches = [[tuple(row.token_ids.tolist()) for row in batch] for batch in drawn]
     assert batches[:2] == batches[2:4] != batches[4:]
     passed = [*batches[0], *batches[1]][: len(traces)]
     assert len(set(passed)) == len(traces)  # each once a pass
@@ -457,9 +450,8 @@ def test_a_plain_supervised_run_ends_after_its_stage(
 def test_a_missing_plugin_and_an_evaluation_that_nobody_asked_for_are_named() -> None:
     sft = {"source": "no_such.traces", "steps": 1, "evaluate_every": 1}
     config = config_from_mapping({"model": {"model": "lab"}, "data": {"source": "lab"}, "sft": sft})
-    with pytest.raises(
-        ConfigurationError, match=r'\[sft\] source = "no_such.traces" does not load'
-    ):
+    told = r'\[sft\] source = "no_such.traces" does not load'
+    with pytest.raises(ConfigurationError, match=told):
         check_plugins(config)
     assert any("set [evaluation] at_end = true" in note for note in notes(config))
 

@@ -14,7 +14,7 @@ from campaigns import problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
-from runs import small
+from runs import quiet_run, small
 from safetensors.torch import load_file, save_file
 from scipy import stats
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from retrain.squeeze import (
 )
 from retrain.squeeze.analysis import factorise, tried_ranks
 from retrain.squeeze.job import Accuracy
-from tests.runs import small_run
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
@@ -65,20 +64,16 @@ def peft_adapter(
     folder: Path, *, dtype: torch.dtype = torch.float32, zero: tuple[str, ...] = (), **options: Any
 ) -> Path:
     """An adapter that peft made and saved, its factors random but for the layers in `zero`."""
-    config = LoraConfig(
-        **{"r": 8, "lora_alpha": 12, "target_modules": ["wide", "tall", "narrow"]} | options
-    )
+    settings = {"r": 8, "lora_alpha": 12, "target_modules": ["wide", "tall", "narrow"]}
+    config = LoraConfig(**settings | options)
     model = get_peft_model(base(), config)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_" in name and not any(f".{layer}." in name and "lora_B" in name for layer in zero):
-            decay = torch.arange(1.0, 1 + min(parameter.shape)).pow(
-                -1.0
-            )  # of a falling spectrum, as a trained adapter is
+            # Of a falling spectrum, as a trained adapter is.
+            decay = 1 / torch.arange(1.0, 1 + min(parameter.shape))
             values = torch.randn(parameter.shape, generator=generator)
-            parameter.data = values * (
-                decay if parameter.shape[1] == len(decay) else decay[:, None]
-            )
+            parameter.data = values * (decay if values.shape[1] == len(decay) else decay[:, None])
         if "lora_" in name:
             parameter.data = parameter.data.to(dtype)
     model.save_pretrained(folder)
@@ -88,17 +83,12 @@ def peft_adapter(
 def updates(folder: Path) -> dict[str, Tensor]:
     """The full update of every layer, as peft merges it, in float64."""
     model = PeftModel.from_pretrained(base(), folder)  # type: ignore[arg-type]
-    layers = {
-        name.removeprefix("base_model.model."): module
-        for name, module in model.named_modules()
-        if hasattr(module, "get_delta_weight")
-    }
-    for module in layers.values():
-        module.double()  # type: ignore[operator]
-    return {
-        name: module.get_delta_weight("default").detach().double()
-        for name, module in layers.items()
-    }  # type: ignore[operator]
+    found = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            update = module.double().get_delta_weight("default").detach().double()
+            found[name.removeprefix("base_model.model.")] = update
+    return found
 
 
 def cut(update: Tensor, k: int) -> Tensor:
@@ -178,11 +168,6 @@ def test_the_mean_over_layers_or_the_worst_layer_decides(
     assert recommend_rank(layers, ranks, threshold, **options) == expected
 
 
-def test_zeros_alone_have_no_recommendation() -> None:
-    with pytest.raises(ValueError, match="untrained"):
-        recommend_rank([None, None], [1, 2], 0.95)
-
-
 def test_default_ranks_are_the_powers_of_two_and_the_source_rank() -> None:
     for rank, expected in ((1, (1,)), (2, (1, 2)), (8, (1, 2, 4, 8)), (12, (1, 2, 4, 8, 12))):
         assert tried_ranks([], rank) == expected
@@ -228,17 +213,12 @@ def test_peft_loads_the_truncated_update(
     before, after = updates(source), updates(tmp_path / "small")
     cut_off = whole = 0.0
     for name, update in before.items():
-        torch.testing.assert_close(
-            after[name],
-            cut(update, ranks[name]),
-            rtol=0,
-            atol=1e-6 * float(update.abs().max() + 1e-9),
-        )
+        near = 1e-6 * float(update.abs().max() + 1e-9)
+        torch.testing.assert_close(after[name], cut(update, ranks[name]), rtol=0, atol=near)
         cut_off += float((update - cut(update, ranks[name])).square().sum())
         whole += float(update.square().sum())
-    assert compression.relative_error == pytest.approx(
-        math.sqrt(cut_off / whole), rel=1e-6, abs=1e-6
-    )
+    expected = math.sqrt(cut_off / whole)
+    assert compression.relative_error == pytest.approx(expected, rel=1e-6, abs=1e-6)
     assert 0 < compression.storage_error < 1e-6
 
 
@@ -266,9 +246,8 @@ def test_what_the_rank_does_not_touch_is_carried_over(tmp_path: Path) -> None:
     before, after = (load_file(folder / WEIGHTS) for folder in (source, tmp_path / "small"))
     assert before.keys() == after.keys()
     others = [name for name in before if "lora_" not in name]
-    assert any("head" in name for name in others) and any(
-        name.endswith(("wide.base_layer.bias", "wide.bias")) for name in others
-    )
+    assert any("head" in name for name in others)
+    assert any(name.endswith(("wide.base_layer.bias", "wide.bias")) for name in others)
     assert all(torch.equal(before[name], after[name]) for name in others)
 
 
@@ -276,28 +255,22 @@ def test_a_layer_of_zeros_can_still_be_trained(tmp_path: Path) -> None:
     source = peft_adapter(tmp_path / "source", zero=("tall",))
     compress_adapter(source, tmp_path / "small", 2)
     tensors = load_file(tmp_path / "small" / WEIGHTS)
-    assert (
-        not tensors["base_model.model.tall.lora_B.weight"].any()
-        and tensors["base_model.model.tall.lora_A.weight"].all()
-    )
+    assert not tensors["base_model.model.tall.lora_B.weight"].any()
+    assert tensors["base_model.model.tall.lora_A.weight"].all()
 
 
 def test_mixed_ranks_and_untrained_layers_are_analysed_by_layer(tmp_path: Path) -> None:
     source = peft_adapter(tmp_path / "source", rank_pattern={"wide": 5}, zero=("tall",))
     analysis = analyze_adapter(source, min_variance_retention=0.9)
     assert analysis.source_rank == 8
-    assert {layer.name: (layer.rank, layer.effective_rank) for layer in analysis.layers} == {
-        "wide": (5, 5),
-        "tall": (8, 8),
-        "narrow": (8, 3),
-    }
+    ranks_of = {layer.name: (layer.rank, layer.effective_rank) for layer in analysis.layers}
+    assert ranks_of == {"wide": (5, 5), "tall": (8, 8), "narrow": (8, 3)}
     assert analysis.zero_layers == ("tall",)
     trained = [layer for layer in analysis.layers if not layer.is_zero]
     for row in analysis.table:
         values = [layer.retained(row.rank) for layer in trained]
-        assert (row.mean, row.min, row.max) == pytest.approx(
-            (sum(values) / 2, min(values), max(values))
-        )
+        expected = (sum(values) / 2, min(values), max(values))
+        assert (row.mean, row.min, row.max) == pytest.approx(expected)
     ranks = analysis.ranks_per_layer()
     assert ranks["tall"] == 1
     for layer in trained:
@@ -316,9 +289,8 @@ def test_the_error_in_the_table_is_that_of_the_compression(tmp_path: Path) -> No
     source = peft_adapter(tmp_path / "source", alpha_pattern={"wide": 30})
     errors = {row.rank: row.error for row in analyze_adapter(source).table}
     for rank in (1, 2, 4):
-        assert compress_adapter(
-            source, tmp_path / f"rank{rank}", rank
-        ).relative_error == pytest.approx(errors[rank], rel=1e-9)
+        found = compress_adapter(source, tmp_path / f"rank{rank}", rank).relative_error
+        assert found == pytest.approx(errors[rank], rel=1e-9)
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -332,9 +304,10 @@ def change_settings(**values: object) -> Callable[[Path], None]:
     return change
 
 
-def add_tensor(name: str, tensor: Tensor) -> Callable[[Path], None]:
+def add_tensor(name: str, *shape: int, value: float = 1.0) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        save_file(load_file(folder / WEIGHTS) | {name: tensor}, folder / WEIGHTS)
+        more = {f"base_model.model.{name}": torch.full(shape, value)}
+        save_file(load_file(folder / WEIGHTS) | more, folder / WEIGHTS)
 
     return change
 
@@ -352,23 +325,11 @@ def add_tensor(name: str, tensor: Tensor) -> Callable[[Path], None]:
         (change_settings(target_parameters=["experts.w"]), "target_parameters"),
         (change_settings(init_lora_weights="pissa_niter_4"), "pissa_niter_4"),
         (change_settings(r=4), "has rank 8, and adapter_config.json says 4"),
-        (
-            add_tensor("base_model.model.wide.lora_magnitude_vector.weight", torch.ones(20)),
-            "lora_magnitude_vector",
-        ),
-        (add_tensor("base_model.model.emb.lora_embedding_A", torch.ones(8, 5)), "lora_embedding_A"),
-        (
-            add_tensor("base_model.model.wide.lora_A.weight", torch.ones(8, 24, 1, 1)),
-            "lora_A [8, 24, 1, 1]",
-        ),
-        (
-            add_tensor("base_model.model.more.lora_A.weight", torch.ones(8, 24)),
-            "lacks base_model.model.more.lora_B.weight",
-        ),
-        (
-            add_tensor("base_model.model.wide.lora_A.weight", torch.full((8, 24), math.inf)),
-            "wide holds nan or inf",
-        ),
+        (add_tensor("wide.lora_magnitude_vector.weight", 20), "lora_magnitude_vector"),
+        (add_tensor("emb.lora_embedding_A", 8, 5), "lora_embedding_A"),
+        (add_tensor("wide.lora_A.weight", 8, 24, 1, 1), "lora_A [8, 24, 1, 1]"),
+        (add_tensor("more.lora_A.weight", 8, 24), "lacks base_model.model.more.lora_B.weight"),
+        (add_tensor("wide.lora_A.weight", 8, 24, value=math.inf), "wide holds nan or inf"),
     ],
 )
 def test_what_cannot_be_squeezed_is_refused_in_one_sentence(
@@ -420,9 +381,8 @@ def test_settings_that_do_not_fit_are_refused_and_nothing_is_written(
 
 def test_a_source_rank_that_is_right_changes_nothing(tmp_path: Path) -> None:
     source = peft_adapter(tmp_path / "source")
-    assert squeeze_adapter(
-        config_from_mapping({"squeeze": {"source_rank": 8}}), source
-    ) == squeeze_adapter(TrainConfig(), source)
+    right = config_from_mapping({"squeeze": {"source_rank": 8}})
+    assert squeeze_adapter(right, source) == squeeze_adapter(TrainConfig(), source)
 
 
 # -- the job ---------------------------------------------------------------------------------------
@@ -430,49 +390,34 @@ def test_a_source_rank_that_is_right_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_run(
-        small(tmp_path_factory.mktemp("trained") / "run", training={"max_steps": 2}), quiet=True
-    ).adapter
+    return quiet_run(tmp_path_factory.mktemp("trained") / "run", training={"max_steps": 2}).adapter
 
 
 def test_accuracy_is_measured_on_the_compressed_update(
     tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sections = {
-        "training": {"max_tokens": 64},
-        "reward": {"type": "match"},
-        "evaluation": {"max_examples": 6},
-    }
+    sections = {"training": {"max_tokens": 64}, "evaluation": {"max_examples": 6}}
     source = shutil.copytree(trained, tmp_path / "source")
     generator = torch.Generator().manual_seed(0)
     weights = load_file(source / WEIGHTS)
-    noise = {
-        name: 0.3 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in weights.items()
-        if "lora_B" in name
-    }
-    save_file(
-        weights | noise, source / WEIGHTS
-    )  # an update of full rank that changes what the model writes
-
+    for name, tensor in weights.items():  # an update of full rank that changes what is written
+        if "lora_B" in name:
+            weights[name] = 0.3 * torch.randn(tensor.shape, generator=generator)
+    save_file(weights, source / WEIGHTS)
     values = {"adapter_path": str(source), "output_path": str(tmp_path / "out"), "evaluate": True}
-    config = small(tmp_path / "unused", **sections, squeeze=values)
+    config = small(tmp_path / "unused", **sections, reward={"type": "match"}, squeeze=values)
     whole = run_squeeze(replaced(config, {"squeeze.compress_to": 4})).accuracy
-    part = run_squeeze(
-        replaced(config, {"squeeze.compress_to": 1}), overwrite=True, quiet=True
-    ).accuracy
+    smaller = replaced(config, {"squeeze.compress_to": 1})
+    part = run_squeeze(smaller, overwrite=True, quiet=True).accuracy
     assert whole is not None and part is not None
     assert whole.before.problems == whole.after.problems == part.before.problems
     assert whole.before.tokens == whole.after.tokens == part.before.tokens != part.after.tokens
     assert whole.line() in capsys.readouterr().out.splitlines()
-    assert json.loads((tmp_path / "out" / "squeeze.json").read_text())["evaluation"] == json.loads(
-        json.dumps(part.to_json())
-    )
-    assert (
-        whole.differences == [0.0] * 6
-        and whole.interval is None
-        and "the same accuracy on every problem" in whole.line()
-    )
+    stored = json.loads((tmp_path / "out" / "squeeze.json").read_text())["evaluation"]
+    assert stored == json.loads(json.dumps(part.to_json()))
+    assert whole.differences == [0.0] * 6
+    assert whole.interval is None
+    assert "the same accuracy on every problem" in whole.line()
 
 
 def test_the_cost_of_a_compression_is_told_problem_by_problem() -> None:
@@ -482,14 +427,12 @@ def test_the_cost_of_a_compression_is_told_problem_by_problem() -> None:
     rng = np.random.default_rng(0)
     easy = rng.random(400) < 0.5
     after = easy & (rng.random(400) > 0.02)
-    accuracy = Accuracy(
-        *(Evaluation(0, problems([int(one) for one in right])) for right in (easy, after))
-    )
+    pair = (Evaluation(0, problems([int(one) for one in right])) for right in (easy, after))
+    accuracy = Accuracy(*pair)
     d = after.astype(float) - easy
     assert accuracy.interval == pytest.approx(stats.norm.interval(0.95, d.mean(), stats.sem(d)))
-    assert accuracy.interval is not None and accuracy.interval[1] - accuracy.interval[
-        0
-    ] < 0.04 < np.diff(accuracy.before.interval)
+    assert accuracy.interval is not None
+    assert accuracy.interval[1] - accuracy.interval[0] < 0.04 < np.diff(accuracy.before.interval)
     assert f": {100 * d.mean():+.1f} pp, 95% interval" in accuracy.line()
 
 
@@ -497,9 +440,8 @@ def test_a_trained_adapter_is_squeezed_by_a_file_of_squeeze_alone(
     tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, out = tmp_path / "squeeze.toml", tmp_path / "small"
-    file.write_text(
-        f'[squeeze]\nadapter_path = "{trained}"\noutput_path = "{out}"\ncompress_to = 2\n'
-    )
+    keys = f'adapter_path = "{trained}"\noutput_path = "{out}"\ncompress_to = 2\n'
+    file.write_text(f"[squeeze]\n{keys}")
     assert main([str(file)]) == 0
     printed = capsys.readouterr().out
     analysis = analyze_adapter(trained)

@@ -14,7 +14,7 @@ from retrain.config import dump_toml, replaced
 from retrain.data.samplers import SAMPLERS
 from tests.commands import Ranks
 from tests.marks import first_of
-from tests.runs import lines, small, small_run, timeless
+from tests.runs import lines, quiet_run, small, small_run, timeless
 from tests.split import two_devices
 from tests.stops import killed
 
@@ -47,10 +47,8 @@ STATEFUL: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "stateful_hooks.py").write_text(HOOKS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def hooks(here: Path) -> None:
+    (here / "stateful_hooks.py").write_text(HOOKS)
 
 
 def prompts(folder: Path) -> list[tuple[int, str]]:
@@ -72,14 +70,11 @@ def test_in_split_mode_a_sampler_has_seen_the_steps_up_to_two_before(tmp_path: P
         "training": {"max_steps": 6, "save_every": 4},
     }
     with two_devices():
-        run = small_run(small(tmp_path / "run", **sections), quiet=True)
+        run = quiet_run(tmp_path / "run", **sections)
     ids = dict(prompts(run.folder))
     with two_devices():
-        every = small_run(
-            small(
-                tmp_path / "every", **{**sections, "training": {"max_steps": 5, "save_every": 1}}
-            ),
-            quiet=True,
+        every = quiet_run(
+            tmp_path / "every", **{**sections, "training": {"max_steps": 5, "save_every": 1}}
         )
     at = {prompt: step for step, prompt in prompts(every.folder)}  # chosen after so many steps
     assert [at[ids[step]] for step in range(6)] == [0, 0, 1, 2, 4, 4]
@@ -110,7 +105,7 @@ def test_redraws_are_not_shown_to_a_sampler_and_the_batch_may_change(
         "training": {"dynamic_sampling": 2, "group_size": 2, "max_steps": 3, "max_examples": 16},
         "backpressure": {"enabled": True, "warmup_steps": 1, "max_batch_size": 4, "cooldown": 0},
     }
-    run = small_run(small(tmp_path / "run", **sections), quiet=True)
+    run = quiet_run(tmp_path / "run", **sections)
     records = lines(run.folder / "metrics.jsonl")
     assert len({record["batch_size"] for record in records}) > 1
     assert sum(record["groups_redrawn"] for record in records)
@@ -148,7 +143,7 @@ def test_two_processes_take_the_prompts_of_one(tmp_path: Path) -> None:
         "data": {"sampler": "learnability"},
         "training": {"batch_size": 3, "max_examples": 12},
     }
-    alone = small_run(small(tmp_path / "alone", **sections), quiet=True)
+    alone = quiet_run(tmp_path / "alone", **sections)
     file = tmp_path / "shared.toml"
     file.write_text(dump_toml(small(tmp_path / "shared", **sections)), encoding="utf-8")
     ranks = Ranks([sys.executable, "-m", "retrain", str(file), "--skip-parity"])

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import lines, small
+from runs import lines, quiet_run, small
 
 from retrain.analysis.status import State, loss_note, overview
 from retrain.cli.main import main
@@ -34,13 +34,8 @@ from tests.runs import small_run
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real run of two steps with an evaluation."""
     evaluation = {"at_end": True, "max_examples": 4}
-    return small_run(
-        small(
-            tmp_path_factory.mktemp("logs") / "run",
-            training={"max_steps": 2},
-            evaluation=evaluation,
-        ),
-        quiet=True,
+    return quiet_run(
+        tmp_path_factory.mktemp("logs") / "run", training={"max_steps": 2}, evaluation=evaluation
     ).folder
 
 
@@ -58,14 +53,10 @@ def sleeper() -> Iterator[int]:
 
 def test_a_collector_that_was_off_stays_off(finished: Path) -> None:
     """In a notebook the process goes on."""
-    gc.disable()
-    try:
+    for switch, on in ((gc.disable, False), (gc.enable, True)):
+        switch()
         assert main(["status", str(finished)]) == 0
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-    assert main(["status", str(finished)]) == 0
-    assert gc.isenabled()
+        assert gc.isenabled() == on
 
 
 def state_of(folder: Path) -> State:
@@ -89,19 +80,13 @@ def test_a_finished_run_shows_its_last_step_and_its_evaluation(run: Path) -> Non
     (status,) = overview(run).runs
     records = lines(run / "metrics.jsonl")
     assert (status.state, status.steps, status.max_steps, status.note) == (State.DONE, 2, 2, "")
-    assert (status.correct_rate, status.mean_reward, status.loss) == tuple(
-        records[-1][name] for name in ("correct_rate", "mean_reward", "loss")
-    )
-    assert status.median_step_time_s == pytest.approx(
-        sum(record["step_time_s"] for record in records) / 2
-    )
-    assert status.tokens_per_s == pytest.approx(
-        sum(record["tokens_per_s"] for record in records) / 2
-    )
-    assert (
-        status.held_out
-        == json.loads((run / "summary.json").read_text())["evaluation"]["after"]["pass@1"]
-    )
+    for name in ("correct_rate", "mean_reward", "loss"):
+        assert getattr(status, name) == records[-1][name]
+    for name, told in (("step_time_s", "median_step_time_s"), ("tokens_per_s", "tokens_per_s")):
+        mean = sum(record[name] for record in records) / 2
+        assert getattr(status, told) == pytest.approx(mean)
+    summary = json.loads((run / "summary.json").read_text())
+    assert status.held_out == summary["evaluation"]["after"]["pass@1"]
 
 
 def test_an_unfinished_run_without_a_process_has_stopped_and_says_how_to_go_on(run: Path) -> None:
@@ -186,9 +171,8 @@ def test_a_process_number_that_was_given_out_again_is_no_writer(run: Path, sleep
 def test_a_killed_run_is_recognised(tmp_path: Path) -> None:
     folder, file = tmp_path / "run", tmp_path / "run.toml"
     file.write_text(dump_toml(small(folder, training={"max_steps": 1000})))
-    process = commands.Command(
-        [sys.executable, "-m", "retrain", str(file), "--quiet", "--skip-parity"]
-    )
+    words = [sys.executable, "-m", "retrain", str(file), "--quiet", "--skip-parity"]
+    process = commands.Command(words)
     try:
         for _ in range(1200):
             if (folder / "metrics.jsonl").exists() and lines(folder / "metrics.jsonl"):
@@ -196,35 +180,28 @@ def test_a_killed_run_is_recognised(tmp_path: Path) -> None:
             time.sleep(0.05)
         (status,) = overview(tmp_path).runs
         assert status.state is State.RUNNING and status.steps >= 1
-        assert status.remaining_s is not None and status.median_step_time_s is not None
-        assert status.remaining_s == pytest.approx(
-            (1000 - status.steps) * status.median_step_time_s
-        )
+        step_s = status.median_step_time_s
+        assert step_s and status.remaining_s == pytest.approx((1000 - status.steps) * step_s)
     finally:
         process.kill()
         process.wait(60)
     assert state_of(tmp_path) is State.DEAD
 
 
-def test_a_failed_run_says_why_and_a_resumed_one_no_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = tmp_path / "broken"
+def test_a_failed_run_says_why_and_a_resumed_one_no_longer(here: Path) -> None:
+    tmp_path, broken = here, here / "broken"
     broken.touch()
-    (tmp_path / "fragile.py").write_text(
+    (here / "fragile.py").write_text(
         f"import os\ndef advantage(rewards):\n    assert not os.path.exists({str(broken)!r}), 'it"
         " is broken'\n    return rewards\n"
     )
-    monkeypatch.chdir(tmp_path)
     sections = {"algorithm": {"advantage_mode": "fragile.advantage"}, "plugins": {"strict": False}}
     with pytest.raises(RunFailed) as failure:
         small_run(small(tmp_path / "run", **sections), quiet=True)
     (status,) = overview(tmp_path).runs
     assert (status.state, status.steps) == (State.FAILED, 0)
-    assert (
-        f"failed after 0 steps ({str(failure.value).rstrip('.')}); resume it with" in status.note
-        and "it is broken" in status.note
-    )
+    assert f"failed after 0 steps ({str(failure.value).rstrip('.')}); resume it with" in status.note
+    assert "it is broken" in status.note
     marker = (tmp_path / "run" / ".retrain.json").rename(tmp_path / "marker")
     assert overview(tmp_path).runs[0].note.endswith("; put back its .retrain.json to resume it.")
     marker.rename(tmp_path / "run" / ".retrain.json")
@@ -259,16 +236,8 @@ def campaign(folder: Path, finished: Path) -> Path:
     entries = []
     for seed, status in ((1, "done"), (2, "failed"), (3, "pending")):
         name = f"maxrl+none_s{seed}"
-        entries.append(
-            {
-                "name": name,
-                "condition": "maxrl+none",
-                "seed": seed,
-                "status": status,
-                "dir": f"runs/{name}",
-                "reason": "no disk",
-            }
-        )
+        entry = {"name": name, "condition": "maxrl+none", "seed": seed, "status": status}
+        entries.append(entry | {"dir": f"runs/{name}", "reason": "no disk"})
         if status != "pending":
             shutil.copytree(finished, folder / "runs" / name)
     (folder / "runs" / "maxrl+none_s2" / "summary.json").unlink()
@@ -288,9 +257,8 @@ def test_a_campaign_counts_its_runs_and_those_that_have_not_started(
     assert found.counts == {"done": 1, "failed": 1, "pending": 1}
     assert (found.steps, found.max_steps, found.remaining_s) == (4, 6, None)
     text = "\n".join(printed_lines(seen))
-    assert (
-        "3 runs (1 done, 1 failed, 1 pending), step 4 of 6" in text and "failed (no disk)" in text
-    )
+    assert "3 runs (1 done, 1 failed, 1 pending), step 4 of 6" in text
+    assert "failed (no disk)" in text
 
 
 def test_a_campaign_without_its_process_says_which_command_continues_it(
@@ -380,21 +348,22 @@ def test_a_campaign_whose_manifest_was_cut_is_named_beside_its_runs(
     assert len(others) == runs and all(run.state is not State.UNREADABLE for run in others)
 
 
-@pytest.mark.parametrize("damage", ["pipe", "folder", "link", "cut"])
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+    "link": lambda path: path.symlink_to("nowhere"),
+    "cut": lambda path: path.write_text('{"runs": [{"na'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("command", ["status", "compare", "report"])
 def test_a_manifest_without_runs_that_cannot_be_read_is_named(
     command: str, damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A pipe, which nobody writes to, is not waited for."""
     manifest = tmp_path / "manifest.json"
-    if damage == "pipe":
-        os.mkfifo(manifest)
-    elif damage == "folder":
-        manifest.mkdir()
-    elif damage == "link":
-        manifest.symlink_to("nowhere")
-    else:
-        manifest.write_text('{"runs": [{"na')
+    DAMAGES[damage](manifest)
     for runs in (False, True):
         if runs:
             (tmp_path / "runs").mkdir()
@@ -438,13 +407,10 @@ def test_what_is_left_of_a_campaign_is_shared_by_the_runs_that_run(
 
 
 def test_checkpoints_outside_a_run_are_neither_runs_nor_campaigns(tmp_path: Path) -> None:
-    small_run(
-        small(
-            tmp_path / "run",
-            training={"max_steps": 2},
-            backend={"adapter_path": str(tmp_path / "adapters")},
-        ),
-        quiet=True,
+    quiet_run(
+        tmp_path / "run",
+        training={"max_steps": 2},
+        backend={"adapter_path": str(tmp_path / "adapters")},
     )
     seen = overview(tmp_path)
     assert (tmp_path / "adapters" / "run" / "step_000002").is_dir()
@@ -482,11 +448,8 @@ def test_a_loss_near_0_or_none_is_explained_by_its_cause(
 def test_the_command_prints_a_table_or_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(run.parent)]) == 0
     header, row, *_ = capsys.readouterr().out.splitlines()
-    assert header.split()[:3] == ["run", "state", "step"] and row.split()[:3] == [
-        "run",
-        "done",
-        "2/2",
-    ]
+    assert header.split()[:3] == ["run", "state", "step"]
+    assert row.split()[:3] == ["run", "done", "2/2"]
     for arguments in (["--json"], ["--format", "json"]):
         assert main(["status", str(run.parent), *arguments]) == 0
         document = json.loads(capsys.readouterr().out)
@@ -534,8 +497,8 @@ def test_a_folder_without_runs_is_said_and_one_that_is_not_there_is_refused(
         (lambda first, second: first + second + second, "line 3, does not hold step 2"),
         (lambda first, second: second + first, "line 1, does not hold step 0"),
         (
-            lambda first, second: first + second.replace('"step": 1', '"step": 5'),
-            r"line 2, does not hold step 1",
+            lambda one, two: one + two.replace('"step": 1', '"step": 5'),
+            "line 2, does not hold step 1",
         ),
         (lambda first, second: first, "line 2, does not hold step 1"),
         (lambda first, second: "", "line 1, does not hold step 0"),
@@ -551,10 +514,7 @@ def test_steps_that_are_missing_or_stand_twice_are_named(
     if changed is None:
         metrics.unlink()
     else:
-        metrics.write_text(
-            changed(*metrics.read_text(encoding="utf-8").splitlines(keepends=True)),
-            encoding="utf-8",
-        )
+        metrics.write_text(changed(*metrics.read_text().splitlines(keepends=True)))
     (damaged,) = overview(run).runs
     assert re.search(found + ".*put it back from a copy", damaged.note)
 

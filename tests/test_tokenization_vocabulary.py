@@ -94,12 +94,8 @@ def test_a_special_token_inside_a_code_point_does_not_break_it():
     tokenizer = byte_level()
     ids = tokenizer("龍", add_special_tokens=False)["input_ids"]
     assert len(ids) == 3
-    assert TABLES["byte_level"].pieces([ids[0], tokenizer.eos_token_id, *ids[1:]]) == [
-        "",
-        "",
-        "",
-        "龍",
-    ]
+    pieces = TABLES["byte_level"].pieces([ids[0], tokenizer.eos_token_id, *ids[1:]])
+    assert pieces == ["", "", "", "龍"]
 
 
 def test_a_code_point_left_open_stands_in_the_last_token_that_wrote_a_byte():

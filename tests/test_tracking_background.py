@@ -21,8 +21,6 @@ from retrain.tracking.external import Background, ExternalSettings, ExternalTrac
 from tests.runs import small_run
 from tests.trackers import keep_here
 
-RECORD = StepRecord(step=0, condition="grpo+none")
-
 
 class Recorder(ExternalTracker):
     """Keeps the steps that it is told, after `hindrance` has let it."""
@@ -85,12 +83,8 @@ def test_a_tracker_that_raises_is_said_once_and_closed(tmp_path: Path) -> None:
         time.sleep(0.05)
     tracker.close()
     assert sink.closed == 1
-    assert said == [
-        (
-            "recorder failed and receives nothing more from this run (ZeroDivisionError: no such"
-            f" server); the run continues, and {tmp_path} holds all of it."
-        )
-    ]
+    cause = "recorder failed and receives nothing more from this run (ZeroDivisionError: no such"
+    assert said == [f"{cause} server); the run continues, and {tmp_path} holds all of it."]
 
 
 def test_a_tracker_that_hangs_takes_no_time_and_no_more_memory_than_its_queue(
@@ -105,12 +99,8 @@ def test_a_tracker_that_hangs_takes_no_time_and_no_more_memory_than_its_queue(
     tracker.close()
     assert time.monotonic() - began < 30, "the tracker hangs for ever"
     assert tracker._events.qsize() <= 11 and sink.steps == []
-    assert said == [
-        (
-            "recorder is 10 events behind and drops new ones until it catches up; the run continues,"
-            f" and {tmp_path} holds all of it."
-        )
-    ]
+    cause = "recorder is 10 events behind and drops new ones until it catches up"
+    assert said == [f"{cause}; the run continues, and {tmp_path} holds all of it."]
 
 
 def test_the_end_of_a_run_waits_for_a_tracker_no_longer_than_its_patience(

@@ -58,28 +58,19 @@ def console(
     clock: Any = None,
     all_groups: bool = False,
 ) -> Console:
-    arguments = {"clock": clock} if clock else {}
-    return Console(
-        verbosity,
-        title="grpo+none  lab",
-        max_steps=50,
-        all_groups=all_groups,
-        redactor=Redactor({"MY_TOKEN": "s3cr3t-value"}),
-        out=out,
-        error=error or io.StringIO(),
-        **arguments,
+    about: Any = {"title": "grpo+none  lab", "max_steps": 50, "all_groups": all_groups}
+    about |= {"redactor": Redactor({"MY_TOKEN": "s3cr3t-value"})} | (
+        {"clock": clock} if clock else {}
     )
+    return Console(verbosity, out=out, error=error or io.StringIO(), **about)
 
 
 def test_lines_are_those_of_the_documentation() -> None:
-    assert group_lines(
-        [GroupScore(3, 8, "120"), GroupScore(0, 8, r"\frac{1}{4}")], all_groups=False
-    ) == ["  group: 3/8 correct | answer=120", r"  group: 0/8 correct | answer=\frac{1}{4}"]
-    assert (
-        step_line(STEP)
-        == "Step 0 [maxrl+gtpo_sepa] | loss=-0.0012 | reward=0.188 | correct=18.8% | datums=16 |"
-        " bs=4 | gs=8 | sepa_l=0.0000 | time=45.2s"
-    )
+    groups = [GroupScore(3, 8, "120"), GroupScore(0, 8, r"\frac{1}{4}")]
+    said = ["  group: 3/8 correct | answer=120", r"  group: 0/8 correct | answer=\frac{1}{4}"]
+    assert group_lines(groups, all_groups=False) == said
+    said = "loss=-0.0012 | reward=0.188 | correct=18.8% | datums=16 | bs=4 | gs=8 | sepa_l=0.0000"
+    assert step_line(STEP) == f"Step 0 [maxrl+gtpo_sepa] | {said} | time=45.2s"
 
 
 def test_a_placeholder_loss_says_so() -> None:
@@ -197,6 +188,7 @@ def test_no_color_and_a_dumb_terminal_have_no_colours(monkeypatch: Any) -> None:
     story(console(plain))
     colour = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
     assert colour.search(coloured.getvalue()) and not colour.search(plain.getvalue())
+    assert "Loading dataset..." in plain.getvalue() and "Pre-encoded" not in plain.getvalue()
 
 
 def test_a_terminal_without_the_characters_gets_others() -> None:
@@ -308,15 +300,3 @@ def test_a_pipe_is_reminded_of_a_long_phase_and_of_no_other(monkeypatch: Any) ->
     assert error.getvalue() == said
     assert set(said.splitlines()) == {"Still at: Encoding prompts 1/4,096"}
     assert out.getvalue().startswith("Evaluation at step 1 | ")
-
-
-def test_no_color_leaves_the_bar_without_colour(monkeypatch: Any) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    out = Terminal()
-    sink = console(out)
-    sink.message(LogLine("Loading dataset..."))
-    sink.message(LogLine("Loaded 4096 examples"))
-    sink.close()
-    assert "Loading dataset..." in out.getvalue() and "Loaded" not in out.getvalue()
-    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", out.getvalue())

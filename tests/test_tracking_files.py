@@ -58,11 +58,9 @@ JSON_VALUES = st.recursive(
 
 
 def generation(
-    step: int = 0, prompt_id: str = "p", sample: int = 0, completion: str = ""
+    step: int = 0, prompt: str = "p", sample: int = 0, text: str = ""
 ) -> GenerationRecord:
-    return GenerationRecord(
-        step, prompt_id, sample, "1+1=", completion, 1.0, "right", 0.5, "stop", 3
-    )
+    return GenerationRecord(step, prompt, sample, "1+1=", text, 1.0, "right", 0.5, "stop", 3)
 
 
 def run_files(folder: Path, **logging: object) -> RunFiles:
@@ -81,10 +79,8 @@ def test_absent_is_null_and_never_zero() -> None:
 
 
 def test_step_record_reads_lines_of_other_versions() -> None:
-    record = StepRecord.from_json(
-        {"step": 3, "condition": "grpo+none", "loss": 0.5, "key_of_a_later_version": 1}
-    )
-    assert record == StepRecord(step=3, condition="grpo+none", loss=0.5)
+    known = {"step": 3, "condition": "grpo+none", "loss": 0.5}
+    assert StepRecord.from_json(known | {"key_of_a_later_version": 1}) == StepRecord(**known)
 
 
 @given(st.dictionaries(st.text(), JSON_VALUES, max_size=4))
@@ -108,23 +104,10 @@ def test_a_line_that_holds_a_line_separator_is_read_as_one(tmp_path: Path) -> No
 
 
 def test_nonfinite_numbers_are_null_and_named() -> None:
-    line = json.loads(
-        encode_line(
-            {
-                "loss": math.nan,
-                "grad_norm": np.float32(np.inf),
-                "inner": [1.0, -math.inf],
-                "ess": np.float32(0.5),
-            }
-        )
-    )
-    assert line == {
-        "loss": None,
-        "grad_norm": None,
-        "inner": [1.0, None],
-        "ess": 0.5,
-        "nonfinite": ["loss", "grad_norm", "inner[1]"],
-    }
+    record = {"loss": math.nan, "grad_norm": np.float32(np.inf), "inner": [1.0, -math.inf]}
+    line = json.loads(encode_line(record | {"ess": np.float32(0.5)}))
+    assert line.pop("nonfinite") == ["loss", "grad_norm", "inner[1]"]
+    assert line == {"loss": None, "grad_norm": None, "inner": [1.0, None], "ess": 0.5}
 
 
 def test_lone_surrogates_are_escaped() -> None:
@@ -150,19 +133,25 @@ def test_every_prefix_of_a_file_is_readable(tmp_path: Path) -> None:
         assert [line["step"] for line in read_jsonl(path)] == list(range(data[:cut].count(b"\n")))
 
 
-@pytest.mark.parametrize("line", ['{"loss": 1}', '{"step": true}', '{"step": -1}'])
-def test_a_line_without_a_step_is_named(tmp_path: Path, line: str) -> None:
+NO_STEP = r", has no step, which every line"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"loss": 1}', NO_STEP),
+        ('{"step": true}', NO_STEP),
+        ('{"step": -1}', NO_STEP),
+        ('{"st', ""),
+    ],
+)
+def test_a_damaged_line_or_one_without_a_step_is_named(
+    tmp_path: Path, line: str, said: str
+) -> None:
     """Its readers take the step of every line as given."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 0}}\n{line}\n', encoding="utf-8")
-    with pytest.raises(RunFailed, match=r"metrics.jsonl, line 2, has no step, which every line"):
-        list(read_jsonl(path))
-
-
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 0}\n{"st\n{"step": 2}\n')
-    with pytest.raises(RunFailed, match=r"metrics\.jsonl, line 2"):
+    path.write_text(f'{{"step": 0}}\n{line}\n{{"step": 2}}\n', encoding="utf-8")
+    with pytest.raises(RunFailed, match=rf"metrics\.jsonl, line 2{said}"):
         list(read_jsonl(path))
 
 
@@ -199,16 +188,11 @@ def test_resume_cuts_every_file_back_to_the_checkpoint(tmp_path: Path) -> None:
     state = TrainerState(seed=0, config_hash="", step=4, files=extents)
     assert changed_log(folder, vars(state)) == ""
     folder.cut_to(state, print)
-    for path in (folder.metrics, folder.emergence_steps, folder.generations):
-        assert steps_of(path) == [0, 1, 2, 3]
-    assert sorted(path.name for path in folder.tokens.iterdir()) == [
-        "step_0.safetensors",
-        "step_3.safetensors",
-    ]
-    asides = [
-        path.with_name(f"{path.name}.aside")
-        for path in (folder.metrics, folder.emergence_steps, folder.generations)
-    ]
+    logs = (folder.metrics, folder.emergence_steps, folder.generations)
+    assert [steps_of(path) for path in logs] == [[0, 1, 2, 3]] * 3
+    kept = sorted(path.name for path in folder.tokens.iterdir())
+    assert kept == ["step_0.safetensors", "step_3.safetensors"]
+    asides = [path.with_name(f"{path.name}.aside") for path in logs]
     assert [steps_of(path) for path in asides] == [[4, 5]] * 3
     folder.cut_to(state, print)
     again = run_files(tmp_path, generations_every=1)
@@ -308,17 +292,11 @@ def test_a_step_is_written_to_metrics_and_emergence(tmp_path: Path) -> None:
 def test_generations_follow_their_two_keys(tmp_path: Path) -> None:
     files = run_files(tmp_path, generations_every=2, generations_per_step=3)
     for step in range(4):
-        files.emit(
-            Generations(
-                step,
-                [generation(step, prompt_id, sample) for prompt_id in "ab" for sample in range(4)],
-            )
-        )
+        rows = [generation(step, prompt, sample) for prompt in "ab" for sample in range(4)]
+        files.emit(Generations(step, rows))
     files.close()
-    lines = [
-        (line["step"], line["prompt_id"], line["sample"])
-        for line in read_jsonl(RunFolder(tmp_path).generations)
-    ]
+    written = read_jsonl(RunFolder(tmp_path).generations)
+    lines = [(line["step"], line["prompt_id"], line["sample"]) for line in written]
     assert lines == [(step, *place) for step in (0, 2) for place in (("a", 0), ("b", 0), ("a", 1))]
 
 
@@ -326,7 +304,7 @@ def test_generations_follow_their_two_keys(tmp_path: Path) -> None:
 def test_recorded_generations_cover_as_many_prompts_as_they_can(
     prompts: list[str], count: int
 ) -> None:
-    chosen = spread([generation(prompt_id=prompt) for prompt in prompts], count)
+    chosen = spread([generation(prompt=prompt) for prompt in prompts], count)
     assert len(chosen) == min(count, len(prompts))
     assert len({record.prompt_id for record in chosen}) == min(count, len(set(prompts)))
 
@@ -339,9 +317,8 @@ def test_no_file_of_a_run_holds_a_secret(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     files = run_files(tmp_path / "run", wandb_run_name=f"run-{secret}")
     files.emit(StartEvent("cpu"))
-    files.emit(
-        Generations(0, [generation(completion=f"the key is {secret} and hf_abcdefghijklmnopqrst")])
-    )
+    text = f"the key is {secret} and hf_abcdefghijklmnopqrst"
+    files.emit(Generations(0, [generation(text=text)]))
     files.emit(StepRecord(step=0, condition="grpo+none"))
     files.emit(RunSummary("done", "grpo+none", 0, 1, 1.0, 10, None, None, None, f"/x/{secret}"))
     files.close()
@@ -363,11 +340,9 @@ def test_environment_holds_versions_and_no_environment_value(
     files.emit(StartEvent("cpu"))
     text = (tmp_path / "run" / "environment.json").read_text()
     environment = json.loads(text)
-    assert (
-        environment["packages"]["torch"].startswith("2.")
-        and environment["device"] == "cpu"
-        and environment["git"] is None
-    )
+    assert environment["packages"]["torch"].startswith("2.")
+    assert environment["device"] == "cpu"
+    assert environment["git"] is None
     assert "a-value-of-the-environment" not in text
     files.emit(StartEvent("cpu"))
     assert len(json.loads((tmp_path / "run" / "environment.json").read_text())["resumed"]) == 1
@@ -391,9 +366,9 @@ def test_token_tables_read_back_in_the_order_of_their_stages(tmp_path: Path) -> 
     )
     write_tokens(tmp_path / "tokens" / "step_3.safetensors", table, 3)
     back = read_tokens(tmp_path / "tokens" / "step_3.safetensors")
-    assert (
-        list(back.advantages) == list(stages) and back.entropies is None and back.mask is not None
-    )
+    assert list(back.advantages) == list(stages)
+    assert back.entropies is None
+    assert back.mask is not None
     np.testing.assert_array_equal(back.mask, table.mask)
     np.testing.assert_array_equal(back.advantages["gtpo"], stages["gtpo"])
     assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["step_3.safetensors"]

@@ -17,14 +17,8 @@ from retrain.tracking.base import Tracker, Trackers
 from retrain.tracking.build import tracker_names
 from retrain.tracking.external import import_extra, metric_name, metrics
 
-RECORD = StepRecord(
-    step=4,
-    condition="grpo+none",
-    loss=0.5,
-    exec_entropy_mean=1.0,
-    bp_sigma=0.1,
-    sepa_gate_open=True,
-)
+FIELDS: dict[str, Any] = {"loss": 0.5, "exec_entropy_mean": 1.0, "bp_sigma": 0.1}
+RECORD = StepRecord(step=4, condition="grpo+none", sepa_gate_open=True, **FIELDS)
 
 
 def config(**logging: Any) -> TrainConfig:
@@ -47,13 +41,9 @@ def test_metric_names_have_the_documented_prefixes(field: str, name: str) -> Non
 
 
 def test_absent_numbers_are_not_logged() -> None:
-    assert metrics(RECORD) == {
-        "train/loss": 0.5,
-        "train/loss_is_placeholder": 0.0,
-        "train/sepa_gate_open": 1.0,
-        "train/entropy/exec_mean": 1.0,
-        "train/backpressure/sigma": 0.1,
-    }
+    switches = {"train/loss_is_placeholder": 0.0, "train/sepa_gate_open": 1.0}
+    numbers = {"train/loss": 0.5, "train/entropy/exec_mean": 1.0, "train/backpressure/sigma": 0.1}
+    assert metrics(RECORD) == switches | numbers
 
 
 def test_scheduled_values_are_sent() -> None:
@@ -71,9 +61,8 @@ def test_a_wandb_project_switches_wandb_on() -> None:
 
 
 def test_a_missing_extra_is_one_sentence_that_names_it() -> None:
-    with pytest.raises(
-        EnvironmentFailure, match=r"a_module.*this environment lacks.*pip install .*\[trackio\]"
-    ):
+    told = r"a_module.*this environment lacks.*pip install .*\[trackio\]"
+    with pytest.raises(EnvironmentFailure, match=told):
         import_extra("a_module_that_nobody_has", "trackio")
 
 

@@ -78,15 +78,8 @@ def test_the_chunked_head_over_kept_tokens_equals_float64(
     factors = torch.randn(2, tokens, generator=noise)
 
     ours = hidden.clone().requires_grad_()
-    scores = score_tokens(
-        head,
-        ours,
-        targets,
-        temperature,
-        kept=kept,
-        entropy=True,
-        chunk_bytes=4 * vocabulary * rows_per_chunk,
-    )
+    chunks: Any = {"entropy": True, "chunk_bytes": 4 * vocabulary * rows_per_chunk}
+    scores = score_tokens(head, ours, targets, temperature, kept=kept, **chunks)
     assert scores.entropies is not None and ours.grad is None
     (factors[0] * scores.logprobs + factors[1] * scores.entropies).sum().backward()
 
@@ -109,11 +102,9 @@ def test_a_count_that_reaches_the_whole_vocabulary_changes_no_byte() -> None:
         head, hidden, targets, 0.7, kept=torch.tensor([61, 10**12] * 4 + [2**63 - 1]), entropy=True
     )
     assert torch.equal(plain.logprobs, counted.logprobs)
-    assert (
-        plain.entropies is not None
-        and counted.entropies is not None
-        and torch.equal(plain.entropies, counted.entropies)
-    )
+    assert plain.entropies is not None
+    assert counted.entropies is not None
+    assert torch.equal(plain.entropies, counted.entropies)
 
 
 # -- another rounding, another policy --------------------------------------------------------------
@@ -126,17 +117,12 @@ def sampled(
     rows = len(z)
     cuts = cuts_of(*[(top_k, top_p, min_p)] * rows)
     drawn = draws_of(z, np.ones(rows, np.float32), np.random.default_rng(0).random(rows), cuts)
-    return (
-        torch.from_numpy(drawn.tokens),
-        torch.from_numpy(drawn.logprobs),
-        torch.from_numpy(drawn.kept),
-    )
+    return tuple(map(torch.from_numpy, (drawn.tokens, drawn.logprobs, drawn.kept)))
 
 
 def learned(z: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax(keep_only(z.clone(), tokens, kept), -1).gather(-1, tokens[:, None])[
-        :, 0
-    ]
+    logprobs = torch.log_softmax(keep_only(z.clone(), tokens, kept), -1)
+    return logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
 CUTS = [(0, 0.9, 0.0), (20, 1.0, 0.0), (0, 1.0, 0.1), (50, 0.7, 0.01)]
@@ -177,9 +163,8 @@ def test_the_count_stands_for_the_sampler_s_own_set_better_than_a_threshold_woul
     below.scatter_(-1, tokens[:, None], False)
 
     def logprobs(removed: torch.Tensor) -> torch.Tensor:
-        return torch.log_softmax(other.masked_fill(removed, -torch.inf), -1).gather(
-            -1, tokens[:, None]
-        )[:, 0]
+        of_all = torch.log_softmax(other.masked_fill(removed, -torch.inf), -1)
+        return of_all.gather(-1, tokens[:, None])[:, 0]
 
     by_count, by_threshold = (
         (values - logprobs(~own)).abs().mean()
@@ -240,29 +225,20 @@ def test_the_gradient_over_kept_tokens_equals_the_written_out_loss(
 ) -> None:
     learner = make_learner(config_for(loss=loss), budget)
     rows = truncated_rows()
-    rows = [
-        replace(noisy, kept=row.kept)
-        for noisy, row in zip(
-            with_logprobs(rows, learner.logprobs(rows), noise=0.3), rows, strict=True
-        )
-    ]
+    noisy = with_logprobs(rows, learner.logprobs(rows), noise=0.3)
+    rows = [replace(one, kept=row.kept) for one, row in zip(noisy, rows, strict=True)]
     result = learner.train(rows, 0)
     ours = gradients(learner)
 
     model = learner.weights.peft_model
     with torch.no_grad():
         with model.disable_adapter():  # the base is not truncated
-            frozen = [
-                [float(lp) for lp in row_scores(model, replace(row, kept=None), 0.7)[0]]
-                for row in rows
-            ]
-        own = [[float(lp) for lp in row_scores(model, row, 0.7)[0]] for row in rows]
-    old = (
-        own if loss.get("old_logprobs") == "recomputed" else [row.logprobs.tolist() for row in rows]
-    )
-    clips = {"ppo": {"low": 0.2, "high": 0.2}, "cispo": {"low": 0.0, "high": 4.0}}.get(
-        loss.get("mode", ""), {}
-    )
+            whole = [replace(row, kept=None) for row in rows]
+            frozen = [list(map(float, row_scores(model, row, 0.7)[0])) for row in whole]
+        own = [list(map(float, row_scores(model, row, 0.7)[0])) for row in rows]
+    old = own if "old_logprobs" in loss else [row.logprobs.tolist() for row in rows]
+    bounds = {"ppo": {"low": 0.2, "high": 0.2}, "cispo": {"low": 0.0, "high": 4.0}}
+    clips = bounds.get(loss.get("mode", ""), {})
     settings = {name: value for name, value in loss.items() if name != "old_logprobs"} | clips
     learner.optimizer.zero_gradients()
     theirs = reference_loss(model, rows, old, frozen, temperature=0.7, **settings)
@@ -299,12 +275,8 @@ def test_kept_counts_that_do_not_fit_a_row_are_refused() -> None:
 
 # -- engine and learner ----------------------------------------------------------------------------
 
-TRUNCATIONS = [
-    Truncation(top_p=0.8),
-    Truncation(top_k=5),
-    Truncation(min_p=0.1),
-    Truncation(20, 0.9, 0.02),
-]
+TRUNCATIONS = [Truncation(top_p=0.8), Truncation(top_k=5), Truncation(min_p=0.1)]
+TRUNCATIONS += [Truncation(20, 0.9, 0.02)]
 
 
 def rows_of(backend: LocalBackend, truncation: Truncation, step: int) -> list[Row]:
@@ -318,16 +290,8 @@ def rows_of(backend: LocalBackend, truncation: Truncation, step: int) -> list[Ro
         prompt = prompts[done.request]
         span = (len(prompt), len(prompt) + len(done.token_ids))
         advantages = np.full(len(done.token_ids), 1 - 2 * done.sample, np.float32)
-        rows.append(
-            Row(
-                np.concatenate([prompt, done.token_ids]),
-                (span,),
-                done.logprobs,
-                advantages,
-                done.request,
-                kept=done.kept,
-            )
-        )
+        ids = np.concatenate([prompt, done.token_ids])
+        rows.append(Row(ids, (span,), done.logprobs, advantages, done.request, kept=done.kept))
     return rows
 
 
@@ -336,15 +300,13 @@ def rows_of(backend: LocalBackend, truncation: Truncation, step: int) -> list[Ro
 def test_a_truncated_policy_has_ratio_one_before_and_after_an_update(
     truncation: Truncation, old: str
 ) -> None:
-    backend = LocalBackend(
-        config_for(training={"lr": 0.05}, loss={"old_logprobs": old}), eos_ids=[3]
-    )
+    config = config_for(training={"lr": 0.05}, loss={"old_logprobs": old})
+    backend = LocalBackend(config, eos_ids=[3])
     for step in range(2):
         rows = rows_of(backend, truncation, step)
         kept = np.concatenate([row.kept for row in rows if row.kept is not None])
-        assert (
-            len(kept) == sum(row.num_actions for row in rows) and 1 < kept.mean() < VOCABULARY / 2
-        )
+        assert len(kept) == sum(row.num_actions for row in rows)
+        assert 1 < kept.mean() < VOCABULARY / 2
         result = backend.train(rows, step)
         assert result.ratio_max == pytest.approx(1, abs=1e-4)
         assert result.updates == 1
@@ -360,47 +322,26 @@ def test_without_the_kept_sets_the_ratio_of_a_truncated_sample_is_below_one() ->
 
 def test_in_bf16_engine_and_learner_stay_within_the_gate_of_half_precision() -> None:
     backend = LocalBackend(config_for(model={"dtype": "bf16"}), eos_ids=[3])
-    rows = [
-        row
-        for truncation in TRUNCATIONS
-        for step in range(4)
-        for row in rows_of(backend, truncation, step)
-    ]
-    differences = np.concatenate(
-        [np.abs(own - row.logprobs) for own, row in zip(backend.logprobs(rows), rows, strict=True)]
-    )
+    rows = [row for cut in TRUNCATIONS for step in range(4) for row in rows_of(backend, cut, step)]
+    sampled = np.concatenate([row.logprobs for row in rows])
+    differences = np.abs(np.concatenate(backend.logprobs(rows)) - sampled)
     assert differences.mean() < 0.02 and differences.max() < 0.5
 
 
 def test_a_request_without_truncation_and_a_greedy_one_carry_no_counts() -> None:
     backend = LocalBackend(config_for(), eos_ids=[3])
     assert all(row.kept is None for row in rows_of(backend, Truncation(), 0))
-    greedy = SampleRequest(
-        np.arange(4, 9, dtype=np.int32),
-        1,
-        8,
-        0.0,
-        NoiseKey(1, 0, 0, 0),
-        truncation=Truncation(top_p=0.5),
-    )
+    ids, cut = np.arange(4, 9, dtype=np.int32), Truncation(top_p=0.5)
+    greedy = SampleRequest(ids, 1, 8, 0.0, NoiseKey(1, 0, 0, 0), truncation=cut)
     assert [done.kept for done in backend.engine.sample([greedy])] == [None]
 
 
 def test_truncated_and_whole_requests_share_a_batch_without_changing_each_other() -> None:
     backend = LocalBackend(config_for(), eos_ids=[3])
-    requests = [
-        SampleRequest(
-            np.arange(4, 9 + slot, dtype=np.int32),
-            2,
-            12 + 3 * slot,
-            0.7,
-            NoiseKey(1, 0, 0, slot),
-            truncation=truncation,
-        )
-        for slot, truncation in enumerate(
-            [Truncation(), Truncation(top_p=0.8), Truncation(top_k=2)]
-        )
-    ]
+    requests = []
+    for slot, cut in enumerate([Truncation(), Truncation(top_p=0.8), Truncation(top_k=2)]):
+        ids, key = np.arange(4, 9 + slot, dtype=np.int32), NoiseKey(1, 0, 0, slot)
+        requests.append(SampleRequest(ids, 2, 12 + 3 * slot, 0.7, key, truncation=cut))
     together = {(done.request, done.sample): done for done in backend.engine.sample(requests)}
     for slot, request in enumerate(requests):
         for done in backend.engine.sample([request]):

@@ -97,12 +97,8 @@ def test_token_log_prob_and_entropy_are_those_of_the_renormalised_distribution(
     seed, vocabulary, temperature, uniform, truncation
 ):
     logits = np.random.default_rng(seed).normal(0, 3, vocabulary).astype(np.float32)
-    drawn = draws_of(
-        torch.from_numpy(logits)[None],
-        np.float32([temperature]),
-        np.array([uniform]),
-        cuts_of(truncation),
-    )
+    z, cuts = torch.from_numpy(logits)[None], cuts_of(truncation)
+    drawn = draws_of(z, np.float32([temperature]), np.array([uniform]), cuts)
     kept = kept_set(logits, temperature, *truncation)
     z = logits[kept].astype(np.float64) / temperature
     logp = z - z.max() - np.log(np.exp(z - z.max()).sum())
@@ -128,12 +124,8 @@ def test_rows_without_a_cut_are_drawn_as_they_were_beside_rows_with_one():
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (6, 900)).astype(np.float32))
     temperatures, uniforms = np.full(6, 0.9, np.float32), np.random.default_rng(2).random(6)
     plain = draws_of(logits, temperatures, uniforms)
-    mixed = draws_of(
-        logits,
-        temperatures,
-        uniforms,
-        cuts_of(OFF, (0, 0.5, 0.0), OFF, (2, 1.0, 0.0), OFF, (0, 1.0, 0.3)),
-    )
+    cuts = cuts_of(OFF, (0, 0.5, 0.0), OFF, (2, 1.0, 0.0), OFF, (0, 1.0, 0.3))
+    mixed = draws_of(logits, temperatures, uniforms, cuts)
     for name in ("tokens", "logprobs", "entropies"):
         assert (getattr(plain, name)[::2] == getattr(mixed, name)[::2]).all()
         assert (getattr(plain, name)[1::2] != getattr(mixed, name)[1::2]).any()
@@ -151,29 +143,18 @@ def test_a_truncated_row_does_not_depend_on_the_rows_beside_it():
     together = draws_of(logits, temperatures, uniforms, rows)
     assert together.kept.min() < 128 < 2048 < together.kept[np.arange(60) % 3 < 2].max()
     for row in range(0, 60, 7):
-        alone = draws_of(
-            logits[row : row + 1],
-            temperatures[:1],
-            uniforms[row : row + 1],
-            rows(slice(row, row + 1)),
-        )
-        assert (together.tokens[row], together.logprobs[row], together.kept[row]) == (
-            alone.tokens[0],
-            alone.logprobs[0],
-            alone.kept[0],
-        )
+        one = slice(row, row + 1)
+        alone = draws_of(logits[one], temperatures[one], uniforms[one], rows(one))
+        for name in ("tokens", "logprobs", "kept"):
+            assert getattr(together, name)[row] == getattr(alone, name)[0]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_logits_that_are_not_finite_show_in_the_log_prob_of_a_truncated_row(bad):
     logits = torch.randn(2, 300)
     logits[1, 280] = bad
-    drawn = draws_of(
-        logits,
-        np.ones(2, np.float32),
-        np.array([0.3, 0.3]),
-        cuts_of((50, 0.9, 0.01), (50, 0.9, 0.01)),
-    )
+    cuts = cuts_of(*[(50, 0.9, 0.01)] * 2)
+    drawn = draws_of(logits, np.ones(2, np.float32), np.array([0.3, 0.3]), cuts)
     assert np.isfinite(drawn.logprobs[0]) and not np.isfinite(drawn.logprobs[1])
 
 

@@ -24,95 +24,67 @@ def step(**values: Any) -> StepRecord:
     """A step of two groups of four that trained nothing; all wrong unless told otherwise."""
     shape = {"num_datums": 0, "batch_size": 2, "group_size": 4, "truncated_fraction": 0.0}
     rewards = {"mean_reward": 0.0, "reward_std": 0.0, "informative_fraction": 0.0}
-    skipped = {
-        "groups_skipped_all_correct": 0,
-        "groups_skipped_all_wrong": 2,
-        "groups_skipped_other": 0,
-        "groups_identical": 0,
-    }
-    return StepRecord(step=0, condition="a+b", **(shape | rewards | skipped | values))
+    counts = skipped(0, 2, 0) | {"groups_identical": 0}
+    return StepRecord(step=0, condition="a+b", **(shape | rewards | counts | values))
+
+
+def skipped(right: int, wrong: int, other: int) -> dict[str, int]:
+    counts = {"all_correct": right, "all_wrong": wrong, "other": other}
+    return {f"groups_skipped_{reason}": count for reason, count in counts.items()}
 
 
 TRAINED = step(num_datums=4, informative_fraction=0.5, groups_skipped_all_wrong=1)
-SOLVED = step(groups_skipped_all_wrong=0, groups_skipped_all_correct=2, mean_reward=1.0)
+SOLVED = step(**skipped(2, 0, 0), mean_reward=1.0)
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (
-            {"answer_found_rate": 0.0},
-            (
-                r"nothing: 0 of 24 completions hold \boxed{}; unless the prompts ask for one, set"
-                r" [data] prompt"
-            ),
-        ),
-        ({"answer_found_rate": 0.0}, r"\boxed{}.'; a box in a thought does not count."),
-        (
-            {"answer_found_rate": 0.0, "truncated_fraction": 0.5},
-            r": 0 of 24 completions hold \boxed{}, 12 were cut at [training]",
-        ),
-        (
-            {"answer_found_rate": 0.0, "truncated_fraction": 1.0},
-            r"all 24 completions were cut at [training] max_tokens and 0 of 24",
-        ),
-        (
-            {"answer_found_rate": 0.5},
-            r"all 24 completions are wrong (12 of 24 completions hold \boxed{}); use easier",
-        ),
-        ({"reward_std": 0.1, "mean_reward": 0.2}, "all 24 completions are wrong; use easier"),
-        (
-            {"truncated_fraction": 1.0},
-            "all 24 completions were cut at [training] max_tokens; raise it",
-        ),
-        ({"mean_reward": 0.3}, "all 24 completions have the reward 0.3; `retrain audit` shows"),
-        ({}, "all 24 completions have the reward 0; `retrain audit` shows"),
-        (
-            {"mean_reward": None, "reward_std": None, "groups_skipped_other": 2},
-            "none of 24 completions could be judged",
-        ),
-        ({"truncated_fraction": 1.0, "groups_identical": 2}, "were cut"),  # as short beginnings are
-        ({"groups_identical": 2}, "the completions of each group are the same, token by token"),
-        (
-            {
-                "groups_skipped_all_wrong": 1,
-                "groups_skipped_all_correct": 1,
-                "mean_reward": 0.5,
-                "reward_std": 0.5,
-            },
-            (
-                "no group has completions that differ in their reward (3 groups all right, 3 all"
-                " wrong, 0 neither)"
-            ),
-        ),
-        (  # an advantage of one's own that gives 0 where rewards differ
-            {
-                "groups_skipped_all_wrong": 0,
-                "groups_skipped_other": 2,
-                "mean_reward": 0.6,
-                "reward_std": 0.5,
-            },
-            "every advantage is 0 (0 groups all right, 0 all wrong, 6 neither); use a larger",
-        ),
-        (
-            {"num_datums": 8, "informative_fraction": 0.5, "nonfinite_updates": 2, "loss": None},
-            "nothing: every update was skipped, since a number was not finite",
-        ),
-        (
-            {"num_datums": 8, "answer_found_rate": 0.0},
-            "3 steps trained on no reward: 0 of 24",
-        ),  # a KL term trains all rows
-    ],
-)
-def test_the_line_names_the_cause_that_the_records_show(values: dict[str, Any], words: str) -> None:
+FOUND = "answer_found_rate"
+CUT = "truncated_fraction"
+CAUSES: list[tuple[str, dict[str, Any]]] = [
+    (
+        r"nothing: 0 of 24 completions hold \boxed{}; unless the prompts ask for one, set",
+        {FOUND: 0.0},
+    ),
+    (r"; unless the prompts ask for one, set [data] prompt", {FOUND: 0.0}),
+    (r"\boxed{}.'; a box in a thought does not count.", {FOUND: 0.0}),
+    (r": 0 of 24 completions hold \boxed{}, 12 were cut at [training]", {FOUND: 0.0, CUT: 0.5}),
+    ("all 24 completions were cut at [training] max_tokens and 0 of 24", {FOUND: 0.0, CUT: 1.0}),
+    (r"completions are wrong (12 of 24 completions hold \boxed{}); use easier", {FOUND: 0.5}),
+    ("all 24 completions are wrong; use easier", {"reward_std": 0.1, "mean_reward": 0.2}),
+    ("all 24 completions were cut at [training] max_tokens; raise it", {CUT: 1.0}),
+    ("all 24 completions have the reward 0.3; `retrain audit` shows", {"mean_reward": 0.3}),
+    ("all 24 completions have the reward 0; `retrain audit` shows", {}),
+    (
+        "none of 24 completions could be judged",
+        {"mean_reward": None, "reward_std": None, "groups_skipped_other": 2},
+    ),
+    ("were cut", {CUT: 1.0, "groups_identical": 2}),  # as short beginnings are
+    ("the completions of each group are the same, token by token", {"groups_identical": 2}),
+    (
+        "no group has completions that differ in their reward (3 groups all right, 3 all wrong, 0",
+        {**skipped(1, 1, 0), "mean_reward": 0.5, "reward_std": 0.5},
+    ),
+    (  # an advantage of one's own that gives 0 where rewards differ
+        "every advantage is 0 (0 groups all right, 0 all wrong, 6 neither); use a larger",
+        {**skipped(0, 0, 2), "mean_reward": 0.6, "reward_std": 0.5},
+    ),
+    (
+        "nothing: every update was skipped, since a number was not finite",
+        {"num_datums": 8, "informative_fraction": 0.5, "nonfinite_updates": 2, "loss": None},
+    ),
+    # A KL term trains all rows.
+    ("3 steps trained on no reward: 0 of 24", {"num_datums": 8, FOUND: 0.0}),
+]
+
+
+@pytest.mark.parametrize(("words", "values"), CAUSES)
+def test_the_line_names_the_cause_that_the_records_show(words: str, values: dict[str, Any]) -> None:
     line = untrained_line(Streak.of([step(**values)] * 3))
     assert line.startswith("3 steps trained ") and words in line and line.endswith(".")
 
 
 def test_steps_that_are_all_right_are_solved_and_not_steps_that_taught_nothing() -> None:
-    assert untrained_line(Streak.of([SOLVED] * 3)).startswith(
-        "3 steps had nothing to learn: all 24 completions are right"
-    )
+    solved = untrained_line(Streak.of([SOLVED] * 3))
+    assert solved.startswith("3 steps had nothing to learn: all 24 completions are right")
     mixed = untrained_line(Streak.of([SOLVED, step(), SOLVED, step()]))
     assert mixed.startswith("2 steps trained nothing: all 16 completions have the reward 0")
     assert untrained_line(Streak()) == ""
@@ -131,42 +103,32 @@ def test_it_is_told_once_a_streak_when_three_steps_of_a_kind_are_there() -> None
 
 
 def test_a_constant_reward_of_ones_own_is_named_on_screen_in_summary_and_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "constant_reward.py").write_text(
-        "def score(response, reference):\n    return 0.25\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    run = small_run(
-        small(tmp_path / "run", reward={"type": "custom", "custom_module": "constant_reward"})
-    )
+    (here / "constant_reward.py").write_text("def score(response, reference): return 0.25\n")
+    reward = {"type": "custom", "custom_module": "constant_reward"}
+    run = small_run(small(here / "run", reward=reward))
     told = [line for line in capsys.readouterr().out.splitlines() if "trained nothing" in line]
     expected = [
         f"{steps} steps trained nothing: all {8 * steps} completions have the reward 0.25"
         for steps in (3, 4)
     ]
     assert [line.split(";")[0] for line in told] == expected
-    assert (
-        json.loads((run.folder / "summary.json").read_text())["untrained"]
-        == told[1]
-        == run.summary.untrained
-    )
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["untrained"] == told[1] == run.summary.untrained
     assert overview(run.folder).runs[0].loss_note == told[1]
-    assert [
-        (line["reward_std"], line["answer_found_rate"])
-        for line in lines(run.folder / "metrics.jsonl")
-    ] == [(0.0, None)] * 4
+    for line in lines(run.folder / "metrics.jsonl"):
+        assert (line["reward_std"], line["answer_found_rate"]) == (0.0, None)
 
 
 def test_a_run_whose_every_update_was_skipped_says_so_at_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "huge_advantage.py").write_text(
-        "def huge(rewards):\n    return [1e30 * (reward - 0.5) for reward in rewards]\n"
+    (here / "huge_advantage.py").write_text(
+        "def huge(rewards): return [1e30 * (reward - 0.5) for reward in rewards]\n"
     )
-    monkeypatch.chdir(tmp_path)
     algorithm = {"advantage_mode": "huge_advantage.huge"}
-    run = small_run(small(tmp_path / "run", algorithm=algorithm, training={"max_steps": 2}))
+    run = small_run(small(here / "run", algorithm=algorithm, training={"max_steps": 2}))
     said = (
         "2 steps trained nothing: every update was skipped, since a number was not finite; look at"
         " max_abs_advantage, or lower [training] lr."
@@ -194,14 +156,10 @@ def test_a_model_that_is_not_asked_for_a_box_gets_a_template_and_then_a_count(
     said = capsys.readouterr().out
     (asked,) = [line for line in said.splitlines() if "none of 4 prompts asks" in line]
     assert r"Set [data] prompt_template = '{prompt} Put the final answer in \boxed{}.'" in asked
-    assert (
-        "3 steps trained nothing: all 24 completions were cut" in said
-        and r"0 of 24 completions hold \boxed{}" in said
-    )
-    assert (
-        run.summary.steps == 3
-        and [line["answer_found_rate"] for line in lines(run.folder / "metrics.jsonl")] == [0.0] * 3
-    )
+    assert "3 steps trained nothing: all 24 completions were cut" in said
+    assert r"0 of 24 completions hold \boxed{}" in said
+    assert run.summary.steps == 3
+    assert [line["answer_found_rate"] for line in lines(run.folder / "metrics.jsonl")] == [0.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A wrong plugin of each kind, and the sentence that it gets before step 0."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -111,14 +110,8 @@ def sentence(kind: str, source: str) -> str:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_plugin_gets_its_sentence(
-    case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    sys.modules.pop("my_plugin", None)
+def test_a_wrong_plugin_gets_its_sentence(case: tuple[str, str], here: Path) -> None:
     said = sentence(case[0], WRONG[case])
-    sys.modules.pop("my_plugin", None)
     assert said and "\n" not in said and "Traceback" not in said
     stored = " ".join(SENTENCES.read_text(encoding="utf-8").split())
     assert f"- **{case[0]}, {case[1]}**: {said.replace(ADVICE, ' ...')} " in f"{stored} "

@@ -45,3 +45,8 @@ def wandb_history(log: Path) -> Iterator[dict[str, Any]]:
         record = json.loads(line)
         if record["type"] == "history":
             yield record["history"]["item"]
+
+
+def wandb_steps(log: Path) -> list[int]:
+    """The steps whose metrics a log holds."""
+    return [item["trainer/step"] for item in wandb_history(log) if "train/loss" in item]
