@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from report import (
     add_output,
     command_line,
     load_average,
-    machine_line,
     publish,
     table,
     versions_line,
@@ -374,13 +372,11 @@ def verdict(family: str) -> tuple[str, str, str, str]:
 def write_page(page: Path) -> None:
     """Write what runs, for those who look for their model."""
     rows = [verdict(family) for family in FAMILIES | PADDED | OTHERS]
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     page.write_text(
         PAGE.format(
             command=command_line(),
-            date=datetime.now(UTC).date().isoformat(),
-            machine=machine_line(load_average()),
-            versions=versions_line(versions),
+            torch=torch.__version__,
+            transformers=transformers.__version__,
             table=table(["family", "sampled by", "learned", "largest difference, nats"], rows),
         ),
         encoding="utf-8",
@@ -406,7 +402,8 @@ model of text and images, such as Gemma 3 from 4B on, trains on text, without th
 {table}
 
 The models are tiny, with random weights, a LoRA adapter on every linear layer, and prompts longer than
-every sliding window. `{command}` wrote this page on {date} ({machine}; {versions}).
+every sliding window. `{command}` wrote this page
+(torch {torch}, transformers {transformers}).
 """
 
 
