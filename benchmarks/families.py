@@ -390,7 +390,7 @@ Find your model's family in the table to see how retrain samples and trains it, 
 | the table says | meaning |
 | --- | --- |
 | fused, its own forward pass | retrain's fast pass, or transformers' pass, samples in the process of retrain |
-| a server | `engine = "pytorch"` refuses; a [server](inference-engines.md) samples, if it serves the family |
+| a server | `engine = "pytorch"` refuses the family; a [server](inference-engines.md) may sample it |
 | packed, padded | the learner needs no padding, or pads rows and leaves attention to the model |
 | refused | the family does not train, for the reason given |
 | largest difference | log-probs of the sampler and the learner, or the learner, against transformers in float64 |

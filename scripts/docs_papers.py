@@ -37,7 +37,8 @@ Run the algorithm of a paper, or use its settings with your own model. Each file
 
 ```bash
 retrain examples/papers/dapo.toml
-retrain examples/lab.toml --algorithm-mode dapo --max-steps 2 --log-dir logs/dapo      # the method alone, on the file's model and data
+# the method alone, on the file's model and data
+retrain examples/lab.toml --algorithm-mode dapo --max-steps 2 --log-dir logs/dapo
 ```
 
 In your own file, `algorithm_mode = "dapo"` sets the values below, and the file's own keys override
