@@ -77,8 +77,8 @@ def _doc_of_section(section: str) -> str:
 CONFIGURATION = """\
 # Configuration
 
-Look up what to write in a run's TOML file. Without a file, `retrain` reads `retrain.toml` in the
-current folder.
+Look up every key of a run's TOML file and its flag. Without a file, `retrain` reads `retrain.toml`
+in the current folder.
 
 ```bash
 retrain init --output my.toml      # a file to change; `--list` shows others
