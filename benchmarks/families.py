@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from report import (
     add_output,
     command_line,
     load_average,
-    machine_line,
     publish,
     table,
     versions_line,
@@ -374,13 +372,11 @@ def verdict(family: str) -> tuple[str, str, str, str]:
 def write_page(page: Path) -> None:
     """Write what runs, for those who look for their model."""
     rows = [verdict(family) for family in FAMILIES | PADDED | OTHERS]
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     page.write_text(
         PAGE.format(
             command=command_line(),
-            date=datetime.now(UTC).date().isoformat(),
-            machine=machine_line(load_average()),
-            versions=versions_line(versions),
+            torch=torch.__version__,
+            transformers=transformers.__version__,
             table=table(["family", "sampled by", "learned", "largest difference, nats"], rows),
         ),
         encoding="utf-8",
@@ -394,7 +390,7 @@ Find your model's family in the table to see how retrain samples and trains it, 
 | the table says | meaning |
 | --- | --- |
 | fused, its own forward pass | retrain's fast pass, or transformers' pass, samples in the process of retrain |
-| a server | `engine = "pytorch"` refuses; a [server](inference-engines.md) samples, if it serves the family |
+| a server | `engine = "pytorch"` refuses the family; a [server](inference-engines.md) may sample it |
 | packed, padded | the learner needs no padding, or pads rows and leaves attention to the model |
 | refused | the family does not train, for the reason given |
 | largest difference | log-probs of the sampler and the learner, or the learner, against transformers in float64 |
@@ -406,7 +402,8 @@ model of text and images, such as Gemma 3 from 4B on, trains on text, without th
 {table}
 
 The models are tiny, with random weights, a LoRA adapter on every linear layer, and prompts longer than
-every sliding window. `{command}` wrote this page on {date} ({machine}; {versions}).
+every sliding window. `{command}` wrote this page
+(torch {torch}, transformers {transformers}).
 """
 
 

@@ -225,9 +225,7 @@ class Trajectory:
         return None
 
     def parts(self) -> list[tuple[Turn, ...]]:
-        """Group the turns by what continues: one part, and another one for every later turn that
-        restarts.
-        """
+        """Group the turns into parts, which begin at the first turn and at each restart."""
         starts = [
             0,
             *(number for number, turn in enumerate(self.turns) if number and turn.restarts),

@@ -53,7 +53,7 @@ translate the values by the tables below.
     - `batch_size` counts prompts. TRL's count completions of one pass, before accumulation.
     - TRL without `peft_config` trains all weights: `[model] train = "full"`.
     - TRL's `loss_type = "dapo"` is an aggregation. `algorithm_mode = "dapo"` is the paper's whole recipe.
-    - `minibatches` is a number of updates. verl's `ppo_mini_batch_size` is a size.
+    - `minibatches` counts updates. verl's `ppo_mini_batch_size` is a size.
     - The defaults are `temperature = 0.7` and no gradient clipping. Other trainers use 1.0 and a clip.
     - Means leave out groups with equal rewards. TRL counts their tokens.
 

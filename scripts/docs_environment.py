@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Iterator
 
 from retrain.cli.manual import read_source, topics_of
-from retrain.config.keys import section_models
 
 _ENTRY = re.compile(
     r"^  (?P<names>[A-Z(][^\n]*?)(?:  +|\n +)(?P<what>\S[^\n]*(?:\n {10,}[^\n]*)*)", re.MULTILINE
@@ -15,8 +14,9 @@ _ENTRY = re.compile(
 INTRODUCTION = """\
 # Environment variables
 
-Keep keys out of files, set a key for many runs, or run without a network. retrain first loads a file
-`.env` in the current folder. A variable of the shell wins over that file.
+Keep keys out of files, set a key for many runs, or run without a network.
+
+retrain first loads a file `.env` in the current folder. A variable of the shell wins over that file.
 
 ```text
 HF_TOKEN=...
@@ -38,8 +38,10 @@ def environment_document() -> str:
         ]
         if rows:
             parts += [f"## {title}", "\n".join(["| variable | what it does |", "|---|---|", *rows])]
-    prefixes = [f"`RETRAIN_{name.upper()}_`" for name in section_models()]
-    each = f"`RETRAIN_TRAINING_LR=1e-4` sets `[training] lr`. The prefixes are {', '.join(prefixes)}; the key follows in capitals."
+    each = (
+        "`RETRAIN_TRAINING_LR=1e-4` sets `[training] lr`. The names of the section and of the key"
+        " are in capitals, for every section of the [configuration](configuration.md)."
+    )
     parts.append("## Of each section\n\n" + "\n".join(textwrap.wrap(each, 100)))
     return "\n\n".join(parts) + "\n"
 

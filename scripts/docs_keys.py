@@ -77,32 +77,37 @@ def _doc_of_section(section: str) -> str:
 CONFIGURATION = """\
 # Configuration
 
-You change a run: what you write in its TOML file, and every key that there is. Without a file,
-`retrain` reads `retrain.toml` in the current folder.
+Look up every key of a run's TOML file and its flag. Without a file, `retrain` reads `retrain.toml`
+in the current folder.
 
 ```bash
-retrain init --output my.toml           # a file to change; `retrain init --list` shows the others
-retrain explain my.toml                 # every value and where it comes from; what is unused or refused
+retrain init --output my.toml      # a file to change; `--list` shows others
+retrain explain my.toml            # every value and where it comes from
 ```
 
 ```toml
 [model]
-model = "Qwen/Qwen3-4B-Instruct-2507"   # a hub id, a local folder, or "lab"
+# a hub id, a local folder, or "lab"
+model = "Qwen/Qwen3-4B-Instruct-2507"
 
 [data]
-source = "gsm8k"                        # math, gsm8k, lab, hub:NAME, a .jsonl or .parquet file, a plugin
+# math, gsm8k, lab, hub:NAME, a .jsonl or .parquet file, a plugin
+source = "gsm8k"
 
 [reward]
-type = "math"                           # match, math, custom, random, or several with weights
+# match, math, custom, judge, random, or several with weights
+type = "math"
 
 [algorithm]
-advantage_mode = "maxrl"                # grpo, maxrl, rloo, grpo_std, reinforce, reinforce_pp, a plugin
-transform_mode = "gtpo_sepa"            # none, gtpo, hicra, gtpo_hicra, gtpo_sepa, ..., a plugin
+# grpo, maxrl, rloo, grpo_std, reinforce, reinforce_pp, a plugin
+advantage_mode = "maxrl"
+# none, gtpo, hicra, gtpo_hicra, gtpo_sepa, ..., a plugin
+transform_mode = "gtpo_sepa"
 
 [training]
 max_steps = 100
-batch_size = 4                          # prompts per step
-group_size = 8                          # completions per prompt
+batch_size = 4     # prompts per step
+group_size = 8     # completions per prompt
 max_tokens = 1024
 
 [evaluation]

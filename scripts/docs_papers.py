@@ -37,7 +37,8 @@ Run the algorithm of a paper, or use its settings with your own model. Each file
 
 ```bash
 retrain examples/papers/dapo.toml
-retrain examples/lab.toml --algorithm-mode dapo --max-steps 2 --log-dir logs/dapo      # the method alone, on the file's model and data
+# the method alone, on the file's model and data
+retrain examples/lab.toml --algorithm-mode dapo --max-steps 2 --log-dir logs/dapo
 ```
 
 In your own file, `algorithm_mode = "dapo"` sets the values below, and the file's own keys override
@@ -124,9 +125,9 @@ TOPR above needs one function of eight lines. For any loss:
    passes](losses.md#a-loss-of-ones-own).
 6. **Compare it with the formula.** Ten lines in `tests/test_papers.py`, written like the paper,
    find a wrong sign, a missing detach and an extra mean.
-7. **To add it to this page**, write a comment at the head of the TOML file: name and arXiv id,
-   title, `Changes`, `Formula`, `Not reproduced`, `At the paper's scale` if known, `Source`. Its
-   name becomes an `algorithm_mode`, so the file needs an `advantage_mode` and a `transform_mode`.
+7. **To add it to this page**, begin the TOML file with a comment like the other papers' files.
+   The file's name becomes an `algorithm_mode`, so the file needs an `advantage_mode` and a
+   `transform_mode`.
 
 ```bash
 retrain explain examples/papers/topr.toml

@@ -141,7 +141,7 @@ def test_a_block_marked_run_needs_nothing_but_an_empty_folder(
 
 def test_agents_are_told_of_every_command_that_prints_json() -> None:
     page = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
-    named = page.partition("It is understood by")[2].partition("which prints")[0]
+    named = page.partition("These commands take the flag:")[2].partition(". ")[0]
     printing = {
         name
         for name in COMMANDS

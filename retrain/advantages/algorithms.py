@@ -99,8 +99,9 @@ class AdvantageContext:
 
     @property
     def reward_parts(self) -> list[tuple[float, ...]]:
-        """[G][K] the K rewards of `[reward] type`, in its order and without their weights; empty
-        tuples where an environment judges.
+        """[G][K] the K rewards of `[reward] type`, in its order and without their weights.
+
+        Empty tuples where an environment judges.
         """
         return [member.score.parts for member in self._source("reward_parts").members]
 

@@ -223,8 +223,10 @@ class Backend(Offers, ABC):
         raise NotImplementedError
 
     def supervise(self, config: "TrainConfig | None") -> None:
-        """Take supervised steps with the settings of `config` from now on: `train` minimizes the
-        mean cross-entropy of the rows' actions. None: turn to reinforcement, with a new optimizer.
+        """Take supervised steps with the settings of `config` from now on.
+
+        `train` then minimizes the mean cross-entropy of the rows' actions. None: turn to
+        reinforcement, with a new optimizer.
 
         Called before `load` where the stored state lies within the supervised stage.
         """
@@ -238,17 +240,17 @@ class Backend(Offers, ABC):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """(positions that the model knows, its shortest sliding window or 0): bounds on the length
-        of the gate's long prompt.
+        """(positions that the model knows, its shortest sliding window or 0).
+
+        Both bound the length of the gate's long prompt.
         """
         return NO_LIMIT, 0
 
     @abstractmethod
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
-        """Return the learner's log-probs of each row's action tokens, [T] each, without gradient,
-        at `temperature` or else the training temperature.
+        """Return the learner's log-probs of each row's action tokens, [T] each, without gradient.
 
-        retrain asks for another temperature only if the engine's log-probs are raw: theirs is 1.
+        `temperature` defaults to the training temperature. It is 1 if the engine's are raw.
         """
 
     def reference_logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
@@ -260,15 +262,17 @@ class Backend(Offers, ABC):
     def rounded_logprobs(
         self, rows: Sequence[Row], temperature: float | None = None
     ) -> list[Float32Array] | None:
-        """Return the log-probs as `logprobs` does, in the other precision: bf16 if the learner
-        computes in float32, float32 if it computes in half precision. The difference shows the
-        effect of rounding on this model. Returns None if the backend has only one precision.
+        """Return the log-probs as `logprobs` does, in the other precision, or None without one.
+
+        The other precision of float32 is bf16, and of half precision float32. The difference shows
+        the effect of rounding on this model.
         """
         return None
 
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array] | None:
-        """Return [T] of each row: the number of tokens that `truncation` keeps of the learner's
-        distribution. The result is None if the backend cannot give logits.
+        """Return [T] of each row, the number of tokens that `truncation` keeps of the logits.
+
+        The result is None if the backend cannot give logits.
         """
         return None
 
@@ -278,9 +282,7 @@ class Backend(Offers, ABC):
 
     @abstractmethod
     def save_adapter(self, folder: Path) -> None:
-        """Write the trained weights alone: adapter_model.safetensors, adapter_config.json and
-        README.md of a PEFT adapter, or a whole model.
-        """
+        """Write the trained weights alone, as a PEFT adapter with README.md or as a whole model."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -291,8 +293,9 @@ class Backend(Offers, ABC):
         """Restore the adapter, optimizer and schedule that `save` wrote."""
 
     def keep_start(self, folder: Path) -> None:
-        """Hold the weights that `save_adapter` wrote to `folder`: the reference "start" of the KL
-        term and of `reference_logprobs`.
+        """Hold the weights that `save_adapter` wrote to `folder`, as the reference "start".
+
+        The KL term and `reference_logprobs` use them.
         """
         raise NotImplementedError
 

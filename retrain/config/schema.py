@@ -164,9 +164,10 @@ class TrainConfig(AllSections):
     __str__ = __repr__
 
     def with_(self, **values: Any) -> "TrainConfig":
-        """Return the configuration with other values, by the names of their flags:
-        `config.with_(lr=5e-4, reward_type="math")`. Raises ConfigurationError for an unknown name
-        and for a wrong value.
+        """Return the configuration with other values, as in `config.with_(reward_type="math")`.
+
+        A value has the name of its flag. Raises ConfigurationError for an unknown name and for a
+        wrong value.
         """
         return self._changed(values)
 
@@ -216,8 +217,10 @@ class TrainConfig(AllSections):
 
     @property
     def origins(self) -> dict[str, str]:
-        """The source of each value: "section.key" to "default", "recipe NAME", "file", "environment
-        NAME", "flag --name" or "implied by KEY".
+        """The source of each value, by its "section.key".
+
+        A source is "default", "recipe NAME", "file", "environment NAME", "flag --name" or "implied
+        by KEY".
         """
         unset = {path: f"implied by {decides}" for path, (_, decides) in self._implied.items()}
         given = self._provenance.origins

@@ -70,8 +70,9 @@ class ReadResult:
     """Sentences for the start of the run."""
 
     def keep(self, example: Example, where: str) -> None:
-        """Append an example, unless its text has no UTF-8 form, which a tokenizer needs: JSON may
-        escape half of a surrogate pair.
+        """Append an example, unless its text has no UTF-8 form, which a tokenizer needs.
+
+        JSON may escape half of a surrogate pair.
         """
         try:
             json.dumps([example.prompt, example.reference], ensure_ascii=False).encode()

@@ -277,8 +277,9 @@ class InferenceEngine(Offers, ABC):
         """Yield every completion of every request once, as soon as it ends. Any order will do."""
 
     def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
-        """Sample as `sample` does, for the requests of a feed; `Completion.request` counts them in
-        the order in which the feed gave them.
+        """Sample as `sample` does, for the requests of a feed.
+
+        `Completion.request` counts the requests in the order of the feed.
 
         An engine overrides this if new requests can join running ones. Otherwise they wait for the
         end of the round.
@@ -304,9 +305,7 @@ class InferenceEngine(Offers, ABC):
         """
 
     def why_it_differs(self) -> str:
-        """Return the reason that the engine itself finds for log-probs unlike the learner's, as
-        part of a sentence; "" if it finds none.
-        """
+        """Return why log-probs differ from the learner's, as a part of a sentence, or ""."""
         return ""
 
     def close(self) -> None:

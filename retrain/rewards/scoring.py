@@ -342,10 +342,9 @@ class Scorer:
         return replace(Score.of(reward, self._correct_threshold), usage=usage, parts=values)
 
     def probe(self) -> str:
-        """Ask the language model that judges, if there is one, about an answer that is right;
-        return a sentence for the user, or "".
+        """Return what is wrong with the judge's verdict on a right answer, for the user, or "".
 
-        Raises EnvironmentFailure if it does not answer.
+        Raises EnvironmentFailure if the judge does not answer.
         """
         return self._model.probe() if self._model is not None else ""
 
