@@ -5,8 +5,8 @@ a test chooses.
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,19 @@ def write_manifest(folder: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
     return folder
 
 
+@contextmanager
+def manifest_of(campaign: Path) -> Iterator[dict[str, Any]]:
+    """The content of its manifest.json, to be changed."""
+    path = campaign / "manifest.json"
+    content = json.loads(path.read_text())
+    yield content
+    path.write_text(json.dumps(content))
+
+
+def modes_of(label: str) -> dict[str, str]:
+    return dict(zip(("advantage_mode", "transform_mode"), label.split("+"), strict=True))
+
+
 def write_arms(
     folder: Path,
     labels: Iterable[str],
@@ -203,17 +216,10 @@ def write_campaign(
     """Condition "advantage+transform" -> right answers of `asked` problems, for seeds 1, 2, ..."""
     entries = []
     for condition, right in arms.items():
-        advantage, _, transform = condition.partition("+")
-        algorithm = {"advantage_mode": advantage, "transform_mode": transform}
         for seed, count in enumerate(right, start=1):
+            own = {"algorithm": modes_of(condition), **sections}
             answers = problems([1] * count + [0] * (asked - count))
-            write_run(
-                folder / "runs" / f"{condition}_s{seed}",
-                seed,
-                held_out=answers,
-                algorithm=algorithm,
-                **sections,
-            )
+            write_run(folder / "runs" / f"{condition}_s{seed}", seed, held_out=answers, **own)
             entries.append({"condition": condition, "seed": seed})
     return write_manifest(folder, entries)
 
@@ -227,14 +233,8 @@ def write_planned(
     from retrain.campaign import Manifest, Status, plan_campaign
 
     seeds = list(range(1, 1 + len(next(iter(arms.values())))))
-    conditions = [
-        {"advantage_mode": label.partition("+")[0], "transform_mode": label.partition("+")[2]}
-        for label in arms
-    ]
-    plan = plan_campaign(
-        planned_config({"seeds": seeds, "max_steps": 2, "conditions": conditions} | campaign),
-        folder,
-    )
+    planned = {"seeds": seeds, "max_steps": 2, "conditions": [*map(modes_of, arms)]}
+    plan = plan_campaign(planned_config(planned | campaign), folder)
     manifest = Manifest.of_plan(plan, datetime(2026, 11, 21, 12), "1111")
     for run in plan.runs:
         right = arms[run.condition][run.seed - 1]

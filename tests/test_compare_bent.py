@@ -2,16 +2,14 @@
 words that notice it.
 """
 
-import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from campaigns import EIGHT, problems, seal, write_planned, write_run
+from campaigns import EIGHT, manifest_of, modes_of, problems, seal, write_planned, write_run
 
 from retrain.campaign import Manifest
 from retrain.cli.main import main
@@ -28,15 +26,6 @@ Edit = Callable[[Path], Iterable[str] | None]
 
 def run(campaign: Path, condition: str, seed: int) -> Path:
     return campaign / "runs" / f"{condition}_s{seed}"
-
-
-@contextmanager
-def manifest_of(campaign: Path) -> Iterator[dict[str, Any]]:
-    """Its content, to be changed."""
-    path = campaign / "manifest.json"
-    content = json.loads(path.read_text())
-    yield content
-    path.write_text(json.dumps(content))
 
 
 TRICKS: dict[Edit, str] = {}
@@ -268,14 +257,14 @@ def add_seeds_afterwards(campaign: Path) -> None:
     add_seed(campaign, 9)
     for condition in (BASE, BETTER):
         right, folder = problems([1] * 55 + [0] * 45), run(campaign, condition, 9)
-        write_run(folder, 9, held_out=right, algorithm=_modes(condition))
+        write_run(folder, 9, held_out=right, algorithm=modes_of(condition))
         seal(folder)
 
 
 @noticed(r"max_steps \(4, planned 2\); the steps of the longest run \(4, planned 2\)")
 def train_a_run_on(campaign: Path) -> None:
     answers, folder = problems([1] * 90 + [0] * 10), run(campaign, BETTER, 5)
-    write_run(folder, 5, [0.5] * 4, held_out=answers, algorithm=_modes(BETTER))
+    write_run(folder, 5, [0.5] * 4, held_out=answers, algorithm=modes_of(BETTER))
     seal(folder)
     with manifest_of(campaign) as content:
         content["max_steps"] = 4
@@ -307,14 +296,10 @@ def mix_learning_rates_in_loose_folders(campaign: Path) -> list[str]:
     def loose(condition: str, seed: int) -> str:
         folder = campaign.parent / "loose" / f"{condition}{seed}"
         training = {"lr": 3e-4 if seed < 5 or condition == BASE else 1e-3}
-        return str(write_run(folder, seed, algorithm=_modes(condition), training=training))
+        return str(write_run(folder, seed, algorithm=modes_of(condition), training=training))
 
     ours, theirs = ([loose(label, seed) for seed in range(1, 9)] for label in (BETTER, BASE))
     return [*ours, "--baseline", *theirs]
-
-
-def _modes(condition: str) -> dict[str, str]:
-    return dict(zip(("advantage_mode", "transform_mode"), condition.split("+"), strict=True))
 
 
 AS_PLANNED = (

@@ -12,6 +12,7 @@ import pytest
 from campaigns import (
     EIGHT,
     compared,
+    manifest_of,
     problems,
     shifted,
     shown,
@@ -132,13 +133,11 @@ def test_equivalent_needs_a_stated_margin(
 def test_runs_that_did_not_finish_are_left_out_and_named(
     campaign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manifest = json.loads((campaign / "manifest.json").read_text())
-    manifest["runs"][0] |= {"status": "failed", "reason": "out of memory"}
+    pending = {"name": "x", "condition": BASE, "seed": 9, "status": "pending", "dir": "runs/x"}
+    with manifest_of(campaign) as manifest:
+        manifest["runs"][0] |= {"status": "failed", "reason": "out of memory"}
+        manifest["runs"].append(pending)
     (campaign / "runs" / f"{BASE}_s1" / "summary.json").unlink()
-    manifest["runs"].append(
-        {"name": "x", "condition": BASE, "seed": 9, "status": "pending", "dir": "runs/x"}
-    )
-    (campaign / "manifest.json").write_text(json.dumps(manifest))
     (campaign / "runs" / f"{BETTER}_s2" / "summary.json").unlink()
     config = campaign / "runs" / f"{BETTER}_s2" / "config.toml"
     config.write_text(config.read_text().replace("max_steps = 2", "max_steps = 9"))
@@ -530,9 +529,8 @@ def test_a_grids_conditions_are_ranked_and_the_ranking_is_called_a_selection(
     arms = {BASE: [40, 42], BETTER: [46, 44]} | ({WORSE: [44, 46]} if shared else {})
     path = write_campaign(tmp_path, arms)
     assert "Ranking" not in shown(capsys, path)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["config"] = {"campaign": {"grid": {"training.lr": [1e-4]}}}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    with manifest_of(path) as manifest:
+        manifest["config"] = {"campaign": {"grid": {"training.lr": [1e-4]}}}
     text = shown(capsys, path)
     places = "- 1. maxrl+gtpo 45.0% - 3." if shared else "- 2."
     assert f"- 1. maxrl+none 45.0% {places} grpo+none 41.0%" in text

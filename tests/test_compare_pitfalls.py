@@ -2,7 +2,6 @@
 other evaluations, few pairs.
 """
 
-import json
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from campaigns import (
     EIGHT,
     compared,
+    manifest_of,
     problems,
     shifted,
     shown,
@@ -441,12 +441,11 @@ def lost_campaign(tmp_path: Path, collapsed: int, failed: int) -> Path:
     """Eight seeds of two arms 20 points apart; of the better one some collapse and some fail."""
     right = [3 if seed < collapsed else 60 + seed % 3 for seed in range(8)]
     folder = write_campaign(tmp_path / "c", {BASE: [40] * 8, BETTER: right})
-    manifest = json.loads((folder / "manifest.json").read_text())
-    runs = [run for run in manifest["runs"] if run["condition"] == BETTER]
-    for run in runs[8 - failed :]:
-        run |= {"status": "failed", "reason": "out of memory"}
-        (folder / run["dir"] / "summary.json").unlink()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with manifest_of(folder) as manifest:
+        runs = [run for run in manifest["runs"] if run["condition"] == BETTER]
+        for run in runs[8 - failed :]:
+            run |= {"status": "failed", "reason": "out of memory"}
+            (folder / run["dir"] / "summary.json").unlink()
     return folder
 
 
@@ -481,12 +480,11 @@ def test_where_more_than_a_quarter_is_lost_the_word_is_undecided(
 def test_a_stored_plan_keeps_its_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A plan of 0.9 leaves out failed runs alone, any number of them."""
     folder = lost_campaign(tmp_path, collapsed=1, failed=0)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    plan = AnalysisPlan(
-        BASE, (BETTER,), "pass@1", 0.05, "seeds", (1, 2, 3, 4, 5, 6, 7, 8), 4
-    ).to_json()
+    seeds = (1, 2, 3, 4, 5, 6, 7, 8)
+    plan = AnalysisPlan(BASE, (BETTER,), "pass@1", 0.05, "seeds", seeds, 4).to_json()
     for stored, pairs in ((plan, 8), (plan | {"leaves_out": "failed and collapsed"}, 7)):
-        (folder / "manifest.json").write_text(json.dumps(manifest | {"plan": stored}))
+        with manifest_of(folder) as manifest:
+            manifest["plan"] = stored
         (found,) = compared(capsys, folder)["contrasts"]
         assert found["pairs"] == pairs
 

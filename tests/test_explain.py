@@ -21,9 +21,11 @@ from retrain.config import (
 from retrain.config.overrides import deep_merge
 from retrain.errors import ConfigurationError
 from retrain.explain import explain
+from retrain.explain.explanation import Explanation
 from retrain.explain.text import to_text
 from retrain.explain.timing import StepTime, schedule_campaign
 from retrain.records.state import TrainerState
+from retrain.run.loop import Run
 from retrain.run.notes import notes
 from tests.runs import small_run
 
@@ -54,10 +56,15 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: 
 # -- what would run --------------------------------------------------------------------------------
 
 
-def test_what_is_explained_of_a_run_is_what_the_run_does(tmp_path: Path) -> None:
-    config = small(tmp_path / "run", training={"max_steps": 1})
-    seen = explain(config)
-    run = small_run(config, quiet=True)
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Explanation, Run]:
+    """What is explained of a run of one step, and that run."""
+    config = small(tmp_path_factory.mktemp("once") / "run", training={"max_steps": 1})
+    return explain(config), small_run(config, quiet=True)
+
+
+def test_what_is_explained_of_a_run_is_what_the_run_does(once: tuple[Explanation, Run]) -> None:
+    seen, run = once
     path = run.folder / "trainer_state.json"
     state = TrainerState.from_json(path.read_text(), path)
     assert seen.memory is not None and seen.memory.choices == state.choices
@@ -97,9 +104,10 @@ def test_a_run_that_goes_on_has_only_its_last_steps_before_it(tmp_path: Path) ->
     assert "10 steps (4 done)" in to_text(seen)
 
 
-def test_a_squeeze_job_shows_the_adapter_that_it_would_read(tmp_path: Path) -> None:
-    run = small_run(small(tmp_path / "run", training={"max_steps": 1}), quiet=True)
-    seen = explain(config_from_mapping({"squeeze": {"adapter_path": str(run.adapter)}}))
+def test_a_squeeze_job_shows_the_adapter_that_it_would_read(
+    once: tuple[Explanation, Run], tmp_path: Path
+) -> None:
+    seen = explain(config_from_mapping({"squeeze": {"adapter_path": str(once[1].adapter)}}))
     assert seen.adapter is not None and seen.adapter.rank == 4
     assert (seen.kind, seen.refused, seen.memory, seen.schedule) == ("squeeze", (), None, None)
     assert "1, 2, 4" in to_text(seen)
