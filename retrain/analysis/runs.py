@@ -8,11 +8,10 @@ each run's folder, condition and seed. Properties read files on demand.
 import hashlib
 import json
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import groupby, takewhile
+from itertools import chain, groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,9 +25,9 @@ from retrain.config.moving import with_values, wrong_key
 from retrain.config.schema import Training
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES, engine_kind
-from retrain.records.entries import MEASURED, RENAMED, EvaluationRecord, SftRecord, StepRecord
+from retrain.records.entries import MEASURED, EvaluationRecord, SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation, is_evaluation
-from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
+from retrain.records.jsonl import CHANGED, read_jsonl, read_jsonl_backwards
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.system import Json, is_path_text, read_object
@@ -285,8 +284,7 @@ class StoredRun:
         """Return [2, steps] step numbers and values of a numeric field, without the steps that have
         no value.
         """
-        table = read_metrics(self.folder.metrics, ("step", name))
-        points = np.stack([table["step"].to_numpy(), table[name].to_numpy()])
+        points = np.stack([*read_metrics(self.folder.metrics, ("step", name)).values()])
         return points[:, ~np.isnan(points[1])]
 
     @cached_property
@@ -498,74 +496,26 @@ def subfolders(folder: Path) -> Iterator[Path]:
             yield child
 
 
-_KINDS = {
-    field.name: field.type
-    for field in fields(StepRecord)
-    if not str(field.type).startswith(("dict", "list"))
-}
-"""Fields that are one value."""
-_SUSPECT = re.compile(rb"^[^{]|:\s*-?(?:NaN|Inf)", re.MULTILINE)
-"""Pattern of a line that does not begin like a line of metrics.jsonl. It also matches a number that
-JSON does not have and that Arrow would call missing.
-"""
-
-
-def _raise_damage(path: Path) -> None:
-    """Raise the error that names the damaged line, or its step; return without damage."""
-    for _ in StepRecord.read(path):
-        pass
-
-
-def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
-    """Read fields of metrics.jsonl as an Arrow table, numbers as float64; empty without a
-    file.
-
-    It is about four times as fast as reading line by line, which matters over a thousand runs.
-    Raises RunFailed for a damaged line.
+def read_metrics(path: Path, names: Iterable[str]) -> dict[str, Floats]:
+    """Map numeric fields of metrics.jsonl to their values, [steps] each: NaN for a null, empty
+    without a file. Raises RunFailed for a damaged line.
     """
-    import pyarrow as pa
-    from pyarrow import json as arrow_json
-
-    types = dict.fromkeys((int, int | None, float | None), pa.float64())
-    types |= dict.fromkeys((bool, bool | None), pa.bool_())
-    schema = pa.schema([(name, types.get(_KINDS[name], pa.string())) for name in names])
-    data = path.read_bytes() if path.is_file() else b""
-    whole = data[: data.rfind(b"\n") + 1]  # Leave out a torn last line.
-    if not whole:
-        return schema.empty_table()
-    for old, new in RENAMED.items():
-        whole = whole.replace(f'"{old}":'.encode(), f'"{new}":'.encode())
-    # A null line and deep nesting are suspect too, since they would crash Arrow.
-    if _SUSPECT.search(whole) or whole.count(b"[") + whole.count(b"{") > 2 * whole.count(b"\n"):
-        _raise_damage(path)
-    parsing = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-    reading = arrow_json.ReadOptions(use_threads=False, block_size=len(whole))
-    try:
-        table = arrow_json.read_json(
-            pa.BufferReader(whole), parse_options=parsing, read_options=reading
-        ).select(schema.names)
-        if not _is_plausible(table):
-            _raise_damage(path)
-        return table
-    except pa.ArrowInvalid as error:
-        _raise_damage(path)
-        raise RunFailed(
-            f"{path} has a value of the wrong type ({error}): the file was changed or the disk is"
-            " damaged."
-        ) from error
+    records = list(StepRecord.read(path))
+    return {
+        name: np.array([getattr(record, name) for record in records], dtype=np.float64)
+        for name in names
+    }
 
 
 # -- as a frame ------------------------------------------------------------------------------------
 
-
-def _is_plausible(table: Any) -> bool:
-    """Return False if a line lacks a step or has a wrong one, or if a number is too large for a
-    float.
-    """
-    steps = table["step"].to_numpy() if "step" in table.column_names else np.zeros(0)
-    numbers = [column.to_numpy() for column in table.columns if str(column.type) == "double"]
-    whole = ((steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))).all()
-    return bool(whole) and not any(np.isinf(values).any() for values in numbers)
+_TYPES: dict[Any, str] = {
+    int: "int64",
+    int | None: "Int64",
+    bool: "boolean",
+    bool | None: "boolean",
+    float | None: "float64",
+}
 
 
 def load_runs(folder: str | Path) -> "pd.DataFrame":
@@ -577,14 +527,11 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
     damaged file.
     """
     import pandas as pd
-    import pyarrow as pa
 
     root = Path(folder)
     runs = find_runs(root)
-    for run in runs:
-        run.check()
-    tables = [read_metrics(run.folder.metrics) for run in runs]
-    rows = [len(table) for table in tables]
+    of_runs = [list(StepRecord.read(run.check().folder.metrics)) for run in runs]
+    rows = [len(records) for records in of_runs]
     # The folder of a single run has no path below itself.
     names = [
         root.resolve().name
@@ -592,38 +539,19 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
         else Path(os.path.relpath(run.path, root)).as_posix()
         for run in runs
     ]
-    table = pa.concat_tables(tables)
-    frame = {
+    frame: dict[str, Any] = {
         "run": pd.Categorical(np.repeat(names, rows)),
         "condition": pd.Categorical(np.repeat([run.condition for run in runs], rows)),
         "seed": np.repeat([run.seed for run in runs], rows),
     }
-    try:
-        columns = {
-            name: _column(table[name], kind) for name, kind in _KINDS.items() if name != "condition"
-        }
-    except (ValueError, TypeError) as error:
-        for run in runs:
-            _raise_damage(run.folder.metrics)
-        raise RunFailed(
-            f"{root} has metrics of the wrong type ({error}): a file was changed or the disk is"
-            " damaged."
-        ) from error
-    return pd.DataFrame(frame | columns)
-
-
-_TYPES: dict[Any, str] = {
-    int: "int64",
-    int | None: "Int64",
-    bool: "boolean",
-    bool | None: "boolean",
-}
-
-
-def _column(values: Any, kind: Any) -> Any:
-    """Return an Arrow column in the record's type, with missing values as missing."""
-    if kind == float | None:
-        return values.to_pandas()
-    if kind in _TYPES:
-        return values.to_pandas().astype(_TYPES[kind])
-    return values.dictionary_encode().to_pandas()
+    for field in fields(StepRecord):
+        if field.name in frame or str(field.type).startswith(("dict", "list")):
+            continue
+        values = [getattr(record, field.name) for record in chain.from_iterable(of_runs)]
+        try:
+            frame[field.name] = pd.Series(values, dtype=_TYPES.get(field.type, "category"))
+        except OverflowError as error:
+            raise RunFailed(
+                f"{root} has a {field.name} that is no number of a run ({error}){CHANGED}"
+            ) from error
+    return pd.DataFrame(frame)

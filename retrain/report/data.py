@@ -64,9 +64,8 @@ class Curves:
 
     @classmethod
     def of(cls, run: StoredRun) -> "Curves":
-        table = read_metrics(run.folder.metrics, ("step", *_FIELDS))
-        values = {name: table[name].to_numpy() for name in _FIELDS}
-        return cls(table["step"].to_numpy() + 1, values)
+        values = read_metrics(run.folder.metrics, ("step", *_FIELDS))
+        return cls(values.pop("step") + 1, values)
 
     def known(self, name: str) -> Floats:
         """Return the values that the run recorded."""
