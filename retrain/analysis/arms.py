@@ -5,7 +5,7 @@ prompts, noise, configuration keys, and the recorded environments (environment.j
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from retrain.analysis import statistics
 from retrain.analysis.held_out import Answers
 from retrain.analysis.integrity import repeated_numbers
 from retrain.analysis.measures import Metric, trained_on_chance
-from retrain.analysis.runs import Pair, RunsBySeed, StoredRun, seeds_words, table_of
+from retrain.analysis.runs import Pair, RunsBySeed, StoredRun, seed_ranges, seeds_words, table_of
 from retrain.config.keys import all_keys
 from retrain.config.names import source_task
 from retrain.config.schema import Evaluation, Training
@@ -59,13 +59,13 @@ class Overlap:
     pairs: int
     prompts: int
     noise: int
-    samplers: tuple[str, ...]
+    samplers: Sequence[str]
     """Samplers that chose the prompts of some run by its rewards."""
     unrecorded: int
     """Pairs with a run that did not record its data, so the prompts are unknown."""
-    differing_keys: tuple[str, ...]
+    differing_keys: Sequence[str]
     """Keys that change the training and differ between the runs of some pair."""
-    environment: tuple[str, ...]
+    environment: Sequence[str]
     """Differences between the recorded environments of some pair, in words."""
 
     @property
@@ -75,23 +75,17 @@ class Overlap:
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> "Overlap":
-        prompts = [_same_prompts(one, other) for one, other in pairs]
-        noise = [
-            same and one.has_counter_noise and other.has_counter_noise
-            for same, (one, other) in zip(prompts, pairs, strict=True)
-        ]
+        same = [pair for pair in pairs if _same_prompts(*pair)]
+        samplers = {run.config.data.sampler for run in chain.from_iterable(pairs)}
+        differing = chain.from_iterable(starmap(differing_environment, pairs))
         return cls(
             pairs=len(pairs),
-            prompts=sum(prompts),
-            noise=sum(noise),
-            samplers=tuple(sorted({*map(chosen_prompts, chain.from_iterable(pairs))} - {""})),
-            unrecorded=sum(not (_data(one) and _data(other)) for one, other in pairs),
-            differing_keys=tuple(differing_keys(pairs)),
-            environment=tuple(
-                dict.fromkeys(
-                    chain.from_iterable(differing_environment(one, other) for one, other in pairs)
-                )
-            ),
+            prompts=len(same),
+            noise=sum(all(run.has_counter_noise for run in pair) for pair in same),
+            samplers=sorted(samplers - {"shuffle"}),
+            unrecorded=sum(not all(map(_data, pair)) for pair in pairs),
+            differing_keys=differing_keys(pairs),
+            environment=[*dict.fromkeys(differing)],
         )
 
 
@@ -106,20 +100,15 @@ def _same_prompts(one: StoredRun, other: StoredRun) -> bool:
     """True if two runs of one seed saw the same prompts. They need the same recorded data, in the
     shuffle's order, in batches of the same size, which back pressure would vary.
     """
+    ours, theirs = one.config, other.config
     return (
-        not (chosen_prompts(one) or chosen_prompts(other))
+        ours.data.sampler == theirs.data.sampler == "shuffle"
         and bool(_data(one))
         and _data(one) == _data(other)
-        and one.config.environment == other.config.environment
-        and not (one.config.backpressure.enabled or other.config.backpressure.enabled)
-        and all(one.config.value(key) == other.config.value(key) for key in _PROMPT_KEYS)
+        and ours.environment == theirs.environment
+        and not (ours.backpressure.enabled or theirs.backpressure.enabled)
+        and all(ours.value(key) == theirs.value(key) for key in _PROMPT_KEYS)
     )
-
-
-def chosen_prompts(run: StoredRun) -> str:
-    """Return the sampler that chose the prompts by their rewards; "" for the shuffle."""
-    sampler = run.config.data.sampler
-    return "" if sampler == "shuffle" else sampler
 
 
 def differing_keys(pairs: Sequence[Pair]) -> list[str]:
@@ -141,19 +130,18 @@ def mixed_values(values: Mapping[int, Any]) -> str:
         groups.setdefault(repr(values[seed]), []).append(seed)
     if len(groups) < 2:
         return ""
-    return (
-        f"seeds {' and '.join(seeds_words(seeds).partition(' ')[2] for seeds in groups.values())}"
-    )
+    return f"seeds {' and '.join(map(seed_ranges, groups.values()))}"
 
 
 def mixed_code(label: str, runs: RunsBySeed) -> Iterator[str]:
     """Yield a sentence for each part of the code, and one for the model, that differs between the
     runs of one arm. The values come from environment.json.
     """
-    recorded = {seed: run.environment.get("model_sha256") for seed, run in runs.items()}
     found = {
         "started from different files of the model": {
-            seed: sha256 for seed, sha256 in recorded.items() if sha256
+            seed: sha256
+            for seed, run in runs.items()
+            if (sha256 := run.environment.get("model_sha256"))
         },
         "ran on different revisions of retrain": {
             seed: run.code.get("revision") for seed, run in runs.items()
@@ -178,7 +166,7 @@ def differing_environment(
     steps = steps or range(max(one.steps, other.steps, 1))
     began = {step for step, _ in (*one.resumes, *other.resumes) if step in steps}
     # A resumed run may go on in another environment.
-    found = [list(_differing_at(one, other, step)) for step in sorted({steps.start, *began})]
+    found = (_differing_at(one, other, step) for step in sorted({steps.start, *began}))
     yield from dict.fromkeys(chain.from_iterable(found))
 
 
@@ -423,8 +411,7 @@ def unlike(
         groups.setdefault(words(run), []).append(seed)
     for other, seeds in groups.items():
         if other != expected:
-            which = f" (seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))})"
-            yield "" if len(seeds) == len(runs) else which, other
+            yield "" if len(seeds) == len(runs) else f" ({seeds_words(seeds)})", other
 
 
 def evaluated_as(run: StoredRun) -> str:

@@ -75,7 +75,7 @@ class InterpolatedAnswers(Answers):
     def between(cls, before: Answers, after: Answers, weight: float) -> "InterpolatedAnswers":
         nearer_first = (after, before) if weight > 0.5 else (before, after)
         shown = max(nearer_first, key=lambda one: one.unjudged.sum())
-        return cls(after.ids, shown.right, shown.judged, shown.unjudged, before, after, weight)
+        return cls(**vars(shown), before=before, after=after, weight=weight)
 
     def rates(self, k: int = 1, unjudged: Unjudged = "nothing") -> Floats:
         """Return [problems] rates, the weighted mean of both evaluations."""
@@ -114,12 +114,10 @@ class RunAtBudget(StoredRun):
     @cached_property
     def answers(self) -> Answers | None:
         """The held-out answers at the budget; None without evaluations."""
-        if not self.folder.evaluation.is_file():
-            return None
-        self._check_reached()
         points = list(self._evaluations())
         if not points:
             return None
+        self._check_reached()
         size = self.budget.tokens
         if points[-1][0] < size:
             raise self._short(int(points[-1][0]), "was evaluated for the last time at")

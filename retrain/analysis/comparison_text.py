@@ -32,6 +32,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 _HIDDEN = ("other problems", "p", "effect size d_z")
 """Columns of `contrast_table` that a terminal has no room for; the sentences have them."""
 _PARTS = ("eval sd", "seed sd")
+HIDDEN = (*_HIDDEN, *_PARTS)
 """Columns for which a narrow terminal has no room."""
 
 
@@ -44,41 +45,36 @@ class Block:
     table: Table | None = None
 
 
-def blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
-    """Yield the answer first. The columns of `contrast_table` that `contrasts` leaves out follow as
-    sentences.
-    """
+def blocks(comparison: Comparison, hidden: Collection[str] = ()) -> Iterator[Block]:
+    """Yield the answer first. The `hidden` columns of `contrast_table` follow as sentences."""
     yield Block([answer(comparison)])
     if comparison.planned:
         yield Block([comparison.planned])
     yield Block(table=arm_table(comparison))
     yield Block([seed_line(contrast, comparison) for contrast in comparison.contrasts])
-    yield Block(table=contrasts)
-    head, rows = contrast_table(comparison)
+    yield Block(table=contrast_table(comparison, hidden))
     own, shared = remarks(comparison)
-    for contrast, said, row in zip(comparison.contrasts, own, rows, strict=True):
-        hidden = {
-            name: cell
-            for name, cell in zip(head, row, strict=True)
-            if name not in contrasts[0] and cell
-        }
-        wide = hidden.pop("other problems", "")
-        level = 100 * (1 - comparison.test.alpha)
-        also = f"If other problems had been drawn: {wide} ({level:g}%). " * bool(wide)
-        if hidden:
-            said.append(f"{also}{', '.join(map(' '.join, hidden.items()))}.")
+    level = f"{100 * (1 - comparison.test.alpha):g}%"
+    for contrast, said in zip(comparison.contrasts, own, strict=True):
+        cells = _contrast_cells(contrast, comparison).items()
+        unseen = {name: cell for name, cell in cells if cell and name in hidden}
+        wide = unseen.pop("other problems", "")
+        also = f"If other problems had been drawn: {wide} ({level}). " * bool(wide)
+        if unseen:
+            said.append(f"{also}{', '.join(map(' '.join, unseen.items()))}.")
         yield Block(said, name_of(contrast, comparison))
     if shared:
         yield Block(shared, "All of these")
     if comparison.tasks:
-        yield Block(title=_task_title(comparison), table=task_table(comparison))
+        over = f"interquartile mean of runs x tasks, {level} interval for new runs"
+        yield Block(title=f"Over tasks ({over})", table=task_table(comparison))
     for title, sentences in sections(comparison):
         yield Block(sentences, title)
 
 
 def to_markdown(comparison: Comparison) -> str:
     lines = []
-    for block in blocks(comparison, contrast_table(comparison)):
+    for block in blocks(comparison):
         if block.title:
             lines += [f"**{block.title}**", ""]
         if block.table:
@@ -104,12 +100,11 @@ def to_text(comparison: Comparison, width: int = 80) -> str:
     return "\n".join(lines) + "\n"
 
 
-def narrowed(comparison: Comparison, width: int) -> Table:
-    """Return the columns of `contrast_table` that a terminal has room for."""
-    head, rows = narrow = contrast_table(comparison, _HIDDEN)
-    if max(map(len, table_lines([head[1:], *(row[1:] for row in rows)]))) > width - 2:
-        return contrast_table(comparison, (*_HIDDEN, *_PARTS))
-    return narrow
+def narrowed(comparison: Comparison, width: int) -> Sequence[str]:
+    """Return the columns of `contrast_table` that a terminal has no room for."""
+    head, rows = contrast_table(comparison, _HIDDEN)
+    wide = max(map(len, table_lines([head[1:], *(row[1:] for row in rows)]))) > width - 2
+    return HIDDEN if wide else _HIDDEN
 
 
 def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
@@ -138,7 +133,7 @@ def _wrapped(text: str, width: int) -> list[str]:
     )
 
 
-def _aligned(table: Table, width: int) -> Iterator[str]:
+def _aligned(table: Table, width: int) -> list[str]:
     """Align labels and the last column to the left, numbers to the right. A table wider than the
     terminal has each label on a line of its own.
     """
@@ -146,16 +141,10 @@ def _aligned(table: Table, width: int) -> Iterator[str]:
     numbers = range(1, len(table[0]) - 1)
     lines = list(table_lines(rows, right=numbers))
     if max(map(len, lines)) <= width:
-        yield from lines
-        return
-    right = [column - 1 for column in numbers]
-    cells = table_lines([row[1:] for row in rows], right=right, indent=GAP)
-    yield from chain.from_iterable(zip((row[0] for row in rows), cells, strict=True))
-
-
-def _task_title(comparison: Comparison) -> str:
-    confidence = f"{100 * (1 - comparison.test.alpha):g}%"
-    return f"Over tasks (interquartile mean of runs x tasks, {confidence} interval for new runs)"
+        return lines
+    labels, *columns = zip(*rows, strict=True)
+    cells = table_lines([*zip(*columns)], right=range(len(columns) - 1), indent=GAP)
+    return [*chain.from_iterable(zip(labels, cells, strict=True))]
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -290,8 +279,7 @@ def task_table(comparison: Comparison) -> Table:
             low, high = found.interval
             ends = f" ({100 * low:.1f} to {100 * high:.1f})"
         difference = chance = ""
-        against = contrasts.get(label)
-        if against:
+        if against := contrasts.get(label):
             difference = (
                 f"{difference_words(against.iqm_difference, metric)}"
                 f" ({interval_words(against.interval, metric)})"
@@ -328,7 +316,7 @@ def to_json(comparison: Comparison) -> Json:
         "power": test.power,
         "correction": test.rule,
         "planned": comparison.planned or None,
-        "looks": [look.to_json() for look in comparison.looks] or None,
+        "looks": [asdict(look) for look in comparison.looks] or None,
         "seeds_to_conclude": comparison.seeds_to_conclude,
         "to_come": comparison.to_come,
         "arms": [
@@ -387,8 +375,8 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
         "luck_sd": parts.luck_variance**0.5 if parts else None,
         "same_prompts": shared.prompts,
         "shared_noise": shared.noise,
-        "differing_keys": list(shared.differing_keys),
-        "differing_environment": list(shared.environment),
+        "differing_keys": shared.differing_keys,
+        "differing_environment": shared.environment,
         "tasks": _as_json(contrast.tasks),
     }
 

@@ -90,9 +90,6 @@ class Look:
     look at the seed may take them.
     """
 
-    def to_json(self) -> Json:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class CampaignRecord:
@@ -311,9 +308,7 @@ def _settings(
 
 
 def margin_words(value: float | None) -> str:
-    if value is None:
-        return "none"
-    return f"{value:g}"
+    return "none" if value is None else f"{value:g}"
 
 
 def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Absences) -> str:

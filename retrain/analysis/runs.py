@@ -13,9 +13,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain, groupby, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
+from annotated_types import Predicate
+from pydantic import StrictInt, TypeAdapter, ValidationError
 
 from retrain.analysis.held_out import Answers
 from retrain.analysis.statistics import Floats
@@ -34,9 +36,9 @@ from retrain.system import Json, is_path_text, read_object
 
 if TYPE_CHECKING:
     import pandas as pd
-    from pydantic import ValidationError
 
 MANIFEST = "manifest.json"
+_PathText = Annotated[str, Predicate(is_path_text)]
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,18 @@ class PlannedRun:
     """A run's entry in its campaign's manifest."""
 
     condition: str
-    seed: int
-    status: str
-    reason: str
+    seed: StrictInt
+    status: str = ""
+    reason: Any = ""
+    """The reason of a failure or an interruption, which may quote half a character; else None."""
     attempts: int = 1
     """Number of attempts, without resumes after an interruption or a kill."""
+    name: _PathText = ""
+    dir: _PathText = ""
+    """The run's folder, relative to the campaign's; "" for runs/NAME."""
+
+
+_PLANNED = TypeAdapter(list[PlannedRun])
 
 
 NO_TRAINING = {*MEASURED, "condition"}
@@ -194,7 +203,7 @@ class StoredRun:
         steps"); "" with a final result.
         """
         if self.planned and self._failed_in_campaign:
-            return f"failed ({self.planned.reason})".removesuffix(" ()")
+            return f"failed ({self.planned.reason or ''})".removesuffix(" ()")
         if not self.folder.config.is_file():
             return "has not started"
         status = self.summary.get("status")
@@ -220,9 +229,8 @@ class StoredRun:
         not, or if summary.json does not say how long the run took.
         """
         seconds, limit = self.summary.get("seconds"), training.max_hours * 3600
-        if not isinstance(seconds, int | float) or self.took(training.max_steps):
-            return ""
-        if not seconds >= limit > 0:
+        timed = isinstance(seconds, int | float) and seconds >= limit > 0
+        if not timed or self.took(training.max_steps):
             return ""
         after = "within the supervised stage"
         if training.max_steps:
@@ -344,12 +352,16 @@ def _unmeasured(line: Json) -> str:
 
 def seeds_words(seeds: Sequence[int]) -> str:
     """Write seeds in words, such as "seed 4" or "seeds 1 to 4, 8"."""
+    return f"seed{'' if len(seeds) == 1 else 's'} {seed_ranges(seeds)}"
+
+
+def seed_ranges(seeds: Sequence[int]) -> str:
     words = []
     # Consecutive seeds have one distance from their place.
     for _, group in groupby(enumerate(sorted(seeds)), key=lambda each: each[1] - each[0]):
         part = [str(seed) for _, seed in group]
         words.append(f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(part))
-    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(words)}"
+    return ", ".join(words)
 
 
 def is_campaign(folder: Path) -> bool:
@@ -406,7 +418,7 @@ def stored_run(folder: Path) -> StoredRun:
     return StoredRun(folder)
 
 
-def no_campaigns_value(path: Path, error: "ValidationError", *above: str) -> RunFailed:
+def no_campaigns_value(path: Path, error: ValidationError, *above: str) -> RunFailed:
     """Return the error that names the first wrong or absent value of a manifest, in its entry
     `above`.
     """
@@ -430,31 +442,11 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
     manifest = folder / MANIFEST
     if not is_campaign(folder):
         raise ConfigurationError(f"{no_campaign(folder)}; name a campaign's folder.")
-    entries = read_object(manifest).get("runs")
-    if not isinstance(entries, list):
-        raise RunFailed(f"{manifest} lists no runs: the file was changed or the disk is damaged.")
-    # Compare kinds with `is`, since true is an int to isinstance.
-    runs, shape = [], {"name": str, "condition": str, "seed": int}
-    for entry in entries:
-        whole = isinstance(entry, dict) and all(
-            type(entry.get(name)) is kind for name, kind in shape.items()
-        )
-        if not whole or not is_path_text(directory := entry.get("dir") or f"runs/{entry['name']}"):
-            raise RunFailed(
-                f"{manifest} holds a run without its name, condition, seed or folder:"
-                f" {str(entry)[:200]}."
-            )
-        attempts = entry.get("attempts")
-        planned = PlannedRun(
-            entry["condition"],
-            entry["seed"],
-            str(entry.get("status") or ""),
-            str(entry.get("reason") or ""),
-            attempts if type(attempts) is int else 1,
-        )
-        # A relative `dir` is relative to the campaign.
-        runs.append(StoredRun(folder / directory, planned))
-    return runs
+    try:
+        entries = _PLANNED.validate_python(read_object(manifest)["runs"])
+    except ValidationError as error:
+        raise no_campaigns_value(manifest, error, "runs") from error
+    return [StoredRun(folder / (one.dir or f"runs/{one.name}"), one) for one in entries]
 
 
 def find_runs(folder: Path) -> list[StoredRun]:

@@ -13,7 +13,7 @@ does not depend on how good the run would have been.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import ceil
 
 from retrain.analysis.compare import compare_campaign
@@ -77,7 +77,7 @@ class EvidenceRule:
         """Take the looks that are due."""
         while (seed := self._due()) is not None:
             self._record = replace(self._record, looks=[*self._record.looks, self._take(seed)])
-            self._manifest.looks = [look.to_json() for look in self._record.looks]
+            self._manifest.looks = [asdict(look) for look in self._record.looks]
             self._manifest.write_if_possible()
             seeds = counted(len(self._record.looked), "seed")
             if not self._record.undecided:
