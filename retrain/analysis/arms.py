@@ -400,18 +400,20 @@ def control_label(conditions: Mapping[str, RunsBySeed], place: Path) -> str:
 # -- runs that were measured alike -----------------------------------------------------------------
 
 
-def unlike(
+def parted(
     runs: RunsBySeed, words: Callable[[StoredRun], str], expected: str
-) -> Iterator[tuple[str, str]]:
-    """Yield the seeds in words, "" for all, and the description of each group of runs that `words`
-    does not describe as `expected`.
+) -> tuple[RunsBySeed, list[tuple[str, str]]]:
+    """Return the runs that `words` describes as `expected`; and for each other group of runs its
+    seeds in words, "" for all, and its description.
     """
     groups: dict[str, list[int]] = {}
     for seed, run in runs.items():
         groups.setdefault(words(run), []).append(seed)
-    for other, seeds in groups.items():
-        if other != expected:
-            yield "" if len(seeds) == len(runs) else f" ({seeds_words(seeds)})", other
+    alike = {seed: runs[seed] for seed in groups.pop(expected, ())}
+    return alike, [
+        ("" if len(seeds) == len(runs) else f" ({seeds_words(seeds)})", other)
+        for other, seeds in groups.items()
+    ]
 
 
 def evaluated_as(run: StoredRun) -> str:

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from retrain.analysis.arms import Arm
+from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.explanation import (
     computed,
     explanation,
@@ -22,7 +23,6 @@ from retrain.analysis.explanation import (
 )
 from retrain.analysis.headline import answer, name_of, p_words
 from retrain.analysis.measures import Metric, difference_words, interval_words, size_words
-from retrain.analysis.selection import Comparison, Contrast
 from retrain.records.terminal import GAP, markdown_lines, table_lines
 from retrain.system import Json
 
@@ -171,7 +171,7 @@ def arm_table(comparison: Comparison) -> Table:
     unjudged = any(arm.unjudged for arm in arms)
     unit, units = ("minutes", 60) if all((arm.hours or 0) < 1 for arm in arms) else ("hours", 1)
     # A budget cuts the runs, but not their cost.
-    run = "whole run" if comparison.budget else "run"
+    run = "whole run" if comparison.request.budget else "run"
     rows = [
         {
             "condition": arm.label,
@@ -206,7 +206,8 @@ def _mean_words(arm: Arm, metric: Metric) -> str:
 
 def ranked(comparison: Comparison) -> list[Arm]:
     """Return the conditions of a grid from the best mean to the worst; empty without a grid."""
-    measured = [arm for arm in comparison.arms if arm.mean is not None and comparison.grid]
+    grid = comparison.request.record.grid
+    measured = [arm for arm in comparison.arms if arm.mean is not None and grid]
     lower = comparison.test.direction(comparison.metric.better) == "lower"
     return sorted(measured, key=lambda arm: arm.mean or 0.0, reverse=not lower)
 
@@ -299,7 +300,8 @@ def to_json(comparison: Comparison) -> Json:
     values are null.
     """
     test = comparison.test
-    at = {"at": asdict(comparison.budget)} if comparison.budget else {}
+    budget = comparison.request.budget
+    at = {"at": asdict(budget)} if budget else {}
     return at | {
         "answer": answer(comparison),
         "metric": comparison.metric.name,

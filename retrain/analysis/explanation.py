@@ -5,6 +5,7 @@ computation of the numbers.
 from collections.abc import Iterator
 
 from retrain.analysis import statistics
+from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.headline import p_words, same_runs_words
 from retrain.analysis.measures import (
     Metric,
@@ -15,7 +16,6 @@ from retrain.analysis.measures import (
 )
 from retrain.analysis.pairs import outlying_seeds
 from retrain.analysis.power import finds, minimal_detectable_effect
-from retrain.analysis.selection import Comparison, Contrast
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
 

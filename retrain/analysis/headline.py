@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.measures import difference_words, size_words
 from retrain.analysis.planned import ALPHA
-from retrain.analysis.selection import Comparison, Contrast
 from retrain.analysis.verdict import Verdict
 from retrain.records.terminal import counted
 

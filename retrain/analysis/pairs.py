@@ -197,9 +197,6 @@ class Pairs:
     alpha: float = 0.05
     looks: Mapping[int, int] | None = None
     """Seed -> number of the look that took it, from 0; None for a comparison without looks."""
-    judges_losses: bool = False
-    """True if failed or collapsed runs, more than a quarter of an arm's, prevent a verdict.
-    """
 
     @property
     def condition(self) -> str:
@@ -238,9 +235,10 @@ class Pairs:
         """The held-out problems on which some pair has a difference; 0 for a training metric."""
         return int((~np.isnan(self._by_problem)).any(axis=0).sum())
 
-    def paired(self, family: int) -> PairedDifferences:
+    def paired(self, family: int, *, judges_losses: bool) -> PairedDifferences:
         """Return the input of a verdict. The interval for new problems, where a verdict needs one,
-        has Bonferroni's level over the family.
+        has Bonferroni's level over the family. `judges_losses`: failed or collapsed runs, more than
+        a quarter of an arm's, prevent a verdict.
         """
         parts = self.parts
         wide = parts.interval(1 - self.alpha / family) if parts else None
@@ -255,7 +253,7 @@ class Pairs:
             least,
             most,
             (wide or unbounded) if few else None,
-            self.judges_losses and (self.candidate.loses_too_many or self.base.loses_too_many),
+            judges_losses and (self.candidate.loses_too_many or self.base.loses_too_many),
         )
 
     def _keyed(self, values: Differences) -> Differences:

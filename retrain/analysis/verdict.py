@@ -84,9 +84,7 @@ class TestSettings:
         """
         values, confidence = [*differences.values()], 1 - self.alpha
         if self.rule == "evidence":
-            return confidence_sequence(
-                [differences[look] for look in sorted(differences)], confidence
-            )
+            return confidence_sequence(values, confidence)
         return statistics.t_interval(values, confidence) if len(values) > 1 else None
 
     def of_family(self, comparisons: int) -> Rule:
@@ -98,7 +96,7 @@ class PairedDifferences:
     """The differences of one contrast, one pair or more."""
 
     by_seed: Differences
-    """Seed -> difference; with the rule "evidence" by the number of the look instead."""
+    """Seed -> difference; with the rule "evidence" by the number of the look, in their order."""
     least: Differences | None = None
     """The differences if every unjudged answer counts against the candidate; None without unjudged
     answers.

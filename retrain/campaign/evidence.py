@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from math import ceil
 
-from retrain.analysis.compare import compare_campaign
+from retrain.analysis.compare import Comparison, compare_campaign
 from retrain.analysis.measures import difference_words
 from retrain.analysis.planned import CampaignRecord, Look
-from retrain.analysis.selection import Comparison
 from retrain.analysis.verdict import TestSettings, Verdict
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun

@@ -14,9 +14,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from retrain.analysis.compare import Comparison
 from retrain.analysis.comparison_text import HIDDEN, Table, arm_table, blocks, contrast_table
 from retrain.analysis.headline import answer
-from retrain.analysis.selection import Comparison
 from retrain.analysis.status import CampaignStatus, RunStatus
 from retrain.errors import EnvironmentFailure
 from retrain.inspect import Quantity
