@@ -209,6 +209,12 @@ def _both(name: str, *values: Any) -> str:
 _COLLAPSED = 0.5
 
 
+def recorded_numbers(runs: Iterable[StoredRun], name: str) -> list[float]:
+    """Return a number of summary.json, of each run that has it."""
+    found = (run.summary.get(name) for run in runs)
+    return [value for value in found if isinstance(value, int | float)]
+
+
 @dataclass(frozen=True)
 class Arm:
     """The runs of one condition that have the metric, by seed."""
@@ -269,8 +275,7 @@ class Arm:
 
     def per_run(self, name: str) -> float | None:
         """Return the mean of a number of summary.json; None if no run has it."""
-        found = [run.summary.get(name) for run in self.runs.values()]
-        known = [value for value in found if isinstance(value, int | float)]
+        known = recorded_numbers(self.runs.values(), name)
         return float(np.mean(known)) if known else None
 
     @property

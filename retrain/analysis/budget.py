@@ -114,10 +114,12 @@ class RunAtBudget(StoredRun):
     @cached_property
     def answers(self) -> Answers | None:
         """The held-out answers at the budget; None without evaluations."""
+        if not self.folder.evaluation.is_file():
+            return None
+        self._check_reached()
         points = list(self._evaluations())
         if not points:
             return None
-        self._check_reached()
         size = self.budget.tokens
         if points[-1][0] < size:
             raise self._short(int(points[-1][0]), "was evaluated for the last time at")

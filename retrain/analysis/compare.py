@@ -386,8 +386,11 @@ def _unequal_runs(found: Comparison, runs: Sequence[StoredRun]) -> Iterator[str]
 
 
 def _unpaired_notes(found: Comparison, base: Arm, others: Sequence[Arm]) -> Iterator[str]:
-    lonely = {arm.label: [seed for seed in arm.values if seed not in base.values] for arm in others}
-    parts = [f"{label} ({', '.join(map(str, seeds))})" for label, seeds in lonely.items() if seeds]
+    parts = [
+        f"{arm.label} ({', '.join(map(str, lonely))})"
+        for arm in others
+        if (lonely := [seed for seed in arm.values if seed not in base.values])
+    ]
     if parts:
         yield (
             "Seeds without a run of the baseline count in the means but in no difference:"
@@ -516,26 +519,27 @@ def compare_runs(
     """Compare the conditions of `candidates` with the condition of `baselines`, paired by
     seed.
     """
-    both = {run.path.resolve() for run in candidates} & {run.path.resolve() for run in baselines}
-    if both:
+    ours, theirs = ({run.path.resolve() for run in side} for side in (candidates, baselines))
+    if both := ours & theirs:
         raise ConfigurationError(f"{min(both)} is on both sides of --baseline; name it once.")
     campaigns = campaigns_of([*candidates, *baselines])
     grouped, base = (
         group_by_condition(*as_planned(side, campaigns)) for side in (candidates, baselines)
     )
-    if len(base.conditions) != 1:
+    label, *more = base.conditions
+    if more:
         raise ConfigurationError(
             f"the runs after --baseline have {len(base.conditions)} conditions"
             f" ({', '.join(base.conditions)}); give the runs of one."
         )
-    ((label, runs),) = base.conditions.items()
+    runs = base.conditions[label]
     failed = base.failed.get(label, set())
     # One condition against itself, as with two versions of the code: folders tell the arms apart.
     if label in grouped.conditions:
         same, own = [run for run in candidates if run.condition == label], label
-        label, theirs = (side[0].name + " ..." * (len(side) > 1) for side in (baselines, same))
-        grouped.conditions[theirs] = grouped.conditions.pop(own)
-        grouped.failed[theirs] = grouped.failed.pop(own, set())
+        label, name = (side[0].name + " ..." * (len(side) > 1) for side in (baselines, same))
+        grouped.conditions[name] = grouped.conditions.pop(own)
+        grouped.failed[name] = grouped.failed.pop(own, set())
     both_sides = RunsByCondition(
         {label: runs, **grouped.conditions},
         {label: failed, **grouped.failed},

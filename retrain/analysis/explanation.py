@@ -53,17 +53,19 @@ def lost_words(contrast: Contrast, comparison: Comparison) -> str:
     """
     parts = []
     for arm in comparison.arms:
-        if arm in (contrast.candidate, contrast.base):
-            lost = {"failed": arm.failed, "collapsed": arm.collapsed}
-            fallen = [f"{len(seeds)} {what}" for what, seeds in lost.items() if seeds]
-            parts += [f"{' and '.join(fallen)} of {arm.label}"] * bool(fallen)
+        lost = {"failed": arm.failed, "collapsed": arm.collapsed}
+        if arm.lost and arm in (contrast.candidate, contrast.base):
+            fallen = (f"{len(seeds)} {what}" for what, seeds in lost.items() if seeds)
+            parts.append(f"{' and '.join(fallen)} of {arm.label}")
     return ", ".join(parts)
 
 
 def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     family = counted(comparison.family, "comparison")
-    if found.evidence is not None and not found.unsure:
+    if found.unsure:
+        return _why_unsure(contrast, comparison)
+    if found.evidence is not None:
         return f"The evidence is {found.evidence:.3g} over {family}; {1 / test.alpha:g} decides."
     if not found.can_conclude:
         return (
@@ -71,8 +73,6 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
             f" {p_words(found.smallest_p_adjusted)}; {family} at {test.alpha:g} need"
             f"{'s' * (comparison.family == 1)} at least {comparison.seeds_to_conclude} seeds."
         )
-    if found.unsure:
-        return _why_unsure(contrast, comparison)
     if not found.sd:
         return "All differences are equal, so the data do not show how large chance is."
     interval_alone = ""
@@ -313,12 +313,9 @@ def computed(comparison: Comparison) -> Iterator[str]:
     yield from _about_size(comparison)
     several = comparison.family > 1
     family = counted(comparison.family, "comparison")
-    adjusted = {
-        "maxt": "joint sign flips of whole seeds (max-T)",
-        "evidence": "closed testing",
-    }[test.rule]
-    over = f", adjusted over {family} by {adjusted}" if several else ""
+    over = f", adjusted over {family} by " * several
     if test.rule == "evidence":
+        over += "closed testing" * several
         yield (
             f"p: 1 / the evidence of an e-process after {counted(test.looks, 'look')}, one for each"
             f" seed{over}; valid at every look. Interval: its confidence sequence, not adjusted."
@@ -326,6 +323,7 @@ def computed(comparison: Comparison) -> Iterator[str]:
             " negative where nothing differs."
         )
     else:
+        over += "joint sign flips of whole seeds (max-T)" * several
         yield f"Interval: Student's t over the seeds, not adjusted. p: exact sign flips{over}."
     if any(contrast.parts for contrast in comparison.contrasts):
         yield (
@@ -333,16 +331,9 @@ def computed(comparison: Comparison) -> Iterator[str]:
             " the seeds (seed sd; only more seeds reduce it)."
         )
     if any(contrast.wide for contrast in comparison.contrasts):
-        all_of_them = (
-            f", at {100 * (1 - test.alpha / comparison.family):.4g}% (Bonferroni)"
-            if several
-            else ""
-        )
-        few = (
-            f"; with fewer than {FEW_PROBLEMS} problems a verdict needs it too{all_of_them}"
-            if comparison.problems < FEW_PROBLEMS
-            else ""
-        )
+        level = f", at {100 * (1 - test.alpha / comparison.family):.4g}% (Bonferroni)" * several
+        few = f"; with fewer than {FEW_PROBLEMS} problems a verdict needs it too{level}"
+        few *= comparison.problems < FEW_PROBLEMS
         yield (
             "The interval for other problems comes from a two-way analysis of variance over seeds"
             f" and problems{few}."

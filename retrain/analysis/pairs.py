@@ -279,8 +279,8 @@ class Pairs:
         """The effect of pairing; None below three pairs, or if an arm does not vary."""
         if len(self.differences) < 3:
             return None
-        both = (self.candidate, self.base)
-        arms = np.array([[arm.values[seed] for seed in self.differences] for arm in both])
+        both = (self.candidate.values, self.base.values)
+        arms = np.array([[values[seed] for seed in self.differences] for values in both])
         variances = arms.var(axis=1, ddof=1)
         if not variances.all():
             return None
@@ -290,10 +290,10 @@ class Pairs:
     def losses(self) -> Losses | None:
         """The seeds whose run failed or collapsed; None if no run did."""
         ours, theirs = self.candidate.lost, self.base.lost
-        if not ours and not theirs:
+        if not ours | theirs:
             return None
-        both = {*self.candidate.values, *ours} & {*self.base.values, *theirs}
-        one, other = len((ours - theirs) & both), len((theirs - ours) & both)
+        one = len(ours & self.base.values.keys())
+        other = len(theirs & self.candidate.values.keys())
         ways = sum(comb(one + other, count) for count in range(min(one, other) + 1))
         return Losses(len(ours), len(theirs), min(1.0, 2 * ways / 2 ** (one + other)))
 

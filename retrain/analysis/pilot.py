@@ -15,7 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.analysis.arms import Arm, arm_of, check_same_problems, group_by_condition
+from retrain.analysis.arms import (
+    Arm,
+    arm_of,
+    check_same_problems,
+    group_by_condition,
+    recorded_numbers,
+)
 from retrain.analysis.integrity import as_planned, campaigns_of
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.pairs import Pairs, pair_up
@@ -63,8 +69,7 @@ class Spread:
         """
         parts = list(filter(None, map(_parts, family)))
         runs = list(chain.from_iterable(chain.from_iterable(pairs.runs for pairs in family)))
-        times = [run.summary.get("seconds") for run in runs]
-        seconds = [time for time in times if isinstance(time, int | float)]
+        seconds = recorded_numbers(runs, "seconds")
         # The times to sample an answer in the last training steps, for each run that recorded them.
         recorded = [
             [
@@ -201,7 +206,7 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
     largest = max(arms, key=lambda arm: len(arm.values))
     if len(largest.values) < 2:
         left_out = [*grouped.left_out, *chain.from_iterable(arm.left_out for arm in arms)]
-        because = f" Left out: {' '.join(left_out)}" if left_out else ""
+        because = f" Left out: {' '.join(left_out)}" * bool(left_out)
         raise ConfigurationError(
             f"{folder} has no two finished runs of one condition with {metric.name}, so it shows no"
             f" spread; run at least two seeds, or give --sd.{because}"

@@ -260,9 +260,10 @@ def deviations(
     for name, now, planned in _settings(request, plan, metric, runs):
         if now != planned:
             yield f"{name} ({now}, planned {planned})"
-    if record.looks and record.looked != plan.seeds[: len(record.looked)]:
-        planned = ", ".join(map(str, plan.seeds[: len(record.looked)]))
-        yield f"its looks (at seeds {', '.join(map(str, record.looked))}, planned {planned})"
+    looked, due = record.looked, plan.seeds[: len(record.looked)]
+    if looked != due:
+        shown, planned = (", ".join(map(str, seeds)) for seeds in (looked, due))
+        yield f"its looks (at seeds {shown}, planned {planned})"
     if (margin := request.test.margin) != plan.margin:
         yield f"margin ({margin_words(margin)}, {margin_words(plan.margin)} planned)"
     # The lines above report another baseline, which changes the family by itself.

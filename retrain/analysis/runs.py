@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain, groupby, takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -99,8 +100,7 @@ class StoredRun:
     @cached_property
     def steps(self) -> int:
         """The number of steps completed; 0 before the first."""
-        last = next(read_jsonl_backwards(self.folder.metrics), None)
-        return int(last["step"]) + 1 if last else 0
+        return next((line["step"] + 1 for line in read_jsonl_backwards(self.folder.metrics)), 0)
 
     @property
     def counted_steps(self) -> int:
@@ -229,8 +229,9 @@ class StoredRun:
         not, or if summary.json does not say how long the run took.
         """
         seconds, limit = self.summary.get("seconds"), training.max_hours * 3600
-        timed = isinstance(seconds, int | float) and seconds >= limit > 0
-        if not timed or self.took(training.max_steps):
+        if not (isinstance(seconds, int | float) and seconds >= limit > 0) or self.took(
+            training.max_steps
+        ):
             return ""
         after = "within the supervised stage"
         if training.max_steps:
@@ -257,13 +258,12 @@ class StoredRun:
     def final_evaluation(self) -> Evaluation | None:
         """The last evaluation of trained weights; None if there was none."""
         path = self.folder.evaluation
-        lines = read_jsonl_backwards(path)
-        last = next(lines, None)
-        if last is None or (last["step"] == 0 and not self.config.sft.is_on):
+        by_step = groupby(read_jsonl_backwards(path), itemgetter("step"))
+        step, lines = next(by_step, (None, ()))
+        if step is None or (step == 0 and not self.config.sft.is_on):
             return None
-        problems = [last, *takewhile(lambda line: line["step"] == last["step"], lines)]
-        records = [EvaluationRecord.from_json(line, path) for line in problems[::-1]]
-        return Evaluation(last["step"], records, sorted({1, *self.config.evaluation.k}))
+        records = [EvaluationRecord.from_json(line, path) for line in lines][::-1]
+        return Evaluation(step, records, sorted({1, *self.config.evaluation.k}))
 
     @cached_property
     def answers(self) -> Answers | None:
@@ -316,8 +316,7 @@ class StoredRun:
         """Return the configuration with the values that `[schedule]` gave to a step; without a
         record of the step, the file's values.
         """
-        config, metrics = self.config, self.folder.metrics
-        records = StepRecord.read(metrics) if metrics.is_file() else ()
+        config, records = self.config, StepRecord.read(self.folder.metrics)
         values = next((one.scheduled for one in records if one.step == step), None) or {}
         # Another program's record may name anything.
         known = {path: value for path, value in values.items() if not wrong_key(config, path)}
