@@ -9,7 +9,7 @@ draws the conclusion.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 
 from retrain.analysis.arms import (
@@ -480,8 +480,8 @@ def _check_contrasts(pairs: Sequence[PairOfLabels], grouped: RunsByCondition, fo
                 f"--contrast names {label}, which is not a condition of {folder}; they are"
                 f" {', '.join(labels)}."
             )
-    for place, pair in enumerate(pairs):
-        if {*pair} in [{*other} for other in pairs[:place]]:
+    for other, pair in combinations(pairs, 2):
+        if {*other} == {*pair}:
             raise ConfigurationError(
                 f"--contrast {':'.join(pair)} compares two conditions for the second time; name"
                 " each pair once."

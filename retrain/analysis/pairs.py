@@ -6,7 +6,6 @@ right or always wrong moves the interquartile mean over tasks less than the mean
 al. 2021, arXiv 2108.13264.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -150,15 +149,11 @@ def contrast_tasks(pairs: Sequence[Pair], confidence: float) -> TaskContrast | N
 
 def _scores(runs: Sequence[StoredRun]) -> tuple[list[str], Floats]:
     """Return the tasks with a judged problem in every run, and [runs, tasks] mean accuracies."""
-    by_run: list[dict[str, list[float]]] = []
-    for run in runs:
-        rates: dict[str, list[float]] = defaultdict(list)
-        for item in run.final_evaluation.problems if run.final_evaluation else ():
-            if item.samples:
-                rates[item.task].append(item.correct / item.samples)
-        by_run.append(rates)
-    tasks = [task for task in [*by_run, {}][0] if all(task in rates for rates in by_run)]
-    return tasks, np.array([[float(np.mean(rates[task])) for task in tasks] for rates in by_run])
+    by_run = [run.final_evaluation.by_task if run.final_evaluation else {} for run in runs]
+    rates = [{task: part.pass_at.get(1) for task, part in parts.items()} for parts in by_run]
+    judged = [{task for task in own if own[task] is not None} for own in rates]
+    tasks = [task for task in [*rates, {}][0] if all(task in own for own in judged)]
+    return tasks, np.array([[own[task] for task in tasks] for own in rates], dtype=np.float64)
 
 
 # -- pairs -----------------------------------------------------------------------------------------

@@ -25,11 +25,7 @@ from retrain.analysis.arms import (
 from retrain.analysis.integrity import as_planned, campaigns_of
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.pairs import Pairs, pair_up
-from retrain.analysis.power import (
-    Rule,
-    minimal_detectable_effect,
-    sd_interval,
-)
+from retrain.analysis.power import Rule, minimal_detectable_effect, sd_interval
 from retrain.analysis.runs import RECENT, find_runs
 from retrain.analysis.statistics import paired_differences, sample_sd
 from retrain.errors import ConfigurationError
@@ -55,12 +51,6 @@ class Spread:
     """The variance of the difference of one answer of each arm."""
     run_seconds: float
     answer_seconds: float
-
-    def sd(self, problems: int, samples: int) -> float:
-        return float(np.sqrt(self.luck + (self.interaction + self.sampling / samples) / problems))
-
-    def seconds(self, seeds: int, problems: int, samples: int, arms: int) -> float:
-        return arms * seeds * (self.run_seconds + problems * samples * self.answer_seconds)
 
     @classmethod
     def of(cls, family: Sequence[Pairs]) -> "Spread | None":
@@ -131,7 +121,8 @@ def cheapest(spread: Spread, effect: float, rule: Rule) -> Design | None:
 def _with_fewest_seeds(
     spread: Spread, problems: int, samples: int, effect: float, rule: Rule
 ) -> Design | None:
-    sd = spread.sd(problems, samples)
+    variance = spread.luck + (spread.interaction + spread.sampling / samples) / problems
+    sd = float(np.sqrt(variance))
 
     def detectable(seeds: int) -> float:
         return minimal_detectable_effect(seeds, sd, rule) or 0.0  # The counts start at the fewest.
@@ -141,7 +132,8 @@ def _with_fewest_seeds(
     seeds = rule.fewest + bisect_left(counts, True, key=lambda seeds: detectable(seeds) <= effect)
     if seeds > MAX_DESIGN_SEEDS:
         return None
-    hours = spread.seconds(seeds, problems, samples, rule.comparisons + 1) / 3600
+    seconds = spread.run_seconds + problems * samples * spread.answer_seconds
+    hours = (rule.comparisons + 1) * seeds * seconds / 3600
     return Design(seeds, problems, samples, detectable(seeds), hours)
 
 
