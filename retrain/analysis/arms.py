@@ -211,8 +211,7 @@ _COLLAPSED = 0.5
 
 def recorded_numbers(runs: Iterable[StoredRun], name: str) -> list[float]:
     """Return a number of summary.json, of each run that has it."""
-    found = (run.summary.get(name) for run in runs)
-    return [value for value in found if isinstance(value, int | float)]
+    return [value for run in runs if isinstance(value := run.summary.get(name), int | float)]
 
 
 @dataclass(frozen=True)
@@ -249,18 +248,16 @@ class Arm:
             return self
         bar = _COLLAPSED * float(np.median([*self.values.values()]))
         fallen = {seed for seed, value in self.values.items() if value < bar}
+        words = (
+            f"{self.runs[seed].name} collapsed (below half of the median of {self.label}), so its"
+            " pair is left out."
+            for seed in sorted(fallen)
+        )
         return replace(
             self,
             values={seed: value for seed, value in self.values.items() if seed not in fallen},
             runs={seed: run for seed, run in self.runs.items() if seed not in fallen},
-            left_out=(
-                *self.left_out,
-                *(
-                    f"{self.runs[seed].name} collapsed (below half of the median of"
-                    f" {self.label}), so its pair is left out."
-                    for seed in sorted(fallen)
-                ),
-            ),
+            left_out=(*self.left_out, *words),
             collapsed=frozenset(fallen),
         )
 
@@ -372,8 +369,7 @@ def arm_of(
     failed: Iterable[int] = (),
 ) -> Arm:
     """Return the runs that have the metric."""
-    found = {seed: metric.of(run) for seed, run in runs.items()}
-    values = {seed: value for seed, value in found.items() if value is not None}
+    values = {seed: value for seed, run in runs.items() if (value := metric.of(run)) is not None}
     return Arm(
         label,
         metric,

@@ -91,8 +91,7 @@ def problem_of(run: StoredRun, given: Mapping[str, Any]) -> str:
 def problems_of(campaign: Path, runs: Iterable[StoredRun]) -> dict[Path, str]:
     """Map the folder of each run of a campaign with a problem to its `problem_of`."""
     given = given_keys(campaign)
-    problems = {run.path: problem_of(run, given) for run in runs}
-    return {path: problem for path, problem in problems.items() if problem}
+    return {run.path: problem for run in runs if (problem := problem_of(run, given))}
 
 
 def planned_values(given: Mapping[str, Any], condition: str) -> Json:
@@ -150,8 +149,8 @@ def _condition(tables: Mapping[str, Any], label: str) -> Json:
     if not found:
         return {}
     condition = min(found, key=lambda one: len(one.label))
-    modes = {f"algorithm.{name}": getattr(condition, name) for name in _MODES}
-    return {path: mode for path, mode in modes.items() if mode} | condition.sets
+    modes = {f"algorithm.{name}": mode for name in _MODES if (mode := getattr(condition, name))}
+    return modes | condition.sets
 
 
 # -- runs that repeat others, and runs that are not listed -----------------------------------------

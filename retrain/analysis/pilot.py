@@ -87,10 +87,11 @@ def _parts(pairs: Pairs) -> tuple[float, float, float] | None:
     samples = int(np.median(np.concatenate([answers.judged for answers in evaluated])))
     if samples < 2:
         return None
-    rates = [answers.rates()[answers.judged > 1] for answers in evaluated]
     # p (1 - p) of K answers is too small by the factor (K - 1) / K.
     variances = [
-        float(np.mean(rate * (1 - rate))) * samples / (samples - 1) for rate in rates if len(rate)
+        float(np.mean(rate * (1 - rate))) * samples / (samples - 1)
+        for answers in evaluated
+        if len(rate := answers.rates()[answers.judged > 1])
     ]
     # Both arms sample, so the variance of their difference has it twice.
     sampling = 2 * float(np.mean(variances))
