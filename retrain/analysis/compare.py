@@ -1,6 +1,6 @@
 """Compare conditions with a baseline: the runs of a campaign, or runs given by folder. Select runs
-with one evaluation and one judge, pair them by seed, draw the conclusions, and write the notes on
-the whole comparison, one sentence each.
+with one evaluation and one judge, pair them by seed, and draw the conclusions. The notes on the
+whole comparison are one sentence each.
 
 The unit is the run. A contrast is the list of differences between two runs of one seed; `verdict`
 draws the conclusion.

@@ -53,7 +53,7 @@ def given_keys(campaign: Path) -> Mapping[str, Any]:
 
 
 class _Section(BaseModel):
-    """What a [campaign] section says of its conditions."""
+    """The conditions and the grid of a [campaign] section."""
 
     conditions: list[Json] | None = None
     grid: dict[str, list[Any]] | None = None

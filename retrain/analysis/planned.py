@@ -195,10 +195,10 @@ Seeds = dict[str, list[int]]
 def absent_runs(
     record: CampaignRecord, runs: Iterable[StoredRun], not_counted: Collection[Path]
 ) -> tuple[Seeds, Seeds, Seeds]:
-    """Return the planned runs that a comparison lacks: runs that the manifest does not list or that
-    differ from the plan, failed runs, and runs to come. Without a plan there are none.
+    """Return the planned runs that a comparison lacks, none without a plan: the unlisted and the
+    changed ones, the failed ones, and those to come.
 
-    `runs` are the runs of the manifest, and `not_counted` the folders of runs that differ.
+    `runs` are the runs of the manifest, and `not_counted` the folders of the changed ones.
     """
     found = {(run.condition, run.seed): run for run in runs if run.path not in not_counted}
     bent, failed, to_come = absent = Seeds(), Seeds(), Seeds()

@@ -543,6 +543,6 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
             frame[field.name] = pd.Series(values, dtype=_TYPES.get(field.type, "category"))
         except OverflowError as error:
             raise RunFailed(
-                f"{root} has a {field.name} that is no number of a run ({error}){CHANGED}"
+                f"{root} has a {field.name} that no run records ({error}){CHANGED}"
             ) from error
     return pd.DataFrame(frame)

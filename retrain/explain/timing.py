@@ -53,10 +53,12 @@ def from_pilot(folder: Path) -> StepTime:
     from retrain.records.entries import StepRecord
 
     runs = find_runs(folder)
-    times: list[float] = []
-    for run in runs:
-        recorded = (one.step_time_s for one in StepRecord.read(run.folder.metrics))
-        times += [time for time in recorded if time is not None]
+    times = [
+        record.step_time_s
+        for run in runs
+        for record in StepRecord.read(run.folder.metrics)
+        if record.step_time_s is not None
+    ]
     if not times:
         raise ConfigurationError(
             f"--pilot {folder} has no step yet, so it has no time; wait for one, or use --probe."
