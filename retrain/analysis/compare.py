@@ -337,9 +337,8 @@ def comparison_notes(found: Comparison) -> Iterator[str]:
     runs = list(chain.from_iterable(arm.runs.values() for arm in found.arms))
     if found.to_come:
         # An e-process stays valid at any number of looks.
-        peeking = ""
-        if found.test.rule != "evidence":
-            peeking = " Peeking inflates the false-positive rate above alpha."
+        peeking = " Peeking inflates the false-positive rate above alpha."
+        peeking *= found.test.rule != "evidence"
         yield f"Still to come: {counted(found.to_come, 'run')}.{peeking}"
     if not found.metric.k and found.request.metric is None:
         yield (

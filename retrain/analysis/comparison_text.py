@@ -68,8 +68,7 @@ def blocks(comparison: Comparison, hidden: Collection[str] = ()) -> Iterator[Blo
     if comparison.tasks:
         over = f"interquartile mean of runs x tasks, {level} interval for new runs"
         yield Block(title=f"Over tasks ({over})", table=task_table(comparison))
-    for title, sentences in sections(comparison):
-        yield Block(sentences, title)
+    yield from sections(comparison)
 
 
 def to_markdown(comparison: Comparison) -> str:
@@ -107,8 +106,8 @@ def narrowed(comparison: Comparison, width: int) -> Sequence[str]:
     return HIDDEN if wide else _HIDDEN
 
 
-def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the title and sentences of each section that follows the verdicts."""
+def sections(comparison: Comparison) -> Iterator[Block]:
+    """Yield each section that follows the verdicts."""
     shared = {name_of(one, comparison): sharing(one) for one in comparison.contrasts}
     together = [*dict.fromkeys(shared.values())]
     if len(together) > 1:
@@ -124,7 +123,7 @@ def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
     }
     for title, sentences in found.items():
         if sentences:
-            yield title, sentences
+            yield Block(sentences, title)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -346,6 +345,13 @@ def to_json(comparison: Comparison) -> Json:
     }
 
 
+_SAME_NAME = (
+    "p p_adjusted smallest_p_adjusted can_conclude d_z detectable seeds_needed"
+    " equivalence_p_adjusted within_margin"
+)
+"""Fields of a Conclusion that JSON calls the same."""
+
+
 def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
     found, shared, parts = contrast.conclusion, contrast.shared, contrast.parts
     return {
@@ -361,15 +367,7 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
         "interval": found.interval,
         "problem_interval": contrast.wide,
         "unjudged_bounds": found.bounds,
-        "p": found.p,
-        "p_adjusted": found.p_adjusted,
-        "smallest_p_adjusted": found.smallest_p_adjusted,
-        "can_conclude": found.can_conclude,
-        "d_z": found.d_z,
-        "detectable": found.detectable,
-        "seeds_needed": found.seeds_needed,
-        "equivalence_p_adjusted": found.equivalence_p_adjusted,
-        "within_margin": found.within_margin,
+        **{name: getattr(found, name) for name in _SAME_NAME.split()},
         "same_runs": contrast.same_runs,
         "losses": _as_json(contrast.losses),
         "pairing": _as_json(contrast.pairing),

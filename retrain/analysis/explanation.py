@@ -41,9 +41,7 @@ def explanation(contrast: Contrast, comparison: Comparison) -> list[str]:
         within = size_words(test.margin, metric)
         p = p_words(found.equivalence_p_adjusted)
         return [f"equivalent within {within}: {shown}, adjusted p {p} (TOST)."]
-    within = ""
-    if found.within_margin:
-        within = f", but within the margin of {size_words(test.margin, metric)}"
+    within = f", but within the margin of {size_words(test.margin, metric)}" * found.within_margin
     return [f"{found.verdict}{within}: {shown}, adjusted p {p_words(found.p_adjusted)}."]
 
 
@@ -248,7 +246,7 @@ def _of(count: int, total: int) -> str:
 
 _LIMITS = {
     "evidence": ("55%", "4.3%", "9.3%"),
-    "exact": ("49 to 98%", "1 to 11%", "6 to 9%"),
+    "maxt": ("49 to 98%", "1 to 11%", "6 to 9%"),
 }
 """False improvements of the e-process within 16 seeds, and of the exact test after 6 to 16 seeds:
 benchmarks/robust.py."""
@@ -260,9 +258,8 @@ def known_limits(comparison: Comparison) -> Iterator[str]:
     """
     if not any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
         return
-    looks = comparison.test.rule == "evidence"
-    collapse, failure, tail = _LIMITS["evidence" if looks else "exact"]
-    looked = ", looked at after every seed" if looks else ""
+    collapse, failure, tail = _LIMITS[comparison.test.rule]
+    looked = ", looked at after every seed" * (comparison.test.rule == "evidence")
     yield (
         "The test assumes that runs do not collapse or fail. In simulated campaigns with equal"
         f" means{looked}, it reports false improvements in {collapse} if a tenth of one"
@@ -274,12 +271,11 @@ def known_limits(comparison: Comparison) -> Iterator[str]:
 def looks_taken(comparison: Comparison) -> Iterator[str]:
     """Yield a sentence for each look: the evidence, and what it decided."""
     for number, look in enumerate(comparison.looks, start=1):
-        parts = []
-        for condition, value in look.evidence.items():
-            words = f"{condition}: evidence {value:.3g} of {1 / comparison.test.alpha:g}"
-            if condition in look.decided:
-                words += f", {look.decided[condition]}"
-            parts.append(words)
+        parts = [
+            f"{condition}: evidence {value:.3g} of {1 / comparison.test.alpha:g}"
+            + f", {look.decided.get(condition)}" * (condition in look.decided)
+            for condition, value in look.evidence.items()
+        ]
         parts += [
             f"{condition} without this seed, since a run of it had no result"
             for condition in look.missing

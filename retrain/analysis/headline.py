@@ -27,10 +27,8 @@ def answer(comparison: Comparison) -> str:
     """Return the answer in a sentence, such as `1 of 4 conditions beats grpo+none on these 200
     problems: maxrl+none +13.2 pp [+9.1, +17.3] (8 seeds); 3 undecided`.
     """
-    so_far = ""
-    if comparison.to_come:
-        so_far = f"So far, with {counted(comparison.to_come, 'run')} still to come: "
-    return so_far + (_decided(comparison) or _undecided(comparison))
+    so_far = f"So far, with {counted(comparison.to_come, 'run')} still to come: "
+    return so_far * bool(comparison.to_come) + (_decided(comparison) or _undecided(comparison))
 
 
 def _decided(comparison: Comparison) -> str:

@@ -15,11 +15,16 @@ effect".
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal
 
 from retrain.analysis import statistics
 from retrain.analysis.e_process import anytime_p, confidence_sequence, evidence
-from retrain.analysis.power import Rule, minimal_detectable_effect, sd_interval, seeds_needed
+from retrain.analysis.power import (
+    Correction,
+    Rule,
+    minimal_detectable_effect,
+    sd_interval,
+    seeds_needed,
+)
 from retrain.analysis.statistics import Differences, Interval, max_t
 from retrain.records.entries import Direction
 
@@ -53,7 +58,7 @@ class TestSettings:
     power: float = 0.8
     lower_is_better: bool = False
     """Overrides the metric's own direction."""
-    rule: Literal["maxt", "evidence"] = "maxt"
+    rule: Correction = "maxt"
     """Joint sign flips, or the e-process of a campaign with looks."""
     looks: int = 0
     """The number of looks, for the rule "evidence"."""
