@@ -171,36 +171,33 @@ def differing_environment(
 
 
 def _differing_at(one: StoredRun, other: StoredRun, step: int) -> Iterator[str]:
-    ours, theirs = one.environment_at(step), other.environment_at(step)
-    for name, *values in _unequal(ours, theirs, _RECORDED):
+    both = ours, theirs = one.environment_at(step), other.environment_at(step)
+    for name, shown in _unequal(ours, theirs, _RECORDED).items():
         if name in _NEWER and ours and theirs and not (name in ours and name in theirs):
             continue
         # Two hashes side by side, or two tables, tell a reader nothing: the name alone is given.
-        is_long = name.endswith("sha256") or any(isinstance(value, dict) for value in values)
-        yield _RECORDED[name] if is_long else _both(_RECORDED[name], *values)
+        is_long = name.endswith("sha256") or any(isinstance(own.get(name), dict) for own in both)
+        yield _RECORDED[name] if is_long else shown
     code, others = table_of(ours, "code"), table_of(theirs, "code")
-    for _, *revisions in _unequal(code, others, ["revision"]):
-        yield _both("retrain's revision", *revisions)
-    for name, *_ in _unequal(table_of(code, "plugins"), table_of(others, "plugins")):
+    yield from _unequal(code, others, {"revision": "retrain's revision"}).values()
+    for name in _unequal(*(table_of(own, "plugins") for own in (code, others))):
         # If only one configuration names it, the keys differ, not the code.
         if len({f'"{name}"' in run.config.model_dump_json() for run in (one, other)}) == 1:
             yield f"the plugin {name}"
-    for package in _unequal(table_of(ours, "packages"), table_of(theirs, "packages")):
-        yield _both(*package)
+    yield from _unequal(*(table_of(own, "packages") for own in both)).values()
 
 
-def _unequal(
-    ours: Json, theirs: Json, names: Iterable[str] | None = None
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each of the names, by default all, whose two values differ, with the values."""
-    for name in sorted({*ours, *theirs}) if names is None else names:
-        if ours.get(name) != theirs.get(name):
-            yield name, ours.get(name), theirs.get(name)
-
-
-def _both(name: str, *values: Any) -> str:
-    shown = ("not recorded" if value is None else str(value) for value in values)
-    return f"{name} ({', '.join(shown)})"
+def _unequal(ours: Json, theirs: Json, names: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Map each of the names, by default all as they are, whose two values differ to its words with
+    both values.
+    """
+    found = {}
+    for name in names or sorted({*ours, *theirs}):
+        values = ours.get(name), theirs.get(name)
+        if values[0] != values[1]:
+            shown = ", ".join("not recorded" if each is None else str(each) for each in values)
+            found[name] = f"{names[name] if names else name} ({shown})"
+    return found
 
 
 # -- arms ------------------------------------------------------------------------------------------
