@@ -276,7 +276,7 @@ class Arm:
     def hours(self) -> float | None:
         """The hours of a run, mean per run."""
         seconds = self.per_run("seconds")
-        return None if seconds is None else seconds / 3600
+        return seconds and seconds / 3600
 
     @property
     def _answers(self) -> list[Answers]:

@@ -315,17 +315,14 @@ def _no_pair(
     because = f" Left out: {' '.join(left_out[:_SHOWN])}" if left_out else ""
     if len(left_out) > _SHOWN:
         because += f" And {counted(len(left_out) - _SHOWN, 'more run')}."
-    advice = ""
-    if some_apart:
-        advice = " Train all arms with the same [evaluation] section."
-        if metric.k is None:
-            advice = (
-                " Compare held-out accuracy instead: --metric pass@1, after [evaluation] at_end ="
-                " true."
-            )
+    advice = " Train all arms with the same [evaluation] section."
+    if metric.k is None:
+        advice = (
+            " Compare held-out accuracy instead: --metric pass@1, after [evaluation] at_end = true."
+        )
     return ConfigurationError(
         "retrain has no pair to compare: no usable run shares its seed with a usable run of the"
-        f" baseline (seeds of {found}).{because}{advice}"
+        f" baseline (seeds of {found}).{because}{advice * some_apart}"
     )
 
 

@@ -8,7 +8,6 @@ from retrain.analysis import statistics
 from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.headline import p_words, same_runs_words
 from retrain.analysis.measures import (
-    Metric,
     difference_words,
     direction_words,
     interval_words,
@@ -148,7 +147,7 @@ def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f" {losses.baseline} of {contrast.baseline} (exact p {p_words(losses.p)} that both"
             " lose runs at one rate)."
         )
-    yield from _about_outliers(contrast, metric)
+    yield from _about_outliers(contrast)
     yield from _about_tails(contrast, comparison)
     if found.seeds_needed is not None:
         yield (
@@ -170,8 +169,8 @@ def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         yield f"The conditions differ {only}in {', '.join(contrast.shared.differing_keys)}."
 
 
-def _about_outliers(contrast: Contrast, metric: Metric) -> Iterator[str]:
-    found = contrast.differences
+def _about_outliers(contrast: Contrast) -> Iterator[str]:
+    found, metric = contrast.differences, contrast.candidate.metric
     if seeds := outlying_seeds(found):
         shown = ", ".join(f"{seed} ({difference_words(found[seed], metric)})" for seed in seeds)
         rest = [found[seed] for seed in found if seed not in seeds]

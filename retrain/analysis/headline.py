@@ -57,7 +57,7 @@ def _first_part(verdict: Verdict, items: Sequence[Contrast], comparison: Compari
     if len(comparison.contrasts) == 1:
         one = items[0]
         subject, against = one.condition, one.baseline
-        shown = difference_and_interval(one, comparison) + _within_margin(one, comparison)
+        shown = difference_and_interval(one) + _within_margin(one, comparison)
     else:
         subject = f"{len(items)} of {len(comparison.contrasts)} conditions"
         against = "their baselines" if several else "its baseline"
@@ -100,7 +100,7 @@ def _undecided(comparison: Comparison) -> str:
     if len(contrasts) == 1:
         return (
             f"Undecided {scope(comparison)}: {one.condition} against {one.baseline}"
-            f" {difference_and_interval(one, comparison)}{_WHY_UNSURE[one.conclusion.unsure]}."
+            f" {difference_and_interval(one)}{_WHY_UNSURE[one.conclusion.unsure]}."
         )
     largest = max(contrasts, key=lambda contrast: abs(contrast.conclusion.mean))
     baseline = comparison.baseline if comparison.one_baseline else "its baseline"
@@ -159,12 +159,12 @@ def name_of(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def item_words(contrast: Contrast, comparison: Comparison) -> str:
-    return f"{name_of(contrast, comparison)} {difference_and_interval(contrast, comparison)}"
+    return f"{name_of(contrast, comparison)} {difference_and_interval(contrast)}"
 
 
-def difference_and_interval(contrast: Contrast, comparison: Comparison) -> str:
+def difference_and_interval(contrast: Contrast) -> str:
     """Return the difference in words, such as: +13.2 pp [+9.1, +17.3] (8 seeds)."""
-    metric, found = comparison.metric, contrast.conclusion
+    metric, found = contrast.candidate.metric, contrast.conclusion
     ends = ""
     if found.interval:
         low, high = (difference_words(end, metric).removesuffix(" pp") for end in found.interval)
