@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
-from annotated_types import Predicate
-from pydantic import StrictInt, TypeAdapter, ValidationError
+from pydantic import AfterValidator, StrictInt, TypeAdapter, ValidationError
 
 from retrain.analysis.held_out import Answers
 from retrain.analysis.statistics import Floats
@@ -39,7 +38,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MANIFEST = "manifest.json"
-_PathText = Annotated[str, Predicate(is_path_text)]
+
+
+def _checked_path(text: str) -> str:
+    if not is_path_text(text):
+        raise ValueError("no file system holds such a name")
+    return text
+
+
+_PathText = Annotated[str, AfterValidator(_checked_path)]
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,16 @@ class PlannedRun:
     """The reason of a failure or an interruption, which may quote half a character; else None."""
     attempts: int = 1
     """Number of attempts, without resumes after an interruption or a kill."""
-    name: _PathText = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry(PlannedRun):
+    name: _PathText
     dir: _PathText = ""
     """The run's folder, relative to the campaign's; "" for runs/NAME."""
 
 
-_PLANNED = TypeAdapter(list[PlannedRun])
+_ENTRIES = TypeAdapter(list[_Entry])
 
 
 NO_TRAINING = {*MEASURED, "condition"}
@@ -442,7 +453,7 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
     if not is_campaign(folder):
         raise ConfigurationError(f"{no_campaign(folder)}; name a campaign's folder.")
     try:
-        entries = _PLANNED.validate_python(read_object(manifest)["runs"])
+        entries = _ENTRIES.validate_python(read_object(manifest)["runs"])
     except ValidationError as error:
         raise no_campaigns_value(manifest, error, "runs") from error
     return [StoredRun(folder / (one.dir or f"runs/{one.name}"), one) for one in entries]
