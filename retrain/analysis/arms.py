@@ -5,7 +5,7 @@ prompts, noise, configuration keys, and the recorded environments (environment.j
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from retrain.analysis import statistics
 from retrain.analysis.held_out import Answers
 from retrain.analysis.integrity import repeated_numbers
 from retrain.analysis.measures import Metric, trained_on_chance
-from retrain.analysis.runs import Pair, RunsBySeed, StoredRun, seeds_words, table_of
+from retrain.analysis.runs import Pair, RunsBySeed, StoredRun, seed_ranges, seeds_words, table_of
 from retrain.config.keys import all_keys
 from retrain.config.names import source_task
 from retrain.config.schema import Evaluation, Training
@@ -59,13 +59,13 @@ class Overlap:
     pairs: int
     prompts: int
     noise: int
-    samplers: tuple[str, ...]
+    samplers: Sequence[str]
     """Samplers that chose the prompts of some run by its rewards."""
     unrecorded: int
     """Pairs with a run that did not record its data, so the prompts are unknown."""
-    differing_keys: tuple[str, ...]
+    differing_keys: Sequence[str]
     """Keys that change the training and differ between the runs of some pair."""
-    environment: tuple[str, ...]
+    environment: Sequence[str]
     """Differences between the recorded environments of some pair, in words."""
 
     @property
@@ -75,23 +75,17 @@ class Overlap:
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> "Overlap":
-        prompts = [_same_prompts(one, other) for one, other in pairs]
-        noise = [
-            same and one.has_counter_noise and other.has_counter_noise
-            for same, (one, other) in zip(prompts, pairs, strict=True)
-        ]
+        same = [pair for pair in pairs if _same_prompts(*pair)]
+        samplers = {run.config.data.sampler for run in chain.from_iterable(pairs)}
+        differing = chain.from_iterable(starmap(differing_environment, pairs))
         return cls(
             pairs=len(pairs),
-            prompts=sum(prompts),
-            noise=sum(noise),
-            samplers=tuple(sorted({*map(chosen_prompts, chain.from_iterable(pairs))} - {""})),
-            unrecorded=sum(not (_data(one) and _data(other)) for one, other in pairs),
-            differing_keys=tuple(differing_keys(pairs)),
-            environment=tuple(
-                dict.fromkeys(
-                    chain.from_iterable(differing_environment(one, other) for one, other in pairs)
-                )
-            ),
+            prompts=len(same),
+            noise=sum(all(run.has_counter_noise for run in pair) for pair in same),
+            samplers=sorted(samplers - {"shuffle"}),
+            unrecorded=sum(not all(map(_data, pair)) for pair in pairs),
+            differing_keys=differing_keys(pairs),
+            environment=[*dict.fromkeys(differing)],
         )
 
 
@@ -106,20 +100,15 @@ def _same_prompts(one: StoredRun, other: StoredRun) -> bool:
     """True if two runs of one seed saw the same prompts. They need the same recorded data, in the
     shuffle's order, in batches of the same size, which back pressure would vary.
     """
+    ours, theirs = one.config, other.config
     return (
-        not (chosen_prompts(one) or chosen_prompts(other))
+        ours.data.sampler == theirs.data.sampler == "shuffle"
         and bool(_data(one))
         and _data(one) == _data(other)
-        and one.config.environment == other.config.environment
-        and not (one.config.backpressure.enabled or other.config.backpressure.enabled)
-        and all(one.config.value(key) == other.config.value(key) for key in _PROMPT_KEYS)
+        and ours.environment == theirs.environment
+        and not (ours.backpressure.enabled or theirs.backpressure.enabled)
+        and all(ours.value(key) == theirs.value(key) for key in _PROMPT_KEYS)
     )
-
-
-def chosen_prompts(run: StoredRun) -> str:
-    """Return the sampler that chose the prompts by their rewards; "" for the shuffle."""
-    sampler = run.config.data.sampler
-    return "" if sampler == "shuffle" else sampler
 
 
 def differing_keys(pairs: Sequence[Pair]) -> list[str]:
@@ -141,19 +130,18 @@ def mixed_values(values: Mapping[int, Any]) -> str:
         groups.setdefault(repr(values[seed]), []).append(seed)
     if len(groups) < 2:
         return ""
-    return (
-        f"seeds {' and '.join(seeds_words(seeds).partition(' ')[2] for seeds in groups.values())}"
-    )
+    return f"seeds {' and '.join(map(seed_ranges, groups.values()))}"
 
 
 def mixed_code(label: str, runs: RunsBySeed) -> Iterator[str]:
     """Yield a sentence for each part of the code, and one for the model, that differs between the
     runs of one arm. The values come from environment.json.
     """
-    recorded = {seed: run.environment.get("model_sha256") for seed, run in runs.items()}
     found = {
         "started from different files of the model": {
-            seed: sha256 for seed, sha256 in recorded.items() if sha256
+            seed: sha256
+            for seed, run in runs.items()
+            if (sha256 := run.environment.get("model_sha256"))
         },
         "ran on different revisions of retrain": {
             seed: run.code.get("revision") for seed, run in runs.items()
@@ -178,47 +166,49 @@ def differing_environment(
     steps = steps or range(max(one.steps, other.steps, 1))
     began = {step for step, _ in (*one.resumes, *other.resumes) if step in steps}
     # A resumed run may go on in another environment.
-    found = [list(_differing_at(one, other, step)) for step in sorted({steps.start, *began})]
+    found = (_differing_at(one, other, step) for step in sorted({steps.start, *began}))
     yield from dict.fromkeys(chain.from_iterable(found))
 
 
 def _differing_at(one: StoredRun, other: StoredRun, step: int) -> Iterator[str]:
-    ours, theirs = one.environment_at(step), other.environment_at(step)
-    for name, *values in _unequal(ours, theirs, _RECORDED):
+    both = ours, theirs = one.environment_at(step), other.environment_at(step)
+    for name, shown in _unequal(ours, theirs, _RECORDED).items():
         if name in _NEWER and ours and theirs and not (name in ours and name in theirs):
             continue
         # Two hashes side by side, or two tables, tell a reader nothing: the name alone is given.
-        is_long = name.endswith("sha256") or any(isinstance(value, dict) for value in values)
-        yield _RECORDED[name] if is_long else _both(_RECORDED[name], *values)
+        is_long = name.endswith("sha256") or any(isinstance(own.get(name), dict) for own in both)
+        yield _RECORDED[name] if is_long else shown
     code, others = table_of(ours, "code"), table_of(theirs, "code")
-    for _, *revisions in _unequal(code, others, ["revision"]):
-        yield _both("retrain's revision", *revisions)
-    for name, *_ in _unequal(table_of(code, "plugins"), table_of(others, "plugins")):
+    yield from _unequal(code, others, {"revision": "retrain's revision"}).values()
+    for name in _unequal(*(table_of(own, "plugins") for own in (code, others))):
         # If only one configuration names it, the keys differ, not the code.
         if len({f'"{name}"' in run.config.model_dump_json() for run in (one, other)}) == 1:
             yield f"the plugin {name}"
-    for package in _unequal(table_of(ours, "packages"), table_of(theirs, "packages")):
-        yield _both(*package)
+    yield from _unequal(*(table_of(own, "packages") for own in both)).values()
 
 
-def _unequal(
-    ours: Json, theirs: Json, names: Iterable[str] | None = None
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each of the names, by default all, whose two values differ, with the values."""
-    for name in sorted({*ours, *theirs}) if names is None else names:
-        if ours.get(name) != theirs.get(name):
-            yield name, ours.get(name), theirs.get(name)
-
-
-def _both(name: str, *values: Any) -> str:
-    shown = ("not recorded" if value is None else str(value) for value in values)
-    return f"{name} ({', '.join(shown)})"
+def _unequal(ours: Json, theirs: Json, names: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Map each of the names, by default all as they are, whose two values differ to its words with
+    both values.
+    """
+    found = {}
+    for name in names or sorted({*ours, *theirs}):
+        values = ours.get(name), theirs.get(name)
+        if values[0] != values[1]:
+            shown = ", ".join("not recorded" if each is None else str(each) for each in values)
+            found[name] = f"{names[name] if names else name} ({shown})"
+    return found
 
 
 # -- arms ------------------------------------------------------------------------------------------
 
 
 _COLLAPSED = 0.5
+
+
+def recorded_numbers(runs: Iterable[StoredRun], name: str) -> list[float]:
+    """Return a number of summary.json, of each run that has it."""
+    return [value for run in runs if isinstance(value := run.summary.get(name), int | float)]
 
 
 @dataclass(frozen=True)
@@ -255,18 +245,16 @@ class Arm:
             return self
         bar = _COLLAPSED * float(np.median([*self.values.values()]))
         fallen = {seed for seed, value in self.values.items() if value < bar}
+        words = (
+            f"{self.runs[seed].name} collapsed (below half of the median of {self.label}), so its"
+            " pair is left out."
+            for seed in sorted(fallen)
+        )
         return replace(
             self,
             values={seed: value for seed, value in self.values.items() if seed not in fallen},
             runs={seed: run for seed, run in self.runs.items() if seed not in fallen},
-            left_out=(
-                *self.left_out,
-                *(
-                    f"{self.runs[seed].name} collapsed (below half of the median of"
-                    f" {self.label}), so its pair is left out."
-                    for seed in sorted(fallen)
-                ),
-            ),
+            left_out=(*self.left_out, *words),
             collapsed=frozenset(fallen),
         )
 
@@ -281,15 +269,14 @@ class Arm:
 
     def per_run(self, name: str) -> float | None:
         """Return the mean of a number of summary.json; None if no run has it."""
-        found = [run.summary.get(name) for run in self.runs.values()]
-        known = [value for value in found if isinstance(value, int | float)]
+        known = recorded_numbers(self.runs.values(), name)
         return float(np.mean(known)) if known else None
 
     @property
     def hours(self) -> float | None:
         """The hours of a run, mean per run."""
         seconds = self.per_run("seconds")
-        return None if seconds is None else seconds / 3600
+        return seconds and seconds / 3600
 
     @property
     def _answers(self) -> list[Answers]:
@@ -379,8 +366,7 @@ def arm_of(
     failed: Iterable[int] = (),
 ) -> Arm:
     """Return the runs that have the metric."""
-    found = {seed: metric.of(run) for seed, run in runs.items()}
-    values = {seed: value for seed, value in found.items() if value is not None}
+    values = {seed: value for seed, run in runs.items() if (value := metric.of(run)) is not None}
     return Arm(
         label,
         metric,
@@ -412,19 +398,20 @@ def control_label(conditions: Mapping[str, RunsBySeed], place: Path) -> str:
 # -- runs that were measured alike -----------------------------------------------------------------
 
 
-def unlike(
+def parted(
     runs: RunsBySeed, words: Callable[[StoredRun], str], expected: str
-) -> Iterator[tuple[str, str]]:
-    """Yield the seeds in words, "" for all, and the description of each group of runs that `words`
-    does not describe as `expected`.
+) -> tuple[RunsBySeed, list[tuple[str, str]]]:
+    """Return the runs that `words` describes as `expected`; and for each other group of runs its
+    seeds in words, "" for all, and its description.
     """
     groups: dict[str, list[int]] = {}
     for seed, run in runs.items():
         groups.setdefault(words(run), []).append(seed)
-    for other, seeds in groups.items():
-        if other != expected:
-            which = f" (seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))})"
-            yield "" if len(seeds) == len(runs) else which, other
+    alike = {seed: runs[seed] for seed in groups.pop(expected, ())}
+    return alike, [
+        ("" if len(seeds) == len(runs) else f" ({seeds_words(seeds)})", other)
+        for other, seeds in groups.items()
+    ]
 
 
 def evaluated_as(run: StoredRun) -> str:

@@ -75,7 +75,7 @@ class InterpolatedAnswers(Answers):
     def between(cls, before: Answers, after: Answers, weight: float) -> "InterpolatedAnswers":
         nearer_first = (after, before) if weight > 0.5 else (before, after)
         shown = max(nearer_first, key=lambda one: one.unjudged.sum())
-        return cls(after.ids, shown.right, shown.judged, shown.unjudged, before, after, weight)
+        return cls(**vars(shown), before=before, after=after, weight=weight)
 
     def rates(self, k: int = 1, unjudged: Unjudged = "nothing") -> Floats:
         """Return [problems] rates, the weighted mean of both evaluations."""

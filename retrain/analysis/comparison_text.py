@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from retrain.analysis.arms import Arm
+from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.explanation import (
     computed,
     explanation,
@@ -22,7 +23,6 @@ from retrain.analysis.explanation import (
 )
 from retrain.analysis.headline import answer, name_of, p_words
 from retrain.analysis.measures import Metric, difference_words, interval_words, size_words
-from retrain.analysis.selection import Comparison, Contrast
 from retrain.records.terminal import GAP, markdown_lines, table_lines
 from retrain.system import Json
 
@@ -32,6 +32,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 _HIDDEN = ("other problems", "p", "effect size d_z")
 """Columns of `contrast_table` that a terminal has no room for; the sentences have them."""
 _PARTS = ("eval sd", "seed sd")
+HIDDEN = (*_HIDDEN, *_PARTS)
 """Columns for which a narrow terminal has no room."""
 
 
@@ -44,41 +45,35 @@ class Block:
     table: Table | None = None
 
 
-def blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
-    """Yield the answer first. The columns of `contrast_table` that `contrasts` leaves out follow as
-    sentences.
-    """
+def blocks(comparison: Comparison, hidden: Collection[str] = ()) -> Iterator[Block]:
+    """Yield the answer first. The `hidden` columns of `contrast_table` follow as sentences."""
     yield Block([answer(comparison)])
     if comparison.planned:
         yield Block([comparison.planned])
     yield Block(table=arm_table(comparison))
     yield Block([seed_line(contrast, comparison) for contrast in comparison.contrasts])
-    yield Block(table=contrasts)
-    head, rows = contrast_table(comparison)
+    yield Block(table=contrast_table(comparison, hidden))
     own, shared = remarks(comparison)
-    for contrast, said, row in zip(comparison.contrasts, own, rows, strict=True):
-        hidden = {
-            name: cell
-            for name, cell in zip(head, row, strict=True)
-            if name not in contrasts[0] and cell
-        }
-        wide = hidden.pop("other problems", "")
-        level = 100 * (1 - comparison.test.alpha)
-        also = f"If other problems had been drawn: {wide} ({level:g}%). " * bool(wide)
-        if hidden:
-            said.append(f"{also}{', '.join(map(' '.join, hidden.items()))}.")
+    level = f"{100 * (1 - comparison.test.alpha):g}%"
+    for contrast, said in zip(comparison.contrasts, own, strict=True):
+        cells = _contrast_cells(contrast, comparison).items()
+        unseen = {name: cell for name, cell in cells if cell and name in hidden}
+        wide = unseen.pop("other problems", "")
+        also = f"If other problems had been drawn: {wide} ({level}). " * bool(wide)
+        if unseen:
+            said.append(f"{also}{', '.join(map(' '.join, unseen.items()))}.")
         yield Block(said, name_of(contrast, comparison))
     if shared:
         yield Block(shared, "All of these")
     if comparison.tasks:
-        yield Block(title=_task_title(comparison), table=task_table(comparison))
-    for title, sentences in sections(comparison):
-        yield Block(sentences, title)
+        over = f"interquartile mean of runs x tasks, {level} interval for new runs"
+        yield Block(title=f"Over tasks ({over})", table=task_table(comparison))
+    yield from sections(comparison)
 
 
 def to_markdown(comparison: Comparison) -> str:
     lines = []
-    for block in blocks(comparison, contrast_table(comparison)):
+    for block in blocks(comparison):
         if block.title:
             lines += [f"**{block.title}**", ""]
         if block.table:
@@ -104,16 +99,15 @@ def to_text(comparison: Comparison, width: int = 80) -> str:
     return "\n".join(lines) + "\n"
 
 
-def narrowed(comparison: Comparison, width: int) -> Table:
-    """Return the columns of `contrast_table` that a terminal has room for."""
-    head, rows = narrow = contrast_table(comparison, _HIDDEN)
-    if max(map(len, table_lines([head[1:], *(row[1:] for row in rows)]))) > width - 2:
-        return contrast_table(comparison, (*_HIDDEN, *_PARTS))
-    return narrow
+def narrowed(comparison: Comparison, width: int) -> Sequence[str]:
+    """Return the columns of `contrast_table` that a terminal has no room for."""
+    head, rows = contrast_table(comparison, _HIDDEN)
+    wide = max(map(len, table_lines([head[1:], *(row[1:] for row in rows)]))) > width - 2
+    return HIDDEN if wide else _HIDDEN
 
 
-def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the title and sentences of each section that follows the verdicts."""
+def sections(comparison: Comparison) -> Iterator[Block]:
+    """Yield each section that follows the verdicts."""
     shared = {name_of(one, comparison): sharing(one) for one in comparison.contrasts}
     together = [*dict.fromkeys(shared.values())]
     if len(together) > 1:
@@ -129,7 +123,7 @@ def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
     }
     for title, sentences in found.items():
         if sentences:
-            yield title, sentences
+            yield Block(sentences, title)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -138,7 +132,7 @@ def _wrapped(text: str, width: int) -> list[str]:
     )
 
 
-def _aligned(table: Table, width: int) -> Iterator[str]:
+def _aligned(table: Table, width: int) -> list[str]:
     """Align labels and the last column to the left, numbers to the right. A table wider than the
     terminal has each label on a line of its own.
     """
@@ -146,16 +140,10 @@ def _aligned(table: Table, width: int) -> Iterator[str]:
     numbers = range(1, len(table[0]) - 1)
     lines = list(table_lines(rows, right=numbers))
     if max(map(len, lines)) <= width:
-        yield from lines
-        return
-    right = [column - 1 for column in numbers]
-    cells = table_lines([row[1:] for row in rows], right=right, indent=GAP)
-    yield from chain.from_iterable(zip((row[0] for row in rows), cells, strict=True))
-
-
-def _task_title(comparison: Comparison) -> str:
-    confidence = f"{100 * (1 - comparison.test.alpha):g}%"
-    return f"Over tasks (interquartile mean of runs x tasks, {confidence} interval for new runs)"
+        return lines
+    labels, *columns = zip(*rows, strict=True)
+    cells = table_lines([*zip(*columns)], right=range(len(columns) - 1), indent=GAP)
+    return [*chain.from_iterable(zip(labels, cells, strict=True))]
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -182,7 +170,7 @@ def arm_table(comparison: Comparison) -> Table:
     unjudged = any(arm.unjudged for arm in arms)
     unit, units = ("minutes", 60) if all((arm.hours or 0) < 1 for arm in arms) else ("hours", 1)
     # A budget cuts the runs, but not their cost.
-    run = "whole run" if comparison.budget else "run"
+    run = "whole run" if comparison.request.budget else "run"
     rows = [
         {
             "condition": arm.label,
@@ -217,7 +205,8 @@ def _mean_words(arm: Arm, metric: Metric) -> str:
 
 def ranked(comparison: Comparison) -> list[Arm]:
     """Return the conditions of a grid from the best mean to the worst; empty without a grid."""
-    measured = [arm for arm in comparison.arms if arm.mean is not None and comparison.grid]
+    grid = comparison.request.record.grid
+    measured = [arm for arm in comparison.arms if arm.mean is not None and grid]
     lower = comparison.test.direction(comparison.metric.better) == "lower"
     return sorted(measured, key=lambda arm: arm.mean or 0.0, reverse=not lower)
 
@@ -290,8 +279,7 @@ def task_table(comparison: Comparison) -> Table:
             low, high = found.interval
             ends = f" ({100 * low:.1f} to {100 * high:.1f})"
         difference = chance = ""
-        against = contrasts.get(label)
-        if against:
+        if against := contrasts.get(label):
             difference = (
                 f"{difference_words(against.iqm_difference, metric)}"
                 f" ({interval_words(against.interval, metric)})"
@@ -311,7 +299,8 @@ def to_json(comparison: Comparison) -> Json:
     values are null.
     """
     test = comparison.test
-    at = {"at": asdict(comparison.budget)} if comparison.budget else {}
+    budget = comparison.request.budget
+    at = {"at": asdict(budget)} if budget else {}
     return at | {
         "answer": answer(comparison),
         "metric": comparison.metric.name,
@@ -328,7 +317,7 @@ def to_json(comparison: Comparison) -> Json:
         "power": test.power,
         "correction": test.rule,
         "planned": comparison.planned or None,
-        "looks": [look.to_json() for look in comparison.looks] or None,
+        "looks": [asdict(look) for look in comparison.looks] or None,
         "seeds_to_conclude": comparison.seeds_to_conclude,
         "to_come": comparison.to_come,
         "arms": [
@@ -356,6 +345,13 @@ def to_json(comparison: Comparison) -> Json:
     }
 
 
+_SAME_NAME = (
+    "p p_adjusted smallest_p_adjusted can_conclude d_z detectable seeds_needed"
+    " equivalence_p_adjusted within_margin"
+)
+"""Fields of a Conclusion that JSON calls the same."""
+
+
 def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
     found, shared, parts = contrast.conclusion, contrast.shared, contrast.parts
     return {
@@ -371,15 +367,7 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
         "interval": found.interval,
         "problem_interval": contrast.wide,
         "unjudged_bounds": found.bounds,
-        "p": found.p,
-        "p_adjusted": found.p_adjusted,
-        "smallest_p_adjusted": found.smallest_p_adjusted,
-        "can_conclude": found.can_conclude,
-        "d_z": found.d_z,
-        "detectable": found.detectable,
-        "seeds_needed": found.seeds_needed,
-        "equivalence_p_adjusted": found.equivalence_p_adjusted,
-        "within_margin": found.within_margin,
+        **{name: getattr(found, name) for name in _SAME_NAME.split()},
         "same_runs": contrast.same_runs,
         "losses": _as_json(contrast.losses),
         "pairing": _as_json(contrast.pairing),
@@ -387,8 +375,8 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
         "luck_sd": parts.luck_variance**0.5 if parts else None,
         "same_prompts": shared.prompts,
         "shared_noise": shared.noise,
-        "differing_keys": list(shared.differing_keys),
-        "differing_environment": list(shared.environment),
+        "differing_keys": shared.differing_keys,
+        "differing_environment": shared.environment,
         "tasks": _as_json(contrast.tasks),
     }
 

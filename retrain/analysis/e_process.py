@@ -123,7 +123,7 @@ def anytime_p(value: float) -> float:
     """Return min(1, 1 / evidence): below alpha as soon as the evidence is above 1 / alpha, at any
     look.
     """
-    return min(1.0, 1.0 / value) if value > 0 else 1.0
+    return 1.0 / max(1.0, value)
 
 
 # -- an interval for the difference that holds at all looks at once --------------------------------

@@ -5,9 +5,9 @@ computation of the numbers.
 from collections.abc import Iterator
 
 from retrain.analysis import statistics
+from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.headline import p_words, same_runs_words
 from retrain.analysis.measures import (
-    Metric,
     difference_words,
     direction_words,
     interval_words,
@@ -15,7 +15,6 @@ from retrain.analysis.measures import (
 )
 from retrain.analysis.pairs import outlying_seeds
 from retrain.analysis.power import finds, minimal_detectable_effect
-from retrain.analysis.selection import Comparison, Contrast
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
 
@@ -41,9 +40,7 @@ def explanation(contrast: Contrast, comparison: Comparison) -> list[str]:
         within = size_words(test.margin, metric)
         p = p_words(found.equivalence_p_adjusted)
         return [f"equivalent within {within}: {shown}, adjusted p {p} (TOST)."]
-    within = ""
-    if found.within_margin:
-        within = f", but within the margin of {size_words(test.margin, metric)}"
+    within = f", but within the margin of {size_words(test.margin, metric)}" * found.within_margin
     return [f"{found.verdict}{within}: {shown}, adjusted p {p_words(found.p_adjusted)}."]
 
 
@@ -53,17 +50,19 @@ def lost_words(contrast: Contrast, comparison: Comparison) -> str:
     """
     parts = []
     for arm in comparison.arms:
-        if arm in (contrast.candidate, contrast.base):
-            lost = {"failed": arm.failed, "collapsed": arm.collapsed}
-            fallen = [f"{len(seeds)} {what}" for what, seeds in lost.items() if seeds]
-            parts += [f"{' and '.join(fallen)} of {arm.label}"] * bool(fallen)
+        lost = {"failed": arm.failed, "collapsed": arm.collapsed}
+        if arm.lost and arm in (contrast.candidate, contrast.base):
+            fallen = (f"{len(seeds)} {what}" for what, seeds in lost.items() if seeds)
+            parts.append(f"{' and '.join(fallen)} of {arm.label}")
     return ", ".join(parts)
 
 
 def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     family = counted(comparison.family, "comparison")
-    if found.evidence is not None and not found.unsure:
+    if found.unsure:
+        return _why_unsure(contrast, comparison)
+    if found.evidence is not None:
         return f"The evidence is {found.evidence:.3g} over {family}; {1 / test.alpha:g} decides."
     if not found.can_conclude:
         return (
@@ -71,8 +70,6 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
             f" {p_words(found.smallest_p_adjusted)}; {family} at {test.alpha:g} need"
             f"{'s' * (comparison.family == 1)} at least {comparison.seeds_to_conclude} seeds."
         )
-    if found.unsure:
-        return _why_unsure(contrast, comparison)
     if not found.sd:
         return "All differences are equal, so the data do not show how large chance is."
     interval_alone = ""
@@ -150,7 +147,7 @@ def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f" {losses.baseline} of {contrast.baseline} (exact p {p_words(losses.p)} that both"
             " lose runs at one rate)."
         )
-    yield from _about_outliers(contrast, metric)
+    yield from _about_outliers(contrast)
     yield from _about_tails(contrast, comparison)
     if found.seeds_needed is not None:
         yield (
@@ -172,8 +169,8 @@ def _caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         yield f"The conditions differ {only}in {', '.join(contrast.shared.differing_keys)}."
 
 
-def _about_outliers(contrast: Contrast, metric: Metric) -> Iterator[str]:
-    found = contrast.differences
+def _about_outliers(contrast: Contrast) -> Iterator[str]:
+    found, metric = contrast.differences, contrast.candidate.metric
     if seeds := outlying_seeds(found):
         shown = ", ".join(f"{seed} ({difference_words(found[seed], metric)})" for seed in seeds)
         rest = [found[seed] for seed in found if seed not in seeds]
@@ -248,7 +245,7 @@ def _of(count: int, total: int) -> str:
 
 _LIMITS = {
     "evidence": ("55%", "4.3%", "9.3%"),
-    "exact": ("49 to 98%", "1 to 11%", "6 to 9%"),
+    "maxt": ("49 to 98%", "1 to 11%", "6 to 9%"),
 }
 """False improvements of the e-process within 16 seeds, and of the exact test after 6 to 16 seeds:
 benchmarks/robust.py."""
@@ -260,9 +257,8 @@ def known_limits(comparison: Comparison) -> Iterator[str]:
     """
     if not any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
         return
-    looks = comparison.test.rule == "evidence"
-    collapse, failure, tail = _LIMITS["evidence" if looks else "exact"]
-    looked = ", looked at after every seed" if looks else ""
+    collapse, failure, tail = _LIMITS[comparison.test.rule]
+    looked = ", looked at after every seed" * (comparison.test.rule == "evidence")
     yield (
         "The test assumes that runs do not collapse or fail. In simulated campaigns with equal"
         f" means{looked}, it reports false improvements in {collapse} if a tenth of one"
@@ -274,12 +270,11 @@ def known_limits(comparison: Comparison) -> Iterator[str]:
 def looks_taken(comparison: Comparison) -> Iterator[str]:
     """Yield a sentence for each look: the evidence, and what it decided."""
     for number, look in enumerate(comparison.looks, start=1):
-        parts = []
-        for condition, value in look.evidence.items():
-            words = f"{condition}: evidence {value:.3g} of {1 / comparison.test.alpha:g}"
-            if condition in look.decided:
-                words += f", {look.decided[condition]}"
-            parts.append(words)
+        parts = [
+            f"{condition}: evidence {value:.3g} of {1 / comparison.test.alpha:g}"
+            + f", {look.decided.get(condition)}" * (condition in look.decided)
+            for condition, value in look.evidence.items()
+        ]
         parts += [
             f"{condition} without this seed, since a run of it had no result"
             for condition in look.missing
@@ -313,12 +308,9 @@ def computed(comparison: Comparison) -> Iterator[str]:
     yield from _about_size(comparison)
     several = comparison.family > 1
     family = counted(comparison.family, "comparison")
-    adjusted = {
-        "maxt": "joint sign flips of whole seeds (max-T)",
-        "evidence": "closed testing",
-    }[test.rule]
-    over = f", adjusted over {family} by {adjusted}" if several else ""
+    over = f", adjusted over {family} by " * several
     if test.rule == "evidence":
+        over += "closed testing" * several
         yield (
             f"p: 1 / the evidence of an e-process after {counted(test.looks, 'look')}, one for each"
             f" seed{over}; valid at every look. Interval: its confidence sequence, not adjusted."
@@ -326,6 +318,7 @@ def computed(comparison: Comparison) -> Iterator[str]:
             " negative where nothing differs."
         )
     else:
+        over += "joint sign flips of whole seeds (max-T)" * several
         yield f"Interval: Student's t over the seeds, not adjusted. p: exact sign flips{over}."
     if any(contrast.parts for contrast in comparison.contrasts):
         yield (
@@ -333,16 +326,9 @@ def computed(comparison: Comparison) -> Iterator[str]:
             " the seeds (seed sd; only more seeds reduce it)."
         )
     if any(contrast.wide for contrast in comparison.contrasts):
-        all_of_them = (
-            f", at {100 * (1 - test.alpha / comparison.family):.4g}% (Bonferroni)"
-            if several
-            else ""
-        )
-        few = (
-            f"; with fewer than {FEW_PROBLEMS} problems a verdict needs it too{all_of_them}"
-            if comparison.problems < FEW_PROBLEMS
-            else ""
-        )
+        level = f", at {100 * (1 - test.alpha / comparison.family):.4g}% (Bonferroni)" * several
+        few = f"; with fewer than {FEW_PROBLEMS} problems a verdict needs it too{level}"
+        few *= comparison.problems < FEW_PROBLEMS
         yield (
             "The interval for other problems comes from a two-way analysis of variance over seeds"
             f" and problems{few}."

@@ -2,25 +2,19 @@
 
 from collections.abc import Sequence
 
+from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.measures import difference_words, size_words
 from retrain.analysis.planned import ALPHA
-from retrain.analysis.selection import Comparison, Contrast
 from retrain.analysis.verdict import Verdict
 from retrain.records.terminal import counted
 
-_VERBS = {
-    Verdict.IMPROVEMENT: ("beats", "beat"),
-    Verdict.WORSE: ("is worse than", "are worse than"),
-    Verdict.DIFFERENT: ("differs from", "differ from"),
-    Verdict.EQUIVALENT: ("is equivalent to", "are equivalent to"),
+_WORDS = {
+    Verdict.IMPROVEMENT: ("beats", "beat", "better"),
+    Verdict.WORSE: ("is worse than", "are worse than", "worse"),
+    Verdict.DIFFERENT: ("differs from", "differ from", "different"),
+    Verdict.EQUIVALENT: ("is equivalent to", "are equivalent to", "equivalent"),
 }
-"""The verb for one condition and for several."""
-_SHORT = {
-    Verdict.IMPROVEMENT: "better",
-    Verdict.WORSE: "worse",
-    Verdict.DIFFERENT: "different",
-    Verdict.EQUIVALENT: "equivalent",
-}
+"""The verb for one condition and for several, and the word in a list."""
 _WHY_UNSURE = {
     "": "",
     "lost": "; more than a quarter of a condition's runs failed or collapsed",
@@ -33,26 +27,24 @@ def answer(comparison: Comparison) -> str:
     """Return the answer in a sentence, such as `1 of 4 conditions beats grpo+none on these 200
     problems: maxrl+none +13.2 pp [+9.1, +17.3] (8 seeds); 3 undecided`.
     """
-    so_far = ""
-    if comparison.to_come:
-        so_far = f"So far, with {counted(comparison.to_come, 'run')} still to come: "
-    return so_far + (_decided(comparison) or _undecided(comparison))
+    so_far = f"So far, with {counted(comparison.to_come, 'run')} still to come: "
+    return so_far * bool(comparison.to_come) + (_decided(comparison) or _undecided(comparison))
 
 
 def _decided(comparison: Comparison) -> str:
     """Return the answer of the contrasts that have a verdict; "" without any."""
     parts: list[str] = []
-    words = [contrast.conclusion.word for contrast in comparison.contrasts]
-    for verdict in _VERBS:
+    for verdict, words in _WORDS.items():
         items = [one for one in comparison.contrasts if one.conclusion.verdict is verdict]
         if items and not parts:
             parts.append(_first_part(verdict, items, comparison))
         elif items:
-            parts.append(f"{len(items)} {_SHORT[verdict]}: {_listed(items, comparison)}")
+            parts.append(f"{len(items)} {words[2]}: {_listed(items, comparison)}")
     if not parts:
         return ""
+    found = [contrast.conclusion.word for contrast in comparison.contrasts]
     parts += [
-        f"{words.count(word)} {word}" for word in ("undecided", "cannot conclude") if word in words
+        f"{found.count(word)} {word}" for word in ("undecided", "cannot conclude") if word in found
     ]
     return "; ".join(parts) + "."
 
@@ -60,20 +52,19 @@ def _decided(comparison: Comparison) -> str:
 def _first_part(verdict: Verdict, items: Sequence[Contrast], comparison: Comparison) -> str:
     """Return the sentence's beginning, which names the baseline and the scope of the comparison."""
     several = len(items) > 1
-    within = ""
-    if verdict is Verdict.EQUIVALENT:
-        within = f" within {size_words(comparison.test.margin, comparison.metric)}"
+    within = f" within {size_words(comparison.test.margin, comparison.metric)}"
+    within *= verdict is Verdict.EQUIVALENT
     if len(comparison.contrasts) == 1:
         one = items[0]
         subject, against = one.condition, one.baseline
-        shown = difference_and_interval(one, comparison) + _within_margin(one, comparison)
+        shown = difference_and_interval(one) + _within_margin(one, comparison)
     else:
         subject = f"{len(items)} of {len(comparison.contrasts)} conditions"
         against = "their baselines" if several else "its baseline"
         if comparison.one_baseline:
             against = comparison.baseline
         shown = _listed(items, comparison)
-    verb = _VERBS[verdict][several]
+    verb = _WORDS[verdict][several]
     return f"{subject} {verb} {against}{within} {scope(comparison)}: {shown}"
 
 
@@ -93,26 +84,23 @@ def _undecided(comparison: Comparison) -> str:
     """Return the answer if no contrast has a verdict: the design cannot give one, or the data did
     not decide.
     """
-    contrasts, test = comparison.contrasts, comparison.test
-    one = contrasts[0]
+    contrasts, one = comparison.contrasts, comparison.contrasts[0]
     # The surest reason first: runs that are the same, a design that is too small, then the data.
     if len(contrasts) == 1 and one.same_runs == one.conclusion.pairs:
         return f"{one.condition} against {one.baseline}: {same_runs_words(one)}."
     if alike := _without_variation(comparison):
         return f"Undecided {scope(comparison)}: {alike}, so there is nothing to compare."
-    if test.rule != "evidence" and not any(
-        contrast.conclusion.can_conclude for contrast in contrasts
-    ):
+    if not any(contrast.conclusion.can_conclude for contrast in contrasts):
         seeds = max(contrast.conclusion.pairs for contrast in contrasts)
         return (
             f"No verdict: {counted(seeds, 'seed')} {'is' if seeds == 1 else 'are'} too few;"
-            f" {counted(len(contrasts), 'comparison')} at {test.alpha:g}"
+            f" {counted(len(contrasts), 'comparison')} at {comparison.test.alpha:g}"
             f" need{'s' if len(contrasts) == 1 else ''} at least {comparison.seeds_to_conclude}."
         )
     if len(contrasts) == 1:
         return (
             f"Undecided {scope(comparison)}: {one.condition} against {one.baseline}"
-            f" {difference_and_interval(one, comparison)}{_WHY_UNSURE[one.conclusion.unsure]}."
+            f" {difference_and_interval(one)}{_WHY_UNSURE[one.conclusion.unsure]}."
         )
     largest = max(contrasts, key=lambda contrast: abs(contrast.conclusion.mean))
     baseline = comparison.baseline if comparison.one_baseline else "its baseline"
@@ -157,9 +145,10 @@ def scope(comparison: Comparison) -> str:
     what = [] if metric.k == 1 else [f"in {metric.name}"]
     if problems:
         what.append("on this one problem" if problems == 1 else f"on these {problems:,} problems")
-    losses = [contrast.losses for contrast in comparison.contrasts if contrast.losses]
     among = ""
-    if any(item.candidate != item.baseline for item in losses):
+    if any(
+        one.losses and one.losses.candidate != one.losses.baseline for one in comparison.contrasts
+    ):
         collapsed = any(arm.collapsed for arm in comparison.arms)
         among = f", among the runs that finished{' and did not collapse' * collapsed}"
     return " ".join(what) + among
@@ -170,12 +159,12 @@ def name_of(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def item_words(contrast: Contrast, comparison: Comparison) -> str:
-    return f"{name_of(contrast, comparison)} {difference_and_interval(contrast, comparison)}"
+    return f"{name_of(contrast, comparison)} {difference_and_interval(contrast)}"
 
 
-def difference_and_interval(contrast: Contrast, comparison: Comparison) -> str:
+def difference_and_interval(contrast: Contrast) -> str:
     """Return the difference in words, such as: +13.2 pp [+9.1, +17.3] (8 seeds)."""
-    metric, found = comparison.metric, contrast.conclusion
+    metric, found = contrast.candidate.metric, contrast.conclusion
     ends = ""
     if found.interval:
         low, high = (difference_words(end, metric).removesuffix(" pp") for end in found.interval)

@@ -45,11 +45,6 @@ class Answers:
         """Return [problems] unbiased pass@k; NaN with fewer than k answers that count."""
         right = self.right + self.unjudged * (unjudged == "right")
         counts = self.judged + self.unjudged * (unjudged != "nothing")
-        if k == 1:
-            rates: Floats = np.divide(
-                right, counts, out=np.full(len(counts), np.nan), where=counts > 0
-            )
-            return rates
         of_each = zip(counts.tolist(), right.tolist(), strict=True)
         return np.array([pass_at_k(n, c, k) if n >= k else np.nan for n, c in of_each], np.float64)
 

@@ -10,11 +10,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from retrain.analysis.runs import (
     MANIFEST,
@@ -44,23 +43,20 @@ def given_keys(campaign: Path) -> Mapping[str, Any]:
     config = read_object(path).get("config")
     if not isinstance(config, dict):
         return {}
-    if not _is_section(config.get("campaign", {})):
+    try:
+        _Section.model_validate(config.get("campaign", {}))
+    except ValidationError as error:
         raise RunFailed(
             f"{path} holds a [campaign] section that cannot be read: the file was changed."
-        )
+        ) from error
     return config
 
 
-def _is_section(section: Any) -> bool:
-    if not isinstance(section, dict):
-        return False
-    conditions, grid = section.get("conditions") or [], section.get("grid") or {}
-    return (
-        isinstance(conditions, list)
-        and all(isinstance(each, dict) for each in conditions)
-        and isinstance(grid, dict)
-        and all(isinstance(values, list) for values in grid.values())
-    )
+class _Section(BaseModel):
+    """The conditions and the grid of a [campaign] section."""
+
+    conditions: list[Json] | None = None
+    grid: dict[str, list[Any]] | None = None
 
 
 def problem_of(run: StoredRun, given: Mapping[str, Any]) -> str:
@@ -73,12 +69,12 @@ def problem_of(run: StoredRun, given: Mapping[str, Any]) -> str:
     config = run.config
     if planned.status == "failed" and run.is_whole:
         return f"failed, says {MANIFEST}, and is done, says its own {run.folder.summary.name}"
-    for form, own, wanted in (
-        ("seed {}", config.training.seed, planned.seed),
-        ("{}", config.condition_label, planned.condition),
+    for what, own, wanted in (
+        ("seed ", config.training.seed, planned.seed),
+        ("", config.condition_label, planned.condition),
     ):
         if own != wanted:
-            return f"holds a run of {form.format(own)}, and {form.format(wanted)} is planned"
+            return f"holds a run of {what}{own}, and {what}{wanted} is planned"
     for path, value in planned_values(given, planned.condition).items():
         # Compare the value as JSON holds it.
         own = config.value(path)
@@ -95,8 +91,7 @@ def problem_of(run: StoredRun, given: Mapping[str, Any]) -> str:
 def problems_of(campaign: Path, runs: Iterable[StoredRun]) -> dict[Path, str]:
     """Map the folder of each run of a campaign with a problem to its `problem_of`."""
     given = given_keys(campaign)
-    problems = {run.path: problem_of(run, given) for run in runs}
-    return {path: problem for path, problem in problems.items() if problem}
+    return {run.path: problem for run in runs if (problem := problem_of(run, given))}
 
 
 def planned_values(given: Mapping[str, Any], condition: str) -> Json:
@@ -110,32 +105,29 @@ def planned_values(given: Mapping[str, Any], condition: str) -> Json:
     own = _condition(tables, condition) if "campaign" in tables else {}
     # A condition's modes replace the file's as a whole: algorithm_mode goes with neither of the
     # others.
-    if own:
-        values = {
-            path: value
-            for path, value in values.items()
-            if path.removeprefix("algorithm.") not in _MODES
-        }
+    for mode in _MODES if own else ():
+        values.pop(f"algorithm.{mode}", None)
     values |= own
-    keys = keys_by_path()
-    return {path: value for path, value in values.items() if path in keys and _is_fixed(path)}
+    return {path: value for path, value in values.items() if _is_fixed(path)}
 
 
 def _is_fixed(path: str) -> bool:
-    traits = keys_by_path()[path].traits
-    return not (traits.may_change_at_resume or traits.own_to_a_run or traits.whole_campaign)
+    key = keys_by_path().get(path)
+    return key is not None and not (
+        key.traits.may_change_at_resume or key.traits.own_to_a_run or key.traits.whole_campaign
+    )
 
 
 def _condition(tables: Mapping[str, Any], label: str) -> Json:
     """Return the keys of the campaign's condition of this label."""
-    campaign = tables["campaign"]
+    campaign = _Section.model_validate(tables["campaign"])
     try:
         given = [
             Condition(
                 **{name: table[name] for name in (*_MODES, "label") if table.get(name)},
                 sets={path: value for path, value in table.items() if "." in path},
             )
-            for table in campaign.get("conditions") or []
+            for table in campaign.conditions or []
         ]
     except ValidationError as error:
         raise RunFailed(
@@ -143,11 +135,11 @@ def _condition(tables: Mapping[str, Any], label: str) -> Json:
             " file was changed, or another version of retrain wrote it."
         ) from error
     # A grid without conditions varies the file's only algorithm.
-    if campaign.get("grid"):
+    if campaign.grid:
         keys = keys_by_path()
         algorithm = tables.get("algorithm", {})
         modes = {name: algorithm.get(name, keys[f"algorithm.{name}"].default) for name in _MODES}
-        given = crossed(given or [Condition(**modes)], campaign["grid"])
+        given = crossed(given or [Condition(**modes)], campaign.grid)
     # Labels of 0.9 have fewer keys behind them than labels have today.
     found = [
         condition
@@ -157,8 +149,8 @@ def _condition(tables: Mapping[str, Any], label: str) -> Json:
     if not found:
         return {}
     condition = min(found, key=lambda one: len(one.label))
-    own = {name: getattr(condition, name) for name in _MODES}
-    return {f"algorithm.{name}": mode for name, mode in own.items() if mode} | condition.sets
+    modes = {f"algorithm.{name}": mode for name in _MODES if (mode := getattr(condition, name))}
+    return modes | condition.sets
 
 
 # -- runs that repeat others, and runs that are not listed -----------------------------------------
@@ -168,10 +160,14 @@ def repeated_numbers(runs: Iterable[StoredRun]) -> Iterator[list[StoredRun]]:
     """Yield groups of finished runs of different seeds with equal numbers, which two seeds do not
     give.
     """
-    for ended_alike in _grouped(runs, attrgetter("ending")):
-        for same in _grouped(ended_alike, attrgetter("numbers")):
-            if len({run.seed for run in same}) > 1:
-                yield same
+    ended: dict[str, list[StoredRun]] = {}
+    for run in runs:
+        ended.setdefault(run.ending, []).append(run)
+    groups: dict[str, list[StoredRun]] = {}
+    # The hash of all numbers reads whole files, so only equal endings ask for it.
+    for run in chain.from_iterable(same for end, same in ended.items() if end and len(same) > 1):
+        groups.setdefault(run.numbers, []).append(run)
+    return (same for same in groups.values() if len({run.seed for run in same}) > 1)
 
 
 def are_the_same(pairs: Sequence[Pair]) -> int:
@@ -182,13 +178,6 @@ def are_the_same(pairs: Sequence[Pair]) -> int:
         bool(one.ending) and one.ending == other.ending and one.numbers == other.numbers
         for one, other in pairs
     )
-
-
-def _grouped(runs: Iterable[StoredRun], value: Any) -> Iterator[list[StoredRun]]:
-    groups: dict[Any, list[StoredRun]] = {}
-    for run in runs:
-        groups.setdefault(value(run), []).append(run)
-    return (group for key, group in groups.items() if key and len(group) > 1)
 
 
 def not_listed(campaign: Path, runs: Iterable[StoredRun]) -> list[str]:

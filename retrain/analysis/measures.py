@@ -84,8 +84,11 @@ class Metric:
             return held_out(run, self.k)
         if self.name == "auc":
             return learning_curve_mean(run.curve("correct_rate"))
-        recorded = [getattr(record, self.name) for record in run.last_metrics(WINDOW)]
-        values = [value for value in recorded if value is not None]
+        values = [
+            value
+            for record in run.last_metrics(WINDOW)
+            if (value := getattr(record, self.name)) is not None
+        ]
         return float(np.mean(values)) if values else None
 
 

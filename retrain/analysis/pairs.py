@@ -6,7 +6,6 @@ right or always wrong moves the interquartile mean over tasks less than the mean
 al. 2021, arXiv 2108.13264.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -150,15 +149,11 @@ def contrast_tasks(pairs: Sequence[Pair], confidence: float) -> TaskContrast | N
 
 def _scores(runs: Sequence[StoredRun]) -> tuple[list[str], Floats]:
     """Return the tasks with a judged problem in every run, and [runs, tasks] mean accuracies."""
-    by_run: list[dict[str, list[float]]] = []
-    for run in runs:
-        rates: dict[str, list[float]] = defaultdict(list)
-        for item in run.final_evaluation.problems if run.final_evaluation else ():
-            if item.samples:
-                rates[item.task].append(item.correct / item.samples)
-        by_run.append(rates)
-    tasks = [task for task in [*by_run, {}][0] if all(task in rates for rates in by_run)]
-    return tasks, np.array([[float(np.mean(rates[task])) for task in tasks] for rates in by_run])
+    by_run = [run.final_evaluation.by_task if run.final_evaluation else {} for run in runs]
+    rates = [{task: part.pass_at.get(1) for task, part in parts.items()} for parts in by_run]
+    judged = [{task for task in own if own[task] is not None} for own in rates]
+    tasks = [task for task in [*rates, {}][0] if all(task in own for own in judged)]
+    return tasks, np.array([[own[task] for task in tasks] for own in rates], dtype=np.float64)
 
 
 # -- pairs -----------------------------------------------------------------------------------------
@@ -197,9 +192,6 @@ class Pairs:
     alpha: float = 0.05
     looks: Mapping[int, int] | None = None
     """Seed -> number of the look that took it, from 0; None for a comparison without looks."""
-    judges_losses: bool = False
-    """True if failed or collapsed runs, more than a quarter of an arm's, prevent a verdict.
-    """
 
     @property
     def condition(self) -> str:
@@ -238,9 +230,10 @@ class Pairs:
         """The held-out problems on which some pair has a difference; 0 for a training metric."""
         return int((~np.isnan(self._by_problem)).any(axis=0).sum())
 
-    def paired(self, family: int) -> PairedDifferences:
+    def paired(self, family: int, *, judges_losses: bool) -> PairedDifferences:
         """Return the input of a verdict. The interval for new problems, where a verdict needs one,
-        has Bonferroni's level over the family.
+        has Bonferroni's level over the family. `judges_losses`: failed or collapsed runs, more than
+        a quarter of an arm's, prevent a verdict.
         """
         parts = self.parts
         wide = parts.interval(1 - self.alpha / family) if parts else None
@@ -255,7 +248,7 @@ class Pairs:
             least,
             most,
             (wide or unbounded) if few else None,
-            self.judges_losses and (self.candidate.loses_too_many or self.base.loses_too_many),
+            judges_losses and (self.candidate.loses_too_many or self.base.loses_too_many),
         )
 
     def _keyed(self, values: Differences) -> Differences:
@@ -281,8 +274,8 @@ class Pairs:
         """The effect of pairing; None below three pairs, or if an arm does not vary."""
         if len(self.differences) < 3:
             return None
-        both = (self.candidate, self.base)
-        arms = np.array([[arm.values[seed] for seed in self.differences] for arm in both])
+        both = (self.candidate.values, self.base.values)
+        arms = np.array([[values[seed] for seed in self.differences] for values in both])
         variances = arms.var(axis=1, ddof=1)
         if not variances.all():
             return None
@@ -292,10 +285,10 @@ class Pairs:
     def losses(self) -> Losses | None:
         """The seeds whose run failed or collapsed; None if no run did."""
         ours, theirs = self.candidate.lost, self.base.lost
-        if not ours and not theirs:
+        if not ours | theirs:
             return None
-        both = {*self.candidate.values, *ours} & {*self.base.values, *theirs}
-        one, other = len((ours - theirs) & both), len((theirs - ours) & both)
+        one = len(ours & self.base.values.keys())
+        other = len(theirs & self.candidate.values.keys())
         ways = sum(comb(one + other, count) for count in range(min(one, other) + 1))
         return Losses(len(ours), len(theirs), min(1.0, 2 * ways / 2 ** (one + other)))
 

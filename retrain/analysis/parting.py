@@ -2,7 +2,7 @@
 and field in which their records differ.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -59,9 +59,9 @@ class FolderComparison:
     """The first difference; None if the shared records are equal, apart from values that a clock or
     the machine measured.
     """
-    recorded: tuple[str, ...]
+    recorded: Sequence[str]
     """Each difference of the keys, the data, the versions and the machine, in words."""
-    alone: tuple[tuple[str, ...], tuple[str, ...]]
+    alone: Sequence[Sequence[str]]
     """Records that only the first run has, and records that only the second run has, in words."""
 
 
@@ -80,7 +80,7 @@ def compared(one: StoredRun, other: StoredRun, steps: range) -> FolderComparison
             break
     last = found.step if found else steps.stop
     recorded = _recorded(one, other, range(steps.start, last + 1))
-    return FolderComparison(found, tuple(recorded), (tuple(alone[0]), tuple(alone[1])))
+    return FolderComparison(found, [*recorded], alone)
 
 
 def _records(run: StoredRun, steps: range) -> dict[Place, Any]:

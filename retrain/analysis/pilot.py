@@ -15,15 +15,17 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.analysis.arms import Arm, arm_of, check_same_problems, group_by_condition
+from retrain.analysis.arms import (
+    Arm,
+    arm_of,
+    check_same_problems,
+    group_by_condition,
+    recorded_numbers,
+)
 from retrain.analysis.integrity import as_planned, campaigns_of
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.pairs import Pairs, pair_up
-from retrain.analysis.power import (
-    Rule,
-    minimal_detectable_effect,
-    sd_interval,
-)
+from retrain.analysis.power import Rule, minimal_detectable_effect, sd_interval
 from retrain.analysis.runs import RECENT, find_runs
 from retrain.analysis.statistics import paired_differences, sample_sd
 from retrain.errors import ConfigurationError
@@ -50,12 +52,6 @@ class Spread:
     run_seconds: float
     answer_seconds: float
 
-    def sd(self, problems: int, samples: int) -> float:
-        return float(np.sqrt(self.luck + (self.interaction + self.sampling / samples) / problems))
-
-    def seconds(self, seeds: int, problems: int, samples: int, arms: int) -> float:
-        return arms * seeds * (self.run_seconds + problems * samples * self.answer_seconds)
-
     @classmethod
     def of(cls, family: Sequence[Pairs]) -> "Spread | None":
         """Return the spread, averaged over contrasts. Return None without held-out answers to
@@ -63,8 +59,7 @@ class Spread:
         """
         parts = list(filter(None, map(_parts, family)))
         runs = list(chain.from_iterable(chain.from_iterable(pairs.runs for pairs in family)))
-        times = [run.summary.get("seconds") for run in runs]
-        seconds = [time for time in times if isinstance(time, int | float)]
+        seconds = recorded_numbers(runs, "seconds")
         # The times to sample an answer in the last training steps, for each run that recorded them.
         recorded = [
             [
@@ -92,10 +87,11 @@ def _parts(pairs: Pairs) -> tuple[float, float, float] | None:
     samples = int(np.median(np.concatenate([answers.judged for answers in evaluated])))
     if samples < 2:
         return None
-    rates = [answers.rates()[answers.judged > 1] for answers in evaluated]
     # p (1 - p) of K answers is too small by the factor (K - 1) / K.
     variances = [
-        float(np.mean(rate * (1 - rate))) * samples / (samples - 1) for rate in rates if len(rate)
+        float(np.mean(rate * (1 - rate))) * samples / (samples - 1)
+        for answers in evaluated
+        if len(rate := answers.rates()[answers.judged > 1])
     ]
     # Both arms sample, so the variance of their difference has it twice.
     sampling = 2 * float(np.mean(variances))
@@ -126,7 +122,8 @@ def cheapest(spread: Spread, effect: float, rule: Rule) -> Design | None:
 def _with_fewest_seeds(
     spread: Spread, problems: int, samples: int, effect: float, rule: Rule
 ) -> Design | None:
-    sd = spread.sd(problems, samples)
+    variance = spread.luck + (spread.interaction + spread.sampling / samples) / problems
+    sd = float(np.sqrt(variance))
 
     def detectable(seeds: int) -> float:
         return minimal_detectable_effect(seeds, sd, rule) or 0.0  # The counts start at the fewest.
@@ -136,7 +133,8 @@ def _with_fewest_seeds(
     seeds = rule.fewest + bisect_left(counts, True, key=lambda seeds: detectable(seeds) <= effect)
     if seeds > MAX_DESIGN_SEEDS:
         return None
-    hours = spread.seconds(seeds, problems, samples, rule.comparisons + 1) / 3600
+    seconds = spread.run_seconds + problems * samples * spread.answer_seconds
+    hours = (rule.comparisons + 1) * seeds * seconds / 3600
     return Design(seeds, problems, samples, detectable(seeds), hours)
 
 
@@ -201,7 +199,7 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
     largest = max(arms, key=lambda arm: len(arm.values))
     if len(largest.values) < 2:
         left_out = [*grouped.left_out, *chain.from_iterable(arm.left_out for arm in arms)]
-        because = f" Left out: {' '.join(left_out)}" if left_out else ""
+        because = f" Left out: {' '.join(left_out)}" * bool(left_out)
         raise ConfigurationError(
             f"{folder} has no two finished runs of one condition with {metric.name}, so it shows no"
             f" spread; run at least two seeds, or give --sd.{because}"

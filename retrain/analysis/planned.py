@@ -90,9 +90,6 @@ class Look:
     look at the seed may take them.
     """
 
-    def to_json(self) -> Json:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class CampaignRecord:
@@ -191,48 +188,37 @@ def planned_evaluation(config: TrainConfig) -> str:
     return f"{evaluation_words(evaluation, config.training)}, {problems}"
 
 
-@dataclass(frozen=True)
-class Absences:
-    """The planned runs that are absent from a comparison: condition -> seeds."""
+Seeds = dict[str, list[int]]
+"""Condition -> seeds."""
 
-    bent: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Planned runs that the manifest does not list, or that differ from the plan."""
-    failed: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    to_come: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    not_listed: Sequence[str] = ()
-    """Names of runs in the campaign's folder that the manifest does not list."""
 
-    @classmethod
-    def of(
-        cls,
-        record: CampaignRecord,
-        runs: Iterable[StoredRun],
-        not_counted: Collection[Path],
-        not_listed: Sequence[str] = (),
-    ) -> "Absences":
-        """`runs` are the runs of the manifest, and `not_counted` the folders of runs that differ
-        from the plan. Return no absences without a plan.
-        """
-        plan = record.plan
-        if plan is None:
-            return cls()
-        found = {(run.condition, run.seed): run for run in runs if run.path not in not_counted}
-        absent: dict[str, dict[str, list[int]]] = {"bent": {}, "failed": {}, "to_come": {}}
-        for condition, seed in product((plan.baseline, *plan.conditions), plan.seeds):
-            run = found.get((condition, seed))
-            # A campaign skips a run only where evidence decided without it.
-            if run is None or (
-                run.skipped and (plan.rule == "seeds" or record.was_looked_at(condition, seed))
-            ):
-                kind = "bent"
-            elif run.failed:
-                kind = "failed"
-            elif run.unfinished and not run.skipped:
-                kind = "to_come"
-            else:
-                continue
-            absent[kind].setdefault(condition, []).append(seed)
-        return cls(**absent, not_listed=not_listed)
+def absent_runs(
+    record: CampaignRecord, runs: Iterable[StoredRun], not_counted: Collection[Path]
+) -> tuple[Seeds, Seeds, Seeds]:
+    """Return the planned runs that a comparison lacks, none without a plan: the unlisted and the
+    changed ones, the failed ones, and those to come.
+
+    `runs` are the runs of the manifest, and `not_counted` the folders of the changed ones.
+    """
+    found = {(run.condition, run.seed): run for run in runs if run.path not in not_counted}
+    bent, failed, to_come = absent = Seeds(), Seeds(), Seeds()
+    if (plan := record.plan) is None:
+        return absent
+    for condition, seed in product((plan.baseline, *plan.conditions), plan.seeds):
+        run = found.get((condition, seed))
+        # A campaign skips a run only where evidence decided without it.
+        if run is None or (
+            run.skipped and (plan.rule == "seeds" or record.was_looked_at(condition, seed))
+        ):
+            kind = bent
+        elif run.failed:
+            kind = failed
+        elif run.unfinished and not run.skipped:
+            kind = to_come
+        else:
+            continue
+        kind.setdefault(condition, []).append(seed)
+    return absent
 
 
 @dataclass(frozen=True)
@@ -246,7 +232,10 @@ class Request:
     pairs: Sequence[PairOfLabels] = ()
     """The family of contrasts; empty for every condition against the baseline."""
     record: CampaignRecord = CampaignRecord()
-    absences: Absences = Absences()
+    absent: Sequence[Mapping[str, Sequence[int]]] = ({}, {}, {})
+    """As `absent_runs` returns them."""
+    not_listed: Sequence[str] = ()
+    """Names of runs in the campaign's folder that the manifest does not list."""
     budget: "Budget | None" = None
     """The budget at which to compare runs; None compares them at their end."""
 
@@ -260,11 +249,10 @@ def deviations(
     """Yield the ways in which a comparison differs from the plan, such as "metric (auc, planned
     pass@1)".
     """
-    record, absences, margin = request.record, request.absences, request.test.margin
+    record, plan, bent = request.record, request.record.plan, request.absent[0]
     if request.budget:
         yield f"where runs are compared (at {request.budget}, planned at their end)"
         return
-    plan = record.plan
     if plan is None:
         return
     if record.edited:
@@ -272,21 +260,22 @@ def deviations(
     for name, now, planned in _settings(request, plan, metric, runs):
         if now != planned:
             yield f"{name} ({now}, planned {planned})"
-    if record.looks and record.looked != plan.seeds[: len(record.looked)]:
-        planned = ", ".join(map(str, plan.seeds[: len(record.looked)]))
-        yield f"its looks (at seeds {', '.join(map(str, record.looked))}, planned {planned})"
-    if margin != plan.margin:
+    looked, due = record.looked, plan.seeds[: len(record.looked)]
+    if looked != due:
+        shown, planned = (", ".join(map(str, seeds)) for seeds in (looked, due))
+        yield f"its looks (at seeds {shown}, planned {planned})"
+    if (margin := request.test.margin) != plan.margin:
         yield f"margin ({margin_words(margin)}, {margin_words(plan.margin)} planned)"
     # The lines above report another baseline, which changes the family by itself.
     contrasts = {(condition, plan.baseline) for condition in plan.conditions}
     if request.baseline == plan.baseline and set(pairs) != contrasts:
         yield f"the family of comparisons ({len(pairs)}, planned {len(contrasts)})"
-    if absences.bent:
-        yield f"its runs (planned and not counted: {absent_words(absences.bent)})"
-    if absences.not_listed:
+    if bent:
+        yield f"its runs (planned and not counted: {absent_words(bent)})"
+    if request.not_listed:
         yield (
-            f"its manifest (which does not list {', '.join(absences.not_listed)}, though the"
-            f" campaign's folder holds {'it' if len(absences.not_listed) == 1 else 'them'})"
+            f"its manifest (which does not list {', '.join(request.not_listed)}, though the"
+            f" campaign's folder holds {'it' if len(request.not_listed) == 1 else 'them'})"
         )
 
 
@@ -311,16 +300,14 @@ def _settings(
 
 
 def margin_words(value: float | None) -> str:
-    if value is None:
-        return "none"
-    return f"{value:g}"
+    return "none" if value is None else f"{value:g}"
 
 
-def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Absences) -> str:
+def planned_line(request: Request, differing: Sequence[str]) -> str:
     """Say whether a comparison follows the plan or is exploratory, and why. The sentence also names
     added and absent seeds. "" without a recorded plan.
     """
-    plan = record.plan
+    record, plan = request.record, request.record.plan
     if record.removed:
         return (
             "Exploratory: the manifest holds no plan, which every campaign writes before its first"
@@ -346,10 +333,11 @@ def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Abs
         f" {counted(len(plan.seeds), 'seed')}, {when}"
     )
     lines = [f"Preregistered (plan {record.sha256[:8]}): {what}."]
-    if absences.to_come:
-        lines.append(f"Still to come: {absent_words(absences.to_come)}.")
-    if absences.failed:
-        lines.append(f"Failed, so without a pair: {absent_words(absences.failed)}.")
+    _, failed, to_come = request.absent
+    if to_come:
+        lines.append(f"Still to come: {absent_words(to_come)}.")
+    if failed:
+        lines.append(f"Failed, so without a pair: {absent_words(failed)}.")
     added = [seed for seed in record.seeds if seed not in plan.seeds]
     if added:
         lines.append(f"Added after the plan: {seeds_words(added)}.")

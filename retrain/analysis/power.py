@@ -89,28 +89,24 @@ def power_of(seeds: int, effect: float, rule: Rule = _ALONE) -> float:
     if seeds < rule.fewest:
         return 0.0
     family, alpha = min(rule.comparisons, _MAX_FAMILY), rule.alpha
-    if rule.correction == "evidence":
-        return _power_of_looks(seeds, effect, alpha, family)
-    if seeds <= SIMULATED_SEEDS:
-        return _power_of_flips(seeds, effect, alpha, family)
-    level = alpha if family == 1 else _joint_level(seeds, alpha, family)
-    return _power_of_t(seeds, effect, level)
-
-
-def _power_of_looks(seeds: int, effect: float, alpha: float, family: int) -> float:
+    looked = rule.correction == "evidence"
+    if seeds > SIMULATED_SEEDS and not looked:
+        level = alpha if family == 1 else _joint_level(seeds, alpha, family)
+        return _power_of_t(seeds, effect, level)
     differences = _noise(seeds, family) + effect * np.eye(family)[0]
-    found = adjust(capital(np.swapaxes(differences, 1, 2)))[:, 0, -1]
-    return float((found >= 1 / alpha).mean())
+    if looked:
+        found = adjust(capital(np.swapaxes(differences, 1, 2)))[:, 0, -1]
+        return float((found >= 1 / alpha).mean())
+    return _power_of_flips(differences, alpha)
 
 
-def _power_of_flips(seeds: int, effect: float, alpha: float, family: int) -> float:
+def _power_of_flips(differences: Floats, alpha: float) -> float:
     """Return the share of simulated campaigns whose first contrast has a t interval without 0 and a
     joint sign-flip p below `alpha`.
     """
     from scipy.special import stdtrit
 
-    differences = _noise(seeds, family) + effect * np.eye(family)[0]
-    first = differences[..., 0]
+    first, seeds = differences[..., 0], differences.shape[1]
     critical = float(stdtrit(seeds - 1, 1 - alpha / 2))
     t = first.mean(axis=1) * np.sqrt(seeds) / first.std(axis=1, ddof=1)
     candidates = differences[t > critical]

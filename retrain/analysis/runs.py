@@ -8,15 +8,16 @@ each run's folder, condition and seed. Properties read files on demand.
 import hashlib
 import json
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import groupby, takewhile
+from itertools import chain, groupby, takewhile
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
+from pydantic import AfterValidator, StrictInt, TypeAdapter, ValidationError
 
 from retrain.analysis.held_out import Answers
 from retrain.analysis.statistics import Floats
@@ -26,18 +27,26 @@ from retrain.config.moving import with_values, wrong_key
 from retrain.config.schema import Training
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES, engine_kind
-from retrain.records.entries import MEASURED, RENAMED, EvaluationRecord, SftRecord, StepRecord
+from retrain.records.entries import MEASURED, EvaluationRecord, SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation, is_evaluation
-from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
+from retrain.records.jsonl import CHANGED, read_jsonl, read_jsonl_backwards
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.system import Json, is_path_text, read_object
 
 if TYPE_CHECKING:
     import pandas as pd
-    from pydantic import ValidationError
 
 MANIFEST = "manifest.json"
+
+
+def _checked_path(text: str) -> str:
+    if not is_path_text(text):
+        raise ValueError("no file system holds such a name")
+    return text
+
+
+_PathText = Annotated[str, AfterValidator(_checked_path)]
 
 
 @dataclass(frozen=True)
@@ -45,11 +54,22 @@ class PlannedRun:
     """A run's entry in its campaign's manifest."""
 
     condition: str
-    seed: int
-    status: str
-    reason: str
+    seed: StrictInt
+    status: str = ""
+    reason: Any = ""
+    """The reason of a failure or an interruption, which may quote half a character; else None."""
     attempts: int = 1
     """Number of attempts, without resumes after an interruption or a kill."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry(PlannedRun):
+    name: _PathText
+    dir: _PathText = ""
+    """The run's folder, relative to the campaign's; "" for runs/NAME."""
+
+
+_ENTRIES = TypeAdapter(list[_Entry])
 
 
 NO_TRAINING = {*MEASURED, "condition"}
@@ -91,8 +111,7 @@ class StoredRun:
     @cached_property
     def steps(self) -> int:
         """The number of steps completed; 0 before the first."""
-        last = next(read_jsonl_backwards(self.folder.metrics), None)
-        return int(last["step"]) + 1 if last else 0
+        return next((line["step"] + 1 for line in read_jsonl_backwards(self.folder.metrics)), 0)
 
     @property
     def counted_steps(self) -> int:
@@ -195,7 +214,7 @@ class StoredRun:
         steps"); "" with a final result.
         """
         if self.planned and self._failed_in_campaign:
-            return f"failed ({self.planned.reason})".removesuffix(" ()")
+            return f"failed ({self.planned.reason or ''})".removesuffix(" ()")
         if not self.folder.config.is_file():
             return "has not started"
         status = self.summary.get("status")
@@ -221,9 +240,9 @@ class StoredRun:
         not, or if summary.json does not say how long the run took.
         """
         seconds, limit = self.summary.get("seconds"), training.max_hours * 3600
-        if not isinstance(seconds, int | float) or self.took(training.max_steps):
-            return ""
-        if not seconds >= limit > 0:
+        if not (isinstance(seconds, int | float) and seconds >= limit > 0) or self.took(
+            training.max_steps
+        ):
             return ""
         after = "within the supervised stage"
         if training.max_steps:
@@ -250,13 +269,12 @@ class StoredRun:
     def final_evaluation(self) -> Evaluation | None:
         """The last evaluation of trained weights; None if there was none."""
         path = self.folder.evaluation
-        lines = read_jsonl_backwards(path)
-        last = next(lines, None)
-        if last is None or (last["step"] == 0 and not self.config.sft.is_on):
+        by_step = groupby(read_jsonl_backwards(path), itemgetter("step"))
+        step, lines = next(by_step, (None, ()))
+        if step is None or (step == 0 and not self.config.sft.is_on):
             return None
-        problems = [last, *takewhile(lambda line: line["step"] == last["step"], lines)]
-        records = [EvaluationRecord.from_json(line, path) for line in problems[::-1]]
-        return Evaluation(last["step"], records, sorted({1, *self.config.evaluation.k}))
+        records = [EvaluationRecord.from_json(line, path) for line in lines][::-1]
+        return Evaluation(step, records, sorted({1, *self.config.evaluation.k}))
 
     @cached_property
     def answers(self) -> Answers | None:
@@ -285,8 +303,7 @@ class StoredRun:
         """Return [2, steps] step numbers and values of a numeric field, without the steps that have
         no value.
         """
-        table = read_metrics(self.folder.metrics, ("step", name))
-        points = np.stack([table["step"].to_numpy(), table[name].to_numpy()])
+        points = np.stack([*read_metrics(self.folder.metrics, ("step", name)).values()])
         return points[:, ~np.isnan(points[1])]
 
     @cached_property
@@ -310,8 +327,7 @@ class StoredRun:
         """Return the configuration with the values that `[schedule]` gave to a step; without a
         record of the step, the file's values.
         """
-        config, metrics = self.config, self.folder.metrics
-        records = StepRecord.read(metrics) if metrics.is_file() else ()
+        config, records = self.config, StepRecord.read(self.folder.metrics)
         values = next((one.scheduled for one in records if one.step == step), None) or {}
         # Another program's record may name anything.
         known = {path: value for path, value in values.items() if not wrong_key(config, path)}
@@ -346,12 +362,16 @@ def _unmeasured(line: Json) -> str:
 
 def seeds_words(seeds: Sequence[int]) -> str:
     """Write seeds in words, such as "seed 4" or "seeds 1 to 4, 8"."""
+    return f"seed{'' if len(seeds) == 1 else 's'} {seed_ranges(seeds)}"
+
+
+def seed_ranges(seeds: Sequence[int]) -> str:
     words = []
     # Consecutive seeds have one distance from their place.
     for _, group in groupby(enumerate(sorted(seeds)), key=lambda each: each[1] - each[0]):
         part = [str(seed) for _, seed in group]
         words.append(f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(part))
-    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(words)}"
+    return ", ".join(words)
 
 
 def is_campaign(folder: Path) -> bool:
@@ -408,7 +428,7 @@ def stored_run(folder: Path) -> StoredRun:
     return StoredRun(folder)
 
 
-def no_campaigns_value(path: Path, error: "ValidationError", *above: str) -> RunFailed:
+def no_campaigns_value(path: Path, error: ValidationError, *above: str) -> RunFailed:
     """Return the error that names the first wrong or absent value of a manifest, in its entry
     `above`.
     """
@@ -432,31 +452,11 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
     manifest = folder / MANIFEST
     if not is_campaign(folder):
         raise ConfigurationError(f"{no_campaign(folder)}; name a campaign's folder.")
-    entries = read_object(manifest).get("runs")
-    if not isinstance(entries, list):
-        raise RunFailed(f"{manifest} lists no runs: the file was changed or the disk is damaged.")
-    # Compare kinds with `is`, since true is an int to isinstance.
-    runs, shape = [], {"name": str, "condition": str, "seed": int}
-    for entry in entries:
-        whole = isinstance(entry, dict) and all(
-            type(entry.get(name)) is kind for name, kind in shape.items()
-        )
-        if not whole or not is_path_text(directory := entry.get("dir") or f"runs/{entry['name']}"):
-            raise RunFailed(
-                f"{manifest} holds a run without its name, condition, seed or folder:"
-                f" {str(entry)[:200]}."
-            )
-        attempts = entry.get("attempts")
-        planned = PlannedRun(
-            entry["condition"],
-            entry["seed"],
-            str(entry.get("status") or ""),
-            str(entry.get("reason") or ""),
-            attempts if type(attempts) is int else 1,
-        )
-        # A relative `dir` is relative to the campaign.
-        runs.append(StoredRun(folder / directory, planned))
-    return runs
+    try:
+        entries = _ENTRIES.validate_python(read_object(manifest)["runs"])
+    except ValidationError as error:
+        raise no_campaigns_value(manifest, error, "runs") from error
+    return [StoredRun(folder / (one.dir or f"runs/{one.name}"), one) for one in entries]
 
 
 def find_runs(folder: Path) -> list[StoredRun]:
@@ -498,74 +498,26 @@ def subfolders(folder: Path) -> Iterator[Path]:
             yield child
 
 
-_KINDS = {
-    field.name: field.type
-    for field in fields(StepRecord)
-    if not str(field.type).startswith(("dict", "list"))
-}
-"""Fields that are one value."""
-_SUSPECT = re.compile(rb"^[^{]|:\s*-?(?:NaN|Inf)", re.MULTILINE)
-"""Pattern of a line that does not begin like a line of metrics.jsonl. It also matches a number that
-JSON does not have and that Arrow would call missing.
-"""
-
-
-def _raise_damage(path: Path) -> None:
-    """Raise the error that names the damaged line, or its step; return without damage."""
-    for _ in StepRecord.read(path):
-        pass
-
-
-def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
-    """Read fields of metrics.jsonl as an Arrow table, numbers as float64; empty without a
-    file.
-
-    It is about four times as fast as reading line by line, which matters over a thousand runs.
-    Raises RunFailed for a damaged line.
+def read_metrics(path: Path, names: Iterable[str]) -> dict[str, Floats]:
+    """Map numeric fields of metrics.jsonl to their values, [steps] each: NaN for a null, empty
+    without a file. Raises RunFailed for a damaged line.
     """
-    import pyarrow as pa
-    from pyarrow import json as arrow_json
-
-    types = dict.fromkeys((int, int | None, float | None), pa.float64())
-    types |= dict.fromkeys((bool, bool | None), pa.bool_())
-    schema = pa.schema([(name, types.get(_KINDS[name], pa.string())) for name in names])
-    data = path.read_bytes() if path.is_file() else b""
-    whole = data[: data.rfind(b"\n") + 1]  # Leave out a torn last line.
-    if not whole:
-        return schema.empty_table()
-    for old, new in RENAMED.items():
-        whole = whole.replace(f'"{old}":'.encode(), f'"{new}":'.encode())
-    # A null line and deep nesting are suspect too, since they would crash Arrow.
-    if _SUSPECT.search(whole) or whole.count(b"[") + whole.count(b"{") > 2 * whole.count(b"\n"):
-        _raise_damage(path)
-    parsing = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-    reading = arrow_json.ReadOptions(use_threads=False, block_size=len(whole))
-    try:
-        table = arrow_json.read_json(
-            pa.BufferReader(whole), parse_options=parsing, read_options=reading
-        ).select(schema.names)
-        if not _is_plausible(table):
-            _raise_damage(path)
-        return table
-    except pa.ArrowInvalid as error:
-        _raise_damage(path)
-        raise RunFailed(
-            f"{path} has a value of the wrong type ({error}): the file was changed or the disk is"
-            " damaged."
-        ) from error
+    records = list(StepRecord.read(path))
+    return {
+        name: np.array([getattr(record, name) for record in records], dtype=np.float64)
+        for name in names
+    }
 
 
 # -- as a frame ------------------------------------------------------------------------------------
 
-
-def _is_plausible(table: Any) -> bool:
-    """Return False if a line lacks a step or has a wrong one, or if a number is too large for a
-    float.
-    """
-    steps = table["step"].to_numpy() if "step" in table.column_names else np.zeros(0)
-    numbers = [column.to_numpy() for column in table.columns if str(column.type) == "double"]
-    whole = ((steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))).all()
-    return bool(whole) and not any(np.isinf(values).any() for values in numbers)
+_TYPES: dict[Any, str] = {
+    int: "int64",
+    int | None: "Int64",
+    bool: "boolean",
+    bool | None: "boolean",
+    float | None: "float64",
+}
 
 
 def load_runs(folder: str | Path) -> "pd.DataFrame":
@@ -577,14 +529,11 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
     damaged file.
     """
     import pandas as pd
-    import pyarrow as pa
 
     root = Path(folder)
     runs = find_runs(root)
-    for run in runs:
-        run.check()
-    tables = [read_metrics(run.folder.metrics) for run in runs]
-    rows = [len(table) for table in tables]
+    of_runs = [list(StepRecord.read(run.check().folder.metrics)) for run in runs]
+    rows = [len(records) for records in of_runs]
     # The folder of a single run has no path below itself.
     names = [
         root.resolve().name
@@ -592,38 +541,19 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
         else Path(os.path.relpath(run.path, root)).as_posix()
         for run in runs
     ]
-    table = pa.concat_tables(tables)
-    frame = {
+    frame: dict[str, Any] = {
         "run": pd.Categorical(np.repeat(names, rows)),
         "condition": pd.Categorical(np.repeat([run.condition for run in runs], rows)),
         "seed": np.repeat([run.seed for run in runs], rows),
     }
-    try:
-        columns = {
-            name: _column(table[name], kind) for name, kind in _KINDS.items() if name != "condition"
-        }
-    except (ValueError, TypeError) as error:
-        for run in runs:
-            _raise_damage(run.folder.metrics)
-        raise RunFailed(
-            f"{root} has metrics of the wrong type ({error}): a file was changed or the disk is"
-            " damaged."
-        ) from error
-    return pd.DataFrame(frame | columns)
-
-
-_TYPES: dict[Any, str] = {
-    int: "int64",
-    int | None: "Int64",
-    bool: "boolean",
-    bool | None: "boolean",
-}
-
-
-def _column(values: Any, kind: Any) -> Any:
-    """Return an Arrow column in the record's type, with missing values as missing."""
-    if kind == float | None:
-        return values.to_pandas()
-    if kind in _TYPES:
-        return values.to_pandas().astype(_TYPES[kind])
-    return values.dictionary_encode().to_pandas()
+    for field in fields(StepRecord):
+        if field.name in frame or str(field.type).startswith(("dict", "list")):
+            continue
+        values = [getattr(record, field.name) for record in chain.from_iterable(of_runs)]
+        try:
+            frame[field.name] = pd.Series(values, dtype=_TYPES.get(field.type, "category"))
+        except OverflowError as error:
+            raise RunFailed(
+                f"{root} has a {field.name} that no run records ({error}){CHANGED}"
+            ) from error
+    return pd.DataFrame(frame)

@@ -24,10 +24,9 @@ problems). Its degrees of freedom follow Satterthwaite. Sources: Searle, Casella
 Variance Components, chapter 4. Satterthwaite 1946, doi 10.2307/3002019.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +36,6 @@ Numbers = Sequence[float] | Floats
 Interval = tuple[float, float]
 Differences = Mapping[int, float]
 """Seed -> difference."""
-Key = TypeVar("Key", bound=Hashable)
 
 EXACT_SEEDS = 20
 """Up to this many seeds a test counts all 2^n sign flips; beyond, a sample of them."""
@@ -57,9 +55,7 @@ def numbers(values: Numbers) -> Floats:
     return array
 
 
-def paired_differences(
-    candidate: Mapping[Key, float], baseline: Mapping[Key, float]
-) -> dict[Key, float]:
+def paired_differences(candidate: Differences, baseline: Differences) -> dict[int, float]:
     """Map each seed that both have to candidate - baseline, in the baseline's order."""
     return {key: candidate[key] - value for key, value in baseline.items() if key in candidate}
 

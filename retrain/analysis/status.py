@@ -40,9 +40,7 @@ since a model may take minutes to load.
 """
 _PATIENCE_STEPS = 10
 _SMALL_LOSS = 0.05
-_WRITTEN = (
-    *("metrics", "evaluation", "sft", "trainer_state", "environment", "lock_owner", "config"),
-)
+_WRITTEN = ["metrics", "evaluation", "sft", "trainer_state", "environment", "lock_owner", "config"]
 """Files of a running run."""
 
 
@@ -113,7 +111,7 @@ class RunStatus:
 @dataclass(frozen=True)
 class CampaignStatus:
     path: Path
-    runs: tuple[RunStatus, ...]
+    runs: Sequence[RunStatus]
     evidence: str = ""
     """A sentence on the looks of a campaign with stop = "evidence"; "" before the first."""
     steps_of_run: int = 0
@@ -125,7 +123,7 @@ class CampaignStatus:
     def of(cls, folder: Path, now: float) -> Self:
         """Read a campaign and its runs. Raises RunFailed for a manifest without runs."""
         planned, given = campaign_runs(folder), given_keys(folder)
-        runs = tuple(run_status(run, now, given) for run in planned)
+        runs = [run_status(run, now, given) for run in planned]
         try:
             record = CampaignRecord.read(folder)
         except RunFailed:  # The plan is unreadable; `retrain compare` reports it.
@@ -136,7 +134,7 @@ class CampaignStatus:
     @property
     def counts(self) -> dict[str, int]:
         """Map each state to its number of runs."""
-        return dict(Counter(str(run.state) for run in self.runs))
+        return Counter(str(run.state) for run in self.runs)
 
     @property
     def steps(self) -> int:
@@ -206,8 +204,8 @@ class Overview:
     """The runs and campaigns in and below a folder."""
 
     folder: Path
-    campaigns: tuple[CampaignStatus, ...]
-    runs: tuple[RunStatus, ...]
+    campaigns: Sequence[CampaignStatus]
+    runs: Sequence[RunStatus]
     """Outside campaigns."""
 
     @property
@@ -249,7 +247,7 @@ def overview(folder: Path) -> Overview:
     # Without any other row, show it, even if another program wrote it.
     if not (campaigns or runs) and (found := unreadable_manifest(folder)):
         runs.append(_unreadable(StoredRun(folder), found))
-    return Overview(folder, tuple(campaigns), tuple(runs))
+    return Overview(folder, campaigns, runs)
 
 
 def _found(folder: Path) -> Iterator[Path]:

@@ -15,11 +15,16 @@ effect".
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal
 
 from retrain.analysis import statistics
 from retrain.analysis.e_process import anytime_p, confidence_sequence, evidence
-from retrain.analysis.power import Rule, minimal_detectable_effect, sd_interval, seeds_needed
+from retrain.analysis.power import (
+    Correction,
+    Rule,
+    minimal_detectable_effect,
+    sd_interval,
+    seeds_needed,
+)
 from retrain.analysis.statistics import Differences, Interval, max_t
 from retrain.records.entries import Direction
 
@@ -53,7 +58,7 @@ class TestSettings:
     power: float = 0.8
     lower_is_better: bool = False
     """Overrides the metric's own direction."""
-    rule: Literal["maxt", "evidence"] = "maxt"
+    rule: Correction = "maxt"
     """Joint sign flips, or the e-process of a campaign with looks."""
     looks: int = 0
     """The number of looks, for the rule "evidence"."""
@@ -84,9 +89,7 @@ class TestSettings:
         """
         values, confidence = [*differences.values()], 1 - self.alpha
         if self.rule == "evidence":
-            return confidence_sequence(
-                [differences[look] for look in sorted(differences)], confidence
-            )
+            return confidence_sequence(values, confidence)
         return statistics.t_interval(values, confidence) if len(values) > 1 else None
 
     def of_family(self, comparisons: int) -> Rule:
@@ -98,7 +101,7 @@ class PairedDifferences:
     """The differences of one contrast, one pair or more."""
 
     by_seed: Differences
-    """Seed -> difference; with the rule "evidence" by the number of the look instead."""
+    """Seed -> difference; with the rule "evidence" by the number of the look, in their order."""
     least: Differences | None = None
     """The differences if every unjudged answer counts against the candidate; None without unjudged
     answers.

@@ -13,13 +13,12 @@ does not depend on how good the run would have been.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import ceil
 
-from retrain.analysis.compare import compare_campaign
+from retrain.analysis.compare import Comparison, compare_campaign
 from retrain.analysis.measures import difference_words
 from retrain.analysis.planned import CampaignRecord, Look
-from retrain.analysis.selection import Comparison
 from retrain.analysis.verdict import TestSettings, Verdict
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
@@ -77,7 +76,7 @@ class EvidenceRule:
         """Take the looks that are due."""
         while (seed := self._due()) is not None:
             self._record = replace(self._record, looks=[*self._record.looks, self._take(seed)])
-            self._manifest.looks = [look.to_json() for look in self._record.looks]
+            self._manifest.looks = [asdict(look) for look in self._record.looks]
             self._manifest.write_if_possible()
             seeds = counted(len(self._record.looked), "seed")
             if not self._record.undecided:

@@ -25,7 +25,7 @@ from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from retrain.analysis.budget import Budget
-    from retrain.analysis.selection import Comparison
+    from retrain.analysis.compare import Comparison
     from retrain.analysis.verdict import TestSettings
 
 

@@ -1,6 +1,6 @@
 """`retrain diff`: the first difference of two runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,7 +69,7 @@ def difference_lines(
         yield f"  {'Other' if parting else 'Other, without effect'}: {difference}."
 
 
-def first_of(names: tuple[str, ...]) -> str:
+def first_of(names: Sequence[str]) -> str:
     """Return the first of many names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

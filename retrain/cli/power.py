@@ -76,7 +76,7 @@ def _check(
     effect: float | None, sd: float, rule: "Rule", comparisons: int | None, pilot: "Pilot | None"
 ) -> None:
     """Raise ConfigurationError for a value outside its range."""
-    from retrain.analysis.selection import check_levels
+    from retrain.analysis.compare import check_levels
 
     check_levels(rule.alpha, rule.power)
     if effect == 0:

@@ -49,13 +49,16 @@ def from_pilot(folder: Path) -> StepTime:
     """Take the median step time over all runs in or below `folder`. Raises ConfigurationError
     without a run or a step.
     """
-    from retrain.analysis.runs import find_runs, read_metrics
+    from retrain.analysis.runs import find_runs
+    from retrain.records.entries import StepRecord
 
     runs = find_runs(folder)
-    times: list[float] = []
-    for run in runs:
-        recorded = read_metrics(run.folder.metrics, ("step_time_s",))["step_time_s"]
-        times += [time for time in recorded.to_pylist() if time is not None]
+    times = [
+        record.step_time_s
+        for run in runs
+        for record in StepRecord.read(run.folder.metrics)
+        if record.step_time_s is not None
+    ]
     if not times:
         raise ConfigurationError(
             f"--pilot {folder} has no step yet, so it has no time; wait for one, or use --probe."

@@ -18,7 +18,7 @@ from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.planning import RegexDetector, SemanticDetector
 from retrain.advantages.sepa import linear_lambda
 from retrain.advantages.transforms import surprisal
-from retrain.analysis.runs import StoredRun, read_metrics
+from retrain.analysis.runs import StoredRun
 from retrain.config import TrainConfig, replaced
 from retrain.config.load import trusted
 from retrain.config.names import condition_label
@@ -27,6 +27,7 @@ from retrain.model.sentences import load_sentence_encoder
 from retrain.model.text import load_tokenizer
 from retrain.model.vocabulary import TokenIds, VocabularyTable
 from retrain.plugins import ForeignCode
+from retrain.records.entries import StepRecord
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import TokenTable, read_tokens
 from retrain.types import (
@@ -407,10 +408,10 @@ def _sepa_lambda(run: StoredRun, step: int, notes: list[str]) -> float:
     """Return the lambda that the run used at the step, or else the lambda on the linear ramp of its
     [sepa] section.
     """
-    recorded = read_metrics(run.folder.metrics, ("step", "sepa_lambda")).to_pylist()
-    value = next((row["sepa_lambda"] for row in recorded if row["step"] == step), None)
+    records = StepRecord.read(run.folder.metrics)
+    value = next((one.sepa_lambda for one in records if one.step == step), None)
     if value is not None:
-        return float(value)
+        return value
     ramp = linear_lambda(run.config.sepa, step)
     notes.append(
         f"The run did not use SEPA: lambda is {ramp:g}, which [sepa]'s linear ramp gives at step"

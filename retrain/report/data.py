@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from retrain.analysis.arms import differing_keys
-from retrain.analysis.compare import compare_campaign, compare_runs
+from retrain.analysis.compare import Comparison, compare_campaign, compare_runs
 from retrain.analysis.measures import choose_metric
 from retrain.analysis.planned import CampaignRecord, evidence_line
 from retrain.analysis.runs import (
@@ -26,7 +26,6 @@ from retrain.analysis.runs import (
     no_campaigns_value,
     read_metrics,
 )
-from retrain.analysis.selection import Comparison
 from retrain.analysis.statistics import Floats
 from retrain.analysis.status import RunStatus, manifest_damage, run_status
 from retrain.analysis.verdict import TestSettings
@@ -64,9 +63,8 @@ class Curves:
 
     @classmethod
     def of(cls, run: StoredRun) -> "Curves":
-        table = read_metrics(run.folder.metrics, ("step", *_FIELDS))
-        values = {name: table[name].to_numpy() for name in _FIELDS}
-        return cls(table["step"].to_numpy() + 1, values)
+        values = read_metrics(run.folder.metrics, ("step", *_FIELDS))
+        return cls(values.pop("step") + 1, values)
 
     def known(self, name: str) -> Floats:
         """Return the values that the run recorded."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from retrain.analysis.selection import Comparison
+from retrain.analysis.compare import Comparison
 from retrain.analysis.statistics import t_interval
 from retrain.analysis.verdict import Verdict
 from retrain.records.terminal import counted

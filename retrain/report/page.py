@@ -14,9 +14,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from retrain.analysis.comparison_text import Table, arm_table, blocks, narrowed
+from retrain.analysis.compare import Comparison
+from retrain.analysis.comparison_text import HIDDEN, Table, arm_table, blocks, contrast_table
 from retrain.analysis.headline import answer
-from retrain.analysis.selection import Comparison
 from retrain.analysis.status import CampaignStatus, RunStatus
 from retrain.errors import EnvironmentFailure
 from retrain.inspect import Quantity
@@ -162,7 +162,7 @@ def render(data: ReportData, figures: Sequence[PageFigure]) -> str:
             results=_results(comparison) if comparison else None,
             details=[
                 block
-                for block in (blocks(comparison, narrowed(comparison, 0)) if comparison else ())
+                for block in (blocks(comparison, HIDDEN) if comparison else ())
                 if block.title not in ("", *_SHOWN)
             ],
         )
@@ -176,7 +176,7 @@ _SHOWN = ("Notes", "Left out")
 def _results(comparison: Comparison) -> Table:
     """Return a row per condition: its runs, then its difference from the baseline."""
     head, rows = arm_table(comparison)
-    more, contrasts = narrowed(comparison, 0)
+    more, contrasts = contrast_table(comparison, HIDDEN)
     differences = {name: cells for name, *cells in contrasts}
     merged = [[*row, *differences.get(row[0], [""] * len(more[1:]))] for row in rows]
     names = [*head, *more[1:]]
