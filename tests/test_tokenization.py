@@ -47,9 +47,7 @@ SET = {"source": "math", "prompt_template": r"Q: {prompt} Answer in \boxed{}"}
         (OWN, {"system_prompt": "Configured."}, OWN),
     ],
 )
-def test_a_prompt_is_rendered_with_its_instruction_and_ends_where_the_assistant_begins(
-    talk, keys, rendered
-):
+def test_a_prompt_has_its_instruction_and_ends_where_the_assistant_begins(talk, keys, rendered):
     """The source's instruction or the template goes around the last user message alone."""
     example = conversation(*talk) if len(talk) > 1 else Example(talk[0][1], "42")
     text, _ = render_prompt(byte_level(), example, data(**keys))
