@@ -12,13 +12,10 @@ import pytest
 from retrain.config import config_from_mapping, config_from_toml, learning_sections, load_config
 from retrain.config.names import builtin_names
 from retrain.errors import ConfigurationError
-from tests.wrong_inputs import CASES
+from tests.wrong_inputs import AT_LOAD
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [pytest.param(case.toml, case.says, id=case.title) for case in CASES if not case.loads],
-)
+@pytest.mark.parametrize(("text", "part"), AT_LOAD, ids=[part for _, part in AT_LOAD])
 def test_a_wrong_value_gets_one_sentence_that_names_it(text: str, part: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         config_from_toml(text, Path("run.toml"))

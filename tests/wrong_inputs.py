@@ -1,6 +1,6 @@
 """Wrong inputs and the sentence that each gets.
 
-A printed case is run through the command line as a user would, in a folder of its own, by
+A case is run through the command line as a user would, in a folder of its own, by
 tests/test_cli_wrong_inputs.py. A case whose sentence comes at loading is checked by
 tests/test_config_errors.py, which is cheap.
 """
@@ -47,17 +47,9 @@ class Case:
     files: dict[str, str] = field(default_factory=dict)
     code: int = 2
     """The exit code."""
-    loads: bool = True
-    """Whether the configuration can be loaded; else `toml` alone is refused with the sentence."""
-    printed: bool = True
-    """Whether the case is run through the command line."""
-
-    @property
-    def title(self) -> str:
-        return " ".join(f"{self.words} {self.toml or ''}".split())[:90]
 
 
-AT_LOAD = {
+REFUSED = {
     '[algorithm]\nalgorithm_mode = "distill"': '"distill" needs a teacher; set teacher to "base", "answer" or the folder of an adapter',
     '[algorithm]\nalgorithm_mode = "distill"\nreference = "gold"\nreference_prompt = "{prompt}"': "[algorithm] teacher_prompt has no {answer}",
     '[data]\nchat_template_args = { strftime_now = "yesterday" }': '[data] chat_template_args: strftime_now = "yesterday" is not a day such as',
@@ -156,7 +148,7 @@ AT_LOAD = {
 }
 """Of a configuration alone, the sentence that comes when it is loaded."""
 
-AT_LOAD_PRINTED = {
+REFUSED_IN_PRINT = {
     "[training\nlr = 1": "is not valid TOML: ",
     "[trainng]\nlr = 1.0": "[trainng] is not a section; did you mean [training]?",
     "[training]\nbatch_sise = 4": "[training] batch_sise is not a key; did you mean batch_size?",
@@ -176,6 +168,8 @@ AT_LOAD_PRINTED = {
     '[[campaign.conditions]]\nadvantage_mode = "grpo"\nlrr = 1.0': "lrr is not a key of a condition",
     '[campaign]\nconditions = [{advantage_mode = "a.f", transform_mode = "none"}, {advantage_mode = "b.f", transform_mode = "none"}]': 'are both called "f+none"',
 }
+
+AT_LOAD = [*REFUSED.items(), *REFUSED_IN_PRINT.items()]
 
 AT_START = {
     "[training]\nbatch_size = 0": "at least 1",
@@ -239,9 +233,7 @@ ADAPTER = '[squeeze]\nadapter_path = "old"'
 LORA = '{"peft_type": "LORA", "r": 8, "lora_alpha": 16}'
 
 CASES = [
-    *(Case(says, toml, loads=False, printed=False) for toml, says in AT_LOAD.items()),
-    *(Case(says, toml, loads=False) for toml, says in AT_LOAD_PRINTED.items()),
-    *(Case(says, toml) for toml, says in AT_START.items()),
+    *(Case(says, toml) for toml, says in (REFUSED_IN_PRINT | AT_START).items()),
     *(Case(says, words=words) for words, says in COMMANDS.items()),
     *(Case(says, None, words) for words, says in WITHOUT_A_FILE.items()),
     Case("gpu:7", '[backend]\ndevices = "gpu:7"', code=3),
