@@ -145,6 +145,12 @@ REFUSED = {
     '[algorithm]\nalgorithm_mode = "scalerll"\n': 'did you mean "scalerl"?',
     '[evaluation]\nsource = ["math500", "aime24"]\n[evaluation.tasks.amc23]\nsamples = 2\n': "source gives math500, aime24",
     '[evaluation]\nsource = "aime24"\n[evaluation.tasks.aime24]\nsample = 2\n': "a task takes samples, temperature, max_examples, path",
+    'reward.type = "judge"\nreward.judge_model = 5': "[reward] judge_model = 5 is an integer",
+    "campaign = {}\nsqueeze = {compress_to = 4, per_layer = true, output_path = 'out'}": "leave one of them out",
+    'evaluation.source = ["lab", "a/sums.jsonl", "b/sums.jsonl"]': 'names the task "sums" twice',
+    'data.source = "lab"\nevaluation.source = ["lab", ""]': "is not a source",
+    'evaluation = {source = "lab", tasks.lab = {temperature = 0.0, samples = 2}}': "2 equal",
+    'evaluation = {source = ["lab", "gsm8k"], k = [4], tasks.lab.samples = 2}': "asks for pass@4",
 }
 """Of a configuration alone, the sentence that comes when it is loaded."""
 
