@@ -39,6 +39,8 @@ class Served(InferenceEngine):
     syncs: ClassVar[list[int]] = []
     """Steps, over all engines."""
     options = EngineOptions()
+    factors: ClassVar[dict[str, float]] = {}
+    """A part of the names of weights, and what these are multiplied by."""
 
     def __init__(self, config: Any, *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
         self.model = deepcopy(model).requires_grad_(False)
@@ -47,7 +49,11 @@ class Served(InferenceEngine):
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         self.engine.release()
-        return self.engine.sample(requests)
+        for completion in self.engine.sample(requests):
+            yield self.altered(completion, requests[completion.request])
+
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        return completion
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:
         self.syncs.append(step)
@@ -74,6 +80,8 @@ class Served(InferenceEngine):
         return True
 
     def changed(self, weights: Weights) -> Weights:
+        for part, factor in self.factors.items():
+            weights = {name: factor * v if part in name else v for name, v in weights.items()}
         return weights
 
 
@@ -122,17 +130,15 @@ class SecondHasOtherWeights(TwoServers):
 
 
 class HalvesTheScale(Served):
-    def changed(self, weights: Weights) -> Weights:
-        return {name: 0.5 * value if "lora_B" in name else value for name, value in weights.items()}
+    factors: ClassVar = {"lora_B": 0.5}
 
 
 class Hotter(Served):
     """Its temperature is too high by a tenth."""
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        return super().sample(
-            [replace(request, temperature=1.1 * request.temperature) for request in requests]
-        )
+        hot = [replace(request, temperature=1.1 * request.temperature) for request in requests]
+        return super().sample(hot)
 
 
 class Noisy(Served):
@@ -140,10 +146,9 @@ class Noisy(Served):
 
     nats = 0.02
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for completion in super().sample(requests):
-            noise = np.float32(-self.nats) * (np.arange(len(completion.logprobs)) % 2)
-            yield replace(completion, logprobs=(completion.logprobs + noise).astype(np.float32))
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        noise = np.float32(-self.nats) * (np.arange(len(completion.logprobs)) % 2)
+        return replace(completion, logprobs=(completion.logprobs + noise).astype(np.float32))
 
 
 class RoundsItsHead(Noisy):
@@ -153,15 +158,11 @@ class RoundsItsHead(Noisy):
 
 
 class RaisesTheScale(Served):
-    def changed(self, weights: Weights) -> Weights:
-        return {
-            name: 1.35 * value if "lora_B" in name else value for name, value in weights.items()
-        }
+    factors: ClassVar = {"lora_B": 1.35}
 
 
 class DropsAProjection(Served):
-    def changed(self, weights: Weights) -> Weights:
-        return {name: 0 * value if "v_proj" in name else value for name, value in weights.items()}
+    factors: ClassVar = {"v_proj": 0}
 
 
 class DropsAProjectionInBf16(DropsAProjection):
@@ -171,11 +172,7 @@ class DropsAProjectionInBf16(DropsAProjection):
 class DropsAModule(Served):
     """The key projection of the first layer."""
 
-    def changed(self, weights: Weights) -> Weights:
-        return {
-            name: 0 * value if ".layers.0.self_attn.k_proj." in name else value
-            for name, value in weights.items()
-        }
+    factors: ClassVar = {".layers.0.self_attn.k_proj.": 0}
 
 
 class ServedInBf16(Served):
@@ -187,10 +184,7 @@ class HotterInBf16(Hotter):
 
 
 class DropsTheLastLayer(Served):
-    def changed(self, weights: Weights) -> Weights:
-        return {
-            name: 0 * value if ".layers.3." in name else value for name, value in weights.items()
-        }
+    factors: ClassVar = {".layers.3.": 0}
 
 
 class SwapsQAndK(Served):
@@ -237,6 +231,13 @@ class InProcess(TorchEngine):
     def __init__(self, config: Any, *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
         super().__init__(model, eos_ids, device)
 
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        for completion in super().sample(requests):
+            yield self.altered(completion, requests[completion.request])
+
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        return completion
+
 
 class KeepsOldKeysAndValues(InProcess):
     """A prefix cache that outlives the adapter that filled it."""
@@ -250,29 +251,18 @@ class RoundsItsLogits(InProcess):
     so much divided by the temperature.
     """
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for completion in super().sample(requests):
-            rounding = (
-                6e-5
-                / requests[completion.request].temperature
-                * (np.arange(len(completion.logprobs)) % 2)
-            )
-            yield replace(completion, logprobs=(completion.logprobs + rounding).astype(np.float32))
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        rounding = 6e-5 / request.temperature * (np.arange(len(completion.logprobs)) % 2)
+        return replace(completion, logprobs=(completion.logprobs + rounding).astype(np.float32))
 
 
 class Drifts(InProcess):
     """Its log-probs of training completions are 0.01 nats too high from step 1 on."""
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        shift = (
-            0.01
-            if requests
-            and requests[0].noise.stream == Stream.SAMPLING
-            and requests[0].noise.step > 0
-            else 0.0
-        )
-        for completion in super().sample(requests):
-            yield replace(completion, logprobs=completion.logprobs + shift) if shift else completion
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        if request.noise.stream != Stream.SAMPLING or not request.noise.step:
+            return completion
+        return replace(completion, logprobs=completion.logprobs + 0.01)
 
 
 class TextOnly(Served):
@@ -293,72 +283,77 @@ class DeclaresNothing(InferenceEngine):
 class RawLogprobs(Served):
     """Its log-probs are those before the temperature, and it says otherwise."""
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for completion in super().sample(requests):
-            request = requests[completion.request]
-            own = (
-                np.float32(request.temperature) * completion.logprobs
-            )  # not normalised again, as good as raw for a fault
-            yield replace(completion, logprobs=own.astype(np.float32))
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        # Not normalised again, as good as raw for a fault.
+        own = np.float32(request.temperature) * completion.logprobs
+        return replace(completion, logprobs=own.astype(np.float32))
 
 
 class StripsEOS(InProcess):
     """Returns completions without the token that ended them."""
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for completion in super().sample(requests):
-            yield _cut(completion) if completion.finish_reason is FinishReason.STOP else completion
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        return _cut(completion) if completion.finish_reason is FinishReason.STOP else completion
 
 
 class StripsEOSSilently(StripsEOS):
     """As `StripsEOS`, and says that the completion reached its limit."""
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for completion in super().sample(requests):
-            yield replace(completion, finish_reason=FinishReason.LENGTH)
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        return replace(super().altered(completion, request), finish_reason=FinishReason.LENGTH)
 
 
 class NeverEnds(InProcess):
     """Forbids EOS, as min_tokens does, and draws another token in its place."""
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for completion in super().sample(requests):
-            if completion.finish_reason is not FinishReason.STOP:
-                yield completion
-                continue
-            space = requests[completion.request].max_tokens - len(completion.token_ids)
-            ids = np.append(completion.token_ids[:-1], np.full(space + 1, 48, np.int32)).astype(
-                np.int32
-            )
-            logprobs = np.append(
-                completion.logprobs[:-1], np.full(space + 1, -1, np.float32)
-            ).astype(np.float32)
-            yield replace(
-                completion,
-                token_ids=ids,
-                logprobs=logprobs,
-                entropies=None,
-                finish_reason=FinishReason.LENGTH,
-            )
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        if completion.finish_reason is not FinishReason.STOP:
+            return completion
+        count = request.max_tokens - len(completion.token_ids) + 1
+        ids = np.append(completion.token_ids[:-1], [48] * count).astype(np.int32)
+        logprobs = np.append(completion.logprobs[:-1], [-1.0] * count).astype(np.float32)
+        whole = replace(completion, token_ids=ids, logprobs=logprobs, entropies=None)
+        return replace(whole, finish_reason=FinishReason.LENGTH)
 
 
 class CertainEOS(InProcess):
     """Reports a log-prob of 0 for EOS."""
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for completion in super().sample(requests):
-            if completion.finish_reason is FinishReason.STOP:
-                completion.logprobs[-1] = 0.0
-            yield completion
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        if completion.finish_reason is FinishReason.STOP:
+            completion.logprobs[-1] = 0.0
+        return completion
+
+
+class OffByALittle(InProcess):
+    """By twice of what rounding in float32 is allowed."""
+
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        return replace(completion, logprobs=completion.logprobs + np.float32(2e-4))
+
+
+class ShiftsByAToken(InProcess):
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        return replace(completion, logprobs=np.roll(completion.logprobs, 1))
+
+
+class CountsOneMore(InProcess):
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        kept = completion.kept
+        return completion if kept is None else replace(completion, kept=kept + 1)
+
+
+class CountsNothing(InProcess):
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        return replace(completion, kept=None)
 
 
 class NoNumbers(InProcess):
     """Its log-probs are NaN, as where a server's weights overflow."""
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for completion in super().sample(requests):
-            completion.logprobs[:] = np.nan
-            yield completion
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        completion.logprobs[:] = np.nan
+        return completion
 
 
 class OneSeed(InProcess):
@@ -401,18 +396,13 @@ class AnotherTopP(InProcess):
     top_p = 0.8
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        changed = [
-            replace(request, truncation=replace(request.truncation, top_p=self.top_p))
-            for request in requests
-        ]
-        return super().sample(changed)
+        cuts = [replace(request.truncation, top_p=self.top_p) for request in requests]
+        pairs = zip(requests, cuts, strict=True)
+        return super().sample([replace(request, truncation=cut) for request, cut in pairs])
 
 
-class TopPOfItsOwn(AnotherTopP):
+class TopPOfItsOwn(CountsNothing, AnotherTopP):
     """As `AnotherTopP`, but that it says nothing of what it kept."""
-
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        return (replace(completion, kept=None) for completion in super().sample(requests))
 
 
 class ReportsThePolicy(InProcess):
@@ -446,12 +436,12 @@ class IgnoresTopP(InProcess):
     vocabulary = 259
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for completion in TorchEngine.sample(
-            self, [replace(request, truncation=Truncation()) for request in requests]
-        ):
-            yield replace(
-                completion, kept=np.full(len(completion.token_ids), self.vocabulary, np.int32)
-            )
+        whole = [replace(request, truncation=Truncation()) for request in requests]
+        return super().sample(whole)
+
+    def altered(self, completion: Completion, request: SampleRequest) -> Completion:
+        kept = np.full(len(completion.token_ids), self.vocabulary, np.int32)
+        return replace(completion, kept=kept)
 
 
 def _cut(completion: Completion) -> Completion:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,8 @@ FIELDS: list[tuple[Any, ...]] = [
 """Of a micro-batch, in the order of the wire."""
 V090 = FIELDS[:16]
 """As v0.9.0 knew them."""
-PER_TOKEN = (
-    "loss_mask",
-    "advantages",
-    "inference_logprobs",
-    "position_ids",
-    "temperatures",
-    "env_names",
-)
+PER_TOKEN = ("loss_mask", "advantages", "inference_logprobs", "position_ids")
+PER_TOKEN += ("temperatures", "env_names")
 
 
 def decode(payload: bytes, fields: list[tuple[Any, ...]] = FIELDS) -> list[Any]:
@@ -81,9 +76,8 @@ def rows_of(batch: Any) -> Iterator[Row]:
     for length in batch.sequence_lengths:
         part = slice(start, start + length)
         mask = np.array(batch.loss_mask[part])
-        edges = np.flatnonzero(
-            np.diff(np.concatenate([[False], mask, [False]]).astype(int))
-        ).reshape(-1, 2)
+        changes = np.diff(np.concatenate([[False], mask, [False]]).astype(int))
+        edges = np.flatnonzero(changes).reshape(-1, 2)
         start += length
         if len(edges):
             yield Row(
@@ -202,13 +196,9 @@ class Trainer(threading.Thread):
                 self.batches[step] = decode(payload)
                 rows = [row for batch in self.batches[step] for row in rows_of(batch)]
                 if rows:
-                    own = self.learner.logprobs(rows)
-                    self.differences.append(
-                        max(
-                            float(np.abs(a - row.logprobs).max())
-                            for a, row in zip(own, rows, strict=True)
-                        )
-                    )
+                    own = np.concatenate(self.learner.logprobs(rows))
+                    sampled = np.concatenate([row.logprobs for row in rows])
+                    self.differences.append(float(np.abs(own - sampled).max()))
                     self.learner.train(rows, step - 1)
                 self.sender.broadcast(step, self.learner.save_adapter)
         except BaseException as error:  # noqa: BLE001 - shown by the test
@@ -234,9 +224,8 @@ class InferenceServer:
     def __init__(
         self, config: TrainConfig, learner: LocalBackend, eos_ids: tuple[int, ...]
     ) -> None:
-        self.engine = Served(
-            config, model=learner._weights.peft_model, eos_ids=eos_ids, device="cpu"
-        )
+        model = learner._weights.peft_model
+        self.engine = Served(config, model=model, eos_ids=eos_ids, device="cpu")
         self.calls: list[tuple[str, Any]] = []
         self.fail: dict[str, int] = {}
         """Path -> status that its next call answers."""
@@ -277,11 +266,8 @@ class InferenceServer:
         return {"status": "ok"}
 
     def _load_lora_adapter(self, body: Any) -> Any:
-        self.engine.sync(
-            lambda folder: shutil.copytree(body["lora_path"], folder, dirs_exist_ok=True) and None,
-            0,
-        )
         self.policy = body["lora_path"]
+        self.engine.sync(partial(shutil.copytree, self.policy, dirs_exist_ok=True), 0)
         return {"status": "ok"}
 
     def _inference_v1_generate(self, body: Any) -> Any:
@@ -291,31 +277,19 @@ class InferenceServer:
         if settings.get("top_k") == 2:  # the check of the log-probs
             two = [{"token_id": token, "logprob": float(np.log(0.5))} for token in (3, 4)]
             return {"choices": [{"logprobs": {"content": [{"top_logprobs": two}]}}]}
-        self.stale += (
-            self._cache.setdefault((body["cache_salt"], prompt), self.policy) != self.policy
-        )
-        request = SampleRequest(
-            np.array(prompt, np.int32),
-            settings["n"],
-            settings["max_tokens"],
-            settings["temperature"],
-            NoiseKey(seed=1, stream=0, step=self.requests, prompt=0),
-        )
+        cached = self._cache.setdefault((body["cache_salt"], prompt), self.policy)
+        self.stale += cached != self.policy
+        sizes = (settings[name] for name in ("n", "max_tokens", "temperature"))
+        noise = NoiseKey(seed=1, stream=0, step=self.requests, prompt=0)
+        request = SampleRequest(np.array(prompt, np.int32), *sizes, noise)
         completions = sorted(self.engine.sample([request]), key=lambda item: item.sample)
-        return {
-            "request_id": "r",
-            "choices": [self._choice(completion) for completion in completions],
-        }
+        return {"request_id": "r", "choices": [*map(self._choice, completions)]}
 
     def _choice(self, completion: Any) -> Any:
         content = [{"logprob": value} for value in completion.logprobs.tolist()]
-        ids, reason = completion.token_ids.tolist(), completion.finish_reason.value
-        return {
-            "index": completion.sample,
-            "token_ids": ids,
-            "logprobs": {"content": content},
-            "finish_reason": reason,
-        }
+        choice = {"index": completion.sample, "token_ids": completion.token_ids.tolist()}
+        reason = {"finish_reason": completion.finish_reason.value}
+        return {**choice, **reason, "logprobs": {"content": content}}
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self
@@ -327,11 +301,8 @@ class InferenceServer:
                 self._reply(None)
 
             def do_POST(self) -> None:
-                self._reply(
-                    json.loads(
-                        self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"null"
-                    )
-                )
+                length = int(self.headers.get("Content-Length", 0))
+                self._reply(json.loads(self.rfile.read(length) or b"null"))
 
             def _reply(self, body: Any) -> None:
                 status, answer = server.answer(self.path, body)

@@ -6,7 +6,7 @@ from tests.wrong_inputs import CASES, Case, answer
 
 
 @pytest.mark.faults("wrong files and command lines")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.says)
 def test_a_wrong_input_is_answered_in_one_sentence(case: Case) -> None:
     code, said = answer(case)
     assert code == case.code, said

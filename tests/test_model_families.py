@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from runs import small
+from runs import quiet_run
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from retrain.errors import ConfigurationError
@@ -26,7 +26,6 @@ from retrain.model.fused import FusedDecoder
 from retrain.model.load import choose_deterministic_experts
 from retrain.model.text import resolve_model
 from tests.marks import first_of
-from tests.runs import small_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from families import _SHAPE, FAMILIES, adapted, compare, compare_padded, tiny_model
@@ -45,10 +44,8 @@ def test_sampler_and_learner_compute_the_familys_own_log_probs(family: str) -> N
 @pytest.mark.parametrize("family", ["gpt_oss", "doge", "nemotron", "deepseek_v3"])
 def test_a_family_that_only_a_server_samples_is_scored_and_not_sampled_here(family: str) -> None:
     assert compare_padded(family) < 1e-4
-    with pytest.raises(
-        ConfigurationError,
-        match=r'engine = "pytorch" cannot decode \w+, which has .*; use .* or engine = "vllm"',
-    ):
+    told = r'engine = "pytorch" cannot decode \w+, which has .*; use .* or engine = "vllm"'
+    with pytest.raises(ConfigurationError, match=told):
         refuse_undecodable(tiny_model(family))
 
 
@@ -66,21 +63,11 @@ def test_the_budget_is_what_the_layers_of_a_family_store(family: str) -> None:
 
 
 def test_layers_that_peft_refuses_are_one_sentence_and_list_elements_stay() -> None:
-    config = CONFIG_MAPPING["mamba2"](
-        vocab_size=61,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_heads=4,
-        head_dim=16,
-        state_size=16,
-        n_groups=1,
-        chunk_size=16,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(
-        ConfigurationError,
-        match=r"\[lora\] target_modules: peft does not adapt all of in_proj, out_proj in Mamba2",
-    ):
+    shape = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4}
+    shape |= {"head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16}
+    model = transformers.AutoModelForCausalLM.from_config(CONFIG_MAPPING["mamba2"](**shape))
+    told = r"\[lora\] target_modules: peft does not adapt all of in_proj, out_proj in Mamba2"
+    with pytest.raises(ConfigurationError, match=told):
         adapted(model, "mamba2")
     model = tiny_model("gemma3n_text")
     base, _, _ = adapted(model, "gemma3n_text")
@@ -89,14 +76,8 @@ def test_layers_that_peft_refuses_are_one_sentence_and_list_elements_stay() -> N
 
 def test_the_towers_of_a_multimodal_model_are_not_adapted() -> None:
     text = {**_SHAPE, "head_dim": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16}
-    seen = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": 28,
-        "patch_size": 14,
-    }
+    seen = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    seen |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14}
     config = transformers.Gemma3Config(text_config=text, vision_config=seen, mm_tokens_per_image=4)
     model = transformers.AutoModelForCausalLM.from_config(config).requires_grad_(False)
     _, adapter, _ = adapted(model, "gemma3")
@@ -116,9 +97,8 @@ def test_a_router_is_adapted_only_where_it_is_named() -> None:
 def test_a_fused_forward_without_the_familys_window_is_found_out_and_said(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(
-        FAMILIES, family, {**FAMILIES[family], "sliding_window": 4096}
-    )  # longer than a probe, as a real one is
+    # Longer than a probe, as a real one is.
+    monkeypatch.setitem(FAMILIES, family, {**FAMILIES[family], "sliding_window": 4096})
     model, lines = tiny_model(family), list[str]()
     assert FusedDecoder.of(model, merge=False, log=lines.append) is not None and not lines
 
@@ -152,30 +132,15 @@ def test_a_run_trains_a_family_with_a_plan_of_its_own(tmp_path: Path, family: st
     of a mixture of experts in float32, and the run goes on.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_model("lab"))
-    ends = {
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": tokenizer.eos_token_id,
-        "max_position_embeddings": 512,
-    }
-    shape = (
-        _SHAPE
-        | FAMILIES[family]
-        | ends
-        | {"vocab_size": len(tokenizer), "vocab_size_per_layer_input": len(tokenizer)}
-    )
-    model = transformers.AutoModelForCausalLM.from_config(
-        CONFIG_MAPPING[family](**shape), dtype=torch.float32
-    )
+    sizes = ("vocab_size", "vocab_size_per_layer_input")
+    shape = _SHAPE | FAMILIES[family] | dict.fromkeys(sizes, len(tokenizer))
+    shape |= dict.fromkeys(("eos_token_id", "bos_token_id"), tokenizer.eos_token_id)
+    config = CONFIG_MAPPING[family](**shape | {"max_position_embeddings": 512})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    run = small_run(
-        small(
-            tmp_path / "run",
-            model={"model": str(tmp_path / "model")},
-            training={"max_steps": 1, "max_tokens": 8},
-        ),
-        quiet=True,
-    )
+    training = {"max_steps": 1, "max_tokens": 8}
+    run = quiet_run(tmp_path / "run", model={"model": str(tmp_path / "model")}, training=training)
     (record,) = run.records()
     assert record.ratio_mean == pytest.approx(1, abs=1e-4)
 

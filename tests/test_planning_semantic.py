@@ -48,9 +48,8 @@ def test_the_tokens_of_a_planning_window_are_marked_and_no_others() -> None:
     planning = text.index("wait"), text.index("try it")
     assert "-" not in shown[planning[0] : planning[1]]
     spread = (WINDOW_WORDS - 1) * 5  # a window that plans may begin or end outside of the phrase
-    assert set(shown[: planning[0] - spread]) <= {"-"} and set(shown[planning[1] + spread :]) <= {
-        "-"
-    }
+    assert set(shown[: planning[0] - spread]) <= {"-"}
+    assert set(shown[planning[1] + spread :]) <= {"-"}
 
 
 def test_how_words_are_cut_into_tokens_does_not_matter() -> None:
@@ -97,13 +96,8 @@ def test_windows_cover_every_word_and_the_last_one_is_long(count: int) -> None:
 def test_a_step_is_one_call_in_which_each_text_occurs_once() -> None:
     encoder = Counter()
     detector = SemanticDetector(encoder)
-    completions = [
-        pieces_of(COMPUTES * 4),
-        pieces_of(PLANNING * 4, 5),
-        pieces_of(COMPUTES * 4),
-        ["a"],
-        [],
-    ]
+    computes = pieces_of(COMPUTES * 4)
+    completions = [computes, pieces_of(PLANNING * 4, 5), computes, ["a"], []]
     masks = detector.detect_all(completions)
     assert len(encoder.calls) == 3 and len(set(encoder.calls[-1])) == len(encoder.calls[-1])
     for completion, mask in zip(completions, masks, strict=True):
@@ -121,9 +115,8 @@ def test_the_threshold_is_a_margin_over_execution_and_min_similarity_a_floor() -
 
 
 def test_the_anchors_are_two_different_lists() -> None:
-    assert (len(set(PLANNING_ANCHORS)), len(set(EXECUTION_ANCHORS))) == (20, 15) and not set(
-        PLANNING_ANCHORS
-    ) & set(EXECUTION_ANCHORS)
+    assert (len(set(PLANNING_ANCHORS)), len(set(EXECUTION_ANCHORS))) == (20, 15)
+    assert not set(PLANNING_ANCHORS) & set(EXECUTION_ANCHORS)
 
 
 def test_regex_masks_of_a_step_are_those_of_its_completions() -> None:

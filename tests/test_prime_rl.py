@@ -120,9 +120,8 @@ def test_a_file_appears_whole_under_both_names(tmp_path: Path) -> None:
     sender.ready(0)
     sender.send(3, [b"first", b"second"])
     for name in ("rollouts", "batches"):  # of v0.9.0 and of later versions
-        assert [
-            (tmp_path / name / "step_3" / f"rank_{rank}.bin").read_bytes() for rank in (0, 1)
-        ] == [b"first", b"second"]
+        files = [tmp_path / name / "step_3" / f"rank_{rank}.bin" for rank in (0, 1)]
+        assert [file.read_bytes() for file in files] == [b"first", b"second"]
     assert not list(tmp_path.glob("**/*.tmp"))
 
 
@@ -132,10 +131,8 @@ def test_an_interrupted_sessions_files_are_cleared_and_anothers_refused(tmp_path
     for batch in (1, 2, 3):
         sender.send(batch, [b"x"])
     FileSystemSender(tmp_path).ready(2)
-    assert sorted(file.parent.name for file in tmp_path.glob("rollouts/*/rank_0.bin")) == [
-        "step_1",
-        "step_2",
-    ]
+    left = {file.parent.name for file in tmp_path.glob("rollouts/*/rank_0.bin")}
+    assert left == {"step_1", "step_2"}
     other = tmp_path / "other" / "rollouts" / "step_1"
     other.mkdir(parents=True)
     with pytest.raises(ConfigurationError, match="holds batches that this retrain did not write"):
@@ -155,30 +152,27 @@ def test_zmq_reaches_each_rank_on_its_topic_and_says_when_one_has_gone() -> None
     """Every socket is closed also where the test fails: a context that is collected with open ones
     waits for ever, in some other test.
     """
-    options = PrimeRLOptions(
-        transport="zmq", zmq_port=free_port(2), trainer_ranks=2, sync_wait_s=30, sync_poll_s=0.01
-    )
+    options = PrimeRLOptions(transport="zmq", zmq_port=free_port(2), trainer_ranks=2, **FAST)
     with ExitStack() as stack:
         sender = stack.enter_context(closing(ZmqSender(options)))
-        ranks = [
-            stack.enter_context(closing(ZmqReceiver(options.zmq_port, rank))) for rank in (0, 1)
-        ]
+        ranks = [receiver(stack, options, rank) for rank in (0, 1)]
         sender.send(1, [b"for 0", b"for 1"])
         assert [rank.receive(1, lambda: False) for rank in ranks] == [b"for 0", b"for 1"]
         ranks[1].close()
         sender._options = options.model_copy(update={"sync_wait_s": 0.1})
         while not refuses(sender):
             time.sleep(0.01)
-        with pytest.raises(
-            ServerFailure, match=r"1 of 2 data ranks did not subscribe .* Start the trainer"
-        ):
+        told = r"1 of 2 data ranks did not subscribe .* Start the trainer"
+        with pytest.raises(ServerFailure, match=told):
             sender.send(2, [b"", b""])
         sender._options = options
-        ranks[1] = stack.enter_context(
-            closing(ZmqReceiver(options.zmq_port, 1))
-        )  # a trainer that starts anew
+        ranks[1] = receiver(stack, options, 1)  # a trainer that starts anew
         sender.send(2, [b"a", b"b"])
         assert [rank.receive(2, lambda: False) for rank in ranks] == [b"a", b"b"]
+
+
+def receiver(stack: ExitStack, options: PrimeRLOptions, rank: int) -> ZmqReceiver:
+    return stack.enter_context(closing(ZmqReceiver(options.zmq_port, rank)))
 
 
 def refuses(sender: ZmqSender) -> bool:
@@ -220,13 +214,8 @@ def test_a_version_is_acknowledged_before_its_write_and_taken_after_its_end(tmp_
 
 
 def test_a_trainer_that_never_offers_is_named_with_the_folder_and_the_key(tmp_path: Path) -> None:
-    with pytest.raises(
-        ServerFailure,
-        match=(
-            r"did not offer policy v0 in .*broadcasts within sync_wait_s = 0.2 s .*no policy has"
-            r" come yet"
-        ),
-    ):
+    told = r"v0 in .*broadcasts within sync_wait_s = 0.2 s .*no policy has come yet"
+    with pytest.raises(ServerFailure, match=f"did not offer policy {told}"):
         broadcasts(tmp_path).take(0)
 
 
@@ -236,9 +225,8 @@ def test_an_offer_that_is_never_finished_is_told_apart(tmp_path: Path) -> None:
         broadcasts(tmp_path).take(0)
     (folder / ".started").touch()
     (folder / ".receiver_ready").unlink()
-    with pytest.raises(
-        ServerFailure, match="heard back, but it began to write it and did not finish"
-    ):
+    told = "heard back, but it began to write it and did not finish"
+    with pytest.raises(ServerFailure, match=told):
         broadcasts(tmp_path).take(0)
 
 
@@ -269,9 +257,8 @@ def test_a_trainer_that_starts_anew_is_answered_again(tmp_path: Path) -> None:
 
 def test_a_trainer_ahead_of_the_run_is_not_followed(tmp_path: Path) -> None:
     Broadcaster(tmp_path).offer(7)
-    with pytest.raises(
-        ServerFailure, match=r"offers policy v7 .*has sent 3 batches. Resume the trainer at step 3"
-    ):
+    told = r"offers policy v7 .*has sent 3 batches. Resume the trainer at step 3"
+    with pytest.raises(ServerFailure, match=told):
         broadcasts(tmp_path).take(3)
     assert not (tmp_path / "broadcasts" / "step_7" / ".receiver_ready").exists()
 
@@ -312,11 +299,8 @@ def server(learner: LocalBackend, tmp_path: Path) -> Iterator[InferenceServer]:
 def prime(
     folder: Path, server: InferenceServer, transport: str = "filesystem", **sections: Any
 ) -> Any:
-    options = (
-        FAST
-        | {"transport": transport, "output_dir": str(folder / "shared")}
-        | sections.pop("options", {})
-    )
+    options = FAST | {"transport": transport, "output_dir": str(folder / "shared")}
+    options |= sections.pop("options", {})
     backend = {"backend": "prime_rl", "options": options}
     return small(folder / "run", backend=backend, inference={"url": server.url}, **sections)
 
@@ -325,11 +309,9 @@ def prime(
 def trainer_of(config: Any, learner: LocalBackend, **settings: Any) -> Iterator[Trainer]:
     options = config.backend.prime_rl
     folder = output_dir(config)
-    receiver = (
-        ZmqReceiver(options.zmq_port)
-        if options.transport == "zmq"
-        else FileReceiver(folder, settings.pop("where", "rollouts"))
-    )
+    where = settings.pop("where", "rollouts")
+    by_zmq = options.transport == "zmq"
+    receiver = ZmqReceiver(options.zmq_port) if by_zmq else FileReceiver(folder, where)
     trainer = Trainer(learner, folder, receiver, **{"steps": config.training.max_steps, **settings})
     trainer.start()
     try:
@@ -355,18 +337,17 @@ def test_a_run_trains_through_the_wire(
         trainer.join(timeout=20)
     assert trainer.error is None and sorted(trainer.batches) == [1, 2, 3, 4]
     records = run.records()
-    assert [record.loss for record in records] == [None] * 4 and all(
-        record.loss_is_placeholder for record in records
-    )
+    assert [record.loss for record in records] == [None] * 4
+    assert all(record.loss_is_placeholder for record in records)
     sent = [
         sum(1 for batch in trainer.batches[step] for _ in rows_of(batch)) for step in (1, 2, 3, 4)
     ]
     assert sent == [record.num_datums for record in records] and sum(sent)
     assert [path for path, _ in server.calls].count("/load_lora_adapter") == 5  # v0 to v4
     assert server.stale == 0 and max(trainer.differences) < 1e-3
-    assert (run.folder / "checkpoints" / "final" / "adapter_model.safetensors").read_bytes() == (
-        tmp_path / "shared" / "broadcasts" / "step_4" / "adapter_model.safetensors"
-    ).read_bytes()
+    folders = run.folder / "checkpoints" / "final", tmp_path / "shared" / "broadcasts" / "step_4"
+    own, served = ((one / "adapter_model.safetensors").read_bytes() for one in folders)
+    assert own == served
 
 
 @pytest.mark.slow
@@ -385,18 +366,12 @@ def test_a_run_whose_trainer_dies_while_a_step_is_sampled_is_saved_and_goes_on(
             return usual(body)
 
         monkeypatch.setattr(server, "_inference_v1_generate", dies)
-        with pytest.raises(
-            ServerFailure,
-            match=(
-                r"1 of 1 data ranks did not subscribe .* The run is saved after 2 steps: continue"
-                r" with"
-            ),
-        ):
+        told = r"1 of 1 data ranks did not subscribe .* The run is saved after 2 steps: continue"
+        with pytest.raises(ServerFailure, match=f"{told} with"):
             small_run(config, quiet=True)
     monkeypatch.undo()
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [
-        "step_000002"
-    ]
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    assert saved.name == "step_000002"
     with trainer_of(config, learner, first=3) as trainer:
         again = small_run(replaced(config, {"resume.from": str(tmp_path / "run")}), quiet=True)
     assert trainer.error is None and [record.step for record in again.records()] == [0, 1, 2, 3]
@@ -410,11 +385,9 @@ def test_a_step_that_was_sent_in_part_is_not_called_saved(
 
     monkeypatch.setattr(ZmqSender, "send", breaks)
     config = prime(tmp_path, server, "zmq", options={"zmq_port": free_port(2)})
-    told = (
-        r"Half of it was sent\. Step 0 was under way and is not on disk; the run has no"
-        r" checkpoint yet, so a resume begins at step 0"
-    )
-    with trainer_of(config, learner), pytest.raises(ServerFailure, match=told):
+    told = "Step 0 was under way and is not on disk; the run has no checkpoint yet, so a resume"
+    refused = pytest.raises(ServerFailure, match=rf"Half of it was sent\. {told} begins at step 0")
+    with trainer_of(config, learner), refused:
         small_run(config, quiet=True)
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
@@ -462,18 +435,14 @@ def test_the_documented_block_runs_with_a_later_trainer_and_is_resumed(
     shared = tmp_path / "shared"
     gone = Trainer(learner, shared, FileReceiver(shared, "batches"), steps=2)
     gone.start()
-    with pytest.raises(
-        ServerFailure, match=r"did not offer policy v4 .*continue with `retrain .* --resume"
-    ):
+    told = r"did not offer policy v4 .*continue with `retrain .* --resume"
+    with pytest.raises(ServerFailure, match=told):
         small_run(replaced(config, {"training.max_steps": 8}), quiet=True)
     gone.stop()
-    with trainer_of(
-        config, learner, first=3, steps=6, where="batches"
-    ) as trainer:  # batches 3 and 4 still lie there
-        run = small_run(
-            replaced(config, {"training.max_steps": 6, "resume.from": str(tmp_path / "run")}),
-            quiet=True,
-        )
+    again = replaced(config, {"training.max_steps": 6, "resume.from": str(tmp_path / "run")})
+    # Batches 3 and 4 still lie there.
+    with trainer_of(config, learner, first=3, steps=6, where="batches") as trainer:
+        run = small_run(again, quiet=True)
         trainer.join(timeout=20)
     assert trainer.error is None and sorted(trainer.batches) == [3, 4, 5, 6]
     assert [record.step for record in run.records()] == [0, 1, 2, 3, 4, 5]
@@ -496,11 +465,8 @@ def test_whole_weights_are_read_while_the_server_stands_and_it_always_resumes(
     except ServerFailure as error:
         said = str(error)
     pool.close()
-    assert [path for path, _ in server.calls] == [
-        "/pause?mode=keep&clear_cache=false",
-        "/update_weights",
-        "/resume",
-    ]
+    pause = "/pause?mode=keep&clear_cache=false"
+    assert [path for path, _ in server.calls] == [pause, "/update_weights", "/resume"]
     assert server.calls[1][1] == {"weight_dir": str(folder)} and not server.paused
     assert (said is not None and "answered 400: injected" in said) is refused
 
@@ -519,9 +485,8 @@ def test_raw_logprobs_are_found_out(
     raw = [{"token_id": token, "logprob": -1.0} for token in (3, 4)]
     answer = {"choices": [{"logprobs": {"content": [{"top_logprobs": raw}]}}]}
     monkeypatch.setattr(server, "_inference_v1_generate", lambda body: answer)
-    with pytest.raises(
-        ServerFailure, match=r"up to 0\.736\)\. Start it with logprobs_mode = processed_logprobs"
-    ):
+    told = r"up to 0\.736\)\. Start it with logprobs_mode = processed_logprobs"
+    with pytest.raises(ServerFailure, match=told):
         check()
     pool.close()
 
@@ -529,9 +494,8 @@ def test_raw_logprobs_are_found_out(
 def test_kept_sets_of_an_answer_reach_the_wire() -> None:
     """The server lists the tokens of each set, and the trainer renormalises over them."""
     sets = ([5, 2], [7], [1, 2, 3])
-    completion = Completion(
-        0, 0, np.array([5, 7, 3], np.int32), np.zeros(3, np.float32), None, FinishReason.LENGTH
-    )
+    ids, logprobs = np.array([5, 7, 3], np.int32), np.zeros(3, np.float32)
+    completion = Completion(0, 0, ids, logprobs, None, FinishReason.LENGTH)
     completion = replace(completion, kept_ids=tuple(np.array(ids, np.int32) for ids in sets))
     prompt = Prompt(Example("", ""), "", np.array([1, 2], np.int32))
     (sent,) = Row.of(prompt, Trajectory.of(completion), np.ones(3, np.float32), 0)
@@ -542,15 +506,11 @@ def test_kept_sets_of_an_answer_reach_the_wire() -> None:
 
 def test_a_campaign_and_the_kept_denominator_are_refused(tmp_path: Path) -> None:
     conditions = [{"advantage_mode": "grpo", "transform_mode": "none"}]
-    with pytest.raises(ConfigurationError, match="all runs of a campaign would feed one trainer"):
-        small(
-            tmp_path,
-            backend={"backend": "prime_rl"},
-            campaign={"seeds": [1], "conditions": conditions},
-        )
-    with pytest.raises(ConfigurationError, match="divides by all sampled tokens"):
-        small(
-            tmp_path,
-            backend={"backend": "prime_rl"},
-            algorithm={"surprisal_mask_denominator": "kept"},
-        )
+    campaign = {"campaign": {"seeds": [1], "conditions": conditions}}
+    kept = {"algorithm": {"surprisal_mask_denominator": "kept"}}
+    for sections, told in (
+        (campaign, "all runs of a campaign would feed one trainer"),
+        (kept, "divides by all sampled tokens"),
+    ):
+        with pytest.raises(ConfigurationError, match=told):
+            small(tmp_path, backend={"backend": "prime_rl"}, **sections)

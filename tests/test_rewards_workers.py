@@ -47,11 +47,8 @@ def children(pid: int) -> set[int]:
         ["ps", "-e", "-o", "pid=,ppid=,stat=,comm="], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     rows = [row.split(maxsplit=3) for row in listed]
-    return {
-        int(row[0])
-        for row in rows
-        if int(row[1]) == pid and not row[2].startswith("Z") and row[3] != "ps"
-    }
+    own = [row for row in rows if int(row[1]) == pid and row[3] != "ps"]
+    return {int(row[0]) for row in own if not row[2].startswith("Z")}
 
 
 def descendants(pid: int) -> set[int]:
@@ -195,10 +192,8 @@ def test_every_module_that_catches_exception_lets_memory_errors_alone_through() 
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     found = [line.split() for line in done.stdout.splitlines()]
-    assert {name.partition(".")[0] for name, _, _ in found} == {
-        "math_verify",
-        "latex2sympy2_extended",
-    }
+    libraries = {name.partition(".")[0] for name, _, _ in found}
+    assert libraries == {"math_verify", "latex2sympy2_extended"}
     assert all((caught == "True") == (kind != "MemoryError") for _, kind, caught in found)
 
 
@@ -210,13 +205,8 @@ def test_an_import_does_not_count_against_the_deadline(
         "import time\ntime.sleep(2)\ndef score(response, reference): return 1.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    job = {
-        "handler": "slow_to_import.score",
-        "response": "",
-        "reference": "",
-        "prompt": "",
-        "example": {"prompt": "", "reference": ""},
-    }
+    text = {"prompt": "", "reference": ""}
+    job = {"handler": "slow_to_import.score", "response": "", **text, "example": text}
     with pool_of(WorkerSetup(rewards=("slow_to_import.score",)), deadline_s=1.0) as pool:
         assert pool.submit(job).result(60) == PartScore(1.0)
 
@@ -226,9 +216,8 @@ def test_many_threads_may_submit_and_each_gets_its_own_verdict() -> None:
         verdicts: dict[int, float | None] = {}
 
         def ask(number: int) -> None:
-            verdicts[number] = (
-                verify(pool, rf"\frac{{{2 * number}}}{{2}}", str(number % 5)).result(60).value
-            )
+            asked = verify(pool, rf"\frac{{{2 * number}}}{{2}}", str(number % 5))
+            verdicts[number] = asked.result(60).value
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
         for thread in threads:

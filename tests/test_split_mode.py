@@ -39,13 +39,8 @@ def run(
     folder: Path, sections: dict[str, Any] | None = None, **training: Any
 ) -> list[dict[str, Any]]:
     resume = {"resume": {"from": str(folder)}} if folder.exists() else {}
-    split = small(
-        folder,
-        backend={"devices": "gpu:0,gpu:1"},
-        training={"max_steps": 8, **training},
-        **resume,
-        **(sections or {}),
-    )
+    more = {"training": {"max_steps": 8, **training}, **resume, **(sections or {})}
+    split = small(folder, backend={"devices": "gpu:0,gpu:1"}, **more)
     with two_devices():
         small_run(split, quiet=True)
     return timeless(folder / "metrics.jsonl")

@@ -9,7 +9,7 @@ from tokenizers_for_tests import byte_level, characters, render_prompt, sentence
 from transformers import GenerationConfig, LlamaConfig
 
 from retrain.config.schema import Data, Model
-from retrain.data.chat import BOXED_INSTRUCTION, encode_texts
+from retrain.data.chat import encode_texts
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.text import eos_token_ids, load_text_model, load_tokenizer
 from retrain.types import ChatMessage, Example
@@ -18,11 +18,8 @@ EXAMPLE = Example("What is 12+30?", "42", example_id="one")
 
 
 def conversation(*turns: tuple[str, str]) -> Example:
-    return Example(
-        [ChatMessage(role=role, content=content) for role, content in turns],
-        "42",
-        example_id="talk",
-    )
+    messages = [ChatMessage(role=role, content=content) for role, content in turns]
+    return Example(messages, "42", example_id="talk")
 
 
 def data(**keys) -> Data:
@@ -31,10 +28,31 @@ def data(**keys) -> Data:
 
 # ---- prompts
 
+TALK = [("user", "hello"), ("assistant", "hi"), ("user", "12+30?")]
+OWN = [("system", "Own."), ("user", "12+30?")]
+BOXED = "What is 12+30?\n\nReason step by step and put the final answer in \\boxed{}."
+SET = {"source": "math", "prompt_template": r"Q: {prompt} Answer in \boxed{}"}
 
-def test_a_text_prompt_becomes_one_user_message_and_ends_where_the_assistant_begins():
-    text, _ = render_prompt(byte_level(), EXAMPLE, data())
-    assert text == "<|im_start|>user\nWhat is 12+30?<|im_end|>\n<|im_start|>assistant\n"
+
+@pytest.mark.parametrize(
+    ("talk", "keys", "rendered"),
+    [
+        ([("user", "What is 12+30?")], {"source": "math"}, [("user", BOXED)]),
+        ([("user", "What is 12+30?")], {"source": "gsm8k"}, [("user", BOXED)]),
+        ([("user", "a")], {}, [("user", "a")]),
+        ([("user", "a")], SET, [("user", r"Q: a Answer in \boxed{}")]),
+        ([("user", "a")], {"source": "math", "prompt_template": "{prompt}"}, [("user", "a")]),
+        ([("user", "a{prompt}")], {"prompt_template": "<{prompt}>"}, [("user", "<a{prompt}>")]),
+        (TALK, {"prompt_template": "Solve: {prompt}"}, [*TALK[:2], ("user", "Solve: 12+30?")]),
+        (OWN, {"system_prompt": "Configured."}, OWN),
+    ],
+)
+def test_a_prompt_has_its_instruction_and_ends_where_the_assistant_begins(talk, keys, rendered):
+    """The source's instruction or the template goes around the last user message alone."""
+    example = conversation(*talk) if len(talk) > 1 else Example(talk[0][1], "42")
+    text, _ = render_prompt(byte_level(), example, data(**keys))
+    turns = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in rendered)
+    assert text == f"{turns}<|im_start|>assistant\n"
 
 
 def test_the_ids_are_those_of_the_chat_template():
@@ -49,49 +67,6 @@ def test_the_ids_are_those_of_the_chat_template():
     )
     assert ids.tolist() == own
     assert ids.dtype == "int32"
-
-
-@pytest.mark.parametrize("source", ["math", "gsm8k"])
-def test_math_and_gsm8k_prompts_end_with_the_box_instruction(source):
-    text, _ = render_prompt(byte_level(), EXAMPLE, data(source=source))
-    assert f"{EXAMPLE.prompt}\n\n{BOXED_INSTRUCTION}<|im_end|>" in text
-    assert BOXED_INSTRUCTION == r"Reason step by step and put the final answer in \boxed{}."
-
-
-def test_a_template_that_was_set_replaces_the_instruction_and_keeps_other_braces():
-    text, _ = render_prompt(
-        byte_level(),
-        EXAMPLE,
-        data(source="math", prompt_template=r"Q: {prompt} Answer in \boxed{}"),
-    )
-    assert r"user" + "\n" + r"Q: What is 12+30? Answer in \boxed{}<|im_end|>" in text
-    assert "Reason step" not in text
-
-
-def test_a_bare_template_leaves_the_prompt_as_it_is():
-    text, _ = render_prompt(byte_level(), EXAMPLE, data(source="math", prompt_template="{prompt}"))
-    assert "user\nWhat is 12+30?<|im_end|>" in text
-
-
-def test_a_prompt_with_the_placeholder_in_it_is_not_expanded():
-    text, _ = render_prompt(
-        byte_level(), Example("say {prompt}", "x"), data(prompt_template="<{prompt}>")
-    )
-    assert "<say {prompt}>" in text
-
-
-def test_the_template_goes_around_the_last_user_message_of_a_conversation():
-    talk = conversation(("user", "hello"), ("assistant", "hi"), ("user", "12+30?"))
-    text, _ = render_prompt(byte_level(), talk, data(prompt_template="Solve: {prompt}"))
-    assert "user\nhello<|im_end|>" in text
-    assert "user\nSolve: 12+30?<|im_end|>" in text
-
-
-def test_an_examples_own_system_message_wins():
-    talk = conversation(("system", "Own."), ("user", "12+30?"))
-    text, _ = render_prompt(byte_level(), talk, data(system_prompt="Configured."))
-    assert "Own." in text
-    assert "Configured." not in text
 
 
 def test_chat_template_args_reach_the_template():
@@ -113,10 +88,8 @@ def test_a_template_that_asks_for_the_date_gets_that_of_the_first_start():
     text, _ = render_prompt(
         tokenizer, EXAMPLE, data(chat_template_args={"strftime_now": "2020-02-03"})
     )
-    assert (
-        text.startswith("03 Feb 2020<")
-        and "2020" not in render_prompt(tokenizer, EXAMPLE, data())[0]
-    )
+    assert text.startswith("03 Feb 2020<")
+    assert "2020" not in render_prompt(tokenizer, EXAMPLE, data())[0]
 
 
 def test_an_argument_that_retrain_sets_itself_is_refused():
@@ -190,21 +163,14 @@ def test_a_plain_prompt_gets_one_bos_and_no_eos():
         assert tokenizer.eos_token_id not in ids
 
 
-def test_a_template_that_writes_bos_does_not_get_a_second_one():
+@pytest.mark.parametrize("bos", ["{{ bos_token }}", ""])
+def test_a_template_decides_about_bos_alone(bos):
     tokenizer = deepcopy(sentencepiece())
-    tokenizer.chat_template = (
-        "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    )
+    body = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.chat_template = f"{bos}{body}"
     _, ids = render_prompt(tokenizer, EXAMPLE, data())
-    assert ids.tolist().count(tokenizer.bos_token_id) == 1
+    assert ids.tolist().count(tokenizer.bos_token_id) == bool(bos)
     assert tokenizer.eos_token_id not in ids
-
-
-def test_a_template_without_bos_gets_none():
-    tokenizer = deepcopy(sentencepiece())
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    _, ids = render_prompt(tokenizer, EXAMPLE, data())
-    assert tokenizer.bos_token_id not in ids
 
 
 # ---- the tokens that end a completion
@@ -250,18 +216,14 @@ def test_the_text_side_of_a_folder_needs_no_weights(tmp_path):
     assert text.tokenizer("Let me")["input_ids"] == byte_level()("Let me")["input_ids"]
 
 
-def test_a_missing_folder_is_one_sentence(tmp_path):
-    with pytest.raises(
-        EnvironmentFailure, match=r'is not a folder on this machine; name one, .* or "lab"'
-    ) as failure:
-        load_tokenizer(str(tmp_path / "nothing"))
-    assert "\n" not in str(failure.value)
-
-
-def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path):
-    with pytest.raises(EnvironmentFailure, match="did not load from the folder") as failure:
-        load_tokenizer(str(tmp_path))
-    assert "\n" not in str(failure.value)
+def test_a_missing_folder_or_one_without_a_tokenizer_is_one_sentence(tmp_path):
+    for name, said in (
+        ("nothing", r'is not a folder on this machine; name one, .* or "lab"'),
+        ("", "did not load from the folder"),
+    ):
+        with pytest.raises(EnvironmentFailure, match=said) as failure:
+            load_tokenizer(str(tmp_path / name))
+        assert "\n" not in str(failure.value)
 
 
 OFFLINE = """

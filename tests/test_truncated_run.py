@@ -3,28 +3,23 @@ refused.
 """
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from runs import lines, small
+from runs import lines, quiet_run, small
 
 from retrain import train
 from retrain.cli.main import main
 from retrain.config.needs import refusals
-from retrain.errors import ConfigurationError, RunFailed
+from retrain.errors import ConfigurationError
 from retrain.inference_engine.pytorch import PyTorchEngine
-from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.memory import predict_memory
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import read_tokens
 from retrain.run.notes import notes
-from retrain.types import Completion
-from tests.marks import first_of
-from tests.runs import small_run
 
 TRUNCATED: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
 
@@ -34,13 +29,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logs") / "run"
     training = {"max_steps": 2, "batch_size": 3, "temperature": 1.3, **TRUNCATED}
     loss = {"kl_coef": 0.1, "entropy_coef": 0.01}
-    config = small(
-        folder,
-        training=training,
-        loss=loss,
-        logging={"tokens_every": 1},
-        evaluation={"at_end": True, "max_examples": 2},
-    )
+    more = {"logging": {"tokens_every": 1}, "evaluation": {"at_end": True, "max_examples": 2}}
+    config = small(folder, training=training, loss=loss, **more)
     return train(config, quiet=True).folder
 
 
@@ -55,15 +45,12 @@ def test_every_step_of_a_truncated_run_starts_at_ratio_one(run: Path) -> None:
 def test_the_token_file_holds_how_many_tokens_each_one_was_drawn_from(run: Path) -> None:
     table = read_tokens(RunFolder(run).step_tokens(1))
     assert table.kept is not None and table.kept.dtype == np.int32
-    assert (
-        table.kept.shape == table.token_ids.shape and 1 == table.kept.min() < table.kept.max() <= 20
-    )
+    assert table.kept.shape == table.token_ids.shape
+    assert 1 == table.kept.min() < table.kept.max() <= 20
     alone = table.kept == 1
-    assert (
-        (table.logprobs[alone] == 0).all()
-        and table.entropies is not None
-        and (table.entropies[alone] == 0).all()
-    )
+    assert (table.logprobs[alone] == 0).all()
+    assert table.entropies is not None
+    assert (table.entropies[alone] == 0).all()
     assert (table.logprobs[~alone] < 0).all()
 
 
@@ -72,42 +59,10 @@ def test_inspect_shows_the_kept_count_of_every_token(
 ) -> None:
     assert main(["inspect", str(run), "--json"]) == 0
     for completion in json.loads(capsys.readouterr().out)["completions"]:
-        assert (
-            len(completion["kept"]) == len(completion["token_ids"]) and min(completion["kept"]) >= 1
-        )
+        assert len(completion["kept"]) == len(completion["token_ids"])
+        assert min(completion["kept"]) >= 1
     assert main(["inspect", str(run), "--table", "--against", "gtpo"]) == 0
     assert " kept " in capsys.readouterr().out
-
-
-def break_engine(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[Completion], Completion]
-) -> None:
-    real = TorchEngine.sample
-
-    def broken(engine: TorchEngine, requests: Any) -> Iterator[Completion]:
-        yield from map(change, real(engine, requests))
-
-    monkeypatch.setattr(TorchEngine, "sample", broken)
-
-
-@pytest.mark.parametrize(
-    "change",
-    first_of(
-        [
-            lambda done: replace(done, kept=done.kept + 1),
-            lambda done: replace(done, kept=None),
-            lambda done: replace(done, logprobs=done.logprobs + np.float32(np.log(0.9))),
-        ]
-    ),
-    ids=["one token too many", "no counts", "log-probs of the whole distribution"],
-)
-def test_the_gate_stops_an_engine_whose_kept_sets_are_not_what_it_drew_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Completion], Completion]
-) -> None:
-    break_engine(monkeypatch, change)
-    with pytest.raises(RunFailed, match="Parity gate"):
-        train(small(tmp_path / "run", training={"temperature": 1.3, **TRUNCATED}), quiet=True)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_an_engine_that_cannot_give_kept_sets_is_refused(
@@ -123,7 +78,7 @@ def test_an_engine_that_cannot_give_kept_sets_is_refused(
             r' .* leave it off, or use engine = "pytorch"'
         ),
     ):
-        small_run(small(tmp_path / "run", training={"top_p": 0.9}), quiet=True)
+        quiet_run(tmp_path / "run", training={"top_p": 0.9})
     monkeypatch.undo()
     without = replace(declared, kept_set=False)
     assert not list(refusals(small(tmp_path), engine=without))
@@ -134,9 +89,7 @@ def test_a_run_says_that_it_is_truncated_and_counts_the_memory(tmp_path: Path) -
     whole, cut = small(tmp_path), small(tmp_path, training={"top_p": 0.9}, loss={"kl_coef": 0.1})
     assert not any("kept token" in note for note in notes(whole))
     (note,) = [note for note in notes(cut) if "kept token" in note]
-    assert (
-        note.startswith("[training] top_p = 0.9: retrain samples and trains")
-        and "whole distribution of [loss] kl_reference" in note
-    )
+    assert note.startswith("[training] top_p = 0.9: retrain samples and trains")
+    assert "whole distribution of [loss] kl_reference" in note
     larger, smaller = (predict_memory(config).turns for config in (cut, whole))
     assert larger[0] > smaller[0] and larger[1] >= smaller[1]

@@ -25,7 +25,7 @@ from retrain.types import MachineChoices
 from tests.fake_device import DEVICE, on_device
 from tests.learner_models import config_for, make_rows
 from tests.plain_attention import plain
-from tests.segments import SEGMENTS, row_by_row
+from tests.segments import SEGMENTS
 
 CPU = torch.device("cpu")
 ORACLE = FusedAttention(packed=plain, fits=lambda query: True)
@@ -74,12 +74,6 @@ def test_one_call_equals_the_masked_attention_in_values_and_gradients(
         torch.testing.assert_close(of_found, of_expected, rtol=1e-10, atol=1e-10)
 
 
-def test_both_equal_rows_that_are_alone() -> None:
-    packed = [tensor.detach().float() for tensor in inputs(SEGMENTS[-1].stop)]
-    found = PackedAttention(SEGMENTS, 1000, ORACLE, CPU).attention(*packed, 0.3, None, None)
-    torch.testing.assert_close(found, row_by_row(*packed), rtol=1e-5, atol=1e-6)
-
-
 def test_prompts_of_a_pass_are_one_call() -> None:
     packed = [tensor.detach() for tensor in inputs(14)]
     found, expected = (
@@ -125,13 +119,9 @@ def test_the_learner_attends_once_a_layer_and_builds_no_mask(checkpointing: bool
     config = config_for()
     with ExitStack() as stack:
         base, adapter = on_device(config, torch.bfloat16, stack)
-        learner = Learner(
-            base,
-            adapter,
-            config,
-            MachineChoices(1, 8, 1024, 1024, checkpointing),
-            FusedDecoder(base.model, merge=False),
-        )
+        choices = MachineChoices(1, 8, 1024, 1024, checkpointing)
+        fused = FusedDecoder(base.model, merge=False)
+        learner = Learner(base, adapter, config, choices, fused)
         learner._kernel = attention_of("default", "cuda", torch.bfloat16)
         rows = [
             LearnerRow(number, row, row.logprobs, row.logprobs, row.logprobs)

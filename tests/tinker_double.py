@@ -137,17 +137,15 @@ class TrainingClient:
         logits = logits - logits.max(-1, keepdims=True)
         probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
         assert len(datum.model_input.ids) == len(datum["target_tokens"])
-        return probabilities, np.log(
-            np.take_along_axis(probabilities, datum["target_tokens"][:, None], 1)[:, 0]
-        )
+        targets = datum["target_tokens"][:, None]
+        return probabilities, np.log(np.take_along_axis(probabilities, targets, 1)[:, 0])
 
     def _outputs(self, data: list[Datum]) -> Output:
         double.sent.append(data)
-        logprobs = [
-            np.full_like(scored, np.nan) if double.broken else scored
-            for _, scored in map(self._scored, data)
-        ]
-        return Output([{"logprobs": TensorData(one.astype(np.float32))} for one in logprobs])
+        logprobs = [self._scored(datum)[1].astype(np.float32) for datum in data]
+        if double.broken:
+            logprobs = [np.full_like(one, np.nan) for one in logprobs]
+        return Output([{"logprobs": TensorData(one)} for one in logprobs])
 
     def forward(self, data: list[Datum], loss_fn: str) -> Answer:
         assert loss_fn == "cross_entropy"
@@ -168,19 +166,16 @@ class TrainingClient:
         """
         import torch
 
-        assert all(set(datum.loss_fn_inputs) <= {"target_tokens", "weights"} for datum in data), (
-            "the SDK refuses other inputs"
-        )
+        # The SDK refuses other inputs.
+        assert all(set(datum.loss_fn_inputs) <= {"target_tokens", "weights"} for datum in data)
         scored = self.forward(data, "cross_entropy").result(timeout=1).loss_fn_outputs
         logprobs = [torch.tensor(one["logprobs"].to_numpy()).requires_grad_() for one in scored]
         loss, metrics = loss_fn(data, logprobs)
         assert all(isinstance(value, float) for value in metrics.values())
         loss.backward()
         double.losses.append(("custom", None))
-        return Answer(
-            "forward_backward",
-            lambda: self._cross_entropy(data, [-one.grad.numpy() for one in logprobs]),
-        )
+        weights = [-one.grad.numpy() for one in logprobs]
+        return Answer("forward_backward", lambda: self._cross_entropy(data, weights))
 
     def _cross_entropy(self, data: list[Datum], weights: list[Any]) -> Output:
         """The gradient of the sum of -log p * weight over all positions."""
@@ -221,22 +216,16 @@ class TrainingClient:
         return Answer("load_state", lambda: None)
 
     def save_state(self, name: str) -> Answer:
-        return Answer(
-            "save_state", lambda: Output(path=self._kept(f"tinker://{self.run}/weights/{name}"))
-        )
+        return Answer("save_state", lambda: self._kept("weights", name))
 
     def save_weights_for_sampler(self, name: str) -> Answer:
-        return Answer(
-            "save_weights_for_sampler",
-            lambda: Output(path=self._kept(f"tinker://{self.run}/sampler_weights/{name}")),
-        )
+        return Answer("save_weights_for_sampler", lambda: self._kept("sampler_weights", name))
 
-    def _kept(self, path: str) -> str:
+    def _kept(self, kind: str, name: str) -> Output:
+        path, own = f"tinker://{self.run}/{kind}/{name}", self.weights
         assert path not in double.kept, "a name is used once"
-        double.kept[path] = Weights(
-            self.weights.logits.copy(), self.weights.gradient.copy(), self.weights.steps
-        )
-        return path
+        double.kept[path] = Weights(own.logits.copy(), own.gradient.copy(), own.steps)
+        return Output(path=path)
 
     def save_weights_and_get_sampling_client(self) -> Answer:
         return Answer("sampler", lambda: SamplingClient(self.weights.logits.copy()))
@@ -249,12 +238,10 @@ class SamplingClient:
     def sample(
         self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
     ) -> Answer:
-        return Answer(
-            "sample",
-            lambda: Sampled(
-                [self._one(prompt, sampling_params, number) for number in range(num_samples)]
-            ),
-        )
+        def all_of_them() -> Sampled:
+            return Sampled([self._one(prompt, sampling_params, one) for one in range(num_samples)])
+
+        return Answer("sample", all_of_them)
 
     def _one(self, prompt: ModelInput, params: SamplingParams, number: int) -> Sequence:
         noise = np.random.default_rng((params.seed, number))
@@ -282,9 +269,8 @@ class ServiceClient:
     def create_lora_training_client(
         self, base_model: str, rank: int, seed: int, train_unembed: bool
     ) -> Answer:
-        double.created.append(
-            {"base_model": base_model, "rank": rank, "seed": seed, "train_unembed": train_unembed}
-        )
+        asked = {"base_model": base_model, "rank": rank, "seed": seed}
+        double.created.append({**asked, "train_unembed": train_unembed})
         logits = np.random.default_rng(seed).normal(0, 0.5, (VOCABULARY, VOCABULARY))
         return Answer("create", lambda: TrainingClient(Weights(logits, np.zeros_like(logits))))
 

@@ -1,6 +1,6 @@
 """Wrong inputs and the sentence that each gets.
 
-A printed case is run through the command line as a user would, in a folder of its own, by
+A case is run through the command line as a user would, in a folder of its own, by
 tests/test_cli_wrong_inputs.py. A case whose sentence comes at loading is checked by
 tests/test_config_errors.py, which is cheap.
 """
@@ -48,12 +48,8 @@ class Case:
     code: int = 2
     """The exit code."""
 
-    @property
-    def title(self) -> str:
-        return " ".join(f"{self.words} {self.toml or ''}".split())[:90]
 
-
-AT_LOAD = {
+REFUSED = {
     '[algorithm]\nalgorithm_mode = "distill"': '"distill" needs a teacher; set teacher to "base", "answer" or the folder of an adapter',
     '[algorithm]\nalgorithm_mode = "distill"\nreference = "gold"\nreference_prompt = "{prompt}"': "[algorithm] teacher_prompt has no {answer}",
     '[data]\nchat_template_args = { strftime_now = "yesterday" }': '[data] chat_template_args: strftime_now = "yesterday" is not a day such as',
@@ -149,6 +145,16 @@ AT_LOAD = {
     '[algorithm]\nalgorithm_mode = "scalerll"\n': 'did you mean "scalerl"?',
     '[evaluation]\nsource = ["math500", "aime24"]\n[evaluation.tasks.amc23]\nsamples = 2\n': "source gives math500, aime24",
     '[evaluation]\nsource = "aime24"\n[evaluation.tasks.aime24]\nsample = 2\n': "a task takes samples, temperature, max_examples, path",
+    'reward.type = "judge"\nreward.judge_model = 5': "[reward] judge_model = 5 is an integer",
+    "campaign = {}\nsqueeze = {compress_to = 4, per_layer = true, output_path = 'out'}": "leave one of them out",
+    'evaluation.source = ["lab", "a/sums.jsonl", "b/sums.jsonl"]': 'names the task "sums" twice',
+    'data.source = "lab"\nevaluation.source = ["lab", ""]': "is not a source",
+    'evaluation = {source = "lab", tasks.lab = {temperature = 0.0, samples = 2}}': "2 equal",
+    'evaluation = {source = ["lab", "gsm8k"], k = [4], tasks.lab.samples = 2}': "asks for pass@4",
+}
+"""Of a configuration alone, the sentence that comes when it is loaded."""
+
+REFUSED_IN_PRINT = {
     "[training\nlr = 1": "is not valid TOML: ",
     "[trainng]\nlr = 1.0": "[trainng] is not a section; did you mean [training]?",
     "[training]\nbatch_sise = 4": "[training] batch_sise is not a key; did you mean batch_size?",
@@ -167,14 +173,9 @@ AT_LOAD = {
     '[reward]\ntype = ["match", "math"]\nweights = [1.0]': "weights has 1 numbers and type has 2 rewards",
     '[[campaign.conditions]]\nadvantage_mode = "grpo"\nlrr = 1.0': "lrr is not a key of a condition",
     '[campaign]\nconditions = [{advantage_mode = "a.f", transform_mode = "none"}, {advantage_mode = "b.f", transform_mode = "none"}]': 'are both called "f+none"',
-    '[evaluation]\nsource = "lab"\ntasks.lab = { temperature = 0.0, samples = 2 }': "2 equal",
-    '[data]\nsource = "lab"\n[evaluation]\nsource = ["lab", ""]': "is not a source",
-    '[evaluation]\nsource = ["lab", "a/sums.jsonl", "b/sums.jsonl"]': 'names the task "sums" twice',
-    '[evaluation]\nsource = ["lab", "gsm8k"]\nk = [4]\ntasks.lab.samples = 2': "asks for pass@4",
-    "[campaign]\n[squeeze]\ncompress_to = 4\nper_layer = true\noutput_path = 'out'": "leave one of them out",
-    '[reward]\ntype = "judge"\njudge_model = 5': "[reward] judge_model = 5 is an integer",
 }
-"""Of a configuration alone, the sentence that comes when it is loaded."""
+
+AT_LOAD = [*REFUSED.items(), *REFUSED_IN_PRINT.items()]
 
 AT_START = {
     "[training]\nbatch_size = 0": "at least 1",
@@ -238,7 +239,7 @@ ADAPTER = '[squeeze]\nadapter_path = "old"'
 LORA = '{"peft_type": "LORA", "r": 8, "lora_alpha": 16}'
 
 CASES = [
-    *(Case(says, toml) for toml, says in AT_START.items()),
+    *(Case(says, toml) for toml, says in (REFUSED_IN_PRINT | AT_START).items()),
     *(Case(says, words=words) for words, says in COMMANDS.items()),
     *(Case(says, None, words) for words, says in WITHOUT_A_FILE.items()),
     Case("gpu:7", '[backend]\ndevices = "gpu:7"', code=3),
