@@ -60,50 +60,21 @@ def test_all_problems_of_a_file_come_at_once() -> None:
     )
 
 
-def test_a_wrong_value_is_not_reported_again_by_a_rule_about_its_default() -> None:
-    """judge_model has the wrong type; that the judge then lacks a model would be a second, false
-    complaint.
-    """
-    with pytest.raises(ConfigurationError) as caught:
-        config_from_toml('[reward]\ntype = "judge"\njudge_model = 5')
-    assert len(caught.value.problems) == 1
-
-
-@pytest.mark.parametrize("engine", [name for name in builtin_names("engine") if name != "pytorch"])
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        *(("inference", name) for name in builtin_names("engine") if name != "pytorch"),
+        ("backend", "tinker"),
+        ("backend", "prime_rl"),
+    ],
+)
 @pytest.mark.parametrize("kind", ["shannon_entropy", "entropy", "token_entropy"])
-def test_shannon_entropy_is_refused_with_every_built_in_engine_but_pytorch(
-    engine: str, kind: str
-) -> None:
-    with pytest.raises(
-        ConfigurationError,
-        match=f'uncertainty_kind = "shannon_entropy" with engine = "{engine}": it returns log-probs',
-    ):
-        config_from_mapping(
-            {"algorithm": {"uncertainty_kind": kind}, "inference": {"engine": engine}}
-        )
-
-
-@pytest.mark.parametrize("backend", ["tinker", "prime_rl"])
-def test_shannon_entropy_is_refused_with_every_built_in_backend_but_local(backend: str) -> None:
-    with pytest.raises(
-        ConfigurationError,
-        match=f'"shannon_entropy"}} with backend = "{backend}": it returns log-probs',
-    ):
-        config_from_mapping(
-            {
-                "algorithm": {"transform_params": {"uncertainty_kind": "shannon_entropy"}},
-                "backend": {"backend": backend},
-            }
-        )
-
-
-def test_shannon_entropy_is_allowed_where_logits_are() -> None:
-    assert (
-        config_from_mapping(
-            {"algorithm": {"uncertainty_kind": "shannon"}}
-        ).algorithm.uncertainty_kind
-        == "shannon_entropy"
-    )
+def test_shannon_entropy_is_refused_where_no_logits_are(section: str, name: str, kind: str) -> None:
+    key = "engine" if section == "inference" else "backend"
+    values = {"uncertainty_kind": kind}
+    algorithm = values if section == "inference" else {"transform_params": values}
+    with pytest.raises(ConfigurationError, match=f'with {key} = "{name}": it returns log-probs'):
+        config_from_mapping({"algorithm": algorithm, section: {key: name}})
 
 
 def test_files_that_cannot_be_read_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +115,8 @@ def test_wrong_options_beyond_number_are_counted_and_not_each_compared(
     monkeypatch.setattr(learning_sections, "nearest", lambda name, known: compared.append(name))
     with pytest.raises(ConfigurationError) as caught:
         config_from_mapping({"backend": {"options": {f"k{number}": 1 for number in range(5000)}}})
-    assert (
-        len(caught.value.problems) == 20 and "4,981 more of its names" in caught.value.problems[-1]
-    )
+    assert len(caught.value.problems) == 20
+    assert "4,981 more of its names" in caught.value.problems[-1]
     assert compared == [f"k{number}" for number in range(19)]
 
 
