@@ -283,7 +283,7 @@ def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
     """
     from retrain.config.plan import sources_of
 
-    places = [*map(str, _plugin_folders(config)), *sys.path]
+    places = [*map(str, config.folders), *sys.path]
     every = (config, *(source.config for source in sources_of(config)))
     hashes = {}
     for _, name in chain.from_iterable(map(_dotted_names, every)):
@@ -310,14 +310,6 @@ def _modules_of(name: str, config: "TrainConfig") -> list[str]:
         return [module]
     prefixes = [f"{prefix}." if prefix else "" for prefix in config.plugins.search_paths]
     return [f"{prefix}{module}" for prefix in [*prefixes, ""]]
-
-
-def _plugin_folders(config: "TrainConfig") -> list[Path]:
-    """Return the folders where retrain looks for plugins before sys.path: the current folder, and
-    the folder of the configuration's file.
-    """
-    beside = [config.source_path.resolve().parent] if config.source_path else []
-    return list(dict.fromkeys([Path.cwd(), *beside]))
 
 
 def named_code(config: "TrainConfig") -> list[str]:
@@ -500,7 +492,7 @@ def describe(error: BaseException) -> str:
 
 def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
     attribute = name.rpartition(".")[2]
-    folders = list(map(str, _plugin_folders(config)))
+    folders = list(map(str, config.folders))
     tried = []
     for candidate in _modules_of(name, config):
         module = _import(candidate, folders, where)

@@ -367,6 +367,7 @@ def test_environment_holds_versions_and_no_environment_value(
         environment["packages"]["torch"].startswith("2.")
         and environment["device"] == "cpu"
         and environment["git"] is None
+        and environment["folder"] == str(tmp_path)
     )
     assert "a-value-of-the-environment" not in text
     files.emit(StartEvent("cpu"))

@@ -56,10 +56,7 @@ def find_files(
     if not path.is_dir():
         places = ""
         if not path.is_absolute():
-            places = (
-                f" in {Path.cwd()}, the current folder, or beside the configuration file (a resume"
-                " needs the folder where the run began)"
-            )
+            places = f" in {Path.cwd()}, the current folder, or beside the configuration file"
         raise ConfigurationError(
             f"{key} does not exist{places}; name a .jsonl or .parquet file or a folder of them, or"
             " hub:NAME for a hub data set."

@@ -126,14 +126,12 @@ class Query:
 
     @property
     def path(self) -> Path:
-        """The path that `key` names, relative to the current folder, else to the configuration
-        file's.
+        """The path that `key` names, relative to the first of the configuration's folders that
+        holds it.
         """
         path = Path(self.data.path or self.data.source)
-        beside = self.config.source_path
-        if not path.exists() and beside is not None and (beside.parent / path).exists():
-            return beside.parent / path
-        return path
+        places = [path, *(folder / path for folder in self.config.folders)]
+        return next(filter(Path.exists, places), path)
 
     def no_heldout(self) -> NoHeldOutSplit:
         return NoHeldOutSplit(
