@@ -11,7 +11,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -470,7 +470,7 @@ def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
     """
     try:
         yield
-    except (RetrainError, KeyboardInterrupt, GeneratorExit):
+    except (RetrainError, KeyboardInterrupt):
         raise
     except Fault as fault:
         raise failure(f"{what} {fault}.") from fault
@@ -482,8 +482,10 @@ def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
 
 def describe(error: BaseException) -> str:
     """Return `TypeName: first line of the message`, and of each note of the error."""
-    texts = (str(error), *getattr(error, "__notes__", ()))
-    firsts = [line.rstrip(".") for text in texts for line in text.strip().splitlines()[:1]]
+    firsts: list[str] = []
+    with suppress(BaseException):  # the text is the plugin's code too
+        texts = (str(error), *getattr(error, "__notes__", ()))
+        firsts = [line.rstrip(".") for text in texts for line in text.strip().splitlines()[:1]]
     return ": ".join(filter(None, (type(error).__name__, ", ".join(firsts))))
 
 

@@ -15,7 +15,7 @@ from retrain.types import Example, Outcome, Score
 from tests.marks import first_of
 
 MODULE = """
-import asyncio, os, time
+import asyncio, numbers, os, time
 import numpy as np
 
 def score(response, reference):
@@ -45,6 +45,14 @@ def bottomless(response, reference):
     return float("nan")
 
 def huge(response, reference): return 10**400
+
+class Mute(GeneratorExit):
+    def __str__(self): raise self
+    __float__ = __str__
+
+numbers.Real.register(Mute)
+def mute(response, reference): raise Mute
+def floatless(response, reference): return Mute()
 
 def wordy(response, reference):
     return "yes"
@@ -172,6 +180,8 @@ def test_a_float_or_a_bool_is_the_reward(function: str, reward: float) -> None:
         ("bottomless", "nan, which is not finite"),
         ("huge", "inf, which is not finite"),
         ("wordy", "type str"),
+        ("mute", "mute failed with Mute."),
+        ("floatless", "a value of type Mute: Mute"),
     ],
 )
 def test_what_is_no_reward_could_not_judge_and_says_why(function: str, reason: str) -> None:

@@ -271,6 +271,23 @@ def test_the_pool_outlives_its_workers_and_its_fork_server() -> None:
     assert not {pid for pid in descendants(os.getpid()) - before if alive(pid)}
 
 
+@linux_only
+def test_a_killed_fork_server_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawns = "import subprocess\nsubprocess.Popen(['sleep', '60'])\n"
+    (tmp_path / "sleeping.py").write_text(spawns + SLEEPS)
+    monkeypatch.chdir(tmp_path)
+    before = descendants(os.getpid())
+    with pool_of(WorkerSetup(rewards=("sleeping.score",)), deadline_s=30) as pool:
+        pool.wait_ready()
+        started = descendants(os.getpid()) - before
+        assert len(started) == 3
+        pool._process.kill()
+        assert pool.submit(sleep_job(0.0)).result(60).value in (None, 1.0)
+        wait_until_dead(started)
+
+
 @pytest.mark.slow
 @linux_only
 def test_workers_die_with_a_killed_trainer_even_within_an_endless_answer(tmp_path: Path) -> None:

@@ -193,7 +193,10 @@ class _Keeper:
                 self._started = await _receive(self._reader, _MAX_REPLY)
         except (EOFError, OSError, ValueError) as error:
             how = f"{type(error).__name__}, {await self._end()}"
-            self._started = {"reason": f"retrain cannot start a reward worker ({how})"}
+            loaded = ", ".join(self._setup["rewards"]) or "math-verify"
+            self._started = {
+                "reason": f"retrain cannot start a reward worker for {loaded} ({how})"
+            }
         if "reason" in self._started:
             await self._end()
 
@@ -241,7 +244,7 @@ class _Keeper:
             self._timer = loop.call_at(next_look, self._watch, loop, deadline, is_late)
             return
         self._writer.transport.abort()
-        _kill_session(self._pid)
+        _kill_group(self._pid)
 
     def _takes_more_than(self, fraction: float) -> bool:
         limit = self._setup["memory_limit"]
@@ -252,7 +255,7 @@ class _Keeper:
         pid, self._pid = self._pid, 0
         if pid:
             self._writer.transport.abort()
-            _kill_session(pid)
+            _kill_group(pid)
         return pid
 
     async def _end(self) -> str:
@@ -293,9 +296,9 @@ def _part(reply: object) -> tuple[float | None, str]:
     return value, ""
 
 
-def _kill_session(pid: int) -> None:
-    """Kill the worker and whatever it started. A worker forked a moment ago may not lead its
-    session yet.
+def _kill_group(pid: int) -> None:
+    """Kill the worker and whatever it started. A worker forked a moment ago may not lead its group
+    yet.
     """
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError):
@@ -312,7 +315,7 @@ def _be_worker(channel: socket.socket, setup: Message) -> NoReturn:
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.setsid()
+        os.setpgid(0, 0)
         die_with_parent(os.getppid())  # without Linux the server kills its workers on its way out
         os.dup2(channel.fileno(), _CHANNEL, inheritable=False)
         os.closerange(_CHANNEL + 1, _MAX_DESCRIPTORS)
