@@ -46,13 +46,13 @@ def parse_toml(text: str) -> dict[str, Any]:
     return _parse(tomllib.loads, text, "TOML")  # type: ignore[no-any-return]  # a document is a table
 
 
-def parse_json(text: str | bytes, parse_int: Callable[[str], Any] = int) -> Any:
-    """Parse a JSON text into a value of any kind, with `parse_int` of its integers. Raises
+def parse_json(text: str | bytes, **hooks: Callable[[Any], Any]) -> Any:
+    """Parse a JSON text into a value of any kind, with the hooks of `json.loads`. Raises
     ParseError.
     """
     import json
 
-    return _parse(partial(json.loads, parse_int=parse_int), text, "JSON")
+    return _parse(partial(json.loads, **hooks), text, "JSON")
 
 
 def integer_or_digits(digits: str) -> int | str:

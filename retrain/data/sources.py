@@ -502,7 +502,10 @@ def _prompt(value: object) -> str | list[ChatMessage] | None:
 def _read(query: Query, rows: Iterable[RawRow], read_row: RowReader) -> ReadResult:
     result = ReadResult(query.data)
     columns: dict[str, None] = {}
+    repeated = []
     for row in rows:
+        if row.repeated:
+            repeated.append(f"{row.where}, {row.repeated}")
         for name, text in (row.columns or {}).items():
             value = _from_json(text, "{")
             fields = [f"{name}.{each}" for each in value] if isinstance(value, dict) else [name]
@@ -512,6 +515,11 @@ def _read(query: Query, rows: Iterable[RawRow], read_row: RowReader) -> ReadResu
             result.keep(example, row.where)
         elif example is not None:
             result.drop(example, row.where)
+    if repeated:
+        result.notes.append(
+            "Rows that give a key twice, so that the last value counts:"
+            f" {len(repeated):,} (first: {repeated[0]})"
+        )
     if not result.examples and columns:
         result.notes.append(
             f"its columns are {', '.join(columns)}{_columns_to_set(query, columns)}"
