@@ -123,29 +123,21 @@ async def _receive(reader: asyncio.StreamReader, longest: int = 1 << 32) -> Mess
 
 def main(parent: str, *descriptors: str) -> None:
     """Run the fork server, with a worker for each socket. It ends with the trainer, whose process
-    id is `parent`, or at its signal.
+    id is `parent`; the trainer kills what its session still runs.
     """
     keepers = [_Keeper(socket.socket(fileno=int(each))) for each in descriptors]
-
-    def end(*_: object) -> NoReturn:
-        for keeper in keepers:
-            keeper.kill()
-        os._exit(0)
 
     async def end_with_parent() -> None:
         while os.getppid() == int(parent):
             await asyncio.sleep(_PARENT_POLL_S)
-        end()
+        for keeper in keepers:
+            keeper.kill()
+        os._exit(0)
 
     async def run() -> None:
         await asyncio.gather(end_with_parent(), *(keeper.run() for keeper in keepers))
 
-    signal.signal(signal.SIGTERM, end)
-    try:
-        asyncio.new_event_loop().run_until_complete(run())
-    finally:
-        for keeper in keepers:
-            keeper.kill()
+    asyncio.new_event_loop().run_until_complete(run())
 
 
 class _Keeper:
@@ -314,9 +306,8 @@ def _be_worker(channel: socket.socket, setup: Message) -> NoReturn:
     """
     status = 1
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setpgid(0, 0)
-        die_with_parent(os.getppid())  # without Linux the server kills its workers on its way out
+        die_with_parent(os.getppid())  # without Linux the trainer kills it later
         os.dup2(channel.fileno(), _CHANNEL, inheritable=False)
         os.closerange(_CHANNEL + 1, _MAX_DESCRIPTORS)
         with suppress(EOFError, ConnectionError):  # the server no longer needs this worker

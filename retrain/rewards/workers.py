@@ -37,7 +37,7 @@ tests.
 """
 _MAX_AUTOMATIC_WORKERS = 16
 _END_S = 2.0
-"""Seconds for the process to end its workers."""
+"""Seconds for the process to end."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from retrain.rewards.worker"
     " import main; main(*sys.argv[2:])"
