@@ -30,7 +30,7 @@ from retrain.config.names import (
     nearest,
 )
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
-from retrain.system import toml_value
+from retrain.system import imported, toml_value
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -513,7 +513,8 @@ def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
 def _import(name: str, folders: Sequence[str], where: str) -> ModuleType | None:
     """Import a module; None if there is none of that name."""
     with _importable(folders), user_code(f"{where}: importing {name}", ConfigurationError):
-        existing = _files_of(name, folders)
+        # The folder where a run began, the third, may hold the original of a copied file.
+        existing = _files_of(name, folders[:2])
         if len(existing) > 1:
             raise ConfigurationError(
                 f"{where} exists twice, in {existing[0]} and {existing[1]}; rename one."
@@ -579,8 +580,7 @@ def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
 
 
 def _check_class(plugin: Any, base_path: str, where: str, what: str) -> None:
-    module, _, name = base_path.rpartition(".")
-    base: type = getattr(importlib.import_module(module), name)
+    base: type = imported(base_path)
     derives = inspect.isclass(plugin) and issubclass(plugin, base)
     if not derives:
         raise ConfigurationError(f"{where} is {what}, and must be a subclass of {base_path}.")

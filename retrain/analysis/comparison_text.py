@@ -71,7 +71,11 @@ def blocks(comparison: Comparison, contrasts: Table) -> Iterator[Block]:
     if shared:
         yield Block(shared, "All of these")
     if comparison.tasks:
-        yield Block(title=_task_title(comparison), table=task_table(comparison))
+        confidence = f"{100 * (1 - comparison.test.alpha):g}%"
+        title = (
+            f"Over tasks (interquartile mean of runs x tasks, {confidence} interval for new runs)"
+        )
+        yield Block(title=title, table=task_table(comparison))
     for title, sentences in sections(comparison):
         yield Block(sentences, title)
 
@@ -151,11 +155,6 @@ def _aligned(table: Table, width: int) -> Iterator[str]:
     right = [column - 1 for column in numbers]
     cells = table_lines([row[1:] for row in rows], right=right, indent=GAP)
     yield from chain.from_iterable(zip((row[0] for row in rows), cells, strict=True))
-
-
-def _task_title(comparison: Comparison) -> str:
-    confidence = f"{100 * (1 - comparison.test.alpha):g}%"
-    return f"Over tasks (interquartile mean of runs x tasks, {confidence} interval for new runs)"
 
 
 # -- tables ----------------------------------------------------------------------------------------

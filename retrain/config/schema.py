@@ -219,7 +219,7 @@ class TrainConfig(AllSections):
     @property
     def folders(self) -> list[Path]:
         """The folders that hold its relative sources and its plugins: the current folder, its
-        file's, and for a run's own file the folder in which the run began.
+        file's, and last for a run's own file the folder in which the run began.
         """
         folders = [Path.cwd()]
         if self.source_path:

@@ -5,6 +5,7 @@ rows that it cannot use.
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import (
     Callable,
     Collection,
@@ -62,7 +63,7 @@ class ReadResult:
     data: "Data"
     """[data] as it applies here, where [evaluation] source may have replaced the source."""
     examples: list[Example] = field(default_factory=list)
-    dropped: dict[Reason, int] = field(default_factory=dict)
+    dropped: Counter[Reason] = field(default_factory=Counter)
     """Number of rows that became no example, by reason."""
     first: dict[Reason, str] = field(default_factory=dict)
     """The first row of each reason, as a line of a file or an example's id."""
@@ -81,7 +82,7 @@ class ReadResult:
             self.examples.append(example)
 
     def drop(self, reason: Reason, where: str) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        self.dropped[reason] += 1
         self.first.setdefault(reason, where)
 
     def dropped_rows(self) -> str:
@@ -130,8 +131,7 @@ class Query:
         holds it.
         """
         path = Path(self.data.path or self.data.source)
-        places = [path, *(folder / path for folder in self.config.folders)]
-        return next(filter(Path.exists, places), path)
+        return next((one / path for one in self.config.folders if (one / path).exists()), path)
 
     def no_heldout(self) -> NoHeldOutSplit:
         return NoHeldOutSplit(

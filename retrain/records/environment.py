@@ -57,12 +57,11 @@ def code_of(config: "TrainConfig") -> Json:
     from retrain.plugins import plugin_hashes
 
     folder = Path(__file__).resolve().parents[1]
-    try:
+    revision = None
+    with suppress(OSError, subprocess.SubprocessError):
         # The folder may lie inside another project's checkout.
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")
-        revision: str | None = _git(folder, "rev-parse", "HEAD")
-    except (OSError, subprocess.SubprocessError):
-        revision = None
+        revision = _git(folder, "rev-parse", "HEAD")
     return {"revision": revision, "plugins": plugin_hashes(config)}
 
 

@@ -186,9 +186,7 @@ class _Keeper:
         except (EOFError, OSError, ValueError) as error:
             how = f"{type(error).__name__}, {await self._end()}"
             loaded = ", ".join(self._setup["rewards"]) or "math-verify"
-            self._started = {
-                "reason": f"retrain cannot start a reward worker for {loaded} ({how})"
-            }
+            self._started = {"reason": f"retrain cannot start a reward worker for {loaded} ({how})"}
         if "reason" in self._started:
             await self._end()
 
