@@ -210,7 +210,7 @@ def test_a_key_that_a_row_gives_twice_is_said(tmp_path):
     lines = ['{"answer": "1", "prompt": "x", "answer": "2"}', *rows(2)]
     loaded = load_examples(config(source=str(write_jsonl(tmp_path / "rows.jsonl", lines))))
     assert loaded.examples[0].reference == "2"
-    assert [note for note in loaded.notes if note.endswith("1 (first: rows.jsonl line 1, answer)")]
+    assert loaded.notes[0].endswith("1 (first: rows.jsonl line 1, answer)")
 
 
 @pytest.mark.parametrize(

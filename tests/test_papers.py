@@ -228,11 +228,7 @@ def cispo(batch: Answers) -> Tensor:
 
 
 def rloo(batch: Answers) -> Tensor:
-    def advantage(prompt: list[Answer]) -> list[float]:
-        total = sum(answer.reward for answer in prompt)
-        return [answer.reward - (total - answer.reward) / (len(prompt) - 1) for answer in prompt]
-
-    terms = [a * answer.new.sum() for answer, a in over(batch, advantage)]
+    terms = [a * answer.new.sum() for answer, a in over(batch, left_out)]
     return torch.stack(terms).sum() / num_answers(batch) / MAX_TOKENS
 
 

@@ -17,52 +17,37 @@ from tests.marks import first_of
 MODULE = """
 import asyncio, numbers, os, time
 import numpy as np
-
 def score(response, reference):
     return float(response == reference)
-
 def half(response, reference):
     return 0.5
-
 def everything(response, reference, prompt, example, params):
     assert (prompt, example.reference, example.info["row"], params) == ("the prompt", reference, [1, 2], {"bonus": 0.25})
     return params["bonus"]
-
 def keywords(response, reference, **more):
     return sorted(more) == ["example", "finish_reason", "params", "prompt", "token_count"]
-
 async def later(response, reference):
     await asyncio.sleep(0.01)
     return True
-
 def unsure(response, reference):
     return None
-
 def angry(response, reference):
     raise KeyError("no\\nsuch key")
-
 def bottomless(response, reference):
     return float("nan")
-
 def huge(response, reference): return 10**400
-
 class Mute(GeneratorExit):
     def __str__(self): raise self
     __float__ = __str__
-
 numbers.Real.register(Mute)
 def mute(response, reference): raise Mute
 def floatless(response, reference): return Mute()
-
 def wordy(response, reference):
     return "yes"
-
 def numpy_float(response, reference):
     return np.float32(0.75)
-
 def numpy_bool(response, reference):
     return np.bool_(True)
-
 def by_request(response, reference):
     print("talking on standard output")
     if response == "hang":
@@ -79,20 +64,16 @@ def by_request(response, reference):
     if response == "crash":
         os.kill(os.getpid(), 11)
     return 1.0
-
 def channel():  # this worker's only socket
     return next(fd for fd in range(3, 100) if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}")[:6] == "socket")
-
 def framed(text):
     return len(text).to_bytes(4, "little") + text.encode()
-
 def by_fork(response, reference):
     if response == "fork":
         if os.fork() == 0:
             return 0.0
         time.sleep(0.2)
     return 1.0
-
 def by_channel(response, reference):
     written = {
         "noise": b"\\xff" * 50,
@@ -112,10 +93,8 @@ def by_channel(response, reference):
     if response in written:
         os.write(channel(), written[response])
     return 1.0
-
 def three(response, reference, judge):
     return 1.0
-
 not_a_function = 3
 """
 

@@ -21,50 +21,37 @@ from tests.marks import first_of
 
 MODULE = """
 import asyncio, os, time
-
 def order(responses, reference):
     return [float(text) for text in responses]
-
 def place(responses, reference):
     return [float(place) for place in range(len(responses))]
-
 def everything(responses, reference, prompt, example, params, token_counts, finish_reasons):
     assert (reference, prompt, example.reference, params) == ("4", "the prompt", "4", {"bonus": 2})
     assert finish_reasons == ["stop", "length", "stop"]
     return tuple(count + params["bonus"] for count in token_counts)
-
 async def some(responses, reference):
     await asyncio.sleep(0)
     return [1.0, None, "high"]
-
 def few(responses, reference):
     return [1.0]
-
 def one_number(responses, reference):
     return 1.0
-
 def angry(responses, reference):
     raise KeyError("no such key")
-
 def by_first(responses, reference):
     if responses[0] == "hang":
         time.sleep(600)
     return [1.0 for _ in responses]
-
 def short(response, reference, token_count, finish_reason):
     return token_count + (0.5 if finish_reason == "length" else 0.0)
-
 def third(responses, reference, judge):
     return [1.0 for _ in responses]
-
 def channel():  # this worker's only socket
     return next(fd for fd in range(3, 100) if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}")[:6] == "socket")
-
 def forged(responses, reference):
     text = responses[0]
     os.write(channel(), len(text).to_bytes(4, "little") + text.encode())
     return [1.0 for _ in responses]
-
 def parity(responses, reference, token_counts):
     assert len(responses) == 4 or len(responses) == 2
     return [float(count % 2) for count in token_counts]
