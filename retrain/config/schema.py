@@ -217,9 +217,9 @@ class TrainConfig(AllSections):
         return self._provenance.path
 
     @property
-    def folders(self) -> list[Path]:
-        """The folders that hold its relative sources and its plugins: the current folder, its
-        file's, and last for a run's own file the folder in which the run began.
+    def _folders(self) -> list[Path]:
+        """The places of its relative sources and plugins: the current folder and the folder of its
+        file. The file of a run adds the folder in which the run began.
         """
         folders = [Path.cwd()]
         if self.source_path:

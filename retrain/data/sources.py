@@ -131,7 +131,7 @@ class Query:
         holds it.
         """
         path = Path(self.data.path or self.data.source)
-        return next((one / path for one in self.config.folders if (one / path).exists()), path)
+        return next((one / path for one in self.config._folders if (one / path).exists()), path)
 
     def no_heldout(self) -> NoHeldOutSplit:
         return NoHeldOutSplit(
@@ -517,8 +517,8 @@ def _read(query: Query, rows: Iterable[RawRow], read_row: RowReader) -> ReadResu
             result.drop(example, row.where)
     if repeated:
         result.notes.append(
-            "Rows that give a key twice, so that the last value counts:"
-            f" {len(repeated):,} (first: {repeated[0]})"
+            f"Rows with a key twice, of which the last counts: {len(repeated):,}"
+            f" (first: {repeated[0]})"
         )
     if not result.examples and columns:
         result.notes.append(
