@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from retrain.config import TrainConfig, load_config
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.rewards import Scorer, ScoreRequest, build_scorer
 from retrain.types import Example, Outcome, Score
 from tests.marks import first_of
@@ -250,6 +250,12 @@ def test_a_function_that_cannot_be_a_reward_is_refused_at_the_start(
     with pytest.raises(ConfigurationError, match=said) as refused:
         custom(function, params=params)
     assert len(refused.value.problems) == 1
+
+
+def test_a_file_that_ends_its_process_at_the_import_is_named(tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text("import os; os._exit(7)")
+    with pytest.raises(EnvironmentFailure, match=r"worker for dying\.score \(.*exit code 7"):
+        custom("score", custom_module="dying")
 
 
 def test_params_that_no_reward_takes_are_refused() -> None:
