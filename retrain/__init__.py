@@ -4,7 +4,9 @@
 frame. All load on first use, so that `import retrain` is cheap.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from retrain.system import lazy
 
 if TYPE_CHECKING:
     from retrain.analysis.runs import load_runs
@@ -22,9 +24,4 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy(__name__, _HOMES)

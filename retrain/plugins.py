@@ -11,7 +11,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +30,7 @@ from retrain.config.names import (
     nearest,
 )
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
-from retrain.system import toml_value
+from retrain.system import imported, toml_value
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -283,7 +283,7 @@ def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
     """
     from retrain.config.plan import sources_of
 
-    places = [*map(str, _plugin_folders(config)), *sys.path]
+    places = [*map(str, config._folders), *sys.path]
     every = (config, *(source.config for source in sources_of(config)))
     hashes = {}
     for _, name in chain.from_iterable(map(_dotted_names, every)):
@@ -310,14 +310,6 @@ def _modules_of(name: str, config: "TrainConfig") -> list[str]:
         return [module]
     prefixes = [f"{prefix}." if prefix else "" for prefix in config.plugins.search_paths]
     return [f"{prefix}{module}" for prefix in [*prefixes, ""]]
-
-
-def _plugin_folders(config: "TrainConfig") -> list[Path]:
-    """Return the folders where retrain looks for plugins before sys.path: the current folder, and
-    the folder of the configuration's file.
-    """
-    beside = [config.source_path.resolve().parent] if config.source_path else []
-    return list(dict.fromkeys([Path.cwd(), *beside]))
 
 
 def named_code(config: "TrainConfig") -> list[str]:
@@ -478,7 +470,7 @@ def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
     """
     try:
         yield
-    except (RetrainError, KeyboardInterrupt, GeneratorExit):
+    except (RetrainError, KeyboardInterrupt):
         raise
     except Fault as fault:
         raise failure(f"{what} {fault}.") from fault
@@ -490,8 +482,10 @@ def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
 
 def describe(error: BaseException) -> str:
     """Return `TypeName: first line of the message`, and of each note of the error."""
-    texts = (str(error), *getattr(error, "__notes__", ()))
-    firsts = [line.rstrip(".") for text in texts for line in text.strip().splitlines()[:1]]
+    firsts: list[str] = []
+    with suppress(BaseException):  # the text is the plugin's code too
+        texts = (str(error), *getattr(error, "__notes__", ()))
+        firsts = [line.rstrip(".") for text in texts for line in text.strip().splitlines()[:1]]
     return ": ".join(filter(None, (type(error).__name__, ", ".join(firsts))))
 
 
@@ -500,7 +494,7 @@ def describe(error: BaseException) -> str:
 
 def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
     attribute = name.rpartition(".")[2]
-    folders = list(map(str, _plugin_folders(config)))
+    folders = list(map(str, config._folders))
     tried = []
     for candidate in _modules_of(name, config):
         module = _import(candidate, folders, where)
@@ -519,7 +513,8 @@ def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
 def _import(name: str, folders: Sequence[str], where: str) -> ModuleType | None:
     """Import a module; None if there is none of that name."""
     with _importable(folders), user_code(f"{where}: importing {name}", ConfigurationError):
-        existing = _files_of(name, folders)
+        # The folder where a run began, the third, may hold the original of a copied file.
+        existing = _files_of(name, folders[:2])
         if len(existing) > 1:
             raise ConfigurationError(
                 f"{where} exists twice, in {existing[0]} and {existing[1]}; rename one."
@@ -585,8 +580,7 @@ def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
 
 
 def _check_class(plugin: Any, base_path: str, where: str, what: str) -> None:
-    module, _, name = base_path.rpartition(".")
-    base: type = getattr(importlib.import_module(module), name)
+    base: type = imported(base_path)
     derives = inspect.isclass(plugin) and issubclass(plugin, base)
     if not derives:
         raise ConfigurationError(f"{where} is {what}, and must be a subclass of {base_path}.")

@@ -8,12 +8,13 @@ this module at its start, so functions import the parsers at their call.
 """
 
 import ctypes
+import importlib
 import os
 import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -46,13 +47,13 @@ def parse_toml(text: str) -> dict[str, Any]:
     return _parse(tomllib.loads, text, "TOML")  # type: ignore[no-any-return]  # a document is a table
 
 
-def parse_json(text: str | bytes, parse_int: Callable[[str], Any] = int) -> Any:
-    """Parse a JSON text into a value of any kind, with `parse_int` of its integers. Raises
+def parse_json(text: str | bytes, **hooks: Any) -> Any:
+    """Parse a JSON text into a value of any kind, with the hooks of `json.loads`. Raises
     ParseError.
     """
     import json
 
-    return _parse(partial(json.loads, parse_int=parse_int), text, "JSON")
+    return _parse(partial(json.loads, **hooks), text, "JSON")
 
 
 def integer_or_digits(digits: str) -> int | str:
@@ -79,8 +80,8 @@ def object_of(text: bytes, path: object) -> dict[str, Any]:
         raise RunFailed(f"{path} {error}: the file was changed or the disk is damaged.") from error
     if not isinstance(content, dict):
         raise RunFailed(
-            f"{path} holds {json_kind(content)} where an object is expected: the file was changed"
-            " or another program wrote it."
+            f"{path} holds {_KINDS[type(content)]} where an object is expected: the file was"
+            " changed or another program wrote it."
         )
     return content
 
@@ -123,11 +124,6 @@ def search_path() -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def json_kind(value: Any) -> str:
-    """Return the type of a JSON value, with its article."""
-    return _KINDS[type(value)]
-
-
 _KINDS = {
     type(None): "null",
     bool: "a boolean",
@@ -137,6 +133,7 @@ _KINDS = {
     list: "a list",
     dict: "an object",
 }
+"""Type of a JSON value -> its name, with its article."""
 
 
 def _parse(loads: Callable[[Any], Any], text: str | bytes, language: str) -> Any:
@@ -171,6 +168,25 @@ def unholdable(value: Any, depth: int = 0) -> str:
         if isinstance(item, dict | list | int) and (problem := unholdable(item, depth + 1)):
             return problem
     return ""
+
+
+def imported(path: str) -> Any:
+    """Import the object that a dotted path names, such as "module.Class"."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def lazy(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package whose names, the keys of `homes`, load from these
+    modules on first use.
+    """
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return imported(f"{package}.{homes[name]}.{name}")
+
+    return load
 
 
 def listed(words: Iterable[str], conjunction: str = "and") -> str:

@@ -18,12 +18,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import psutil
 
 # Nothing here may start a thread, which a fork would lose: no operation of torch, no pandas (its
 # allocator has one).
@@ -302,3 +305,17 @@ def _end() -> None:
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie, which nobody has waited for yet, is not."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def wait_until_dead(pids: Collection[int], within_s: float = 60) -> None:
+    limit = time.monotonic() + within_s
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < limit, f"still alive: {alive}"
+        time.sleep(0.01)

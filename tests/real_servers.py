@@ -5,6 +5,7 @@
 for each. A server that is missing or does not start fails the test.
 """
 
+import math
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 
@@ -160,3 +162,8 @@ def await_steps(folder: Path, steps: int) -> None:
             if (folder / "metrics.jsonl").read_bytes().count(b"\n") >= steps:
                 return
         time.sleep(0.02)
+
+
+def largest_difference(record: Any) -> float:
+    """Nats, from the largest and the smallest ratio of the step, which are at temperature 1."""
+    return max(abs(math.log(record.ratio_max or 1)), abs(math.log(record.ratio_min or 1)))

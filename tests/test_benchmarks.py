@@ -11,12 +11,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.commands import wait_until_dead
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks"
@@ -177,16 +178,7 @@ def test_a_paused_worker_ends_with_the_benchmark_however_that_ends(number: signa
         worker = int(process.stdout.readline())
         process.send_signal(number)
         process.wait(20)
-    deadline = time.monotonic() + 5
-    while is_alive(worker) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_alive(worker)
-
-
-def is_alive(pid: int) -> bool:
-    """A zombie, which nobody has waited for yet, is not."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    wait_until_dead([worker], 5)
 
 
 def test_programs_beside_the_package_call_its_functions_as_they_are_defined() -> None:

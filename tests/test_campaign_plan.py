@@ -264,6 +264,11 @@ def test_the_effect_that_seeds_find_counts_the_problems_that_there_are(
     (tmp_path / "test.jsonl").write_text("".join(lines).replace("test 3", "test three"))
     again = check(plan_campaign(asked, Path("campaign")))
     assert again.heldout_sha256 != found.heldout_sha256
+    mix = {"mix": [{"source": "lab"}, {"source": str(tmp_path)}]}
+    plan = plan_campaign(planned_config({"seeds": [1], "max_steps": 2}, data=mix), Path("campaign"))
+    before = check(plan).heldout_sha256
+    (tmp_path / "test.jsonl").write_text("".join(lines))
+    assert before != check(plan).heldout_sha256
 
 
 def test_what_no_run_could_do_is_said_before_the_first_run(

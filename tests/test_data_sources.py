@@ -198,6 +198,13 @@ def test_a_line_that_holds_no_text_for_an_example_is_counted_by_its_reason(tmp_p
     assert prompts_of(loaded) == ["1+1=?"] and loaded.dropped == {reason: 1}
 
 
+def test_a_key_that_a_row_gives_twice_is_said(tmp_path):
+    lines = ['{"answer": "1", "prompt": "x", "answer": "2"}', *rows(2)]
+    loaded = load_examples(config(source=str(write_jsonl(tmp_path / "rows.jsonl", lines))))
+    assert loaded.examples[0].reference == "2"
+    assert loaded.notes[0].endswith("1 (first: rows.jsonl line 1, answer)")
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -329,11 +336,13 @@ def test_test_files_go_before_validation_files(tmp_path):
     assert [file.name for file in find_files(tmp_path, "path")[1]] == ["test.jsonl"]
 
 
-def test_a_path_stands_relative_to_the_configuration_file_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize("file", ["project/retrain.toml", "run/config.toml"])
+def test_a_path_stands_relative_to_the_file_and_to_where_its_run_began(tmp_path, monkeypatch, file):
     write_jsonl(tmp_path / "project" / "rows.jsonl", rows(2))
-    (tmp_path / "project" / "retrain.toml").write_text('[data]\nsource = "rows.jsonl"\n')
+    write_jsonl(tmp_path / "run" / "environment.json", [{"folder": str(tmp_path / "project")}])
+    (tmp_path / file).write_text('[data]\nsource = "rows.jsonl"\n')
     monkeypatch.chdir(tmp_path)
-    assert len(load_examples(load_config(tmp_path / "project" / "retrain.toml")).examples) == 2
+    assert len(load_examples(load_config(tmp_path / file)).examples) == 2
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,12 @@ from tests.runs import small, small_run
 MODULE = """
 import itertools, sys
 from retrain.data import Example
-
 def unsure(response, reference):
     return None
-
 def exits():
     sys.exit("good bye")
-
 def deep():
     raise BaseException("from the deep")
-
 def endless():
     for number in itertools.count():
         yield Example(f"What is {number} + 1?", str(number + 1))

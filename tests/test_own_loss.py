@@ -38,7 +38,6 @@ from tests.runs import quiet_run, timeless
 SOUND = """
 import torch
 from retrain.backends import ActionTokens
-
 def ppo(tokens: ActionTokens, params):
     rho = (tokens.new - tokens.old).clamp(-20, 20).exp()
     low, high = 1 - params["clip"], 1 + params["clip"]
@@ -47,29 +46,23 @@ def ppo(tokens: ActionTokens, params):
     up, down = tokens.advantages > 0, tokens.advantages < 0
     clipped = (up & (rho > high)) | (down & (rho < low)) | beyond
     return -gain, {"rho": rho, "clipped": clipped}
-
 def dro(tokens):
     '''Direct reward optimisation: a quadratic in place of the clip, which pulls also where the advantage is 0.'''
     return -tokens.new * tokens.advantages + 0.5 * (tokens.new - tokens.old) ** 2
 dro.own_term = True
-
 def mean_ratio(tokens):
     parts = torch.split(tokens.new - tokens.old, list(tokens.lengths))
     ratios = torch.cat([part.mean().exp().expand(len(part)) for part in parts])
     return -ratios * tokens.advantages, {"mean": torch.stack([part.mean() for part in parts])}
 mean_ratio.sequence_level = True
-
 def surprised(tokens):
     return -(tokens.new + 0.1 * tokens.entropy - 0.1 * tokens.reference) * tokens.advantages
 surprised.needs_entropy = surprised.needs_reference = True
-
 def cautious(tokens):
     return ((tokens.old - tokens.sampler).abs() < 0.1).to(tokens.old.dtype)
-
 def by_root(counts, group):
     weights = counts ** -0.5
     return weights / (weights * counts).sum()
-
 def by_power(counts, group, params):
     return counts ** -params["power"]
 """

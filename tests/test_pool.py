@@ -20,6 +20,7 @@ from retrain.backends.local.backend import LocalBackend
 from retrain.errors import RunFailed
 from retrain.model.pool import Pool, can_fork, in_order
 from retrain.types import MachineChoices
+from tests.commands import is_alive, wait_until_dead
 from tests.runs import small, small_run, timeless
 
 pytestmark = pytest.mark.skipif(
@@ -190,13 +191,4 @@ def test_workers_leave_signals_to_the_parent_and_die_with_it() -> None:
         time.sleep(0.05)
         assert all(map(is_alive, workers))
         process.kill()
-    deadline = time.monotonic() + 5
-    while any(map(is_alive, workers)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(is_alive, workers))
-
-
-def is_alive(pid: int) -> bool:
-    """A zombie is not."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    wait_until_dead(workers, 5)

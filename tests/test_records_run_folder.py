@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from retrain import train
+from retrain.analysis.status import overview
 from retrain.config import dump_toml, load_stored
 from retrain.errors import ConfigurationError, Interrupted, RetrainError, RunFailed, StoppedAtOnce
 from retrain.records import run_folder
@@ -136,6 +137,8 @@ def test_a_folder_in_a_newer_format_is_refused_in_one_sentence(tmp_path: Path) -
     folder.marker.write_text(json.dumps(marker | {"format": 99}))
     with pytest.raises(RunFailed, match="format 99, and this retrain reads formats up to 1"):
         folder.refuse_run(resuming=False)
+    folder.config.touch()
+    assert "format 99" in overview(folder.path).runs[0].note
 
 
 def test_nothing_without_our_marker_is_ever_deleted(tmp_path: Path) -> None:

@@ -31,11 +31,11 @@ def test_an_error_shows_no_escapes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(arguments: list[str]) -> int:
-        raise RunFailed(f"the reward said {HOSTILE}")
+        raise RunFailed(f"the reward\nsaid {HOSTILE}")
 
     monkeypatch.setattr("retrain.cli.main._dispatch", fail)
     assert main([]) == 1
-    assert capsys.readouterr().err == f"retrain: the reward said {SAFE}\n"
+    assert capsys.readouterr().err == f"retrain: the reward\\nsaid {SAFE}\n"
 
 
 @pytest.mark.parametrize("command", ["status", "compare", "report"])

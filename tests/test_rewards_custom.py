@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from retrain.config import TrainConfig, load_config
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.rewards import Scorer, ScoreRequest, build_scorer
 from retrain.types import Example, Outcome, Score
 from tests.marks import first_of
 
 MODULE = """
-import asyncio, os, time
+import asyncio, numbers, os, time
 import numpy as np
 def score(response, reference): return float(response == reference)
 def half(response, reference): return 0.5
@@ -35,6 +35,12 @@ def angry(response, reference):
 def bottomless(response, reference): return float("nan")
 
 def huge(response, reference): return 10**400
+class Mute(GeneratorExit):
+    def __str__(self): raise self
+    __float__ = __str__
+numbers.Real.register(Mute)
+def mute(response, reference): raise Mute
+def floatless(response, reference): return Mute()
 def wordy(response, reference): return "yes"
 def numpy_float(response, reference): return np.float32(0.75)
 def numpy_bool(response, reference): return np.bool_(True)
@@ -55,7 +61,6 @@ def by_request(response, reference):
     if response == "crash":
         os.kill(os.getpid(), 11)
     return 1.0
-
 def channel():  # this worker's only socket
     return next(fd for fd in range(3, 100) if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}")[:6] == "socket")
 def framed(text): return len(text).to_bytes(4, "little") + text.encode()
@@ -66,7 +71,6 @@ def by_fork(response, reference):
             return 0.0
         time.sleep(0.2)
     return 1.0
-
 def by_channel(response, reference):
     written = {
         "noise": b"\\xff" * 50,
@@ -133,6 +137,8 @@ def test_a_float_or_a_bool_is_the_reward(function: str, reward: float) -> None:
         ("bottomless", "nan, which is not finite"),
         ("huge", "inf, which is not finite"),
         ("wordy", "type str"),
+        ("mute", "mute failed with Mute."),
+        ("floatless", "a value of type Mute: Mute"),
     ],
 )
 def test_what_is_no_reward_could_not_judge_and_says_why(function: str, reason: str) -> None:
@@ -222,6 +228,12 @@ def test_a_function_that_cannot_be_a_reward_is_refused_at_the_start(
     with pytest.raises(ConfigurationError, match=said) as refused:
         custom(function, params=params)
     assert len(refused.value.problems) == 1
+
+
+def test_a_file_that_ends_its_process_at_the_import_is_named(tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text("import os; os._exit(7)")
+    with pytest.raises(EnvironmentFailure, match=r"worker for dying\.score \(.*exit code 7"):
+        custom("score", custom_module="dying")
 
 
 def test_params_that_no_reward_takes_are_refused() -> None:

@@ -27,7 +27,6 @@ def everything(responses, reference, prompt, example, params, token_counts, fini
     assert (reference, prompt, example.reference, params) == ("4", "the prompt", "4", {"bonus": 2})
     assert finish_reasons == ["stop", "length", "stop"]
     return tuple(count + params["bonus"] for count in token_counts)
-
 async def some(responses, reference):
     await asyncio.sleep(0)
     return [1.0, None, "high"]
@@ -44,12 +43,10 @@ def third(responses, reference, judge): return [1.0 for _ in responses]
 
 def channel():  # this worker's only socket
     return next(fd for fd in range(3, 100) if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}")[:6] == "socket")
-
 def forged(responses, reference):
     text = responses[0]
     os.write(channel(), len(text).to_bytes(4, "little") + text.encode())
     return [1.0 for _ in responses]
-
 def parity(responses, reference, token_counts):
     assert len(responses) == 4 or len(responses) == 2
     return [float(count % 2) for count in token_counts]

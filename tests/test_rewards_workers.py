@@ -15,12 +15,14 @@ from io import BufferedIOBase
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import retrain.rewards.workers as workers
 from retrain.rewards.score import PartScore
 from retrain.rewards.worker import QUESTION, _verify, read_message
 from retrain.rewards.workers import WorkerPool, WorkerSetup
+from tests.commands import is_alive, wait_until_dead
 from tests.marks import first_of
 
 DEADLINE_S = 2.0
@@ -41,19 +43,10 @@ def math_pool(count: int = 1, deadline_s: float = DEADLINE_S) -> AbstractContext
     return pool_of(WorkerSetup(verify=True), count, deadline_s)
 
 
-def children(pid: int) -> set[int]:
-    """Living child processes, `ps` itself aside."""
-    listed = subprocess.run(
-        ["ps", "-e", "-o", "pid=,ppid=,stat=,comm="], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    rows = [row.split(maxsplit=3) for row in listed]
-    own = [row for row in rows if int(row[1]) == pid and row[3] != "ps"]
-    return {int(row[0]) for row in own if not row[2].startswith("Z")}
-
-
-def descendants(pid: int) -> set[int]:
-    found = children(pid)
-    return found.union(*map(descendants, found))
+def descendants(pid: int, recursive: bool = True) -> set[int]:
+    """Living child processes, and their own."""
+    found = psutil.Process(pid).children(recursive)
+    return {child.pid for child in found if is_alive(child.pid)}
 
 
 def verify(pool: WorkerPool, answer: str, gold: str = "4") -> "Future[PartScore]":
@@ -112,12 +105,14 @@ def test_a_hard_answer_ends_on_the_deadline_and_a_new_worker_judges_the_next(
     pool: WorkerPool, answer: str, gold: str
 ) -> None:
     assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
-    servers = children(os.getpid())
+    servers = descendants(os.getpid(), recursive=False)
     judgement = verify(pool, answer, gold).result(60)
     assert judgement.value is None
     assert "deadline_s = 2" in judgement.reason
     assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
-    assert children(os.getpid()) == servers  # the replacement is forked, not imported anew
+    assert (
+        descendants(os.getpid(), recursive=False) == servers
+    )  # the replacement is forked, not imported anew
 
 
 @pytest.mark.slow
@@ -227,20 +222,6 @@ def test_many_threads_may_submit_and_each_gets_its_own_verdict() -> None:
     assert verdicts == {number: float(number == number % 5) for number in range(40)}
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_dead(pids: set[int]) -> None:
-    limit = time.monotonic() + 60
-    while any(map(alive, pids)):
-        assert time.monotonic() < limit, f"still alive: {[pid for pid in pids if alive(pid)]}"
-        time.sleep(0.05)
-
-
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -250,14 +231,30 @@ def test_the_pool_outlives_its_workers_and_its_fork_server() -> None:
     before = descendants(os.getpid())
     with math_pool(deadline_s=30) as pool:
         assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
-        processes = {pid for pid in descendants(os.getpid()) - before if alive(pid)}
+        processes = descendants(os.getpid()) - before
         for pid in processes:
             os.kill(pid, signal.SIGKILL)
         wait_until_dead(processes)
         first = verify(pool, r"\frac{8}{2}").result(60)
         assert first.value == 1.0 or "died" in first.reason
         assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
-    assert not {pid for pid in descendants(os.getpid()) - before if alive(pid)}
+    assert not descendants(os.getpid()) - before
+
+
+@linux_only
+def test_a_killed_fork_server_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawns = "import subprocess\nsubprocess.Popen(['sleep', '60'])\n"
+    (tmp_path / "sleeping.py").write_text(spawns + SLEEPS)
+    monkeypatch.chdir(tmp_path)
+    before = descendants(os.getpid())
+    with pool_of(WorkerSetup(rewards=("sleeping.score",)), deadline_s=30) as pool:
+        pool.wait_ready()
+        started = descendants(os.getpid()) - before
+        pool._process.kill()
+        pool.submit(sleep_job(0.0)).result(60)
+        wait_until_dead(started)
 
 
 @pytest.mark.slow
@@ -293,7 +290,6 @@ def test_closing_ends_every_job() -> None:
 
 LEAVES_A_CHILD = """
 import os, time
-
 def score(response, reference):
     child = os.fork()
     if child == 0:

@@ -118,6 +118,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run_and_replaces_no_table(tmp_p
     assert any(axis.items() <= found.items() for found in axes)
     assert [row[0] for row in wandb_rows(first, "completions")] == [0, 1, 2]
     assert [row[0] for row in wandb_rows(second, "completions_from_step_2")] == [2, 3]
+    assert session(tmp_path / "copy", settings, [2], state)["wandb_run_id"] != run_id
 
 
 @pytest.mark.slow

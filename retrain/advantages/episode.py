@@ -36,8 +36,7 @@ def maxrl(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
     informative.
     """
     r = _checked(rewards)
-    if not (np.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps is {eps}, it must be 0 or more")
+    _check_eps(eps)
     for index in np.flatnonzero(r < 0):
         raise ValueError(
             f"reward {index} is {r[index]:g}, and maxrl needs rewards of 0 or more; shift the"
@@ -71,8 +70,7 @@ def grpo_std(rewards: Sequence[float], ddof: int = 1, eps: float = 1e-6) -> list
     r = _checked(rewards)
     if ddof < 0 or ddof != int(ddof):
         raise ValueError(f"ddof is {ddof}, it must be a whole number of 0 or more")
-    if not (np.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps is {eps}, it must be 0 or more")
+    _check_eps(eps)
     if len(r) <= ddof:
         return [0.0] * len(r)
     return _listed(_scaled(_centred(r), ddof, eps))
@@ -99,8 +97,7 @@ def reinforce_pp(
     completion once, or with weight="token" once per token, with [G] `token_counts` per group. Zeros
     are ordinary values, not a mask.
     """
-    if not (np.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps is {eps}, it must be 0 or more")
+    _check_eps(eps)
     if weight not in ("sequence", "token"):
         raise ValueError(f'weight is "{weight}", it must be "sequence" or "token"')
     centred = [_centred(r) for r in checked_groups(groups)]
@@ -155,6 +152,11 @@ def checked_groups(groups: Sequence[Sequence[float]]) -> list[Float64Array]:
         except ValueError as error:
             raise ValueError(f"group {index}: {error}") from error
     return checked
+
+
+def _check_eps(eps: float) -> None:
+    if not (np.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps is {eps}, it must be 0 or more")
 
 
 def _checked(rewards: Sequence[float]) -> Float64Array:

@@ -30,7 +30,7 @@ from retrain.inference_engine.base import ENGINES, engine_kind
 from retrain.records.entries import MEASURED, EvaluationRecord, SftRecord, StepRecord
 from retrain.records.evaluation import Evaluation, is_evaluation
 from retrain.records.jsonl import CHANGED, read_jsonl, read_jsonl_backwards
-from retrain.records.run_folder import RunFolder
+from retrain.records.run_folder import RunFolder, read_marker
 from retrain.records.terminal import counted
 from retrain.system import Json, is_path_text, read_object
 
@@ -98,6 +98,7 @@ class StoredRun:
 
     @cached_property
     def config(self) -> TrainConfig:
+        read_marker(self.path)  # a newer retrain may mean something else by its values
         return load_stored(self.folder.config, to_read=True)
 
     @property

@@ -1,6 +1,5 @@
 """The contract of a training backend: rows in, one step of learning, state out."""
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from retrain.inference_engine.base import (
     Truncation,
 )
 from retrain.model.budget import NO_LIMIT
+from retrain.system import imported
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ def backend_kind(name: str) -> "type[Backend]":
     """
     if name not in BACKENDS:
         return Backend
-    module, _, attribute = BACKENDS[name].rpartition(".")
-    found: type[Backend] = getattr(importlib.import_module(module), attribute)
+    found: type[Backend] = imported(BACKENDS[name])
     return found
 
 

@@ -5,6 +5,7 @@ This module does not need torch, so a backend whose service computes elsewhere i
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -136,9 +137,9 @@ def sequence_weights(
         completed = sum(length > 0 for length in lengths)
         return [1 / (completed * length) if length else 0.0 for length in lengths]
     if aggregation == "prompt_mean":
-        tokens: dict[int, int] = {}
+        tokens = Counter[int]()
         for group, length in zip(groups, lengths, strict=True):
-            tokens[group] = tokens.get(group, 0) + length
+            tokens[group] += length
         prompts = sum(count > 0 for count in tokens.values())
         return [
             1 / (prompts * tokens[group]) if length else 0.0
@@ -181,9 +182,9 @@ def row_weights(
     weighs nothing.
     """
     of_row = [(row.group, row.sample) for row in rows]
-    lengths: dict[tuple[int, int], int] = {}
+    lengths = Counter[tuple[int, int]]()
     for key, count in zip(of_row, counts, strict=True):
-        lengths[key] = lengths.get(key, 0) + count
+        lengths[key] += count
     groups = [group for group, _ in lengths]
     weights = dict(
         zip(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -253,13 +254,13 @@ def check(plan: CampaignPlan) -> Findings:
         if cannot:
             raise ConfigurationError(cannot)
         check_plugins(run.config)
-    lacking, (problems, sha256) = _held_out_of(plan)
+    lacking, (problems, held_out) = _held_out_of(plan)
     missing = [
         f"No held-out evaluation at the end: {name} holds nothing out."
         for name in dict.fromkeys(lacking.values())
     ]
     said = (*lines, *condition_notes(plan), *missing, *_design_lines(plan, problems))
-    return Findings(said, frozenset(lacking), sha256)
+    return Findings(said, frozenset(lacking), held_out)
 
 
 def _design_lines(plan: CampaignPlan, problems: int) -> Iterator[str]:
@@ -350,19 +351,18 @@ def _load_held_out(config: TrainConfig) -> HeldOut:
     lack them, but not all.
     """
     if config.data.mix and not config.evaluation.source:
-        sources = Plan.of(config).sources
+        sources, hashes = Plan.of(config).sources, list[str]()
         for number, source in enumerate(sources, start=1):
-            with suppress(NoHeldOutSplit) if number < len(sources) else nullcontext():
-                _load_held_out(source.config)
-                break
-    elif config.environment.provider:
+            with suppress(NoHeldOutSplit) if hashes or number < len(sources) else nullcontext():
+                hashes.append(_load_held_out(source.config)[1])
+        return 0, sha256("+".join(hashes).encode()).hexdigest() if any(hashes) else ""
+    if config.environment.provider:
         with closing(load_environment(config)) as environment:
             load_problems(environment, config, "evaluation")
-    else:
-        counts, every = 0, list[Example]()
-        for own in Plan.of(config).evaluations:
-            examples = load_examples(own, "heldout").examples
-            counts += min(len(examples), own.evaluation.max_examples or sys.maxsize)
-            every += examples
-        return counts, fingerprint(every)
-    return 0, ""
+        return 0, ""
+    counts, every = 0, list[Example]()
+    for own in Plan.of(config).evaluations:
+        examples = load_examples(own, "heldout").examples
+        counts += min(len(examples), own.evaluation.max_examples or sys.maxsize)
+        every += examples
+    return counts, fingerprint(every)

@@ -170,7 +170,7 @@ def _ended_by(error: RetrainError | StoppedAtOnce, arguments: Sequence[str]) -> 
     problems: Sequence[str] = (str(error),)
     if isinstance(error, ConfigurationError):
         problems = error.problems
-    sentences = [shortened(clean(mask(problem))) for problem in problems]
+    sentences = [shortened(clean(mask(one)).replace("\n", "\\n")) for one in problems]
     with suppress(OSError):  # The terminal may be gone, and the exit code says it too.
         for sentence in sentences:
             print(f"retrain: {sentence}", file=sys.stderr)

@@ -41,7 +41,11 @@ def command(
     """Make a page of curves, paired differences, verdicts, costs, completions and tokens; it needs
     no network and no server.
     """
-    _check_extra()
+    if missing := missing_package(*_EXTRA):
+        raise EnvironmentFailure(
+            f'retrain report needs the extra "report" ({missing} is missing);'
+            f" {install_hint('report')}."
+        )
     from retrain.records.run_folder import RunFolder
     from retrain.records.terminal import clean
     from retrain.report.data import ReportRequest
@@ -56,16 +60,6 @@ def command(
         print(clean(f"Picture: {picture}"))
     for note in notes:
         print_progress(note)
-
-
-def _check_extra() -> None:
-    """Raise EnvironmentFailure if a package of the extra is missing."""
-    missing = missing_package(*_EXTRA)
-    if missing:
-        raise EnvironmentFailure(
-            f'retrain report needs the extra "report" ({missing} is missing);'
-            f" {install_hint('report')}."
-        )
 
 
 def _check_output(output: Path | None) -> None:

@@ -38,9 +38,14 @@ def run_file(arguments: Sequence[str]) -> int:
     parsed = parse_arguments(arguments)
     loaded = "Loaded .env" if load_dotenv() else ""
     from retrain.config import load_config
+    from retrain.records.run_folder import RunFolder, kind_of
 
     try:
-        _refuse_run_as_file(parsed)
+        if parsed.path and kind_of(parsed.path) == "run":
+            raise ConfigurationError(
+                f"{parsed.path} is a run's folder, not a configuration file; continue it with"
+                f" `{RunFolder(parsed.path).resume_command}`."
+            )
         # A typo shows before seconds of imports.
         config, note = continued(parsed.path, parsed.overrides) or (
             load_config(parsed.path, parsed.overrides),
@@ -91,17 +96,6 @@ def run_file(arguments: Sequence[str]) -> int:
             said=[LogLine(line) if line is loaded else line for line in said],
         )
     return 0
-
-
-def _refuse_run_as_file(parsed: RunArguments) -> None:
-    """Raise ConfigurationError for `retrain RUN_DIR`."""
-    from retrain.records.run_folder import RunFolder, kind_of
-
-    if parsed.path and kind_of(parsed.path) == "run":
-        raise ConfigurationError(
-            f"{parsed.path} is a run's folder, not a configuration file; continue it with"
-            f" `{RunFolder(parsed.path).resume_command}`."
-        )
 
 
 def continued(path: object, overrides: "Overrides") -> "tuple[TrainConfig, str] | None":

@@ -62,12 +62,17 @@ def _asked(run: "StoredRun", steps: str, trust: bool) -> tuple[int, int]:
     """Return the checkpoint to begin at and the step to stop before. Raises ConfigurationError for
     a run or steps that retrain cannot verify.
     """
+    from retrain.backends.base import backend_kind
     from retrain.records.run_folder import refuse_foreign_code
     from retrain.run.replay import nearest_checkpoint
 
     if not trust:
         refuse_foreign_code(run.config, "verifying it")
-    _refuse_served(run)
+    if not (backend_kind(run.config.backend.backend).in_process and run.has_counter_noise):
+        raise ConfigurationError(
+            f"{run.path} used a service or a server, whose bytes differ each time; verify works"
+            " for runs that sample and learn in one process."
+        )
     start, stop = _range(steps, run)
     return nearest_checkpoint(run.folder, start, print_progress), stop
 
@@ -111,17 +116,6 @@ def _replay(run: "StoredRun", start: int, stop: int, scratch: Path) -> None:
         raise ConfigurationError([*map(of_the_run, error.problems)]) from error
     except RunFailed as error:
         raise RunFailed(of_the_run(str(error))) from error
-
-
-def _refuse_served(run: "StoredRun") -> None:
-    """Raise ConfigurationError for a run whose sampler or learner was not in its own process."""
-    from retrain.backends.base import backend_kind
-
-    if not (backend_kind(run.config.backend.backend).in_process and run.has_counter_noise):
-        raise ConfigurationError(
-            f"{run.path} used a service or a server, whose bytes differ each time; verify works"
-            " for runs that sample and learn in one process."
-        )
 
 
 def _range(text: str, run: "StoredRun") -> tuple[int, int]:

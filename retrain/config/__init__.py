@@ -2,7 +2,9 @@
 pydantic.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from retrain.system import lazy
 
 if TYPE_CHECKING:
     from retrain.config.load import (
@@ -48,10 +50,4 @@ _HOMES = {
     "with_drawn_seed": "load",
 }
 
-
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy(__name__, _HOMES)

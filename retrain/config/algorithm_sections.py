@@ -126,15 +126,11 @@ class Algorithm(Section):
             )
 
 
-def _open_schedule(schema: Json) -> None:
-    """Let the JSON Schema accept any "section.key", for editors."""
-    schema["additionalProperties"] = True
-
-
 class Schedule(Section):
     """Keys that move with the step: "section.key" = [[step, value], ...]."""
 
-    model_config = ConfigDict(json_schema_extra=_open_schedule)
+    # Editors must accept any "section.key".
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
     points: Table = key(
         {},

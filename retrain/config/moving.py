@@ -45,16 +45,11 @@ def scheduled(config: "TrainConfig", step: int) -> dict[str, float]:
     """Return the values of the scheduled keys at a step; a whole number in a table of parameters
     stays one.
     """
-    return {
-        path: _as_whole(config, path, value_at(points, step))
-        for path, points in config.schedule.points.items()
-    }
-
-
-def _as_whole(config: "TrainConfig", path: str, value: float) -> float:
-    if path not in keys_by_path() and isinstance(given(config, path), int):
-        return round(value)
-    return value
+    values = {path: value_at(points, step) for path, points in config.schedule.points.items()}
+    for path in values.keys() - keys_by_path():
+        if isinstance(given(config, path), int):
+            values[path] = round(values[path])
+    return values
 
 
 def with_values(config: "TrainConfig", values: Mapping[str, float]) -> "TrainConfig":

@@ -6,7 +6,6 @@ dotted path. This module imports no plugin: the start of the run finds a dotted 
 nowhere.
 """
 
-import importlib
 import re
 import tomllib
 from collections.abc import Hashable, Iterable, Mapping
@@ -16,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal
 
-from retrain.system import Json, search_path
+from retrain.system import Json, imported, search_path
 
 ALIASES: dict[str, str] = {
     "algorithm.entropy_mask_rho": "algorithm.surprisal_mask_rho",
@@ -103,16 +102,15 @@ check the first configuration. Their modules import no model library.
 
 def table(kind: str) -> Any:
     """Return the built-in names of a kind, most of them mapped to what they mean."""
-    module, _, name = _TABLES[kind].rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    return imported(_TABLES[kind])
 
 
 def part_class(kind: Literal["backend", "engine"], name: str) -> Any:
     """Return the class of a built-in backend or engine, whose attributes are all facts about it.
     For any other name, return the base class, whose facts hold for plugins.
     """
-    module = {"backend": "retrain.backends.base", "engine": "retrain.inference_engine.base"}[kind]
-    return getattr(importlib.import_module(module), f"{kind}_kind")(name)
+    module = _TABLES[kind].rpartition(".")[0]
+    return imported(f"{module}.{kind}_kind")(name)
 
 
 def builtin_names(kind: str) -> tuple[str, ...]:
@@ -154,7 +152,7 @@ def transforms_with(trait: str) -> frozenset[str]:
 
 def canonical_uncertainty(name: str) -> str:
     """Return the built-in kind that an alias means; any other name as it is."""
-    return str(importlib.import_module("retrain.advantages.transforms").canonical_kind(name))
+    return str(imported("retrain.advantages.transforms.canonical_kind")(name))
 
 
 # -- names that are not built in -------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The whole configuration: every section, checked by the rules, with the source of each value."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -49,7 +50,8 @@ from retrain.config.run_sections import (
 from retrain.config.section import RuleViolations, Violation, Violations
 from retrain.config.sections import DEFAULT_CONDITIONS, AllSections, Campaign, Condition
 from retrain.config.sft_section import Sft
-from retrain.system import toml_value
+from retrain.errors import RunFailed
+from retrain.system import read_object, toml_value
 
 __all__ = [
     "BACKEND_OPTIONS", "DEFAULT_CLIPS", "DEFAULT_CONDITIONS", "Algorithm", "Backend",
@@ -214,6 +216,19 @@ class TrainConfig(AllSections):
     def source_path(self) -> Path | None:
         """Its file, or None for a configuration from Python."""
         return self._provenance.path
+
+    @property
+    def _folders(self) -> list[Path]:
+        """The places of its relative sources and plugins: the current folder and the folder of its
+        file. The file of a run adds the folder in which the run began.
+        """
+        folders = [Path.cwd()]
+        if self.source_path:
+            beside = self.source_path.resolve().parent
+            folders.append(beside)
+            with suppress(OSError, RunFailed, KeyError, TypeError):
+                folders.append(Path(read_object(beside / "environment.json")["folder"]))
+        return list(dict.fromkeys(folders))
 
     @property
     def origins(self) -> dict[str, str]:

@@ -2,9 +2,10 @@
 tokenizer load on first use, because a configuration asks only for the names of the sources.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from retrain.data.sources import NoHeldOutSplit, ReadResult, register_source
+from retrain.system import lazy
 from retrain.types import ChatMessage, Example, Prompt
 
 if TYPE_CHECKING:
@@ -25,11 +26,4 @@ __all__ = [
     "register_source",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "samplers" if name == "PromptSampler" else "prompts"
-    return getattr(import_module(f"{__name__}.{home}"), name)
+__getattr__ = lazy(__name__, dict.fromkeys(__all__, "prompts") | {"PromptSampler": "samplers"})

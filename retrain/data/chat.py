@@ -124,8 +124,11 @@ def token_bounds(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> 
     A byte-level token stands for at least one byte of the text in its normal form, and a special
     token for its whole name.
     """
-    backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-    if backend is None or not _is_byte_level(backend):
+    backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+    splitter = repr(backend and backend.pre_tokenizer)
+    # Such a tokenizer adds nothing in front, and at most normalizes the text first.
+    is_byte_level = "ByteLevel(add_prefix_space=False" in splitter and "Metaspace" not in splitter
+    if not is_byte_level or repr(backend.normalizer) not in ("None", "NFC()"):
         return count_tokens(tokenizer, texts)
     added = [] if backend.encode_special_tokens else backend.get_added_tokens_decoder().values()
     names = [token.content for token in added if token.special and not token.single_word]
@@ -139,18 +142,6 @@ def token_bounds(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> 
             short = backend.normalizer.normalize_str(short)
         bounds.append(opening + len(short.encode()))
     return bounds
-
-
-def _is_byte_level(backend: Any) -> bool:
-    """Return True if every token stands for bytes of the text alone. The tokenizer then adds
-    nothing in front, and at most normalizes the text first.
-    """
-    splitter = repr(backend.pre_tokenizer)
-    return (
-        repr(backend.normalizer) in ("None", "NFC()")
-        and "ByteLevel(add_prefix_space=False" in splitter
-        and "Metaspace" not in splitter
-    )
 
 
 def rendering(config: "TrainConfig") -> "Data":

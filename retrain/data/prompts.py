@@ -304,7 +304,11 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
     # These prompts stay, with shorter completions; one note says so.
     clamped = prompts.longer_than(context - training.max_tokens)
     if clamped:
-        prompts.notes.append(_clamped_note(prompts, clamped, training.max_tokens, context))
+        prompts.notes.append(
+            f"[training] max_tokens = {training.max_tokens} exceeds the model's context of"
+            f" {context:,} for {clamped:,} of {len(prompts):,} prompts, so their completions end"
+            f" after {context - prompts.longest:,} tokens or more"
+        )
     return prompts
 
 
@@ -313,11 +317,3 @@ def _too_long(text: TextModel, texts: Sequence[str], bounds: Sequence[int]) -> d
     near = [index for index, bound in enumerate(bounds) if text.context <= bound]
     counts = count_tokens(text.tokenizer, [texts[index] for index in near])
     return {i: count for i, count in zip(near, counts, strict=True) if count >= text.context}
-
-
-def _clamped_note(prompts: PromptSet, clamped: int, max_tokens: int, context: int) -> str:
-    return (
-        f"[training] max_tokens = {max_tokens} exceeds the model's context of {context:,} for"
-        f" {clamped:,} of {len(prompts):,} prompts, so their completions end after"
-        f" {context - prompts.longest:,} tokens or more"
-    )

@@ -12,7 +12,7 @@ import numpy as np
 from retrain.config.names import DATA_FILE_SUFFIXES
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
-from retrain.system import integer_or_digits, parse_json
+from retrain.system import Json, integer_or_digits, parse_json
 
 Split = Literal["train", "heldout"]
 
@@ -32,6 +32,8 @@ class RawRow:
     """The id of the example made from the row: "train-16"."""
     columns: dict[str, Any] | None
     """The row's values by column; None for a line that is not a JSON object."""
+    repeated: str = ""
+    """A key that the line gives twice, with different values; the last one counts."""
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -56,10 +58,7 @@ def find_files(
     if not path.is_dir():
         places = ""
         if not path.is_absolute():
-            places = (
-                f" in {Path.cwd()}, the current folder, or beside the configuration file (a resume"
-                " needs the folder where the run began)"
-            )
+            places = f" in {Path.cwd()}, the current folder, or beside the configuration file"
         raise ConfigurationError(
             f"{key} does not exist{places}; name a .jsonl or .parquet file or a folder of them, or"
             " hub:NAME for a hub data set."
@@ -106,19 +105,28 @@ def read_files(files: Iterable[Path]) -> Iterator[RawRow]:
 
 
 def _read_jsonl(file: Path) -> Iterator[RawRow]:
+    def table(pairs: list[tuple[str, Any]]) -> Json:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            repeated.extend(name for name, value in pairs if value != values[name])
+        return values
+
     with file.open("rb") as lines:
         for index, line in enumerate(lines):
             if not line.strip():
                 continue
+            repeated: list[str] = []
             try:
                 # Joined files have a byte order mark in the middle too.
-                columns = parse_json(line.decode("utf-8-sig"), integer_or_digits)
+                text = line.decode("utf-8-sig")
+                columns = parse_json(text, parse_int=integer_or_digits, object_pairs_hook=table)
             except ValueError:  # bytes that are not UTF-8 or not JSON
                 columns = None
             yield RawRow(
                 f"{file.name} line {index + 1}",
                 f"{file.stem}-{index}",
                 columns if isinstance(columns, dict) else None,
+                "".join(repeated[:1]),
             )
 
 

@@ -5,6 +5,7 @@ rows that it cannot use.
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import (
     Callable,
     Collection,
@@ -62,7 +63,7 @@ class ReadResult:
     data: "Data"
     """[data] as it applies here, where [evaluation] source may have replaced the source."""
     examples: list[Example] = field(default_factory=list)
-    dropped: dict[Reason, int] = field(default_factory=dict)
+    dropped: Counter[Reason] = field(default_factory=Counter)
     """Number of rows that became no example, by reason."""
     first: dict[Reason, str] = field(default_factory=dict)
     """The first row of each reason, as a line of a file or an example's id."""
@@ -82,7 +83,7 @@ class ReadResult:
             self.examples.append(example)
 
     def drop(self, reason: Reason, where: str) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        self.dropped[reason] += 1
         self.first.setdefault(reason, where)
 
     def dropped_rows(self) -> str:
@@ -127,14 +128,11 @@ class Query:
 
     @property
     def path(self) -> Path:
-        """The path that `key` names, relative to the current folder, else to the configuration
-        file's.
+        """The path that `key` names, relative to the first of the configuration's folders that
+        holds it.
         """
         path = Path(self.data.path or self.data.source)
-        beside = self.config.source_path
-        if not path.exists() and beside is not None and (beside.parent / path).exists():
-            return beside.parent / path
-        return path
+        return next((one / path for one in self.config._folders if (one / path).exists()), path)
 
     def no_heldout(self) -> NoHeldOutSplit:
         return NoHeldOutSplit(
@@ -505,7 +503,10 @@ def _prompt(value: object) -> str | list[ChatMessage] | None:
 def _read(query: Query, rows: Iterable[RawRow], read_row: RowReader) -> ReadResult:
     result = ReadResult(query.data)
     columns: dict[str, None] = {}
+    repeated = []
     for row in rows:
+        if row.repeated:
+            repeated.append(f"{row.where}, {row.repeated}")
         for name, text in (row.columns or {}).items():
             value = _from_json(text, "{")
             fields = [f"{name}.{each}" for each in value] if isinstance(value, dict) else [name]
@@ -515,6 +516,11 @@ def _read(query: Query, rows: Iterable[RawRow], read_row: RowReader) -> ReadResu
             result.keep(example, row.where)
         elif example is not None:
             result.drop(example, row.where)
+    if repeated:
+        result.notes.append(
+            f"Rows with a key twice, of which the last counts: {len(repeated):,}"
+            f" (first: {repeated[0]})"
+        )
     if not result.examples and columns:
         result.notes.append(
             f"its columns are {', '.join(columns)}{_columns_to_set(query, columns)}"

@@ -5,7 +5,6 @@ composition of a batch cannot change them. It also says whether the adapter or t
 samples.
 """
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from retrain.errors import ConfigurationError
 from retrain.noise import uniform
+from retrain.system import imported
 from retrain.types import ChatMessage, Completion, Int32Array
 
 if TYPE_CHECKING:
@@ -196,8 +196,7 @@ def engine_kind(name: str) -> "type[InferenceEngine]":
     """
     if name not in ENGINES:
         return InferenceEngine
-    module, _, attribute = ENGINES[name].rpartition(".")
-    found: type[InferenceEngine] = getattr(importlib.import_module(module), attribute)
+    found: type[InferenceEngine] = imported(ENGINES[name])
     return found
 
 

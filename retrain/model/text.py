@@ -175,7 +175,7 @@ def _from_pretrained(
 ) -> Any:
     path = resolve_model(name)
     is_local = Path(path).is_dir()
-    if not is_local and not _is_hub_id(path):
+    if not is_local and not _HUB_ID.fullmatch(path):
         raise EnvironmentFailure(
             f'[model] model = "{name}" is not a folder on this machine; name one, a hub id such as'
             ' owner/name, or "lab".'
@@ -205,8 +205,7 @@ def _from_pretrained(
 _ALLOWED = 'offline, give a local model folder or model = "lab", the model that comes with retrain'
 
 
-def _is_hub_id(name: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name) is not None
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def _of_text(config: "PretrainedConfig | None", name: str) -> Any:

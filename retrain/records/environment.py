@@ -22,8 +22,8 @@ _DISTRIBUTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def describe_environment(device: str) -> Json:
-    """Describe versions, machine, git revision of the current folder, and the command line, in
-    which the caller masks secrets.
+    """Describe versions, machine, the current folder and its git revision, and the command line,
+    in which the caller masks secrets.
     """
     torch, cpu = sys.modules.get("torch"), None  # A run without torch has None.
     with suppress(OSError):
@@ -46,6 +46,7 @@ def describe_environment(device: str) -> Json:
         ),
         "git": git_revision(Path.cwd()),
         "command": sys.argv,
+        "folder": str(Path.cwd()),
     }
 
 
@@ -56,12 +57,11 @@ def code_of(config: "TrainConfig") -> Json:
     from retrain.plugins import plugin_hashes
 
     folder = Path(__file__).resolve().parents[1]
-    try:
+    revision = None
+    with suppress(OSError, subprocess.SubprocessError):
         # The folder may lie inside another project's checkout.
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")
-        revision: str | None = _git(folder, "rev-parse", "HEAD")
-    except (OSError, subprocess.SubprocessError):
-        revision = None
+        revision = _git(folder, "rev-parse", "HEAD")
     return {"revision": revision, "plugins": plugin_hashes(config)}
 
 

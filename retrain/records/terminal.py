@@ -100,11 +100,6 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def filled_columns(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the indices of columns that are not empty in every row."""
-    return [column for column, cells in enumerate(zip(*rows, strict=False)) if any(cells)]
-
-
 def table_lines(
     rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: str = ""
 ) -> Iterator[str]:
@@ -113,7 +108,7 @@ def table_lines(
     """
     from rich.cells import cell_len  # A CJK character takes two places.
 
-    columns = filled_columns(rows)
+    columns = [column for column, cells in enumerate(zip(*rows, strict=False)) if any(cells)]
     widths = {column: max(cell_len(row[column]) for row in rows) for column in columns}
     for row in rows:
         padding = {column: " " * (widths[column] - cell_len(row[column])) for column in columns}

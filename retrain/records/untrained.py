@@ -55,7 +55,9 @@ class Streak:
         completions = (record.batch_size or 0) * (record.group_size or 0)
         self.steps += 1
         self.completions += completions
-        self.ends_solved = _is_solved(record)
+        self.ends_solved = bool(record.groups_skipped_all_correct) and not (
+            record.groups_skipped_all_wrong or record.groups_skipped_other
+        )
         if self.ends_solved:
             return self
         self.newest = record
@@ -86,13 +88,6 @@ def is_skipped(record: StepRecord | SftRecord) -> bool:
     # A supervised step always has an update.
     return bool(getattr(record, "nonfinite_updates", True)) and (
         record.loss is None or isnan(record.loss)
-    )
-
-
-def _is_solved(record: StepRecord) -> bool:
-    """Return True if all groups of an untrained step are right."""
-    return bool(record.groups_skipped_all_correct) and not (
-        record.groups_skipped_all_wrong or record.groups_skipped_other
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from retrain.config import TrainConfig
 from retrain.config.schema import Provenance
 from retrain.errors import RetrainError, RunFailed
-from retrain.plugins import Plugin, load_function, user_code
+from retrain.plugins import Plugin, describe, load_function, user_code
 from retrain.records.redact import reason_of
 from retrain.types import Example
 
@@ -68,6 +68,8 @@ def _reward(name: str, value: object) -> dict[str, Any]:
         number = float(value)
     except OverflowError:  # an integer of more than 308 digits
         number = math.inf
+    except BaseException as error:  # noqa: BLE001 - the user's `__float__` may raise anything
+        return _no_reward(f"{name} returned {_kind_of(value)}: {describe(error)}")
     if not math.isfinite(number):
         return _no_reward(f"{name} returned {number}, which is not finite")
     return {"value": number}

@@ -123,29 +123,21 @@ async def _receive(reader: asyncio.StreamReader, longest: int = 1 << 32) -> Mess
 
 def main(parent: str, *descriptors: str) -> None:
     """Run the fork server, with a worker for each socket. It ends with the trainer, whose process
-    id is `parent`, or at its signal.
+    id is `parent`; the trainer kills what its session still runs.
     """
     keepers = [_Keeper(socket.socket(fileno=int(each))) for each in descriptors]
-
-    def end(*_: object) -> NoReturn:
-        for keeper in keepers:
-            keeper.kill()
-        os._exit(0)
 
     async def end_with_parent() -> None:
         while os.getppid() == int(parent):
             await asyncio.sleep(_PARENT_POLL_S)
-        end()
+        for keeper in keepers:
+            keeper.kill()
+        os._exit(0)
 
     async def run() -> None:
         await asyncio.gather(end_with_parent(), *(keeper.run() for keeper in keepers))
 
-    signal.signal(signal.SIGTERM, end)
-    try:
-        asyncio.new_event_loop().run_until_complete(run())
-    finally:
-        for keeper in keepers:
-            keeper.kill()
+    asyncio.new_event_loop().run_until_complete(run())
 
 
 class _Keeper:
@@ -193,7 +185,8 @@ class _Keeper:
                 self._started = await _receive(self._reader, _MAX_REPLY)
         except (EOFError, OSError, ValueError) as error:
             how = f"{type(error).__name__}, {await self._end()}"
-            self._started = {"reason": f"retrain cannot start a reward worker ({how})"}
+            loaded = ", ".join(self._setup["rewards"]) or "math-verify"
+            self._started = {"reason": f"retrain cannot start a reward worker for {loaded} ({how})"}
         if "reason" in self._started:
             await self._end()
 
@@ -241,7 +234,7 @@ class _Keeper:
             self._timer = loop.call_at(next_look, self._watch, loop, deadline, is_late)
             return
         self._writer.transport.abort()
-        _kill_session(self._pid)
+        _kill_group(self._pid)
 
     def _takes_more_than(self, fraction: float) -> bool:
         limit = self._setup["memory_limit"]
@@ -252,7 +245,7 @@ class _Keeper:
         pid, self._pid = self._pid, 0
         if pid:
             self._writer.transport.abort()
-            _kill_session(pid)
+            _kill_group(pid)
         return pid
 
     async def _end(self) -> str:
@@ -293,9 +286,9 @@ def _part(reply: object) -> tuple[float | None, str]:
     return value, ""
 
 
-def _kill_session(pid: int) -> None:
-    """Kill the worker and whatever it started. A worker forked a moment ago may not lead its
-    session yet.
+def _kill_group(pid: int) -> None:
+    """Kill the worker and whatever it started. A worker forked a moment ago may not lead its group
+    yet.
     """
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError):
@@ -311,9 +304,8 @@ def _be_worker(channel: socket.socket, setup: Message) -> NoReturn:
     """
     status = 1
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.setsid()
-        die_with_parent(os.getppid())  # without Linux the server kills its workers on its way out
+        os.setpgid(0, 0)
+        die_with_parent(os.getppid())  # without Linux the trainer kills it later
         os.dup2(channel.fileno(), _CHANNEL, inheritable=False)
         os.closerange(_CHANNEL + 1, _MAX_DESCRIPTORS)
         with suppress(EOFError, ConnectionError):  # the server no longer needs this worker

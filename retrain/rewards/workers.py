@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -36,7 +37,7 @@ tests.
 """
 _MAX_AUTOMATIC_WORKERS = 16
 _END_S = 2.0
-"""Seconds for the process to end its workers."""
+"""Seconds for the process to end."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from retrain.rewards.worker"
     " import main; main(*sys.argv[2:])"
@@ -126,8 +127,8 @@ class WorkerPool:
             raise ConfigurationError(first["reason"])
         if "reason" in first:
             raise EnvironmentFailure(
-                f"[reward] does not load, since {first['reason']}; start the run again, or look at"
-                " what the machine does."
+                f"[reward] does not load, since {first['reason']}; look at what its import and the"
+                " machine do."
             )
         return frozenset(first["group_rewards"])
 
@@ -167,6 +168,7 @@ class WorkerPool:
             if self._is_closing:
                 return {"reason": "the run is ending"}
             if self._process.poll() is not None:
+                _end(self._process)
                 self._process, self._lines = self._start()
             process, lines = self._process, self._lines
             line = lines.pop()
@@ -212,10 +214,16 @@ def _fork_server(
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the fork server and all its workers, without waiting for imports."""
+    """End the fork server, without waiting for imports, and what its session still runs."""
+    import psutil
+
     process.terminate()
     try:
         process.wait(_END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    for pid in psutil.pids():
+        with suppress(OSError):  # it has ended, or belongs to another user
+            if os.getsid(pid) == process.pid:
+                os.kill(pid, signal.SIGKILL)

@@ -155,7 +155,15 @@ class StepObserver:
             in_turns=self.parts.has_turns,
         )
         self.tracker.emit(Generations(step.number, records))
-        self._tell_rewritten(step)
+        trajectories = chain.from_iterable(group.trajectories for group in step.rollout.groups)
+        rewritten = sum(len(trajectory.parts()) > 1 for trajectory in trajectories)
+        if rewritten and not self._said_rewritten:
+            self._said_rewritten = True
+            self.tracker.message(
+                f"Step {step.number}: {rewritten} trajectories have more than one row, since"
+                " the chat template or the environment rewrites earlier turns. Each row holds"
+                " the context that the model saw."
+            )
         if self.tracker.wants_tokens(step.number):
             table = token_table(step.credit, self.parts.credit.needs_planning, step.log_ratios)
             self.tracker.emit(Tokens(step.number, table))
@@ -185,18 +193,6 @@ class StepObserver:
                 f" {result.logprob_diff_mean:.2g} nats per token over"
                 f" {result.logprob_diff_tokens} of its tokens, above the limit of {limit:.2g},"
                 " which ignores such steps."
-            )
-
-    def _tell_rewritten(self, step: Step) -> None:
-        """Say once that trajectories have several rows."""
-        trajectories = chain.from_iterable(group.trajectories for group in step.rollout.groups)
-        rewritten = sum(len(trajectory.parts()) > 1 for trajectory in trajectories)
-        if rewritten and not self._said_rewritten:
-            self._said_rewritten = True
-            self.tracker.message(
-                f"Step {step.number}: {rewritten} trajectories have more than one row, since"
-                " the chat template or the environment rewrites earlier turns. Each row holds"
-                " the context that the model saw."
             )
 
     def _record(self, step: Step, state: TrainerState, decision: Mapping[str, Any]) -> StepRecord:

@@ -460,23 +460,23 @@ class Session:
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
 
     def save_if_due(self) -> None:
-        if self.schedule.saves_at(self.state.step, self.state):
-            self._compare_ranks()
+        """Raise RunFailed in every process if the processes do not have the same weights."""
+        if (
+            self.schedule.saves_at(self.state.step, self.state)
+            and self.world.size > 1
+            and len({*self.world.gather(self.parts.backend.digest())}) > 1
+        ):
+            raise RunFailed(
+                "The processes of this run have different weights after step"
+                f" {self.state.step}, so retrain saved nothing. Resume from the last"
+                " checkpoint, and check the GPUs of the process whose metrics differ."
+            )
         if (
             self.schedule.saves(self.state)
             or self.interrupts.take_save_request()
             or self.saver.is_behind
         ):
             self.save_now()
-
-    def _compare_ranks(self) -> None:
-        """Raise RunFailed in every process if the processes do not have the same weights."""
-        if self.world.size > 1 and len({*self.world.gather(self.parts.backend.digest())}) > 1:
-            raise RunFailed(
-                "The processes of this run have different weights after step"
-                f" {self.state.step}, so retrain saved nothing. Resume from the last"
-                " checkpoint, and check the GPUs of the process whose metrics differ."
-            )
 
     def save_now(self) -> str:
         """Save a checkpoint between two steps; within a step there is none to save. Return a

@@ -139,7 +139,17 @@ def _write(
                 settings = read_object(adapter / CONFIG_FILE) | {"base_model_name_or_path": base}
                 texts[CONFIG_FILE] = json.dumps(settings, indent=2, sort_keys=True) + "\n"
             else:
-                _write_model(whole, aside)
+                # transformers 5 names rope_theta in rope_parameters alone, and MLX-LM does not look
+                # there.
+                rope = getattr(whole.config, "rope_parameters", None) or {}
+                if "rope_theta" in rope:
+                    whole.config.rope_theta = rope["rope_theta"]
+                whole.save_pretrained(aside)
+                # A library leaves the weights to their owner alone, and a server often runs as
+                # another user.
+                mode = (aside / "config.json").stat().st_mode
+                for weights in aside.glob("*.safetensors"):
+                    weights.chmod(mode)
             for name, content in texts.items():
                 (aside / name).write_text(content, encoding="utf-8")
     except OSError as error:
@@ -150,20 +160,6 @@ def _write(
             f"{output} is not writable ({error.strerror}); free space there, or name"
             " another disk by --output."
         ) from error
-
-
-def _write_model(model: Any, folder: Path) -> None:
-    """Write a whole model. transformers 5 names rope_theta in rope_parameters alone, where MLX-LM
-    does not look.
-    """
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    if "rope_theta" in rope:
-        model.config.rope_theta = rope["rope_theta"]
-    model.save_pretrained(folder)
-    # A library leaves the weights to their owner alone, and a server often runs as another user.
-    mode = (folder / "config.json").stat().st_mode
-    for weights in folder.glob("*.safetensors"):
-        weights.chmod(mode)
 
 
 def _check_place(output: Path) -> None:

@@ -3,6 +3,7 @@
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.records.redact import Redactor
@@ -10,7 +11,13 @@ from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary, SqueezeSummary
 from retrain.tracking.base import StartEvent, Tracker, Trackers, Verbosity
 from retrain.tracking.console import Console
-from retrain.tracking.external import Background, ExternalSettings, ExternalTracker, check_extra
+from retrain.tracking.external import (
+    FOLDER,
+    Background,
+    ExternalSettings,
+    ExternalTracker,
+    check_extra,
+)
 from retrain.tracking.files import RunFiles
 from retrain.tracking.screen import title_of
 from retrain.tracking.tensorboard import TensorboardTracker
@@ -55,7 +62,14 @@ def build_tracker(
         folder=folder.path,
     )
     run_name = redactor.text(config.logging.wandb_run_name or condition)
-    settings = ExternalSettings(config, folder, run_name, redactor, resumed or {}, first_step)
+    resumed = resumed or {}
+    first = RunFolder(Path(resumed.get(FOLDER, folder.path)))
+    if first.path.resolve() != folder.path.resolve() and first.config.is_file():
+        console.message(
+            f"{folder.path} is a copy of {first.path}, so its trackers begin runs of their own."
+        )
+        resumed = {}
+    settings = ExternalSettings(config, folder, run_name, redactor, resumed, first_step)
     return Trackers(
         [
             console,

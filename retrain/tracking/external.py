@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 
+FOLDER = "folder"
+"""The entry of a tracker's state that names the run's folder: a copy has another one."""
 STEP_METRIC = "trainer/step"
 """The x axis of training metrics. The trackers' own step counters drop values for steps that a
 resumed run repeats.
@@ -266,7 +268,7 @@ class Background(Tracker):
             self._sink.abandon()
 
     def state(self) -> dict[str, str]:
-        return self._sink.state()
+        return self._sink.state() | {FOLDER: str(self._files.resolve())}
 
     def _hand_over(self, event: Event) -> None:
         self._tell_news()

@@ -3,7 +3,6 @@ stale adapter.
 """
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from real_servers import RealServer, started
+from real_servers import RealServer, largest_difference, started
 from runs import small
 
 from retrain import train
@@ -49,15 +48,6 @@ def server() -> Iterator[RealServer]:
 
 def through(folder: Path, server: RealServer, engine: str = "mlx") -> Any:
     return small(folder, inference={"engine": engine, "url": server.url}, **LEARNING)
-
-
-def largest_difference(record: Any) -> float:
-    """Nats, from the largest and the smallest ratio of the step, which are at temperature 1."""
-    return (
-        max(abs(math.log(record.ratio_max)), abs(math.log(record.ratio_min)))
-        if record.ratio_max
-        else 0.0
-    )
 
 
 def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, server: RealServer) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_servers import RealServer, started
+from real_servers import RealServer, largest_difference, started
 from runs import lines, small
 
 from retrain import train
@@ -73,11 +73,6 @@ def interviewed(folder: Path, server: RealServer, engine: str, **model: Any) -> 
 
 def mean_turns(run: Any) -> list[float]:
     return [record["turns_mean"] for record in lines(run.folder / "metrics.jsonl")]
-
-
-def largest_difference(record: Any) -> float:
-    """Nats, from the largest and the smallest ratio of the step."""
-    return max(abs(math.log(record.ratio_max or 1)), abs(math.log(record.ratio_min or 1)))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,13 @@
 """One run on two real servers of vLLM, both started from the lab model by different commands."""
 
 import json
-import math
 import re
 import threading
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from real_servers import Printed, RealServer, await_steps
+from real_servers import Printed, RealServer, await_steps, largest_difference
 from runs import small
 
 from retrain import train
@@ -21,11 +19,6 @@ def answered(server: RealServer) -> float:
     """Completions that the server has finished since its start, by its own count."""
     page = httpx.get(f"{server.url}/metrics", trust_env=False).text
     return sum(map(float, re.findall(r"^vllm:request_success_total\S* (\S+)$", page, re.MULTILINE)))
-
-
-def largest_difference(record: Any) -> float:
-    """Nats, from the largest and the smallest ratio of the step."""
-    return max(abs(math.log(record.ratio_max or 1)), abs(math.log(record.ratio_min or 1)))
 
 
 def test_both_share_the_samples_and_have_each_new_adapter(

@@ -3,7 +3,6 @@ wrong servers, servers that die.
 """
 
 import json
-import math
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 from faulty_proxy import faulty_proxy
 from quoted import is_quoted
-from real_servers import LAB, RealServer, await_steps, started
+from real_servers import LAB, RealServer, await_steps, largest_difference, started
 from runs import lines, small
 from safetensors.numpy import load_file, save_file
 
@@ -74,15 +73,6 @@ def strange(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 def served(folder: Path, *urls: str, engine: str = "vllm", **sections: Any) -> Any:
     return small(folder, inference={"engine": engine, "url": list(urls)}, **sections)
-
-
-def largest_difference(record: Any) -> float:
-    """Nats, from the largest and the smallest ratio of the step."""
-    return (
-        max(abs(math.log(record.ratio_max)), abs(math.log(record.ratio_min)))
-        if record.ratio_max
-        else 0.0
-    )
 
 
 def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, vllm: RealServer) -> None:

@@ -159,7 +159,12 @@ class Learner:
         self.max_tokens = config.training.max_tokens
         self.seed = config.training.seed
         # Load the loss before `begin`, which asks what it reads.
-        self._read_loss(config)
+        self._own_loss = own_function("loss", config)
+        self._own_correction = own_function("correction", config)
+        self._aggregation = aggregation_of(config)
+        self._metrics: tuple[str, ...] = ()
+        if self._own_loss:
+            self._metrics = metric_names(self._own_loss, base.device)
         self.begin(config)
         self._kernel_of = partial(attention_of, config.inference.attention_kernel, base.device.type)
         self._kernel: FusedAttention = self._kernel_of(base.dtype)
@@ -206,15 +211,6 @@ class Learner:
     @property
     def temperature(self) -> float:
         return self._settings.temperature
-
-    def _read_loss(self, config: "TrainConfig") -> None:
-        """Set what the loss is: the built-in one or the user's own."""
-        self._own_loss = own_function("loss", config)
-        self._own_correction = own_function("correction", config)
-        self._aggregation = aggregation_of(config)
-        self._metrics: tuple[str, ...] = ()
-        if self._own_loss:
-            self._metrics = metric_names(self._own_loss, self.base.device)
 
     def train(
         self,
@@ -359,7 +355,14 @@ class Learner:
         `completions` is the batch's share of all completions drawn, trained or not; `log_ratios`
         collects this process's log-ratios by row number.
         """
-        name = _nonfinite_input(rows)
+        name = first_nonfinite(
+            {
+                "advantages": [row.row.advantages for row in rows],
+                "sampler log-probs": [row.sampler for row in rows],
+                "old log-probs": [row.old for row in rows],
+                "reference log-probs": [row.reference for row in rows if row.reference is not None],
+            }
+        )
         if name:
             return Update(nonfinite=name)
         self.optimizer.zero_gradients()
@@ -730,16 +733,3 @@ def _by_row(micro: MicroBatch, values: Tensor) -> dict[int, Float32Array]:
         values = values.float()
     parts = np.split(values.cpu().numpy(), np.cumsum(micro.lengths)[:-1])
     return {row.number: part for row, part in zip(micro.rows, parts, strict=True)}
-
-
-def _nonfinite_input(rows: Sequence[LearnerRow]) -> str:
-    """Return the first kind of input that is not finite; "" if all are."""
-    references = [row.reference for row in rows if row.reference is not None]
-    return first_nonfinite(
-        {
-            "advantages": [row.row.advantages for row in rows],
-            "sampler log-probs": [row.sampler for row in rows],
-            "old log-probs": [row.old for row in rows],
-            "reference log-probs": references,
-        }
-    )
