@@ -12,7 +12,7 @@ C), sigma = (B + C) lambda and kappa = C lambda.
 
 A sweep visits min, 2 min, 4 min, ..., max at least twice each, then the batch returns to the
 configured size. From then on the fitted law decides. Above the target concurrency the batch shrinks
-to it. Far below, the batch grows towards it, by a factor of two at most per change.
+to it. Far below, the batch grows toward it, by a factor of two at most per change.
 """
 
 import math

@@ -206,7 +206,7 @@ def _cells(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def artefacts() -> dict[str, str]:
+def artifacts() -> dict[str, str]:
     """Paths in the repository and what they must hold. retrain.toml is what `retrain init`
     writes.
     """

@@ -163,7 +163,7 @@ def test_large_effects_end_a_campaign_early() -> None:
     assert found > 0.95 and mean < 8
 
 
-def test_the_confidence_sequence_covers_the_centre_at_all_looks_together() -> None:
+def test_the_confidence_sequence_covers_the_center_at_all_looks_together() -> None:
     rng, missed, trials = np.random.default_rng(3), 0, 40
     for _ in range(trials):
         d = rng.normal(1.0, 1.0, 9)

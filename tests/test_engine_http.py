@@ -458,13 +458,13 @@ def ask_for_real(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    "behaviour",
+    "behavior",
     [closing, first(breaking_off, 1, closing), first(failing(503, Retry_After="1"), 1, closing)],
 )
 def test_an_old_protocol_half_a_body_and_a_busy_moment_cost_nothing(
-    behaviour: Answer, monkeypatch: pytest.MonkeyPatch
+    behavior: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert ask_for_real(behaviour, monkeypatch) == [{"done": 1}]
+    assert ask_for_real(behavior, monkeypatch) == [{"done": 1}]
 
 
 def test_a_connection_that_breaks_while_a_server_is_looked_at_costs_nothing() -> None:
@@ -498,7 +498,7 @@ def test_https_of_a_server_without_it_is_not_answered_with_start_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "told"),
+    ("behavior", "told"),
     [
         (
             dripping,
@@ -545,12 +545,12 @@ def test_https_of_a_server_without_it_is_not_answered_with_start_it() -> None:
     ],
 )
 def test_a_server_that_misbehaves_is_one_sentence_without_the_key(
-    behaviour: Answer, told: str, monkeypatch: pytest.MonkeyPatch
+    behavior: Answer, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("retrain.inference_engine.http._MAX_BYTES", 1 << 20)
     began = monotonic()
     with pytest.raises(ServerFailure, match=told) as caught:
-        ask_for_real(behaviour, monkeypatch)
+        ask_for_real(behavior, monkeypatch)
     assert (
         KEY not in str(caught.value)
         and "\n" not in str(caught.value)

@@ -50,7 +50,7 @@ def ppo(tokens: ActionTokens, params):
     return -gain, {"rho": rho, "clipped": clipped}
 
 def dro(tokens):
-    '''Direct reward optimisation: a quadratic in place of the clip, which pulls also where the advantage is 0.'''
+    '''Direct reward optimization: a quadratic in place of the clip, which pulls also where the advantage is 0.'''
     return -tokens.new * tokens.advantages + 0.5 * (tokens.new - tokens.old) ** 2
 dro.own_term = True
 
@@ -94,7 +94,7 @@ WRONG: dict[str, tuple[str, str]] = {
         "return (-tokens.advantages * tokens.new).mean()",
         "gave a tensor of shape [], and must give one term for each",
     ),
-    "centres by the batch": (
+    "centers by the batch": (
         "terms = -tokens.advantages * tokens.new\nreturn terms - terms.mean()",
         "gives a sequence other terms when it stands alone",
     ),

@@ -147,7 +147,7 @@ def mixed(batch: Answers) -> Answers:
     return [prompt for prompt in batch if len({answer.reward for answer in prompt}) > 1]
 
 
-def centred(prompt: list[Answer]) -> list[float]:
+def centered(prompt: list[Answer]) -> list[float]:
     rewards = [answer.reward for answer in prompt]
     return [reward - sum(rewards) / len(rewards) for reward in rewards]
 
@@ -157,7 +157,7 @@ def over_std(values: list[float], sample: list[float]) -> list[float]:
 
 
 def grpo(prompt: list[Answer]) -> list[float]:
-    return over_std(centred(prompt), [answer.reward for answer in prompt])
+    return over_std(centered(prompt), [answer.reward for answer in prompt])
 
 
 def clipped(ratios: Tensor, advantage: float, low: float, high: float) -> Tensor:
@@ -196,13 +196,13 @@ def dapo(batch: Answers) -> Tensor:
 
 
 def dr_grpo(batch: Answers) -> Tensor:
-    terms = [clipped(answer.ratios, a, 0.2, 0.2).sum() for answer, a in over(batch, centred)]
+    terms = [clipped(answer.ratios, a, 0.2, 0.2).sum() for answer, a in over(batch, centered)]
     return sum(terms, torch.tensor(0.0)) / num_answers(batch) / MAX_TOKENS
 
 
 def lite_ppo(batch: Answers) -> Tensor:
     everything = [answer.reward for prompt in batch for answer in prompt]
-    pairs = over(mixed(batch), lambda prompt: over_std(centred(prompt), everything))
+    pairs = over(mixed(batch), lambda prompt: over_std(centered(prompt), everything))
     return sum(
         (clipped(answer.ratios, a, 0.2, 0.2).sum() for answer, a in pairs), torch.tensor(0.0)
     ) / num_tokens(mixed(batch))
@@ -259,7 +259,7 @@ def gmpo(batch: Answers) -> Tensor:
 
 def dppo(batch: Answers) -> Tensor:
     terms = []
-    for answer, a in over(batch, centred):
+    for answer, a in over(batch, centered):
         for new, old in zip(answer.new, answer.old, strict=True):
             weight = min(math.exp(new.item() - old.item()), 20.0)
             moved = math.exp(new.item()) - math.exp(old.item())
@@ -305,7 +305,7 @@ def opo(batch: Answers) -> Tensor:
 
 
 def asymre(batch: Answers) -> Tensor:
-    return reinforce(batch, lambda prompt: [value + 0.1 for value in centred(prompt)])
+    return reinforce(batch, lambda prompt: [value + 0.1 for value in centered(prompt)])
 
 
 def pkpo(batch: Answers) -> Tensor:
@@ -326,12 +326,12 @@ def pkpo(batch: Answers) -> Tensor:
 
 def reinforce_pp(batch: Answers) -> Tensor:
     of_tokens = np.repeat(
-        *zip(*((a, len(one.new)) for one, a in over(batch, centred)), strict=True)
+        *zip(*((a, len(one.new)) for one, a in over(batch, centered)), strict=True)
     )
     mean, std = float(np.mean(of_tokens)), float(np.std(of_tokens))
     terms = [
         clipped(answer.ratios, (a - mean) / std, 0.2, 0.2).sum()
-        for answer, a in over(batch, centred)
+        for answer, a in over(batch, centered)
     ]
     return sum(terms, torch.tensor(0.0)) / num_tokens(batch)
 
@@ -372,7 +372,7 @@ def ttrl(batch: Answers) -> Tensor:
 def maxrl(batch: Answers) -> Tensor:
     def advantage(prompt: list[Answer]) -> list[float]:
         mean = sum(answer.reward for answer in prompt) / len(prompt)
-        return [value / mean if mean else 0.0 for value in centred(prompt)]
+        return [value / mean if mean else 0.0 for value in centered(prompt)]
 
     return reinforce(batch, advantage)
 
@@ -399,12 +399,12 @@ def intellect2(batch: Answers) -> Tensor:
 
 
 def scalerl(batch: Answers) -> Tensor:
-    std = float(np.std([value for prompt in batch for value in centred(prompt)]))
+    std = float(np.std([value for prompt in batch for value in centered(prompt)]))
     of_prompts = []
     for prompt in mixed(batch):
         terms = [
             (answer.ratios.clamp(max=5.0).detach() * a / std * answer.new).sum()
-            for answer, a in over([prompt], centred)
+            for answer, a in over([prompt], centered)
         ]
         of_prompts.append(torch.stack(terms).sum() / num_tokens([prompt]))
     return torch.stack(of_prompts).mean()
@@ -504,7 +504,7 @@ def spo(batch: Answers) -> Tensor:
 def dro(batch: Answers) -> Tensor:
     terms = [
         (a * answer.new - 0.25 * (answer.new - answer.old) ** 2).sum()
-        for answer, a in over(mixed(batch), centred)
+        for answer, a in over(mixed(batch), centered)
     ]
     return torch.stack(terms).sum() / num_tokens(mixed(batch))
 
@@ -525,7 +525,7 @@ def left_out(prompt: list[Answer]) -> list[float]:
 
 def hicra(batch: Answers) -> Tensor:
     terms = []
-    for answer, a in over(mixed(batch), centred):
+    for answer, a in over(mixed(batch), centered):
         for t, ratio in enumerate(answer.ratios):
             planned = abs(a) * 0.2 if t % PLANNED == 1 else 0.0
             terms.append(clipped(ratio, a + planned, 0.2, 0.28))
@@ -548,7 +548,7 @@ def gigpo(batch: Answers) -> Tensor:
     for prompt in batch:
         for i, (answer, a) in enumerate(over([prompt], grpo_or_0)):
             likes = [other.reward for j, other in enumerate(prompt) if j % 2 == i % 2]
-            first = a + 0.95 * centred(prompt)[i]
+            first = a + 0.95 * centered(prompt)[i]
             second = a + answer.reward - sum(likes) / len(likes)
             length = len(answer.new)
             per_token = [first if t < length // SPLIT else second for t in range(length)]

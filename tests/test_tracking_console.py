@@ -188,15 +188,15 @@ def test_a_row_fits_the_terminal(width: int, monkeypatch: Any) -> None:
     assert any(row.startswith("Evaluation at step 1  pass@1=62.5% [") for row in rows)
 
 
-def test_no_color_and_a_dumb_terminal_have_no_colours(monkeypatch: Any) -> None:
+def test_no_color_and_a_dumb_terminal_have_no_colors(monkeypatch: Any) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    coloured, plain = Terminal(), Terminal()
+    colored, plain = Terminal(), Terminal()
     monkeypatch.delenv("NO_COLOR", raising=False)
-    story(console(coloured))
+    story(console(colored))
     monkeypatch.setenv("NO_COLOR", "1")
     story(console(plain))
-    colour = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
-    assert colour.search(coloured.getvalue()) and not colour.search(plain.getvalue())
+    color = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
+    assert color.search(colored.getvalue()) and not color.search(plain.getvalue())
 
 
 def test_a_terminal_without_the_characters_gets_others() -> None:
@@ -310,7 +310,7 @@ def test_a_pipe_is_reminded_of_a_long_phase_and_of_no_other(monkeypatch: Any) ->
     assert out.getvalue().startswith("Evaluation at step 1 | ")
 
 
-def test_no_color_leaves_the_bar_without_colour(monkeypatch: Any) -> None:
+def test_no_color_leaves_the_bar_without_color(monkeypatch: Any) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()

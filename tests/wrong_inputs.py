@@ -157,7 +157,7 @@ CASES = [
     ),
     Case("a value outside a closed set", 2, "token_mean", '[loss]\naggregation = "tokenmean"'),
     at_load(
-        "a misspelt advantage",
+        "a misspelled advantage",
         '[algorithm]\nadvantage_mode = "maxlr"',
         'advantage_mode = "maxlr" is not known; allowed: grpo, maxrl, rloo',
         printed=True,

@@ -100,9 +100,9 @@ def wilson_interval(p: float, size: float) -> tuple[float, float]:
     an effective number.
     """
     scale = 1 + Z_95**2 / size
-    centre = (p + Z_95**2 / (2 * size)) / scale
+    center = (p + Z_95**2 / (2 * size)) / scale
     half = Z_95 / scale * sqrt(p * (1 - p) / size + Z_95**2 / (4 * size**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from retrain.noise import Stream, uniform
 from retrain.records.redact import reason_of, secret_values
 from retrain.rewards.answers import after_thought, answers_match, bare_answer, extract_boxed
 from retrain.rewards.equality import decide_by_strings
-from retrain.rewards.groups import majority, normalised
+from retrain.rewards.groups import majority, normalized
 from retrain.rewards.score import PartScore, ScoreRequest
 from retrain.rewards.worker import Message
 from retrain.rewards.workers import WorkerPool, WorkerSetup
@@ -216,11 +216,11 @@ class Scorer:
         weights = zip(kinds, reward.type_weights, strict=True)
         self._parts = [self._weighted(kind, weight, config, of_groups) for kind, weight in weights]
         self._correct_threshold = reward.correct_threshold
-        self._normalises = reward.combine == "normalize_then_sum"
+        self._normalizes = reward.combine == "normalize_then_sum"
         """True if it normalizes each reward within its group before the sum."""
         self.judges_groups = any(part.group is not None for part in self._parts)
         """True if a reward looks at the completions of a prompt together."""
-        self.compares_answers = not self._normalises and all(
+        self.compares_answers = not self._normalizes and all(
             part.compares_answers for part in self._parts
         )
         """True if the reference answer must score `gold_reward`."""
@@ -281,7 +281,7 @@ class Scorer:
         """Open the group of one prompt. Its completions wait for each other only where a reward
         needs them all.
         """
-        return ScoreGroup(self, size if self.judges_groups or self._normalises else 1)
+        return ScoreGroup(self, size if self.judges_groups or self._normalizes else 1)
 
     def ask_alone(self, request: ScoreRequest) -> "list[Future[PartScore]]":
         """Ask the rewards that look at one completion."""
@@ -317,12 +317,12 @@ class Scorer:
         mean counts only judged members.
         """
         scores = [self._score(of_member) for of_member in parts]
-        if self._normalises:
+        if self._normalizes:
             judged = [index for index, score in enumerate(scores) if score.reward is not None]
             columns = zip(*(scores[index].parts for index in judged), strict=True)
             sums = np.zeros(len(judged))
             for part, column in zip(self._parts, columns, strict=False):
-                sums += part.weight * np.array(normalised(column))
+                sums += part.weight * np.array(normalized(column))
             for index, reward in zip(judged, sums.tolist(), strict=True):
                 scores[index] = replace(scores[index], reward=reward)
         return scores
