@@ -83,7 +83,6 @@ For a whole method, name its recipe, such as `algorithm_mode = "dapo"`: [papers]
 | `completions/mean_length`, `response_length/mean` | `completion_tokens_mean` |
 | `clip_ratio/region_mean`, `actor/pg_clipfrac` | `clip_fraction` |
 | `sampling/sampling_logp_difference/mean` | `logprob_diff_mean` |
-| `mismatch_kl` | `mismatch_k3` |
 | `timing_s/gen` | `time_sample_s` |
 
 ## Keys

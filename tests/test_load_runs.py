@@ -221,7 +221,8 @@ def test_lines_of_other_versions_are_read(tmp_path: Path) -> None:
     run = StoredRun(write_run(tmp_path / "run", 1, rates=[0.5]))
     run.folder.metrics.write_text(
         '{"step": 0, "condition": "x", "correct_rate": 1, "of_the_future": [1],'
-        ' "max_token_hit_rate": 0.5, "scheduled": {"algorithm.reference_coef": 0.25}}\n'
+        ' "max_token_hit_rate": 0.5, "mismatch_k3": 0.1,'
+        ' "scheduled": {"algorithm.reference_coef": 0.25}}\n'
     )
     frame = retrain.load_runs(tmp_path)
     assert (
@@ -229,7 +230,7 @@ def test_lines_of_other_versions_are_read(tmp_path: Path) -> None:
         and np.isnan(frame["loss"][0])
         and "of_the_future" not in frame
     )
-    assert frame["truncated_fraction"].tolist() == [0.5]
+    assert frame[["truncated_fraction", "mismatch_kl"]].to_numpy().tolist() == [[0.5, 0.1]]
     assert choose_metric("max_token_hit_rate", [run]).of(run) == 0.5
     assert run.config_at(0).algorithm.teacher_coef == 0.25
 

@@ -483,7 +483,7 @@ def test_updates_within_a_step_are_no_mismatch(tmp_path: Path, loss: dict[str, A
     config = small(tmp_path / "run", training=training, loss=loss)
     records = small_run(config, quiet=True).records()
     assert max(record.logprob_diff_mean or 0 for record in records) < 1e-5
-    assert (max(record.mismatch_k3 or 0 for record in records) > 1e-2) is (not loss)
+    assert (max(record.mismatch_kl or 0 for record in records) > 1e-2) is (not loss)
     assert [record.logprob_diff_tokens for record in records] == [
         12 * (record.num_datums or 0) for record in records
     ], "half of 24 each"
