@@ -30,7 +30,7 @@ from retrain.analysis.pairs import (
 )
 from retrain.analysis.planned import (
     CampaignRecord,
-    Look,
+    InterimAnalysis,
     Request,
     deviations,
     not_looked_at,
@@ -88,7 +88,7 @@ class Comparison:
     planned: str = ""
     """A sentence that calls the comparison planned before the first run, or exploratory; ""
     without a plan."""
-    looks: Sequence[Look] = ()
+    looks: Sequence[InterimAnalysis] = ()
     """The looks of the campaign; empty unless the comparison follows the plan."""
 
     @property
