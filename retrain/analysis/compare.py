@@ -27,7 +27,7 @@ from retrain.analysis.integrity import (
     problems_of,
 )
 from retrain.analysis.measures import SYNONYMS, trained_on_chance
-from retrain.analysis.planned import Absences, CampaignRecord, PairOfLabels, Request
+from retrain.analysis.planned import CampaignRecord, MissingRuns, PairOfLabels, Request
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs
 from retrain.analysis.selection import Comparison, select
 from retrain.analysis.verdict import TestSettings
@@ -166,8 +166,8 @@ def compare_campaign(
     metric = SYNONYMS.get(metric or "", metric)
     if record.plan and test.margin is None and metric in (None, record.plan.metric):
         test = replace(test, margin=record.plan.margin)
-    absences = Absences.of(record, runs, grouped.not_counted, unlisted)
-    request = Request(baseline, test, metric, pairs, record, absences, budget)
+    missing_runs = MissingRuns.of(record, runs, grouped.not_counted, unlisted)
+    request = Request(baseline, test, metric, pairs, record, missing_runs, budget)
     return _with_notes(grouped, request)
 
 

@@ -192,7 +192,7 @@ def planned_evaluation(config: TrainConfig) -> str:
 
 
 @dataclass(frozen=True)
-class Absences:
+class MissingRuns:
     """The planned runs that are absent from a comparison: condition -> seeds."""
 
     bent: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -209,9 +209,9 @@ class Absences:
         runs: Iterable[StoredRun],
         not_counted: Collection[Path],
         not_listed: Sequence[str] = (),
-    ) -> "Absences":
+    ) -> "MissingRuns":
         """`runs` are the runs of the manifest, and `not_counted` the folders of runs that differ
-        from the plan. Return no absences without a plan.
+        from the plan. Return none without a plan.
         """
         plan = record.plan
         if plan is None:
@@ -246,7 +246,7 @@ class Request:
     pairs: Sequence[PairOfLabels] = ()
     """The family of contrasts; empty for every condition against the baseline."""
     record: CampaignRecord = CampaignRecord()
-    absences: Absences = Absences()
+    missing_runs: MissingRuns = MissingRuns()
     budget: "Budget | None" = None
     """The budget at which to compare runs; None compares them at their end."""
 
@@ -260,7 +260,7 @@ def deviations(
     """Yield the ways in which a comparison differs from the plan, such as "metric (auc, planned
     pass@1)".
     """
-    record, absences, margin = request.record, request.absences, request.test.margin
+    record, missing_runs, margin = request.record, request.missing_runs, request.test.margin
     if request.budget:
         yield f"where runs are compared (at {request.budget}, planned at their end)"
         return
@@ -281,12 +281,12 @@ def deviations(
     contrasts = {(condition, plan.baseline) for condition in plan.conditions}
     if request.baseline == plan.baseline and set(pairs) != contrasts:
         yield f"the family of comparisons ({len(pairs)}, planned {len(contrasts)})"
-    if absences.bent:
-        yield f"its runs (planned and not counted: {absent_words(absences.bent)})"
-    if absences.not_listed:
+    if missing_runs.bent:
+        yield f"its runs (planned and not counted: {absent_words(missing_runs.bent)})"
+    if missing_runs.not_listed:
         yield (
-            f"its manifest (which does not list {', '.join(absences.not_listed)}, though the"
-            f" campaign's folder holds {'it' if len(absences.not_listed) == 1 else 'them'})"
+            f"its manifest (which does not list {', '.join(missing_runs.not_listed)}, though the"
+            f" campaign's folder holds {'it' if len(missing_runs.not_listed) == 1 else 'them'})"
         )
 
 
@@ -316,7 +316,9 @@ def margin_words(value: float | None) -> str:
     return f"{value:g}"
 
 
-def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Absences) -> str:
+def planned_line(
+    record: CampaignRecord, differing: Sequence[str], missing_runs: MissingRuns
+) -> str:
     """Say whether a comparison follows the plan or is exploratory, and why. The sentence also names
     added and absent seeds. "" without a recorded plan.
     """
@@ -346,10 +348,10 @@ def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Abs
         f" {counted(len(plan.seeds), 'seed')}, {when}"
     )
     lines = [f"Preregistered (plan {record.sha256[:8]}): {what}."]
-    if absences.to_come:
-        lines.append(f"Still to come: {absent_words(absences.to_come)}.")
-    if absences.failed:
-        lines.append(f"Failed, so without a pair: {absent_words(absences.failed)}.")
+    if missing_runs.to_come:
+        lines.append(f"Still to come: {absent_words(missing_runs.to_come)}.")
+    if missing_runs.failed:
+        lines.append(f"Failed, so without a pair: {absent_words(missing_runs.failed)}.")
     added = [seed for seed in record.seeds if seed not in plan.seeds]
     if added:
         lines.append(f"Added after the plan: {seeds_words(added)}.")

@@ -154,7 +154,7 @@ def select(grouped: RunsByCondition, request: Request) -> Comparison:
         to_come=grouped.to_come,
         left_out=left_out,
         notes=notes,
-        planned=planned_line(record, differing, request.absences),
+        planned=planned_line(record, differing, request.missing_runs),
         looks=record.looks if looked else (),
     )
 
