@@ -86,7 +86,7 @@ run."""
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunParts:
     """The parts of a run that its steps use."""
 
     text: TextModel
@@ -177,7 +177,7 @@ def load_parts(
     world: World = ALONE,
     *,
     learns: bool = True,
-) -> Parts:
+) -> RunParts:
     """Load tokenizer, data, rewards, credit and model. Cheap parts come first, so that a mistake
     shows before a model loads.
 
@@ -209,7 +209,7 @@ def _load_rest(
     scorers: Scorers,
     *,
     learns: bool,
-) -> Parts:
+) -> RunParts:
     """Load the parts that may come from the hub."""
     text, opened = load_text(config.model, log), scorers.opened
     _log_context(config.training, text.context, log)
@@ -233,7 +233,7 @@ def _load_rest(
         return Sampler(backend.engine, by_task.get(""), text.vocabulary.text, world, by_task)
 
     ks, rate = config.evaluation.k, config.reward.max_failure_rate
-    return Parts(
+    return RunParts(
         text,
         prompts,
         sources,
@@ -641,7 +641,7 @@ def is_rounded(inference: Inference, backend: Backend) -> bool:
 
 def run_parity_gate(
     config: TrainConfig,
-    parts: Parts,
+    parts: RunParts,
     step: int,
     *,
     trained: bool = False,
@@ -655,17 +655,17 @@ def run_parity_gate(
     return parity_gate(inputs, _gate_prompts(config.training, parts))
 
 
-def check_again(config: TrainConfig, parts: Parts, step: int) -> None:
+def check_again(config: TrainConfig, parts: RunParts, step: int) -> None:
     """Check the engine's current adapter alone, after a server woke up or came back."""
     adapter_check(gate_inputs(config, parts, step, True), _gate_prompts(config.training, parts))
 
 
-def _gate_prompts(training: Training, parts: Parts) -> list[Prompt]:
+def _gate_prompts(training: Training, parts: RunParts) -> list[Prompt]:
     count = min(max(training.batch_size, len(parts.sources)), len(parts.prompts))
     return parts.prompts.batch(0, count, training.seed)
 
 
-def gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
+def gate_inputs(config: TrainConfig, parts: RunParts, step: int, trained: bool) -> GateInputs:
     training = config.training
     return GateInputs(
         backend=parts.backend,
@@ -689,7 +689,7 @@ def gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> 
     )
 
 
-def _check_gold(parts: Parts, prompts: Sequence[Prompt]) -> str:
+def _check_gold(parts: RunParts, prompts: Sequence[Prompt]) -> str:
     """Score the right answers to these prompts with the judge of their source."""
     found = []
     for source in parts.sources:
@@ -702,7 +702,7 @@ def _check_gold(parts: Parts, prompts: Sequence[Prompt]) -> str:
     return ", ".join(found)
 
 
-def _answers(parts: Parts, prompt: Prompt) -> list[Int32Array]:
+def _answers(parts: RunParts, prompt: Prompt) -> list[Int32Array]:
     """Return ways to end an answer to `prompt`, as token ids."""
     reference = prompt.example.reference
     if not reference:
