@@ -29,7 +29,7 @@ from retrain.records.entries import EvaluationRecord, SampleRecord
 from retrain.records.environment import describe_environment
 from retrain.records.jsonl import encode_line, finite
 from retrain.records.redact import Redactor
-from retrain.records.run_folder import Place, RunFolder, kind_of, mark
+from retrain.records.run_folder import FolderEntry, RunFolder, kind_of, mark
 from retrain.records.state import Stage
 from retrain.system import Json
 from retrain.types import Group
@@ -231,9 +231,9 @@ _VALUES = {"right": "C", "wrong": "I", "could_not_judge": "N"}
 class EvaluationFolder(RunFolder):
     """A folder with some of a run's files, and two of its own."""
 
-    samples = Place("samples.jsonl")
-    problems = Place("evaluation.jsonl")
-    inspect_log = Place("inspect.json")
+    samples = FolderEntry("samples.jsonl")
+    problems = FolderEntry("evaluation.jsonl")
+    inspect_log = FolderEntry("inspect.json")
 
     @classmethod
     def new(cls, output: Path | None, target: Path) -> Self:
