@@ -291,7 +291,7 @@ def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(
     talk.add(
         completion([50, 257, 258]), "2"
     )  # a special token in mid-reply, which the text does not show
-    talk.hear(Observation([ChatMessage(role="user", content=">")]), renderer)
+    talk.add_observation(Observation([ChatMessage(role="user", content=">")]), renderer)
     assert text.decode(talk.context_ids).endswith(
         "<|im_start|>assistant\n"
         + text.decode(np.array([50, 257, 258]))
@@ -322,9 +322,9 @@ def test_a_rewritten_history_begins_a_row_of_its_own(text: TextModel) -> None:
     renderer, talk = ChatRenderer(tokenizer, text.eos_ids, {}), dialogue(text)
     ids = tokenizer("<think>a</think>2<|im_end|>", add_special_tokens=False)["input_ids"]
     talk.add(completion(ids), "<think>a</think>2")
-    talk.hear(Observation([ChatMessage(role="user", content=">")]), renderer)
+    talk.add_observation(Observation([ChatMessage(role="user", content=">")]), renderer)
     talk.add(completion([51, 258]), "3")
-    talk.hear(Observation([ChatMessage(role="user", content="<")]), renderer)
+    talk.add_observation(Observation([ChatMessage(role="user", content="<")]), renderer)
     talk.add(completion([52, 258]), "4")
     first, second = Row.of(
         talk.prompt, talk.trajectory, np.arange(len(ids) + 4, dtype=np.float32), group=0
