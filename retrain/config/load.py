@@ -363,10 +363,10 @@ def _mix_problems(config: TrainConfig, provenance: Provenance) -> list[str]:
 
 def _all_problems(error: ValidationError, data: Json, place: KeyLocation) -> tuple[list[str], int]:
     """Return sentences about wrong values and about broken rules between the remaining keys, and
-    the number of problems left unsaid.
+    the number of unlisted problems.
     """
     details = details_of(error)
-    sentences, unsaid = field_sentences(details, data, place)
+    sentences, unlisted = field_sentences(details, data, place)
     violations = violations_of(details)
     wrong = wrong_paths(details)
     if wrong:
@@ -378,7 +378,7 @@ def _all_problems(error: ValidationError, data: Json, place: KeyLocation) -> tup
     for violation in violations:
         if wrong.isdisjoint({*violation.keys, *(key.partition(".")[0] for key in violation.keys)}):
             sentences.append(place.sentence(violation))
-    return list(dict.fromkeys(sentences)), unsaid
+    return list(dict.fromkeys(sentences)), unlisted
 
 
 def _without(data: Json, paths: set[str]) -> Json:
