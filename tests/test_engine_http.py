@@ -384,7 +384,7 @@ def test_a_key_that_no_request_can_carry_is_named_by_its_variable_alone(
 def test_a_key_that_a_server_repeats_is_not_shown_in_part_either() -> None:
     for padding in range(260, 310):
         answer = web.Answer(401, {}, f"{'y' * padding} very-secret-value".encode(), "Unauthorized")
-        assert "very" not in answer.said("very-secret-value")
+        assert "very" not in answer.error_text("very-secret-value")
 
 
 def test_credentials_in_an_address_are_used_and_not_shown(net: Net) -> None:
