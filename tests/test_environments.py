@@ -28,7 +28,7 @@ from retrain.model.budget import PROMPT_ALLOWANCE
 from retrain.model.text import TextModel, load_text_model
 from retrain.records.token_table import read_tokens
 from retrain.run.dialogues import Dialogue, environment_seed
-from retrain.run.gate import environment_gold
+from retrain.run.gate import play_references
 from retrain.run.gate_samples import GateInputs
 from retrain.run.parts import load_prompts, load_stage
 from retrain.run.session import Session
@@ -697,7 +697,7 @@ def test_an_environment_that_hangs_or_exits_before_its_first_episode_is_a_senten
         stage = load_stage(config, text, print)
         assert stage is not None
         prompts = load_prompts(config, text, stage, print)
-        environment_gold(stage.host, prompts.prompts)
+        play_references(stage.host, prompts.prompts)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -733,8 +733,8 @@ def test_an_evaluation_without_an_evaluation_set_is_refused(tmp_path: Path) -> N
         small_run(config, quiet=True)
 
 
-def test_the_gate_plays_the_gold_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NumberGuessing, "gold", lambda self, example: ["0"])
+def test_the_gate_plays_right_replies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NumberGuessing, "reference_replies", lambda self, example: ["0"])
     with pytest.raises(RunFailed, match=r"own solution .* as a right completion would"):
         train(guessing(tmp_path / "run"), quiet=True)
 

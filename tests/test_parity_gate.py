@@ -84,9 +84,7 @@ def test_the_gate_stops_an_engine_that_serves_another_adapter(
     assert adapter_bytes(parts) == before
 
 
-def test_the_gate_passes_a_sound_engine_and_restores_every_byte(
-    parts: RunParts, engine: Any
-) -> None:
+def test_the_gate_passes_a_sound_engine_and_restores_it(parts: RunParts, engine: Any) -> None:
     before = adapter_bytes(parts)
     for place in ("in this process", "served"):
         if place == "served":
@@ -611,10 +609,8 @@ def test_a_head_in_half_precision_is_no_float32(parts: RunParts, engine: Any) ->
 
 
 @pytest.mark.slow
-def test_a_server_whose_dtype_no_key_says_is_compared_in_its_own(
-    parts: RunParts, engine: Any
-) -> None:
-    """One that serves in float32 is in test_the_gate_passes_a_sound_engine_and_restores_every_byte."""
+def test_a_server_of_unknown_dtype_is_compared_in_its_own(parts: RunParts, engine: Any) -> None:
+    """One that serves in float32 is in test_the_gate_passes_a_sound_engine_and_restores_it."""
     engine("ServedInBf16")
     assert run_parity_gate(CONFIG, parts, 0).half_precision
 

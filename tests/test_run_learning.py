@@ -291,7 +291,7 @@ def test_the_gate_stops_an_engine_with_wrong_logprobs(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_the_gate_stops_a_reward_that_refuses_the_gold_answer(tmp_path: Path) -> None:
+def test_the_gate_stops_a_reward_that_refuses_the_reference_answer(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     # A reference whose braces do not balance can never be boxed.

@@ -82,7 +82,7 @@ def renamed(line: Mapping[str, Any]) -> Mapping[str, Any]:
     moved = line.get("scheduled")
     if isinstance(moved, dict):
         line = {**line, "scheduled": {ALIASES.get(key, key): moved[key] for key in moved}}
-    if RENAMED.keys() & line.keys():
+    if RENAMED.keys() & line:
         line = {RENAMED.get(name, name): value for name, value in line.items()}
     return line
 

@@ -173,7 +173,7 @@ def boxed_answer(reward: "Reward", response: str, prompt: str) -> str | None:
     return extract_boxed(response, after_think=False)
 
 
-def gold_response(reference: str) -> str:
+def boxed_reference(reference: str) -> str:
     r"""Return a completion that gives the reference as its answer: `\boxed{reference}`."""
     return f"\\boxed{{{reference}}}"
 
@@ -185,11 +185,15 @@ def unpaid_answer(reward: "Reward", example: Example) -> str:
     bare = bare_answer(example.reference)
     if bare == example.reference.strip():
         return ""
-    request = ScoreRequest(gold_response(bare), example.reference, "", example, 0, 0, 0)
+    request = ScoreRequest(boxed_reference(bare), example.reference, "", example, 0, 0, 0)
     for kind in reward.types:
         builtin = REWARDS.get(kind)
-        compares = builtin and builtin.compares_answers and builtin.judge
-        if compares and compares(reward, request) == 0.0:
+        if (
+            builtin
+            and builtin.compares_answers
+            and builtin.judge
+            and builtin.judge(reward, request) == 0.0
+        ):
             return bare
     return ""
 
@@ -223,8 +227,8 @@ class Scorer:
         self.compares_answers = not self._normalizes and all(
             part.compares_answers for part in self._parts
         )
-        """True if the reference answer must score `gold_reward`."""
-        self.gold_reward = sum(part.weight for part in self._parts)
+        """True if the reference answer must score `reference_reward`."""
+        self.reference_reward = sum(part.weight for part in self._parts)
         """The reward of an answer that every part finds right, if the reward compares answers."""
 
     def _open_pool(self, config: "TrainConfig", kinds: list[str]) -> frozenset[str]:

@@ -61,10 +61,16 @@ from retrain.noise import Stream
 from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
-from retrain.rewards import FailureGuard, Scorer, build_scorer, gold_response
+from retrain.rewards import FailureGuard, Scorer, boxed_reference, build_scorer
 from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
-from retrain.run.gate import GateResult, adapter_check, environment_gold, parity_gate, scored_gold
+from retrain.run.gate import (
+    GateResult,
+    adapter_check,
+    parity_gate,
+    play_references,
+    score_references,
+)
 from retrain.run.gate_samples import GateInputs
 from retrain.run.notes import answer_notes
 from retrain.run.rollout import Judge, Sampler
@@ -669,7 +675,7 @@ def gate_inputs(config: TrainConfig, parts: RunParts, step: int, trained: bool) 
     training = config.training
     return GateInputs(
         backend=parts.backend,
-        check_gold=partial(_check_gold, parts),
+        check_references=partial(_check_references, parts),
         eos_ids=parts.text.eos_ids,
         answers=partial(_answers, parts),
         temperature=training.temperature,
@@ -689,15 +695,15 @@ def gate_inputs(config: TrainConfig, parts: RunParts, step: int, trained: bool) 
     )
 
 
-def _check_gold(parts: RunParts, prompts: Sequence[Prompt]) -> str:
+def _check_references(parts: RunParts, prompts: Sequence[Prompt]) -> str:
     """Score the right answers to these prompts with the judge of their source."""
     found = []
     for source in parts.sources:
         own = [each for each in prompts if source.task in ("", each.example.task)]
         if isinstance(source.judge, Stage):
-            words = environment_gold(source.judge.host, own)
+            words = play_references(source.judge.host, own)
         else:
-            words = scored_gold(source.judge, source.config.reward.think_end_token, own)
+            words = score_references(source.judge, source.config.reward.think_end_token, own)
         found.append(f"{source.task} {words}".strip())
     return ", ".join(found)
 
@@ -707,7 +713,7 @@ def _answers(parts: RunParts, prompt: Prompt) -> list[Int32Array]:
     reference = prompt.example.reference
     if not reference:
         return []
-    boxed = gold_response(reference)
+    boxed = boxed_reference(reference)
     texts = (boxed, f"{boxed}.", f"The answer is {reference}.", reference)
     return [
         np.array(parts.text.tokenizer.encode(text, add_special_tokens=False), np.int32)
