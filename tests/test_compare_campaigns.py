@@ -192,7 +192,7 @@ def test_rates_are_of_first_draws_and_compared_between_runs_with_and_without_red
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for seed in (1, 2, 3):
-        write_run(tmp_path / f"a{seed}", seed, training={"dynamic_sampling": 4})
+        write_run(tmp_path / f"a{seed}", seed, training={"max_resamples": 4})
         write_run(tmp_path / f"b{seed}", seed)
     ours, theirs = ([tmp_path / f"{arm}{seed}" for seed in (1, 2, 3)] for arm in "ab")
     arguments = [*ours, "--baseline", *theirs]

@@ -330,7 +330,7 @@ def test_a_redraw_and_an_evaluation_are_groups_of_their_own(tmp_path: Path) -> N
         tmp_path / "run",
         reward={"type": ["my_groups.parity", "overlong"], "weights": [1.0, 0.0], "workers": 1},
         algorithm={"advantage_mode": "grpo"},
-        training={"max_steps": 1, "dynamic_sampling": 2, "max_tokens": 6},
+        training={"max_steps": 1, "max_resamples": 2, "max_tokens": 6},
         evaluation={"at_end": True, "max_examples": 2, "samples": 2},
     )
     small_run(config, quiet=True)

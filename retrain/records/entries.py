@@ -193,7 +193,7 @@ class StepRecord(_Record):
     group_size: Count = None
     """Completions sampled per prompt."""
     groups_redrawn: Count = better("lower")
-    """Groups that `[training] dynamic_sampling` drew again; it counts each redraw."""
+    """Groups that `[training] max_resamples` drew again; it counts each redraw."""
     completion_tokens_mean: Figure = None
     """Mean number of sampled tokens per completion."""
 
@@ -266,7 +266,7 @@ class StepRecord(_Record):
     exec_entropy_mean: Figure = None
     """Mean Shannon entropy of the policy at the tokens outside planning phrases. The exec_* and
     plan_* are null if the condition does not look for phrases. They are over the last draw of every
-    prompt; under `[training] dynamic_sampling` the rewards select that draw.
+    prompt; under `[training] max_resamples` the rewards select that draw.
     """
     exec_entropy_var: Figure = None
     """Variance of the same."""

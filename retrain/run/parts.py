@@ -629,7 +629,7 @@ def training_plan(training: Training) -> SamplingPlan:
         temperature=training.temperature,
         seed=training.seed,
         stream=Stream.SAMPLING,
-        redraws=training.dynamic_sampling,
+        redraws=training.max_resamples,
         truncation=truncation(training),
     )
 
