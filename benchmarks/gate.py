@@ -21,7 +21,7 @@ from retrain.config import TrainConfig
 from retrain.errors import RunFailed
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.devices import EngineOptions
-from retrain.run.parts import Parts, load_parts, run_parity_gate
+from retrain.run.parts import RunParts, load_parts, run_parity_gate
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import faulty_engines
@@ -146,7 +146,7 @@ def configuration(seed: int, tokens: int, temperature: float, dtype: str) -> Tra
     return small(Path("nowhere"), training=training, inference={"dtype": dtype})
 
 
-def stopped_by(parts: Parts, name: str, config: TrainConfig) -> str:
+def stopped_by(parts: RunParts, name: str, config: TrainConfig) -> str:
     """Return the sentence with which the gate stops the engine; "" if it passes."""
     backend: Any = parts.backend
     own, options = backend.engine, OPTIONS[config.inference.dtype]

@@ -40,7 +40,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "training.lr": (4e-5, 1e-3, 5e-3),
     "training.minibatches": (1, 2),
     "training.updates_per_batch": (1, 2),
-    "training.dynamic_sampling": (0, 2),
+    "training.max_resamples": (0, 2),
     "training.top_p": (1.0, 1.0, 0.9),
     "lora.dropout": (0.0, 0.0, 0.1),
     "lora.rank": (1, 4, 16),

@@ -47,7 +47,7 @@ def main(steps: int = 10, **training: int) -> list[float]:
                 step * config.training.batch_size, config.training.batch_size, config.training.seed
             )
             # Groups of token ids, log-probs, texts and scores; then one advantage per token; then
-            # one optimizer step, normalised once.
+            # one optimizer step, normalized once.
             rollout = sampler.draw(batch, step, training_plan(config.training), watcher)
             rows = credit.assign(rollout.usable_groups, step, sepa_lambda=0.0).rows()
             result = backend.train(rows, step)

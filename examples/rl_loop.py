@@ -4,14 +4,14 @@ PyTorch.
     python examples/rl_loop.py --steps 30
 
 A tiny language model adds three numbers. Each step samples a group of completions per problem,
-scores each against the known answer, centres the rewards within the group (that is GRPO's advantage
+scores each against the known answer, centers the rewards within the group (that is GRPO's advantage
 without its division by the standard deviation: arXiv 2503.20783), and takes one optimizer step on a
 LoRA adapter. Four properties make it right, and each is one line below:
 
 1. the sampled end-of-sequence token is an action and is trained; nothing after it exists;
 2. sampler and learner compute the same policy, softmax(logits / T) over the whole vocabulary, so
 the ratio is 1 on policy;
-3. the loss is normalised once, by the action tokens of the whole batch, whatever the micro-batches
+3. the loss is normalized once, by the action tokens of the whole batch, whatever the micro-batches
 are;
 4. masks come from lengths, never from comparing token ids with a pad token.
 

@@ -12,7 +12,7 @@ C), sigma = (B + C) lambda and kappa = C lambda.
 
 A sweep visits min, 2 min, 4 min, ..., max at least twice each, then the batch returns to the
 configured size. From then on the fitted law decides. Above the target concurrency the batch shrinks
-to it. Far below, the batch grows towards it, by a factor of two at most per change.
+to it. Far below, the batch grows toward it, by a factor of two at most per change.
 """
 
 import math
@@ -33,9 +33,9 @@ __all__ = [
     "Action",
     "BackpressureController",
     "Decision",
-    "Fit",
     "Regime",
     "Roofline",
+    "ScalingFit",
     "ScalingLaw",
     "capacity",
     "fit_scaling_law",
@@ -100,7 +100,7 @@ class ScalingLaw:
 
 
 @dataclass(frozen=True)
-class Fit:
+class ScalingFit:
     status: FitStatus
     """With "ok", kappa = 0 and the optimum is infinite without a coherency penalty. With
     "insufficient", fewer than three different p determine no parabola. With "rejected", 1 / lambda
@@ -132,7 +132,7 @@ def fit_scaling_law(
     throughput: Sequence[float],
     weights: Weights = "relative",
     min_r2: float = 0.5,
-) -> Fit:
+) -> ScalingFit:
     """Fit p / X by a parabola in p, with least squares over the last WINDOW observations.
 
     Noise in X is multiplicative, so the error of p / X grows with p / X, and "relative" divides by
@@ -142,14 +142,14 @@ def fit_scaling_law(
     """
     x, measured = _checked(p, throughput)
     if len(np.unique(x)) < MIN_CONCURRENCIES:
-        return Fit("insufficient")
+        return ScalingFit("insufficient")
     a, b, c = _parabola(x, x / measured, weights)
     if not (math.isfinite(a + b + c) and a + b + c > 0):
-        return Fit("rejected")
+        return ScalingFit("rejected")
     sigma = (b + c) / (a + b + c)
     law = ScalingLaw(1 / (a + b + c), max(0.0, sigma), c / (a + b + c))
     r2 = _r_squared(law, x, measured)
-    return Fit("ok" if r2 >= min_r2 else "unknown", law, r2, superlinear=sigma < 0)
+    return ScalingFit("ok" if r2 >= min_r2 else "unknown", law, r2, superlinear=sigma < 0)
 
 
 def _checked(p: Sequence[float], throughput: Sequence[float]) -> tuple[Floats, Floats]:

@@ -21,15 +21,15 @@ class ConfigurationError(RetrainError, ValueError):
     2).
 
     `problems` holds one sentence each, to report the mistakes of a file together: MAX_SENTENCES of
-    them, then how many more there are. `unsaid` counts further problems that have no sentence.
+    them, then how many more there are. `unlisted` counts further problems without a sentence.
     """
 
     exit_code = 2
 
-    def __init__(self, problems: str | Sequence[str], unsaid: int = 0) -> None:
+    def __init__(self, problems: str | Sequence[str], unlisted: int = 0) -> None:
         found = (problems,) if isinstance(problems, str) else tuple(problems)
-        unsaid += len(found[MAX_SENTENCES:])
-        rest = (f"There are {unsaid:,} more problems; fix these first.",) if unsaid else ()
+        unlisted += len(found[MAX_SENTENCES:])
+        rest = (f"There are {unlisted:,} more problems; fix these first.",) if unlisted else ()
         self.problems: tuple[str, ...] = (*found[:MAX_SENTENCES], *rest)
         super().__init__("\n".join(self.problems))
 

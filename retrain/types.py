@@ -485,7 +485,7 @@ class StepResult:
     ratio_max: float | None
     mismatch_k1: float | None
     """Mean of sampler - learner log-prob."""
-    mismatch_k3: float | None
+    mismatch_kl: float | None
     """Mean of exp(d) - 1 - d, where d is learner - sampler log-prob."""
     ess: float | None
     """Effective sample size of the ratios as a fraction of the tokens: (sum w)^2 / (n sum w^2)."""

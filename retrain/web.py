@@ -62,7 +62,7 @@ class Answer:
         except (ValueError, RecursionError):
             return self.body.decode(errors="replace")
 
-    def said(self, *secrets: str) -> str:
+    def error_text(self, *secrets: str) -> str:
         """Return what the server itself says about an error, in the few forms that servers have for
         it, as one line without `secrets`.
         """

@@ -30,7 +30,7 @@ from scripts.docs_api import api_document
 from scripts.docs_coming_from import coming_from_document
 from scripts.docs_commands import commands_document
 from scripts.docs_environment import environment_document
-from scripts.docs_keys import artefacts
+from scripts.docs_keys import artifacts
 from scripts.docs_metrics import metrics_document
 from scripts.docs_papers import papers_document
 from scripts.prose import over_budget
@@ -106,7 +106,7 @@ def generated() -> dict[str, str]:
         ".claude/skills/retrain/SKILL.md": skill_document(),
         str(source_path().relative_to(ROOT)): synced(read_source()),
     }
-    return {**artefacts(), **pages}
+    return {**artifacts(), **pages}
 
 
 def _drifted() -> Iterator[Problem]:

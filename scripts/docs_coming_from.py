@@ -68,7 +68,6 @@ translate the values by the tables below.
 | TRL `importance_sampling_level = "sequence"` | `[loss] mode = "gspo"` |
 | TRL `vllm_importance_sampling_correction`, verl `rollout_is` | `[loss] correction`, such as `"tis"`, with `old_logprobs = "recomputed"` |
 | TRL `GRPOTrainer(reward_funcs=f)` | `retrain.train(config, reward=f)`, or a [reward](plugins.md#a-reward) |
-| verl `algorithm.filter_groups` | `[training] dynamic_sampling = 2` |
 
 For a whole method, name its recipe, such as `algorithm_mode = "dapo"`: [papers](papers.md).
 
@@ -83,7 +82,6 @@ For a whole method, name its recipe, such as `algorithm_mode = "dapo"`: [papers]
 | `completions/mean_length`, `response_length/mean` | `completion_tokens_mean` |
 | `clip_ratio/region_mean`, `actor/pg_clipfrac` | `clip_fraction` |
 | `sampling/sampling_logp_difference/mean` | `logprob_diff_mean` |
-| `mismatch_kl` | `mismatch_k3` |
 | `timing_s/gen` | `time_sample_s` |
 
 ## Keys

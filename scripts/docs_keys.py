@@ -38,8 +38,8 @@ def _annotated_section(section: str) -> Iterator[str]:
         if key.path == "campaign.conditions":
             continue
         # The names that a key takes are added where its documentation does not say them.
-        unsaid = ":" not in key.doc and any(choice not in key.doc for choice in key.choices)
-        yield from _comment(f"{key.doc[:-1]}: {', '.join(key.choices)}." if unsaid else key.doc)
+        unnamed = ":" not in key.doc and any(choice not in key.doc for choice in key.choices)
+        yield from _comment(f"{key.doc[:-1]}: {', '.join(key.choices)}." if unnamed else key.doc)
         example = (key.field.examples or [None])[0] if key.default is None else key.default
         yield (
             f"{off or ('# ' if key.traits.meaningful_unset else '')}{key.name} ="
@@ -211,7 +211,7 @@ def _cells(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def artefacts() -> dict[str, str]:
+def artifacts() -> dict[str, str]:
     """Paths in the repository and what they must hold. retrain.toml is what `retrain init`
     writes.
     """

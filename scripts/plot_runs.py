@@ -21,7 +21,7 @@ from retrain.records.evaluation import clustered_interval
 from retrain.records.jsonl import read_jsonl
 from retrain.records.run_folder import RunFolder
 
-_COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8e5ea2", "#c98a1b", "#555555")
+_COLORS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8e5ea2", "#c98a1b", "#555555")
 _WINDOW = 5
 """Steps of the running mean: the correct rate of one step, over some hundred completions, varies by
 several points."""
@@ -62,7 +62,7 @@ def draw(runs: list[Path], output: Path, title: str = "", metric: str = "") -> N
         _draw_run(
             axes,
             RunFolder(run),
-            _COLOURS[index % len(_COLOURS)],
+            _COLORS[index % len(_COLORS)],
             label,
             shift,
             several=len(runs) > 1,
@@ -78,7 +78,7 @@ def draw(runs: list[Path], output: Path, title: str = "", metric: str = "") -> N
             axes.plot(
                 steps,
                 values,
-                color=_COLOURS[(index + 1) % len(_COLOURS)],
+                color=_COLORS[(index + 1) % len(_COLORS)],
                 linestyle="--",
                 label=f"{label}, {metric}",
             )
@@ -95,15 +95,15 @@ def draw(runs: list[Path], output: Path, title: str = "", metric: str = "") -> N
 
 
 def _draw_run(
-    axes: Any, folder: RunFolder, colour: str, label: str, shift: float, *, several: bool
+    axes: Any, folder: RunFolder, color: str, label: str, shift: float, *, several: bool
 ) -> None:
     lines = [line for line in read_jsonl(folder.metrics) if line["correct_rate"] is not None]
     steps, rates = [line["step"] + 1 for line in lines], [line["correct_rate"] for line in lines]
-    axes.plot(steps, rates, color=colour, alpha=0.25, linewidth=1)
+    axes.plot(steps, rates, color=color, alpha=0.25, linewidth=1)
     axes.plot(
         steps,
         _running_mean(rates),
-        color=colour,
+        color=color,
         linewidth=2,
         label=label if several else f"{label}, training",
     )
@@ -115,7 +115,7 @@ def _draw_run(
         above = [points[step][2] - points[step][0] for step in at]
         style = {
             "fmt": "o",
-            "color": "black" if not several else colour,
+            "color": "black" if not several else color,
             "capsize": 3,
             "markersize": 5,
         }

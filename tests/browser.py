@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, spoken to over its debugging pipe: a page at a width and colour
+"""A headless Chromium for tests, spoken to over its debugging pipe: a page at a width and color
 scheme, scripts in it, pictures of it.
 """
 

@@ -13,7 +13,7 @@ from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.sampling import draw
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.devices import EngineOptions
-from retrain.model.truncation import Cuts
+from retrain.model.truncation import TruncationSettings
 from retrain.types import Completion
 
 SIZES = {
@@ -181,26 +181,25 @@ class Drawn(NamedTuple):
 
 
 def draws_of(
-    logits: torch.Tensor, temperatures: np.ndarray, uniforms: np.ndarray, cuts: Cuts | None = None
+    logits: torch.Tensor,
+    temperatures: np.ndarray,
+    uniforms: np.ndarray,
+    cuts: TruncationSettings | None = None,
 ) -> Drawn:
     """[R] each, from `sampling.draw`."""
-    table = draw(
-        logits,
-        torch.from_numpy(temperatures),
-        torch.from_numpy(uniforms),
-        cuts,
-        greedy=bool((temperatures == 0).any()),
-    )
+    given = map(torch.from_numpy, (temperatures, uniforms))
+    table = draw(logits, *given, cuts, greedy=bool((temperatures == 0).any()))
     tokens, logprobs, entropies, kept = table.numpy().T
     return Drawn(
         tokens.astype(np.int64), logprobs.astype(np.float32), entropies, kept.astype(np.int64)
     )
 
 
-def cuts_of(*rows: tuple[int, float, float]) -> Cuts:
+def cuts_of(*rows: tuple[int, float, float]) -> TruncationSettings:
     """top_k, top_p and min_p of each row."""
     top_k, *shares = zip(*rows, strict=True)
-    return Cuts(torch.tensor(top_k), *(torch.tensor(each, dtype=torch.float64) for each in shares))
+    wide = (torch.tensor(each, dtype=torch.float64) for each in shares)
+    return TruncationSettings(torch.tensor(top_k), *wide)
 
 
 PAGES = EngineOptions(paged=True, page_tokens=8)

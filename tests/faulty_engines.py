@@ -284,7 +284,7 @@ class RawLogprobs(Served):
     """Its log-probs are those before the temperature, and it says otherwise."""
 
     def altered(self, completion: Completion, request: SampleRequest) -> Completion:
-        # Not normalised again, as good as raw for a fault.
+        # Not normalized again, as good as raw for a fault.
         own = np.float32(request.temperature) * completion.logprobs
         return replace(completion, logprobs=own.astype(np.float32))
 
@@ -376,7 +376,7 @@ class PenaltyOfItsOwn(InProcess):
         run = super()._run(jobs)
         draw = run.buffers.draw
 
-        def penalised(rows: slice | Tensor, logits: Tensor, variant: Variant) -> Tensor:
+        def penalized(rows: slice | Tensor, logits: Tensor, variant: Variant) -> Tensor:
             logits = logits.clone()
             for place, slot in enumerate(torch.arange(len(run._slots))[rows].tolist()):
                 row = run._slots[slot]
@@ -386,7 +386,7 @@ class PenaltyOfItsOwn(InProcess):
                 logits[place, seen] = torch.where(own > 0, own / self.penalty, own * self.penalty)
             return draw(rows, logits, variant)
 
-        run.buffers.draw = penalised  # type: ignore[method-assign]
+        run.buffers.draw = penalized  # type: ignore[method-assign]
         return run
 
 

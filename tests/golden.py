@@ -33,7 +33,7 @@ from retrain.records.evaluation import pass_at_k
 from retrain.rewards import extract_boxed, hendrycks_is_equiv
 from retrain.squeeze import compressed_alpha, layer_spectrum, recommend_rank
 from retrain.squeeze.adapter import LoraLayer
-from retrain.squeeze.analysis import factorise, tried_ranks
+from retrain.squeeze.analysis import factorize, tried_ranks
 from retrain.squeeze.compression import truncated
 
 TEXT_INPUTS = frozenset({"text", "a", "b", "token_pieces", "grams"})
@@ -286,7 +286,7 @@ def squeeze_compress(lora_A: Rows, lora_B: Rows, rank: int) -> dict[str, Any]:
     layer = LoraLayer(
         "layer", a, b, alpha=compressed_alpha(1.0, len(lora_A), rank), use_rslora=False
     )
-    short_a, short_b = truncated(layer, factorise(a, b, "layer"), rank)
+    short_a, short_b = truncated(layer, factorize(a, b, "layer"), rank)
     return {
         "product": (short_b @ short_a).tolist(),
         "relative_frobenius_error": math.sqrt(layer_spectrum(a, b).lost(rank)),

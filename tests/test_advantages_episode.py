@@ -20,14 +20,14 @@ from retrain.advantages.episode import (
 )
 
 REWARDS = st.lists(st.floats(0, 1), min_size=1, max_size=16)
-CENTRED: list[Callable[[list[float]], list[float]]] = [grpo, maxrl, rloo, grpo_std]
+CENTERED: list[Callable[[list[float]], list[float]]] = [grpo, maxrl, rloo, grpo_std]
 
 
 def step(groups: list[list[float]]) -> list[float]:
     return [value for group in reinforce_pp(groups) for value in group]
 
 
-@pytest.mark.parametrize("advantage", CENTRED)
+@pytest.mark.parametrize("advantage", CENTERED)
 @given(rewards=REWARDS)
 def test_group_relative_advantages_sum_to_zero(
     advantage: Callable[[list[float]], list[float]], rewards: list[float]
@@ -37,7 +37,7 @@ def test_group_relative_advantages_sum_to_zero(
     assert abs(math.fsum(values)) <= 1e-9 * max(1.0, *map(abs, values))
 
 
-@pytest.mark.parametrize("advantage", [*CENTRED, reinforce])
+@pytest.mark.parametrize("advantage", [*CENTERED, reinforce])
 @given(rewards=REWARDS, random=st.randoms(use_true_random=False))
 def test_permuted_rewards_give_permuted_advantages(advantage, rewards, random) -> None:  # type: ignore[no-untyped-def]
     order = list(range(len(rewards)))
@@ -48,7 +48,7 @@ def test_permuted_rewards_give_permuted_advantages(advantage, rewards, random) -
     )
 
 
-@pytest.mark.parametrize("advantage", CENTRED)
+@pytest.mark.parametrize("advantage", CENTERED)
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, 1 / 3])
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_a_constant_group_gives_exact_zeros(
@@ -57,7 +57,7 @@ def test_a_constant_group_gives_exact_zeros(
     assert advantage([reward] * size) == [0.0] * size
 
 
-@pytest.mark.parametrize("advantage", [*CENTRED, reinforce])
+@pytest.mark.parametrize("advantage", [*CENTERED, reinforce])
 def test_an_empty_group_has_no_advantages(advantage: Callable[[list[float]], list[float]]) -> None:
     assert advantage([]) == []
 
@@ -99,7 +99,7 @@ def test_reinforce_keeps_uniform_groups() -> None:
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=5), max_size=4))
-def test_reinforce_pp_is_standardised_over_the_step(groups: list[list[float]]) -> None:
+def test_reinforce_pp_is_standardized_over_the_step(groups: list[list[float]]) -> None:
     values = step(groups)
     assert [len(group) for group in reinforce_pp(groups)] == [len(group) for group in groups]
     if any(values):

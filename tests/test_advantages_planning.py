@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.advantages.planning import DEFAULT_GRAMS, RegexDetector, normalised
+from retrain.advantages.planning import DEFAULT_GRAMS, RegexDetector, normalized
 
 GAP = r"[\s,;:\-‐-―]+"
 
@@ -24,10 +24,10 @@ def brute_force(pieces: list[str], grams: tuple[str, ...]) -> list[int]:
     """Every gram as a regular expression, tried at every character; a token is marked through any
     character that is not white space.
     """
-    text = normalised("".join(pieces))
+    text = normalized("".join(pieces))
     inside = set()
     for gram in grams:
-        words = [re.escape(word) for word in re.split(GAP, normalised(gram)) if word]
+        words = [re.escape(word) for word in re.split(GAP, normalized(gram)) if word]
         pattern = re.compile(r"(?<!\w)" + GAP.join(words) + r"(?!\w)")
         for start in range(len(text)):
             match = pattern.match(text, start)

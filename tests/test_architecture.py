@@ -199,7 +199,7 @@ def test_no_more_files_of_several_rooms_name_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("part", APART)
-def test_neighbours_stay_apart(part: str) -> None:
+def test_neighbors_stay_apart(part: str) -> None:
     assert not [
         f"{path} imports {other}"
         for path, room, other in arrows()

@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 from campaigns import manifest_of, modes_of, planned_config, problems, write_run
 
-from retrain.analysis.compare import compare_campaign
+from retrain.analysis.compare import Comparison, compare_campaign
 from retrain.analysis.comparison_text import to_text
 from retrain.analysis.e_process import evidence
 from retrain.analysis.explanation import computed
 from retrain.analysis.planned import CampaignRecord
-from retrain.analysis.selection import Comparison
 from retrain.analysis.status import overview
 from retrain.analysis.verdict import TestSettings, Verdict
 from retrain.campaign.launch import EndedJob, RunOutcome

@@ -129,7 +129,7 @@ def test_of_null_campaigns_with_looks_no_more_than_alpha_end_in_a_verdict() -> N
     assert false_rate_beside_a_winner(normal, trials, 4, 12) < ALPHA + 0.015
 
 
-def test_the_confidence_sequence_covers_the_centre_at_all_looks_together() -> None:
+def test_the_confidence_sequence_covers_the_center_at_all_looks_together() -> None:
     rng, missed, trials = np.random.default_rng(3), 0, 40
     for _ in range(trials):
         d = rng.normal(1.0, 1.0, 9)

@@ -152,7 +152,7 @@ def test_an_algorithm_replaces_the_modes_of_the_base() -> None:
         ("", "data.params = {n = -3, s = ['a b']}", ["grpo+none", "grpo+none~params=n=-3-s=a-b"]),
     ],
 )
-def test_conditions_that_differ_in_a_further_key_are_labelled_by_it(
+def test_conditions_that_differ_in_a_further_key_are_labeled_by_it(
     first: str, second: str, labels: list[str]
 ) -> None:
     modes = MODES.partition("\n")[2] if "advantage_mode" in second else MODES
@@ -317,7 +317,7 @@ seeds = [1]
 lr = [1e-4, 4e-4]
 lora.alpha = [8, 16]
 """
-LABELLED = f'[[campaign.conditions]]\n{MODES}label = "a"\n'.replace("grpo", "rloo")
+LABELED = f'[[campaign.conditions]]\n{MODES}label = "a"\n'.replace("grpo", "rloo")
 
 
 def test_a_grid_without_conditions_varies_the_files_own_algorithm() -> None:
@@ -330,7 +330,7 @@ def test_a_grid_without_conditions_varies_the_files_own_algorithm() -> None:
 
 
 def test_a_grid_multiplies_conditions_and_extends_their_labels() -> None:
-    labels = plan(f"{GRID}\n{LABELLED}").conditions
+    labels = plan(f"{GRID}\n{LABELED}").conditions
     assert len(labels) == 4 and labels[0] == "a~lr=0.0001~alpha=8"
 
 
@@ -365,13 +365,13 @@ def test_a_grid_that_varies_nothing_is_refused(given: str, said: str) -> None:
 
 def test_a_key_of_the_grid_and_of_a_condition_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"which .* number 1 sets too"):
-        plan(f"{GRID}\n{LABELLED}lr = 1e-3")
+        plan(f"{GRID}\n{LABELED}lr = 1e-3")
 
 
 def test_a_stored_run_holds_the_paths_that_its_campaign_expanded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text = f'[lora]\ninit_from = "$SCRATCH/a"\n[campaign]\nseeds = [1]\n{LABELLED}'
+    text = f'[lora]\ninit_from = "$SCRATCH/a"\n[campaign]\nseeds = [1]\n{LABELED}'
     monkeypatch.setenv("SCRATCH", "/scratch")
     run = plan(f'{text}"data.path" = "$SCRATCH/b.jsonl"\n').runs[0].config
     monkeypatch.delenv("SCRATCH")

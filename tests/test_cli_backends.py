@@ -6,14 +6,14 @@ from importlib.metadata import version
 import pytest
 
 from retrain.backends.base import BACKENDS
-from retrain.backends.declared import catalogue
+from retrain.backends.declared import catalog
 from retrain.cli.main import main
 from retrain.inference_engine.base import ENGINES
 
 
 def test_the_catalogue_has_every_engine_and_backend_once() -> None:
     named = [("backend", name) for name in BACKENDS] + [("engine", name) for name in ENGINES]
-    assert sorted((entry.kind, entry.name) for entry in catalogue()) == sorted(named)
+    assert sorted((entry.kind, entry.name) for entry in catalog()) == sorted(named)
 
 
 def test_it_says_what_is_installed_what_is_not_and_what_each_was_verified_against(
@@ -22,7 +22,7 @@ def test_it_says_what_is_installed_what_is_not_and_what_each_was_verified_agains
     assert main(["backends"]) == 0
     shown = capsys.readouterr().out
     assert f"torch {version('torch')}" in shown
-    for entry in catalogue():
+    for entry in catalog():
         block = shown.partition(f"  {entry.name}: ")[2]
         assert entry.what in block.splitlines()[0] and entry.verified in block
         assert entry.words in block

@@ -183,7 +183,7 @@ def test_folders_of_one_name_are_told_apart_as_they_were_given(
 def test_rates_are_of_first_draws_and_compared_between_runs_with_and_without_redraws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = two_arms(tmp_path, a={"training": {"dynamic_sampling": 4}})
+    arguments = two_arms(tmp_path, a={"training": {"max_resamples": 4}})
     assert compared(capsys, *arguments, "--metric", "correct_rate")["contrasts"][0]["pairs"] == 3
 
 

@@ -238,7 +238,7 @@ def test_a_plugin_that_one_arm_names_is_no_other_code(tmp_path: Path) -> None:
     assert not [word for word in differing_environment(mine, longer) if "plugin" in word]
 
 
-def test_rewards_that_were_normalised_are_not_compared_with_plain_ones(tmp_path: Path) -> None:
+def test_rewards_that_were_normalized_are_not_compared_with_plain_ones(tmp_path: Path) -> None:
     rewards, algorithm = {"type": ["match", "overlong"]}, {"advantage_mode": "grpo"}
     runs = []
     for combine in ("sum", "normalise_then_sum"):

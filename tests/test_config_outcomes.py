@@ -78,7 +78,7 @@ def test_auto_squeeze_takes_the_next_run_where_the_first_is_untrained(
     manifest = Manifest.of_plan(plan, datetime.now())
     tried: list[str] = []
 
-    def analysed(config: Any, adapter: Path, **_: Any) -> Any:
+    def analyzed(config: Any, adapter: Path, **_: Any) -> Any:
         tried.append(adapter.parent.parent.name)
         if len(tried) == 1:
             raise UntrainedAdapter("untrained.")
@@ -88,7 +88,7 @@ def test_auto_squeeze_takes_the_next_run_where_the_first_is_untrained(
             to_json=lambda: {"recommended_rank": 1},
         )
 
-    monkeypatch.setattr(squeeze, "squeeze_adapter", analysed)
+    monkeypatch.setattr(squeeze, "squeeze_adapter", analyzed)
     said: list[str] = []
     auto = AutoSqueeze(plan, manifest, said.append)
     auto.look()
@@ -106,10 +106,10 @@ def test_auto_squeeze_stops_no_run_where_the_disk_is_full(
 ) -> None:
     from retrain import squeeze
 
-    def analysed(*_: Any, **__: Any) -> Any:
+    def analyzed(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(squeeze, "squeeze_adapter", analysed)
+    monkeypatch.setattr(squeeze, "squeeze_adapter", analyzed)
     plan = plan_campaign(config_from_mapping(CAMPAIGN | {"squeeze": {"rule": "min"}}), tmp_path)
     said: list[str] = []
     manifest = Manifest.of_plan(plan, datetime.now())

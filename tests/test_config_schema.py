@@ -24,7 +24,7 @@ from retrain.config.keys import Key, all_keys, flags, keys_by_path, section_mode
 from retrain.config.values import OpenName
 from retrain.errors import ConfigurationError
 from retrain.system import toml_value
-from scripts.docs_keys import annotated_toml, artefacts
+from scripts.docs_keys import annotated_toml, artifacts
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = sorted((ROOT / "tests" / "data" / "config_blocks").glob("*.toml"))
@@ -204,9 +204,9 @@ def test_every_value_is_written_as_toml_reads_it(value: Any) -> None:
 # -- what is made from the schema ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(artefacts()))
+@pytest.mark.parametrize("name", list(artifacts()))
 def test_generated_files_have_not_drifted(name: str) -> None:
-    assert (ROOT / name).read_text(encoding="utf-8") == artefacts()[name], "run `make docs`"
+    assert (ROOT / name).read_text(encoding="utf-8") == artifacts()[name], "run `make docs`"
 
 
 def test_the_annotated_file_loads_as_the_defaults_and_sets_nothing_by_accident() -> None:

@@ -76,17 +76,17 @@ def adapter_of(folder: Path) -> bytes:
     return next(folder.rglob("final/adapter_model.safetensors")).read_bytes()
 
 
-def test_a_row_has_the_same_bits_beside_other_neighbours_of_one_bucket() -> None:
+def test_a_row_has_the_same_bits_beside_other_neighbors_of_one_bucket() -> None:
     """Its attention is its own, and a product's kernel is chosen by the number of rows, which the
     bucket fixes.
     """
     one, other = (np.arange(first, first + 12, dtype=np.int32) for first in (5, 30))
     found = []
-    for neighbour in (one, other):
+    for neighbor in (one, other):
         backend = LocalBackend(config_for(**ON_GPU), eos_ids=[60])
         asked = [
             SampleRequest(ids, SAMPLES, TOKENS, TEMPERATURE, NoiseKey(1, 0, 0, slot))
-            for slot, ids in enumerate((one, neighbour[::-1].copy()))
+            for slot, ids in enumerate((one, neighbor[::-1].copy()))
         ]
         found.append(
             {draw.sample: draw for draw in backend.engine.sample(asked) if draw.request == 0}

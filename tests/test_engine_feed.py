@@ -50,7 +50,7 @@ class Talk:
         self.asked += due
         return due
 
-    def hear(self, one: Completion) -> None:
+    def receive(self, one: Completion) -> None:
         before = self.asked[one.request]
         key = before.noise.prompt, one.sample
         self.turn[key] = turn = self.turn.get(key, 0) + 1
@@ -69,7 +69,7 @@ class Talk:
 def talk(engine: InferenceEngine, **settings: Any) -> Talk:
     feed = Talk(**settings)
     for completion in engine.sample_feed(feed):
-        feed.hear(completion)
+        feed.receive(completion)
     return feed
 
 
@@ -150,7 +150,7 @@ def test_a_turn_too_long_for_the_batch_begins_the_next_one(model: Any) -> None:
     run = engine._paged_run
     engine._paged_run = lambda jobs: (made.append(len(jobs)), run(jobs))[1]  # type: ignore[method-assign]
     for completion in engine.sample_feed(feed):
-        feed.hear(completion)
+        feed.receive(completion)
     assert len(made) > 1 and len(feed.found) == 6
 
 
@@ -202,7 +202,7 @@ def opened(repeatable: bool, count: int = 12) -> tuple[Dialogues, dict[tuple[int
     )
     feed = Dialogues(sides, dialogues, 0, plan, text=str, repeatable=repeatable, watcher=watcher)
     for dialogue in dialogues:
-        dialogue.hear = lambda *_: None  # type: ignore[method-assign]
+        dialogue.add_observation = lambda *_: None  # type: ignore[method-assign]
     return feed, sides
 
 
@@ -218,7 +218,7 @@ def test_where_noise_is_counted_the_order_of_requests_depends_on_no_clock() -> N
     assert first.count == 12, "one request for the group"
     for sample in range(12):
         sides[0, sample].ready = sample % 2 == 0  # of no consequence
-        feed.hear(replied(0, sample))
+        feed.receive(replied(0, sample))
         asked = [request.first_sample for request in feed.more(idle=False)]
         assert asked == ([sample - 8] if sample >= 8 else []), (
             "eight dialogues may wait for their environment"
@@ -231,7 +231,7 @@ def test_other_engines_are_asked_as_soon_as_an_environment_has_answered() -> Non
     feed.more(idle=True)
     for sample in range(4):
         sides[0, sample].ready = sample == 2
-        feed.hear(replied(0, sample))
+        feed.receive(replied(0, sample))
     assert [request.first_sample for request in feed.more(idle=False)] == [2]
     assert feed.more(idle=False) == []
     assert [sides[0, sample].waited_for for sample in range(4)] == [1, 1, 2, 1], (
@@ -241,5 +241,5 @@ def test_other_engines_are_asked_as_soon_as_an_environment_has_answered() -> Non
     assert [request.first_sample for request in feed.more(idle=True)] == [1], (
         "idle, it waits for the first of them"
     )
-    feed.hear(replied(1, 2))
+    feed.receive(replied(1, 2))
     assert feed.more(idle=False) == [] and set(feed.scored) == {(0, 2)}

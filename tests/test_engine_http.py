@@ -344,7 +344,7 @@ def test_a_key_that_no_request_can_carry_is_named_by_its_variable_alone(
 def test_a_key_that_a_server_repeats_is_not_shown_in_part_either() -> None:
     for padding in range(260, 310):
         answer = web.Answer(401, {}, f"{'y' * padding} very-secret-value".encode(), "Unauthorized")
-        assert "very" not in answer.said("very-secret-value")
+        assert "very" not in answer.error_text("very-secret-value")
 
 
 def test_credentials_in_an_address_are_used_and_not_shown(net: Net) -> None:
@@ -418,13 +418,13 @@ def ask_for_real(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    "behaviour",
+    "behavior",
     [closing, first(breaking_off, 1, closing), first(failing(503, Retry_After="1"), 1, closing)],
 )
 def test_an_old_protocol_half_a_body_and_a_busy_moment_cost_nothing(
-    behaviour: Answer, monkeypatch: pytest.MonkeyPatch
+    behavior: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert ask_for_real(behaviour, monkeypatch) == [{"done": 1}]
+    assert ask_for_real(behavior, monkeypatch) == [{"done": 1}]
 
 
 def test_a_connection_that_breaks_while_a_server_is_looked_at_costs_nothing() -> None:
@@ -492,11 +492,11 @@ MISBEHAVING: dict[str, tuple[Answer, str]] = {
 def test_a_server_that_misbehaves_is_one_sentence_without_the_key(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    behaviour, told = MISBEHAVING[name]
+    behavior, told = MISBEHAVING[name]
     monkeypatch.setattr("retrain.inference_engine.http._MAX_BYTES", 1 << 20)
     began = monotonic()
     with pytest.raises(ServerFailure, match=told) as caught:
-        ask_for_real(behaviour, monkeypatch)
+        ask_for_real(behavior, monkeypatch)
     said = str(caught.value)
     assert KEY not in said and "\n" not in said and len(said) < 600
     assert monotonic() - began < 20

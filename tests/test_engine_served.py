@@ -48,7 +48,7 @@ from retrain.inference_engine.openai import OpenAIEngine
 from retrain.inference_engine.served import ServedAdapter
 from retrain.inference_engine.vllm import VLLMDialect
 from retrain.noise import Stream
-from retrain.run.parts import Parts, load_parts, run_parity_gate
+from retrain.run.parts import RunParts, load_parts, run_parity_gate
 from retrain.types import Completion, FinishReason
 from tests.marks import first_of
 from tests.quoted import is_quoted
@@ -139,14 +139,14 @@ MESSAGES = replace(EVALUATED, messages=({"role": "user", "content": "1 + 5"},))
 
 
 @pytest.fixture(scope="module")
-def parts() -> Iterator[Parts]:
+def parts() -> Iterator[RunParts]:
     with closing(
         load_parts(small(Path("nowhere"), training={"temperature": 0.7}), None, lambda line: None)
     ) as loaded:
         yield loaded
 
 
-def pass_gate(parts: Parts, config: Any) -> Any:
+def pass_gate(parts: RunParts, config: Any) -> Any:
     """The gate of a run on an engine of `config`, without the run."""
     backend: Any = parts.backend
     own, backend.engine = (
@@ -206,7 +206,7 @@ def test_requests_hold_what_the_policy_is_and_no_seed(engine: Any, server: VLLMD
 
 
 @pytest.mark.slow
-def test_each_of_several_servers_must_pass_the_gate(tmp_path: Path, parts: Parts) -> None:
+def test_each_of_several_servers_must_pass_the_gate(tmp_path: Path, parts: RunParts) -> None:
     with doubles(2) as servers:
         config = served(tmp_path, *(one.url for one in servers), training={"temperature": 0.7})
         pass_gate(parts, config)
@@ -243,7 +243,7 @@ PERMUTED = np.array([(token * 7 + 3) % 256 for token in range(256)] + [256, 257,
     ids=["the base model", "raw log-probs", "another tokenizer"],
 )
 def test_the_gate_stops_a_server_that_samples_from_another_policy(
-    tmp_path: Path, parts: Parts, server: VLLMDouble, fault: str, value: Any, told: str
+    tmp_path: Path, parts: RunParts, server: VLLMDouble, fault: str, value: Any, told: str
 ) -> None:
     setattr(server, fault, value)
     with pytest.raises((RunFailed, ServerFailure), match=told) as caught:
@@ -253,7 +253,7 @@ def test_the_gate_stops_a_server_that_samples_from_another_policy(
 
 
 def test_log_probs_before_the_temperature_are_right_at_1(
-    tmp_path: Path, parts: Parts, server: VLLMDouble
+    tmp_path: Path, parts: RunParts, server: VLLMDouble
 ) -> None:
     server.raw = True
     pass_gate(parts, served(tmp_path, server.url, training={"temperature": 1.0}))
@@ -412,7 +412,7 @@ def test_a_folder_for_adapters_that_cannot_be_made_is_named_with_its_key(
 
 
 def test_a_truncated_run_asks_for_the_kept_sets_and_is_refused_without_them(
-    tmp_path: Path, parts: Parts, server: VLLMDouble
+    tmp_path: Path, parts: RunParts, server: VLLMDouble
 ) -> None:
     config = served(tmp_path, server.url, training={"top_k": 5, "temperature": 0.7})
     with pytest.raises(

@@ -28,7 +28,7 @@ from retrain.model.budget import PROMPT_ALLOWANCE
 from retrain.model.text import TextModel, load_text_model
 from retrain.records.token_table import read_tokens
 from retrain.run.dialogues import Dialogue, environment_seed
-from retrain.run.gate import environment_gold
+from retrain.run.gate import play_references
 from retrain.run.gate_samples import GateInputs
 from retrain.run.parts import load_prompts, load_stage
 from retrain.run.session import Session
@@ -290,7 +290,7 @@ def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(
     talk.add(
         completion([50, 257, 258]), "2"
     )  # a special token in mid-reply, which the text does not show
-    talk.hear(Observation([ChatMessage(role="user", content=">")]), renderer)
+    talk.add_observation(Observation([ChatMessage(role="user", content=">")]), renderer)
     assert text.decode(talk.context_ids).endswith(
         "<|im_start|>assistant\n"
         + text.decode(np.array([50, 257, 258]))
@@ -319,9 +319,9 @@ def test_a_rewritten_history_begins_a_row_of_its_own(text: TextModel) -> None:
     renderer, talk = ChatRenderer(tokenizer, text.eos_ids, {}), dialogue(text)
     ids = tokenizer("<think>a</think>2<|im_end|>", add_special_tokens=False)["input_ids"]
     talk.add(completion(ids), "<think>a</think>2")
-    talk.hear(Observation([ChatMessage(role="user", content=">")]), renderer)
+    talk.add_observation(Observation([ChatMessage(role="user", content=">")]), renderer)
     talk.add(completion([51, 258]), "3")
-    talk.hear(Observation([ChatMessage(role="user", content="<")]), renderer)
+    talk.add_observation(Observation([ChatMessage(role="user", content="<")]), renderer)
     talk.add(completion([52, 258]), "4")
     first, second = Row.of(
         talk.prompt, talk.trajectory, np.arange(len(ids) + 4, dtype=np.float32), group=0
@@ -660,7 +660,7 @@ def test_an_environment_that_hangs_or_exits_before_its_first_episode_is_a_senten
         stage = load_stage(config, text, print)
         assert stage is not None
         prompts = load_prompts(config, text, stage, print)
-        environment_gold(stage.host, prompts.prompts)
+        play_references(stage.host, prompts.prompts)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -688,8 +688,8 @@ def test_an_evaluation_without_an_evaluation_set_is_refused(tmp_path: Path) -> N
         small_run(small(tmp_path / "run", **evaluated), quiet=True)
 
 
-def test_the_gate_plays_the_gold_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NumberGuessing, "gold", lambda self, example: ["0"])
+def test_the_gate_plays_right_replies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NumberGuessing, "reference_replies", lambda self, example: ["0"])
     with pytest.raises(RunFailed, match=r"own solution .* as a right completion would"):
         train(guessing(tmp_path / "run"), quiet=True)
 

@@ -129,7 +129,7 @@ def test_held_out_answers_of_a_random_reward_run_are_judged_as_any_others(
         ({"reward": {"type": ["math", "random"], "weights": [0.9, 0.1]}}, ["math"], [0.9]),
     ],
 )
-def test_what_chance_decides_is_left_out_of_the_judgement(
+def test_what_chance_decides_is_left_out_of_the_judgment(
     sections: dict[str, Any], judging: list[str], weights: list[float]
 ) -> None:
     config = TrainConfig.model_validate({"reward": {"type": "random"}} | sections)

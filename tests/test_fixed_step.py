@@ -140,7 +140,7 @@ def test_torch_traces_a_step_without_a_break() -> None:
     torch.testing.assert_close(engine.step.drawn.float(), expected.float())
 
 
-def test_a_row_computes_the_same_bits_whatever_its_neighbours() -> None:
+def test_a_row_computes_the_same_bits_whatever_its_neighbors() -> None:
     """On a processor, in one bucket; and a row that is done changes nothing of its own state."""
     run, engine, decoder = started(rows=5)
     with decoder.sampling(0):

@@ -175,7 +175,7 @@ def test_the_texts_are_those_of_the_completions(run: StoredRun) -> None:
     assert prompt is not None and prompt.startswith("<|im_start|>user") and "=?" in prompt
 
 
-def test_without_colour_there_is_a_line_for_each_token(
+def test_without_color_there_is_a_line_for_each_token(
     run: StoredRun, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
@@ -202,7 +202,7 @@ def test_long_names_of_conditions_are_letters_where_the_terminal_is_narrow(run: 
     assert [row.split()[-3:] for row in rows] == [row.split()[-3:] for row in wide[1:]]
 
 
-def test_in_colour_the_conditions_stand_side_by_side(run: StoredRun) -> None:
+def test_in_color_the_conditions_stand_side_by_side(run: StoredRun) -> None:
     out = printed(read_step(run, 1, ["gtpo_hicra"]))
     assert any(
         "maxrl+gtpo_sepa" in line and "maxrl+gtpo_hicra" in line for line in out.splitlines()

@@ -173,7 +173,7 @@ def test_ratio_is_one_on_policy_at_temperature_0_7() -> None:
     assert result.ratio_max == pytest.approx(1, abs=1e-5)
     assert result.ratio_mean == pytest.approx(1, abs=1e-5)
     assert result.ess == pytest.approx(1, abs=1e-5)
-    assert result.mismatch_k3 == pytest.approx(0, abs=1e-6)
+    assert result.mismatch_kl == pytest.approx(0, abs=1e-6)
 
 
 def test_ratio_statistics_are_those_of_the_first_pass() -> None:

@@ -189,7 +189,7 @@ def test_a_cap_is_found_by_its_name_and_an_unnamed_change_is_refused(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_of_zeros_is_a_head(dtype: torch.dtype) -> None:
-    """As a model that was just initialised may have."""
+    """As a model that was just initialized may have."""
     config = CONFIG_MAPPING["llama"](
         vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
         num_attention_heads=2, tie_word_embeddings=False,

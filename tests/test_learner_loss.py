@@ -1,4 +1,4 @@
-"""Losses as pure functions: normalisation, clips, corrections and estimators."""
+"""Losses as pure functions: normalization, clips, corrections and estimators."""
 
 import math
 from collections.abc import Callable

@@ -188,7 +188,7 @@ def test_a_line_without_a_step_is_named_by_the_report(
 def test_lines_of_other_versions_are_read(tmp_path: Path) -> None:
     run = StoredRun(write_run(tmp_path / "run", 1, rates=[0.5]))
     run.folder.metrics.write_text(
-        '{"step": 0, "condition": "x", "correct_rate": 1, "of_the_future": [1],'
+        '{"step": 0, "condition": "x", "correct_rate": 1, "of_the_future": [1], "mismatch_k3": 0.1,'
         ' "max_token_hit_rate": 0.5, "scheduled": {"algorithm.reference_coef": 0.25}}\n'
     )
     frame = retrain.load_runs(tmp_path)

@@ -311,8 +311,8 @@ def memory_of(folder: Path, gib: float = 40, **sections: dict[str, Any]) -> Memo
 def test_what_was_asked_for_shows_in_its_part(tmp_path: Path) -> None:
     plain = memory_of(tmp_path)
     size, layers = plain.size, plain.size.layer_weights
-    quantised = memory_of(tmp_path, model={"load_in_4bit": True})
-    saved = part(plain, "weights").bytes - part(quantised, "weights").bytes
+    quantized = memory_of(tmp_path, model={"load_in_4bit": True})
+    saved = part(plain, "weights").bytes - part(quantized, "weights").bytes
     assert saved == pytest.approx(0.742 * layers, rel=1e-3)
     assert memory_of(tmp_path, model={"lora_rank": 64}).size.trained_bytes == 2 * size.trained_bytes
     short = memory_of(tmp_path, training={"max_tokens": 512, "batch_size": 1, "group_size": 4})

@@ -204,7 +204,7 @@ def test_a_run_judges_each_source_by_its_own_reward(runs: tuple[Path, Path]) -> 
     prompts = {line["prompt_id"] for line in lines(runs[0] / "emergence/generations.jsonl")}
     assert {name.partition("/")[0] for name in prompts} == {"sums", "rows", "guess"}
     gate = json.loads((runs[0] / "environment.json").read_text(encoding="utf-8"))["parity_gate"]
-    assert gate["gold"].startswith("sums not applicable, rows not applicable, guess ")
+    assert gate["reference_answers"].startswith("sums not applicable, rows not applicable, guess ")
 
 
 def test_a_run_evaluates_the_sources_that_have_held_out_rows(runs: tuple[Path, Path]) -> None:

@@ -28,7 +28,7 @@ def even(response: str, reference: str, other: float = HALF) -> float:
     return 1.0 if digits(response) % 2 == 0 else other - 0.5  # HALF stands in the default alone
 
 
-def centred(rewards: list[float]) -> list[float]:
+def centered(rewards: list[float]) -> list[float]:
     mean = sum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
 
@@ -68,9 +68,9 @@ def counts(response: str, reference: str) -> float:
 
 def test_a_source_stands_alone_with_its_imports_constants_and_helpers() -> None:
     names: dict[str, object] = {}
-    exec(module_source([even, centred]).replace(f"from {__name__} import digits", DIGITS), names)
+    exec(module_source([even, centered]).replace(f"from {__name__} import digits", DIGITS), names)
     assert names["even"]("12 34", "") == 1.0 and names["even"]("123", "") == 0.0  # type: ignore[operator]
-    assert names["centred"]([1.0, 0.0]) == [0.5, -0.5]  # type: ignore[operator]
+    assert names["centered"]([1.0, 0.0]) == [0.5, -0.5]  # type: ignore[operator]
 
 
 DIGITS = "import re\ndef digits(text): return len(re.findall('[0-9]', text))"
@@ -141,13 +141,13 @@ def test_a_refused_run_leaves_no_source_behind(tmp_path: Path, has_folder: bool)
 @pytest.mark.slow
 def test_a_run_with_functions_keeps_their_source_and_resumes_without_them(tmp_path: Path) -> None:
     config = small(tmp_path / "run", training={"max_steps": 1})
-    run = train(config, reward=even, advantage=centred, quiet=True, skip_parity=True)
+    run = train(config, reward=even, advantage=centered, quiet=True, skip_parity=True)
     (source,) = run.folder.glob("notebook_*.py")
     stored = load_config(run.folder / "config.toml")
     assert stored.reward.type == f"{source.stem}.even"
-    assert stored.algorithm.advantage_mode == f"{source.stem}.centred"
+    assert stored.algorithm.advantage_mode == f"{source.stem}.centered"
     code = json.loads((run.folder / "environment.json").read_text())["code"]
-    assert set(code["plugins"]) == {f"{source.stem}.even", f"{source.stem}.centred"}
+    assert set(code["plugins"]) == {f"{source.stem}.even", f"{source.stem}.centered"}
     rewards = {line["reward"] for line in lines(run.folder / "emergence" / "generations.jsonl")}
     assert rewards <= {0.0, 1.0}
     again = replaced(stored, {"resume.from": str(run.folder), "training.max_steps": 2})

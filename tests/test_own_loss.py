@@ -47,7 +47,7 @@ def ppo(tokens: ActionTokens, params):
     clipped = (up & (rho > high)) | (down & (rho < low)) | beyond
     return -gain, {"rho": rho, "clipped": clipped}
 def dro(tokens):
-    '''Direct reward optimisation: a quadratic in place of the clip, which pulls also where the advantage is 0.'''
+    '''Direct reward optimization: a quadratic in place of the clip, which pulls also where the advantage is 0.'''
     return -tokens.new * tokens.advantages + 0.5 * (tokens.new - tokens.old) ** 2
 dro.own_term = True
 def mean_ratio(tokens):

@@ -142,7 +142,7 @@ def mixed(batch: Answers) -> Answers:
     return [prompt for prompt in batch if len({answer.reward for answer in prompt}) > 1]
 
 
-def centred(prompt: list[Answer]) -> list[float]:
+def centered(prompt: list[Answer]) -> list[float]:
     rewards = [answer.reward for answer in prompt]
     return [reward - sum(rewards) / len(rewards) for reward in rewards]
 
@@ -151,8 +151,8 @@ def over_std(values: list[float], sample: list[float]) -> list[float]:
     return [value / float(np.std(sample, ddof=1)) for value in values]
 
 
-def standardised(prompt: list[Answer]) -> list[float]:
-    return over_std(centred(prompt), [answer.reward for answer in prompt])
+def standardized(prompt: list[Answer]) -> list[float]:
+    return over_std(centered(prompt), [answer.reward for answer in prompt])
 
 
 def clipped(ratios: Tensor, advantage: float, low: float, high: float) -> Tensor:
@@ -170,7 +170,7 @@ def mean_of_answers(term: Callable[[Answer, float], Tensor]) -> Objective:
     """Of the prompts with right and wrong answers, with GRPO's advantages."""
 
     def objective(batch: Answers) -> Tensor:
-        return torch.stack([term(*pair) for pair in over(mixed(batch), standardised)]).mean()
+        return torch.stack([term(*pair) for pair in over(mixed(batch), standardized)]).mean()
 
     return objective
 
@@ -200,13 +200,13 @@ def dapo(batch: Answers) -> Tensor:
 
 
 def dr_grpo(batch: Answers) -> Tensor:
-    terms = [clipped(answer.ratios, a, 0.2, 0.2).sum() for answer, a in over(batch, centred)]
+    terms = [clipped(answer.ratios, a, 0.2, 0.2).sum() for answer, a in over(batch, centered)]
     return sum(terms, torch.tensor(0.0)) / num_answers(batch) / MAX_TOKENS
 
 
 def lite_ppo(batch: Answers) -> Tensor:
     everything = [answer.reward for prompt in batch for answer in prompt]
-    pairs = over(mixed(batch), lambda prompt: over_std(centred(prompt), everything))
+    pairs = over(mixed(batch), lambda prompt: over_std(centered(prompt), everything))
     return sum(
         (clipped(answer.ratios, a, 0.2, 0.2).sum() for answer, a in pairs), torch.tensor(0.0)
     ) / num_tokens(mixed(batch))
@@ -223,7 +223,7 @@ def cispo(batch: Answers) -> Tensor:
     for prompt in mixed(batch):
         terms = [
             (answer.ratios.clamp(max=4.0).detach() * a * answer.new).sum()
-            for answer, a in over([prompt], standardised)
+            for answer, a in over([prompt], standardized)
         ]
         of_prompts.append(torch.stack(terms).sum() / num_tokens([prompt]))
     return torch.stack(of_prompts).mean()
@@ -250,7 +250,7 @@ def gmpo(answer: Answer, a: float) -> Tensor:
 
 def dppo(batch: Answers) -> Tensor:
     terms = []
-    for answer, a in over(batch, centred):
+    for answer, a in over(batch, centered):
         for new, old in zip(answer.new, answer.old, strict=True):
             weight = min(math.exp(new.item() - old.item()), 20.0)
             moved = math.exp(new.item()) - math.exp(old.item())
@@ -270,7 +270,7 @@ def topr(batch: Answers) -> Tensor:
 
 def vespo(batch: Answers) -> Tensor:
     terms = []
-    for answer, a in over(mixed(batch), standardised):
+    for answer, a in over(mixed(batch), standardized):
         c1, c2 = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
         w = math.exp(max(-20.0, min(20.0, (answer.new - answer.old).sum().item())))
         terms.append(w**c1 * math.exp(c2 * (1 - w)) * a * answer.new.sum())
@@ -296,7 +296,7 @@ def opo(batch: Answers) -> Tensor:
 
 
 def asymre(batch: Answers) -> Tensor:
-    return reinforce(batch, lambda prompt: [value + 0.1 for value in centred(prompt)])
+    return reinforce(batch, lambda prompt: [value + 0.1 for value in centered(prompt)])
 
 
 def pkpo(batch: Answers) -> Tensor:
@@ -317,12 +317,12 @@ def pkpo(batch: Answers) -> Tensor:
 
 def reinforce_pp(batch: Answers) -> Tensor:
     of_tokens = np.repeat(
-        *zip(*((a, len(one.new)) for one, a in over(batch, centred)), strict=True)
+        *zip(*((a, len(one.new)) for one, a in over(batch, centered)), strict=True)
     )
     mean, std = float(np.mean(of_tokens)), float(np.std(of_tokens))
     terms = [
         clipped(answer.ratios, (a - mean) / std, 0.2, 0.2).sum()
-        for answer, a in over(batch, centred)
+        for answer, a in over(batch, centered)
     ]
     return sum(terms, torch.tensor(0.0)) / num_tokens(batch)
 
@@ -363,7 +363,7 @@ def ttrl(batch: Answers) -> Tensor:
 def maxrl(batch: Answers) -> Tensor:
     def advantage(prompt: list[Answer]) -> list[float]:
         mean = sum(answer.reward for answer in prompt) / len(prompt)
-        return [value / mean if mean else 0.0 for value in centred(prompt)]
+        return [value / mean if mean else 0.0 for value in centered(prompt)]
 
     return reinforce(batch, advantage)
 
@@ -375,7 +375,7 @@ def grpo(answer: Answer, a: float) -> Tensor:
 
 def luspo(batch: Answers) -> Tensor:
     terms = []
-    for answer, a in over(batch, standardised_or_0):
+    for answer, a in over(batch, standardized_or_0):
         s = (answer.new - answer.old).mean().exp()
         terms.append(len(answer.new) * clipped(s, a, 2e-3, 2.5e-3))
     return torch.stack(terms).mean() / MAX_TOKENS
@@ -388,12 +388,12 @@ def intellect2(answer: Answer, a: float) -> Tensor:
 
 
 def scalerl(batch: Answers) -> Tensor:
-    std = float(np.std([value for prompt in batch for value in centred(prompt)]))
+    std = float(np.std([value for prompt in batch for value in centered(prompt)]))
     of_prompts = []
     for prompt in mixed(batch):
         terms = [
             (answer.ratios.clamp(max=5.0).detach() * a / std * answer.new).sum()
-            for answer, a in over([prompt], centred)
+            for answer, a in over([prompt], centered)
         ]
         of_prompts.append(torch.stack(terms).sum() / num_tokens([prompt]))
     return torch.stack(of_prompts).mean()
@@ -426,7 +426,7 @@ def taught(slope: float) -> Objective:
 def clip_cov(batch: Answers) -> Tensor:
     places = [
         (answer, t, a)
-        for answer, a in over(batch, standardised_or_0)
+        for answer, a in over(batch, standardized_or_0)
         for t in range(len(answer.old))
     ]
     every_a = np.array([a for _, _, a in places])
@@ -443,8 +443,8 @@ def clip_cov(batch: Answers) -> Tensor:
     return torch.stack(terms).sum() / num_tokens(mixed(batch))
 
 
-def standardised_or_0(prompt: list[Answer]) -> list[float]:
-    return standardised(prompt) if mixed([prompt]) else [0.0] * len(prompt)
+def standardized_or_0(prompt: list[Answer]) -> list[float]:
+    return standardized(prompt) if mixed([prompt]) else [0.0] * len(prompt)
 
 
 def rent(batch: Answers) -> Tensor:
@@ -482,7 +482,7 @@ def spo(batch: Answers) -> Tensor:
 def dro(batch: Answers) -> Tensor:
     terms = [
         (a * answer.new - 0.25 * (answer.new - answer.old) ** 2).sum()
-        for answer, a in over(mixed(batch), centred)
+        for answer, a in over(mixed(batch), centered)
     ]
     return torch.stack(terms).sum() / num_tokens(mixed(batch))
 
@@ -503,7 +503,7 @@ def left_out(prompt: list[Answer]) -> list[float]:
 
 def hicra(batch: Answers) -> Tensor:
     terms = []
-    for answer, a in over(mixed(batch), centred):
+    for answer, a in over(mixed(batch), centered):
         for t, ratio in enumerate(answer.ratios):
             planned = abs(a) * 0.2 if t % PLANNED == 1 else 0.0
             terms.append(clipped(ratio, a + planned, 0.2, 0.28))
@@ -522,9 +522,9 @@ def gigpo(batch: Answers) -> Tensor:
     """An episode's second turn begins after SPLIT of its tokens, in one of two states."""
     terms = []
     for prompt in batch:
-        for i, (answer, a) in enumerate(over([prompt], standardised_or_0)):
+        for i, (answer, a) in enumerate(over([prompt], standardized_or_0)):
             likes = [other.reward for j, other in enumerate(prompt) if j % 2 == i % 2]
-            first = a + 0.95 * centred(prompt)[i]
+            first = a + 0.95 * centered(prompt)[i]
             second = a + answer.reward - sum(likes) / len(likes)
             length = len(answer.new)
             per_token = [first if t < length // SPLIT else second for t in range(length)]
@@ -539,7 +539,7 @@ def forking_tokens(batch: Answers) -> Tensor:
     everything = np.concatenate([answer.entropies for prompt in chosen for answer in prompt])
     threshold = np.sort(everything)[::-1][int(0.2 * len(everything)) - 1]
     terms = []
-    for answer, a in over(chosen, standardised):
+    for answer, a in over(chosen, standardized):
         kept = torch.tensor(answer.entropies >= threshold)
         terms.append((kept * clipped(answer.ratios, a, 0.2, 0.28)).sum())
     return torch.stack(terms).sum() / num_tokens(chosen)

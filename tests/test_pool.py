@@ -78,7 +78,7 @@ def test_a_run_is_the_same_bytes_whatever_the_number_of_workers(
 @pytest.mark.slow
 def test_redrawn_groups_are_the_same_whatever_the_number_of_workers(tmp_path: Path) -> None:
     """A redraw may come to another worker than the one that computed its prompt."""
-    training = SHARED["training"] | {"dynamic_sampling": 2, "max_tokens": 4}
+    training = SHARED["training"] | {"max_resamples": 2, "max_tokens": 4}
     for workers in (1, 2):
         run(tmp_path / str(workers), workers, training=training, reward={"random_p": 0.2})
     assert_same_bytes(tmp_path / "1", tmp_path / "2")

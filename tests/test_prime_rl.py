@@ -492,7 +492,7 @@ def test_raw_logprobs_are_found_out(
 
 
 def test_kept_sets_of_an_answer_reach_the_wire() -> None:
-    """The server lists the tokens of each set, and the trainer renormalises over them."""
+    """The server lists the tokens of each set, and the trainer renormalizes over them."""
     sets = ([5, 2], [7], [1, 2, 3])
     ids, logprobs = np.array([5, 7, 3], np.int32), np.zeros(3, np.float32)
     completion = Completion(0, 0, ids, logprobs, None, FinishReason.LENGTH)

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from torch.nn import Identity
 
 from retrain import train
-from retrain.analysis.parting import FolderComparison, Parting, compared
+from retrain.analysis.folder_comparison import FirstDifference, FolderComparison, compared
 from retrain.analysis.runs import StoredRun
 from retrain.cli.main import main
 from retrain.config.load import load_stored
@@ -44,8 +44,8 @@ def of(one: Path, other: Path, steps: range = range(10)) -> FolderComparison:
     return compared(StoredRun(one), StoredRun(other), steps)
 
 
-def part(step: int, record: str, *fields: str) -> Parting:
-    return Parting(step, record, fields)
+def part(step: int, record: str, *fields: str) -> FirstDifference:
+    return FirstDifference(step, record, fields)
 
 
 def change_tokens(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -127,7 +127,7 @@ def test_a_condition_takes_a_recipe_below_the_file_and_below_its_own_keys(tmp_pa
     dapo, lite, grpo = (run.config for run in plan_campaign(config, tmp_path).runs)
     assert dapo.loss.clip_high == recipe("dapo")["loss.clip_high"] and not grpo.is_set("loss.mode")
     assert dapo.algorithm.advantage_mode == recipe("dapo")["algorithm.advantage_mode"]
-    assert dapo.training.dynamic_sampling == 2 and dapo.training.minibatches == 2
+    assert dapo.training.max_resamples == 2 and dapo.training.minibatches == 2
     assert departures("dapo", dapo.value) == {"training.minibatches": 2}
     found = departures(lite.algorithm.algorithm_mode, lite.value)
     assert found == {"training.minibatches": 2, "loss.clip_high": 0.3}

@@ -149,7 +149,7 @@ def test_nothing_without_our_marker_is_ever_deleted(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "weights").read_text() == "precious"
 
 
-def test_a_given_adapter_path_is_honoured_and_another_runs_checkpoints_are_safe(
+def test_a_given_adapter_path_is_honored_and_another_runs_checkpoints_are_safe(
     tmp_path: Path,
 ) -> None:
     shared = {

@@ -179,7 +179,7 @@ def test_ids_of_figures_do_not_collide(campaign_page: str) -> None:
     assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', campaign_page)) - sections <= set(ids)
 
 
-def test_figures_take_their_colours_from_the_page(campaign_page: str) -> None:
+def test_figures_take_their_colors_from_the_page(campaign_page: str) -> None:
     drawings = "".join(re.findall(r"<svg.*?</svg>", campaign_page, re.DOTALL))
     assert not set(re.findall(r"#[0-9a-f]{6}\b", drawings))
     assert "var(--series-0)" in drawings

@@ -1,4 +1,4 @@
-"""Rewards of whole groups: what waits for whom, the majority's vote, normalisation within a group,
+"""Rewards of whole groups: what waits for whom, the majority's vote, normalization within a group,
 and the user's functions of all completions of a prompt.
 """
 
@@ -14,7 +14,7 @@ from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.plan import Plan
 from retrain.errors import ConfigurationError
 from retrain.rewards import Scorer, ScoreRequest, build_scorer
-from retrain.rewards.groups import majority, normalised
+from retrain.rewards.groups import majority, normalized
 from retrain.types import Example, FinishReason, Outcome, Score
 from tests.marks import first_of
 
@@ -127,7 +127,7 @@ def test_a_closed_scorer_leaves_no_group_waiting() -> None:
         ([None, None, "5"], [0, 0, 1]),  # without an answer there is no vote
         ([None, ""], [0, 0]),
         ([" 4", "0.5", r"\frac{1}{2}", r"\dfrac12"], [0, 1, 1, 1]),
-        ([r"\sqrt", r"\sqrt", "1"], [1, 1, 0]),  # what cannot be normalised is compared as it is
+        ([r"\sqrt", r"\sqrt", "1"], [1, 1, 0]),  # what cannot be normalized is compared as it is
     ],
 )
 def test_the_most_frequent_answer_is_right(
@@ -159,15 +159,15 @@ def test_overlong_falls_to_minus_one_over_the_buffer() -> None:
                 assert reward == pytest.approx(penalty(count, 100, cache), abs=1e-12)
 
 
-def test_a_normalised_reward_has_mean_zero_and_an_equal_one_is_exactly_zero() -> None:
+def test_a_normalized_reward_has_mean_zero_and_an_equal_one_is_exactly_zero() -> None:
     values = [0.3, 0.1, 0.1, 0.9]
     by_hand = (np.array(values) - np.mean(values)) / np.std(values, ddof=1)
-    assert normalised(values) == pytest.approx(by_hand.tolist(), rel=1e-5)
-    assert normalised([0.1] * 3) == [0.0] * 3
-    assert normalised([7.0]) == [0.0] and normalised([]) == []
+    assert normalized(values) == pytest.approx(by_hand.tolist(), rel=1e-5)
+    assert normalized([0.1] * 3) == [0.0] * 3
+    assert normalized([7.0]) == [0.0] and normalized([]) == []
 
 
-def test_rewards_are_normalised_before_the_sum_and_the_plain_sum_says_who_is_right() -> None:
+def test_rewards_are_normalized_before_the_sum_and_the_plain_sum_says_who_is_right() -> None:
     types = ("match", "my_groups.order")
     table = {"weights": [1.0, 0.01], "combine": "normalise_then_sum", "after_think": False}
     texts = [r"1", r"2", r"6"]
@@ -298,7 +298,7 @@ def test_a_redraw_and_an_evaluation_are_groups_of_their_own(tmp_path: Path) -> N
         tmp_path / "run",
         reward={"type": ["my_groups.parity", "overlong"], "weights": [1.0, 0.0], "workers": 1},
         algorithm={"advantage_mode": "grpo"},
-        training={"max_steps": 1, "dynamic_sampling": 2, "max_tokens": 6},
+        training={"max_steps": 1, "max_resamples": 2, "max_tokens": 6},
         evaluation={"at_end": True, "max_examples": 2, "samples": 2},
     )
     small_run(config, quiet=True)

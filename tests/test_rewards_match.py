@@ -61,7 +61,7 @@ def test_what_the_paper_keeps_apart_stays_apart(a: str, b: str) -> None:
     assert not hendrycks_is_equiv(a, b)
 
 
-def test_a_string_that_cannot_be_normalised_equals_itself() -> None:
+def test_a_string_that_cannot_be_normalized_equals_itself() -> None:
     for text in (r"1\text{ a}2\text{ b}", r"\sqrt", r"\frac", ""):
         assert hendrycks_is_equiv(text, text)
 

@@ -19,10 +19,10 @@ from retrain.rewards import (
     Scorer,
     ScoreRequest,
     box_reader,
+    boxed_reference,
     build_scorer,
-    gold_response,
 )
-from retrain.run.gate import scored_gold
+from retrain.run.gate import score_references
 from retrain.types import Example, Outcome, Prompt, Score
 
 
@@ -143,23 +143,23 @@ def test_a_thought_that_the_prompt_opens_must_end_before_an_answer(
     assert (read(response, prompt) is not None) == right
 
 
-def test_the_gold_answers_score_behind_a_prompt_that_opens_a_thought() -> None:
+def test_the_reference_answers_score_behind_a_prompt_that_opens_a_thought() -> None:
     prompt = Prompt(Example("4?", "4"), "4?<think>", np.zeros(1, np.int32))
     for end in ("", "<end>"):
         with scorer_of(type="match", think_end_token=end) as scorer:
-            assert scored_gold(scorer, end, [prompt]) == "1/1"
+            assert score_references(scorer, end, [prompt]) == "1/1"
 
 
 def test_the_gold_answer_scores_where_answers_are_compared(math_scorer: Scorer) -> None:
     assert math_scorer.compares_answers
-    assert math_scorer.gold_reward == 1.0
-    assert score(math_scorer, gold_response(r"\frac{1}{2}"), r"\frac{1}{2}") == RIGHT
+    assert math_scorer.reference_reward == 1.0
+    assert score(math_scorer, boxed_reference(r"\frac{1}{2}"), r"\frac{1}{2}") == RIGHT
     with (
         scorer_of(type=["match", "math"], weights=[0.5, 2.0]) as both,
         scorer_of(type=["match", "random"]) as mixed,
     ):
         assert both.compares_answers
-        assert score(both, gold_response("7"), "7").reward == both.gold_reward == 2.5
+        assert score(both, boxed_reference("7"), "7").reward == both.reference_reward == 2.5
         assert not mixed.compares_answers
 
 

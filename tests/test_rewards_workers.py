@@ -106,9 +106,9 @@ def test_a_hard_answer_ends_on_the_deadline_and_a_new_worker_judges_the_next(
 ) -> None:
     assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
     servers = descendants(os.getpid(), recursive=False)
-    judgement = verify(pool, answer, gold).result(60)
-    assert judgement.value is None
-    assert "deadline_s = 2" in judgement.reason
+    judgment = verify(pool, answer, gold).result(60)
+    assert judgment.value is None
+    assert "deadline_s = 2" in judgment.reason
     assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
     assert (
         descendants(os.getpid(), recursive=False) == servers
@@ -122,9 +122,9 @@ def test_an_answer_that_swells_is_stopped_before_its_deadline(
 ) -> None:
     monkeypatch.setattr(workers, "MEMORY_LIMIT", 200 << 20)
     with math_pool(deadline_s=60) as pool:
-        judgement = verify(pool, "(x+y+z+1)^{900}", "(x+y+z)^{900}").result(60)
-        assert judgement.value is None
-        assert "GiB" in judgement.reason
+        judgment = verify(pool, "(x+y+z+1)^{900}", "(x+y+z)^{900}").result(60)
+        assert judgment.value is None
+        assert "GiB" in judgment.reason
         assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
 
 

@@ -79,7 +79,7 @@ def test_dynamic_sampling_redraws_uniform_groups_with_the_same_prompt(tmp_path: 
     rare = {"type": "random", "random_p": 0.02}
     training = {"max_steps": 1, "batch_size": 4, "max_tokens": 8}
     for name, redraws in (("off", 0), ("on", 30)):
-        more = training | {"dynamic_sampling": redraws}
+        more = training | {"max_resamples": redraws}
         quiet_run(tmp_path / name, reward=rare, training=more)
     off, on = (lines(tmp_path / name / "metrics.jsonl")[0] for name in ("off", "on"))
     assert on["num_datums"] > off["num_datums"]

@@ -32,7 +32,7 @@ from retrain.squeeze import (
     run_squeeze,
     squeeze_adapter,
 )
-from retrain.squeeze.analysis import factorise, tried_ranks
+from retrain.squeeze.analysis import factorize, tried_ranks
 from retrain.squeeze.job import Accuracy
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -114,7 +114,7 @@ def test_singular_values_are_those_of_the_full_product(shape: tuple[int, int, in
     torch.testing.assert_close(
         torch.tensor(layer.singular_values, dtype=torch.float64), full, rtol=1e-9, atol=1e-12
     )
-    left, values, right = factorise(a, b, "layer")
+    left, values, right = factorize(a, b, "layer")
     torch.testing.assert_close(left * values @ right.T, b @ a, rtol=1e-9, atol=1e-12)
     for k in range(1, rank + 2):
         error = torch.linalg.matrix_norm(b @ a - cut(b @ a, k)) / torch.linalg.matrix_norm(b @ a)
@@ -196,7 +196,7 @@ def test_alpha_is_never_rounded_away() -> None:
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "rank-stabilised": {"use_rslora": True},
+    "rank-stabilized": {"use_rslora": True},
     "patterns": {"rank_pattern": {"wide": 5, "narrow": 2}, "alpha_pattern": {"wide": 3}},
     "an untrained layer": {"zero": ("tall",)},
 }
@@ -259,7 +259,7 @@ def test_a_layer_of_zeros_can_still_be_trained(tmp_path: Path) -> None:
     assert tensors["base_model.model.tall.lora_A.weight"].all()
 
 
-def test_mixed_ranks_and_untrained_layers_are_analysed_by_layer(tmp_path: Path) -> None:
+def test_mixed_ranks_and_untrained_layers_are_analyzed_by_layer(tmp_path: Path) -> None:
     source = peft_adapter(tmp_path / "source", rank_pattern={"wide": 5}, zero=("tall",))
     analysis = analyze_adapter(source, min_variance_retention=0.9)
     assert analysis.source_rank == 8

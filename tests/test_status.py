@@ -168,7 +168,7 @@ def test_a_process_number_that_was_given_out_again_is_no_writer(run: Path, sleep
     assert state_of(run) is State.DEAD
 
 
-def test_a_killed_run_is_recognised(tmp_path: Path) -> None:
+def test_a_killed_run_is_recognized(tmp_path: Path) -> None:
     folder, file = tmp_path / "run", tmp_path / "run.toml"
     file.write_text(dump_toml(small(folder, training={"max_steps": 1000})))
     words = [sys.executable, "-m", "retrain", str(file), "--quiet", "--skip-parity"]

@@ -21,7 +21,7 @@ from retrain.data.chat import encode_texts
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run import teacher as teachers
 from retrain.run.dialogues import Watcher
-from retrain.run.parts import Parts, load_parts, load_prompts, load_text, training_plan
+from retrain.run.parts import RunParts, load_parts, load_prompts, load_text, training_plan
 from retrain.run.rollout import Rollout
 from retrain.types import Example, Group, Row
 from tests.commands import Ranks
@@ -59,7 +59,7 @@ def quiet(_: str) -> None:
     """Say nothing."""
 
 
-def drawn(parts: Parts, config: TrainConfig) -> Rollout:
+def drawn(parts: RunParts, config: TrainConfig) -> Rollout:
     """The first step of a run, sampled."""
     engine = parts.backend.engine
     engine.sync(parts.backend.save_adapter, 0)

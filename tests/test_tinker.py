@@ -1,4 +1,4 @@
-"""The Tinker backend's own logic: shifted datums, one normalisation, real losses, what is asked for
+"""The Tinker backend's own logic: shifted datums, one normalization, real losses, what is asked for
 before what, and no torch anywhere.
 """
 
@@ -133,7 +133,7 @@ def test_environment_tokens_have_no_advantage_and_the_rest_is_not_sent(double: D
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant", "sum"])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_the_gradient_is_normalised_once_however_the_service_adds_up(
+def test_the_gradient_is_normalized_once_however_the_service_adds_up(
     double: Double, tmp_path: Path, aggregation: str, reduction: str
 ) -> None:
     """The reference divides by what docs/losses.md names; the service by nothing, or by positions

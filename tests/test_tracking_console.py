@@ -179,15 +179,15 @@ def test_a_row_fits_the_terminal(width: int, monkeypatch: Any) -> None:
     assert any(row.startswith("Evaluation at step 1  pass@1=62.5% [") for row in rows)
 
 
-def test_no_color_and_a_dumb_terminal_have_no_colours(monkeypatch: Any) -> None:
+def test_no_color_and_a_dumb_terminal_have_no_colors(monkeypatch: Any) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    coloured, plain = Terminal(), Terminal()
+    colored, plain = Terminal(), Terminal()
     monkeypatch.delenv("NO_COLOR", raising=False)
-    story(console(coloured))
+    story(console(colored))
     monkeypatch.setenv("NO_COLOR", "1")
     story(console(plain))
-    colour = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
-    assert colour.search(coloured.getvalue()) and not colour.search(plain.getvalue())
+    color = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
+    assert color.search(colored.getvalue()) and not color.search(plain.getvalue())
     assert "Loading dataset..." in plain.getvalue() and "Pre-encoded" not in plain.getvalue()
 
 

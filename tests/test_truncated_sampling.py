@@ -1,5 +1,5 @@
 """top_k, top_p and min_p in the sampler: the kept set by its definition, and draws from the
-renormalised distribution.
+renormalized distribution.
 """
 
 import numpy as np
@@ -93,7 +93,7 @@ def test_the_kept_set_of_a_vocabulary_of_152k_is_exact(spread, truncation):
     temperature=st.sampled_from([0.7, 1.0]),
     uniform=st.floats(1e-9, 1 - 1e-9), truncation=TRUNCATIONS,
 )  # fmt: skip
-def test_token_log_prob_and_entropy_are_those_of_the_renormalised_distribution(
+def test_token_log_prob_and_entropy_are_those_of_the_renormalized_distribution(
     seed, vocabulary, temperature, uniform, truncation
 ):
     logits = np.random.default_rng(seed).normal(0, 3, vocabulary).astype(np.float32)

@@ -103,8 +103,8 @@ def test_the_objective_is_the_integral_of_the_weight(values: list[float], p: flo
 
 def test_an_advantage_over_the_step_sees_prompts_of_every_pass_rate() -> None:
     one = xray("reinforce_pp", reinforce_pp, 8)
-    centred = np.concatenate([np.array([1.0] * k + [0.0] * (8 - k)) - k / 8 for k in range(9)])
-    assert one.weight(P) == pytest.approx(np.full(6, 7 / 8 / centred.std()))
+    centered = np.concatenate([np.array([1.0] * k + [0.0] * (8 - k)) - k / 8 for k in range(9)])
+    assert one.weight(P) == pytest.approx(np.full(6, 7 / 8 / centered.std()))
 
 
 def test_a_group_of_one_has_nothing_to_compare() -> None:

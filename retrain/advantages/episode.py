@@ -23,7 +23,7 @@ def grpo(rewards: Sequence[float]) -> list[float]:
     """A_i = r_i - mean(r). Its expectation is (G-1)/G times the policy gradient; `rloo` removes the
     factor.
     """
-    return _listed(_centred(_checked(rewards)))
+    return _listed(_centered(_checked(rewards)))
 
 
 def maxrl(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
@@ -45,7 +45,7 @@ def maxrl(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
     mean = _mean(r)
     if mean <= eps:
         return [0.0] * len(r)
-    return _listed(_centred(r) / (mean + eps))
+    return _listed(_centered(r) / (mean + eps))
 
 
 def none(rewards: Sequence[float]) -> list[float]:
@@ -60,7 +60,7 @@ def rloo(rewards: Sequence[float]) -> list[float]:
     2402.14740.
     """
     r = _checked(rewards)
-    return _listed(_centred(r) * (len(r) / max(1, len(r) - 1)))
+    return _listed(_centered(r) * (len(r) / max(1, len(r) - 1)))
 
 
 def grpo_std(rewards: Sequence[float], ddof: int = 1, eps: float = 1e-6) -> list[float]:
@@ -73,7 +73,7 @@ def grpo_std(rewards: Sequence[float], ddof: int = 1, eps: float = 1e-6) -> list
     _check_eps(eps)
     if len(r) <= ddof:
         return [0.0] * len(r)
-    return _listed(_scaled(_centred(r), ddof, eps))
+    return _listed(_scaled(_centered(r), ddof, eps))
 
 
 def reinforce(rewards: Sequence[float], baseline: float = 0.0) -> list[float]:
@@ -100,8 +100,8 @@ def reinforce_pp(
     _check_eps(eps)
     if weight not in ("sequence", "token"):
         raise ValueError(f'weight is "{weight}", it must be "sequence" or "token"')
-    centred = [_centred(r) for r in checked_groups(groups)]
-    flat = np.concatenate([*centred, np.zeros(0)])
+    centered = [_centered(r) for r in checked_groups(groups)]
+    flat = np.concatenate([*centered, np.zeros(0)])
     weights = np.ones(len(flat))
     if weight == "token":
         if token_counts is None:
@@ -115,7 +115,7 @@ def reinforce_pp(
     std = float(np.sqrt(np.average((flat - mean) ** 2, weights=weights)))
     if std == 0.0:
         return [[0.0] * len(group) for group in groups]
-    return [_listed((group - mean) / (std + eps)) for group in centred]
+    return [_listed((group - mean) / (std + eps)) for group in centered]
 
 
 @dataclass(frozen=True)
@@ -177,18 +177,18 @@ def _mean(r: Float64Array) -> float:
     return 0.0
 
 
-def _centred(r: Float64Array) -> Float64Array:
+def _centered(r: Float64Array) -> Float64Array:
     """Return r - mean(r), exactly zero for a constant group; the computed mean of three times 0.1
     is not 0.1.
     """
     if len(r) == 0 or r.min() == r.max():
         return np.zeros(len(r))
-    centred: Float64Array = r - r.mean()
-    return centred
+    centered: Float64Array = r - r.mean()
+    return centered
 
 
-def _scaled(centred: Float64Array, ddof: int, eps: float) -> Float64Array:
-    if not centred.any():
-        return centred
-    std = float(np.sqrt((centred**2).sum() / (len(centred) - ddof)))
-    return centred / (std + eps)
+def _scaled(centered: Float64Array, ddof: int, eps: float) -> Float64Array:
+    if not centered.any():
+        return centered
+    std = float(np.sqrt((centered**2).sum() / (len(centered) - ddof)))
+    return centered / (std + eps)

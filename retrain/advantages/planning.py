@@ -48,7 +48,7 @@ _GAP = rf"[\s{re.escape(_SEPARATORS)}]+"
 _APOSTROPHES = ("\u2019", "\u02bc")
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """Lower the case and straighten apostrophes, character by character: offsets in the result are
     offsets in `text`.
     """
@@ -90,7 +90,7 @@ class RegexDetector:
         for gram in self.grams:
             if not re.search(r"\w", gram):
                 raise ValueError(f"planning gram {gram!r} has no word character")
-        literals = dict.fromkeys(_collapsed(normalised(gram)) for gram in self.grams)
+        literals = dict.fromkeys(_collapsed(normalized(gram)) for gram in self.grams)
         self._patterns = {
             literal: re.compile(_GAP.join(map(re.escape, literal.split(" "))))
             for literal in literals
@@ -103,7 +103,7 @@ class RegexDetector:
         empty piece (a special token, an incomplete code point).
         """
         mask = np.zeros(len(pieces), dtype=np.uint8)
-        text = normalised("".join(pieces))
+        text = normalized("".join(pieces))
         matches = self._matches(text)
         if not matches:
             return mask

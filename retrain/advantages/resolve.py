@@ -72,7 +72,7 @@ def same_again(give: Callable[[], list[Any]]) -> None:
 
 # -- episode advantages ----------------------------------------------------------------------------
 
-_CENTRED = 1e-6
+_CENTERED = 1e-6
 """Largest mean of a group's advantages that counts as 0, for plugins that compute in float32."""
 
 
@@ -165,16 +165,16 @@ def _try_advantage(plugin: Plugin, config: "TrainConfig") -> str | None:
         resumed.load(advantages.state())
         if resumed(small, 1) != advantages(small, 1):
             raise Fault("does not restore in load() what state() returned, or keeps nothing there")
-    uncentred = [
+    uncentered = [
         f"{mean:.3g} where all rewards are {reward}"
         for reward, mean in enumerate(means)
-        if abs(mean) > _CENTRED
+        if abs(mean) > _CENTERED
     ]
-    if not uncentred:
+    if not uncentered:
         return None
     return (
         f"{plugin.where} gives equal rewards advantages that do not cancel (mean"
-        f" {', '.join(uncentred)}). So it trains groups of equal rewards too, even if all"
+        f" {', '.join(uncentered)}). So it trains groups of equal rewards too, even if all"
         " completions are wrong. Subtract the group's mean unless you want that."
     )
 

@@ -46,7 +46,7 @@ from retrain.analysis.pairs import (
 )
 from retrain.analysis.planned import (
     CampaignRecord,
-    Look,
+    InterimAnalysis,
     PairOfLabels,
     Request,
     absent_runs,
@@ -106,7 +106,7 @@ class Comparison:
     planned: str = ""
     """A sentence that calls the comparison planned before the first run, or exploratory; ""
     without a plan."""
-    looks: Sequence[Look] = ()
+    looks: Sequence[InterimAnalysis] = ()
     """The looks of the campaign; empty unless the comparison follows the plan."""
 
     @property

@@ -148,9 +148,9 @@ def confidence_sequence(differences: Numbers, confidence: float = 0.95) -> Inter
     intervals are tens of points wide, whatever the spread of the differences.
     """
     d = numbers(differences)
-    centre = float(np.median(d))
-    scale = float(np.ptp(d)) or abs(centre) or 1.0
-    candidates = centre + scale * np.sinh(np.linspace(-_REACH, _REACH, _POINTS))
+    center = float(np.median(d))
+    scale = float(np.ptp(d)) or abs(center) or 1.0
+    candidates = center + scale * np.sinh(np.linspace(-_REACH, _REACH, _POINTS))
     kept = np.flatnonzero(
         (capital(d - candidates[:, np.newaxis]) < 1 / (1 - confidence)).all(axis=1)
     )

@@ -111,7 +111,7 @@ def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
         )
     if name == "running_correct_rate":
         raise ConfigurationError(
-            f"--metric {name} is a cumulative mean, which lags and favours early learning; use"
+            f"--metric {name} is a cumulative mean, which lags and favors early learning; use"
             " correct_rate or auc."
         )
     if name not in DIRECTIONS:

@@ -91,10 +91,10 @@ def run_interval(
     rng = np.random.default_rng(0)
     n, quantile = len(scores), 0.5 + confidence / 2
     values = statistic(scores[rng.integers(0, n, size=(_REPLICATES, n))])
-    centre = float(statistic(scores[np.newaxis])[0])
+    center = float(statistic(scores[np.newaxis])[0])
     factor = float(stdtrit(n - 1, quantile) / ndtri(quantile)) * float(np.sqrt(n / (n - 1)))
     low, high = np.quantile(values, [1 - quantile, quantile])
-    return centre - factor * (centre - float(low)), centre + factor * (float(high) - centre)
+    return center - factor * (center - float(low)), center + factor * (float(high) - center)
 
 
 def iqm_difference_interval(

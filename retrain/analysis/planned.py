@@ -76,7 +76,7 @@ def _sha256(plan: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Look:
+class InterimAnalysis:
     """One look at the evidence, after a seed, and its decisions."""
 
     seed: int
@@ -97,7 +97,7 @@ class CampaignRecord:
 
     plan: AnalysisPlan | None = None
     """The plan; None in manifests of versions that recorded none."""
-    looks: list[Look] = field(default_factory=list)
+    looks: list[InterimAnalysis] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     """The seeds of the campaign as it is now."""
     max_steps: int | None = None

@@ -120,11 +120,11 @@ def corrected_dz(differences: Numbers) -> float:
     """
     d = numbers(differences)
     d = d / _largest(d)
-    sd, centre = sample_sd(d), mean(d)
+    sd, center = sample_sd(d), mean(d)
     if sd == 0:
-        return float(np.copysign(np.inf, centre)) if centre else 0.0
+        return float(np.copysign(np.inf, center)) if center else 0.0
     # With the correction J the bias is at most about 1% from n = 4 on.
-    return (1 - 3 / (4 * (len(d) - 1) - 1)) * centre / sd
+    return (1 - 3 / (4 * (len(d) - 1) - 1)) * center / sd
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -333,7 +333,7 @@ class TwoWay:
             freedom = total**2 / sum(
                 square**2 / own for square, own in zip(squares, freedoms, strict=True)
             )
-            # Satterthwaite's falls towards 0 where the mean squares nearly cancel.
+            # Satterthwaite's falls toward 0 where the mean squares nearly cancel.
             freedom = max(freedom, min(freedoms))
             halves.append(float(stdtrit(freedom, quantile)) * np.sqrt(total / cells))
         half = float(max(halves))

@@ -17,7 +17,7 @@ from retrain.errors import ConfigurationError
 from retrain.records.evaluation import wilson_interval
 from retrain.records.terminal import counted, one_line, table_lines
 from retrain.rewards.pairs import judge_answers
-from retrain.rewards.scoring import gold_response
+from retrain.rewards.scoring import boxed_reference
 from retrain.types import Example, Outcome, Score
 
 _OWN = "your reference answers"
@@ -151,10 +151,10 @@ def _own_cases(examples: Iterable[Example]) -> Iterator[Case]:
     """
     every = list(examples)
     for example, other in zip(every, [*every[1:], *every[:1]], strict=True):
-        yield Case(_OWN, True, example, gold_response(example.reference))
+        yield Case(_OWN, True, example, boxed_reference(example.reference))
         if other.reference.strip() != example.reference.strip():
-            yield Case(_OWN, False, example, gold_response(other.reference))
-        yield Case(_OWN, False, example, gold_response("")[:-1] + example.reference)
+            yield Case(_OWN, False, example, boxed_reference(other.reference))
+        yield Case(_OWN, False, example, boxed_reference("")[:-1] + example.reference)
 
 
 def _families() -> Iterator[Case]:

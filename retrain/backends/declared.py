@@ -355,7 +355,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def catalogue() -> Iterator[Entry]:
+def catalog() -> Iterator[Entry]:
     """Yield the built-in backends, then the engines."""
     kinds: dict[Kind, dict[str, type[Backend | InferenceEngine]]] = {
         "backend": {name: backend_kind(name) for name in BACKENDS},

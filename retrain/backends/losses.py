@@ -37,7 +37,7 @@ class ActionTokens:
     """Log-probs of [loss] kl_reference; needed where kl_coef is not 0."""
     entropy: "Tensor | None" = None
     """Needed where entropy_coef is not 0."""
-    regulariser_weights: "Tensor | None" = None
+    regularizer_weights: "Tensor | None" = None
     """Weights of the KL and entropy terms, which more rows may have; None means `weights`."""
 
 

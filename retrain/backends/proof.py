@@ -78,7 +78,7 @@ def small_batch(
         lengths=LENGTHS,
         reference=reference if given["reference"] else None,
         entropy=entropy.clone() if given["entropy"] else None,
-        regulariser_weights=normal(0.1).abs() + 0.01,
+        regularizer_weights=normal(0.1).abs() + 0.01,
     )
     return Batch(tokens, leaf, entropy)
 
@@ -277,7 +277,7 @@ def _equal_parts(
     summed = torch.zeros_like(gradient)
     for index, lengths in parts:
         tokens = batch.part(index, lengths)
-        other = replace(tokens, weights=tokens.weights * 2, regulariser_weights=None)
+        other = replace(tokens, weights=tokens.weights * 2, regularizer_weights=None)
         values = function.call(other).values
         if not torch.allclose(values, whole[list(index)], rtol=1e-9, atol=1e-12):
             return False

@@ -306,7 +306,7 @@ def _ratio_statistics(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
     """
     d = np.concatenate([np.empty(0, np.float32), *log_ratios]).astype(np.float64)
     if not len(d):
-        return dict.fromkeys(("ratio_mean", "ratio_max", "mismatch_k1", "mismatch_k3", "ess"))
+        return dict.fromkeys(("ratio_mean", "ratio_max", "mismatch_k1", "mismatch_kl", "ess"))
     with np.errstate(over="ignore", invalid="ignore"):
         w = np.exp(d)
         return {
@@ -314,7 +314,7 @@ def _ratio_statistics(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
             "ratio_max": float(w.max()),
             "ratio_min": float(w.min()),
             "mismatch_k1": float(-d.mean()),
-            "mismatch_k3": float((np.expm1(d) - d).mean()),
+            "mismatch_kl": float((np.expm1(d) - d).mean()),
             "ess": float(w.sum() ** 2 / (len(w) * np.square(w).sum())),
         }
 

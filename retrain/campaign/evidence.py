@@ -18,7 +18,7 @@ from math import ceil
 
 from retrain.analysis.compare import Comparison, compare_campaign
 from retrain.analysis.measures import difference_words
-from retrain.analysis.planned import CampaignRecord, Look
+from retrain.analysis.planned import CampaignRecord, InterimAnalysis
 from retrain.analysis.verdict import TestSettings, Verdict
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
@@ -121,12 +121,12 @@ class EvidenceRule:
     def _status(self, run: CampaignRun) -> Status:
         return self._manifest[run.name].status
 
-    def _take(self, seed: int) -> Look:
+    def _take(self, seed: int) -> InterimAnalysis:
         # The comparison reads the looks, so this look is among them before its result.
-        look = Look(seed, {}, {}, self._failed(seed))
+        look = InterimAnalysis(seed, {}, {}, self._failed(seed))
         record = replace(CampaignRecord.read(self._plan.folder), looks=[*self._record.looks, look])
         name = (
-            f"Look {len(record.looks)} (seed"
+            f"InterimAnalysis {len(record.looks)} (seed"
             f" {seed}{', whose failed run was tried again' if seed in self._record.looked else ''})"
         )
         try:
@@ -143,7 +143,7 @@ class EvidenceRule:
             self._say(f"{name}: {line}")
         return look
 
-    def _judged(self, look: Look, comparison: Comparison) -> Look:
+    def _judged(self, look: InterimAnalysis, comparison: Comparison) -> InterimAnalysis:
         # Over the whole family: a decided condition has its evidence still, and bets no more.
         open_now = {
             contrast.condition: contrast.conclusion
@@ -160,7 +160,7 @@ class EvidenceRule:
             },
         )
 
-    def _lines(self, look: Look, comparison: Comparison) -> Iterator[str]:
+    def _lines(self, look: InterimAnalysis, comparison: Comparison) -> Iterator[str]:
         """Yield a line for each condition, such as "maxrl+none +8.2 pp, evidence 12.4 of 20"."""
         for contrast in comparison.contrasts:
             condition = contrast.condition

@@ -96,7 +96,7 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
             board.say(line)
         with writing_to(plan.folder, resume_hint):
             manifest.write()
-    undone = [manifest[run.name] for run in plan.runs if execution.lacks(run)]
+    undone = [manifest[run.name] for run in plan.runs if execution.must_run(run)]
     if undone:
         first = undone[0]
         raise RunFailed(
@@ -293,7 +293,7 @@ class _Execution:
         for _, job in self._jobs.values():
             job.stop(number)
 
-    def lacks(self, run: CampaignRun) -> bool:
+    def must_run(self, run: CampaignRun) -> bool:
         """True for a run without the status done, unless no remaining look would use it."""
         ended = self._manifest[run.name].status in (Status.DONE, Status.SKIPPED)
         return not ended and (self._rule is None or self._rule.needs(run))

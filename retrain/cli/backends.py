@@ -24,9 +24,9 @@ def command(
     """List engines and backends: what each is and can do, what this machine has, and which versions
     its tests used.
     """
-    from retrain.backends.declared import catalogue
+    from retrain.backends.declared import catalog
 
-    known = list(catalogue())
+    known = list(catalog())
     entries = [entry for entry in known if name in ("", entry.name)]
     if not entries:
         raise ConfigurationError(

@@ -10,7 +10,7 @@ import typer
 from retrain.cli.shared import Form, print_json
 
 if TYPE_CHECKING:
-    from retrain.analysis.parting import FolderComparison
+    from retrain.analysis.folder_comparison import FolderComparison
     from retrain.analysis.runs import StoredRun
 
 _SHOWN = 6
@@ -25,7 +25,7 @@ def command(
     """Find the first step and field in which the records of two runs differ, and name the keys,
     data and versions that differ. Exits with 1 if the records differ.
     """
-    from retrain.analysis.parting import compared
+    from retrain.analysis.folder_comparison import compared
     from retrain.analysis.runs import stored_run
 
     ours, theirs = stored_run(one), stored_run(other)

@@ -171,10 +171,10 @@ def _keys() -> Finding:
 
 
 def _extras() -> Finding:
-    from retrain.backends.declared import catalogue
+    from retrain.backends.declared import catalog
 
     here = [
-        entry.name for entry in catalogue() if not entry.packages or any(entry.installed.values())
+        entry.name for entry in catalog() if not entry.packages or any(entry.installed.values())
     ]
     return Finding("can use", "ok", f"{', '.join(here)}; `retrain backends` says more")
 

@@ -13,7 +13,7 @@ from retrain.cli.shared import Form, Trust, load_dotenv, print_json, print_progr
 from retrain.errors import ConfigurationError, RunFailed
 
 if TYPE_CHECKING:
-    from retrain.analysis.parting import FolderComparison
+    from retrain.analysis.folder_comparison import FolderComparison
     from retrain.analysis.runs import StoredRun
 
 
@@ -33,7 +33,7 @@ def command(
     """Recompute steps of a run from the nearest sealed checkpoint, and compare records, answers,
     stored tokens and adapters byte for byte. Exits with 1 at the first difference.
     """
-    from retrain.analysis.parting import compared
+    from retrain.analysis.folder_comparison import compared
     from retrain.analysis.runs import StoredRun, stored_run
 
     load_dotenv()

@@ -357,7 +357,7 @@ class Training(Section):
         "Recompute activations in the backward pass; auto decides by the machine.",
         needs="weights",
     )
-    dynamic_sampling: int = key(
+    max_resamples: int = key(
         0,
         "Maximum number of times that retrain samples a group of equal rewards again. The"
         " metrics correct_rate and mean_reward and SEPA's gate use the first draws, so"

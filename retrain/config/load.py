@@ -39,7 +39,13 @@ from retrain.config.recipes import above_recipe_of_condition
 from retrain.config.removed import farewell, removed_key, without_removed
 from retrain.config.schema import Condition, Provenance, Schedule, TrainConfig
 from retrain.config.section import Violation
-from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
+from retrain.config.sentences import (
+    KeyLocation,
+    details_of,
+    field_sentences,
+    violations_of,
+    wrong_paths,
+)
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.system import Json, ParseError, parse_toml, read_object
 
@@ -302,13 +308,13 @@ def _validate(data: Json, provenance: Provenance, *, rules: bool = True) -> Trai
     try:
         config = TrainConfig.model_validate(data, context={"rules": rules})
     except ValidationError as error:
-        raise ConfigurationError(*_all_problems(error, data, Place(provenance))) from error
+        raise ConfigurationError(*_all_problems(error, data, KeyLocation(provenance))) from error
     config._provenance = provenance
     problems = _arm_problems(config) or _schedule_problems(config, provenance)
     if rules and not problems and not any(condition.sets_keys for condition in config.conditions):
         problems = _mix_problems(config, provenance)
     if rules and not problems and not any(condition.sets_keys for condition in config.conditions):
-        place = Place(provenance)
+        place = KeyLocation(provenance)
         problems = [place.sentence(Violation((key,), text)) for key, text in refusals(config)]
     if problems:
         raise ConfigurationError(problems)
@@ -319,7 +325,7 @@ def _schedule_problems(config: TrainConfig, provenance: Provenance) -> list[str]
     """Return one sentence for each impossible schedule, or for the first of its points at which the
     loader would refuse the configuration.
     """
-    place = Place(provenance)
+    place = KeyLocation(provenance)
     found = [
         place.sentence(Violation(("schedule.points",), problem.rstrip(".")))
         for problem in moving.problems(config)
@@ -344,7 +350,7 @@ def _mix_problems(config: TrainConfig, provenance: Provenance) -> list[str]:
     """Return one sentence for each problem of `[[data.mix]]`: problems of its tables, then values
     that the loader would refuse for a single source.
     """
-    found = list(map(Place(provenance).sentence, mixture.problems(config)))
+    found = list(map(KeyLocation(provenance).sentence, mixture.problems(config)))
     for number, table in enumerate([] if found else config.data.mix, start=1):
         given = [Override(path, value, "") for path, value in mixture.changes(table).items()]
         try:
@@ -355,12 +361,12 @@ def _mix_problems(config: TrainConfig, provenance: Provenance) -> list[str]:
     return found
 
 
-def _all_problems(error: ValidationError, data: Json, place: Place) -> tuple[list[str], int]:
+def _all_problems(error: ValidationError, data: Json, place: KeyLocation) -> tuple[list[str], int]:
     """Return sentences about wrong values and about broken rules between the remaining keys, and
-    the number of problems left unsaid.
+    the number of unlisted problems.
     """
     details = details_of(error)
-    sentences, unsaid = field_sentences(details, data, place)
+    sentences, unlisted = field_sentences(details, data, place)
     violations = violations_of(details)
     wrong = wrong_paths(details)
     if wrong:
@@ -372,7 +378,7 @@ def _all_problems(error: ValidationError, data: Json, place: Place) -> tuple[lis
     for violation in violations:
         if wrong.isdisjoint({*violation.keys, *(key.partition(".")[0] for key in violation.keys)}):
             sentences.append(place.sentence(violation))
-    return list(dict.fromkeys(sentences)), unsaid
+    return list(dict.fromkeys(sentences)), unlisted
 
 
 def _without(data: Json, paths: set[str]) -> Json:

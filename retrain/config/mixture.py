@@ -81,7 +81,7 @@ def problems(config: "TrainConfig") -> Violations:
 
 def _wrong(table: Json) -> Iterator[str]:
     """Yield the predicates of sentences about a table."""
-    for name in table.keys() - {*_KEYS}:
+    for name in table.keys() - _KEYS:
         near = nearest(name, _KEYS)
         advice = f"did you mean {near}?" if near else f"it takes {', '.join(_KEYS)}"
         if name in _OF_THE_RUN:

@@ -25,6 +25,7 @@ ALIASES: dict[str, str] = {
     "algorithm.reference_coef": "algorithm.teacher_coef",
     "inference.patience_s": "inference.retry_timeout_s",
     "inference.mismatch_limit": "inference.max_logprob_diff",
+    "training.dynamic_sampling": "training.max_resamples",
 }
 """Second name of a key -> its canonical name; giving both is an error."""
 

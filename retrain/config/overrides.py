@@ -319,8 +319,8 @@ def _nearest_flag(word: str, flags: Sequence[str]) -> str | None:
     # If the flag begins with the section, the key alone counts too: --clip-hihg.
     known |= {key.name: key.flag for key in all_keys() if len(homes_of(key.name)) == 1}
     known |= {flag.removeprefix("--"): flag for flag in flags}
-    spelt = {_dashed(name): flag for name, flag in known.items()}
-    return spelt.get(nearest(_dashed(word), spelt, NAME_CUTOFF) or "")
+    spelled = {_dashed(name): flag for name, flag in known.items()}
+    return spelled.get(nearest(_dashed(word), spelled, NAME_CUTOFF) or "")
 
 
 def _dashed(name: str) -> str:

@@ -59,7 +59,7 @@ def modes_of(algorithm: str, advantage: str, transform: str) -> tuple[str, str]:
     return advantage, transform
 
 
-METHOD = ("updates_per_batch", "minibatches", "dynamic_sampling")
+METHOD = ("updates_per_batch", "minibatches", "max_resamples")
 """Keys of [training] that belong to a method."""
 _FRAME = ("model", "logging", "data.source", "loss.max_grad_norm")
 """Sections and keys of a paper's file that belong to the lab."""

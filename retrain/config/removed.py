@@ -38,11 +38,11 @@ def removed_key(word: str) -> str:
     """
     from retrain.config.keys import flag_of
 
-    spelt = word.lower().replace(".", "_").replace("-", "_").removeprefix("no_")
+    spelled = word.lower().replace(".", "_").replace("-", "_").removeprefix("no_")
     for path in removed():
         section, dot, name = path.partition(".")
         flag = flag_of(section, name).removeprefix("--").replace("-", "_")
-        if dot and spelt in (f"{section}_{name}", flag):
+        if dot and spelled in (f"{section}_{name}", flag):
             return path
     return ""
 

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from retrain.config.values import (
     MAX_SEED,
     check_path,
-    check_serialisable,
+    check_serializable,
     check_server_url,
     check_table,
 )
@@ -171,7 +171,7 @@ class Section(BaseModel):
         """True if the user gave the key."""
         return ("from_" if name == "from" else name) in self.model_fields_set
 
-    _is_holdable = field_validator("*")(check_serialisable)
+    _is_holdable = field_validator("*")(check_serializable)
 
     def problems(self, config: Any) -> Violations:  # noqa: ARG002 - most have no rule
         """Yield the combinations with other keys that would change the meaning of a run in silence.

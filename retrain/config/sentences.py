@@ -61,7 +61,7 @@ _WRONG_NUMBER |= dict.fromkeys(
 
 
 @dataclass(frozen=True)
-class Place:
+class KeyLocation:
     """Names the place of a key: a file, a flag or a variable."""
 
     provenance: Provenance
@@ -114,7 +114,7 @@ def wrong_paths(details: Iterable[ErrorDetails]) -> set[str]:
 
 
 def field_sentences(
-    problems: Iterable[ErrorDetails], data: Mapping[str, Any], place: Place
+    problems: Iterable[ErrorDetails], data: Mapping[str, Any], place: KeyLocation
 ) -> tuple[list[str], int]:
     """Return one sentence for each of the first wrong values, and the number of the others. The
     members of a union count as one.
@@ -131,7 +131,10 @@ def field_sentences(
 
 
 def _sentence(
-    loc: tuple[int | str, ...], details: list[ErrorDetails], data: Mapping[str, Any], place: Place
+    loc: tuple[int | str, ...],
+    details: list[ErrorDetails],
+    data: Mapping[str, Any],
+    place: KeyLocation,
 ) -> str:
     unknown = details[0]["type"] == "extra_forbidden"
     if len(loc) == 1:
@@ -183,7 +186,7 @@ def _unknown_section(name: str, data: Mapping[str, Any]) -> str:
     )
 
 
-def _unknown_key(section: str, name: str, place: Place) -> str:
+def _unknown_key(section: str, name: str, place: KeyLocation) -> str:
     if section == "backend" and name.startswith(LEGACY_PREFIX):
         return (
             f"[backend] {name} is now in [backend.options] {name.removeprefix(LEGACY_PREFIX)};"

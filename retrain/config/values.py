@@ -79,7 +79,7 @@ def renamed(old: str, new: str) -> BeforeValidator:
     return BeforeValidator(lambda value: new if value == old else value)
 
 
-def normalise_device(name: str) -> str:
+def normalize_device(name: str) -> str:
     """Return torch's name of a device: gpu:N is cuda:N."""
     return name.replace("gpu:", "cuda:")
 
@@ -96,11 +96,11 @@ def parse_devices(text: str) -> tuple[str, ...]:
                 if len(devices) == 1
                 else f'names "{device}", which is not a device'
             )
-    if len(set(map(normalise_device, devices))) < len(devices):
+    if len(set(map(normalize_device, devices))) < len(devices):
         raise refuse("names a device twice")
     if len(devices) > 2:
         raise refuse(f"names {len(devices)} devices")
-    return tuple(map(normalise_device, devices))
+    return tuple(map(normalize_device, devices))
 
 
 def check_devices(text: str) -> str:
@@ -260,7 +260,7 @@ def check_arguments(table: Json) -> Json:
 
 
 def _check_items(table: Json, may_hold_null: bool) -> None:
-    for name, item in items_within(check_serialisable(table)):
+    for name, item in items_within(check_serializable(table)):
         if not isinstance(name, str):
             raise refuse(f"holds the key {name!r}, which is not a string")
         if isinstance(item, float) and not math.isfinite(item):
@@ -270,7 +270,7 @@ def _check_items(table: Json, may_hold_null: bool) -> None:
             raise refuse(f"holds {item}, which is a {type(item).__name__}; write it as a string")
 
 
-def check_serialisable(value: Any) -> Any:
+def check_serializable(value: Any) -> Any:
     """Refuse nesting deeper than later steps allow, integers beyond 64 bits, and text with an
     unpaired surrogate, which no UTF-8 file can hold.
     """

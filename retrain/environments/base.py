@@ -97,7 +97,7 @@ class Environment(ABC):
     def episode(self) -> Episode:
         """Make a new conversation, to be reset."""
 
-    def gold(self, example: Example) -> Sequence[str] | None:
+    def reference_replies(self, example: Example) -> Sequence[str] | None:
         """Return correct replies for the parity gate to try, or None if it knows none."""
         return None
 

@@ -108,7 +108,7 @@ class BridgedEpisode(Episode):
         event = self._bridge.events.get()
         if isinstance(event, BaseException):
             raise (
-                RuntimeError("retrain cancelled the rollout")
+                RuntimeError("retrain canceled the rollout")
                 if isinstance(event, asyncio.CancelledError)
                 else event
             )

@@ -42,7 +42,7 @@ class NumberGuessing(Environment):
     def episode(self) -> Episode:
         return _Guessing(self.largest, self.turns)
 
-    def gold(self, example: Example) -> list[str]:
+    def reference_replies(self, example: Example) -> list[str]:
         return [f"\\boxed{{{example.reference}}}"]
 
 

@@ -101,7 +101,7 @@ class ReasoningGym(Environment):
     def episode(self) -> Episode:
         return _OneAnswer(self._sets, self._pattern)
 
-    def gold(self, example: Example) -> list[str] | None:
+    def reference_replies(self, example: Example) -> list[str] | None:
         """Return the right reply; None for the tasks whose example has no single answer."""
         if example.reference in ("", "None"):
             return None

@@ -23,7 +23,7 @@ from retrain.model.hub import is_offline
 from retrain.model.text import load_model_config, load_text_model, resolve_model
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
-from retrain.rewards import build_scorer, gold_response
+from retrain.rewards import boxed_reference, build_scorer
 from retrain.rewards.pairs import judge_answers
 from retrain.run.notes import answer_notes
 from retrain.run.parts import check_device, check_plugins
@@ -128,7 +128,7 @@ _REFERENCES_JUDGED = 3
 
 def _judge_references(config: TrainConfig, examples: Sequence[Example]) -> None:
     """Raise ConfigurationError if the reward can judge none of the reference answers."""
-    scores = judge_answers(config, [(gold_response(each.reference), each) for each in examples])
+    scores = judge_answers(config, [(boxed_reference(each.reference), each) for each in examples])
     if all(score.reward is None for score in scores):
         raise ConfigurationError(
             f'[reward] type = "{" + ".join(config.reward.types)}" could judge none of'

@@ -198,7 +198,7 @@ class Server:
                 status,
                 f"it redirects to {answer.redirect_host}; name the address that answers itself",
             )
-        said = answer.said(*self.secrets) or masked(answer.reason, *self.secrets)
+        said = answer.error_text(*self.secrets) or masked(answer.reason, *self.secrets)
         if reason := self.lost(status, said):
             raise TransientFailure(f"{self.url}: {reason} ({status}: {said})", gone=True)
         if status in _BUSY:

@@ -103,10 +103,10 @@ class LayerCache:
         if self._largest is None:
             return [values.to(self._storage)]
         scales = values.abs().amax(-1, keepdim=True).float().clamp_(min=1e-12) / self._largest
-        quantised = values.float() / scales
+        quantized = values.float() / scales
         if self._storage == torch.int8:
-            quantised = quantised.round_()
-        return [quantised.to(self._storage).view(torch.int8), scales]
+            quantized = quantized.round_()
+        return [quantized.to(self._storage).view(torch.int8), scales]
 
     def read(self, rows: int, length: int) -> Tensor:
         """Return [rows, H, length, D] in the model's dtype, a view if stored in it."""

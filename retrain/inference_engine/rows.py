@@ -18,7 +18,7 @@ from retrain.errors import RunFailed
 from retrain.inference_engine.base import BASE_MODEL, WHOLE_VOCABULARY, SampleRequest, Truncation
 from retrain.inference_engine.sampling import draw, upload
 from retrain.model.budget import PREFILL_TOKENS
-from retrain.model.truncation import Cuts, KeptSets
+from retrain.model.truncation import KeptSets, TruncationSettings
 from retrain.noise import uniform
 from retrain.types import Completion, FinishReason
 
@@ -242,7 +242,9 @@ class RowBuffers:
             logits,
             self.temperature[rows],
             self.noise[rows].gather(1, place[:, None])[:, 0],
-            Cuts(self.top_k, self.top_p, self.min_p)(rows) if variant.truncated else None,
+            TruncationSettings(self.top_k, self.top_p, self.min_p)(rows)
+            if variant.truncated
+            else None,
             greedy=variant.greedy,
             kept_sets=self._kept_sets,
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from retrain.model.budget import sampling_chunk_bytes
 from retrain.model.head import chunk_rows, exponentials
-from retrain.model.truncation import Cuts, KeptSets, running_sums
+from retrain.model.truncation import KeptSets, TruncationSettings, running_sums
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -49,7 +49,7 @@ def draw(
     logits: Tensor,
     temperatures: Tensor,
     uniforms: Tensor,
-    cuts: Cuts | None = None,
+    cuts: TruncationSettings | None = None,
     *,
     greedy: bool = False,
     kept_sets: type[KeptSets] = KeptSets,

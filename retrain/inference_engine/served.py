@@ -233,8 +233,8 @@ class ServedEngine(InferenceEngine):
 
     @classmethod
     def preflight(cls, config: "TrainConfig") -> str:
-        dialect, unsaid = cls.dialect_class(config, ()), list[str]()  # the engine itself says it
-        pool = ServerPool(dialect, log=unsaid.append, patience=cls.patience)
+        dialect, ignored = cls.dialect_class(config, ()), list[str]()  # the engine itself says it
+        pool = ServerPool(dialect, log=ignored.append, patience=cls.patience)
         try:
             pool.run(pool.connect(dialect.look))
             sentences = (server.facts.get("text_alone") for server in pool.alive)

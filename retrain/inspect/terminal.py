@@ -141,8 +141,8 @@ def _style(shade: int, planning: bool) -> str:
     if shade == 0:
         return mark.strip()
     strong = abs(shade) == LEVELS
-    colour = (_POSITIVE if shade > 0 else _NEGATIVE)[abs(shade) - 1]
-    return f"{mark}{'#ffffff' if strong else '#000000'} on {colour}"
+    color = (_POSITIVE if shade > 0 else _NEGATIVE)[abs(shade) - 1]
+    return f"{mark}{'#ffffff' if strong else '#000000'} on {color}"
 
 
 def _legend(credit: StepCredit, by: Quantity) -> "Text":

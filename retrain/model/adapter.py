@@ -208,7 +208,7 @@ class Adapter(TrainedWeights):
                     " can adapt, or use another model."
                 ) from error
         self.peft_model.eval()
-        _initialise(self.peft_model, seed)
+        _initialize(self.peft_model, seed)
         if lora.dropout:
             adapted = [
                 module for module in self.peft_model.modules() if isinstance(module, LoraLayer)
@@ -462,7 +462,7 @@ def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
     return sorted(wanted)
 
 
-def _initialise(model: nn.Module, seed: int) -> None:
+def _initialize(model: nn.Module, seed: int) -> None:
     """Draw A uniformly in +-1/sqrt(fan in), as peft does, but from the counter noise; B is zero.
 
     The weights depend on the seed alone, and an untrained adapter leaves the base model as it is.

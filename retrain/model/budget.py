@@ -32,7 +32,7 @@ _STORE_ALLOWANCE = 1.25
 redraws.
 """
 _SCALE_BYTES = 4
-_QUANTISED = ("int8", "fp8")
+_QUANTIZED = ("int8", "fp8")
 
 
 def sampling_chunk_bytes(device_type: str) -> int:
@@ -162,7 +162,7 @@ def plan_decode(
     of a quantized cache, one layer at a time.
     """
     per_token = kv_bytes_per_token(model_config, compute_bytes, kv_cache_dtype)
-    if kv_cache_dtype in _QUANTISED:
+    if kv_cache_dtype in _QUANTIZED:
         per_token += max(_kv_bytes_by_layer(model_config, compute_bytes, "auto"))
     allowance = 1.0 if paged else _STORE_ALLOWANCE
     tokens = int(memory_bytes / (per_token * allowance))

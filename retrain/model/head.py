@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from retrain.model.packed import dense_product
-from retrain.model.truncation import Cuts, KeptSets, keep_only
+from retrain.model.truncation import KeptSets, TruncationSettings, keep_only
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Bytes of one fp32 tensor [chunk rows, vocabulary], by device; a handful of them live at a time.
@@ -116,7 +116,7 @@ def count_kept(
         z = head.logits(part, products[: len(part)]).div_(temperature)
         z.sub_(z.amax(-1, keepdim=True))
         total = z.exp().sum(-1, dtype=torch.float64)
-        each = Cuts(
+        each = TruncationSettings(
             torch.full_like(total, top_k, dtype=torch.int64),
             torch.full_like(total, top_p),
             torch.full_like(total, min_p),

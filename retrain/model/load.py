@@ -216,14 +216,14 @@ def load_weights(
                 f"[model] load_in_4bit = true needs {missing}: provide it, or set load_in_4bit ="
                 " false."
             )
-        quantisation = BitsAndBytesConfig(
+        quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
         # bitsandbytes quantizes a weight as it arrives on its device.
-        options |= {"quantization_config": quantisation, "device_map": {"": device}}
+        options |= {"quantization_config": quantization, "device_map": {"": device}}
     try:
         with no_progress_bar():
             model = AutoModelForCausalLM.from_pretrained(folder_or_id, **options)

@@ -96,35 +96,35 @@ class _Attend(torch.autograd.Function):
         order: Tensor,
         scaling: float,
     ) -> Tensor:
-        outputs, normalisers = [], []
+        outputs, normalizers = [], []
         for block in blocks:
             queries, sources = block.gather(query).mul_(scaling), _sources(block, key, value)
             output = torch.empty_like(queries)
-            normaliser = queries.new_empty(*queries.shape[:-1], 1)
+            normalizer = queries.new_empty(*queries.shape[:-1], 1)
             for turn in block.turns(query.shape[1] * query.shape[2]):
-                output[:, :, :, turn], normaliser[:, :, :, turn] = _output(
+                output[:, :, :, turn], normalizer[:, :, :, turn] = _output(
                     _turn(queries, turn), [source.until(turn) for source in sources]
                 )
             outputs.append(_flat(output))
-            normalisers.append(normaliser)
+            normalizers.append(normalizer)
         packed = torch.cat(outputs).index_select(0, order)
-        ctx.save_for_backward(query, key, value, packed, *normalisers)
+        ctx.save_for_backward(query, key, value, packed, *normalizers)
         ctx.blocks, ctx.order, ctx.scaling = blocks, order, scaling
         return packed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, *normalisers = ctx.saved_tensors
+        query, key, value, output, *normalizers = ctx.saved_tensors
         # The softmax's gradient is w (dw - sum(w dw)), and that sum is sum(grad * output) (arXiv
         # 2205.14135).
         dot = (grad * output).sum(-1, keepdim=True)
         grad_tokens, prompt_grads = [], []
-        for block, normaliser in zip(ctx.blocks, normalisers, strict=True):
+        for block, normalizer in zip(ctx.blocks, normalizers, strict=True):
             queries = block.gather(query).mul_(ctx.scaling)
             own, *prompt = sources = _sources(block, key, value, gradients=True)
             grad_queries = torch.zeros_like(queries)
-            per_query = queries, block.gather(grad), normaliser, block.gather(dot)
+            per_query = queries, block.gather(grad), normalizer, block.gather(dot)
             for turn in block.turns(query.shape[1] * query.shape[2]):
                 seen = [source.until(turn) for source in sources]
                 parts = [_turn(tensor, turn) for tensor in per_query]
@@ -219,7 +219,7 @@ def _gradients(
     sources: Sequence[_Source],
     queries: Tensor,
     grad_output: Tensor,
-    normaliser: Tensor,
+    normalizer: Tensor,
     dots: Tensor,
 ) -> Tensor:
     """Return the gradient of the queries [Hk, B, G, t, D]; adds to the gradients of the sources.
@@ -229,7 +229,7 @@ def _gradients(
     for source in sources:
         rows, grad_rows = _grouped(queries, source.keys), _grouped(grad_output, source.keys)
         weights = source.scores(queries)
-        weights.sub_(_grouped(normaliser, weights)).exp_()
+        weights.sub_(_grouped(normalizer, weights)).exp_()
         source.grad_values.baddbmm_(weights.transpose(1, 2), grad_rows)
         grad_scores = (
             torch.bmm(grad_rows, source.values.transpose(1, 2))

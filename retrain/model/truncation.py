@@ -39,7 +39,7 @@ z, then takes 16 times as many if necessary.
 """
 
 
-class Cuts(NamedTuple):
+class TruncationSettings(NamedTuple):
     """top_k, top_p and min_p of R rows."""
 
     top_k: Tensor
@@ -49,8 +49,8 @@ class Cuts(NamedTuple):
     min_p: Tensor
     """[R] float64 in [0, 1); 0 is off."""
 
-    def __call__(self, rows: Tensor | slice) -> "Cuts":
-        return Cuts(self.top_k[rows], self.top_p[rows], self.min_p[rows])
+    def __call__(self, rows: Tensor | slice) -> "TruncationSettings":
+        return TruncationSettings(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
     def most(self, vocabulary: int) -> Tensor:
         """Return [R] tokens that top_k leaves."""
@@ -81,7 +81,7 @@ class KeptSets:
         return sets
 
     @classmethod
-    def of_cuts(cls, z: Tensor, total: Tensor, cuts: Cuts) -> "KeptSets":
+    def of_cuts(cls, z: Tensor, total: Tensor, cuts: TruncationSettings) -> "KeptSets":
         """Apply `cuts` to each row of `z` [R, V], whose maximum is 0; rows are independent.
 
         Probabilities are float32 exponentials summed in float64, over `total` [R] where top_k
@@ -134,7 +134,7 @@ class FixedKeptSets(KeptSets):
     """
 
     @classmethod
-    def of_cuts(cls, z: Tensor, total: Tensor, cuts: Cuts) -> "FixedKeptSets":
+    def of_cuts(cls, z: Tensor, total: Tensor, cuts: TruncationSettings) -> "FixedKeptSets":
         """Order the whole vocabulary, whatever the cuts are."""
         largest = z.sort(dim=-1, descending=True, stable=True).values
         counts, _ = _prefixes(largest, z.shape[1], cuts, total)
@@ -160,7 +160,9 @@ def _largest(z: Tensor, rows: Tensor, size: int) -> Tensor:
     return part.topk(min(size, z.shape[1])).values
 
 
-def _prefixes(largest: Tensor, vocabulary: int, cuts: Cuts, total: Tensor) -> tuple[Tensor, Tensor]:
+def _prefixes(
+    largest: Tensor, vocabulary: int, cuts: TruncationSettings, total: Tensor
+) -> tuple[Tensor, Tensor]:
     """Lengths of the kept prefixes [R], and whether the `largest` [R, size] values suffice to know
     them.
     """

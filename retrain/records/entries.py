@@ -72,6 +72,7 @@ RENAMED = {
     "log_ratio_p99": "logprob_diff_p99",
     "log_ratio_tokens": "logprob_diff_tokens",
     "log_ratio_by_depth": "logprob_diff_by_depth",
+    "mismatch_k3": "mismatch_kl",
 }
 """Names of a step's fields in 0.10 and before -> today's names."""
 
@@ -81,7 +82,7 @@ def renamed(line: Mapping[str, Any]) -> Mapping[str, Any]:
     moved = line.get("scheduled")
     if isinstance(moved, dict):
         line = {**line, "scheduled": {ALIASES.get(key, key): moved[key] for key in moved}}
-    if RENAMED.keys() & line.keys():
+    if RENAMED.keys() & line:
         line = {RENAMED.get(name, name): value for name, value in line.items()}
     return line
 
@@ -192,7 +193,7 @@ class StepRecord(_Record):
     group_size: Count = None
     """Completions sampled per prompt."""
     groups_redrawn: Count = better("lower")
-    """Groups that `[training] dynamic_sampling` drew again; it counts each redraw."""
+    """Groups that `[training] max_resamples` drew again; it counts each redraw."""
     completion_tokens_mean: Figure = None
     """Mean number of sampled tokens per completion."""
 
@@ -200,7 +201,7 @@ class StepRecord(_Record):
     """Mean over all trained tokens of the ratio exp(learner log-prob - sampler log-prob), 1 on
     policy. If the learner recomputes old log-probs, it measures the ratio before the first update.
     Otherwise it does so during the first pass, where each minibatch after the first sees the
-    updates before it. The same holds for the ratio's other figures, mismatch_k1, mismatch_k3 and
+    updates before it. The same holds for the ratio's other figures, mismatch_k1, mismatch_kl and
     ess. The learner's dropout is on.
     """
     ratio_max: Figure = None
@@ -210,9 +211,9 @@ class StepRecord(_Record):
     mismatch_k1: Figure = better("lower")
     """Estimate of KL(sampler || learner) in nats: mean of (sampler - learner log-prob). Unbiased,
     and may be negative."""
-    mismatch_k3: Figure = better("lower")
-    """Estimate of the same divergence: mean of (ratio - 1 - log ratio), which is never negative and
-    varies less."""
+    mismatch_kl: Figure = better("lower")
+    """Estimate k3 of the same divergence: mean of (ratio - 1 - log ratio), which is never negative
+    and varies less."""
     ess: Figure = better("higher")
     """Effective sample size of the ratios as a fraction of the tokens."""
     clip_fraction: Figure = None
@@ -265,7 +266,7 @@ class StepRecord(_Record):
     exec_entropy_mean: Figure = None
     """Mean Shannon entropy of the policy at the tokens outside planning phrases. The exec_* and
     plan_* are null if the condition does not look for phrases. They are over the last draw of every
-    prompt; under `[training] dynamic_sampling` the rewards select that draw.
+    prompt; under `[training] max_resamples` the rewards select that draw.
     """
     exec_entropy_var: Figure = None
     """Variance of the same."""

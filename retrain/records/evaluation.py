@@ -29,7 +29,7 @@ from retrain.records.entries import EvaluationRecord, SampleRecord
 from retrain.records.environment import describe_environment
 from retrain.records.jsonl import encode_line, finite
 from retrain.records.redact import Redactor
-from retrain.records.run_folder import Place, RunFolder, kind_of, mark
+from retrain.records.run_folder import FolderEntry, RunFolder, kind_of, mark
 from retrain.records.state import Stage
 from retrain.system import Json
 from retrain.types import Group
@@ -100,9 +100,9 @@ def wilson_interval(p: float, size: float) -> tuple[float, float]:
     an effective number.
     """
     scale = 1 + Z_95**2 / size
-    centre = (p + Z_95**2 / (2 * size)) / scale
+    center = (p + Z_95**2 / (2 * size)) / scale
     half = Z_95 / scale * sqrt(p * (1 - p) / size + Z_95**2 / (4 * size**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 @dataclass(frozen=True)
@@ -231,9 +231,9 @@ _VALUES = {"right": "C", "wrong": "I", "could_not_judge": "N"}
 class EvaluationFolder(RunFolder):
     """A folder with some of a run's files, and two of its own."""
 
-    samples = Place("samples.jsonl")
-    problems = Place("evaluation.jsonl")
-    inspect_log = Place("inspect.json")
+    samples = FolderEntry("samples.jsonl")
+    problems = FolderEntry("evaluation.jsonl")
+    inspect_log = FolderEntry("inspect.json")
 
     @classmethod
     def new(cls, output: Path | None, target: Path) -> Self:

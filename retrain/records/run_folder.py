@@ -33,7 +33,7 @@ _FORMAT = 1
 """Format of a run folder. It grows when an older retrain could no longer read the new folders."""
 
 
-class Place:
+class FolderEntry:
     """A file or folder that has a fixed name inside another, which has a `path`."""
 
     def __init__(self, name: str) -> None:
@@ -47,45 +47,45 @@ class Place:
 @dataclass(frozen=True)
 class RunFolder:
     path: Path
-    marker = Place(MARKER)
-    lock = Place(".lock")
-    lock_owner = Place(".lock.owner")
+    marker = FolderEntry(MARKER)
+    lock = FolderEntry(".lock")
+    lock_owner = FolderEntry(".lock.owner")
     """The file that names the process with the lock. It is separate because taking a lock empties
     the lock's file.
     """
-    metrics = Place("metrics.jsonl")
-    evaluation = Place("evaluation.jsonl")
-    sft = Place("sft.jsonl")
+    metrics = FolderEntry("metrics.jsonl")
+    evaluation = FolderEntry("evaluation.jsonl")
+    sft = FolderEntry("sft.jsonl")
     """The steps of the supervised stage."""
-    sft_evaluation = Place("sft_evaluation.jsonl")
+    sft_evaluation = FolderEntry("sft_evaluation.jsonl")
     """The evaluations before and within the supervised stage."""
-    emergence_steps = Place("emergence/steps.jsonl")
-    generations = Place("emergence/generations.jsonl")
-    tokens = Place("tokens")
-    config = Place("config.toml")
-    environment = Place("environment.json")
-    summary = Place("summary.json")
-    trainer_state = Place("trainer_state.json")
-    checkpoints = Place("checkpoints")
+    emergence_steps = FolderEntry("emergence/steps.jsonl")
+    generations = FolderEntry("emergence/generations.jsonl")
+    tokens = FolderEntry("tokens")
+    config = FolderEntry("config.toml")
+    environment = FolderEntry("environment.json")
+    summary = FolderEntry("summary.json")
+    trainer_state = FolderEntry("trainer_state.json")
+    checkpoints = FolderEntry("checkpoints")
     """The folder of checkpoints unless `[backend] adapter_path` names another."""
-    checkpoint_pointer = Place("checkpoints.json")
+    checkpoint_pointer = FolderEntry("checkpoints.json")
     """The file that names the folder of the checkpoints if `[backend] adapter_path` put them
     elsewhere."""
-    verdicts = Place("verdicts.jsonl")
+    verdicts = FolderEntry("verdicts.jsonl")
     """The judge's verdict on each completion, by content."""
-    evaluations = Place("evaluations")
+    evaluations = FolderEntry("evaluations")
     """The folders that `retrain eval` wrote."""
-    output = Place(OUTPUT)
+    output = FolderEntry(OUTPUT)
     """Every line that the run prints without a terminal, of all its sessions."""
-    tensorboard = Place("tensorboard")
-    wandb = Place("wandb")
-    curve = Place("curve.svg")
+    tensorboard = FolderEntry("tensorboard")
+    wandb = FolderEntry("wandb")
+    curve = FolderEntry("curve.svg")
     """The picture of the learning curve."""
-    report = Place("report.html")
+    report = FolderEntry("report.html")
     """The page of `retrain report`; its pictures take its name."""
-    _replacing = Place(f"{TEMPORARY}replacing")
-    _replaced = Place(f"{TEMPORARY}replaced")
-    _forgotten = Place(f"{TEMPORARY}forgotten")
+    _replacing = FolderEntry(f"{TEMPORARY}replacing")
+    _replaced = FolderEntry(f"{TEMPORARY}replaced")
+    _forgotten = FolderEntry(f"{TEMPORARY}forgotten")
 
     def step_tokens(self, step: int) -> Path:
         return self.tokens / f"step_{step}.safetensors"

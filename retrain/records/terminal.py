@@ -6,7 +6,7 @@ from itertools import accumulate
 
 _ESCAPE_SEQUENCES = re.compile(
     r"""
-    (?:\x1b\[|\x9b) [0-?]* [ -/]* [@-~]                     # CSI: colours, cursor
+    (?:\x1b\[|\x9b) [0-?]* [ -/]* [@-~]                     # CSI: colors, cursor
   | (?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])                 # OSC, DCS, SOS, PM, APC up to their end; without one, what follows is text
     (?: [^\x07\x1b\x90\x98\x9c-\x9f]*+ (?:\x07|\x1b\\|\x9c) )?
   | \x1b [ -/]* [0-~]?                                      # every other escape

@@ -177,12 +177,12 @@ def smoothed(values: Floats, window: int) -> Floats:
     return known.rolling(window, min_periods=1).mean().where(known.notna()).to_numpy()
 
 
-def curves_by_condition(labelled: Iterable[tuple[str, StoredRun]]) -> list[ConditionCurves]:
+def curves_by_condition(labeled: Iterable[tuple[str, StoredRun]]) -> list[ConditionCurves]:
     """Return the curves of (label, run) pairs, one ConditionCurves per label in order of first
     appearance.
     """
     by_label: dict[str, list[StoredRun]] = {}
-    for label, run in labelled:
+    for label, run in labeled:
         by_label.setdefault(label, []).append(run)
     return [
         ConditionCurves(

@@ -47,7 +47,7 @@ their contrast with white is at least 4.5:1.
 """
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--paper"} | {
-    colour: f"--series-{index}" for index, colour in enumerate(SERIES)
+    color: f"--series-{index}" for index, color in enumerate(SERIES)
 }
 _STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -117,8 +117,8 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     )
     text = text.replace("xlink:href", "href")
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
+    for color, variable in _VARIABLES.items():
+        text = text.replace(color, f"var({variable})")
     label = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
@@ -187,7 +187,7 @@ class Name:
     height: float
     """The line's last value."""
     words: str
-    colour: str
+    color: str
 
 
 def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
@@ -219,30 +219,30 @@ def _draw_lines(axes: Axes, data: ReportData, lines: Lines, window: int) -> list
     """Draw the lines, and return their names."""
     names = []
     for (index, arm), (place, field) in product(enumerate(data.arms), enumerate(lines.fields)):
-        band, colour = arm.band(field, window), series(index)
+        band, color = arm.band(field, window), series(index)
         if band is None:
             continue
         if data.single and window > 1 and (raw := arm.band(field)):  # Draw each step, thin.
-            axes.plot(raw.steps, raw.mean, color=colour, alpha=0.28, linewidth=1)
+            axes.plot(raw.steps, raw.mean, color=color, alpha=0.28, linewidth=1)
         banded, dashed = _has_bands(data), place > 0
-        _draw_band(axes, band, colour, percent=lines.percent, dashed=dashed, banded=banded)
+        _draw_band(axes, band, color, percent=lines.percent, dashed=dashed, banded=banded)
         words = lines.fields[field] if data.single else arm.label
         if data.single or not dashed:  # A note explains the dashes of several conditions.
-            names.append(Name(band.mean[-1], words, colour))
+            names.append(Name(band.mean[-1], words, color))
     return names
 
 
 def _draw_band(
-    axes: Axes, band: Band, colour: str, *, percent: bool, dashed: bool, banded: bool
+    axes: Axes, band: Band, color: str, *, percent: bool, dashed: bool, banded: bool
 ) -> None:
     if band.sd is not None and banded:
         low, high = band.mean - band.sd, band.mean + band.sd
         if percent:
             low, high = np.clip((low, high), 0.0, 1.0)
-        axes.fill_between(band.steps, low, high, color=colour, alpha=0.14, linewidth=0)
+        axes.fill_between(band.steps, low, high, color=color, alpha=0.14, linewidth=0)
     marker = "o" if len(band.steps) <= _MARKED_STEPS else ""
     style: Any = (0, (4, 2)) if dashed else "-"
-    axes.plot(band.steps, band.mean, color=colour, linestyle=style, marker=marker, markersize=5)
+    axes.plot(band.steps, band.mean, color=color, linestyle=style, marker=marker, markersize=5)
 
 
 def _draw_held_out(axes: Axes, points: Sequence[HeldOutPoint]) -> list[Name]:
@@ -279,7 +279,7 @@ def write_names(axes: Axes, names: Sequence[Name]) -> None:
             textcoords="offset points",
             va="center",
             fontsize=11,
-            color=name.colour,
+            color=name.color,
         )
 
 
@@ -310,7 +310,7 @@ class Row:
     mean: float
     bounds: Floats | None
     """The ends of its interval."""
-    colour: str
+    color: str
     weight: str = "normal"
 
 
@@ -325,10 +325,10 @@ def draw_rows(axes: Axes, rows: Sequence[Row]) -> None:
     behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
     for place, row in enumerate(rows):
         dots = np.full(len(row.values), -place - 0.18)
-        axes.plot(row.values, dots, "o", color=row.colour, alpha=0.6, markersize=5, mew=0)
+        axes.plot(row.values, dots, "o", color=row.color, alpha=0.6, markersize=5, mew=0)
         if row.bounds is not None:
-            axes.plot(row.bounds, [-place, -place], color=row.colour, linewidth=2.4)
-        axes.plot([row.mean], [-place], "D", color=row.colour, markersize=6.5)
+            axes.plot(row.bounds, [-place, -place], color=row.color, linewidth=2.4)
+        axes.plot([row.mean], [-place], "D", color=row.color, markersize=6.5)
         axes.annotate(
             row.words,
             (0, 0.26 - place),

@@ -10,10 +10,12 @@ from retrain.rewards.scoring import (
     ScoreGroup,
     Scorer,
     box_reader,
+    boxed_reference,
     build_scorer,
-    gold_response,
     unpaid_answer,
 )
+
+gold_response = boxed_reference  # Its name in 0.10 and before.
 
 __all__ = [
     "FailureGuard",
@@ -21,9 +23,9 @@ __all__ = [
     "ScoreRequest",
     "Scorer",
     "box_reader",
+    "boxed_reference",
     "build_scorer",
     "extract_boxed",
-    "gold_response",
     "hendrycks_is_equiv",
     "score_answers",
     "unpaid_answer",

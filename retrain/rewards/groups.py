@@ -21,7 +21,7 @@ def majority(boxes: Sequence[str | None], normalize: Normalization) -> list[floa
     return [float(bool(votes) and answer == votes[0][0]) for answer in answers]
 
 
-def normalised(rewards: Sequence[float]) -> list[float]:
+def normalized(rewards: Sequence[float]) -> list[float]:
     """Return (r - mean) / (std + 1e-6) within the group, with n - 1 in the std's denominator. Equal
     rewards give exactly 0.
     """

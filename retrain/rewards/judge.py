@@ -152,7 +152,7 @@ class ChatClient:
             reply = _reply(answer.content)
             if answer.status == 200 and reply is not None:
                 return reply
-            said = answer.said(self._key, *secret_values())
+            said = answer.error_text(self._key, *secret_values())
             if answer.status != 200:
                 raise self._failure(answer, said)
             problem = f"answered with something other than a chat completion: {said!r}"

@@ -24,7 +24,7 @@ from retrain.noise import Stream, uniform
 from retrain.records.redact import reason_of, secret_values
 from retrain.rewards.answers import after_thought, answers_match, bare_answer, extract_boxed
 from retrain.rewards.equality import decide_by_strings
-from retrain.rewards.groups import majority, normalised
+from retrain.rewards.groups import majority, normalized
 from retrain.rewards.score import PartScore, ScoreRequest
 from retrain.rewards.worker import Message
 from retrain.rewards.workers import WorkerPool, WorkerSetup
@@ -173,7 +173,7 @@ def boxed_answer(reward: "Reward", response: str, prompt: str) -> str | None:
     return extract_boxed(response, after_think=False)
 
 
-def gold_response(reference: str) -> str:
+def boxed_reference(reference: str) -> str:
     r"""Return a completion that gives the reference as its answer: `\boxed{reference}`."""
     return f"\\boxed{{{reference}}}"
 
@@ -185,11 +185,15 @@ def unpaid_answer(reward: "Reward", example: Example) -> str:
     bare = bare_answer(example.reference)
     if bare == example.reference.strip():
         return ""
-    request = ScoreRequest(gold_response(bare), example.reference, "", example, 0, 0, 0)
+    request = ScoreRequest(boxed_reference(bare), example.reference, "", example, 0, 0, 0)
     for kind in reward.types:
         builtin = REWARDS.get(kind)
-        compares = builtin and builtin.compares_answers and builtin.judge
-        if compares and compares(reward, request) == 0.0:
+        if (
+            builtin
+            and builtin.compares_answers
+            and builtin.judge
+            and builtin.judge(reward, request) == 0.0
+        ):
             return bare
     return ""
 
@@ -216,15 +220,15 @@ class Scorer:
         weights = zip(kinds, reward.type_weights, strict=True)
         self._parts = [self._weighted(kind, weight, config, of_groups) for kind, weight in weights]
         self._correct_threshold = reward.correct_threshold
-        self._normalises = reward.combine == "normalize_then_sum"
+        self._normalizes = reward.combine == "normalize_then_sum"
         """True if it normalizes each reward within its group before the sum."""
         self.judges_groups = any(part.group is not None for part in self._parts)
         """True if a reward looks at the completions of a prompt together."""
-        self.compares_answers = not self._normalises and all(
+        self.compares_answers = not self._normalizes and all(
             part.compares_answers for part in self._parts
         )
-        """True if the reference answer must score `gold_reward`."""
-        self.gold_reward = sum(part.weight for part in self._parts)
+        """True if the reference answer must score `reference_reward`."""
+        self.reference_reward = sum(part.weight for part in self._parts)
         """The reward of an answer that every part finds right, if the reward compares answers."""
 
     def _open_pool(self, config: "TrainConfig", kinds: list[str]) -> frozenset[str]:
@@ -281,7 +285,7 @@ class Scorer:
         """Open the group of one prompt. Its completions wait for each other only where a reward
         needs them all.
         """
-        return ScoreGroup(self, size if self.judges_groups or self._normalises else 1)
+        return ScoreGroup(self, size if self.judges_groups or self._normalizes else 1)
 
     def ask_alone(self, request: ScoreRequest) -> "list[Future[PartScore]]":
         """Ask the rewards that look at one completion."""
@@ -317,12 +321,12 @@ class Scorer:
         mean counts only judged members.
         """
         scores = [self._score(of_member) for of_member in parts]
-        if self._normalises:
+        if self._normalizes:
             judged = [index for index, score in enumerate(scores) if score.reward is not None]
             columns = zip(*(scores[index].parts for index in judged), strict=True)
             sums = np.zeros(len(judged))
             for part, column in zip(self._parts, columns, strict=False):
-                sums += part.weight * np.array(normalised(column))
+                sums += part.weight * np.array(normalized(column))
             for index, reward in zip(judged, sums.tolist(), strict=True):
                 scores[index] = replace(scores[index], reward=reward)
         return scores

@@ -155,7 +155,7 @@ class Dialogue:
         self.extends = len(self.context_ids)
         self.used += len(completion.token_ids)
 
-    def hear(self, heard: Observation, renderer: ChatRenderer) -> None:
+    def add_observation(self, heard: Observation, renderer: ChatRenderer) -> None:
         """Add the environment's answer to the newest reply, or the messages that open the
         conversation.
         """
@@ -306,7 +306,7 @@ class Dialogues:
         self.seconds_waited += time.monotonic() - started
         return requests
 
-    def hear(self, completion: Completion) -> None:
+    def receive(self, completion: Completion) -> None:
         """Take a reply from the engine and pass it on."""
         self.watcher.check()
         dialogue = self._asked.pop((completion.request, completion.sample))
@@ -347,7 +347,7 @@ class Dialogues:
             if stage is None:
                 return True
             try:
-                dialogue.hear(answer, stage.renderer)
+                dialogue.add_observation(answer, stage.renderer)
             except ConfigurationError as error:  # The chat template refuses the conversation.
                 answer = could_not_judge(str(error))
             else:

@@ -22,7 +22,7 @@ from retrain.environments.episodes import EpisodeHost, play
 from retrain.environments.loading import environment_code
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import Truncation
-from retrain.rewards import Scorer, ScoreRequest, gold_response
+from retrain.rewards import Scorer, ScoreRequest, boxed_reference
 from retrain.run.gate_faults import Bare, fault, identical, tolerance
 from retrain.run.gate_samples import (
     FEW_TOKENS,
@@ -64,7 +64,7 @@ class GateResult:
     tokens: int
     longest_prompt: int
     """Tokens."""
-    gold: str = _NOT_APPLICABLE
+    reference_answers: str = _NOT_APPLICABLE
     """"<right>/<asked>" reference answers, unless the reward does not compare answers."""
     max_difference: float | None = None
     """The largest difference in nats. This and the next four fields are None if the backend cannot
@@ -97,7 +97,10 @@ class GateResult:
     @property
     def brief(self) -> str:
         """The short form of `line`, for a terminal."""
-        return f"gate: engine and learner {self._agreement}, reference answers {self.gold}"
+        return (
+            f"gate: engine and learner {self._agreement},"
+            f" reference answers {self.reference_answers}"
+        )
 
     @property
     def _agreement(self) -> str:
@@ -110,7 +113,7 @@ class GateResult:
     def line(self) -> str:
         if self.max_difference is None:
             return (
-                f"Parity gate passed in part: reference answers accepted {self.gold},"
+                f"Parity gate passed in part: reference answers accepted {self.reference_answers},"
                 f" {self.tokens} tokens sampled. The gate compared no log-probs, since this"
                 " backend's trainer returns none."
             )
@@ -123,7 +126,7 @@ class GateResult:
         return (
             f"Parity gate passed: engine and learner {self._agreement} over {self.tokens}"
             f" tokens (tolerance {self.tolerance:.2g}), {effect}, {ends}, reference answers"
-            f" accepted {self.gold}."
+            f" accepted {self.reference_answers}."
         )
 
 
@@ -139,7 +142,7 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     else:
         tokens = sum(len(item.token_ids) for item in completed(inputs, _few(inputs, prompts), 0))
         passed = GateResult(tokens, max(len(prompt.token_ids) for prompt in prompts))
-    return replace(passed, gold=inputs.check_gold(prompts))
+    return replace(passed, reference_answers=inputs.check_references(prompts))
 
 
 def adapter_check(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
@@ -284,13 +287,14 @@ def _visible(trial: TrialAdapter, sample: GateSample) -> tuple[float, Bare]:
 # -- reference answers ----------------------------------------------------------------------
 
 
-def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
+def play_references(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
     """Play the replies that the environment itself calls right, and raise RunFailed unless each
     episode scores as right.
     """
     with environment_code("[environment] asking for its right replies", host.timeout_s):
-        asked = [(prompt, host.environment.gold(prompt.example)) for prompt in prompts]
-    known = [(prompt, replies) for prompt, replies in asked if replies]
+        # A plugin of 0.10 calls the method gold.
+        ask = getattr(host.environment, "gold", host.environment.reference_replies)
+        known = [(prompt, replies) for prompt in prompts if (replies := ask(prompt.example))]
     for prompt, replies in known:
         score = play(host, prompt.example, replies)
         if score.outcome is not Outcome.RIGHT:
@@ -302,14 +306,14 @@ def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
     return f"{len(known)}/{len(known)}" if known else _NOT_APPLICABLE
 
 
-def scored_gold(scorer: Scorer, think_end_token: str, prompts: Sequence[Prompt]) -> str:
+def score_references(scorer: Scorer, think_end_token: str, prompts: Sequence[Prompt]) -> str:
     """Score the data's references as answers."""
     if not scorer.compares_answers:
         return _NOT_APPLICABLE
     futures = [
         scorer.submit(
             ScoreRequest(
-                response=think_end_token + gold_response(prompt.example.reference),
+                response=think_end_token + boxed_reference(prompt.example.reference),
                 reference=prompt.example.reference,
                 prompt="",  # It may open a thought.
                 example=prompt.example,
@@ -321,7 +325,7 @@ def scored_gold(scorer: Scorer, think_end_token: str, prompts: Sequence[Prompt])
         for slot, prompt in enumerate(prompts)
     ]
     for prompt, score in zip(prompts, [future.result() for future in futures], strict=True):
-        if score.reward is None or not isclose(score.reward, scorer.gold_reward):
+        if score.reward is None or not isclose(score.reward, scorer.reference_reward):
             raise _refused(
                 f"the reference answer {prompt.example.reference!r} of {prompt.prompt_id}",
                 score,

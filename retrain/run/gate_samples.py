@@ -51,7 +51,7 @@ _ROUNDED_LOGPROB = 1e-3
 @dataclass(frozen=True)
 class GateInputs:
     backend: Backend
-    check_gold: Callable[[Sequence[Prompt]], str]
+    check_references: Callable[[Sequence[Prompt]], str]
     """Says how many reference answers score, or "not applicable"; raises RunFailed for a reference
     answer that does not.
     """

@@ -27,7 +27,7 @@ from retrain.records.untrained import (
 )
 from retrain.rewards import box_reader
 from retrain.run.notes import reference_note
-from retrain.run.parts import Parts, is_rounded
+from retrain.run.parts import RunParts, is_rounded
 from retrain.run.step_record import (
     Step,
     credit_fields,
@@ -111,7 +111,7 @@ class StepObserver:
     """
 
     plan: Plan
-    parts: Parts
+    parts: RunParts
     tracker: Tracker
 
     def __post_init__(self) -> None:

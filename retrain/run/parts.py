@@ -61,10 +61,16 @@ from retrain.noise import Stream
 from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
-from retrain.rewards import FailureGuard, Scorer, build_scorer, gold_response
+from retrain.rewards import FailureGuard, Scorer, boxed_reference, build_scorer
 from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
-from retrain.run.gate import GateResult, adapter_check, environment_gold, parity_gate, scored_gold
+from retrain.run.gate import (
+    GateResult,
+    adapter_check,
+    parity_gate,
+    play_references,
+    score_references,
+)
 from retrain.run.gate_samples import GateInputs
 from retrain.run.notes import answer_notes
 from retrain.run.rollout import Judge, Sampler
@@ -86,7 +92,7 @@ run."""
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunParts:
     """The parts of a run that its steps use."""
 
     text: TextModel
@@ -177,7 +183,7 @@ def load_parts(
     world: World = ALONE,
     *,
     learns: bool = True,
-) -> Parts:
+) -> RunParts:
     """Load tokenizer, data, rewards, credit and model. Cheap parts come first, so that a mistake
     shows before a model loads.
 
@@ -209,7 +215,7 @@ def _load_rest(
     scorers: Scorers,
     *,
     learns: bool,
-) -> Parts:
+) -> RunParts:
     """Load the parts that may come from the hub."""
     text, opened = load_text(config.model, log), scorers.opened
     _log_context(config.training, text.context, log)
@@ -233,7 +239,7 @@ def _load_rest(
         return Sampler(backend.engine, by_task.get(""), text.vocabulary.text, world, by_task)
 
     ks, rate = config.evaluation.k, config.reward.max_failure_rate
-    return Parts(
+    return RunParts(
         text,
         prompts,
         sources,
@@ -623,7 +629,7 @@ def training_plan(training: Training) -> SamplingPlan:
         temperature=training.temperature,
         seed=training.seed,
         stream=Stream.SAMPLING,
-        redraws=training.dynamic_sampling,
+        redraws=training.max_resamples,
         truncation=truncation(training),
     )
 
@@ -641,7 +647,7 @@ def is_rounded(inference: Inference, backend: Backend) -> bool:
 
 def run_parity_gate(
     config: TrainConfig,
-    parts: Parts,
+    parts: RunParts,
     step: int,
     *,
     trained: bool = False,
@@ -655,21 +661,21 @@ def run_parity_gate(
     return parity_gate(inputs, _gate_prompts(config.training, parts))
 
 
-def check_again(config: TrainConfig, parts: Parts, step: int) -> None:
+def check_again(config: TrainConfig, parts: RunParts, step: int) -> None:
     """Check the engine's current adapter alone, after a server woke up or came back."""
     adapter_check(gate_inputs(config, parts, step, True), _gate_prompts(config.training, parts))
 
 
-def _gate_prompts(training: Training, parts: Parts) -> list[Prompt]:
+def _gate_prompts(training: Training, parts: RunParts) -> list[Prompt]:
     count = min(max(training.batch_size, len(parts.sources)), len(parts.prompts))
     return parts.prompts.batch(0, count, training.seed)
 
 
-def gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
+def gate_inputs(config: TrainConfig, parts: RunParts, step: int, trained: bool) -> GateInputs:
     training = config.training
     return GateInputs(
         backend=parts.backend,
-        check_gold=partial(_check_gold, parts),
+        check_references=partial(_check_references, parts),
         eos_ids=parts.text.eos_ids,
         answers=partial(_answers, parts),
         temperature=training.temperature,
@@ -689,25 +695,25 @@ def gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> 
     )
 
 
-def _check_gold(parts: Parts, prompts: Sequence[Prompt]) -> str:
+def _check_references(parts: RunParts, prompts: Sequence[Prompt]) -> str:
     """Score the right answers to these prompts with the judge of their source."""
     found = []
     for source in parts.sources:
         own = [each for each in prompts if source.task in ("", each.example.task)]
         if isinstance(source.judge, Stage):
-            words = environment_gold(source.judge.host, own)
+            words = play_references(source.judge.host, own)
         else:
-            words = scored_gold(source.judge, source.config.reward.think_end_token, own)
+            words = score_references(source.judge, source.config.reward.think_end_token, own)
         found.append(f"{source.task} {words}".strip())
     return ", ".join(found)
 
 
-def _answers(parts: Parts, prompt: Prompt) -> list[Int32Array]:
+def _answers(parts: RunParts, prompt: Prompt) -> list[Int32Array]:
     """Return ways to end an answer to `prompt`, as token ids."""
     reference = prompt.example.reference
     if not reference:
         return []
-    boxed = gold_response(reference)
+    boxed = boxed_reference(reference)
     texts = (boxed, f"{boxed}.", f"The answer is {reference}.", reference)
     return [
         np.array(parts.text.tokenizer.encode(text, add_special_tokens=False), np.int32)

@@ -183,7 +183,7 @@ class Sampler:
             watcher=watcher,
         )
         for completion in self.engine.sample_feed(dialogues):
-            dialogues.hear(completion)
+            dialogues.receive(completion)
         rollout.reward_seconds += dialogues.seconds_waited
         rollout.sample_seconds += monotonic() - started - dialogues.seconds_waited
         scored = dialogues.scored

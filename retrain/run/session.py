@@ -30,7 +30,7 @@ from retrain.run.dialogues import SamplingPlan, Watcher, counting
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, skipped_gate_line
 from retrain.run.observer import Past, StepObserver, check_updates
-from retrain.run.parts import Parts, check_again, load_parts, run_parity_gate, training_plan
+from retrain.run.parts import RunParts, check_again, load_parts, run_parity_gate, training_plan
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
@@ -67,7 +67,7 @@ class Session:
         opened: RunStart,
         tracker: Tracker,
         interrupts: Interrupts,
-        parts: Parts,
+        parts: RunParts,
         world: World,
         *,
         skip_parity: bool,

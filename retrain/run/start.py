@@ -36,7 +36,7 @@ from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, kind_of, writer_lock
 from retrain.records.state import TrainerState
 from retrain.run.gate import GateResult
-from retrain.run.parts import Parts
+from retrain.run.parts import RunParts
 from retrain.run.pressure import decided_by
 from retrain.run.saver import steps_at
 from retrain.system import Json, read_object
@@ -309,7 +309,7 @@ def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
     return replaced(config, {"data.chat_template_args": {DATE_ARGUMENT: day or today, **arguments}})
 
 
-def refuse_other_data(opened: RunStart, parts: Parts) -> None:
+def refuse_other_data(opened: RunStart, parts: RunParts) -> None:
     """Raise ConfigurationError if the run has trained or evaluated on other examples so far. Its
     place among them, a sampler's view of them, and its earlier results would have another meaning.
     """
@@ -375,7 +375,7 @@ def _forget_summary(folder: RunFolder, step: int, notes: list[str]) -> None:
 
 
 def describe(
-    opened: RunStart, parts: Parts, gate: GateResult | None, log: Callable[[str], None]
+    opened: RunStart, parts: RunParts, gate: GateResult | None, log: Callable[[str], None]
 ) -> None:
     """Complete environment.json, including the data of this session."""
     config, file, backend = opened.config, opened.folder.environment, parts.backend

@@ -98,11 +98,11 @@ def layer_spectrum(
     """Compute the spectrum of B A from A [rank, d_in] and B [d_out, rank]. Raises ValueError for
     wrong shapes, nan and inf.
     """
-    _, values, _ = factorise(lora_a, lora_b, name)
+    _, values, _ = factorize(lora_a, lora_b, name)
     return LayerSpectrum(name, lora_a.shape[0], tuple(values.tolist()), scale)
 
 
-def factorise(lora_a: Tensor, lora_b: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+def factorize(lora_a: Tensor, lora_b: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the thin SVD B A = left diag(values) right^T in float64. With m = min(rank, d_in,
     d_out), left is [d_out, m], values [m] descending, and right [d_in, m]. Raises the errors of
     `layer_spectrum`.

@@ -29,10 +29,10 @@ from retrain.squeeze.adapter import (
     read_adapter,
     weight_names,
 )
-from retrain.squeeze.analysis import factorise, layer_spectrum, svd_device
+from retrain.squeeze.analysis import factorize, layer_spectrum, svd_device
 
 Factors = tuple[Tensor, Tensor, Tensor]
-"""The result of `factorise`: left, values, right."""
+"""The result of `factorize`: left, values, right."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def compress_adapter(
     adapter, output = read_adapter(Path(adapter_path), svd_device(device)), Path(output_path)
     check_output(adapter.folder, output, overwrite)
     ranks = ranks_of(adapter, target_rank)
-    factors = [factorise(layer.a, layer.b, layer.name) for layer in adapter.layers]
+    factors = [factorize(layer.a, layer.b, layer.name) for layer in adapter.layers]
     pairs = list(zip(adapter.layers, factors, strict=True))
     tensors, cut, whole = dict(adapter.others), list[float](), list[float]()
     for layer, found in pairs:

@@ -99,13 +99,13 @@ def test_a_token_that_is_touched_shows_its_numbers(
     browser: Browser, pages: dict[str, Path]
 ) -> None:
     browser.open(pages["run"].as_uri(), 375)
-    colour = "getComputedStyle(document.querySelector('.flow span')).backgroundColor"
-    by_advantage = browser.evaluate(colour)
+    color = "getComputedStyle(document.querySelector('.flow span')).backgroundColor"
+    by_advantage = browser.evaluate(color)
     browser.evaluate("document.querySelector('.flow span').click()")
     assert "surprisal" in browser.evaluate("document.querySelector('.numbers').textContent")
     browser.evaluate("document.querySelector('input[value=s]').click()")
     assert browser.evaluate("document.querySelector('.view').dataset.by") == "s"
-    assert browser.evaluate(colour) != by_advantage
+    assert browser.evaluate(color) != by_advantage
 
 
 def test_the_tokens_are_read_by_keyboard(browser: Browser, pages: dict[str, Path]) -> None:

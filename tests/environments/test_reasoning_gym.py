@@ -12,7 +12,7 @@ if find_spec("reasoning_gym") is None:
 from retrain.environments.episodes import EpisodeHost, play  # noqa: E402
 from retrain.environments.reasoning_gym import ReasoningGym  # noqa: E402
 from retrain.errors import ConfigurationError  # noqa: E402
-from retrain.run.gate import environment_gold  # noqa: E402
+from retrain.run.gate import play_references  # noqa: E402
 from retrain.types import Outcome, Prompt  # noqa: E402
 from tests.environments.checks import check_trained  # noqa: E402
 
@@ -28,10 +28,10 @@ def test_every_task_of_reasoning_gym_makes_problems_and_scores_them() -> None:
         environment = ReasoningGym(name, {"size": 1, "evaluation_size": 1})
         (example,) = environment.examples("train")
         host = EpisodeHost(environment, max_turns=1, timeout_s=60, correct_threshold=0.5)
-        gold = environment.gold(example)
-        if gold is None:
+        known = environment.reference_replies(example)
+        if known is None:
             without_gold.append(name)
-        elif play(host, example, gold).outcome is not Outcome.RIGHT:
+        elif play(host, example, known).outcome is not Outcome.RIGHT:
             low.append(name)
         assert play(host, example, ["no answer"]).outcome is Outcome.WRONG, name
         host.close()
@@ -52,8 +52,8 @@ def test_a_pattern_of_ones_own_finds_the_answer() -> None:
     (example,) = environment.examples("train")
     assert "<answer>" not in str(example.prompt)
     host = EpisodeHost(environment, max_turns=1, timeout_s=60, correct_threshold=0.5)
-    gold = environment.gold(example)
-    assert gold is not None and play(host, example, gold).outcome is Outcome.RIGHT
+    known = environment.reference_replies(example)
+    assert known is not None and play(host, example, known).outcome is Outcome.RIGHT
     for reply, outcome in {
         f"3 and 4: it is {example.reference}": Outcome.RIGHT,
         f"{example.reference}, no, 12345": Outcome.WRONG,
@@ -73,11 +73,11 @@ def test_an_unknown_task_is_refused_with_the_nearest() -> None:
         ReasoningGym("chain_sum", {"no_such": 1})
 
 
-def test_the_gate_knows_the_gold_answers() -> None:
+def test_the_gate_knows_the_reference_replies() -> None:
     environment = ReasoningGym("chain_sum", {"size": 4})
     host = EpisodeHost(environment, max_turns=1, timeout_s=30, correct_threshold=0.5)
     prompts = [Prompt(example, "", None) for example in environment.examples("train")]  # type: ignore[arg-type]
-    assert environment_gold(host, prompts) == "4/4"
+    assert play_references(host, prompts) == "4/4"
     host.close()
 
 

@@ -64,7 +64,7 @@ class _Weights(NamedTuple):
     """
 
     policy: float
-    regulariser: float
+    regularizer: float
 
 
 _SUPERVISED_STEPS = 1 << 31
@@ -438,10 +438,10 @@ class Learner:
         aggregation = "token_mean" if self.supervised else self._aggregation
         own, common = [row.row for row in rows], (aggregation, self.max_tokens, completions)
         policy = row_weights(own, [row.num_counted for row in own], *common)
-        regulariser = row_weights(own, [row.num_actions for row in own], *common)
+        regularizer = row_weights(own, [row.num_actions for row in own], *common)
         return {
             row.number: _Weights(*weights)
-            for row, *weights in zip(rows, policy, regulariser, strict=True)
+            for row, *weights in zip(rows, policy, regularizer, strict=True)
         }
 
     def _pieces(self, rows: Sequence[LearnerRow], *, share: bool) -> Iterator[_Piece]:
@@ -723,7 +723,7 @@ def _action_tokens(
         lengths=micro.lengths,
         reference=micro.flat(references) if references else None,
         entropy=scores.entropies,
-        regulariser_weights=repeated([weight.regulariser for weight in weights]),
+        regularizer_weights=repeated([weight.regularizer for weight in weights]),
     )
 
 

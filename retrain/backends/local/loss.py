@@ -248,7 +248,7 @@ def policy_loss(
     terms: Tensor | None = None,
     correction: Tensor | None = None,
 ) -> Tensor:
-    """Return the scalar to minimize: sum of weights * policy * correction + regulariser_weights *
+    """Return the scalar to minimize: sum of weights * policy * correction + regularizer_weights *
     (kl_coef * KL - entropy_coef * entropy).
 
     `terms` and `correction`, [N] each, come from plugins. By default they come from the built-in
@@ -261,7 +261,7 @@ def policy_loss(
     if correction is not None:
         terms = terms * correction
     loss = (terms * tokens.weights).sum()
-    weights = tokens.weights if tokens.regulariser_weights is None else tokens.regulariser_weights
+    weights = tokens.weights if tokens.regularizer_weights is None else tokens.regularizer_weights
     if settings.kl_coef:
         if tokens.reference is None:
             raise ValueError("kl_coef needs the reference log-probs")

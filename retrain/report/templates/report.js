@@ -1,5 +1,5 @@
 "use strict";
-// Tokens: what colours them, and the numbers of the one that is pointed at.
+// Tokens: what colors them, and the numbers of the one that is pointed at.
 for (const view of document.querySelectorAll(".view")) {
   const numbers = view.querySelector(".numbers");
   view.addEventListener("change", (event) => { view.dataset.by = event.target.value; });

@@ -1,4 +1,4 @@
-"""BNPO (arXiv 2506.02864): rewards are normalised by a Beta distribution fitted to the step's pass rates."""
+"""BNPO (arXiv 2506.02864): rewards are normalized by a Beta distribution fitted to the step's pass rates."""
 
 from math import lgamma
 

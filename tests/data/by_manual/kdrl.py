@@ -6,7 +6,7 @@ from retrain.advantages import AdvantageContext, AlgorithmContext, AlgorithmOutp
 
 
 def kdrl(ctx: AlgorithmContext) -> AlgorithmOutput:
-    """[P][G][T] the normalised reward, plus `weight` (log teacher - log policy) where it was wrong."""
+    """[P][G][T] the normalized reward, plus `weight` (log teacher - log policy) where it was wrong."""
     pairs = zip(ctx.groups, ctx.logprobs)
     return AlgorithmOutput([_of_group(group, own, ctx.params["weight"]) for group, own in pairs])
 

@@ -29,13 +29,13 @@ ORDER = (
 """The parts of a step to compare, in order. Held-out answers and the adapter belong to the number
 of completed steps, so they come before the step's record. The supervised stage is before step 0.
 """
-Place = tuple[int, str]
+RecordKey = tuple[int, str]
 """A step, and a name of `ORDER`."""
 _SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Parting:
+class FirstDifference:
     """The first difference between the records of two runs."""
 
     step: int
@@ -55,7 +55,7 @@ class Parting:
 
 @dataclass(frozen=True)
 class FolderComparison:
-    parting: Parting | None
+    parting: FirstDifference | None
     """The first difference; None if the shared records are equal, apart from values that a clock or
     the machine measured.
     """
@@ -69,23 +69,23 @@ def compared(one: StoredRun, other: StoredRun, steps: range) -> FolderComparison
     """Compare the records of `steps`, and the evaluation and adapter after the last of them."""
     ours, theirs = _records(one, steps), _records(other, steps)
     places = sorted({*ours, *theirs}, key=lambda place: (place[0], ORDER.index(place[1])))
-    found: Parting | None = None
+    found: FirstDifference | None = None
     alone: tuple[list[str], list[str]] = ([], [])
     for place in places:
         mine, others = ours.get(place), theirs.get(place)
         if place[1] != METRICS and (mine is None or others is None):
             alone[mine is None].append(f"{place[1]} at step {place[0]}")
         elif not _equal(mine, others):
-            found = Parting(*place, _differing_fields(mine, others))
+            found = FirstDifference(*place, _differing_fields(mine, others))
             break
     last = found.step if found else steps.stop
     recorded = _recorded(one, other, range(steps.start, last + 1))
     return FolderComparison(found, [*recorded], alone)
 
 
-def _records(run: StoredRun, steps: range) -> dict[Place, Any]:
+def _records(run: StoredRun, steps: range) -> dict[RecordKey, Any]:
     """Return a run's records of the steps: a table of fields, or values to compare for equality."""
-    found: dict[Place, Any] = {}
+    found: dict[RecordKey, Any] = {}
     sft, evaluation, adapter, metrics, answers, tokens = ORDER
     files = run.folder
     if run.sft_records and not steps.start:
