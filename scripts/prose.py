@@ -61,9 +61,9 @@ the subject; "is no X"; a word that the field does not use.
 """
 BUDGETS: dict[str, tuple[int, int]] = {
     "subject": (0, 4),
-    "noun": (2, 5),
-    "passive": (6, 86),
-    "length": (32, 58),
+    "noun": (0, 5),
+    "passive": (0, 83),
+    "length": (0, 58),
     "possessive": (0, 1),
     "negation": (0, 14),
     "is no": (0, 0),
