@@ -87,8 +87,8 @@ docs: $(STAMP) ## write the documents that are made from the code: keys, metrics
 	$(BIN)/python scripts/docs_check.py --write
 
 site: ## the manual as a site in build/site, strictly (installs mkdocs-material in RETRAIN_CACHE, 60 MB)
-	@test -x "$(CACHE)/site/bin/mkdocs" || { $(PYTHON) -m venv "$(CACHE)/site" && \
-		"$(CACHE)/site/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material; }
+	@test -x "$(CACHE)/site/bin/latex2mathml" || { $(PYTHON) -m venv "$(CACHE)/site" && \
+		"$(CACHE)/site/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material latex2mathml; }
 	NO_MKDOCS_2_WARNING=1 "$(CACHE)/site/bin/mkdocs" build --strict --quiet
 	@echo "Site: build/site; look at it with: python3 -m http.server --directory build/site"
 

@@ -2,8 +2,8 @@
 prints a table, `--show RULE` the places of one rule. `make docs-check` fails where a count exceeds
 its budget.
 
-A hit is a place to look at, not always a fault. Code blocks, tables, headings and inline code do
-not count.
+A hit is a place to look at, not always a fault. Code blocks, equations, tables, headings and inline
+code do not count.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def manual() -> list[Place]:
     """Return the sentences of the pages."""
     found = []
     for page in [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in _PAGES)]:
-        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        text = re.sub(r"(?s)```.*?```|\$\$.*?\$\$", "", page.read_text(encoding="utf-8"))
         prose = [line for line in text.splitlines() if not line.startswith(("|", "#", "!["))]
         name = str(page.relative_to(ROOT))
         found += [(name, sentence) for sentence in sentences("\n".join(prose))]

@@ -2,36 +2,38 @@
 
 A link `../X` of a page leads out of docs/. A Markdown file X becomes a page, any other file is
 copied, and links between them are rewritten. A folder has no page: its link becomes plain text.
+An equation, LaTeX between two lines `$$`, becomes MathML.
 """
 
 import posixpath
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(
     r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)"
 )
-_FENCE = re.compile(r"^( *```.*?^ *```)", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"(?ms)^( *```.*?^ *```)")
+_EQUATION = re.compile(r"(?ms)^\$\$\n(.*?)\n\$\$$")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add every file outside docs/ that a page, or a file so added, links."""
     waiting = [(file.src_uri, Path(file.abs_src_path)) for file in files.documentation_pages()]
-    seen: set[str] = set()
     while waiting:
         uri, path = waiting.pop()
         for match in _LINK.finditer(path.read_text(encoding="utf-8")):
             target = _in_repository(uri, match["target"])
-            if target is None or target in seen or target.startswith("docs/"):
+            added = f"source/{target}"
+            if target is None or added in files.src_uris or target.startswith("docs/"):
                 continue
             source = ROOT / target
             if source.is_file():
-                seen.add(target)
-                added = f"source/{target}"
                 found = File.generated(config, added, abs_src_path=str(source))
                 found.inclusion = InclusionLevel.NOT_IN_NAV
                 files.append(found)
@@ -41,13 +43,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite the links of a page, outside blocks of code, which lose the mark `run`."""
-    parts = _FENCE.split(re.sub(r"^```bash run$", "```bash", markdown, flags=re.MULTILINE))
-    uri = page.file.src_uri
-    return "".join(
-        part if index % 2 else _LINK.sub(lambda match: _rewritten(uri, match), part)
-        for index, part in enumerate(parts)
-    )
+    """Rewrite the links and equations outside blocks of code, which lose the mark `run`."""
+    parts = _FENCE.split(re.sub(r"(?m)^```bash run$", "```bash", markdown))
+    linked = partial(_rewritten, page.file.src_uri)
+    parts[::2] = [_LINK.sub(linked, _EQUATION.sub(_drawn, part)) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _drawn(match: re.Match[str]) -> str:
+    return convert(match[1], display="block").replace("<mi>log</mi>", "<mo>log</mo>")
 
 
 def _rewritten(uri: str, match: re.Match[str]) -> str:
@@ -65,7 +69,4 @@ def _in_repository(uri: str, target: str) -> str | None:
     """The path in the repository that a link of a page leads to; None for other addresses."""
     if ":" in target or target.startswith("/"):
         return None
-    home = posixpath.dirname(
-        uri.removeprefix("source/") if uri.startswith("source/") else f"docs/{uri}"
-    )
-    return posixpath.normpath(posixpath.join(home, target))
+    return posixpath.normpath(f"docs/{uri}/../{target}".removeprefix("docs/source/"))

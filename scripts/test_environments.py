@@ -40,7 +40,7 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str]]] = {
         ["tests/environments/test_semantic.py"],
     ),
     "browser": (
-        ["mkdocs==1.6.1", "mkdocs-material==9.8.2"],
+        ["mkdocs==1.6.1", "mkdocs-material==9.8.2", "latex2mathml==3.81.1"],
         ["tests/environments/test_browser.py"],
     ),
 }
