@@ -126,7 +126,7 @@ class EvidenceRule:
         look = InterimAnalysis(seed, {}, {}, self._failed(seed))
         record = replace(CampaignRecord.read(self._plan.folder), looks=[*self._record.looks, look])
         name = (
-            f"InterimAnalysis {len(record.looks)} (seed"
+            f"Look {len(record.looks)} (seed"
             f" {seed}{', whose failed run was tried again' if seed in self._record.looked else ''})"
         )
         try:
