@@ -505,16 +505,17 @@ def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
             close = nearest(attribute, vars(module))
             reason = f"has no {attribute}" + (f", but {close}" if close else "")
         tried.append(f"{candidate} ({reason})")
+    places = ", ".join(dict.fromkeys(folders))
     raise ConfigurationError(
-        f"{where} does not load: tried {', '.join(tried)} in {', '.join(folders)} and sys.path."
+        f"{where} does not load: tried {', '.join(tried)} in {places} and sys.path."
     )
 
 
 def _import(name: str, folders: Sequence[str], where: str) -> ModuleType | None:
     """Import a module; None if there is none of that name."""
     with _importable(folders), user_code(f"{where}: importing {name}", ConfigurationError):
-        # The folder where a run began, the third, may hold the original of a copied file.
-        existing = _files_of(name, folders[:2])
+        # The folders where a run began come later, and may hold the original of a copied file.
+        existing = _files_of(name, [*dict.fromkeys(folders[:2])])
         if len(existing) > 1:
             raise ConfigurationError(
                 f"{where} exists twice, in {existing[0]} and {existing[1]}; rename one."

@@ -11,7 +11,7 @@ from retrain.cli.main import main
 from retrain.inference_engine.base import ENGINES
 
 
-def test_the_catalogue_has_every_engine_and_backend_once() -> None:
+def test_the_catalog_has_every_engine_and_backend_once() -> None:
     named = [("backend", name) for name in BACKENDS] + [("engine", name) for name in ENGINES]
     assert sorted((entry.kind, entry.name) for entry in catalog()) == sorted(named)
 

@@ -564,3 +564,9 @@ seeds = [1, 2]
     planned = [planned_values(given, condition.label) for condition in config.conditions]
     assert [values["training.lr"] for values in planned] == [3e-4, 1e-3]
     assert all(values.get("loss.mode") == ("ppo" if conditions else None) for values in planned)
+
+
+def test_keys_and_values_that_a_campaign_of_0_10_gave_are_held_against_todays_names() -> None:
+    given = {"algorithm": {"reference": "gold"}, "training": {"dynamic_sampling": 2}}
+    found = planned_values(given, "maxrl+none")
+    assert found == {"algorithm.teacher": "answer", "training.max_resamples": 2}

@@ -536,7 +536,7 @@ def test_a_head_in_half_precision_is_no_float32(parts: RunParts, engine: Any) ->
 
 @pytest.mark.slow
 def test_a_server_of_unknown_dtype_is_compared_in_its_own(parts: RunParts, engine: Any) -> None:
-    """One that serves in float32 is in test_the_gate_passes_a_sound_engine_and_restores_it."""
+    """One that serves in float32 is in test_the_gate_passes_a_sound_engine_and_restores_every_byte."""
     engine("ServedInBf16")
     assert run_parity_gate(CONFIG, parts, 0).half_precision
 

@@ -343,7 +343,7 @@ def test_environment_holds_versions_and_no_environment_value(
     assert environment["packages"]["torch"].startswith("2.")
     assert environment["device"] == "cpu"
     assert environment["git"] is None
-    assert environment["folder"] == str(tmp_path)
+    assert environment["folders"] == [str(tmp_path)]
     assert "a-value-of-the-environment" not in text
     files.emit(StartEvent("cpu"))
     assert len(json.loads((tmp_path / "run" / "environment.json").read_text())["resumed"]) == 1

@@ -25,7 +25,7 @@ from retrain.analysis.runs import (
     seeds_words,
 )
 from retrain.config.keys import keys_by_path
-from retrain.config.names import by_path
+from retrain.config.names import ALIASES, RENAMED_VALUES, by_path
 from retrain.config.schema import DEFAULT_CONDITIONS, Condition
 from retrain.config.sections import crossed, told_apart
 from retrain.errors import RunFailed
@@ -108,7 +108,11 @@ def planned_values(given: Mapping[str, Any], condition: str) -> Json:
     for mode in _MODES if own else ():
         values.pop(f"algorithm.{mode}", None)
     values |= own
-    return {path: value for path, value in values.items() if _is_fixed(path)}
+    return {
+        path: RENAMED_VALUES.get(str(value), value)
+        for given_path, value in values.items()
+        if _is_fixed(path := ALIASES.get(given_path, given_path))
+    }
 
 
 def _is_fixed(path: str) -> bool:

@@ -453,6 +453,7 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
     manifest = folder / MANIFEST
     if not is_campaign(folder):
         raise ConfigurationError(f"{no_campaign(folder)}; name a campaign's folder.")
+    read_marker(folder)
     try:
         entries = _ENTRIES.validate_python(read_object(manifest)["runs"])
     except ValidationError as error:

@@ -22,11 +22,11 @@ from retrain.config.section import (
     repeated,
 )
 from retrain.config.values import (
+    RENAMED,
     OpenName,
     check_arguments,
     check_prices,
     check_variable,
-    renamed,
     table_from_json,
 )
 from retrain.system import Json, toml_value
@@ -158,9 +158,7 @@ class Reward(Section):
         "match", "Reward, or a list of rewards, which retrain adds by weight."
     )
     weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
-    combine: Annotated[
-        Literal["sum", "normalize_then_sum"], renamed("normalise_then_sum", "normalize_then_sum")
-    ] = key(
+    combine: Annotated[Literal["sum", "normalize_then_sum"], RENAMED] = key(
         "sum",
         "How the rewards of a completion become one: the weighted sum, or each reward first"
         " normalized within its group.",

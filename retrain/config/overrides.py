@@ -197,7 +197,7 @@ class _Parser:
         self._values: dict[str, Override] = {}
         self._rest: list[str] = []
         self._problems: list[str] = []
-        self._unsaid = 0
+        self._unnamed = 0
 
     def parse(self) -> Overrides:
         while self._argv:
@@ -215,7 +215,7 @@ class _Parser:
             else:
                 self._read(name, text if equals else None)
         if self._problems:
-            raise ConfigurationError(self._problems, self._unsaid)
+            raise ConfigurationError(self._problems, self._unnamed)
         return Overrides(tuple(self._values.values()), tuple(self._rest))
 
     def _read(self, flag: str, text: str | None) -> None:
@@ -288,7 +288,7 @@ class _Parser:
         from retrain.config.removed import farewell, removed_key
 
         if len(self._problems) >= MAX_SENTENCES:
-            self._unsaid += 1
+            self._unnamed += 1
             return
         word = flag.removeprefix("--")
         gone = farewell(removed_key(word), flag)

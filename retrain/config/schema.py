@@ -1,5 +1,6 @@
 """The whole configuration: every section, checked by the rules, with the source of each value."""
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -220,15 +221,16 @@ class TrainConfig(AllSections):
     @property
     def _folders(self) -> list[Path]:
         """The places of its relative sources and plugins: the current folder and the folder of its
-        file. The file of a run adds the folder in which the run began.
+        file. The file of a run adds those of the run's start that this user can enter.
         """
         folders = [Path.cwd()]
         if self.source_path:
             beside = self.source_path.resolve().parent
             folders.append(beside)
             with suppress(OSError, RunFailed, KeyError, TypeError):
-                folders.append(Path(read_object(beside / "environment.json")["folder"]))
-        return list(dict.fromkeys(folders))
+                began = read_object(beside / "environment.json")["folders"]
+                folders += [Path(name) for name in began if os.access(name, os.X_OK)]
+        return folders
 
     @property
     def origins(self) -> dict[str, str]:

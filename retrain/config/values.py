@@ -15,7 +15,13 @@ from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from retrain.config.names import ALIASES, builtin_names, canonical_uncertainty, is_known
+from retrain.config.names import (
+    ALIASES,
+    RENAMED_VALUES,
+    builtin_names,
+    canonical_uncertainty,
+    is_known,
+)
 from retrain.system import Json, ParseError, expanded, is_path_text, parse_json, unholdable
 
 MAX_SEED = 2**32 - 1
@@ -74,9 +80,8 @@ class OpenName:
         return {**handler(schema), "examples": list(builtin_names(self.kind))}
 
 
-def renamed(old: str, new: str) -> BeforeValidator:
-    """Accept the former name of a value."""
-    return BeforeValidator(lambda value: new if value == old else value)
+RENAMED = BeforeValidator(lambda value: RENAMED_VALUES.get(str(value), value))
+"""Accepts the former name of a value."""
 
 
 def normalize_device(name: str) -> str:

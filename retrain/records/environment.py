@@ -22,8 +22,8 @@ _DISTRIBUTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def describe_environment(device: str) -> Json:
-    """Describe versions, machine, the current folder and its git revision, and the command line,
-    in which the caller masks secrets.
+    """Describe versions, machine, the git revision of the current folder, and the command line, in
+    which the caller masks secrets.
     """
     torch, cpu = sys.modules.get("torch"), None  # A run without torch has None.
     with suppress(OSError):
@@ -46,7 +46,6 @@ def describe_environment(device: str) -> Json:
         ),
         "git": git_revision(Path.cwd()),
         "command": sys.argv,
-        "folder": str(Path.cwd()),
     }
 
 

@@ -14,7 +14,7 @@ from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.evaluation import Evaluation
 from retrain.records.redact import note_secrets
-from retrain.records.run_folder import RunFolder
+from retrain.records.run_folder import RunFolder, read_marker
 from retrain.run.dialogues import Watcher, counting
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import sharding_note, trust_note
@@ -53,6 +53,7 @@ def evaluate_run(
             f"--checkpoint {checkpoint} needs a run's folder, and {path} is a configuration."
         )
     if stored:
+        read_marker(path)
         # It is complete, so RETRAIN_ variables of today's shell do not apply to it.
         given = load_config(folder.config, overrides, environ={})
         named = named_code(given)

@@ -293,7 +293,8 @@ def play_references(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
     """
     with environment_code("[environment] asking for its right replies", host.timeout_s):
         # A plugin of 0.10 calls the method gold.
-        ask = getattr(host.environment, "gold", host.environment.reference_replies)
+        named = "gold" if hasattr(type(host.environment), "gold") else "reference_replies"
+        ask = getattr(host.environment, named)
         known = [(prompt, replies) for prompt in prompts if (replies := ask(prompt.example))]
     for prompt, replies in known:
         score = play(host, prompt.example, replies)

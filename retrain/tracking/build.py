@@ -2,6 +2,7 @@
 `[logging] trackers`.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,7 +65,8 @@ def build_tracker(
     run_name = redactor.text(config.logging.wandb_run_name or condition)
     resumed = resumed or {}
     first = RunFolder(Path(resumed.get(FOLDER, folder.path)))
-    if first.path.resolve() != folder.path.resolve() and first.config.is_file():
+    moved = first.path.resolve() != folder.path.resolve()
+    if moved and tracker_names(config.logging) and os.access(first.config, os.R_OK):
         console.message(
             f"{folder.path} is a copy of {first.path}, so its trackers begin runs of their own."
         )

@@ -83,7 +83,8 @@ class RunFiles(Tracker):
         replace_file(self._folder.config, dump_toml(self._redactor.config(self._config)))
         environment = describe_environment(device)
         environment = self._redactor.json(environment) | {
-            "command": self._redactor.arguments(environment["command"])
+            "command": self._redactor.arguments(environment["command"]),
+            "folders": [str(folder) for folder in self._config._folders[:2]],
         }
         # Not masked: hashes under names that may look like a secret's.
         environment["code"] = code_of(self._config)
