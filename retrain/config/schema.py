@@ -221,7 +221,7 @@ class TrainConfig(AllSections):
     @property
     def _folders(self) -> list[Path]:
         """The places of its relative sources and plugins: the current folder and the folder of its
-        file. The file of a run adds those of the run's start that this user can enter.
+        file. The file of a run adds the folders of its start that this user can enter.
         """
         folders = [Path.cwd()]
         if self.source_path:
