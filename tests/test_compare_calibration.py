@@ -115,6 +115,16 @@ def test_real_effects_are_found_as_often_as_the_power_predicts() -> None:
     assert abs(found - predicted) < 0.06
 
 
+def test_the_interval_covers_the_true_difference() -> None:
+    rng = np.random.default_rng(4)
+    trials, covered = 600, 0
+    for _ in range(trials):
+        one, two = right_answers(rng, 2, SEEDS)
+        interval = conclude([PairedDifferences.of(list(two - one))], RULES)[0].interval
+        covered += interval is not None and interval[0] <= 0 <= interval[1]
+    assert at_most(trials - covered, trials, RULES.alpha) and at_most(covered, trials, 0.97)
+
+
 # -- outside the textbook ---------------------------------------------------------------------------
 
 

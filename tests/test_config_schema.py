@@ -83,6 +83,10 @@ def test_no_value_is_coerced_from_another_type(key: Key) -> None:
                 config_from_mapping({key.section: {key.name: value}})
 
 
+def test_an_integer_is_a_number_for_a_float_key() -> None:
+    assert type(config_from_toml("[training]\nlr = 1").training.lr) is float
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_no_number_is_infinite_or_undefined(value: str) -> None:
     for key in all_keys():

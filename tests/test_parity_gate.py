@@ -490,12 +490,13 @@ def test_log_probs_that_are_not_finite_stop_a_run_whose_learner_has_none(
 
 
 KEPT = r"the engine kept [\d,]+ tokens where \[training\] top_k, top_p and min_p keep"
-COUNTS = [("IgnoresTopP", KEPT), ("CountsOneMore", KEPT), ("AnotherTopP", KEPT)]
+COUNTS = [("IgnoresTopP", KEPT), ("CountsOneMore", KEPT)]
+COUNTS += [("ReportsThePolicy", "engine and learner disagree"), ("AnotherTopP", KEPT)]
 COUNTS += [("CountsNothing", "does not report the tokens that")]
 
 
 @pytest.mark.parametrize(("fault", "told"), first_of(COUNTS, quick=2))
-def test_kept_counts_are_held_against_the_learners_logits(
+def test_kept_counts_and_log_probs_are_held_against_the_learners_logits(
     fault: str, told: str, parts: RunParts, engine: Any
 ) -> None:
     truncated = small(

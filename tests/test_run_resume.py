@@ -432,6 +432,7 @@ def test_every_printed_command_continues_the_run_whatever_began_it(
     )
     flags = ["my.toml", "--lr", "3e-4"]
     assert main(flags) == 0
+    assert Path("logs/my run/checkpoints/step_000001").is_dir()  # max_hours saves
     (again,) = printed_commands(capsys.readouterr().out)
     assert main(flags) == 2
     (held,) = printed_commands(capsys.readouterr().err)
