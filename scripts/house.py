@@ -50,7 +50,7 @@ BUDGETS: dict[str, int] = {
     "examples/": 2_116,
     "core/": 132,
     "bytes of the package's other files": 6_897_556,
-    "lines of tests": 49_846,
+    "lines of tests": 49_884,
     "lines of benchmarks": 5_425,
     "words of the pages": 65_847,
 }
