@@ -188,8 +188,8 @@ def _differing_at(one: StoredRun, other: StoredRun, step: int) -> Iterator[str]:
 
 
 def _unequal(ours: Json, theirs: Json, names: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Map each of the names, by default all as they are, whose two values differ to its words with
-    both values.
+    """Map each name whose two values differ to a phrase with both values. The default is all
+    names.
     """
     found = {}
     for name in names or sorted({*ours, *theirs}):
@@ -401,8 +401,8 @@ def control_label(conditions: Mapping[str, RunsBySeed], place: Path) -> str:
 def parted(
     runs: RunsBySeed, words: Callable[[StoredRun], str], expected: str
 ) -> tuple[RunsBySeed, list[tuple[str, str]]]:
-    """Return the runs that `words` describes as `expected`; and for each other group of runs its
-    seeds in words, "" for all, and its description.
+    """Split the runs by `words`: first the runs that match `expected`, then the seeds ("" for all)
+    and the description of each other group.
     """
     groups: dict[str, list[int]] = {}
     for seed, run in runs.items():

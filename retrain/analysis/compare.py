@@ -118,7 +118,7 @@ class Comparison:
 
     @property
     def evaluated(self) -> str:
-        """The sampling of held-out answers in words; "" for a training metric."""
+        """How the held-out answers were sampled; "" for a training metric."""
         return evaluated_as(self.reference) if self.reference and self.metric.k else ""
 
     @property

@@ -135,9 +135,7 @@ class CampaignRecord:
 
     @property
     def judges_losses(self) -> bool:
-        """False for the plan of an older version, which leaves out any number of failed runs, and
-        no others.
-        """
+        """False for the plan of an older version, which leaves out failed runs alone."""
         return not (self.plan and self.plan.leaves_out == "failed")
 
     @property
@@ -195,10 +193,10 @@ Seeds = dict[str, list[int]]
 def absent_runs(
     record: CampaignRecord, runs: Iterable[StoredRun], not_counted: Collection[Path]
 ) -> tuple[Seeds, Seeds, Seeds]:
-    """Return the planned runs that a comparison lacks, none without a plan: the unlisted and the
-    changed ones, the failed ones, and those to come.
+    """Return the planned runs that the comparison lacks: unlisted or changed runs, failed runs, and
+    runs to come; none without a plan.
 
-    `runs` are the runs of the manifest, and `not_counted` the folders of the changed ones.
+    `runs` are the runs of the manifest, and `not_counted` the folders of the changed runs.
     """
     found = {(run.condition, run.seed): run for run in runs if run.path not in not_counted}
     bent, failed, to_come = absent = Seeds(), Seeds(), Seeds()

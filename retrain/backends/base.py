@@ -249,7 +249,8 @@ class Backend(Offers, ABC):
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         """Return the learner's log-probs of each row's action tokens, [T] each, without gradient.
 
-        `temperature` defaults to the training temperature. It is 1 if the engine's are raw.
+        `temperature` defaults to the training temperature. It is 1 if the engine
+        reports log-probs before the temperature.
         """
 
     def reference_logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
@@ -261,10 +262,8 @@ class Backend(Offers, ABC):
     def rounded_logprobs(
         self, rows: Sequence[Row], temperature: float | None = None
     ) -> list[Float32Array] | None:
-        """Return the log-probs as `logprobs` does, in the other precision, or None without one.
-
-        The other precision of float32 is bf16, and of half precision float32. The difference shows
-        the effect of rounding on this model.
+        """Return the log-probs as `logprobs` does, in bf16 for a float32 model, else in float32; None
+        if the backend cannot. The difference shows the effect of rounding on this model.
         """
         return None
 

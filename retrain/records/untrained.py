@@ -28,7 +28,7 @@ _SKIPPED = (
 
 @dataclass
 class Streak:
-    """Sums over the newest steps of a run that trained nothing, since their number has no limit."""
+    """Sums, not lists, over the newest steps that trained nothing, because they may be many."""
 
     steps: int = 0
     completions: int = 0

@@ -70,11 +70,10 @@ Reply = tuple[str, bool, JudgeUsage]
 
 
 class ChatFailed(Exception):
-    """The judge gave no reply; the reason is a clause. `wait` gives stamina the seconds until another
-    attempt: True means its own schedule, False never.
-    """
+    """The judge gave no reply; the reason is a clause."""
 
     def __init__(self, reason: str, wait: bool | float = True) -> None:
+        """`wait` is the seconds until the next attempt; True: stamina's own schedule; False: never."""
         super().__init__(reason)
         self.wait = wait
 

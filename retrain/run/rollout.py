@@ -52,8 +52,8 @@ class Rollout:
 
     @property
     def usable_groups(self) -> list[Group]:
-        """The judged part of each group. A group drops out if the reward could not judge all of its
-        completions, and judged fewer than two.
+        """The judged part of each group, without groups that are partly unjudged and have fewer
+        than two judged completions.
         """
         parts = [(group.judged(), min(2, len(group))) for group in self.groups]
         return [part for part, least in parts if len(part) >= least]

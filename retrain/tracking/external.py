@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 FOLDER = "folder"
-"""The entry of a tracker's state that names the run's folder: a copy has another one."""
+"""The entry of a tracker's state with the run's folder; it reveals a copied run."""
 STEP_METRIC = "trainer/step"
 """The x axis of training metrics. The trackers' own step counters drop values for steps that a
 resumed run repeats.
