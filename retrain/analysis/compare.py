@@ -118,7 +118,7 @@ class Comparison:
 
     @property
     def evaluated(self) -> str:
-        """How the held-out answers were sampled; "" for a training metric."""
+        """The sampling of held-out answers; "" for a training metric."""
         return evaluated_as(self.reference) if self.reference and self.metric.k else ""
 
     @property

@@ -193,10 +193,9 @@ Seeds = dict[str, list[int]]
 def absent_runs(
     record: CampaignRecord, runs: Iterable[StoredRun], not_counted: Collection[Path]
 ) -> tuple[Seeds, Seeds, Seeds]:
-    """Return the planned runs that the comparison lacks: unlisted or changed runs, failed runs, and
-    runs to come; none without a plan.
+    """Return the planned runs that the comparison lacks: unlisted or changed, failed, to come.
 
-    `runs` are the runs of the manifest, and `not_counted` the folders of the changed runs.
+    Without a plan there are none. `runs` are the runs of the manifest, and `not_counted` the folders of the changed runs.
     """
     found = {(run.condition, run.seed): run for run in runs if run.path not in not_counted}
     bent, failed, to_come = absent = Seeds(), Seeds(), Seeds()

@@ -262,8 +262,9 @@ class Backend(Offers, ABC):
     def rounded_logprobs(
         self, rows: Sequence[Row], temperature: float | None = None
     ) -> list[Float32Array] | None:
-        """Return the log-probs as `logprobs` does, in bf16 for a float32 model, else in float32; None
-        if the backend cannot. The difference shows the effect of rounding on this model.
+        """Return the log-probs as `logprobs` does, in bf16 for a float32 model, else in float32.
+
+        None: the backend cannot. The difference shows the effect of rounding on this model.
         """
         return None
 

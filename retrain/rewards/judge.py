@@ -73,7 +73,7 @@ class ChatFailed(Exception):
     """The judge gave no reply; the reason is a clause."""
 
     def __init__(self, reason: str, wait: bool | float = True) -> None:
-        """`wait` is the seconds until the next attempt; True: stamina's own schedule; False: never."""
+        """`wait`: seconds until the next attempt. True: stamina's schedule. False: never."""
         super().__init__(reason)
         self.wait = wait
 

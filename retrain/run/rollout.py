@@ -52,9 +52,7 @@ class Rollout:
 
     @property
     def usable_groups(self) -> list[Group]:
-        """The judged part of each group, without groups that are partly unjudged and have fewer
-        than two judged completions.
-        """
+        """The judged part of each group. A partly judged group needs two judged completions."""
         parts = [(group.judged(), min(2, len(group))) for group in self.groups]
         return [part for part, least in parts if len(part) >= least]
 
