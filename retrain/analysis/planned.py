@@ -195,7 +195,8 @@ def absent_runs(
 ) -> tuple[Seeds, Seeds, Seeds]:
     """Return the planned runs that the comparison lacks: unlisted or changed, failed, to come.
 
-    Without a plan there are none. `runs` are the runs of the manifest, and `not_counted` the folders of the changed runs.
+    Without a plan there are none. `runs` are the runs of the manifest, and
+    `not_counted` the folders of the changed runs.
     """
     found = {(run.condition, run.seed): run for run in runs if run.path not in not_counted}
     bent, failed, to_come = absent = Seeds(), Seeds(), Seeds()
