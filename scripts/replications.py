@@ -1,7 +1,7 @@
 """benchmarks/results/replications: claims of papers, tried on the lab and on a real model, with
 what was predicted before the first run.
 
-    python scripts/replications.py                  # all four, each continued where it stopped
+    python scripts/replications.py                  # all of the lab, each continued where it stopped
     python scripts/replications.py nsr              # one of them
     python scripts/replications.py --pages          # the pages alone, from the runs that are there
     python scripts/replications.py nsr --smollm2 models/smollm2-135m
@@ -35,7 +35,8 @@ from retrain.types import Outcome
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "examples" / "replications"
 PAGES = ROOT / "benchmarks/results/replications"
-CLAIMS = ("luck", "nsr", "ranks", "mismatch")
+LAB = ("luck", "nsr", "ranks", "mismatch")
+CLAIMS = (*LAB, "lora-or-full")
 METRICS = {
     "nsr": ("pass@1", "pass@8", "pass@64"),
     "nsr-smollm2": ("pass@1", "pass@8", "pass@16"),
@@ -44,6 +45,8 @@ METRICS = {
 READING = "## What it says\n"
 SMOLLM2 = "-smollm2"
 """Ends the name of a replication on SmolLM2-135M: its file, its page and its folder."""
+KEPT = {"lora-or-full-smollm2": "benchmarks/results/lora-or-full"}
+"""Name -> the folder of a campaign whose records are kept; else below logs/replications."""
 LUCK = ["--evaluation-max-examples", "30", "--evaluation-samples", "10"]
 """Sample n of every problem is evaluation n: its noise is independent of the others."""
 
@@ -52,7 +55,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(CLAIMS)}; all by default")
+    parser.add_argument(
+        "names", nargs="*", help=f"of {', '.join(CLAIMS)}; by default {', '.join(LAB)}"
+    )
     parser.add_argument("--pages", action="store_true", help="write the pages, run nothing")
     parser.add_argument("--smollm2", type=Path, help="the folder of the model")
     arguments = parser.parse_args()
@@ -63,7 +68,9 @@ def main() -> None:
             f"--smollm2 {arguments.smollm2} holds no model (no config.json);"
             " scripts/get_smollm2.py writes it"
         )
-    for claim in arguments.names or CLAIMS:
+    if not arguments.smollm2 and (real := sorted(set(arguments.names) - set(LAB))):
+        parser.error(f"{', '.join(real)} has no campaign on the lab; name the model with --smollm2")
+    for claim in arguments.names or LAB:
         name, model = claim, []
         if arguments.smollm2:
             name, model = claim + SMOLLM2, ["--model", str(arguments.smollm2)]
@@ -89,7 +96,7 @@ def retrain(*words: str, shown: bool = False) -> str:
 
 def run(name: str, model: list[str]) -> None:
     """Run a replication, or continue it where it stopped."""
-    config, folder = f"examples/replications/{name}.toml", f"logs/replications/{name}"
+    config, folder = f"examples/replications/{name}.toml", _folder(name)
     if name == "luck":  # its adapter is the lab's own
         config, folder = "examples/lab.toml", "logs/lab"
     changes = model
@@ -100,6 +107,10 @@ def run(name: str, model: list[str]) -> None:
         retrain(config, *changes, shown=True)
     if luck:
         _evaluate(name, ROOT / folder)
+
+
+def _folder(name: str) -> str:
+    return KEPT.get(name, f"logs/replications/{name}")
 
 
 def _evaluate(name: str, folder: Path) -> None:
@@ -161,7 +172,7 @@ def _head(name: str) -> Iterator[str]:
 
 
 def _comparisons(name: str) -> Iterator[str]:
-    folder = f"logs/replications/{name}"
+    folder = _folder(name)
     found = {
         metric: json.loads(retrain("compare", folder, "--json", "--metric", metric))
         for metric in METRICS.get(name, ("pass@1",))

@@ -16,7 +16,7 @@ FILES = Path(__file__).resolve().parents[1] / "examples" / "replications"
 
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.toml")), ids=lambda path: path.stem)
 def test_a_replication_keeps_its_runs_where_the_program_looks_for_them(path: Path) -> None:
-    assert load_config(path, environ={}).logging.log_dir == f"logs/replications/{path.stem}"
+    assert load_config(path, environ={}).logging.log_dir == replications._folder(path.stem)
     assert path.stem.removesuffix(replications.SMOLLM2) in replications.CLAIMS
 
 
@@ -64,7 +64,11 @@ def test_the_page_of_the_real_model_keeps_what_its_reader_wrote(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["foo"], "foo is no replication; choose from luck, nsr, ranks, mismatch"),
+        (["foo"], "foo is no replication; choose from luck, nsr, ranks, mismatch, lora-or-full"),
+        (
+            ["lora-or-full"],
+            "lora-or-full has no campaign on the lab; name the model with --smollm2",
+        ),
         (
             ["nsr", "--smollm2", "/nowhere"],
             "--smollm2 /nowhere holds no model (no config.json); scripts/get_smollm2.py writes it",
