@@ -109,7 +109,7 @@ def planned_values(given: Mapping[str, Any], condition: str) -> Json:
         values.pop(f"algorithm.{mode}", None)
     values |= own
     return {
-        path: RENAMED_VALUES.get(str(value), value)
+        path: RENAMED_VALUES.get((path, str(value)), value)
         for given_path, value in values.items()
         if _is_fixed(path := ALIASES.get(given_path, given_path))
     }

@@ -28,8 +28,11 @@ ALIASES: dict[str, str] = {
     "training.dynamic_sampling": "training.max_resamples",
 }
 """Second name of a key -> its canonical name; giving both is an error."""
-RENAMED_VALUES = {"gold": "answer", "normalise_then_sum": "normalize_then_sum"}
-"""Value of 0.10 and before -> its present name."""
+RENAMED_VALUES = {
+    ("algorithm.teacher", "gold"): "answer",
+    ("reward.combine", "normalise_then_sum"): "normalize_then_sum",
+}
+"""Key and its value of 0.10 and before -> the value's present name."""
 
 
 def moved_aliases(data: Json) -> tuple[Json, list[str]]:
