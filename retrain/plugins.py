@@ -283,7 +283,7 @@ def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
     """
     from retrain.config.plan import sources_of
 
-    places = [*map(str, config._folders), *sys.path]
+    places = [*map(str, config.search_folders), *sys.path]
     every = (config, *(source.config for source in sources_of(config)))
     hashes = {}
     for _, name in chain.from_iterable(map(_dotted_names, every)):
@@ -494,7 +494,7 @@ def describe(error: BaseException) -> str:
 
 def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
     attribute = name.rpartition(".")[2]
-    folders = list(map(str, config._folders))
+    folders = list(map(str, config.search_folders))
     tried = []
     for candidate in _modules_of(name, config):
         module = _import(candidate, folders, where)

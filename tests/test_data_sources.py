@@ -339,13 +339,16 @@ def test_test_files_go_before_validation_files(tmp_path):
 @pytest.mark.parametrize("file", ["project/retrain.toml", "run/config.toml"])
 def test_a_path_stands_relative_to_the_file_and_to_where_its_run_began(tmp_path, monkeypatch, file):
     write_jsonl(tmp_path / "project" / "rows.jsonl", rows(2))
-    write_jsonl(
-        tmp_path / "run" / "environment.json",
-        [{"folders": [str(tmp_path / "gone"), str(tmp_path / "project")]}],
-    )
+    damaged = [None, 3, "\0", "\ud800", "x" * 300, [], str(tmp_path / "gone")]
+    folders = {"folders": [*damaged, str(tmp_path / "project")]}
+    environment = write_jsonl(tmp_path / "run" / "environment.json", [folders])
     (tmp_path / file).write_text('[data]\nsource = "rows.jsonl"\n')
     monkeypatch.chdir(tmp_path)
-    assert len(load_examples(load_config(tmp_path / file)).examples) == 2
+    loaded = load_config(tmp_path / file)
+    assert len(load_examples(loaded).examples) == 2
+    for folders in (None, 3, "/", {"/": 1}, [None]):
+        write_jsonl(environment, [{"folders": folders}])
+        assert loaded.search_folders == loaded.own_folders
 
 
 @pytest.mark.parametrize(
