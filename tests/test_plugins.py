@@ -3,6 +3,7 @@ gets.
 """
 
 import itertools
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -321,6 +322,22 @@ def test_the_folder_of_the_file_is_importable_from_elsewhere(
     with pytest.raises(ConfigurationError, match="exists twice") as caught:
         load_plugin("advantage", f"{name}.f", loaded)
     assert str(file) in str(caught.value)
+
+
+def test_a_copy_beside_a_runs_file_comes_before_the_original_where_the_run_began(
+    write: Callable[..., str], tmp_path: Path
+) -> None:
+    name = write("def f(rewards): return 'original'", "project")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").touch()
+    folders = {"folders": [str(tmp_path / "project")]}
+    (run / "environment.json").write_text(json.dumps(folders))
+    loaded = load_config(run / "config.toml")
+    assert load_plugin("advantage", f"{name}.f", loaded)([]) == "original"
+    write("def f(rewards): return 'copy'", "run", name)
+    sys.modules.pop(name)
+    assert load_plugin("advantage", f"{name}.f", loaded)([]) == "copy"
 
 
 def test_the_users_folder_does_not_stay_before_installed_libraries(

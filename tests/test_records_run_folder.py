@@ -9,17 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from retrain import train
+from retrain.analysis.runs import campaign_runs
 from retrain.analysis.status import overview
 from retrain.config import dump_toml, load_stored
 from retrain.errors import ConfigurationError, Interrupted, RetrainError, RunFailed, StoppedAtOnce
 from retrain.records import run_folder
 from retrain.records.run_folder import RunFolder, writer_lock
+from retrain.run.evaluate import evaluate_run
 from retrain.run.interrupts import Interrupts
 from retrain.run.loop import take_step
 from retrain.run.saver import Saver
@@ -139,6 +143,10 @@ def test_a_folder_in_a_newer_format_is_refused_in_one_sentence(tmp_path: Path) -
         folder.refuse_run(resuming=False)
     folder.config.touch()
     assert "format 99" in overview(folder.path).runs[0].note
+    (folder.path / "manifest.json").write_text('{"runs": []}')
+    for read in (campaign_runs, partial(evaluate_run, overrides={}, log=print)):
+        with pytest.raises(RunFailed, match="format 99"):
+            read(folder.path)
 
 
 def test_nothing_without_our_marker_is_ever_deleted(tmp_path: Path) -> None:
@@ -442,6 +450,16 @@ def test_a_run_holds_two_evaluations_however_many_it_made(tmp_path: Path) -> Non
             take_step(session)
         past = session.observer.past
         assert past.before and past.after and (past.before.step, past.after.step) == (0, 2)
+
+
+def test_processes_with_different_weights_save_nothing(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", training={"save_every": 1})
+    with Session.open(config, overwrite=False, skip_parity=True) as session:
+        take_step(session)
+        session.world = SimpleNamespace(size=2, gather=lambda digest: [digest, "another"])
+        with pytest.raises(RunFailed, match="different weights after step 1, so retrain saved"):
+            session.save_if_due()
+        assert not [*session.folder.checkpoints.glob("*")]
 
 
 def test_interrupting_twice_ends_at_once(tmp_path: Path) -> None:
