@@ -10,7 +10,7 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
@@ -195,7 +195,7 @@ def load_plugin(
     attempts, for a missing or ambiguous name. It does so too for code that does not load, a
     signature of another kind, or params that it cannot take.
     """
-    where = _file(config) + (key or f'{KINDS[kind].key} = "{name}"')
+    where = _where(config, key or f'{KINDS[kind].key} = "{name}"')
     installed = installed_plugins()
     own, points = dict(builtins or {}), [point for point in installed if point.name == name]
     places = ["built in"] * (name in own) + [f"entry point {place_of(point)}" for point in points]
@@ -293,7 +293,7 @@ def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
     return hashes
 
 
-def _files_of(module: str, places: Sequence[str]) -> list[Path]:
+def _files_of(module: str, places: Iterable[str]) -> list[Path]:
     """Find the files of a module. importlib.util.find_spec would import its parents, which is to
     run them.
     """
@@ -412,7 +412,7 @@ def refuse_unknown_params(
     allowed = f"it knows {', '.join(sorted(known))}" if known else "it has no parameters"
     for param in params_of(kind, config).keys() - known:
         raise ConfigurationError(
-            f"{_file(config)}{KINDS[kind].params_key} {param} is not a parameter of the built-in"
+            f"{_where(config, KINDS[kind].params_key)} {param} is not a parameter of the built-in"
             f' "{name}"; {allowed}.'
         )
 
@@ -440,7 +440,7 @@ def probe(plugin: Plugin, config: "TrainConfig", trial: Callable[[], str | None]
         note = f"{plugin.where} {problem}"
         if config.plugins.strict:
             raise ConfigurationError(
-                f"{_file(config)}{note}; fix it, or set [plugins] strict = false to get only a"
+                f"{_where(config, note)}; fix it, or set [plugins] strict = false to get only a"
                 " warning."
             ) from error
         note = f"{note}; the run continues because [plugins] strict = false."
@@ -515,7 +515,7 @@ def _import(name: str, folders: Sequence[str], where: str) -> ModuleType | None:
     """Import a module; None if there is none of that name."""
     with _importable(folders), user_code(f"{where}: importing {name}", ConfigurationError):
         # The folders where a run began come later, and may hold the original of a copied file.
-        existing = _files_of(name, [*dict.fromkeys(folders[:2])])
+        existing = _files_of(name, dict.fromkeys(folders[:2]))
         if len(existing) > 1:
             raise ConfigurationError(
                 f"{where} exists twice, in {existing[0]} and {existing[1]}; rename one."
@@ -607,6 +607,10 @@ def source_arguments(
     return given
 
 
-def _file(config: "TrainConfig") -> str:
-    """Begin a sentence with the configuration's file, if there is one."""
-    return f"{config.source_path}: " if config.source_path else ""
+def _where(config: "TrainConfig", sentence: str) -> str:
+    """Put the flag or variable of its first key before a sentence, else the file, if there is
+    one.
+    """
+    origin = config._provenance.origins.get(_path(sentence.partition(" = ")[0]), "file")
+    place = config.source_path if origin == "file" else origin
+    return f"{place}: {sentence}" if place else sentence

@@ -340,6 +340,19 @@ def test_a_copy_beside_a_runs_file_comes_before_the_original_where_the_run_began
     assert load_plugin("advantage", f"{name}.f", loaded)([]) == "copy"
 
 
+def test_an_error_names_the_place_that_gave_the_plugin(write: Callable[..., str]) -> None:
+    short, file = write("def f(rewards): return []"), Path("mine.toml")
+    file.touch()
+    for argv, key in (
+        (("--advantage-mode", "absent.f"), "[algorithm] advantage_mode"),
+        (("--advantage-mode", f"{short}.f"), "[algorithm] advantage_mode"),
+        (("--advantage-params", "{x = 1}"), "[algorithm.advantage_params]"),
+    ):
+        assert refused(load_config(file, argv)).startswith(f"flag {argv[0]}: {key}")
+    file.write_text('[algorithm]\nadvantage_mode = "absent.f"')
+    assert refused(load_config(file)).startswith("mine.toml: [algorithm]")
+
+
 def test_the_users_folder_does_not_stay_before_installed_libraries(
     write: Callable[..., str], tmp_path: Path
 ) -> None:

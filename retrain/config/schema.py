@@ -232,7 +232,11 @@ class TrainConfig(AllSections):
         with suppress(OSError, RunFailed, IndexError):
             began = read_object(folders[1] / "environment.json").get("folders")
             if isinstance(began, list):
-                folders += [Path(name) for name in began if _can_enter(name)]
+                folders += [
+                    Path(name)
+                    for name in filter(is_path_text, began)
+                    if os.path.isdir(name) and os.access(name, os.X_OK)  # noqa: PTH112
+                ]
         return folders
 
     @property
@@ -251,9 +255,3 @@ class TrainConfig(AllSections):
             path: given.get(path, "file") if self.is_set(path) else unset.get(path, "default")
             for path in keys_by_path()
         }
-
-
-def _can_enter(name: Any) -> bool:
-    with suppress(ValueError):  # a surrogate
-        return is_path_text(name) and os.access(name, os.X_OK)
-    return False

@@ -70,12 +70,8 @@ class KeyLocation:
         """Return the place of a violation's keys: the first flag or variable among them, else the
         file.
         """
-        above = [
-            self.provenance.origins[path]
-            for path in paths
-            if self.provenance.origins.get(path, "file") != "file"
-        ]
-        return above[0] if above else self.file
+        given = map(self.provenance.origins.get, paths)
+        return next((one for one in given if one and one != "file"), self.file)
 
     @property
     def file(self) -> str:

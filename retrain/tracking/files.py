@@ -84,9 +84,9 @@ class RunFiles(Tracker):
         environment = describe_environment(device)
         environment = self._redactor.json(environment) | {
             "command": self._redactor.arguments(environment["command"]),
+            # Not masked: hashes under names that may look like a secret's.
+            "code": code_of(self._config),
         }
-        # Not masked: hashes under names that may look like a secret's.
-        environment["code"] = code_of(self._config)
         if self._folder.environment.exists():
             first = read_object(self._folder.environment)
             before = first.get("resumed")
