@@ -217,6 +217,7 @@ def test_a_folder_that_a_plugin_makes_twice_is_not_called_a_file(tmp_path: Path)
         ("eval_temperature", "--evaluation-temperature"),
         ("clip-hihg", "--loss-clip-high"),
         ("adam_eps", "--eps"),
+        ("source", "--data-source"),
         # Of the earlier project.
         ("bp-ema-decay", "--backpressure-ema-decay"),
         ("bp-enabled", "--backpressure-enabled"),

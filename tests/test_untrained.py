@@ -24,8 +24,8 @@ def step(**values: Any) -> StepRecord:
     """A step of two groups of four that trained nothing; all wrong unless told otherwise."""
     shape = {"num_datums": 0, "batch_size": 2, "group_size": 4, "truncated_fraction": 0.0}
     rewards = {"mean_reward": 0.0, "reward_std": 0.0, "informative_fraction": 0.0}
-    counts = skipped(0, 2, 0) | {"groups_identical": 0}
-    return StepRecord(step=0, condition="a+b", **(shape | rewards | counts | values))
+    counts = skipped(0, 2, 0) | {"groups_identical": 0, "condition": "a+b"}
+    return StepRecord(step=0, **(shape | rewards | counts | values))
 
 
 def skipped(right: int, wrong: int, other: int) -> dict[str, int]:
@@ -57,6 +57,7 @@ CAUSES: list[tuple[str, dict[str, Any]]] = [
         "none of 24 completions could be judged",
         {"mean_reward": None, "reward_std": None, "groups_skipped_other": 2},
     ),
+    ('advantage_mode = "none" gives no credit; set another', {"condition": "none+gtpo_sepa"}),
     ("were cut", {CUT: 1.0, "groups_identical": 2}),  # as short beginnings are
     ("the completions of each group are the same, token by token", {"groups_identical": 2}),
     (
