@@ -254,10 +254,7 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(name: str, flag: str) -
             r"learning_rate is not a key of a condition; did you mean training\.lr\?",
         ),
         ("[training]\ngamma = 1.0", r"\[training\] gamma is not a key; there is no critic"),
-        (
-            '[training]\nscale_rewards = "group"',
-            r'"grpo_std" for "group" or true, "grpo" for "no',
-        ),
+        ('[training]\nscale_rewards = "group"', r'"grpo_std" for "group" or true, "grpo" for "no'),
         ('[loss]\nloss_type = "bnpo"', r'"token_mean" for "bnpo" or "dapo", and "const'),
         ("[optimizer]\nepsilon = 1", r"epsilon is not a key; did you mean eps\?"),
         ("[loss]\nepsilon = 1", r"epsilon is not a key; did you mean clip_low\?"),

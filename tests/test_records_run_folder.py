@@ -20,7 +20,14 @@ from retrain import train
 from retrain.analysis.runs import campaign_runs
 from retrain.analysis.status import overview
 from retrain.config import dump_toml, load_stored
-from retrain.errors import ConfigurationError, Interrupted, RetrainError, RunFailed, StoppedAtOnce
+from retrain.errors import (
+    ConfigurationError,
+    EnvironmentFailure,
+    Interrupted,
+    RetrainError,
+    RunFailed,
+    StoppedAtOnce,
+)
 from retrain.records import run_folder
 from retrain.records.run_folder import RunFolder, writer_lock
 from retrain.run.evaluate import evaluate_run
@@ -255,22 +262,16 @@ def test_one_signal_saves_and_exits_with_its_code(
     tmp_path: Path, number: signal.Signals, code: int, start: Any
 ) -> None:
     folder, file = tmp_path / "run", tmp_path / "run.toml"
-    file.write_text(
-        dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})), encoding="utf-8"
-    )
-    command, environment = (
-        [sys.executable, "-m", "retrain", str(file), "--skip-parity"],
-        os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    process = start(command, env=environment)
+    file.write_text(dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})))
+    command = [sys.executable, "-m", "retrain", str(file), "--skip-parity"]
+    process = start(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     wait_for_lines(folder / "metrics.jsonl", 2, process)
     process.send_signal(signal.SIGUSR1)  # saves and goes on
     deadline = time.monotonic() + 60
     while not list((folder / "checkpoints").glob("step_*")) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert process.poll() is None
-    saved = len(list((folder / "checkpoints").glob("step_*")))
-    assert saved == 1
+    assert len(list((folder / "checkpoints").glob("step_*"))) == 1
     wait_for_lines(folder / "metrics.jsonl", len(lines(folder / "metrics.jsonl")) + 2, process)
     process.send_signal(number)
     _, error = process.communicate(timeout=120)
@@ -282,9 +283,7 @@ def test_one_signal_saves_and_exits_with_its_code(
 
 def test_a_terminal_that_closes_saves_as_sigterm_does(tmp_path: Path) -> None:
     folder, file = tmp_path / "run", tmp_path / "run.toml"
-    file.write_text(
-        dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})), encoding="utf-8"
-    )
+    file.write_text(dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})))
     assert hang_up(file, folder) == 129
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("interrupted", "Interrupted by SIGHUP.")
@@ -341,17 +340,13 @@ def test_rows_are_on_the_disk_before_their_checkpoint_is_sealed(
     rows = {"metrics.jsonl", "evaluation.jsonl", "steps.jsonl", "generations.jsonl"}
     assert rows | {"emergence", ".tmp-step_0.safetensors"} <= {*before}
     state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
-    assert (
-        state["files"]["metrics.jsonl"]["size"]
-        == (tmp_path / "run" / "metrics.jsonl").stat().st_size
-    )
+    size = (tmp_path / "run" / "metrics.jsonl").stat().st_size
+    assert state["files"]["metrics.jsonl"]["size"] == size
 
 
 def test_a_refused_row_is_tried_again_and_the_third_time_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from retrain.errors import EnvironmentFailure
-
     real, refused = os.write, 1
 
     def write(descriptor: int, data: bytes) -> int:
@@ -371,12 +366,8 @@ def test_a_refused_row_is_tried_again_and_the_third_time_stops_the_run(
     ):
         quiet_run(tmp_path / "always", training={"max_steps": 9, "save_every": 9})
     refused = 0
-    resumed = small(
-        tmp_path / "always",
-        training={"max_steps": 2, "save_every": 9},
-        resume={"from": str(tmp_path / "always")},
-    )
-    small_run(resumed, quiet=True)
+    resume, training = {"from": str(tmp_path / "always")}, {"max_steps": 2, "save_every": 9}
+    quiet_run(tmp_path / "always", training=training, resume=resume)
     assert [line["step"] for line in lines(tmp_path / "always" / "metrics.jsonl")] == [0, 1]
 
 
@@ -391,7 +382,6 @@ def test_a_failed_save_is_tried_again_and_the_third_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from retrain.backends.local.backend import LocalBackend
-    from retrain.errors import EnvironmentFailure
 
     calls = []
 
@@ -409,15 +399,13 @@ def test_a_failed_save_is_tried_again_and_the_third_stops_the_run(
 def test_a_disk_that_fills_up_stops_the_run_in_a_sentence_and_room_lets_it_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_files: None
 ) -> None:
-    from retrain.errors import EnvironmentFailure
     from retrain.records.checkpoint import CheckpointStore
 
     def no_room(store: CheckpointStore, *_: object) -> None:
         raise OSError(27, "File too large")
 
-    monkeypatch.setattr(
-        CheckpointStore, "rehearse", lambda store, size: None
-    )  # it was not full when the run began
+    # It was not full when the run began.
+    monkeypatch.setattr(CheckpointStore, "rehearse", lambda store, size: None)
     sections = {"training": {"max_steps": 3, "save_every": 1}}
     told = r"cannot write the checkpoint of step 3 .* File too large, 3 times in a row"
     with pytest.raises(EnvironmentFailure, match=told):

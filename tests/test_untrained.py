@@ -40,10 +40,7 @@ SOLVED = step(**skipped(2, 0, 0), mean_reward=1.0)
 FOUND = "answer_found_rate"
 CUT = "truncated_fraction"
 CAUSES: list[tuple[str, dict[str, Any]]] = [
-    (
-        r"nothing: 0 of 24 completions hold \boxed{}; unless the prompts ask for one, set",
-        {FOUND: 0.0},
-    ),
+    (r"nothing: 0 of 24 completions hold \boxed{}; unless the prompts ask for", {FOUND: 0.0}),
     (r"; unless the prompts ask for one, set [data] prompt", {FOUND: 0.0}),
     (r"\boxed{}.'; a box in a thought does not count.", {FOUND: 0.0}),
     (r": 0 of 24 completions hold \boxed{}, 12 were cut at [training]", {FOUND: 0.0, CUT: 0.5}),

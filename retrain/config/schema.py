@@ -169,8 +169,8 @@ class TrainConfig(AllSections):
     def with_(self, **values: Any) -> "TrainConfig":
         """Return the configuration with other values, as in `config.with_(reward_type="math")`.
 
-        A value has the name of its flag. Raises ConfigurationError for an unknown name and for a
-        wrong value.
+        A value has the name of its flag. Raises ConfigurationError for an unknown name or a wrong
+        value.
         """
         return self._changed(values)
 
@@ -220,15 +220,14 @@ class TrainConfig(AllSections):
 
     @property
     def own_folders(self) -> list[Path]:
-        """The current folder, and the folder of its file."""
+        """The current folder and that of its file."""
         return [Path.cwd(), *([self.source_path.resolve().parent] if self.source_path else [])]
 
     @property
     def search_folders(self) -> list[Path]:
-        """The places of its relative sources and plugins: its own folders. The file of a run adds
-        the folders of its start that this user can enter.
-        """
+        """The places of its relative sources and plugins."""
         folders = self.own_folders
+        # The file of a run adds the folders of its start that this user can enter.
         with suppress(OSError, RunFailed, IndexError):
             began = read_object(folders[1] / "environment.json").get("folders")
             if isinstance(began, list):

@@ -25,8 +25,8 @@ _SKIPPED = (
     " [training] lr"
 )
 _NO_CREDIT = (
-    '[algorithm] advantage_mode = "none" gives no credit; set another, or a transform that gives'
-    ' credit: "distill" with a teacher other than the policy, or a plugin'
+    '[algorithm] advantage_mode = "none" gives no credit; set another, or transform_mode'
+    ' "distill" with a teacher other than the policy, or a plugin'
 )
 
 
