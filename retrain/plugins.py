@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import EntryPoint
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -197,7 +197,7 @@ def load_plugin(
     """
     where = _where(config, key or f'{KINDS[kind].key} = "{name}"')
     installed = installed_plugins()
-    own, points = dict(builtins or {}), [point for point in installed if point.name == name]
+    own, points = builtins or {}, [point for point in installed if point.name == name]
     places = ["built in"] * (name in own) + [f"entry point {place_of(point)}" for point in points]
     if len(places) > 1:
         raise ConfigurationError(
@@ -287,8 +287,8 @@ def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
     every = (config, *(source.config for source in sources_of(config)))
     hashes = {}
     for _, name in chain.from_iterable(map(_dotted_names, every)):
-        files = chain.from_iterable(_files_of(one, places) for one in _modules_of(name, config))
-        for file in islice(files, 1):
+        files = [file for one in _modules_of(name, config) for file in _files_of(one, places)]
+        for file in files[:1]:
             hashes[name] = hashlib.sha256(file.read_bytes()).hexdigest()
     return hashes
 
@@ -344,7 +344,7 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
     """
     expected, signature = KINDS[kind], _signature(function)
     parameters = list(signature.parameters.values())
-    names = [parameter.name for parameter in parameters]
+    names = [*signature.parameters]
     # The name of the first parameter decides between one completion and a group of completions.
     group = expected.group
     if group is not None and names[:1] != [group.inputs[0]]:
@@ -581,8 +581,7 @@ def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
 
 
 def _check_class(plugin: Any, base_path: str, where: str, what: str) -> None:
-    base: type = imported(base_path)
-    derives = inspect.isclass(plugin) and issubclass(plugin, base)
+    derives = inspect.isclass(plugin) and issubclass(plugin, imported(base_path))
     if not derives:
         raise ConfigurationError(f"{where} is {what}, and must be a subclass of {base_path}.")
     if inspect.isabstract(plugin):

@@ -279,9 +279,7 @@ def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
     """Return the candidate closest to a mistyped word in any case, or None if none is close."""
     names = {name.lower(): name for name in candidates}
     close = get_close_matches(word[:_MAX_CHARACTERS].lower(), names, n=1, cutoff=cutoff)
-    if close:
-        return names[close[0]]
-    return None
+    return names[close[0]] if close else None
 
 
 _MAX_CHARACTERS = 100

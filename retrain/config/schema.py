@@ -220,7 +220,7 @@ class TrainConfig(AllSections):
 
     @property
     def own_folders(self) -> list[Path]:
-        """The current folder and that of its file."""
+        """The current folder, and the folder of its file."""
         return [Path.cwd(), *([self.source_path.resolve().parent] if self.source_path else [])]
 
     @property

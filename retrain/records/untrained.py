@@ -160,9 +160,7 @@ def _cause(newest: StepRecord, streak: Streak, known: str) -> str:
             f"{seen}; unless the prompts ask for one, set [data] prompt_template ="
             f" {ASKING_TEMPLATE}; a box in a thought does not count"
         )
-    if constant and not boxed:
-        return _alike(total, 0.0)
-    return _no_difference(sums, seen)
+    return _alike(total, 0.0) if constant and not boxed else _no_difference(sums, seen)
 
 
 def _no_difference(sums: Counter[str], seen: str) -> str:
