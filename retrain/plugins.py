@@ -10,13 +10,13 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import EntryPoint
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -195,9 +195,9 @@ def load_plugin(
     attempts, for a missing or ambiguous name. It does so too for code that does not load, a
     signature of another kind, or params that it cannot take.
     """
-    where = _file(config) + (key or f'{KINDS[kind].key} = "{name}"')
+    where = _where(config, key or f'{KINDS[kind].key} = "{name}"')
     installed = installed_plugins()
-    own, points = dict(builtins or {}), [point for point in installed if point.name == name]
+    own, points = builtins or {}, [point for point in installed if point.name == name]
     places = ["built in"] * (name in own) + [f"entry point {place_of(point)}" for point in points]
     if len(places) > 1:
         raise ConfigurationError(
@@ -283,17 +283,17 @@ def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
     """
     from retrain.config.plan import sources_of
 
-    places = [*map(str, config._folders), *sys.path]
+    places = [*map(str, config.search_folders), *sys.path]
     every = (config, *(source.config for source in sources_of(config)))
     hashes = {}
     for _, name in chain.from_iterable(map(_dotted_names, every)):
-        files = chain.from_iterable(_files_of(one, places) for one in _modules_of(name, config))
-        for file in islice(files, 1):
+        files = [file for one in _modules_of(name, config) for file in _files_of(one, places)]
+        for file in files[:1]:
             hashes[name] = hashlib.sha256(file.read_bytes()).hexdigest()
     return hashes
 
 
-def _files_of(module: str, places: Sequence[str]) -> list[Path]:
+def _files_of(module: str, places: Iterable[str]) -> list[Path]:
     """Find the files of a module. importlib.util.find_spec would import its parents, which is to
     run them.
     """
@@ -344,7 +344,7 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
     """
     expected, signature = KINDS[kind], _signature(function)
     parameters = list(signature.parameters.values())
-    names = [parameter.name for parameter in parameters]
+    names = [*signature.parameters]
     # The name of the first parameter decides between one completion and a group of completions.
     group = expected.group
     if group is not None and names[:1] != [group.inputs[0]]:
@@ -412,7 +412,7 @@ def refuse_unknown_params(
     allowed = f"it knows {', '.join(sorted(known))}" if known else "it has no parameters"
     for param in params_of(kind, config).keys() - known:
         raise ConfigurationError(
-            f"{_file(config)}{KINDS[kind].params_key} {param} is not a parameter of the built-in"
+            f"{_where(config, KINDS[kind].params_key)} {param} is not a parameter of the built-in"
             f' "{name}"; {allowed}.'
         )
 
@@ -440,7 +440,7 @@ def probe(plugin: Plugin, config: "TrainConfig", trial: Callable[[], str | None]
         note = f"{plugin.where} {problem}"
         if config.plugins.strict:
             raise ConfigurationError(
-                f"{_file(config)}{note}; fix it, or set [plugins] strict = false to get only a"
+                f"{_where(config, note)}; fix it, or set [plugins] strict = false to get only a"
                 " warning."
             ) from error
         note = f"{note}; the run continues because [plugins] strict = false."
@@ -494,7 +494,7 @@ def describe(error: BaseException) -> str:
 
 def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
     attribute = name.rpartition(".")[2]
-    folders = list(map(str, config._folders))
+    folders = list(map(str, config.search_folders))
     tried = []
     for candidate in _modules_of(name, config):
         module = _import(candidate, folders, where)
@@ -515,7 +515,7 @@ def _import(name: str, folders: Sequence[str], where: str) -> ModuleType | None:
     """Import a module; None if there is none of that name."""
     with _importable(folders), user_code(f"{where}: importing {name}", ConfigurationError):
         # The folders where a run began come later, and may hold the original of a copied file.
-        existing = _files_of(name, [*dict.fromkeys(folders[:2])])
+        existing = _files_of(name, dict.fromkeys(folders[:2]))
         if len(existing) > 1:
             raise ConfigurationError(
                 f"{where} exists twice, in {existing[0]} and {existing[1]}; rename one."
@@ -581,8 +581,7 @@ def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
 
 
 def _check_class(plugin: Any, base_path: str, where: str, what: str) -> None:
-    base: type = imported(base_path)
-    derives = inspect.isclass(plugin) and issubclass(plugin, base)
+    derives = inspect.isclass(plugin) and issubclass(plugin, imported(base_path))
     if not derives:
         raise ConfigurationError(f"{where} is {what}, and must be a subclass of {base_path}.")
     if inspect.isabstract(plugin):
@@ -607,6 +606,10 @@ def source_arguments(
     return given
 
 
-def _file(config: "TrainConfig") -> str:
-    """Begin a sentence with the configuration's file, if there is one."""
-    return f"{config.source_path}: " if config.source_path else ""
+def _where(config: "TrainConfig", sentence: str) -> str:
+    """Put the flag or variable of its first key before a sentence, else the file, if there is
+    one.
+    """
+    origin = config._provenance.origins.get(_path(sentence.partition(" = ")[0]), "file")
+    place = config.source_path if origin == "file" else origin
+    return f"{place}: {sentence}" if place else sentence

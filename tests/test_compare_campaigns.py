@@ -567,6 +567,7 @@ seeds = [1, 2]
 
 
 def test_keys_and_values_that_a_campaign_of_0_10_gave_are_held_against_todays_names() -> None:
-    given = {"algorithm": {"reference": "gold"}, "training": {"dynamic_sampling": 2}}
-    found = planned_values(given, "maxrl+none")
+    given = {"algorithm": {"reference": "gold"}, "data": {"path": "gold"}}
+    found = planned_values(given | {"training": {"dynamic_sampling": 2}}, "maxrl+none")
+    assert found.pop("data.path") == "gold"  # a path, not a teacher
     assert found == {"algorithm.teacher": "answer", "training.max_resamples": 2}

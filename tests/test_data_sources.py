@@ -57,12 +57,11 @@ def prompts_of(loaded):
 
 # ---- MATH and GSM8K
 
+MATH = config(source="math", path=str(SAMPLES / "math_test.jsonl"))
+
 
 def test_math_takes_its_five_subjects_and_says_the_true_count():
-    train = load_examples(config(source="math", path=str(SAMPLES / "math_test.jsonl")))
-    held_out = load_examples(
-        config(source="math", path=str(SAMPLES / "math_test.jsonl")), "heldout"
-    )
+    train, held_out = load_examples(MATH), load_examples(MATH, "heldout")
     subjects = {example.info["type"] for example in (*train.examples, *held_out.examples)}
     assert subjects == set(MATH_SUBJECTS.values())
     assert len(train.examples) + len(held_out.examples) == 14
@@ -70,15 +69,13 @@ def test_math_takes_its_five_subjects_and_says_the_true_count():
 
 
 def test_a_copy_with_one_split_holds_out_a_part_that_is_never_trained_on_and_says_so():
-    one_split = config(source="math", path=str(SAMPLES / "math_test.jsonl"))
-    train, held_out = load_examples(one_split), load_examples(one_split, "heldout")
+    train, held_out = load_examples(MATH), load_examples(MATH, "heldout")
     assert not set(prompts_of(train)) & set(prompts_of(held_out))
     assert any("one problem in 10" in note and "never trains on it" in note for note in train.notes)
 
 
 def test_math_references_are_the_last_box_of_the_solution():
-    train = load_examples(config(source="math", path=str(SAMPLES / "math_test.jsonl")))
-    for example in train.examples:
+    for example in load_examples(MATH).examples:
         assert f"boxed{{{example.reference}}}" in example.info["solution"]
 
 
@@ -215,10 +212,8 @@ def test_a_key_that_a_row_gives_twice_is_said(tmp_path):
 )
 def test_csv_and_a_json_list_are_answered_with_the_form_that_is_read(tmp_path, text):
     (tmp_path / "rows.csv").write_text(text)
-    with pytest.raises(
-        ConfigurationError,
-        match=r"not a JSON object \(.*line 1\); convert it: .* one JSON object per line",
-    ):
+    told = r"not a JSON object \(.*line 1\); convert it: .* one JSON object per line"
+    with pytest.raises(ConfigurationError, match=told):
         load_examples(config(source=str(tmp_path / "rows.csv")))
 
 
@@ -256,9 +251,8 @@ def test_the_numbers_of_a_parquet_column_are_written_as_those_of_a_file(tmp_path
 def test_an_answer_inside_a_column_is_named_with_a_dot(tmp_path):
     row = {"prompt": "x", "reward_model": {"style": "rule", "ground_truth": 4.0}}
     path = write_jsonl(tmp_path / "rows.jsonl", [row, row | {"reward_model": None}])
-    with pytest.raises(
-        ConfigurationError, match=r'set \[data\] answer_column = "reward_model\.ground_truth"\.'
-    ):
+    told = r'set \[data\] answer_column = "reward_model\.ground_truth"\.'
+    with pytest.raises(ConfigurationError, match=told):
         load_examples(config(source=str(path)))
     nested = config(source=str(path), answer_column="reward_model.ground_truth")
     loaded = load_examples(nested)
@@ -306,14 +300,11 @@ def test_parquet_is_read_like_jsonl(tmp_path):
 
     write_jsonl(tmp_path / "a" / "rows.jsonl", rows(5))
     parquet.write_table(pyarrow.Table.from_pylist(rows(5)), tmp_path / "rows.parquet")
-    assert (
-        load_examples(config(source=str(tmp_path / "rows.parquet"))).examples
-        == load_examples(config(source=str(tmp_path / "a"))).examples
-    )
+    one, other = (load_examples(config(source=str(tmp_path / at))) for at in ("rows.parquet", "a"))
+    assert one.examples == other.examples
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
-    with pytest.raises(
-        ConfigurationError, match=r"not a readable parquet file \(.*[^.]\); write it again"
-    ):
+    told = r"not a readable parquet file \(.*[^.]\); write it again"
+    with pytest.raises(ConfigurationError, match=told):
         load_examples(config(source=str(tmp_path / "torn.parquet")))
 
 
@@ -339,13 +330,16 @@ def test_test_files_go_before_validation_files(tmp_path):
 @pytest.mark.parametrize("file", ["project/retrain.toml", "run/config.toml"])
 def test_a_path_stands_relative_to_the_file_and_to_where_its_run_began(tmp_path, monkeypatch, file):
     write_jsonl(tmp_path / "project" / "rows.jsonl", rows(2))
-    write_jsonl(
-        tmp_path / "run" / "environment.json",
-        [{"folders": [str(tmp_path / "gone"), str(tmp_path / "project")]}],
-    )
+    damaged = [None, 3, "\0", "\ud800", "x" * 300, [], str(tmp_path / "gone")]
+    folders = {"folders": [*damaged, str(tmp_path / "project")]}
+    environment = write_jsonl(tmp_path / "run" / "environment.json", [folders])
     (tmp_path / file).write_text('[data]\nsource = "rows.jsonl"\n')
     monkeypatch.chdir(tmp_path)
-    assert len(load_examples(load_config(tmp_path / file)).examples) == 2
+    loaded = load_config(tmp_path / file)
+    assert len(load_examples(loaded).examples) == 2
+    for folders in (None, 3, "/", {"/": 1}, [None]):
+        write_jsonl(environment, [{"folders": folders}])
+        assert loaded.search_folders == loaded.own_folders
 
 
 @pytest.mark.parametrize(
@@ -410,8 +404,7 @@ def test_max_examples_takes_a_fixed_subset_spread_over_the_set(tmp_path):
         set(prompts_of(load_examples(config(source=path, max_examples=count))))
         for count in (20, 60)
     )
-    assert len(few) == 20
-    assert few < more
+    assert len(few) == 20 and few < more
     levels = sorted(int(prompt.partition("+")[0]) for prompt in few)
     assert levels[0] < 60 and levels[-1] >= 140
 
@@ -464,10 +457,8 @@ def test_a_plugin_with_a_split_has_held_out_examples_of_its_own(plugin):
 
 
 def test_an_id_that_occurs_twice_is_said(plugin):
-    assert any(
-        "Examples that share their example_id" in note
-        for note in load_examples(config(source="my_data.both")).notes
-    )
+    notes = load_examples(config(source="my_data.both")).notes
+    assert any("Examples that share their example_id" in note for note in notes)
 
 
 def test_what_a_plugin_leaves_out_is_dropped_like_a_row(plugin):
@@ -535,23 +526,12 @@ def test_without_a_network_a_hub_set_is_one_sentence_and_a_local_one_works(tmp_p
     """
     write_jsonl(tmp_path / "nobody" / "sums" / "train.jsonl", rows(2))
     write_jsonl(tmp_path / "nobody" / "sums" / "validation.jsonl", rows(1, 5))
-    environment = os.environ | {
-        "HOME": str(tmp_path),
-        "HF_ENDPOINT": "http://127.0.0.1:9",
-        "HF_HOME": str(tmp_path / "cache"),
-    }
-    environment.pop(
-        "HF_HUB_OFFLINE", None
-    )  # another test of this process may have found no hub and gone offline
-    command = [
-        sys.executable,
-        "-c",
-        HUB,
-        "hub:nobody/sums",
-        "hub:nobody/sums::validation",
-        "hub:nobody/absent",
-        "math",
-    ]
+    places = {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "cache")}
+    environment = os.environ | places | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    # Another test of this process may have found no hub and gone offline.
+    environment.pop("HF_HUB_OFFLINE", None)
+    sources = ["hub:nobody/sums", "hub:nobody/sums::validation", "hub:nobody/absent", "math"]
+    command = [sys.executable, "-c", HUB, *sources]
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )

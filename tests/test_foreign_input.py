@@ -217,6 +217,7 @@ def test_a_folder_that_a_plugin_makes_twice_is_not_called_a_file(tmp_path: Path)
         ("eval_temperature", "--evaluation-temperature"),
         ("clip-hihg", "--loss-clip-high"),
         ("adam_eps", "--eps"),
+        ("source", "--data-source"),
         # Of the earlier project.
         ("bp-ema-decay", "--backpressure-ema-decay"),
         ("bp-enabled", "--backpressure-enabled"),
@@ -253,10 +254,7 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(name: str, flag: str) -
             r"learning_rate is not a key of a condition; did you mean training\.lr\?",
         ),
         ("[training]\ngamma = 1.0", r"\[training\] gamma is not a key; there is no critic"),
-        (
-            '[training]\nscale_rewards = "group"',
-            r'"grpo_std" for "group" or true, "grpo" for "no',
-        ),
+        ('[training]\nscale_rewards = "group"', r'"grpo_std" for "group" or true, "grpo" for "no'),
         ('[loss]\nloss_type = "bnpo"', r'"token_mean" for "bnpo" or "dapo", and "const'),
         ("[optimizer]\nepsilon = 1", r"epsilon is not a key; did you mean eps\?"),
         ("[loss]\nepsilon = 1", r"epsilon is not a key; did you mean clip_low\?"),

@@ -3,6 +3,7 @@ gets.
 """
 
 import itertools
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -31,10 +32,11 @@ from retrain.types import (
 )
 
 _numbers = itertools.count()
+Write = Callable[..., str]
 
 
 @pytest.fixture
-def write(here: Path) -> Callable[..., str]:
+def write(here: Path) -> Write:
     """Writes a module into the current folder and returns its name, new each time, because Python
     caches modules by name.
     """
@@ -96,12 +98,12 @@ def refused(configuration: TrainConfig) -> str:
         "def f(rewards): return 2 * np.array(rewards)",
     ],
 )
-def test_every_signature_of_an_advantage_is_called(source: str, write: Callable[..., str]) -> None:
+def test_every_signature_of_an_advantage_is_called(source: str, write: Write) -> None:
     source = f"import numpy as np\nfrom retrain.advantages import AdvantageContext\n{source}"
     assert run(config(advantage_mode=f"{write(source)}.f")) == [[2.0] * 3, [0.0]]
 
 
-def test_parameters_reach_the_plain_form_and_the_context(write: Callable[..., str]) -> None:
+def test_parameters_reach_the_plain_form_and_the_context(write: Write) -> None:
     plain = write("def f(rewards, params):\n    return [params['scale'] * r for r in rewards]")
     context = write("def f(ctx):\n    return [ctx.params['scale'] * r for r in ctx.rewards]")
     for name in (plain, context):
@@ -109,7 +111,7 @@ def test_parameters_reach_the_plain_form_and_the_context(write: Callable[..., st
         assert run(scaled) == [[3.0] * 3, [0.0]]
 
 
-def test_parameters_that_a_function_cannot_take_are_an_error(write: Callable[..., str]) -> None:
+def test_parameters_that_a_function_cannot_take_are_an_error(write: Write) -> None:
     name = write("def f(rewards):\n    return rewards")
     message = refused(config(advantage_mode=f"{name}.f", advantage_params={"scale": 3.0}))
     assert "takes no params" in message and "scale" in message
@@ -131,16 +133,14 @@ def test_parameters_that_a_function_cannot_take_are_an_error(write: Callable[...
     ],
 )
 def test_an_advantage_that_moves_a_group_of_equal_rewards_is_named_at_the_start(
-    source: str, named: str, write: Callable[..., str]
+    source: str, named: str, write: Write
 ) -> None:
     name = f"{write(source)}.f"
     notes = CreditPipeline(config(advantage_mode=name), lambda ids: [""] * len(ids)).notes
     assert len(notes) == bool(named) and all(named in note and name in note for note in notes)
 
 
-def test_an_advantage_that_fails_on_equal_rewards_is_refused_before_the_run(
-    write: Callable[..., str],
-) -> None:
+def test_an_advantage_that_fails_on_equal_rewards_is_refused_before_the_run(write: Write) -> None:
     name = write("def f(rewards): return [r / (max(rewards) - min(rewards)) for r in rewards]")
     said = refused(config(advantage_mode=f"{name}.f"))
     assert "fails on a small example (ZeroDivisionError" in said
@@ -162,7 +162,7 @@ def make_params(params):
 """
 
 
-def test_a_transform_factory_gives_a_spec_that_acts(write: Callable[..., str]) -> None:
+def test_a_transform_factory_gives_a_spec_that_acts(write: Write) -> None:
     name = write(SHIFT)
     shifted = run(config(transform_mode=f"{name}.make", advantage_mode="grpo"), lam=1.0)
     # All three tokens are planning, one completion has none.
@@ -171,7 +171,7 @@ def test_a_transform_factory_gives_a_spec_that_acts(write: Callable[..., str]) -
     assert run(config(**scaled, advantage_mode="grpo")) == [[2.0] * 3, [-2.0]]
 
 
-def test_a_transform_of_the_context_gives_token_advantages(write: Callable[..., str]) -> None:
+def test_a_transform_of_the_context_gives_token_advantages(write: Write) -> None:
     name = write(
         "from retrain.advantages import TransformOutput\ndef f(ctx):\n    return"
         " TransformOutput(token_advs=[[a * (1 + m) + ctx.sepa_lambda for m in row]\n               "
@@ -180,7 +180,7 @@ def test_a_transform_of_the_context_gives_token_advantages(write: Callable[..., 
     assert run(config(transform_mode=f"{name}.f", advantage_mode="grpo")) == [[1.5] * 3, [0.0]]
 
 
-def test_an_uncertainty_plugin_weighs_tokens(write: Callable[..., str]) -> None:
+def test_an_uncertainty_plugin_weighs_tokens(write: Write) -> None:
     name = write(
         "def f(logprobs):\n    return [0.0] * (len(logprobs) - 1) + [float(len(logprobs))]\ndef"
         " g(ctx):\n    return f(ctx.logprobs)"
@@ -192,7 +192,7 @@ def test_an_uncertainty_plugin_weighs_tokens(write: Callable[..., str]) -> None:
             assert found[0] == pytest.approx([0.45, 0.45, 0.6])
 
 
-def test_an_algorithm_plugin_assigns_the_whole_step(write: Callable[..., str]) -> None:
+def test_an_algorithm_plugin_assigns_the_whole_step(write: Write) -> None:
     name = write(
         "from retrain.advantages import AlgorithmOutput\ndef f(ctx):\n    return"
         " AlgorithmOutput(token_advs=[[[r + ctx.params['b']] * len(lp) for r, lp in zip(rs, lps)]\n"
@@ -218,7 +218,7 @@ def test_an_algorithm_plugin_assigns_the_whole_step(write: Callable[..., str]) -
     ],
 )
 def test_a_failed_probe_is_an_error_or_with_strict_off_a_warning(
-    body: str, problem: str, write: Callable[..., str]
+    body: str, problem: str, write: Write
 ) -> None:
     name = write(f"def f(rewards):\n    {body}")
     assert re.search(problem, refused(config(advantage_mode=f"{name}.f")))
@@ -229,16 +229,14 @@ def test_a_failed_probe_is_an_error_or_with_strict_off_a_warning(
         lenient.assign(step(), 0, 0.0)
 
 
-def test_a_plugin_that_breaks_later_stops_the_run_naming_the_group(
-    write: Callable[..., str],
-) -> None:
+def test_a_plugin_that_breaks_later_stops_the_run_naming_the_group(write: Write) -> None:
     raises = "if ctx.step == 2: raise ValueError('step two')"
     name = write(f"def f(ctx):\n    {raises}\n    return ctx.rewards")
     with pytest.raises(RunFailed, match=r"_\d+\.f\" on group 0 failed with ValueError: step two\."):
         run(config(advantage_mode=f"{name}.f"))
 
 
-def test_a_wrong_length_names_group_and_completion(write: Callable[..., str]) -> None:
+def test_a_wrong_length_names_group_and_completion(write: Write) -> None:
     name = write(
         "def f(logprobs):\n    return logprobs[:2] if len(logprobs) == 3 and logprobs[0] == -0.5"
         " else [1.0] * len(logprobs)"
@@ -247,7 +245,7 @@ def test_a_wrong_length_names_group_and_completion(write: Callable[..., str]) ->
         run(config(transform_mode="gtpo", uncertainty_kind=f"{name}.f"))
 
 
-def test_a_factory_must_return_a_spec(write: Callable[..., str]) -> None:
+def test_a_factory_must_return_a_spec(write: Write) -> None:
     name = write("def f():\n    return 3")
     assert "returned int" in refused(config(transform_mode=f"{name}.f"))
     assert "returned int" in refused(config(strict=False, transform_mode=f"{name}.f"))
@@ -274,7 +272,7 @@ def test_a_factory_must_return_a_spec(write: Callable[..., str]) -> None:
     ],
 )
 def test_a_plugin_that_cannot_be_loaded_is_one_sentence_even_when_not_strict(
-    path: str, told: str, write: Callable[..., str]
+    path: str, told: str, write: Write
 ) -> None:
     modules = {
         "broken": write("def f(:"),
@@ -300,7 +298,7 @@ def plugins_builtins() -> dict[str, Any]:
     return dict(ADVANTAGES)
 
 
-def test_search_paths_come_before_plain_imports(write: Callable[..., str]) -> None:
+def test_search_paths_come_before_plain_imports(write: Write) -> None:
     name = write("def f(rewards): return [1.0] * len(rewards)")
     assert load_plugin("advantage", f"{name}.f", config())([0.0]) == [1.0]
     first = write("def f(rewards): return [1.0] * len(rewards)")
@@ -308,9 +306,7 @@ def test_search_paths_come_before_plain_imports(write: Callable[..., str]) -> No
     assert load_plugin("advantage", f"{first}.f", config())([0.0]) == [2.0]
 
 
-def test_the_folder_of_the_file_is_importable_from_elsewhere(
-    write: Callable[..., str], tmp_path: Path
-) -> None:
+def test_the_folder_of_the_file_is_importable_from_elsewhere(write: Write, tmp_path: Path) -> None:
     name = write("def f(rewards): return [5.0] * len(rewards)", "elsewhere")
     file = tmp_path / "elsewhere" / "run.toml"
     file.write_text(f'[algorithm]\nadvantage_mode = "{name}.f"\ntransform_mode = "none"\n')
@@ -323,24 +319,49 @@ def test_the_folder_of_the_file_is_importable_from_elsewhere(
     assert str(file) in str(caught.value)
 
 
+def test_a_copy_beside_a_runs_file_comes_before_the_original_where_the_run_began(
+    write: Write, tmp_path: Path
+) -> None:
+    name = write("def f(rewards): return 'original'", "project")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").touch()
+    folders = {"folders": [str(tmp_path / "project")]}
+    (run / "environment.json").write_text(json.dumps(folders))
+    loaded = load_config(run / "config.toml")
+    assert load_plugin("advantage", f"{name}.f", loaded)([]) == "original"
+    write("def f(rewards): return 'copy'", "run", name)
+    sys.modules.pop(name)
+    assert load_plugin("advantage", f"{name}.f", loaded)([]) == "copy"
+
+
+def test_an_error_names_the_place_that_gave_the_plugin(write: Write) -> None:
+    short, file = write("def f(rewards): return []"), Path("mine.toml")
+    file.touch()
+    for argv, key in (
+        (("--advantage-mode", "absent.f"), "[algorithm] advantage_mode"),
+        (("--advantage-mode", f"{short}.f"), "[algorithm] advantage_mode"),
+        (("--advantage-params", "{x = 1}"), "[algorithm.advantage_params]"),
+    ):
+        assert refused(load_config(file, argv)).startswith(f"flag {argv[0]}: {key}")
+    file.write_text('[algorithm]\nadvantage_mode = "absent.f"')
+    assert refused(load_config(file)).startswith("mine.toml: [algorithm]")
+
+
 def test_the_users_folder_does_not_stay_before_installed_libraries(
-    write: Callable[..., str], tmp_path: Path
+    write: Write, tmp_path: Path
 ) -> None:
     name = write("def f(rewards): return rewards")
     load_plugin("advantage", f"{name}.f", config())
-    assert sys.path[0] != str(tmp_path)
-    assert str(tmp_path) in sys.path
+    assert sys.path[0] != str(tmp_path) and str(tmp_path) in sys.path
 
 
 def test_entry_points_are_found_and_a_name_found_twice_is_an_error(
-    write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = write("def f(rewards): return [7.0] * len(rewards)")
     monkeypatch.syspath_prepend(".")
-    installed = [
-        EntryPoint("median", f"{name}:f", "retrain.plugins"),
-        EntryPoint("grpo", f"{name}:f", "retrain.plugins"),
-    ]
+    installed = [EntryPoint(one, f"{name}:f", "retrain.plugins") for one in ("median", "grpo")]
     monkeypatch.setattr(plugins, "installed_plugins", lambda: installed)
     assert load_plugin("advantage", "median", config(), plugins_builtins())([0.0]) == [7.0]
     with pytest.raises(ConfigurationError, match="exists twice"):
@@ -356,7 +377,7 @@ def test_entry_points_are_found_and_a_name_found_twice_is_an_error(
 # -- the other kinds -------------------------------------------------------------------------------
 
 
-def test_a_reward_tells_which_keywords_it_takes(write: Callable[..., str]) -> None:
+def test_a_reward_tells_which_keywords_it_takes(write: Write) -> None:
     name = write(
         "def plain(response, reference): return 1.0\n"
         "async def rich(response, reference, *, prompt, example, params): return 1.0\n"
@@ -373,7 +394,7 @@ def test_a_reward_tells_which_keywords_it_takes(write: Callable[..., str]) -> No
         load_plugin("reward", f"{name}.wrong", config())
 
 
-def test_a_data_source_must_take_its_params(write: Callable[..., str]) -> None:
+def test_a_data_source_must_take_its_params(write: Write) -> None:
     name = write("def source(size, seed=0): return []\ndef held(split): return []")
     with_params = TrainConfig.model_validate({"data": {"params": {"size": 3}}})
     assert load_plugin("data", f"{name}.source", with_params)(3) == []
@@ -382,7 +403,7 @@ def test_a_data_source_must_take_its_params(write: Callable[..., str]) -> None:
         load_plugin("data", f"{name}.source", config())
 
 
-def test_an_engine_must_be_a_whole_subclass(write: Callable[..., str]) -> None:
+def test_an_engine_must_be_a_whole_subclass(write: Write) -> None:
     name = write(
         "from retrain.inference_engine.base import InferenceEngine\n"
         "class Whole(InferenceEngine):\n    def sample(self, requests): return iter(())\n"

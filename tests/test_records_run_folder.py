@@ -9,17 +9,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from retrain import train
+from retrain.analysis.runs import campaign_runs
 from retrain.analysis.status import overview
 from retrain.config import dump_toml, load_stored
-from retrain.errors import ConfigurationError, Interrupted, RetrainError, RunFailed, StoppedAtOnce
+from retrain.errors import (
+    ConfigurationError,
+    EnvironmentFailure,
+    Interrupted,
+    RetrainError,
+    RunFailed,
+    StoppedAtOnce,
+)
 from retrain.records import run_folder
 from retrain.records.run_folder import RunFolder, writer_lock
+from retrain.run.evaluate import evaluate_run
 from retrain.run.interrupts import Interrupts
 from retrain.run.loop import take_step
 from retrain.run.saver import Saver
@@ -139,6 +150,10 @@ def test_a_folder_in_a_newer_format_is_refused_in_one_sentence(tmp_path: Path) -
         folder.refuse_run(resuming=False)
     folder.config.touch()
     assert "format 99" in overview(folder.path).runs[0].note
+    (folder.path / "manifest.json").write_text('{"runs": []}')
+    for read in (campaign_runs, partial(evaluate_run, overrides={}, log=print)):
+        with pytest.raises(RunFailed, match="format 99"):
+            read(folder.path)
 
 
 def test_nothing_without_our_marker_is_ever_deleted(tmp_path: Path) -> None:
@@ -247,22 +262,16 @@ def test_one_signal_saves_and_exits_with_its_code(
     tmp_path: Path, number: signal.Signals, code: int, start: Any
 ) -> None:
     folder, file = tmp_path / "run", tmp_path / "run.toml"
-    file.write_text(
-        dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})), encoding="utf-8"
-    )
-    command, environment = (
-        [sys.executable, "-m", "retrain", str(file), "--skip-parity"],
-        os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    process = start(command, env=environment)
+    file.write_text(dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})))
+    command = [sys.executable, "-m", "retrain", str(file), "--skip-parity"]
+    process = start(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     wait_for_lines(folder / "metrics.jsonl", 2, process)
     process.send_signal(signal.SIGUSR1)  # saves and goes on
     deadline = time.monotonic() + 60
     while not list((folder / "checkpoints").glob("step_*")) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert process.poll() is None
-    saved = len(list((folder / "checkpoints").glob("step_*")))
-    assert saved == 1
+    assert len(list((folder / "checkpoints").glob("step_*"))) == 1
     wait_for_lines(folder / "metrics.jsonl", len(lines(folder / "metrics.jsonl")) + 2, process)
     process.send_signal(number)
     _, error = process.communicate(timeout=120)
@@ -274,9 +283,7 @@ def test_one_signal_saves_and_exits_with_its_code(
 
 def test_a_terminal_that_closes_saves_as_sigterm_does(tmp_path: Path) -> None:
     folder, file = tmp_path / "run", tmp_path / "run.toml"
-    file.write_text(
-        dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})), encoding="utf-8"
-    )
+    file.write_text(dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})))
     assert hang_up(file, folder) == 129
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("interrupted", "Interrupted by SIGHUP.")
@@ -333,17 +340,13 @@ def test_rows_are_on_the_disk_before_their_checkpoint_is_sealed(
     rows = {"metrics.jsonl", "evaluation.jsonl", "steps.jsonl", "generations.jsonl"}
     assert rows | {"emergence", ".tmp-step_0.safetensors"} <= {*before}
     state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
-    assert (
-        state["files"]["metrics.jsonl"]["size"]
-        == (tmp_path / "run" / "metrics.jsonl").stat().st_size
-    )
+    size = (tmp_path / "run" / "metrics.jsonl").stat().st_size
+    assert state["files"]["metrics.jsonl"]["size"] == size
 
 
 def test_a_refused_row_is_tried_again_and_the_third_time_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from retrain.errors import EnvironmentFailure
-
     real, refused = os.write, 1
 
     def write(descriptor: int, data: bytes) -> int:
@@ -363,12 +366,8 @@ def test_a_refused_row_is_tried_again_and_the_third_time_stops_the_run(
     ):
         quiet_run(tmp_path / "always", training={"max_steps": 9, "save_every": 9})
     refused = 0
-    resumed = small(
-        tmp_path / "always",
-        training={"max_steps": 2, "save_every": 9},
-        resume={"from": str(tmp_path / "always")},
-    )
-    small_run(resumed, quiet=True)
+    resume, training = {"from": str(tmp_path / "always")}, {"max_steps": 2, "save_every": 9}
+    quiet_run(tmp_path / "always", training=training, resume=resume)
     assert [line["step"] for line in lines(tmp_path / "always" / "metrics.jsonl")] == [0, 1]
 
 
@@ -383,7 +382,6 @@ def test_a_failed_save_is_tried_again_and_the_third_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from retrain.backends.local.backend import LocalBackend
-    from retrain.errors import EnvironmentFailure
 
     calls = []
 
@@ -401,15 +399,13 @@ def test_a_failed_save_is_tried_again_and_the_third_stops_the_run(
 def test_a_disk_that_fills_up_stops_the_run_in_a_sentence_and_room_lets_it_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_files: None
 ) -> None:
-    from retrain.errors import EnvironmentFailure
     from retrain.records.checkpoint import CheckpointStore
 
     def no_room(store: CheckpointStore, *_: object) -> None:
         raise OSError(27, "File too large")
 
-    monkeypatch.setattr(
-        CheckpointStore, "rehearse", lambda store, size: None
-    )  # it was not full when the run began
+    # It was not full when the run began.
+    monkeypatch.setattr(CheckpointStore, "rehearse", lambda store, size: None)
     sections = {"training": {"max_steps": 3, "save_every": 1}}
     told = r"cannot write the checkpoint of step 3 .* File too large, 3 times in a row"
     with pytest.raises(EnvironmentFailure, match=told):
@@ -442,6 +438,16 @@ def test_a_run_holds_two_evaluations_however_many_it_made(tmp_path: Path) -> Non
             take_step(session)
         past = session.observer.past
         assert past.before and past.after and (past.before.step, past.after.step) == (0, 2)
+
+
+def test_processes_with_different_weights_save_nothing(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", training={"save_every": 1})
+    with Session.open(config, overwrite=False, skip_parity=True) as session:
+        take_step(session)
+        session.world = SimpleNamespace(size=2, gather=lambda digest: [digest, "another"])
+        with pytest.raises(RunFailed, match="different weights after step 1, so retrain saved"):
+            session.save_if_due()
+        assert not [*session.folder.checkpoints.glob("*")]
 
 
 def test_interrupting_twice_ends_at_once(tmp_path: Path) -> None:

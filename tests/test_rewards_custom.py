@@ -211,6 +211,8 @@ def test_a_module_beside_the_configuration_is_found(
     file.write_text('[reward]\ntype = "custom"\ncustom_module = "my_rewards"\nworkers = 1\n')
     with build_scorer(load_config(file)) as scorer:
         assert judged(scorer).reward == 1.0
+    with pytest.raises(ConfigurationError, match=r"^flag --reward-type: \[reward\] type"):
+        build_scorer(load_config(file, ["--reward-type", "absent.score"]))
 
 
 @pytest.mark.parametrize(

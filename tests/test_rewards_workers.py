@@ -245,7 +245,7 @@ def test_the_pool_outlives_its_workers_and_its_fork_server() -> None:
 def test_a_killed_fork_server_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spawns = "import subprocess\nsubprocess.Popen(['sleep', '60'])\n"
+    spawns = "import subprocess\nsubprocess.Popen(['sleep', '600'])\n"
     (tmp_path / "sleeping.py").write_text(spawns + SLEEPS)
     monkeypatch.chdir(tmp_path)
     before = descendants(os.getpid())
@@ -253,8 +253,9 @@ def test_a_killed_fork_server_leaves_no_process(
         pool.wait_ready()
         started = descendants(os.getpid()) - before
         pool._process.kill()
-        pool.submit(sleep_job(0.0)).result(60)
-        wait_until_dead(started)
+        pool._process.wait()
+        assert pool.submit(sleep_job(0.0)).result(60) == PartScore(1.0)
+        wait_until_dead(started, within_s=20)
 
 
 @pytest.mark.slow

@@ -139,9 +139,7 @@ NO_STEP = r", has no step, which every line"
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"loss": 1}', NO_STEP),
-        ('{"step": true}', NO_STEP),
-        ('{"step": -1}', NO_STEP),
+        *((line, NO_STEP) for line in ('{"loss": 1}', '{"step": true}', '{"step": -1}')),
         ('{"st', ""),
     ],
 )
@@ -158,11 +156,8 @@ def test_a_damaged_line_or_one_without_a_step_is_named(
 def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
-    writes: list[bytes] = []
-    real = os.write
-    monkeypatch.setattr(
-        os, "write", lambda descriptor, data: writes.append(data) or real(descriptor, data)
-    )
+    real, writes = os.write, []
+    monkeypatch.setattr(os, "write", lambda file, data: writes.append(data) or real(file, data))
     with closing(JsonlWriter(tmp_path / "metrics.jsonl")) as writer:
         writer.write({"text": "x" * 100_000})
         writer.write({"step": 1})
@@ -197,9 +192,8 @@ def test_resume_cuts_every_file_back_to_the_checkpoint(tmp_path: Path) -> None:
     folder.cut_to(state, print)
     again = run_files(tmp_path, generations_every=1)
     again.sync()
-    assert [steps_of(path) for path in asides] == [[4, 5]] * 3, (
-        "until a new row is on the disk, whatever is looked at before"
-    )
+    # Until a new row is on the disk, whatever is looked at before.
+    assert [steps_of(path) for path in asides] == [[4, 5]] * 3
     again.emit(StepRecord(step=4, condition="grpo+none"))
     assert [path.exists() for path in asides] == [False, False, True]
     again.close()
@@ -311,9 +305,8 @@ def test_recorded_generations_cover_as_many_prompts_as_they_can(
 
 def test_no_file_of_a_run_holds_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "0123456789abcdef"
-    monkeypatch.setattr(
-        "sys.argv", ["retrain", "--base-url", f"https://me:hunter22@host/?token={secret}"]
-    )
+    address = f"https://me:hunter22@host/?token={secret}"
+    monkeypatch.setattr("sys.argv", ["retrain", "--base-url", address])
     monkeypatch.chdir(tmp_path)
     files = run_files(tmp_path / "run", wandb_run_name=f"run-{secret}")
     files.emit(StartEvent("cpu"))
@@ -346,7 +339,8 @@ def test_environment_holds_versions_and_no_environment_value(
     assert environment["folders"] == [str(tmp_path)]
     assert "a-value-of-the-environment" not in text
     files.emit(StartEvent("cpu"))
-    assert len(json.loads((tmp_path / "run" / "environment.json").read_text())["resumed"]) == 1
+    (resumed,) = json.loads((tmp_path / "run" / "environment.json").read_text())["resumed"]
+    assert "folders" not in resumed  # nothing reads them there
 
 
 def test_token_tables_read_back_in_the_order_of_their_stages(tmp_path: Path) -> None:

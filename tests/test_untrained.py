@@ -24,8 +24,8 @@ def step(**values: Any) -> StepRecord:
     """A step of two groups of four that trained nothing; all wrong unless told otherwise."""
     shape = {"num_datums": 0, "batch_size": 2, "group_size": 4, "truncated_fraction": 0.0}
     rewards = {"mean_reward": 0.0, "reward_std": 0.0, "informative_fraction": 0.0}
-    counts = skipped(0, 2, 0) | {"groups_identical": 0}
-    return StepRecord(step=0, condition="a+b", **(shape | rewards | counts | values))
+    counts = skipped(0, 2, 0) | {"groups_identical": 0, "condition": "a+b"}
+    return StepRecord(step=0, **(shape | rewards | counts | values))
 
 
 def skipped(right: int, wrong: int, other: int) -> dict[str, int]:
@@ -40,10 +40,7 @@ SOLVED = step(**skipped(2, 0, 0), mean_reward=1.0)
 FOUND = "answer_found_rate"
 CUT = "truncated_fraction"
 CAUSES: list[tuple[str, dict[str, Any]]] = [
-    (
-        r"nothing: 0 of 24 completions hold \boxed{}; unless the prompts ask for one, set",
-        {FOUND: 0.0},
-    ),
+    (r"nothing: 0 of 24 completions hold \boxed{}; unless the prompts ask for", {FOUND: 0.0}),
     (r"; unless the prompts ask for one, set [data] prompt", {FOUND: 0.0}),
     (r"\boxed{}.'; a box in a thought does not count.", {FOUND: 0.0}),
     (r": 0 of 24 completions hold \boxed{}, 12 were cut at [training]", {FOUND: 0.0, CUT: 0.5}),
@@ -57,6 +54,7 @@ CAUSES: list[tuple[str, dict[str, Any]]] = [
         "none of 24 completions could be judged",
         {"mean_reward": None, "reward_std": None, "groups_skipped_other": 2},
     ),
+    ('advantage_mode = "none" gives no credit; set another', {"condition": "none+gtpo_sepa"}),
     ("were cut", {CUT: 1.0, "groups_identical": 2}),  # as short beginnings are
     ("the completions of each group are the same, token by token", {"groups_identical": 2}),
     (

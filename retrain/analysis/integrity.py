@@ -109,7 +109,7 @@ def planned_values(given: Mapping[str, Any], condition: str) -> Json:
         values.pop(f"algorithm.{mode}", None)
     values |= own
     return {
-        path: RENAMED_VALUES.get(str(value), value)
+        path: RENAMED_VALUES.get((path, str(value)), value)
         for given_path, value in values.items()
         if _is_fixed(path := ALIASES.get(given_path, given_path))
     }
@@ -124,14 +124,14 @@ def _is_fixed(path: str) -> bool:
 
 def _condition(tables: Mapping[str, Any], label: str) -> Json:
     """Return the keys of the campaign's condition of this label."""
-    campaign = _Section.model_validate(tables["campaign"])
+    campaign = tables["campaign"]
     try:
         given = [
             Condition(
                 **{name: table[name] for name in (*_MODES, "label") if table.get(name)},
                 sets={path: value for path, value in table.items() if "." in path},
             )
-            for table in campaign.conditions or []
+            for table in campaign.get("conditions") or []
         ]
     except ValidationError as error:
         raise RunFailed(
@@ -139,11 +139,11 @@ def _condition(tables: Mapping[str, Any], label: str) -> Json:
             " file was changed, or another version of retrain wrote it."
         ) from error
     # A grid without conditions varies the file's only algorithm.
-    if campaign.grid:
+    if grid := campaign.get("grid"):
         keys = keys_by_path()
         algorithm = tables.get("algorithm", {})
         modes = {name: algorithm.get(name, keys[f"algorithm.{name}"].default) for name in _MODES}
-        given = crossed(given or [Condition(**modes)], campaign.grid)
+        given = crossed(given or [Condition(**modes)], grid)
     # Labels of 0.9 have fewer keys behind them than labels have today.
     found = [
         condition

@@ -17,12 +17,12 @@ from retrain.config.judging import judge_words
 from retrain.config.plan import Plan
 from retrain.config.schema import TrainConfig
 from retrain.errors import ConfigurationError
-from retrain.records.entries import RENAMED, Count, Direction, Figure, StepRecord
+from retrain.records.entries import RENAMED_FIELDS, Count, Direction, Figure, StepRecord
 
 WINDOW = 50
 """Steps at the end of training that enter the mean of a training metric."""
 _PASS_AT = re.compile(r"pass@([1-9]\d*)")
-SYNONYMS = {"accuracy": "pass@1", **RENAMED}
+SYNONYMS = {"accuracy": "pass@1", **RENAMED_FIELDS}
 DIRECTIONS: dict[str, Direction] = {
     field.name: field.metadata.get("better")
     for field in fields(StepRecord)

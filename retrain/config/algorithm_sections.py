@@ -20,7 +20,7 @@ from retrain.config.section import (
     Violations,
     key,
 )
-from retrain.config.values import RENAMED, OpenName, check_grams, parse_grams
+from retrain.config.values import OpenName, check_grams, parse_grams, with_former_names
 from retrain.system import Json
 
 
@@ -68,7 +68,7 @@ class Algorithm(Section):
         " kept in each update.",
         applies_when="surprisal_mask_rho not in (0)",
     )
-    teacher: Annotated[PathText, RENAMED] = key(
+    teacher: Annotated[PathText, with_former_names("algorithm.teacher")] = key(
         "",
         'Teacher that scores the sampled tokens; empty is none. "base": the frozen model.'
         ' "start": the weights before the first RL step. "answer": the policy with the answer in'

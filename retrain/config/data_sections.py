@@ -22,12 +22,12 @@ from retrain.config.section import (
     repeated,
 )
 from retrain.config.values import (
-    RENAMED,
     OpenName,
     check_arguments,
     check_prices,
     check_variable,
     table_from_json,
+    with_former_names,
 )
 from retrain.system import Json, toml_value
 
@@ -158,7 +158,9 @@ class Reward(Section):
         "match", "Reward, or a list of rewards, which retrain adds by weight."
     )
     weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
-    combine: Annotated[Literal["sum", "normalize_then_sum"], RENAMED] = key(
+    combine: Annotated[
+        Literal["sum", "normalize_then_sum"], with_former_names("reward.combine")
+    ] = key(
         "sum",
         "How the rewards of a completion become one: the weighted sum, or each reward first"
         " normalized within its group.",

@@ -28,8 +28,11 @@ ALIASES: dict[str, str] = {
     "training.dynamic_sampling": "training.max_resamples",
 }
 """Second name of a key -> its canonical name; giving both is an error."""
-RENAMED_VALUES = {"gold": "answer", "normalise_then_sum": "normalize_then_sum"}
-"""Value of 0.10 and before -> its present name."""
+RENAMED_VALUES = {
+    ("algorithm.teacher", "gold"): "answer",
+    ("reward.combine", "normalise_then_sum"): "normalize_then_sum",
+}
+"""Key and its value of 0.10 and before -> the value's present name."""
 
 
 def moved_aliases(data: Json) -> tuple[Json, list[str]]:
@@ -276,9 +279,7 @@ def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
     """Return the candidate closest to a mistyped word in any case, or None if none is close."""
     names = {name.lower(): name for name in candidates}
     close = get_close_matches(word[:_MAX_CHARACTERS].lower(), names, n=1, cutoff=cutoff)
-    if close:
-        return names[close[0]]
-    return None
+    return names[close[0]] if close else None
 
 
 _MAX_CHARACTERS = 100

@@ -52,7 +52,7 @@ from retrain.config.section import RuleViolations, Violation, Violations
 from retrain.config.sections import DEFAULT_CONDITIONS, AllSections, Campaign, Condition
 from retrain.config.sft_section import Sft
 from retrain.errors import RunFailed
-from retrain.system import read_object, toml_value
+from retrain.system import is_path_text, read_object, toml_value
 
 __all__ = [
     "BACKEND_OPTIONS", "DEFAULT_CLIPS", "DEFAULT_CONDITIONS", "Algorithm", "Backend",
@@ -169,8 +169,8 @@ class TrainConfig(AllSections):
     def with_(self, **values: Any) -> "TrainConfig":
         """Return the configuration with other values, as in `config.with_(reward_type="math")`.
 
-        A value has the name of its flag. Raises ConfigurationError for an unknown name and for a
-        wrong value.
+        A value has the name of its flag. Raises ConfigurationError for an unknown name or a wrong
+        value.
         """
         return self._changed(values)
 
@@ -219,17 +219,23 @@ class TrainConfig(AllSections):
         return self._provenance.path
 
     @property
-    def _folders(self) -> list[Path]:
-        """The places of its relative sources and plugins: the current folder and the folder of its
-        file. The file of a run adds the folders of its start that this user can enter.
-        """
-        folders = [Path.cwd()]
-        if self.source_path:
-            beside = self.source_path.resolve().parent
-            folders.append(beside)
-            with suppress(OSError, RunFailed, KeyError, TypeError):
-                began = read_object(beside / "environment.json")["folders"]
-                folders += [Path(name) for name in began if os.access(name, os.X_OK)]
+    def own_folders(self) -> list[Path]:
+        """The current folder, and the folder of its file."""
+        return [Path.cwd(), *([self.source_path.resolve().parent] if self.source_path else [])]
+
+    @property
+    def search_folders(self) -> list[Path]:
+        """The places of its relative sources and plugins."""
+        folders = self.own_folders
+        # The file of a run adds the folders of its start that this user can enter.
+        with suppress(OSError, RunFailed, IndexError):
+            began = read_object(folders[1] / "environment.json").get("folders")
+            if isinstance(began, list):
+                folders += [
+                    Path(name)
+                    for name in filter(is_path_text, began)
+                    if os.path.isdir(name) and os.access(name, os.X_OK)  # noqa: PTH112
+                ]
         return folders
 
     @property

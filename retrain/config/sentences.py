@@ -70,27 +70,19 @@ class KeyLocation:
         """Return the place of a violation's keys: the first flag or variable among them, else the
         file.
         """
-        above = [
-            self.provenance.origins[path]
-            for path in paths
-            if self.provenance.origins.get(path, "file") != "file"
-        ]
-        return above[0] if above else self.file
+        given = map(self.provenance.origins.get, paths)
+        return next((one for one in given if one and one != "file"), self.file)
 
     @property
     def file(self) -> str:
-        if self.provenance.path is not None:
-            return str(self.provenance.path)
-        return "configuration"
+        return str(self.provenance.path or "configuration")
 
     def sentence(self, violation: Violation) -> str:
         return f"{self.of(*violation.keys)}: {_finish(violation.message)}"
 
 
 def _finish(text: str) -> str:
-    if text.endswith(("?", ".")):
-        return text
-    return text + "."
+    return text if text.endswith(("?", ".")) else text + "."
 
 
 def details_of(error: ValidationError) -> list[ErrorDetails]:
@@ -192,31 +184,29 @@ def _unknown_key(section: str, name: str, place: KeyLocation) -> str:
             f"[backend] {name} is now in [backend.options] {name.removeprefix(LEGACY_PREFIX)};"
             f" run `retrain migrate-config {place.file} --write` to rewrite the file"
         )
+    unknown = f"[{section}] {name} is not a key;"
     own = [key.name for key in all_keys() if key.section == section]
     others = [key.section for key in all_keys() if key.name == name]
     # Try the surest guess first and the weakest last.
     meant = synonym(name, section)
     if meant:
         home, _, known = meant.partition(".")
-        return (
-            f"[{section}] {name} is not a key; did you mean"
-            f" {'' if home == section else f'[{home}] '}{known}?"
-        )
+        return f"{unknown} did you mean {'' if home == section else f'[{home}] '}{known}?"
     if others and section == "schedule":
-        return f'[schedule] {name} is not a key; write "{others[0]}.{name}"'
+        return f'{unknown} write "{others[0]}.{name}"'
     if others:
-        return f"[{section}] {name} is not a key; {name} belongs under [{others[0]}]"
+        return f"{unknown} {name} belongs under [{others[0]}]"
     clause = instead(name)
     if clause:
-        return f"[{section}] {name} is not a key; {clause}"
+        return f"{unknown} {clause}"
     near = nearest(name, own, NAME_CUTOFF)
     if near:
-        return f"[{section}] {name} is not a key; did you mean {near}?"
+        return f"{unknown} did you mean {near}?"
     elsewhere = nearest(name, [key.name for key in all_keys()], NAME_CUTOFF)
     if elsewhere:
         home = next(key.section for key in all_keys() if key.name == elsewhere)
-        return f"[{section}] {name} is not a key; did you mean [{home}] {elsewhere}?"
-    return f"[{section}] {name} is not a key; keys of [{section}] are {', '.join(own)}"
+        return f"{unknown} did you mean [{home}] {elsewhere}?"
+    return f"{unknown} keys of [{section}] are {', '.join(own)}"
 
 
 def _condition_problem(loc: tuple[int | str, ...], details: list[ErrorDetails]) -> str:

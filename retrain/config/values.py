@@ -80,8 +80,9 @@ class OpenName:
         return {**handler(schema), "examples": list(builtin_names(self.kind))}
 
 
-RENAMED = BeforeValidator(lambda value: RENAMED_VALUES.get(str(value), value))
-"""Accepts the former name of a value."""
+def with_former_names(path: str) -> BeforeValidator:
+    """Accept the former names of this key's values."""
+    return BeforeValidator(lambda value: RENAMED_VALUES.get((path, str(value)), value))
 
 
 def normalize_device(name: str) -> str:

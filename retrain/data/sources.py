@@ -132,7 +132,8 @@ class Query:
         holds it.
         """
         path = Path(self.data.path or self.data.source)
-        return next((one / path for one in self.config._folders if (one / path).exists()), path)
+        places = (folder / path for folder in self.config.search_folders)
+        return next(filter(Path.exists, places), path)
 
     def no_heldout(self) -> NoHeldOutSplit:
         return NoHeldOutSplit(

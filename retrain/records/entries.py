@@ -64,7 +64,7 @@ class _Record:
         return (cls.from_json(line, path) for line in read_jsonl(path))
 
 
-RENAMED = {
+RENAMED_FIELDS = {
     "max_token_hit_rate": "truncated_fraction",
     "log_ratio_mean": "logprob_diff_mean",
     "log_ratio_p50": "logprob_diff_p50",
@@ -82,8 +82,8 @@ def renamed(line: Mapping[str, Any]) -> Mapping[str, Any]:
     moved = line.get("scheduled")
     if isinstance(moved, dict):
         line = {**line, "scheduled": {ALIASES.get(key, key): moved[key] for key in moved}}
-    if RENAMED.keys() & line:
-        line = {RENAMED.get(name, name): value for name, value in line.items()}
+    if RENAMED_FIELDS.keys() & line:
+        line = {RENAMED_FIELDS.get(name, name): value for name, value in line.items()}
     return line
 
 

@@ -24,6 +24,10 @@ _SKIPPED = (
     "every update was skipped, since a number was not finite; look at max_abs_advantage, or lower"
     " [training] lr"
 )
+_NO_CREDIT = (
+    '[algorithm] advantage_mode = "none" gives no credit; set another, or transform_mode'
+    ' "distill" with a teacher other than the policy, or a plugin'
+)
 
 
 @dataclass
@@ -135,6 +139,8 @@ def _cause(newest: StepRecord, streak: Streak, known: str) -> str:
             f"none of {total:,} completions could be judged; look at reward_could_not_judge and at"
             " what the reward raises"
         )
+    if newest.condition.startswith("none+"):
+        return _NO_CREDIT
     reward, deviation = next(iter(streak.rewards))
     constant = len(streak.rewards) == 1 and deviation == 0
     if constant and reward != 0:
@@ -154,9 +160,7 @@ def _cause(newest: StepRecord, streak: Streak, known: str) -> str:
             f"{seen}; unless the prompts ask for one, set [data] prompt_template ="
             f" {ASKING_TEMPLATE}; a box in a thought does not count"
         )
-    if constant and not boxed:
-        return _alike(total, 0.0)
-    return _no_difference(sums, seen)
+    return _alike(total, 0.0) if constant and not boxed else _no_difference(sums, seen)
 
 
 def _no_difference(sums: Counter[str], seen: str) -> str:
@@ -173,8 +177,8 @@ def _no_difference(sums: Counter[str], seen: str) -> str:
     solve = "use a larger [training] group_size, or problems that are sometimes solved"
     if right + wrong < groups:  # Rewards may differ in the others, and the advantages do not.
         return (
-            f"every advantage is 0 {seen}; {solve}, or look at the advantage if rewards differ"
-            " within a group"
+            f"every advantage is 0 {seen}; {solve}, or, if rewards differ within a group, another"
+            ' advantage_mode, since "none" gives no credit'
         )
     return f"no group has completions that differ in their reward {seen}; {solve}"
 

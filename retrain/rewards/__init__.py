@@ -15,8 +15,6 @@ from retrain.rewards.scoring import (
     unpaid_answer,
 )
 
-gold_response = boxed_reference  # Its name in 0.10 and before.
-
 __all__ = [
     "FailureGuard",
     "ScoreGroup",

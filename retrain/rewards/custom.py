@@ -93,7 +93,7 @@ def load_rewards(setup: dict[str, Any]) -> dict[str, UserReward]:
         {"plugins": setup["plugins"], "reward": {"params": setup["params"]}}
     )
     # retrain also looks for plugins in the folder of the file.
-    config._provenance = Provenance(path=setup["source"] and Path(setup["source"]))
+    config._provenance = Provenance(setup["source"] and Path(setup["source"]), setup["origins"])
     runner = asyncio.Runner()
     return {
         name: UserReward(load_function("reward", name, config), runner) for name in setup["rewards"]

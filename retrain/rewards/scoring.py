@@ -254,6 +254,7 @@ class Scorer:
                 dict(reward.params),
                 config.plugins.model_dump(mode="json"),
                 str(source.absolute()) if source else None,
+                config._provenance.origins,
                 tuple(secret_values()),
             )
             self._pool = WorkerPool(setup, reward.workers, reward.deadline_s)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -62,6 +62,8 @@ class WorkerSetup:
     """The [plugins] section."""
     source: str | None = None
     """The file of the configuration; workers look for user functions in its folder too."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """The source of each value of the configuration."""
     secrets: tuple[str, ...] = field(default=(), repr=False)
     """Extra strings to redact from the worker's output, in addition to secrets in its environment.
     """

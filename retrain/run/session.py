@@ -460,7 +460,9 @@ class Session:
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
 
     def save_if_due(self) -> None:
-        """Raise RunFailed in every process if the processes do not have the same weights."""
+        """Save a checkpoint if one is due. Raises RunFailed in every process if the processes do
+        not have the same weights.
+        """
         if (
             self.schedule.saves_at(self.state.step, self.state)
             and self.world.size > 1

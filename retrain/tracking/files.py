@@ -84,10 +84,9 @@ class RunFiles(Tracker):
         environment = describe_environment(device)
         environment = self._redactor.json(environment) | {
             "command": self._redactor.arguments(environment["command"]),
-            "folders": [str(folder) for folder in self._config._folders[:2]],
+            # Not masked: hashes under names that may look like a secret's.
+            "code": code_of(self._config),
         }
-        # Not masked: hashes under names that may look like a secret's.
-        environment["code"] = code_of(self._config)
         if self._folder.environment.exists():
             first = read_object(self._folder.environment)
             before = first.get("resumed")
@@ -95,6 +94,8 @@ class RunFiles(Tracker):
             environment = first | {
                 "resumed": [*(before if isinstance(before, list) else []), environment]
             }
+        else:
+            environment["folders"] = list(map(str, self._config.own_folders))
         replace_file(self._folder.environment, _pretty(environment))
 
     def _changed_keys(self) -> list[str]:
