@@ -294,20 +294,13 @@ def squeeze_compress(lora_A: Rows, lora_B: Rows, rank: int) -> dict[str, Any]:
 
 
 def squeeze_recommend(
-    layers: list[dict[str, float] | None],
+    layers: list[dict[str, float]],
     ranks: list[int],
     min_variance_retention: float,
     rule: Any,
     source_rank: int | None = None,
 ) -> int:
-    retained = [
-        (
-            {int(k): v for k, v in layer.items()}
-            if layer and not math.isnan(min(layer.values()))
-            else None
-        )
-        for layer in layers
-    ]
+    retained = [{int(k): v for k, v in layer.items()} for layer in layers]
     return recommend_rank(retained, ranks, min_variance_retention, rule, source_rank)
 
 

@@ -294,8 +294,8 @@ class InferenceEngine(Offers, ABC):
 
         `save_adapter` writes it into a folder, in PEFT's format; an engine that shares the
         learner's weights does not call it. `step` counts the training steps behind it. retrain
-        calls it before sampling whenever the adapter may have changed. The parity gate calls it for
-        the trial adapter and again for the restored adapter, with the same `step`.
+        calls it before sampling if the adapter may have changed. The parity gate calls it twice
+        with one `step`: for the trial adapter and for the restored adapter.
         """
 
     def sleep(self) -> None:

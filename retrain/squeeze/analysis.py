@@ -169,10 +169,10 @@ def analyze_adapter(
     """Compute the singular values of every layer of the PEFT folder, the table over `target_ranks`,
     and the recommended rank.
 
-    Empty `target_ranks` mean 1, 2, 4, ... below the source rank, and the source rank. If no rank
-    keeps enough, the source rank gets a row and the recommendation. A `source_rank` other than 0
-    must equal the rank of the adapter. Raises ConfigurationError for an adapter that is not plain
-    LoRA or not trained, and for ranks that do not fit it.
+    Empty `target_ranks` mean 1, 2, 4, ... and the source rank. If no rank keeps enough, the
+    recommendation is the source rank. A `source_rank` other than 0 must equal the rank of the
+    adapter. Raises ConfigurationError for an adapter that is not plain LoRA or not trained, and for
+    ranks that do not fit it.
     """
     adapter = read_adapter(Path(adapter_path), svd_device(device))
     if source_rank not in (0, adapter.rank):
@@ -200,19 +200,18 @@ def analyze_adapter(
 
 
 def recommend_rank(
-    layers: Sequence[Mapping[int, float] | None],
+    layers: Sequence[Mapping[int, float]],
     ranks: Sequence[int],
     threshold: float,
     rule: Rule = "mean",
     source_rank: int | None = None,
 ) -> int:
-    """Return the smallest of `ranks` at which the mean over the layers of V(k), or the smallest
-    V(k), reaches the threshold.
+    """Return the smallest of `ranks` at which V(k) reaches the threshold, in the mean over the
+    layers or in the worst layer.
 
-    Each of `layers` maps ranks to V, at least up to the layer's own rank; None is a layer of zeros,
-    which does not count. If no rank reaches the threshold, the result is `source_rank`, by default
-    the last of `ranks`. Raises ValueError for an unknown rule, a threshold outside (0, 1], and if
-    every layer is zero.
+    Each of `layers` maps every rank to V. If no rank reaches the threshold, the result is
+    `source_rank`, by default the last of `ranks`. Raises ValueError for an unknown rule and a
+    threshold outside (0, 1].
     """
     if rule not in ("mean", "min"):
         raise ValueError(f'rule {rule!r} is not known; allowed: "mean" or "min"')
@@ -220,15 +219,10 @@ def recommend_rank(
         raise ValueError(
             f"min_variance_retention = {threshold} is out of range; allowed: above 0 and at most 1"
         )
-    trained = [layer for layer in layers if layer is not None]
-    if not trained:
-        raise ValueError("the adapter is untrained: every layer is zero")
+    decide = min if rule == "min" else fmean
     source = source_rank or max(ranks)
-    for k in tried_ranks(ranks, source):
-        values = [layer[k] if k <= max(layer) else 1.0 for layer in trained]
-        if _reaches(min(values) if rule == "min" else fmean(values), threshold):
-            return k
-    return source
+    ranks = tried_ranks(ranks, source)
+    return next((k for k in ranks if _reaches(decide(v[k] for v in layers), threshold)), source)
 
 
 def tried_ranks(target_ranks: Sequence[int], source_rank: int) -> tuple[int, ...]:
