@@ -102,6 +102,12 @@ TWINS = [
     (r"\textbf{(A) }13", "B", False),
     ("100, 200", "100200", False),
     ("1,000", "1000", True),
+    # A plus is silent only where a value begins.
+    ("|-5|+1", "6", True),
+    ("3|x-1|", "|x-1|+3", False),
+    ("|+5|", "5", True),
+    ("x^*1", "x^*+1", False),
+    # END
 ]
 """Answer, reference, and the verdict: each rule with a wrong answer that looks alike."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from retrain.rewards.normalize import LEADING_PLUS
 from retrain.rewards.quantities import SYMBOL, rational
 
 Kind = Literal["list", "set", "tuple", "interval", "matrix", "congruence", "value"]
@@ -50,7 +51,6 @@ _MATRIX = re.compile(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}(\^\{?(?:T|\\top)\}
 _EVERYTHING = re.compile(r"\\mathbb\{R\}|\\text\{(?:all )?(?:reals?|real numbers)\}", re.IGNORECASE)
 _NOTHING = re.compile(r"\\emptyset|\\text\{(?:the )?empty set\}")
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])\s*")
-_LEADING_PLUS = re.compile(r"(?<![\w)}\]!'])\+")
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
@@ -111,7 +111,7 @@ def _congruence(left: str, residue: str, modulus: str) -> Form:
 def _plus_minus(text: str) -> Form | None:
     if len(_PLUS_MINUS.findall(text)) != 1 or text.startswith(r"\{"):
         return None
-    return _listed(read(_LEADING_PLUS.sub("", _PLUS_MINUS.sub(sign, text))) for sign in "+-")
+    return _listed(read(re.sub(LEADING_PLUS, "", _PLUS_MINUS.sub(sign, text))) for sign in "+-")
 
 
 def _bracketed(text: str) -> Form | None:

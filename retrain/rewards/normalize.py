@@ -402,10 +402,12 @@ def _joined_thousands(text: str) -> str:
     return _THOUSANDS.sub(join, text)
 
 
+LEADING_PLUS = r"(?:(?<=[(\[{,;:=<>&\\])|^)\+(?=[\w\\.(|])"
+"""A sign at the beginning of a value, which shows nothing."""
 _SPACES = _rules(
     (r" +", " "),
     (r"(?<![a-zA-Z0-9]) | (?![a-zA-Z0-9])", ""),
-    (r"(?<![\w)}\]!'])\+(?=\\infty|[\d.])", ""),
+    (LEADING_PLUS, ""),
 )
 _ENDS = re.compile(r"^[=:,]+|[.,;:=]+$")
 
