@@ -107,7 +107,12 @@ TWINS = [
     ("3|x-1|", "|x-1|+3", False),
     ("|+5|", "5", True),
     ("x^*1", "x^*+1", False),
-    # END
+    # Numbers of a date or a range are no arithmetic.
+    ("2018", "2024-01-05", False),
+    ("2024–1–5", "2024-01-05", True),
+    ("20-30", "10-20", False),
+    ("1/10120", "01/05/2024", False),
+    ("2=7-5", "2", True),
 ]
 """Answer, reference, and the verdict: each rule with a wrong answer that looks alike."""
 

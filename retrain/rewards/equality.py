@@ -198,7 +198,7 @@ def _states(chain: list[str], gold: str, equal: Equal) -> bool:
     return (
         not _has_variables(first)
         and _same_plain(gold, last, equal)
-        and _same_plain(last, quantity(first).value, equal)
+        and _same_plain(gold, quantity(first).value, equal)
         and _is_consistent(chain, equal)
     )
 
@@ -223,6 +223,9 @@ _BASE = re.compile(r"\(?0*([0-9A-F]+)\)?_\{?(\d+)\}?")
 _COLON = re.compile(":")
 _LITERAL = re.compile(r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])")
 """Expressions to compare letter by letter: math-verify would evaluate or drop these."""
+_NUMBERS = re.compile(r"\d+(?:(?:-\d+)+|(?:/\d+){2,})")
+"""A date, a range or a telephone number: no arithmetic."""
+_ZEROS = re.compile(r"\b0+(?=\d)")
 _OPEN_RELATION = re.compile(r"[<>]|\\(?:ne|le|ge|sim|neg)(?![a-zA-Z])")
 _NO_SPACE = re.compile(r"(\\[a-zA-Z]+) (?![a-zA-Z])|(?<![a-zA-Z0-9)}\]]) ")
 _TWO_NUMBERS = re.compile(r"(?<!_)[\d)\]] +\d")
@@ -283,6 +286,8 @@ def _same_expression(gold: str, answer: str, equal: Equal) -> bool:
     ratio, our_ratio = split(gold, _COLON), split(answer, _COLON)
     if len(ratio) > 1 or len(our_ratio) > 1:
         return _pairwise(list(map(read, ratio)), list(map(read, our_ratio)), equal)
+    if _NUMBERS.fullmatch(gold):
+        return _ZEROS.sub("", gold) == _ZEROS.sub("", answer)
     if _LITERAL.search(gold + answer) or letters(gold) != letters(answer):
         return False
     readable = all(_is_readable(side) for side in (gold, answer))
