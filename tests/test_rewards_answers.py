@@ -113,6 +113,10 @@ TWINS = [
     ("20-30", "10-20", False),
     ("1/10120", "01/05/2024", False),
     ("2=7-5", "2", True),
+    # A box inside another one is a part of it.
+    (r"6 or \boxed{5}", "5", False),
+    (r"\text{not }\boxed{5}", "5", False),
+    (r"-\boxed{5}", "-5", True),
 ]
 """Answer, reference, and the verdict: each rule with a wrong answer that looks alike."""
 

@@ -31,44 +31,57 @@ _MARKER = re.compile(
     """,
     re.VERBOSE,
 )
-_BARE = re.compile(r"[^$\n]*+")
+_LINE_END = re.compile(r"[$\n]")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or an escape to skip: an escaped brace, a line break, the first letter of a command."""
 _MATH_MODE = re.compile(r"\A\$+([^$]+)\$+\Z")
 _WHOLE = re.compile(r"\A([-+]?[\d,]+)\.0+\Z")
 MAX_ANSWER = 1 << 16
-"""Maximum characters of a box; the search stops there, and a longer box counts as broken."""
+"""Maximum characters of a box; a longer box counts as broken."""
 
 
 def extract_boxed(text: str, after_think: bool = True) -> str | None:
-    r"""Return the stripped content of the last box that is not empty, or "" if all are empty.
-    Return None without a box, or if the last box has unbalanced braces.
+    r"""Return the stripped content of the last box that is not empty, or "" if all are empty. A box
+    inside another one is a part of its content. Return None without a box, or if the last box has
+    unbalanced braces.
 
     `\{` and `\}` are characters, not braces. With `after_think` only what follows the last thought
     counts, and nothing counts in a thought that never ends.
     """
     if after_think:
         text = after_thought(text)
-    markers = list(_MARKER.finditer(text))
-    answer = None
-    while markers and not answer:
-        end = _end_of_box(text, markers[-1])
-        if end is None:
-            return None
-        last = markers.pop()
-        answer = text[last.end() : end].strip()
-        outer = _end_of_box(text, markers[-1]) if answer and markers else None
-        if outer is not None and text[end + 1 : outer].strip():  # More follows in a box around it.
-            answer = _MARKER.sub("{", text[markers[-1].end() : outer]).strip()
+    closing = _closing_braces(text)
+    answer, done = None, 0
+    for marker in _MARKER.finditer(text):
+        start = marker.end()
+        if start < done:
+            continue
+        if marker["brace"]:
+            end = closing.get(start - 1)
+        else:
+            end = start + len(_LINE_END.split(text[start : start + MAX_ANSWER], 1)[0])
+        if end is None or end - start > MAX_ANSWER:
+            answer = None
+            continue
+        content = text[start:end].strip()
+        inner = _MARKER.match(text, text.find(content, start))
+        if inner and not text[closing.get(inner.end() - 1, start) + 1 : end].strip():
+            continue  # the box inside holds it all
+        done = end
+        answer = _MARKER.sub(lambda box: box["brace"] or "", content) or answer or ""
     return answer
 
 
-def _end_of_box(text: str, marker: "re.Match[str]") -> int | None:
-    limit = marker.end() + MAX_ANSWER
-    if marker["brace"]:
-        return closing_brace(text, marker.end(), limit)
-    bare = _BARE.match(text, marker.end(), limit)
-    return bare.end() if bare else None
+def _closing_braces(text: str) -> dict[int, int]:
+    """Map the position of each opening brace to that of its closing brace."""
+    opened: list[int] = []
+    closing = {}
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
+            closing[opened.pop()] = brace.start()
+    return closing
 
 
 def after_thought(text: str, prompt: str = "", think_end_token: str = "") -> str:
