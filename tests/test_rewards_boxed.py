@@ -27,7 +27,7 @@ from retrain.types import THOUGHT_TAGS
         ("\\boxed 5\nand more", "5"),
         (r"$\boxed \frac12$", r"\frac12"),
         (r"\boxed{\boxed{3}}", "3"),
-        (r"\boxed{ \boxed{\fbox{3}} }", "3"),
+        (r"\boxed{\fbox{\boxed{3}}}", "3"),
         (r"\boxed{1} so \boxed{6 or \boxed{5}}", "6 or {5}"),
         (r"\boxed{-\boxed{5}}", "-{5}"),
         (r"\boxed{\boxed{1},\boxed{5}}", "{1},{5}"),

@@ -63,11 +63,10 @@ def extract_boxed(text: str, after_think: bool = True) -> str | None:
         if end is None or end - start > MAX_ANSWER:
             answer = None
             continue
-        content = text[start:end].strip()
-        inner = _MARKER.match(text, text.find(content, start))
-        if inner and not text[closing.get(inner.end() - 1, start) + 1 : end].strip():
+        inner = _MARKER.match(text, start)
+        if inner and closing.get(inner.end() - 1) == end - 1:
             continue  # the box inside holds it all
-        done = end
+        done, content = end, text[start:end].strip()
         answer = _MARKER.sub(lambda box: box["brace"] or "", content) or answer or ""
     return answer
 
