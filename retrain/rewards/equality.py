@@ -259,11 +259,12 @@ def _same_quantity(theirs: Quantity, ours: Quantity, equal: Equal) -> bool:
     number, our_number = rational(theirs.value), rational(ours.value)
     if number is None or our_number is None:
         return _same_expression(theirs.value, ours.value, equal)
-    if theirs.is_percent and not ours.is_percent:
-        return our_number in (number, number / 100)
-    if ours.is_percent and not theirs.is_percent:
-        return number in (our_number, our_number / 100)
-    return number == our_number
+    if theirs.is_percent == ours.is_percent:
+        return number == our_number
+    percent, plain = (number, our_number) if theirs.is_percent else (our_number, number)
+    # The sign may be a unit, but `0.5\%` is not `0.5`.
+    is_unit = plain == percent and (theirs.is_percent or abs(plain) >= 1)
+    return is_unit or plain == percent / 100
 
 
 def _choice(text: str) -> tuple[str, str]:
