@@ -117,6 +117,15 @@ TWINS = [
     (r"6 or \boxed{5}", "5", False),
     (r"\text{not }\boxed{5}", "5", False),
     (r"-\boxed{5}", "-5", True),
+    # A percent sign divides a share, and may be the unit of other numbers.
+    (r"0.5\%", r"\frac12", False),
+    (r"50\%", "0.5", True),
+    (r"1.5\%", "1.5", True),
+    # A word may multiply.
+    (r"5\text{ crore}", "5", False),
+    (r"5\text{ point two}", "5", False),
+    (r"5\text{ per mille}", "5", False),
+    (r"5\text{ nano}", "5", False),
 ]
 """Answer, reference, and the verdict: each rule with a wrong answer that looks alike."""
 
