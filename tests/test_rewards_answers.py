@@ -126,6 +126,29 @@ TWINS = [
     (r"5\text{ point two}", "5", False),
     (r"5\text{ per mille}", "5", False),
     (r"5\text{ nano}", "5", False),
+    # Brackets around an exponent or a factor.
+    ("e^(2x)", "e^{2x}", True),
+    ("x^(2y)", "x^2y", False),
+    ("3(4)", "12", True),
+    ("(3)(4)", "7", False),
+    ("2(-3)", "-6", True),
+    ("f(2)", "2f", False),
+    # Capitals and units, in `\text` or not.
+    (r"\text{ABC}", "ABC", True),
+    ("CAB", r"\text{ABC}", False),
+    ("60 km/h", "60", True),
+    ("9.8 m/s^2", r"9.8\text{ m/s}", False),
+    ("20 J", "20", True),
+    ("20J", "20", False),
+    ("25 pct", r"25\%", True),
+    # Powers of ten, odd roots, and what shows nothing.
+    ("3 x 10^5", r"3\times10^5", True),
+    ("3*10^-5", r"3\times10^{-5}", True),
+    ("3*10^-5", r"3\times10^5", False),
+    (r"2\sqrt[3]{-27}", "-6", True),
+    (r"\sqrt[3]{-27}", "3", False),
+    ("2x/2", "x", True),
+    ("x+0", "x", True),
 ]
 """Answer, reference, and the verdict: each rule with a wrong answer that looks alike."""
 

@@ -221,7 +221,7 @@ def _has_variables(text: str) -> bool:
 _CHOICE = re.compile(r"(?:[(\[]([A-J])[)\]]|([A-J])(?:\)|[.:](?!\d*:)|$))\s*(.*)", re.DOTALL)
 _BASE = re.compile(r"\(?0*([0-9A-F]+)\)?_\{?(\d+)\}?")
 _COLON = re.compile(":")
-_LITERAL = re.compile(r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])")
+_LITERAL = re.compile(r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])|!!")
 """Expressions to compare letter by letter: math-verify would evaluate or drop these."""
 _NUMBERS = re.compile(r"\d+(?:(?:-\d+)+|(?:/\d+){2,})")
 """A date, a range or a telephone number: no arithmetic."""
@@ -252,9 +252,10 @@ def _same_plain(gold: str, answer: str, equal: Equal) -> bool:
 
 
 def _same_quantity(theirs: Quantity, ours: Quantity, equal: Equal) -> bool:
-    if not ours.value and not theirs.value:
-        return ours.words == theirs.words != ""
-    if not ours.value or not theirs.value or not same_words(theirs.words, ours.words):
+    if not ours.value or not theirs.value:  # `\text{ABC}` for `ABC`
+        words, our_words = (f"{side.value}{side.words}".casefold() for side in (theirs, ours))
+        return words == our_words != ""
+    if not same_words(theirs.words, ours.words):
         return False
     number, our_number = rational(theirs.value), rational(ours.value)
     if number is None or our_number is None:

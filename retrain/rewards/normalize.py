@@ -143,6 +143,7 @@ _MARKUP = _rules(
     (r"\\dot\{(\d+)\}(\d*)\\dot\{(\d+)\}", r"\\overline{\1\2\3}"),
     (r"^\](?=.*,)", "("),
     (r"(?<=[\w}])\[$", ")"),
+    (r"(?<=\d) ((?:k?m|mi|ft)/(?:s|h|hr)|[NJ])(?=(?:\^\{?\d\}?)?$)", r"\\text{ \1}"),
 )
 _ALIGNED = re.compile(
     r"\\begin\{(aligned|align\*?|gathered|split|array|cases|eqnarray\*?|equation\*?)\}(?:\{[^{}]*\})?"
@@ -185,7 +186,7 @@ _LETTER_UNITS = frozenset("msghlLJNWVAKCFtd")
 _INFINITY = frozenset({"infinity", "infty", "inf"})
 _CAPITALS = frozenset({"USD", "EUR", "YES", "TRUE", "FALSE", "NONE"})
 _SHORT_UNITS = frozenset(
-    "cm mm km kg mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW Hz Rs sq cu".split()
+    "cm mm km kg mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW Hz Pa Rs sq cu".split()
 )
 _SHORT_WORDS = _SHORT_UNITS | frozenset("or no No is to of at by if so we an it on as".split())
 _RUN = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[a-z]+n't|[A-Za-z]+(?:[-'][A-Za-z]{2,})*")
@@ -252,7 +253,7 @@ def _is_word(run: str, after_number: bool) -> bool:
         return run in ("or", "No", "no") or (after_number and run in _SHORT_UNITS)
     if run.isupper() and len(run) < 6:
         return run in _CAPITALS  # Others are points: `AB`, `ABC`.
-    if run in ("mph", "lbs"):
+    if run in ("mph", "lbs", "pct"):
         return True
     return bool(set(run.lower()) & set("eiou")) or (
         "a" in run.lower() and not set(run) <= set("abcdxyz")
@@ -345,6 +346,8 @@ _NUMBERS = _rules(
         r"(?<![\w.\\}])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?)0*(\d+)(?![\w.])",
         r"\1\\times10^{\2\3}",
     ),
+    (r"(?<=\d)\s*[x*]\s*(?=10\^)", r"\\times"),
+    (r"(?<=10\^)-?\d+(?![\d^])", r"{\g<0>}"),
     (r"(?<![\d.])(\d+)\s+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     (
         rf"([\d}}])\s*\\text\{{\s*({'|'.join(_POWERS)})s?(?![a-z])",
@@ -376,7 +379,7 @@ _NUMBERS = _rules(
     (r"(?i)^\s*\\text\{(?!not?\b)[^{}]*\}\s*:\s*(?=[^\s:])", ""),
     (r"^\s*\\text\{[^{}]*\}\s*([a-zA-Z])\s*\\text\{(?:is|equals)\}", r"\1="),
     (r"\\text\{([^{}]+) (and|or) ([^{}]+)\}", r"\\text{\1}\\text{\2}\\text{\3}"),
-    (r"\\text\{([A-J])\}", r"\1"),
+    (r"(^|[^\d\s])\s*\\text\{([A-J])\}", r"\1\2"),
     (r"(?<=\d)\s*\\text\{to\}\s*(?=\d)", ":"),
     (r"\(\s*\\text\{(?:since|because|as)[^()]*\)", ""),
     (r"\(\s*(\\text\{[^{}]*\}(?:\^\{?\d\}?)?)\s*\)", r"\1"),
@@ -408,6 +411,13 @@ _SPACES = _rules(
     (r" +", " "),
     (r"(?<![a-zA-Z0-9]) | (?![a-zA-Z0-9])", ""),
     (LEADING_PLUS, ""),
+    (r"\^\(((?:[^()]|\([^()]*\))*)\)", r"^{\1}"),
+    # math-verify would add: `3(4)` was 7.
+    (
+        r"((?<![\w^.\\}])\d[\d.]*(?:[xyz]|\\pi)?|(?<![a-zA-Z}])\(-?\d+\))(?=\(-?\d+\))",
+        r"\1\\cdot",
+    ),
+    (r"\\sqrt(\[\d*[13579]\])\{-(\d+)\}", r"(-\\sqrt\1{\2})"),
 )
 _ENDS = re.compile(r"^[=:,]+|[.,;:=]+$")
 

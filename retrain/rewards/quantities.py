@@ -13,7 +13,7 @@ _DECIMAL = r"\d+(?:\.\d*)?"
 _RATIONAL = re.compile(
     rf"(?P<sign>[+-]?)(?:(?P<whole>\d+)?\\frac\{{(?P<top>-?{_DECIMAL})\}}\{{(?P<bottom>-?{_DECIMAL})\}}"
     rf"|(?P<number>{_DECIMAL})(?:/(?P<below>-?\d+))?)"
-    r"(?:(?:\\times|\\cdot|x)\s*10\^(?:\{(?P<power>-?\d{1,3})\}|(?P<digit>\d)))?"
+    r"(?:(?:\\times|\\cdot)\s*10\^\{(?P<power>-?\d{1,3})\})?"
 )
 _LONGEST = 400
 
@@ -29,7 +29,7 @@ def rational(text: str) -> Fraction | None:
     if not below:
         return None
     value = Fraction(match["whole"] or 0) + Fraction(match["top"] or match["number"]) / below
-    value *= Fraction(10) ** int(match["power"] or match["digit"] or 0)
+    value *= Fraction(10) ** int(match["power"] or 0)
     return -value if match["sign"] == "-" else value
 
 
