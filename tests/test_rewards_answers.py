@@ -149,6 +149,10 @@ TWINS = [
     (r"\sqrt[3]{-27}", "3", False),
     ("2x/2", "x", True),
     ("x+0", "x", True),
+    # "And" is no union; two factorial signs are one sign.
+    (r"x<5\text{ and }x\ge3", r"3\le x<5", True),
+    (r"x<-1\text{ and }x>1", r"(-\infty,-1)\cup(1,\infty)", False),
+    ("3!!", "720", False),
 ]
 """Answer, reference, and the verdict: each rule with a wrong answer that looks alike."""
 
