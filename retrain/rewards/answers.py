@@ -7,7 +7,6 @@ comparison takes strings as a reader sees them, or after the normalization of th
 """
 
 import re
-import sys
 import unicodedata
 from typing import Literal
 
@@ -71,6 +70,13 @@ def extract_boxed(text: str, after_think: bool = True) -> str | None:
     return answer
 
 
+def closing_brace(text: str, start: int) -> int | None:
+    """Return the index of the brace that closes the group whose content starts at `start`, or
+    None.
+    """
+    return _closing_braces(text).get(start - 1)
+
+
 def _closing_braces(text: str) -> dict[int, int]:
     """Map the position of each opening brace to that of its closing brace."""
     opened: list[int] = []
@@ -115,18 +121,6 @@ def bare_answer(reference: str) -> str:
     for wrapped in (_MATH_MODE, _WHOLE):
         text = wrapped.sub(r"\1", text.strip())
     return text.strip()
-
-
-def closing_brace(text: str, start: int, limit: int = sys.maxsize) -> int | None:
-    """Return the index of the brace that closes the group whose content starts at `start`. Return
-    None if there is none before `limit` or the end.
-    """
-    depth = 1
-    for brace in _BRACE.finditer(text, start, limit):
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-        if depth == 0:
-            return brace.start()
-    return None
 
 
 # -- the comparison --------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ Equal = Callable[[str, str], bool]
 
 # -- what strings decide ---------------------------------------------------------------------------
 
-_INTEGER = re.compile(r"([+-]?)([0-9]++)")
+_INTEGER = re.compile(r"(?:\+|-(?=0+\Z)|(-))?(?=[0-9])0*+([0-9]*+)")
+"""Sign and digits: Python's int refuses more than 4,300 of them."""
 
 
 class _UndecidedError(Exception):
@@ -41,7 +42,7 @@ def decide_by_strings(answer: str, reference: str) -> bool | None:
         return True
     ours, theirs = _INTEGER.fullmatch(answer), _INTEGER.fullmatch(reference)
     if ours and theirs:
-        return _signed(ours) == _signed(theirs)
+        return ours.groups() == theirs.groups()
     if len(answer) > MAX_LENGTH:
         return False
     gold, given = normalize(reference), normalize(answer)
@@ -55,14 +56,6 @@ def decide_by_strings(answer: str, reference: str) -> bool | None:
 
 def _undecided(_gold: str, _answer: str) -> bool:
     raise _UndecidedError
-
-
-def _signed(integer: "re.Match[str]") -> tuple[bool, str]:
-    """Split off the sign, to compare integers of any length: Python's int refuses more than 4,300
-    digits.
-    """
-    digits = integer[2].lstrip("0")
-    return integer[1] == "-" and bool(digits), digits
 
 
 # -- structures ------------------------------------------------------------------------------------

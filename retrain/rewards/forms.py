@@ -93,8 +93,8 @@ def _both(lower: Form, upper: Form) -> Form | None:
     bounds = lower.items[1:] + upper.items[:1]
     if bounds != _values(r"\infty", r"-\infty") or not lower.variable == upper.variable != "":
         return None
-    ends = lower.items[0].text, upper.items[1].text
-    return _interval(lower.text[0] + upper.text[1], *ends, lower.variable)
+    items = lower.items[:1] + upper.items[1:]
+    return Form("interval", lower.text[0] + upper.text[1], items, lower.variable)
 
 
 def _items(form: Form) -> tuple[Form, ...]:

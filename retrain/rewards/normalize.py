@@ -45,25 +45,16 @@ _NAMES = (
     " ∪=cup ∩=cap ∅=emptyset ∠=angle …=ldots ⋯=ldots ≈=approx ≡=equiv ∖=setminus △=triangle α=alpha"
     " β=beta γ=gamma δ=delta ε=epsilon ζ=zeta η=eta θ=theta κ=kappa λ=lambda μ=mu µ=mu ν=nu ξ=xi"
     " π=pi ρ=rho σ=sigma τ=tau φ=phi ϕ=phi χ=chi ψ=psi ω=omega Γ=Gamma Δ=Delta Θ=Theta Λ=Lambda"
-    " Σ=Sigma Φ=Phi Ψ=Psi Ω=Omega"
+    " Σ=Sigma Φ=Phi Ψ=Psi Ω=Omega ℝ=mathbb{R} ℤ=mathbb{Z} ℕ=mathbb{N} ℚ=mathbb{Q} ℂ=mathbb{C} °=degree º=degree"
+    " ˚=degree €=text{euro} £=text{pound} ¥=text{yen} ¢=text{cent} ∛=sqrt[3] ∶=colon ∣=mid ⟨=langle"
+    " ⟩=rangle"
 )
 _COMMANDS = {
     **SAME_CHARACTERS,
     **{ord(pair[0]): f"\\{pair[2:]} " for pair in _NAMES.split()},
-    **dict.fromkeys(map(ord, "°º˚"), r"^\circ "),
     **dict.fromkeys(map(ord, "“”„«»"), ""),
     **dict.fromkeys(map(ord, "‘’′"), "'"),
     **dict.fromkeys(map(ord, "÷⁄∕"), "/"),
-    **{ord(letter): rf"\mathbb{{{plain}}}" for letter, plain in zip("ℝℤℕℚℂ", "RZNQC", strict=True)},
-    ord("€"): r"\text{ euro }",
-    ord("£"): r"\text{ pound }",
-    ord("¥"): r"\text{ yen }",
-    ord("¢"): r"\text{ cent }",
-    ord("∛"): r"\sqrt[3]",
-    ord("∶"): ":",
-    ord("∣"): "|",
-    ord("⟨"): "(",
-    ord("⟩"): ")",
 }
 
 
@@ -97,6 +88,16 @@ _SWITCHES = (
     "|(?:display|text|script)style|(?:no)?limits|hfill|therefore|quad|qquad"
 )
 _STYLES = "boldsymbol|math(?:bf|sf|it|tt|normal)|bm|pmb|u(?:nder)?line|boxed|fbox|ensuremath"
+_SAME_COMMANDS = dict(
+    pair.split("~")
+    for pair in (
+        r"\langle~( \rangle~) \lbrace~\{ \rbrace~\} \vert~| \lvert~| \rvert~| \mid~| \colon~: \lt~< \gt~>"
+        r" \leq~\le \leqq~\le \leqslant~\le <=~\le \geq~\ge \geqq~\ge \geqslant~\ge >=~\ge \neq~\ne !=~\ne"
+        r" :=~= ==~= \approx~= \dots~\ldots \cdots~\ldots \dotsc~\ldots \dotsb~\ldots \dotsm~\ldots"
+        r" \dotsi~\ldots \hdots~\ldots ...~\ldots \lor~\text{or} \varnothing~\emptyset \degree~^\circ"
+    ).split()
+)
+_OTHER_NAME = rf"(?:{'|'.join(map(re.escape, _SAME_COMMANDS))})(?:(?<![a-z])|{_NOT_MORE})"
 _MARKUP = _rules(
     (r"(\d)" + _SEPARATOR + r"(?=\d{3}(?!\d))", r"\1"),
     (r"^\s*(\*\*|__|[*_`])(.+?)\1\s*$", r"\2"),
@@ -104,11 +105,7 @@ _MARKUP = _rules(
     (r"\\\$", r"\\text{ dollar }"),
     (r"\$|(?<!\\)\\[()\[\]]", ""),
     (rf"\\(?:left|right|middle)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?){_NOT_MORE}", ""),
-    (rf"\\langle{_NOT_MORE}", "("),
-    (rf"\\rangle{_NOT_MORE}", ")"),
-    (rf"\\([lr])brace{_NOT_MORE}", lambda match: r"\{" if match[1] == "l" else r"\}"),
-    (rf"\\(?:[lr]?vert|mid){_NOT_MORE}", "|"),
-    (rf"\\colon{_NOT_MORE}", ":"),
+    (_OTHER_NAME, lambda match: f"{_SAME_COMMANDS[match[0]]} "),
     (r"\\(?:[dtc]|nice|s|x)(frac|binom)", r"\\\1"),
     (r"\\(?:(?:text)?color|[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}", ""),
     (rf"\\(?:{_SWITCHES}){_NOT_MORE}\s*", " "),
@@ -118,15 +115,8 @@ _MARKUP = _rules(
         r"\\text",
     ),
     (r"\\(?:mathrm|text)\s+(?=\w)", ""),
-    (rf"\\leq(?:q|slant)?{_NOT_MORE}|<=", r"\\le "),
-    (rf"\\geq(?:q|slant)?{_NOT_MORE}|>=", r"\\ge "),
-    (rf"\\neq{_NOT_MORE}|!=", r"\\ne "),
-    (rf"\\lt{_NOT_MORE}", "<"),
-    (rf"\\gt{_NOT_MORE}", ">"),
-    (rf":=|==|\\approx{_NOT_MORE}", "="),
-    (rf"\\(?:c?dots[cbmi]?|hdots){_NOT_MORE}|\.\.\.", r"\\ldots "),
-    (rf"\\varnothing{_NOT_MORE}|\\\{{\s*\\\}}", r"\\emptyset "),
-    (rf"\^\s*\{{\s*\\circ\s*\}}|\^\s*\\circ{_NOT_MORE}|\\degree{_NOT_MORE}", r"^\\circ "),
+    (r"\\\{\s*\\\}", r"\\emptyset "),
+    (rf"\^\s*\{{\s*\\circ\s*\}}|\^\s*\\circ{_NOT_MORE}", r"^\\circ "),
     (r"(?<!\\)%", r"\\%"),
     (r"(?:(?<!\\)\\[,;:!> ]|[~\s])+", " "),
     (r"(\\[a-zA-Z]+)\s+(?=\{)", r"\1"),
@@ -136,7 +126,6 @@ _MARKUP = _rules(
     ),
     (r"\\(hat|vec|bar|overline|mathbb)\s+([a-zA-Z])", r"\\\1{\2}"),
     (r"\^\{?\s*\\prime\s*(\\prime)?\s*\}?", lambda match: "''" if match[1] else "'"),
-    (rf"\\lor{_NOT_MORE}", r"\\text{or}"),
     (r"``(.*?)''|\"", r"\1"),
     (r"\{?(\w+)\s*\\choose\s*(\w+)\}?", r"\\binom{\1}{\2}"),
     (r"\\(max|min|gcd)\s*\\\{(.*?)\\\}", r"\\\1(\2)"),
@@ -181,10 +170,10 @@ _FUNCTIONS = frozenset(
     "arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh sin cos tan cot sec csc log ln exp lg gcd lcm min max det"
     " deg dim ker sqrt pi infty theta alpha beta gamma lambda".split()
 )
-_ALSO_UNITS = frozenset({"min", "sec", "deg"})
+_ALSO_UNITS = frozenset("min sec deg".split())
 _LETTER_UNITS = frozenset("msghlLJNWVAKCFtd")
 _INFINITY = frozenset({"infinity", "infty", "inf"})
-_CAPITALS = frozenset({"USD", "EUR", "YES", "TRUE", "FALSE", "NONE"})
+_CAPITALS = frozenset("USD EUR YES TRUE FALSE NONE".split())
 _SHORT_UNITS = frozenset(
     "cm mm km kg mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW Hz Pa Rs sq cu".split()
 )

@@ -40,28 +40,11 @@ _UNITS = {
     for unit, *names in map(
         str.split,
         (
-            "cm centimeter centimetre",
-            "mm millimeter millimetre",
-            "m meter metre",
-            "km kilometer kilometre",
-            "kg kilogram",
-            "g gram gm",
-            "mg milligram",
-            "l liter litre",
-            "ml milliliter millilitre",
-            "inch in",
-            "foot feet ft",
-            "yard yd",
-            "mile mi",
-            "pound lb",
-            "ounce oz",
-            "hour hr h",
-            "minute min",
-            "second sec s",
-            "dollar usd buck",
-            "degree deg",
-            "square sq",
-        ),
+            "cm centimeter centimetre; mm millimeter millimetre; m meter metre; km kilometer"
+            " kilometre; kg kilogram; g gram gm; mg milligram; l liter litre; ml milliliter"
+            " millilitre; inch in; foot feet ft; yard yd; mile mi; pound lb; ounce oz; hour hr h;"
+            " minute min; second sec s; dollar usd buck; degree deg; square sq"
+        ).split(";"),
     )
     for name in (unit, *names)
 }
@@ -84,8 +67,8 @@ _NOT_UNITS = frozenset(
     ).split()
 )
 """Words that change the meaning of the number next to them."""
-_BEFORE_NUMBERS = frozenset(["dollar", "euro", "pound", "yen", "rs", "total"])
-_SILENT = frozenset(["the", "a", "an", "of", "and", "only", "exactly", "precisely"])
+_BEFORE_NUMBERS = frozenset("dollar euro pound yen rs total".split())
+_SILENT = frozenset("the a an of and only exactly precisely".split())
 _LEAD_IN = re.compile(
     r"(?!.*\b(?:not|no|neither|never|none|nor|false|wrong|incorrect|impossible)\b)"
     r".*\b(?:is|are|equals)\b\s*",
@@ -172,7 +155,7 @@ SYMBOL = rf"(?:[A-Za-z]|\\(?:{GREEK})(?![a-zA-Z]))\s*'*(?:_(?:\w|\{{[^{{}}]*\}})
 """A variable, as a regular expression: `x`, `a_n`, `x_{12}'`, a Greek letter."""
 _VARIABLE = re.compile(rf"[a-zA-Z]+'*|\\(?:{GREEK})")
 _LETTER = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[A-Z]{2,}(?![a-z])|[a-zA-Z]'*")
-_CONSTANTS = frozenset(["e", "i"])
+_CONSTANTS = frozenset("ei")
 
 
 def letters(expression: str) -> frozenset[str]:
