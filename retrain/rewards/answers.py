@@ -1,9 +1,9 @@
 r"""The final answer of a completion, and its comparison with the reference as a string.
 
-The answer is the content of the last `\boxed{...}` or `\fbox{...}` that is not empty. The last box
-decides even if it is incomplete: a completion that ends inside its box has given no answer. The
-comparison takes strings as a reader sees them, or after the normalization of the MATH paper
-(Hendrycks et al. 2021, `is_equiv`).
+The answer is the content of the last `\boxed{...}` or `\fbox{...}` that is not empty. A box inside
+another one is a part of its content. The last box decides even if it is incomplete: a completion
+that ends inside its box has given no answer. The comparison takes strings as a reader sees them, or
+after the normalization of the MATH paper (Hendrycks et al. 2021, `is_equiv`).
 """
 
 import re
@@ -40,9 +40,8 @@ MAX_ANSWER = 1 << 16
 
 
 def extract_boxed(text: str, after_think: bool = True) -> str | None:
-    r"""Return the stripped content of the last box that is not empty, or "" if all are empty. A box
-    inside another one is a part of its content. Return None without a box, or if the last box has
-    unbalanced braces.
+    r"""Return the stripped content of the last box that is not empty, or "" if all are empty.
+    Return None without a box, or if the last box has unbalanced braces.
 
     `\{` and `\}` are characters, not braces. With `after_think` only what follows the last thought
     counts, and nothing counts in a thought that never ends.
@@ -78,7 +77,7 @@ def closing_brace(text: str, start: int) -> int | None:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Map the position of each opening brace to that of its closing brace."""
+    """Map the position of each opening brace to its partner's."""
     opened: list[int] = []
     closing = {}
     for brace in _BRACE.finditer(text):

@@ -40,11 +40,28 @@ _UNITS = {
     for unit, *names in map(
         str.split,
         (
-            "cm centimeter centimetre; mm millimeter millimetre; m meter metre; km kilometer"
-            " kilometre; kg kilogram; g gram gm; mg milligram; l liter litre; ml milliliter"
-            " millilitre; inch in; foot feet ft; yard yd; mile mi; pound lb; ounce oz; hour hr h;"
-            " minute min; second sec s; dollar usd buck; degree deg; square sq"
-        ).split(";"),
+            "cm centimeter centimetre",
+            "mm millimeter millimetre",
+            "m meter metre",
+            "km kilometer kilometre",
+            "kg kilogram",
+            "g gram gm",
+            "mg milligram",
+            "l liter litre",
+            "ml milliliter millilitre",
+            "inch in",
+            "foot feet ft",
+            "yard yd",
+            "mile mi",
+            "pound lb",
+            "ounce oz",
+            "hour hr h",
+            "minute min",
+            "second sec s",
+            "dollar usd buck",
+            "degree deg",
+            "square sq",
+        ),
     )
     for name in (unit, *names)
 }
