@@ -105,51 +105,35 @@ TWINS = [
     # A plus is silent only where a value begins.
     ("|-5|+1", "6", True),
     ("3|x-1|", "|x-1|+3", False),
-    ("|+5|", "5", True),
     ("x^*1", "x^*+1", False),
     # Numbers of a date or a range are no arithmetic.
     ("2018", "2024-01-05", False),
     ("2024–1–5", "2024-01-05", True),
     ("20-30", "10-20", False),
-    ("1/10120", "01/05/2024", False),
     ("2=7-5", "2", True),
     # A box inside another one is a part of it.
     (r"6 or \boxed{5}", "5", False),
-    (r"\text{not }\boxed{5}", "5", False),
     (r"-\boxed{5}", "-5", True),
     # A percent sign divides a share, and may be the unit of other numbers.
     (r"0.5\%", r"\frac12", False),
     (r"50\%", "0.5", True),
-    (r"1.5\%", "1.5", True),
     # A word may multiply.
-    (r"5\text{ crore}", "5", False),
     (r"5\text{ point two}", "5", False),
     (r"5\text{ per mille}", "5", False),
     (r"5\text{ nano}", "5", False),
-    # Brackets around an exponent or a factor.
+    # Brackets, units, powers of ten, roots, and what shows nothing.
     ("e^(2x)", "e^{2x}", True),
-    ("x^(2y)", "x^2y", False),
     ("3(4)", "12", True),
     ("(3)(4)", "7", False),
-    ("2(-3)", "-6", True),
-    ("f(2)", "2f", False),
-    # Capitals and units, in `\text` or not.
     (r"\text{ABC}", "ABC", True),
-    ("CAB", r"\text{ABC}", False),
     ("60 km/h", "60", True),
     ("9.8 m/s^2", r"9.8\text{ m/s}", False),
     ("20 J", "20", True),
     ("20J", "20", False),
-    ("25 pct", r"25\%", True),
-    # Powers of ten, odd roots, and what shows nothing.
     ("3 x 10^5", r"3\times10^5", True),
     ("3*10^-5", r"3\times10^{-5}", True),
-    ("3*10^-5", r"3\times10^5", False),
     (r"2\sqrt[3]{-27}", "-6", True),
-    (r"\sqrt[3]{-27}", "3", False),
     ("2x/2", "x", True),
-    ("x+0", "x", True),
-    # "And" is no union; two factorial signs are one sign.
     (r"x<5\text{ and }x\ge3", r"3\le x<5", True),
     (r"x<-1\text{ and }x>1", r"(-\infty,-1)\cup(1,\infty)", False),
     ("3!!", "720", False),

@@ -29,7 +29,6 @@ from retrain.types import THOUGHT_TAGS
         (r"\boxed{\boxed{3}}", "3"),
         (r"\boxed{\fbox{\boxed{3}}}", "3"),
         (r"\boxed{1} so \boxed{6 or \boxed{5}}", "6 or {5}"),
-        (r"\boxed{-\boxed{5}}", "-{5}"),
         (r"\boxed{\boxed{1},\boxed{5}}", "{1},{5}"),
         (r"\boxed{6 or \boxed{5}", "5"),
         (r"\boxed{\left\{x\right.}", r"\left\{x\right."),
