@@ -124,7 +124,7 @@ TWINS = [
     # Brackets, units, powers of ten, roots, and what shows nothing.
     ("e^(2x)", "e^{2x}", True),
     ("3(4)", "12", True),
-    ("(3)(4)", "7", False),
+    (r"3\left(\frac12\right)", "3.5", False),
     (r"\text{ABC}", "ABC", True),
     ("60 km/h", "60", True),
     ("9.8 m/s^2", r"9.8\text{ m/s}", False),
