@@ -30,6 +30,7 @@ _MARKER = re.compile(
     """,
     re.VERBOSE,
 )
+_PLAIN_BOX = re.compile(r"(?<![\w^}])\\(?:boxed|fbox)\s*+\{([^{}]*)\}(?!\w)")
 _LINE_END = re.compile(r"[$\n]")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or an escape to skip: an escaped brace, a line break, the first letter of a command."""
@@ -64,7 +65,7 @@ def extract_boxed(text: str, after_think: bool = True) -> str | None:
         inner = _MARKER.match(text, start)
         if inner and closing.get(inner.end() - 1) == end - 1:
             continue  # the box inside holds it all
-        done, content = end, text[start:end].strip()
+        done, content = end, _PLAIN_BOX.sub(r"\1", text[start:end]).strip()
         answer = _MARKER.sub(lambda box: box["brace"] or "", content) or answer or ""
     return answer
 
@@ -125,10 +126,6 @@ def bare_answer(reference: str) -> str:
 # -- the comparison --------------------------------------------------------------------------------
 
 
-class _NotNormalizable(ValueError):
-    """The string has no normalization, so the comparison takes it unchanged."""
-
-
 def canonical_answer(answer: str, normalize: Normalization) -> str:
     """Return the form that equal answers share; "" for none."""
     if normalize == "none":
@@ -136,7 +133,7 @@ def canonical_answer(answer: str, normalize: Normalization) -> str:
     answer = answer.strip()
     try:
         return hendrycks_normalize(answer)
-    except _NotNormalizable:
+    except ValueError:
         return answer
 
 
@@ -183,7 +180,7 @@ def hendrycks_normalize(text: str) -> str:
     # A unit at the end, such as `5\text{ cm}`: a space right after `\text{` marks it.
     text, *units = text.split(_UNITS)
     if len(units) > 1:
-        raise _NotNormalizable(text)
+        raise ValueError(text)
     text = text.replace(r"\%", "")
     text = text.replace(" .", " 0.").replace("{.", "{0.")
     if text.startswith("."):
@@ -205,7 +202,7 @@ def hendrycks_normalize(text: str) -> str:
 
 def _braced_first(text: str) -> str:
     if not text:
-        raise _NotNormalizable(text)
+        raise ValueError(text)
     if text[0] == "{":
         return text
     return "{" + text[0] + "}" + text[1:]
@@ -219,7 +216,7 @@ def _brace_fractions(text: str) -> str:
     done = [first]
     for tail in rest:
         if not tail:
-            raise _NotNormalizable(text)
+            raise ValueError(text)
         if tail[0] == "{":
             done.append(r"\frac" + tail)
         elif len(tail) == 1:

@@ -172,7 +172,7 @@ _FUNCTIONS = frozenset(
 )
 _ALSO_UNITS = frozenset("min sec deg".split())
 _LETTER_UNITS = frozenset("msghlLJNWVAKCFtd")
-_INFINITY = frozenset({"infinity", "infty", "inf"})
+_INFINITY = frozenset("infinity infty inf".split())
 _CAPITALS = frozenset("USD EUR YES TRUE FALSE NONE".split())
 _SHORT_UNITS = frozenset(
     "cm mm km kg mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW Hz Pa Rs sq cu".split()
