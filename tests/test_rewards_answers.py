@@ -102,6 +102,41 @@ TWINS = [
     (r"\textbf{(A) }13", "B", False),
     ("100, 200", "100200", False),
     ("1,000", "1000", True),
+    # A plus is silent only where a value begins.
+    ("|-5|+1", "6", True),
+    ("3|x-1|", "|x-1|+3", False),
+    ("x^*1", "x^*+1", False),
+    # Numbers of a date or a range are no arithmetic.
+    ("2018", "2024-01-05", False),
+    ("2024–1–5", "2024-01-05", True),
+    ("20-30", "10-20", False),
+    ("2=7-5", "2", True),
+    # A box inside another one is a part of it.
+    (r"6 or \boxed{5}", "5", False),
+    (r"-\boxed{5}", "-5", True),
+    # A percent sign divides a share, and may be the unit of other numbers.
+    (r"0.5\%", r"\frac12", False),
+    (r"50\%", "0.5", True),
+    # A word may multiply.
+    (r"5\text{ point two}", "5", False),
+    (r"5\text{ per mille}", "5", False),
+    (r"5\text{ nano}", "5", False),
+    # Brackets, units, powers of ten, roots, and what shows nothing.
+    ("e^(2x)", "e^{2x}", True),
+    ("3(4)", "12", True),
+    (r"3\left(\frac12\right)", "3.5", False),
+    (r"\text{ABC}", "ABC", True),
+    ("60 km/h", "60", True),
+    ("9.8 m/s^2", r"9.8\text{ m/s}", False),
+    ("20 J", "20", True),
+    ("20J", "20", False),
+    ("3 x 10^5", r"3\times10^5", True),
+    ("3*10^-5", r"3\times10^{-5}", True),
+    (r"2\sqrt[3]{-27}", "-6", True),
+    ("2x/2", "x", True),
+    (r"x<5\text{ and }x\ge3", r"3\le x<5", True),
+    (r"x<-1\text{ and }x>1", r"(-\infty,-1)\cup(1,\infty)", False),
+    ("3!!", "720", False),
 ]
 """Answer, reference, and the verdict: each rule with a wrong answer that looks alike."""
 

@@ -1,13 +1,12 @@
 r"""The final answer of a completion, and its comparison with the reference as a string.
 
-The answer is the content of the last `\boxed{...}` or `\fbox{...}` that is not empty. The last box
-decides even if it is incomplete: a completion that ends inside its box has given no answer. The
-comparison takes strings as a reader sees them, or after the normalization of the MATH paper
-(Hendrycks et al. 2021, `is_equiv`).
+The answer is the content of the last `\boxed{...}` or `\fbox{...}` that is not empty. A box inside
+another one is a part of its content. The last box decides even if it is incomplete: a completion
+that ends inside its box has given no answer. The comparison takes strings as a reader sees them, or
+after the normalization of the MATH paper (Hendrycks et al. 2021, `is_equiv`).
 """
 
 import re
-import sys
 import unicodedata
 from typing import Literal
 
@@ -31,13 +30,14 @@ _MARKER = re.compile(
     """,
     re.VERBOSE,
 )
-_BARE = re.compile(r"[^$\n]*+")
+_PLAIN_BOX = re.compile(r"(?<![\w^}])\\(?:boxed|fbox)\s*+\{([^{}]*)\}(?!\w)")
+_LINE_END = re.compile(r"[$\n]")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or an escape to skip: an escaped brace, a line break, the first letter of a command."""
 _MATH_MODE = re.compile(r"\A\$+([^$]+)\$+\Z")
 _WHOLE = re.compile(r"\A([-+]?[\d,]+)\.0+\Z")
 MAX_ANSWER = 1 << 16
-"""Maximum characters of a box; the search stops there, and a longer box counts as broken."""
+"""Maximum characters of a box; a longer box counts as broken."""
 
 
 def extract_boxed(text: str, after_think: bool = True) -> str | None:
@@ -49,26 +49,44 @@ def extract_boxed(text: str, after_think: bool = True) -> str | None:
     """
     if after_think:
         text = after_thought(text)
-    markers = list(_MARKER.finditer(text))
-    answer = None
-    while markers and not answer:
-        end = _end_of_box(text, markers[-1])
-        if end is None:
-            return None
-        last = markers.pop()
-        answer = text[last.end() : end].strip()
-        outer = _end_of_box(text, markers[-1]) if answer and markers else None
-        if outer is not None and text[end + 1 : outer].strip():  # More follows in a box around it.
-            answer = _MARKER.sub("{", text[markers[-1].end() : outer]).strip()
+    closing = _closing_braces(text)
+    answer, done = None, 0
+    for marker in _MARKER.finditer(text):
+        start = marker.end()
+        if start < done:
+            continue
+        if marker["brace"]:
+            end = closing.get(start - 1)
+        else:
+            end = start + len(_LINE_END.split(text[start : start + MAX_ANSWER], 1)[0])
+        if end is None or end - start > MAX_ANSWER:
+            answer = None
+            continue
+        inner = _MARKER.match(text, start)
+        if inner and closing.get(inner.end() - 1) == end - 1:
+            continue  # the box inside holds it all
+        done, content = end, _PLAIN_BOX.sub(r"\1", text[start:end]).strip()
+        answer = _MARKER.sub(lambda box: box["brace"] or "", content) or answer or ""
     return answer
 
 
-def _end_of_box(text: str, marker: "re.Match[str]") -> int | None:
-    limit = marker.end() + MAX_ANSWER
-    if marker["brace"]:
-        return closing_brace(text, marker.end(), limit)
-    bare = _BARE.match(text, marker.end(), limit)
-    return bare.end() if bare else None
+def closing_brace(text: str, start: int) -> int | None:
+    """Return the index of the brace that closes the group whose content starts at `start`, or
+    None.
+    """
+    return _closing_braces(text).get(start - 1)
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Map the position of each opening brace to its partner's."""
+    opened: list[int] = []
+    closing = {}
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
+            closing[opened.pop()] = brace.start()
+    return closing
 
 
 def after_thought(text: str, prompt: str = "", think_end_token: str = "") -> str:
@@ -105,23 +123,7 @@ def bare_answer(reference: str) -> str:
     return text.strip()
 
 
-def closing_brace(text: str, start: int, limit: int = sys.maxsize) -> int | None:
-    """Return the index of the brace that closes the group whose content starts at `start`. Return
-    None if there is none before `limit` or the end.
-    """
-    depth = 1
-    for brace in _BRACE.finditer(text, start, limit):
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-        if depth == 0:
-            return brace.start()
-    return None
-
-
 # -- the comparison --------------------------------------------------------------------------------
-
-
-class _NotNormalizable(ValueError):
-    """The string has no normalization, so the comparison takes it unchanged."""
 
 
 def canonical_answer(answer: str, normalize: Normalization) -> str:
@@ -131,7 +133,7 @@ def canonical_answer(answer: str, normalize: Normalization) -> str:
     answer = answer.strip()
     try:
         return hendrycks_normalize(answer)
-    except _NotNormalizable:
+    except ValueError:
         return answer
 
 
@@ -178,7 +180,7 @@ def hendrycks_normalize(text: str) -> str:
     # A unit at the end, such as `5\text{ cm}`: a space right after `\text{` marks it.
     text, *units = text.split(_UNITS)
     if len(units) > 1:
-        raise _NotNormalizable(text)
+        raise ValueError(text)
     text = text.replace(r"\%", "")
     text = text.replace(" .", " 0.").replace("{.", "{0.")
     if text.startswith("."):
@@ -200,7 +202,7 @@ def hendrycks_normalize(text: str) -> str:
 
 def _braced_first(text: str) -> str:
     if not text:
-        raise _NotNormalizable(text)
+        raise ValueError(text)
     if text[0] == "{":
         return text
     return "{" + text[0] + "}" + text[1:]
@@ -214,7 +216,7 @@ def _brace_fractions(text: str) -> str:
     done = [first]
     for tail in rest:
         if not tail:
-            raise _NotNormalizable(text)
+            raise ValueError(text)
         if tail[0] == "{":
             done.append(r"\frac" + tail)
         elif len(tail) == 1:

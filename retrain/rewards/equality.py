@@ -25,7 +25,8 @@ Equal = Callable[[str, str], bool]
 
 # -- what strings decide ---------------------------------------------------------------------------
 
-_INTEGER = re.compile(r"([+-]?)([0-9]++)")
+_INTEGER = re.compile(r"(?:\+|-(?=0+\Z)|(-))?(?=[0-9])0*+([0-9]*+)")
+"""Sign and digits: Python's int refuses more than 4,300 of them."""
 
 
 class _UndecidedError(Exception):
@@ -41,7 +42,7 @@ def decide_by_strings(answer: str, reference: str) -> bool | None:
         return True
     ours, theirs = _INTEGER.fullmatch(answer), _INTEGER.fullmatch(reference)
     if ours and theirs:
-        return _signed(ours) == _signed(theirs)
+        return ours.groups() == theirs.groups()
     if len(answer) > MAX_LENGTH:
         return False
     gold, given = normalize(reference), normalize(answer)
@@ -55,14 +56,6 @@ def decide_by_strings(answer: str, reference: str) -> bool | None:
 
 def _undecided(_gold: str, _answer: str) -> bool:
     raise _UndecidedError
-
-
-def _signed(integer: "re.Match[str]") -> tuple[bool, str]:
-    """Split off the sign, to compare integers of any length: Python's int refuses more than 4,300
-    digits.
-    """
-    digits = integer[2].lstrip("0")
-    return integer[1] == "-" and bool(digits), digits
 
 
 # -- structures ------------------------------------------------------------------------------------
@@ -198,7 +191,7 @@ def _states(chain: list[str], gold: str, equal: Equal) -> bool:
     return (
         not _has_variables(first)
         and _same_plain(gold, last, equal)
-        and _same_plain(last, quantity(first).value, equal)
+        and _same_plain(gold, quantity(first).value, equal)
         and _is_consistent(chain, equal)
     )
 
@@ -221,8 +214,11 @@ def _has_variables(text: str) -> bool:
 _CHOICE = re.compile(r"(?:[(\[]([A-J])[)\]]|([A-J])(?:\)|[.:](?!\d*:)|$))\s*(.*)", re.DOTALL)
 _BASE = re.compile(r"\(?0*([0-9A-F]+)\)?_\{?(\d+)\}?")
 _COLON = re.compile(":")
-_LITERAL = re.compile(r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])")
+_LITERAL = re.compile(r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])|!!")
 """Expressions to compare letter by letter: math-verify would evaluate or drop these."""
+_NUMBERS = re.compile(r"\d+(?:(?:-\d+)+|(?:/\d+){2,})")
+"""A date, a range or a telephone number: no arithmetic."""
+_ZEROS = re.compile(r"\b0+(?=\d)")
 _OPEN_RELATION = re.compile(r"[<>]|\\(?:ne|le|ge|sim|neg)(?![a-zA-Z])")
 _NO_SPACE = re.compile(r"(\\[a-zA-Z]+) (?![a-zA-Z])|(?<![a-zA-Z0-9)}\]]) ")
 _TWO_NUMBERS = re.compile(r"(?<!_)[\d)\]] +\d")
@@ -249,18 +245,20 @@ def _same_plain(gold: str, answer: str, equal: Equal) -> bool:
 
 
 def _same_quantity(theirs: Quantity, ours: Quantity, equal: Equal) -> bool:
-    if not ours.value and not theirs.value:
-        return ours.words == theirs.words != ""
-    if not ours.value or not theirs.value or not same_words(theirs.words, ours.words):
+    if not ours.value or not theirs.value:  # `\text{ABC}` for `ABC`
+        words, our_words = (f"{side.value}{side.words}".casefold() for side in (theirs, ours))
+        return words == our_words != ""
+    if not same_words(theirs.words, ours.words):
         return False
     number, our_number = rational(theirs.value), rational(ours.value)
     if number is None or our_number is None:
         return _same_expression(theirs.value, ours.value, equal)
-    if theirs.is_percent and not ours.is_percent:
-        return our_number in (number, number / 100)
-    if ours.is_percent and not theirs.is_percent:
-        return number in (our_number, our_number / 100)
-    return number == our_number
+    if theirs.is_percent == ours.is_percent:
+        return number == our_number
+    percent, plain = (number, our_number) if theirs.is_percent else (our_number, number)
+    # The sign may be a unit, but `0.5\%` is not `0.5`.
+    is_unit = plain == percent and (theirs.is_percent or abs(plain) >= 1)
+    return is_unit or plain == percent / 100
 
 
 def _choice(text: str) -> tuple[str, str]:
@@ -283,6 +281,8 @@ def _same_expression(gold: str, answer: str, equal: Equal) -> bool:
     ratio, our_ratio = split(gold, _COLON), split(answer, _COLON)
     if len(ratio) > 1 or len(our_ratio) > 1:
         return _pairwise(list(map(read, ratio)), list(map(read, our_ratio)), equal)
+    if _NUMBERS.fullmatch(gold):
+        return _ZEROS.sub("", gold) == _ZEROS.sub("", answer)
     if _LITERAL.search(gold + answer) or letters(gold) != letters(answer):
         return False
     readable = all(_is_readable(side) for side in (gold, answer))

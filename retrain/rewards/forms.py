@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from retrain.rewards.normalize import LEADING_PLUS
 from retrain.rewards.quantities import SYMBOL, rational
 
 Kind = Literal["list", "set", "tuple", "interval", "matrix", "congruence", "value"]
@@ -44,13 +45,11 @@ _ALL_BUT = re.compile(
 _REAL = re.compile(
     rf"{SYMBOL}\\in\s*\\mathbb\{{R\}}[,;]\s*(?={SYMBOL}\s*(?:[<>]|\\[lgn]e))"
 )  # `x\in\mathbb{R},x>3` is `x>3`.
-_BETWEEN = re.compile(rf"({SYMBOL})(>|\\ge\s?)(.+)\\text\{{and\}}\1(<|\\le\s?)(.+)")
 _CONGRUENCE = re.compile(r"(.+?)\\equiv((?:(?!\\equiv).)+)\\pmod\{(.+?)\}")
 _MATRIX = re.compile(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}(\^\{?(?:T|\\top)\}?)?", re.DOTALL)
 _EVERYTHING = re.compile(r"\\mathbb\{R\}|\\text\{(?:all )?(?:reals?|real numbers)\}", re.IGNORECASE)
 _NOTHING = re.compile(r"\\emptyset|\\text\{(?:the )?empty set\}")
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])\s*")
-_LEADING_PLUS = re.compile(r"(?<![\w)}\]!'])\+")
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
@@ -75,17 +74,27 @@ def read(text: str) -> Form:
         left, residues, modulus = congruence.groups()
         return _listed(_congruence(left, each.text, modulus) for each in _items(read(residues)))
     text = _REAL.sub("", text)
-    if between := _BETWEEN.fullmatch(text):
-        brackets = ("(" if between[2] == ">" else "[") + (")" if between[4] == "<" else "]")
-        return _interval(brackets, between[3], between[5], between[1])
     parts = [part for part in split(text, _SEPARATOR) if part]
     if len(parts) > 1:
-        return _listed(item for part in parts for item in _items(read(part)))
+        forms = list(map(read, parts))
+        both = _both(*forms) if len(forms) == 2 and r"\text{and}" in text else None
+        return both or _listed(item for form in forms for item in _items(form))
     text = parts[0] if parts else text
     if member := _MEMBER.fullmatch(text):
         inside = read(member[2])
         return Form(inside.kind, inside.text, inside.items, member[1])
     return _plus_minus(text) or _bracketed(text) or _inequality(text) or Form("value", text)
+
+
+def _both(lower: Form, upper: Form) -> Form | None:
+    """Return the interval of two bounds of one variable, such as `x>1` and `x<3`."""
+    if lower.items[1:] != _values(r"\infty"):
+        lower, upper = upper, lower
+    bounds = lower.items[1:] + upper.items[:1]
+    if bounds != _values(r"\infty", r"-\infty") or not lower.variable == upper.variable != "":
+        return None
+    items = lower.items[:1] + upper.items[1:]
+    return Form("interval", lower.text[0] + upper.text[1], items, lower.variable)
 
 
 def _items(form: Form) -> tuple[Form, ...]:
@@ -111,7 +120,7 @@ def _congruence(left: str, residue: str, modulus: str) -> Form:
 def _plus_minus(text: str) -> Form | None:
     if len(_PLUS_MINUS.findall(text)) != 1 or text.startswith(r"\{"):
         return None
-    return _listed(read(_LEADING_PLUS.sub("", _PLUS_MINUS.sub(sign, text))) for sign in "+-")
+    return _listed(read(re.sub(LEADING_PLUS, "", _PLUS_MINUS.sub(sign, text))) for sign in "+-")
 
 
 def _bracketed(text: str) -> Form | None:

@@ -50,7 +50,7 @@ def is_refused(answer: str) -> bool:
     if (
         len(answer) > MAX_LENGTH
         or answer.count("|") > MAX_BARS
-        or closing_brace(answer + "}", 0) != len(answer)
+        or closing_brace(f"{{{answer}}}", 1) != len(answer) + 1
     ):
         return True
     plain = answer.replace(",", "")

@@ -45,25 +45,16 @@ _NAMES = (
     " ∪=cup ∩=cap ∅=emptyset ∠=angle …=ldots ⋯=ldots ≈=approx ≡=equiv ∖=setminus △=triangle α=alpha"
     " β=beta γ=gamma δ=delta ε=epsilon ζ=zeta η=eta θ=theta κ=kappa λ=lambda μ=mu µ=mu ν=nu ξ=xi"
     " π=pi ρ=rho σ=sigma τ=tau φ=phi ϕ=phi χ=chi ψ=psi ω=omega Γ=Gamma Δ=Delta Θ=Theta Λ=Lambda"
-    " Σ=Sigma Φ=Phi Ψ=Psi Ω=Omega"
+    " Σ=Sigma Φ=Phi Ψ=Psi Ω=Omega ℝ=mathbb{R} ℤ=mathbb{Z} ℕ=mathbb{N} ℚ=mathbb{Q} ℂ=mathbb{C} °=degree º=degree"
+    " ˚=degree €=text{euro} £=text{pound} ¥=text{yen} ¢=text{cent} ∛=sqrt[3] ∶=colon ∣=mid ⟨=langle"
+    " ⟩=rangle"
 )
 _COMMANDS = {
     **SAME_CHARACTERS,
     **{ord(pair[0]): f"\\{pair[2:]} " for pair in _NAMES.split()},
-    **dict.fromkeys(map(ord, "°º˚"), r"^\circ "),
     **dict.fromkeys(map(ord, "“”„«»"), ""),
     **dict.fromkeys(map(ord, "‘’′"), "'"),
     **dict.fromkeys(map(ord, "÷⁄∕"), "/"),
-    **{ord(letter): rf"\mathbb{{{plain}}}" for letter, plain in zip("ℝℤℕℚℂ", "RZNQC", strict=True)},
-    ord("€"): r"\text{ euro }",
-    ord("£"): r"\text{ pound }",
-    ord("¥"): r"\text{ yen }",
-    ord("¢"): r"\text{ cent }",
-    ord("∛"): r"\sqrt[3]",
-    ord("∶"): ":",
-    ord("∣"): "|",
-    ord("⟨"): "(",
-    ord("⟩"): ")",
 }
 
 
@@ -97,6 +88,16 @@ _SWITCHES = (
     "|(?:display|text|script)style|(?:no)?limits|hfill|therefore|quad|qquad"
 )
 _STYLES = "boldsymbol|math(?:bf|sf|it|tt|normal)|bm|pmb|u(?:nder)?line|boxed|fbox|ensuremath"
+_SAME_COMMANDS = dict(
+    pair.split("~")
+    for pair in (
+        r"\langle~( \rangle~) \lbrace~\{ \rbrace~\} \vert~| \lvert~| \rvert~| \mid~| \colon~: \lt~< \gt~>"
+        r" \leq~\le \leqq~\le \leqslant~\le <=~\le \geq~\ge \geqq~\ge \geqslant~\ge >=~\ge \neq~\ne !=~\ne"
+        r" :=~= ==~= \approx~= \dots~\ldots \cdots~\ldots \dotsc~\ldots \dotsb~\ldots \dotsm~\ldots"
+        r" \dotsi~\ldots \hdots~\ldots ...~\ldots \lor~\text{or} \varnothing~\emptyset \degree~^\circ"
+    ).split()
+)
+_OTHER_NAME = rf"(?:{'|'.join(map(re.escape, _SAME_COMMANDS))})(?:(?<![a-z])|{_NOT_MORE})"
 _MARKUP = _rules(
     (r"(\d)" + _SEPARATOR + r"(?=\d{3}(?!\d))", r"\1"),
     (r"^\s*(\*\*|__|[*_`])(.+?)\1\s*$", r"\2"),
@@ -104,11 +105,7 @@ _MARKUP = _rules(
     (r"\\\$", r"\\text{ dollar }"),
     (r"\$|(?<!\\)\\[()\[\]]", ""),
     (rf"\\(?:left|right|middle)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?){_NOT_MORE}", ""),
-    (rf"\\langle{_NOT_MORE}", "("),
-    (rf"\\rangle{_NOT_MORE}", ")"),
-    (rf"\\([lr])brace{_NOT_MORE}", lambda match: r"\{" if match[1] == "l" else r"\}"),
-    (rf"\\(?:[lr]?vert|mid){_NOT_MORE}", "|"),
-    (rf"\\colon{_NOT_MORE}", ":"),
+    (_OTHER_NAME, lambda match: f"{_SAME_COMMANDS[match[0]]} "),
     (r"\\(?:[dtc]|nice|s|x)(frac|binom)", r"\\\1"),
     (r"\\(?:(?:text)?color|[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}", ""),
     (rf"\\(?:{_SWITCHES}){_NOT_MORE}\s*", " "),
@@ -118,15 +115,8 @@ _MARKUP = _rules(
         r"\\text",
     ),
     (r"\\(?:mathrm|text)\s+(?=\w)", ""),
-    (rf"\\leq(?:q|slant)?{_NOT_MORE}|<=", r"\\le "),
-    (rf"\\geq(?:q|slant)?{_NOT_MORE}|>=", r"\\ge "),
-    (rf"\\neq{_NOT_MORE}|!=", r"\\ne "),
-    (rf"\\lt{_NOT_MORE}", "<"),
-    (rf"\\gt{_NOT_MORE}", ">"),
-    (rf":=|==|\\approx{_NOT_MORE}", "="),
-    (rf"\\(?:c?dots[cbmi]?|hdots){_NOT_MORE}|\.\.\.", r"\\ldots "),
-    (rf"\\varnothing{_NOT_MORE}|\\\{{\s*\\\}}", r"\\emptyset "),
-    (rf"\^\s*\{{\s*\\circ\s*\}}|\^\s*\\circ{_NOT_MORE}|\\degree{_NOT_MORE}", r"^\\circ "),
+    (r"\\\{\s*\\\}", r"\\emptyset "),
+    (rf"\^\s*\{{\s*\\circ\s*\}}|\^\s*\\circ{_NOT_MORE}", r"^\\circ "),
     (r"(?<!\\)%", r"\\%"),
     (r"(?:(?<!\\)\\[,;:!> ]|[~\s])+", " "),
     (r"(\\[a-zA-Z]+)\s+(?=\{)", r"\1"),
@@ -136,13 +126,13 @@ _MARKUP = _rules(
     ),
     (r"\\(hat|vec|bar|overline|mathbb)\s+([a-zA-Z])", r"\\\1{\2}"),
     (r"\^\{?\s*\\prime\s*(\\prime)?\s*\}?", lambda match: "''" if match[1] else "'"),
-    (rf"\\lor{_NOT_MORE}", r"\\text{or}"),
     (r"``(.*?)''|\"", r"\1"),
     (r"\{?(\w+)\s*\\choose\s*(\w+)\}?", r"\\binom{\1}{\2}"),
     (r"\\(max|min|gcd)\s*\\\{(.*?)\\\}", r"\\\1(\2)"),
     (r"\\dot\{(\d+)\}(\d*)\\dot\{(\d+)\}", r"\\overline{\1\2\3}"),
     (r"^\](?=.*,)", "("),
     (r"(?<=[\w}])\[$", ")"),
+    (r"(?<=\d) ((?:k?m|mi|ft)/(?:s|h|hr)|[NJ])(?=(?:\^\{?\d\}?)?$)", r"\\text{ \1}"),
 )
 _ALIGNED = re.compile(
     r"\\begin\{(aligned|align\*?|gathered|split|array|cases|eqnarray\*?|equation\*?)\}(?:\{[^{}]*\})?"
@@ -180,12 +170,12 @@ _FUNCTIONS = frozenset(
     "arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh sin cos tan cot sec csc log ln exp lg gcd lcm min max det"
     " deg dim ker sqrt pi infty theta alpha beta gamma lambda".split()
 )
-_ALSO_UNITS = frozenset({"min", "sec", "deg"})
+_ALSO_UNITS = frozenset("min sec deg".split())
 _LETTER_UNITS = frozenset("msghlLJNWVAKCFtd")
-_INFINITY = frozenset({"infinity", "infty", "inf"})
-_CAPITALS = frozenset({"USD", "EUR", "YES", "TRUE", "FALSE", "NONE"})
+_INFINITY = frozenset("infinity infty inf".split())
+_CAPITALS = frozenset("USD EUR YES TRUE FALSE NONE".split())
 _SHORT_UNITS = frozenset(
-    "cm mm km kg mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW Hz Rs sq cu".split()
+    "cm mm km kg mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW Hz Pa Rs sq cu".split()
 )
 _SHORT_WORDS = _SHORT_UNITS | frozenset("or no No is to of at by if so we an it on as".split())
 _RUN = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[a-z]+n't|[A-Za-z]+(?:[-'][A-Za-z]{2,})*")
@@ -252,7 +242,7 @@ def _is_word(run: str, after_number: bool) -> bool:
         return run in ("or", "No", "no") or (after_number and run in _SHORT_UNITS)
     if run.isupper() and len(run) < 6:
         return run in _CAPITALS  # Others are points: `AB`, `ABC`.
-    if run in ("mph", "lbs"):
+    if run in ("mph", "lbs", "pct"):
         return True
     return bool(set(run.lower()) & set("eiou")) or (
         "a" in run.lower() and not set(run) <= set("abcdxyz")
@@ -345,6 +335,8 @@ _NUMBERS = _rules(
         r"(?<![\w.\\}])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?)0*(\d+)(?![\w.])",
         r"\1\\times10^{\2\3}",
     ),
+    (r"(?<=\d)\s*[x*]\s*(?=10\^)", r"\\times"),
+    (r"(?<=10\^)-?\d+(?![\d^])", r"{\g<0>}"),
     (r"(?<![\d.])(\d+)\s+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     (
         rf"([\d}}])\s*\\text\{{\s*({'|'.join(_POWERS)})s?(?![a-z])",
@@ -376,7 +368,7 @@ _NUMBERS = _rules(
     (r"(?i)^\s*\\text\{(?!not?\b)[^{}]*\}\s*:\s*(?=[^\s:])", ""),
     (r"^\s*\\text\{[^{}]*\}\s*([a-zA-Z])\s*\\text\{(?:is|equals)\}", r"\1="),
     (r"\\text\{([^{}]+) (and|or) ([^{}]+)\}", r"\\text{\1}\\text{\2}\\text{\3}"),
-    (r"\\text\{([A-J])\}", r"\1"),
+    (r"(^|[^\d\s])\s*\\text\{([A-J])\}", r"\1\2"),
     (r"(?<=\d)\s*\\text\{to\}\s*(?=\d)", ":"),
     (r"\(\s*\\text\{(?:since|because|as)[^()]*\)", ""),
     (r"\(\s*(\\text\{[^{}]*\}(?:\^\{?\d\}?)?)\s*\)", r"\1"),
@@ -402,10 +394,22 @@ def _joined_thousands(text: str) -> str:
     return _THOUSANDS.sub(join, text)
 
 
+LEADING_PLUS = r"(?:(?<=[(\[{,;:=<>&\\])|^)\+(?=[\w\\.(|])"
+"""A sign at the beginning of a value, which shows nothing."""
 _SPACES = _rules(
     (r" +", " "),
     (r"(?<![a-zA-Z0-9]) | (?![a-zA-Z0-9])", ""),
-    (r"(?<![\w)}\]!'])\+(?=\\infty|[\d.])", ""),
+    (LEADING_PLUS, ""),
+    (r"\^\(((?:[^()]|\([^()]*\))*)\)", r"^{\1}"),
+    # math-verify would add: `3(4)` was 7.
+    (
+        (
+            r"((?<![\w^.\\}])\d[\d.]*(?:[xyz]|\\pi)?(?=\()|(?<![a-zA-Z}])\(-?\d+\))"
+            r"(?=\d|\(-?(?:[\d.]+(?:/\d+)?|\\frac\{\d+\}\{\d+\})\))"
+        ),
+        r"\1\\cdot",
+    ),
+    (r"\\sqrt(\[\d*[13579]\])\{-(\d+)\}", r"(-\\sqrt\1{\2})"),
 )
 _ENDS = re.compile(r"^[=:,]+|[.,;:=]+$")
 

@@ -13,7 +13,7 @@ _DECIMAL = r"\d+(?:\.\d*)?"
 _RATIONAL = re.compile(
     rf"(?P<sign>[+-]?)(?:(?P<whole>\d+)?\\frac\{{(?P<top>-?{_DECIMAL})\}}\{{(?P<bottom>-?{_DECIMAL})\}}"
     rf"|(?P<number>{_DECIMAL})(?:/(?P<below>-?\d+))?)"
-    r"(?:(?:\\times|\\cdot|x)\s*10\^(?:\{(?P<power>-?\d{1,3})\}|(?P<digit>\d)))?"
+    r"(?:(?:\\times|\\cdot)\s*10\^\{(?P<power>-?\d{1,3})\})?"
 )
 _LONGEST = 400
 
@@ -29,7 +29,7 @@ def rational(text: str) -> Fraction | None:
     if not below:
         return None
     value = Fraction(match["whole"] or 0) + Fraction(match["top"] or match["number"]) / below
-    value *= Fraction(10) ** int(match["power"] or match["digit"] or 0)
+    value *= Fraction(10) ** int(match["power"] or 0)
     return -value if match["sign"] == "-" else value
 
 
@@ -44,7 +44,7 @@ _UNITS = {
             "mm millimeter millimetre",
             "m meter metre",
             "km kilometer kilometre",
-            "kg kilogram kilo",
+            "kg kilogram",
             "g gram gm",
             "mg milligram",
             "l liter litre",
@@ -67,20 +67,25 @@ _UNITS = {
 }
 _NOT_UNITS = frozenset(
     (
-        "above after ago almost approximately are around about at base before below between beyond"
-        " billion binary but by cannot conjugate cube cubed derivative digit divisor double"
-        " doubled down dozen east eighth else except exceed exceeding exceeds excluded factorial false"
-        " fewer fifth fourth greater gross half halved halves higher hundred hundredth if impossible"
-        " incorrect inverse is lakh larger least left less lower million millionth minus more most"
-        " multiple negative neither never ninth no none nor north not onward onwards opposite or other"
-        " outside over plus possible power quadrillion quarter reciprocal recurring remainder repeating"
-        " right root seventh sine sixth smaller south squared sum tenth than then third thousand"
-        " thousandth thrice times to too trillion triple tripled true twice under unless up west wrong"
+        "about above after ago almost approximately are around at base before below between beyond"
+        " billion binary bn but by cannot centi conjugate crore cube cubed debt deci deficit"
+        " derivative digit divisor double doubled down dozen east eight eighteen eighth eighty"
+        " eleven else exceed exceeding exceeds except excluded factorial false fewer fifteen fifth"
+        " fifty five forty four fourteen fourth giga greater gross half halved halves higher"
+        " hundred hundredth if impossible incorrect inverse is kilo lakh larger least left less"
+        " lower mega micro mil mille milli million millionth minus mn more most multiple myriad"
+        " nano negative neither never nine nineteen ninety ninth no none nor north not one onward"
+        " onwards opposite or other outside over overdrawn permille pico plus possible power"
+        " ppb ppm ppt quadrillion quarter quintillion reciprocal recurring remainder repeating"
+        " right root score seven seventeen seventh seventy sine six sixteen sixth sixty smaller"
+        " south squared sum ten tenth tera than then third thirteen thirty thousand thousandth"
+        " three thrice times to too trillion triple tripled true twelve twenty twice two under"
+        " unless up west wrong zero"
     ).split()
 )
 """Words that change the meaning of the number next to them."""
-_BEFORE_NUMBERS = frozenset(["dollar", "euro", "pound", "yen", "rs", "total"])
-_SILENT = frozenset(["the", "a", "an", "of", "and", "only", "exactly", "precisely"])
+_BEFORE_NUMBERS = frozenset("dollar euro pound yen rs total".split())
+_SILENT = frozenset("the a an of and only exactly precisely".split())
 _LEAD_IN = re.compile(
     r"(?!.*\b(?:not|no|neither|never|none|nor|false|wrong|incorrect|impossible)\b)"
     r".*\b(?:is|are|equals)\b\s*",
@@ -167,7 +172,7 @@ SYMBOL = rf"(?:[A-Za-z]|\\(?:{GREEK})(?![a-zA-Z]))\s*'*(?:_(?:\w|\{{[^{{}}]*\}})
 """A variable, as a regular expression: `x`, `a_n`, `x_{12}'`, a Greek letter."""
 _VARIABLE = re.compile(rf"[a-zA-Z]+'*|\\(?:{GREEK})")
 _LETTER = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[A-Z]{2,}(?![a-z])|[a-zA-Z]'*")
-_CONSTANTS = frozenset(["e", "i"])
+_CONSTANTS = frozenset("ei")
 
 
 def letters(expression: str) -> frozenset[str]:

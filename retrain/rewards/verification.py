@@ -42,18 +42,17 @@ def _agree(gold: Any, answer: Any) -> bool:
     """
     if not all(isinstance(side, Expr) and side.is_number for side in (gold, answer)):
         return True
-    size = abs(N(gold.doit(), 30))
+    size = abs(N(gold, 30))
     if not size.is_finite:
         return True
-    return bool(abs(N(gold.doit() - answer.doit(), 30)) <= 1e-12 * size)
+    return bool(abs(N(gold - answer, 30)) <= 1e-12 * size)
 
 
 def _parse(answer: str) -> list[Any]:
     parsed: list[Any] = parse(f"\\boxed{{{answer}}}", _CONFIGURATION, parsing_timeout=None)
     if parsed and isinstance(parsed[0], Expr):
-        parsed[0] = parsed[0].subs(
-            {symbol: I for symbol in parsed[0].free_symbols if symbol.name == "i"}
-        )
+        unit = {symbol: I for symbol in parsed[0].free_symbols if symbol.name == "i"}
+        parsed[0] = parsed[0].subs(unit).doit()
     return parsed
 
 
