@@ -449,6 +449,22 @@ def test_a_resume_keeps_the_margin_that_was_planned(tmp_path: Path) -> None:
             manifest.resumed_with(plan_of(tmp_path, other))
 
 
+@pytest.mark.parametrize(
+    ("campaign", "sections", "said"),
+    [
+        ({}, {"evaluation": {"samples": 3}}, r"samples = 3 differs from 1, .* cannot change"),
+        ({"max_steps": 1}, {}, "max_steps = 1: the plan of .* has 2, "),
+        ({"conditions": CAMPAIGN["conditions"][::-1]}, {}, "first condition = .* --baseline"),
+    ],
+)
+def test_a_resume_keeps_what_the_plan_compares(
+    campaign: dict[str, Any], sections: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    manifest = Manifest.of_plan(plan_of(tmp_path), datetime.now())
+    with pytest.raises(ConfigurationError, match=said):
+        manifest.resumed_with(plan_campaign(planned(tmp_path, campaign, **sections), tmp_path))
+
+
 def test_a_run_takes_two_devices_at_most() -> None:
     with pytest.raises(ConfigurationError, match="devices_per_run = 3 is out of range"):
         planned(Path("c"), {"devices_per_run": 3})

@@ -205,8 +205,8 @@ class Manifest:
     def resumed_with(self, plan: CampaignPlan) -> None:
         """Adopt the plan of a resumed campaign, which may have more conditions, seeds or steps.
 
-        Raises ConfigurationError if the plan lacks a run, changes the training of a run, or changes
-        the meaning of earlier looks.
+        Raises ConfigurationError if the plan lacks a run, changes the training or the evaluation of
+        a run, or changes the comparison or the meaning of earlier looks.
         """
         # Compare both plans in the manifest's form, in which a masked secret equals itself.
         before = {run.name: run for run in self._stored_plan().runs}
@@ -225,11 +225,11 @@ class Manifest:
             )
         differences = []
         for name, run in before.items():
-            differences += resume_differences(run.config, now[name].config)
+            differences += resume_differences(run.config, now[name].config, "evaluation")
         if differences:
             raise ConfigurationError(list(dict.fromkeys(differences)))
-        self._check_margin(plan)
         self._check_looks(plan)
+        self._check_comparison(plan)
         fresh = Manifest.of_plan(plan, datetime.now().astimezone())
         self.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
         self.__post_init__()
@@ -246,15 +246,21 @@ class Manifest:
             place = self.folder / MANIFEST
             raise ConfigurationError([f"{place}, {one}" for one in error.problems]) from error
 
-    def _check_margin(self, plan: CampaignPlan) -> None:
-        """Raise ConfigurationError if the margin differs from the planned margin."""
-        planned, now = (self.plan or {}).get("margin"), plan.settings.margin
-        if self.plan and now != planned:
-            raise ConfigurationError(
-                f"[campaign] margin = {margin_words(now)}: the plan of {self.folder} has"
-                f" {margin_words(planned)}, and a plan keeps its margin. Restore that, and give"
-                " another one to `retrain compare --margin`."
-            )
+    def _check_comparison(self, plan: CampaignPlan) -> None:
+        """Raise ConfigurationError for another margin or baseline, or for fewer steps."""
+        steps, margin = plan.max_steps, plan.settings.margin
+        planned = self.plan.get("margin") if self.plan else margin
+        compare = ", and give another one to `retrain compare"
+        for key, now, before, remedy in (
+            ("margin", margin_words(margin), margin_words(planned), f"{compare} --margin`"),
+            ("first condition", plan.conditions[0], self.conditions[0], f"{compare} --baseline`"),
+            ("max_steps", f"{steps}", f"{max(steps, self.max_steps)}", ", or start a new campaign"),
+        ):
+            if now != before:
+                raise ConfigurationError(
+                    f"[campaign] {key} = {now}: the plan of {self.folder} has {before}, and a plan"
+                    f" keeps its {key}. Restore that{remedy}."
+                )
 
     def _check_looks(self, plan: CampaignPlan) -> None:
         """Check a resumed plan. Raises ConfigurationError if its steps, conditions or order of
