@@ -31,7 +31,7 @@ from retrain.config import TrainConfig, replaced, unused_keys
 from retrain.config.keys import all_keys
 from retrain.config.schema import Condition, Squeeze
 from retrain.data.mixing import Quota, planned_quotas
-from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
 from retrain.explain.inputs import InputProblems
 from retrain.explain.timing import (
     Schedule,
@@ -295,13 +295,13 @@ def explain(
         config,
         settings,
         unused,
-        _unique([*problems, *incapacities, *inputs.refused]),
+        _unique([*problems, *incapacities, *inputs.refused, *getattr(unknown, "problems", ())]),
         unavailable=_unique(inputs.lacking),
         conditions=tuple(_conditions(config.conditions, first_runs)),
         runs=runs,
         schedule=schedule,
         memory=memory,
-        memory_unknown=unknown,
+        memory_unknown=str(unknown),
         power=power,
         warnings=warnings,
         engine=engine,
@@ -422,8 +422,8 @@ def _conditions(
 
 def _memory(
     configs: Sequence[TrainConfig], memory_gib: float | None
-) -> "tuple[Memory | None, str]":
-    """Predict the memory of the largest run, or return a sentence that says why it is unknown."""
+) -> "tuple[Memory | None, str | RetrainError]":
+    """Predict the memory of the largest run, or return the reason why it is unknown."""
     backend = configs[0].backend.backend
     if not backend_kind(backend).in_process:
         return None, f'The "{backend}" backend does not hold the model on this machine.'
@@ -453,8 +453,8 @@ def _memory(
             ),
             "",
         )
-    except (EnvironmentFailure, ConfigurationError) as error:
-        return None, str(error)
+    except RetrainError as error:
+        return None, error
 
 
 def _adapter_of(settings: Squeeze) -> "tuple[LoraAdapter | None, list[str]]":
