@@ -136,8 +136,10 @@ class Query:
         return next(filter(Path.exists, places), path)
 
     def no_heldout(self) -> NoHeldOutSplit:
+        named = self.data.source in self.config.evaluation.sources
+        too = ", which [evaluation] source names too," * named
         return NoHeldOutSplit(
-            f'[data] source = "{self.data.source}" has no held-out split for the evaluation.'
+            f'[data] source = "{self.data.source}"{too} has no held-out split for the evaluation.'
             " Put test.jsonl next to train.jsonl in a folder, name other problems in"
             " [evaluation] source, or switch off every, at_start and at_end there."
         )
