@@ -111,13 +111,15 @@ def continued(path: object, overrides: "Overrides") -> "tuple[TrainConfig, str] 
     from retrain.records.run_folder import RunFolder, kind_of
 
     named = [
-        RunFolder(Path(given_path(str(given.value), given.origin)))
+        given_path(str(given.value), given.origin)
         for given in overrides.given
         if given.path == "resume.from"
     ]
+    if "" in named:
+        raise ConfigurationError("--resume names no folder; name a run's, or leave --resume out.")
     if path or not named:
         return None
-    folder, beside = named[0], Path(DEFAULT_FILE)
+    folder, beside = RunFolder(Path(named[0])), Path(DEFAULT_FILE)
     kind = kind_of(folder.path)
     if kind != "run" or not folder.config.is_file():
         if not beside.exists():

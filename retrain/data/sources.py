@@ -47,6 +47,7 @@ class Reason(StrEnum):
     NO_ANSWER = "without an answer"
     NO_COMPLETION = "without a completion"
     TOO_LONG = "longer than the limit of tokens"
+    BOTH = "with both messages and a completion"
     TOOL_CALLS = "with tool calls in a reply"
     REWRITTEN = "whose earlier turns the chat template writes otherwise later"
 
@@ -409,6 +410,8 @@ def _trace_row(
         if isinstance(talk, list):
             return Example(talk, "", "default", info, example_id)
         return Reason.MALFORMED
+    if row.get("messages") and "messages" not in (completion_column, data.prompt_column):
+        return Reason.BOTH
     try:
         completion = _prompt(_column(row, completion_column))
         prompt = _prompt(
