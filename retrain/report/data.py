@@ -27,7 +27,7 @@ from retrain.analysis.runs import (
     read_metrics,
 )
 from retrain.analysis.statistics import Floats
-from retrain.analysis.status import RunStatus, manifest_damage, run_status
+from retrain.analysis.status import RunStatus, State, manifest_damage, run_status
 from retrain.analysis.verdict import TestSettings
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.inspect.credit import NoJudgedCompletion, StepCredit, read_step, stored_steps
@@ -287,8 +287,12 @@ def read_report_data(request: ReportRequest) -> ReportData:
     folder = request.folder
     kind = "run" if is_run(folder) else "campaign" if is_campaign(folder) else "runs"
     planned = campaign_runs(folder) if kind == "campaign" else find_runs(folder)
-    begun = [run for run in planned if is_run(run.path)]
     now, notes = time.time(), list[str]()
+    statuses = [run_status(run, now) for run in planned]
+    if kind == "runs":  # An unreadable run has only its status. With no other run, it is an error.
+        lost = {each.path for each in statuses if each.state is State.UNREADABLE}
+        planned = [run for run in planned if run.path not in lost] or planned
+    begun = [run for run in planned if is_run(run.path)]
     if kind == "campaign":
         notes += filter(None, [evidence_line(CampaignRecord.read(folder))])
     campaigns = [run.path.parent.parent.name if run.planned else "" for run in begun]
@@ -306,7 +310,7 @@ def read_report_data(request: ReportRequest) -> ReportData:
     return ReportData(
         folder=folder,
         kind=kind,
-        statuses=[run_status(run, now) for run in planned],
+        statuses=statuses,
         arms=arms,
         seeds=len({run.seed for run in planned}),
         comparison=_comparison(planned, request, notes, several=several),
