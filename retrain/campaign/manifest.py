@@ -231,10 +231,10 @@ class Manifest:
         self._check_looks(plan)
         self._check_comparison(plan)
         fresh = Manifest.of_plan(plan, datetime.now().astimezone())
-        self.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
+        fresh.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
+        for name in ("runs", "config", "conditions", "command", "seeds", "max_steps"):
+            setattr(self, name, getattr(fresh, name))
         self.__post_init__()
-        self.config, self.conditions, self.command = fresh.config, fresh.conditions, fresh.command
-        self.seeds, self.max_steps = fresh.seeds, fresh.max_steps
 
     def _stored_plan(self) -> CampaignPlan:
         """Return the plan of the stored configuration. Raises ConfigurationError, which names the
@@ -248,18 +248,18 @@ class Manifest:
 
     def _check_comparison(self, plan: CampaignPlan) -> None:
         """Raise ConfigurationError for another margin or baseline, or for fewer steps."""
-        steps, margin = plan.max_steps, plan.settings.margin
+        margin = plan.settings.margin
         planned = self.plan.get("margin") if self.plan else margin
-        compare = ", and give another one to `retrain compare"
-        for key, now, before, remedy in (
-            ("margin", margin_words(margin), margin_words(planned), f"{compare} --margin`"),
-            ("first condition", plan.conditions[0], self.conditions[0], f"{compare} --baseline`"),
-            ("max_steps", f"{steps}", f"{max(steps, self.max_steps)}", ", or start a new campaign"),
+        for key, now, before in (
+            ("margin", margin_words(margin), margin_words(planned)),
+            ("first condition", plan.conditions[0], self.conditions[0]),
+            ("max_steps", plan.max_steps, max(plan.max_steps, self.max_steps)),
         ):
             if now != before:
                 raise ConfigurationError(
                     f"[campaign] {key} = {now}: the plan of {self.folder} has {before}, and a plan"
-                    f" keeps its {key}. Restore that{remedy}."
+                    f" keeps its {key}. Restore that; you may add steps, and give `retrain compare`"
+                    " another --margin or --baseline."
                 )
 
     def _check_looks(self, plan: CampaignPlan) -> None:

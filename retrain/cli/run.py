@@ -168,7 +168,7 @@ def _differences(own: "TrainConfig", newer: "TrainConfig") -> tuple[str, str]:
     own, newer = (config_from_toml(dump_toml(Redactor().config(config))) for config in (own, newer))
     words: dict[bool, list[str]] = {False: [], True: []}
     for key in differing_keys(own, newer):
-        if key.path not in ("resume.from", "logging.log_dir"):
+        if key.path != "logging.log_dir":
             value, before = shown_value(newer, key.path), shown_value(own, key.path)
             words[key.traits.may_change_at_resume].append(
                 f"[{key.section}] {key.name} = {value} (was {before})"

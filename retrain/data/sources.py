@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,8 +137,8 @@ class Query:
         return next(filter(Path.exists, places), path)
 
     def no_heldout(self) -> NoHeldOutSplit:
-        named = self.data.source in self.config.evaluation.sources
-        too = ", which [evaluation] source names too," * named
+        too = ", which [evaluation] source names too,"
+        too *= self.data.source in self.config.evaluation.sources
         return NoHeldOutSplit(
             f'[data] source = "{self.data.source}"{too} has no held-out split for the evaluation.'
             " Put test.jsonl next to train.jsonl in a folder, name other problems in"
@@ -405,12 +405,13 @@ def _trace_row(
     with replies to learn.
     """
     info = {"tools": row["tools"]} if row.get("tools") else None
-    if row.get(completion_column) is None and row.get("messages"):
-        talk = _prompt(row["messages"])
+    messages = row.get("messages")
+    if messages and row.get(completion_column) is None:
+        talk = _prompt(messages)
         if isinstance(talk, list):
             return Example(talk, "", "default", info, example_id)
         return Reason.MALFORMED
-    if row.get("messages") and "messages" not in (completion_column, data.prompt_column):
+    if messages and "messages" not in (completion_column, data.prompt_column):
         return Reason.BOTH
     try:
         completion = _prompt(_column(row, completion_column))
@@ -647,15 +648,13 @@ def _bounded(query: Query, examples: Iterable[Example]) -> Iterator[Example]:
     if isinstance(examples, Sized):
         yield from examples
         return
-    for index, example in enumerate(examples):
+    for index, example in enumerate(islice(examples, limit or None)):
         if index == MAX_STREAMED:
             raise ConfigurationError(
                 f'[data] source = "{query.data.source}" has given {MAX_STREAMED:,} examples and has'
                 " no end in sight; set [training] max_examples, or return a list."
             )
         yield example
-        if index + 1 == limit:
-            return
 
 
 def _checked(query: Query, examples: Iterable[Example]) -> ReadResult:

@@ -190,12 +190,10 @@ def usable_dtype(config: "TrainConfig", device: torch.device) -> torch.dtype:
     """Return the dtype of the frozen weights. Raises ConfigurationError or EnvironmentFailure for
     an option that this device or installation cannot serve.
     """
-    missing = ""
-    if config.model.load_in_4bit and device.type != "cuda":
+    missing = "" if find_spec("bitsandbytes") else "bitsandbytes (pip install bitsandbytes)"
+    if device.type != "cuda":
         missing = "a CUDA device"
-    elif config.model.load_in_4bit and find_spec("bitsandbytes") is None:
-        missing = "bitsandbytes (pip install bitsandbytes)"
-    if missing:
+    if config.model.load_in_4bit and missing:
         raise EnvironmentFailure(
             f"[model] load_in_4bit = true needs {missing}: provide it, or set load_in_4bit = false."
         )

@@ -199,7 +199,7 @@ def load_parts(
     for note in capability_notes(config):
         log(note)
     _connect_engine(config, log, learns)
-    verdicts = RunFolder(Path(config.logging.log_dir)).verdicts if learns else None
+    verdicts = RunFolder(config.folder).verdicts if learns else None
     with ExitStack() as opened:
         scorers = Scorers(verdicts, opened)
         for source in sources_of(config):

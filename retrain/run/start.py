@@ -94,7 +94,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
             " with `retrain FILE` or retrain.campaign.run_campaign."
         )
     resuming = bool(config.resume.from_)
-    folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
+    folder = RunFolder(config.folder)
     folder.refuse_run(resuming=resuming)
     places = [folder.path]
     if config.backend.adapter_path:
