@@ -205,8 +205,8 @@ class Manifest:
     def resumed_with(self, plan: CampaignPlan) -> None:
         """Adopt the plan of a resumed campaign, which may have more conditions, seeds or steps.
 
-        Raises ConfigurationError if the plan lacks a run, changes the training or the evaluation of
-        a run, or changes the comparison or the meaning of earlier looks.
+        Raises ConfigurationError if the plan lacks a run, or changes a run, the comparison or the
+        meaning of earlier looks.
         """
         # Compare both plans in the manifest's form, in which a masked secret equals itself.
         before = {run.name: run for run in self._stored_plan().runs}

@@ -258,8 +258,8 @@ def _resumed_config(config: TrainConfig, folder: RunFolder) -> TrainConfig:
 
 
 def _refuse_other_steps(stored: TrainConfig, config: TrainConfig, step: int) -> None:
-    """Raise ConfigurationError if `config`, which continues after `step` steps, has fewer, or if
-    other max_steps would move the end of a falling learning rate that the user did not set.
+    """Raise ConfigurationError if `config` has fewer than the `step` steps that are done, or if other
+    max_steps would move the end of a falling learning rate.
     """
     before, after = stored.training, config.training
     if step > after.max_steps:
