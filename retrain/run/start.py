@@ -258,8 +258,8 @@ def _resumed_config(config: TrainConfig, folder: RunFolder) -> TrainConfig:
 
 
 def _refuse_other_steps(stored: TrainConfig, config: TrainConfig, step: int) -> None:
-    """Raise ConfigurationError if `config` has fewer than the `step` steps that are done, or if other
-    max_steps would move the end of a falling learning rate.
+    """Raise ConfigurationError if `config` has fewer steps than `step`, which the run took, or if
+    other max_steps would move the end of a falling rate.
     """
     before, after = stored.training, config.training
     if step > after.max_steps:
