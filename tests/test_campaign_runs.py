@@ -441,12 +441,25 @@ def test_a_campaign_takes_no_folder_of_another_kind(tmp_path: Path) -> None:
         assert f"{tmp_path / kind} is a folder of the kind {kind};" in refused(tmp_path / kind)
 
 
-def test_a_resume_keeps_the_margin_that_was_planned(tmp_path: Path) -> None:
-    manifest = Manifest.of_plan(plan_of(tmp_path, {"margin": 0.02}), datetime.now())
-    manifest.resumed_with(plan_of(tmp_path, {"margin": 0.02}))
-    for other, shown in (({"margin": 0.05}, "0.05"), ({}, "none")):
-        with pytest.raises(ConfigurationError, match=f"margin = {shown}.*the plan of .* has 0.02"):
-            manifest.resumed_with(plan_of(tmp_path, other))
+@pytest.mark.parametrize(
+    ("campaign", "sections", "said"),
+    [
+        ({"margin": 0.05}, {}, r"margin = 0\.05: the plan of .* has 0\.02, "),
+        ({"margin": None}, {}, r"margin = none: the plan of .* has 0\.02, "),
+        ({}, {"evaluation": {"samples": 3}}, r"samples = 3 differs from 1, .* cannot change"),
+        ({"max_steps": 1}, {}, "max_steps = 1: the plan of .* has 2, "),
+        ({"conditions": CAMPAIGN["conditions"][::-1]}, {}, "first condition = .* --baseline"),
+    ],
+)
+def test_a_resume_keeps_what_the_plan_compares(
+    campaign: dict[str, Any], sections: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    begun = {"margin": 0.02}
+    manifest = Manifest.of_plan(plan_of(tmp_path, begun), datetime.now())
+    with pytest.raises(ConfigurationError, match=said):
+        manifest.resumed_with(
+            plan_campaign(planned(tmp_path, begun | campaign, **sections), tmp_path)
+        )
 
 
 def test_a_run_takes_two_devices_at_most() -> None:

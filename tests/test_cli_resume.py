@@ -14,6 +14,7 @@ from tests.campaigns import write_run
     [
         ("gone", "--resume gone does not exist; name the folder of a run"),
         ("file", "holds no run of retrain"),
+        ("", "--resume names no folder"),
         ("run/checkpoints/step_1", "it is a part of the run"),
     ],
 )

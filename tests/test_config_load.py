@@ -477,6 +477,7 @@ PLAIN = 'algorithm.transform_mode = "none"'
         # It varies the file's own algorithm.
         (f'campaign.grid."training.lr" = [1e-4]\n{PLAIN}', 'algorithm.advantage_mode = "grpo"', ""),
         ('algorithm.transform_mode = "my.plugin"', "hicra.alpha = 0.5", ""),
+        ('model.model = "lab"', 'model.revision = "a"', "only a model of the hub has revisions."),
         ("", "sepa.steps = 9", ""),
     ],
 )

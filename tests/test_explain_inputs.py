@@ -46,6 +46,8 @@ def refusal(
         ({"model": {"model": "./no-model-here"}}, 3, "no-model-here"),
         ({"inference": {"attention_kernel": "triton"}}, 2, 'attention_kernel = "triton"'),
         ({"inference": {"dtype": "fp8"}}, 2, '[inference] dtype = "fp8"'),
+        ({"model": {"load_in_4bit": True}}, 3, "load_in_4bit = true needs a CUDA device"),
+        ({"lora": {"target_modules": ["nope"]}}, 2, "blocks have no such linear layer"),
         ({"resume": {"from": "nowhere"}}, 2, "'nowhere' does not exist; name a run's folder"),
         ({"lora": {"init_from": "nowhere"}}, 2, "holds no adapter_config.json"),
         ({"reward": {"type": "random.gauss"}}, 2, "could judge none of 3 reference answers"),

@@ -90,7 +90,8 @@ def test_card_says_what_was_measured_and_how_to_train_it_again(
 ) -> None:
     monkeypatch.setenv("SOME_API_KEY", SECRET)
     prompts = 'system_prompt = ""', f'system_prompt = "{SECRET}"'
-    assert main(["export", str(copied(run, run.parent / "secret", *prompts))]) == 0
+    resumed = copied(run, run.parent / "resumed", 'from = ""', 'from = "logs/first"')
+    assert main(["export", str(copied(resumed, run.parent / "secret", *prompts))]) == 0
     folder = run.parent / "secret-adapter"
     card = (folder / "README.md").read_text(encoding="utf-8")
     after = json.loads((run / "summary.json").read_text())["evaluation"]["after"]
@@ -98,7 +99,8 @@ def test_card_says_what_was_measured_and_how_to_train_it_again(
     assert f"| 4 | {after['pass@1']:.1%} [{low:.1%}, {high:.1%}] | 4 |" in card
     assert json.loads((run / "checkpoints/final/manifest.json").read_text())["config_hash"] in card
     assert "retrain retrain.toml" in card
-    assert load_config(folder / "retrain.toml", [], {}).training.lr == 2e-2
+    again = load_config(folder / "retrain.toml", [], {})
+    assert (again.training.lr, again.resume.from_) == (2e-2, "")
     assert not [path for path in folder.iterdir() if SECRET.encode() in path.read_bytes()]
 
 

@@ -186,6 +186,7 @@ SITUATIONS: tuple[dict[str, dict[str, Any]], ...] = (
         "planning": {"detector": "semantic"},
         "loss": {"mode": "ppo", "aggregation": "constant"},
         "data": {"source": "lab"},
+        "model": {"model": "lab"},
     },
     {"squeeze": {"adapter_path": "a"}},
     {"squeeze": {"adapter_path": "a", "output_path": "b", "evaluate": True}},

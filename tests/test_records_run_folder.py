@@ -236,12 +236,17 @@ def test_a_configuration_of_another_version_is_said_to_be_one(tmp_path: Path) ->
         load_stored(tmp_path / "config.toml")
 
 
-def test_a_seed_is_drawn_once_and_stored(tmp_path: Path) -> None:
+def test_a_resume_keeps_the_drawn_seed_and_the_steps_taken(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    first = quiet_run(folder, training={"seed": -1, "max_steps": 1})
-    again = quiet_run(folder, training={"seed": -1, "max_steps": 2}, resume={"from": str(folder)})
+    resume, short = {"from": str(folder)}, {"seed": -1, "max_steps": 1}
+    first = quiet_run(folder, training=short)
+    again = quiet_run(folder, training=short | {"max_steps": 2}, resume=resume)
     assert first.summary.seed == again.summary.seed >= 0
-    assert f"seed = {first.summary.seed}" in (folder / "config.toml").read_text()
+    stored = (folder / "config.toml").read_text()
+    assert f"seed = {first.summary.seed}" in stored
+    with pytest.raises(ConfigurationError, match="= 1 is too small for a run that has taken 2 st"):
+        quiet_run(folder, training=short, resume=resume)
+    assert (folder / "config.toml").read_text() == stored and (folder / "summary.json").exists()
 
 
 def started(command: list[str], env: dict[str, str]) -> "subprocess.Popen[str]":

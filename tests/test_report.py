@@ -253,8 +253,11 @@ def test_loose_runs_are_compared_with_the_condition_that_is_named(tmp_path: Path
     for mode, seed in (("grpo", 1), ("grpo", 2), ("maxrl", 1), ("maxrl", 2)):
         folder, algorithm = tmp_path / f"{mode}_{seed}", {"advantage_mode": mode}
         write_run(folder, seed, [0.1 * seed, 0.2], algorithm=algorithm)
+    broken = write_run(tmp_path / "broken", 3, [0.1])
+    (broken / "config.toml").write_text('[training]\nlr = "fast"\n')
     data = read_report_data(ReportRequest(tmp_path, baseline="maxrl+none"))
     assert data.comparison and data.comparison.baseline == "maxrl+none" and data.kind == "runs"
+    assert "lr" in data.statuses[0].note and [len(arm.runs) for arm in data.arms] == [2, 2]
 
 
 def test_runs_of_one_condition_and_several_configurations_are_said_to_be_mixed(

@@ -184,6 +184,14 @@ def test_the_door_takes_a_table_a_configuration_and_examples() -> None:
     assert score_answers(config, [(r"\boxed{5}", Example("How many?", "5"))]) == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("table", "said"), [({"type": "overlong"}, "negative"), ({"typ": 1}, "typ")]
+)
+def test_the_door_refuses_a_wrong_table(table: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        score_answers(table, [])
+
+
 def test_the_door_and_an_audit_refuse_what_judges_whole_groups() -> None:
     refused = pytest.raises(ConfigurationError, match="judges the completions of a prompt together")
     with refused:

@@ -127,6 +127,7 @@ def test_rows_that_cannot_be_traces_are_counted_and_named(tmp_path: Path, text: 
     rows: list[dict[str, Any]] = [
         *(SUM | {"completion": one} for one in (SUM["completion"], " ", None, "3" * 100, [call])),
         {"prompt": "1 + 2 = ?"},
+        SUM | {"messages": [user, user]},
         *({"messages": [user, *reply]} for reply in ([], [call], [user | {"role": "assistant"}])),
     ]
     found = traces_of(rows, tmp_path, text, max_tokens=80)
@@ -136,6 +137,7 @@ def test_rows_that_cannot_be_traces_are_counted_and_named(tmp_path: Path, text: 
     assert f"2 {Reason.MALFORMED} (first: traces.jsonl line 6)" in note
     assert f"2 {Reason.TOOL_CALLS} (first: traces.jsonl line 5)" in note
     assert f"1 {Reason.TOO_LONG} (traces-3)" in note
+    assert f"1 {Reason.BOTH} (traces.jsonl line 7)" in note
 
 
 def test_a_template_that_rewrites_earlier_turns_leaves_the_row_out(

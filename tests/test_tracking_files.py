@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from retrain import train
-from retrain.config import TrainConfig, replaced
+from retrain.config import TrainConfig, load_config, replaced
 from retrain.errors import RunFailed
 from retrain.records.entries import EMERGENCE_FIELDS, EvaluationRecord, GenerationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
@@ -407,6 +407,7 @@ def test_output_log_keeps_the_lines_of_a_pipe_over_a_resume(
     with output.open("a", encoding="utf-8") as file:
         file.write("torn by a ki")
     train(replaced(config, {"resume.from": "run", "training.max_steps": 2}), skip_parity=True)
+    assert load_config("run/config.toml").resume.from_ == ""
     grown = output.read_text(encoding="utf-8").splitlines()
     assert grown == lines + capsys.readouterr().out.splitlines()
     assert "Resuming run after 1 step." in grown and "Step 1 [" in "\n".join(grown)

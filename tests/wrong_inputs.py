@@ -255,6 +255,11 @@ CASES = [
     ),
     Case("answer_column", f'{ROWS}\nanswer_column = "gold"', files={"rows.jsonl": ROW}),
     Case("held-out", f"{ROWS}\n[evaluation]\nat_end = true", files={"rows.jsonl": ROW * 8}),
+    Case(
+        "[evaluation] source names too",
+        f'{ROWS}\n[evaluation]\nat_end = true\nsource = "rows.jsonl"',
+        files={"rows.jsonl": ROW * 8},
+    ),
     # -- plugins -----------------------------------------------------------------------------------
     Case("score", CUSTOM, files={MODULE: "x = 1\n"}),
     Case(

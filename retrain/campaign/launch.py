@@ -102,7 +102,7 @@ def perform(config: TrainConfig) -> RunOutcome:
     """
     from retrain.run.loop import train
 
-    folder = RunFolder(Path(config.logging.log_dir))
+    folder = RunFolder(config.folder)
     try:
         # Check this before too, so that a run without an hour left loads no model.
         if not _used_hours(folder.path, config.training):

@@ -205,8 +205,8 @@ class Manifest:
     def resumed_with(self, plan: CampaignPlan) -> None:
         """Adopt the plan of a resumed campaign, which may have more conditions, seeds or steps.
 
-        Raises ConfigurationError if the plan lacks a run, changes the training of a run, or changes
-        the meaning of earlier looks.
+        Raises ConfigurationError if the plan lacks a run, or changes a run, the comparison or the
+        meaning of earlier looks.
         """
         # Compare both plans in the manifest's form, in which a masked secret equals itself.
         before = {run.name: run for run in self._stored_plan().runs}
@@ -225,16 +225,16 @@ class Manifest:
             )
         differences = []
         for name, run in before.items():
-            differences += resume_differences(run.config, now[name].config)
+            differences += resume_differences(run.config, now[name].config, "evaluation")
         if differences:
             raise ConfigurationError(list(dict.fromkeys(differences)))
-        self._check_margin(plan)
         self._check_looks(plan)
+        self._check_comparison(plan)
         fresh = Manifest.of_plan(plan, datetime.now().astimezone())
-        self.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
+        fresh.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
+        for name in ("runs", "config", "conditions", "command", "seeds", "max_steps"):
+            setattr(self, name, getattr(fresh, name))
         self.__post_init__()
-        self.config, self.conditions, self.command = fresh.config, fresh.conditions, fresh.command
-        self.seeds, self.max_steps = fresh.seeds, fresh.max_steps
 
     def _stored_plan(self) -> CampaignPlan:
         """Return the plan of the stored configuration. Raises ConfigurationError, which names the
@@ -246,15 +246,21 @@ class Manifest:
             place = self.folder / MANIFEST
             raise ConfigurationError([f"{place}, {one}" for one in error.problems]) from error
 
-    def _check_margin(self, plan: CampaignPlan) -> None:
-        """Raise ConfigurationError if the margin differs from the planned margin."""
-        planned, now = (self.plan or {}).get("margin"), plan.settings.margin
-        if self.plan and now != planned:
-            raise ConfigurationError(
-                f"[campaign] margin = {margin_words(now)}: the plan of {self.folder} has"
-                f" {margin_words(planned)}, and a plan keeps its margin. Restore that, and give"
-                " another one to `retrain compare --margin`."
-            )
+    def _check_comparison(self, plan: CampaignPlan) -> None:
+        """Raise ConfigurationError for another margin or baseline, or for fewer steps."""
+        margin = plan.settings.margin
+        planned = self.plan.get("margin") if self.plan else margin
+        for key, now, before in (
+            ("margin", margin_words(margin), margin_words(planned)),
+            ("first condition", plan.conditions[0], self.conditions[0]),
+            ("max_steps", plan.max_steps, max(plan.max_steps, self.max_steps)),
+        ):
+            if now != before:
+                raise ConfigurationError(
+                    f"[campaign] {key} = {now}: the plan of {self.folder} has {before}, and a plan"
+                    f" keeps its {key}. Restore that; you may add steps, and give `retrain compare`"
+                    " another --margin or --baseline."
+                )
 
     def _check_looks(self, plan: CampaignPlan) -> None:
         """Check a resumed plan. Raises ConfigurationError if its steps, conditions or order of

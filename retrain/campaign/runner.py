@@ -123,7 +123,7 @@ def _task_of_array(config: TrainConfig, checked: Findings, *, quiet: bool) -> Ma
             for line in (*checked.lines, _size(plan), tasks):
                 board.say(line)
             return manifest
-    folder = Path(config.resume.from_ or config.logging.log_dir)
+    folder = config.folder
     plan = evaluated_where_possible(plan_campaign(config, folder), checked)
     # The file may plan more by now.
     numbered = [run.name for run in campaign_runs(folder)]

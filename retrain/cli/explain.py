@@ -39,7 +39,7 @@ def command(
     ] = None,
     memory_gib: Annotated[
         float | None,
-        typer.Option(min=0, help="Predict for a device of this size, whether it is here or not."),
+        typer.Option(min=0.1, help="Predict for a device of this size, whether it is here or not."),
     ] = None,
     trust: Trust = False,
     form: Form = "text",

@@ -51,9 +51,10 @@ def command(
     from retrain.analysis.pilot import read_pilot
     from retrain.analysis.power import Rule
 
-    if (pilot is None) == (sd is None):
+    if (pilot is None) == (sd is None) or (metric and not pilot):
         raise ConfigurationError(
-            "retrain power needs the spread of the differences; give a pilot's folder, or --sd."
+            "retrain power needs the spread of the differences; give a pilot's folder, or --sd"
+            " without --metric, not both."
         )
     found = read_pilot(pilot, metric) if pilot else None
     if found and found.sd == 0:

@@ -111,13 +111,15 @@ def continued(path: object, overrides: "Overrides") -> "tuple[TrainConfig, str] 
     from retrain.records.run_folder import RunFolder, kind_of
 
     named = [
-        RunFolder(Path(given_path(str(given.value), given.origin)))
+        given_path(str(given.value), given.origin)
         for given in overrides.given
         if given.path == "resume.from"
     ]
+    if "" in named:
+        raise ConfigurationError("--resume names no folder; name a run's, or leave --resume out.")
     if path or not named:
         return None
-    folder, beside = named[0], Path(DEFAULT_FILE)
+    folder, beside = RunFolder(Path(named[0])), Path(DEFAULT_FILE)
     kind = kind_of(folder.path)
     if kind != "run" or not folder.config.is_file():
         if not beside.exists():
@@ -166,7 +168,7 @@ def _differences(own: "TrainConfig", newer: "TrainConfig") -> tuple[str, str]:
     own, newer = (config_from_toml(dump_toml(Redactor().config(config))) for config in (own, newer))
     words: dict[bool, list[str]] = {False: [], True: []}
     for key in differing_keys(own, newer):
-        if key.path not in ("resume.from", "logging.log_dir"):
+        if key.path != "logging.log_dir":
             value, before = shown_value(newer, key.path), shown_value(own, key.path)
             words[key.traits.may_change_at_resume].append(
                 f"[{key.section}] {key.name} = {value} (was {before})"

@@ -219,6 +219,11 @@ class TrainConfig(AllSections):
         return self._provenance.path
 
     @property
+    def folder(self) -> Path:
+        """The folder of the run or campaign, which it begins or continues."""
+        return Path(self.resume.from_ or self.logging.log_dir)
+
+    @property
     def own_folders(self) -> list[Path]:
         """The current folder, and the folder of its file."""
         return [Path.cwd(), *([self.source_path.resolve().parent] if self.source_path else [])]

@@ -101,9 +101,9 @@ max_steps.
 """
 
 
-def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
+def resume_differences(stored: TrainConfig, current: TrainConfig, fixed: str = "") -> list[str]:
     """Return one sentence for each value that a resumed run may not change, with both values; empty
-    if it may resume.
+    if it may resume. The section `fixed` may not change either.
     """
     differing = differing_keys(stored, current)
     other_steps = any(key.path == "training.max_steps" for key in differing)
@@ -113,7 +113,7 @@ def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
         f"{' without another max_steps' if key.path in WITH_OTHER_STEPS else ''};"
         " restore it, or start a new run."
         for key in differing
-        if not key.traits.may_change_at_resume
+        if (key.section == fixed or not key.traits.may_change_at_resume)
         and not (other_steps and key.path in WITH_OTHER_STEPS)
     ]
 

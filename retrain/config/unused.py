@@ -6,6 +6,7 @@ The class of a backend or an engine says what it decides by itself (`config.need
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from retrain.config.judging import judging_rewards
@@ -210,6 +211,11 @@ ROWS = (
         '[model] train = "full" trains no adapter',
         lambda c: c.model.train == "full",
         but="lora.init_from",
+    ),
+    Row(
+        "model.revision",
+        "only a model of the hub has revisions",
+        lambda c: c.model.model in ("lab", "lab2") or Path(c.model.model).exists(),
     ),
     Row(
         "algorithm.params",

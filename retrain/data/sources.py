@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ class Reason(StrEnum):
     NO_ANSWER = "without an answer"
     NO_COMPLETION = "without a completion"
     TOO_LONG = "longer than the limit of tokens"
+    BOTH = "with both messages and a completion"
     TOOL_CALLS = "with tool calls in a reply"
     REWRITTEN = "whose earlier turns the chat template writes otherwise later"
 
@@ -136,8 +137,10 @@ class Query:
         return next(filter(Path.exists, places), path)
 
     def no_heldout(self) -> NoHeldOutSplit:
+        too = ", which [evaluation] source names too,"
+        too *= self.data.source in self.config.evaluation.sources
         return NoHeldOutSplit(
-            f'[data] source = "{self.data.source}" has no held-out split for the evaluation.'
+            f'[data] source = "{self.data.source}"{too} has no held-out split for the evaluation.'
             " Put test.jsonl next to train.jsonl in a folder, name other problems in"
             " [evaluation] source, or switch off every, at_start and at_end there."
         )
@@ -402,11 +405,14 @@ def _trace_row(
     with replies to learn.
     """
     info = {"tools": row["tools"]} if row.get("tools") else None
-    if row.get(completion_column) is None and row.get("messages"):
-        talk = _prompt(row["messages"])
+    messages = row.get("messages")
+    if messages and row.get(completion_column) is None:
+        talk = _prompt(messages)
         if isinstance(talk, list):
             return Example(talk, "", "default", info, example_id)
         return Reason.MALFORMED
+    if messages and "messages" not in (completion_column, data.prompt_column):
+        return Reason.BOTH
     try:
         completion = _prompt(_column(row, completion_column))
         prompt = _prompt(
@@ -642,15 +648,13 @@ def _bounded(query: Query, examples: Iterable[Example]) -> Iterator[Example]:
     if isinstance(examples, Sized):
         yield from examples
         return
-    for index, example in enumerate(examples):
+    for index, example in enumerate(islice(examples, limit or None)):
         if index == MAX_STREAMED:
             raise ConfigurationError(
                 f'[data] source = "{query.data.source}" has given {MAX_STREAMED:,} examples and has'
                 " no end in sight; set [training] max_examples, or return a list."
             )
         yield example
-        if index + 1 == limit:
-            return
 
 
 def _checked(query: Query, examples: Iterable[Example]) -> ReadResult:

@@ -31,7 +31,7 @@ from retrain.config import TrainConfig, replaced, unused_keys
 from retrain.config.keys import all_keys
 from retrain.config.schema import Condition, Squeeze
 from retrain.data.mixing import Quota, planned_quotas
-from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
 from retrain.explain.inputs import InputProblems
 from retrain.explain.timing import (
     Schedule,
@@ -169,14 +169,14 @@ class ExplainedCondition:
 @dataclass(frozen=True)
 class Explanation:
     config: TrainConfig
-    settings: tuple[Setting, ...]
+    settings: Sequence[Setting]
     unused: tuple[str, ...]
     """One sentence per key that the user set without an effect."""
     refused: tuple[str, ...]
     """One sentence per reason why the configuration would not start."""
     unavailable: tuple[str, ...] = field(default=(), kw_only=True)
     """One sentence for each thing that this machine lacks: a device, a package, a model."""
-    conditions: tuple[ExplainedCondition, ...] = ()
+    conditions: Sequence[ExplainedCondition] = ()
     runs: tuple[CampaignRun, ...] = ()
     """The runs, in the order of their start."""
     schedule: Schedule | None = None
@@ -271,7 +271,7 @@ def explain(
     a run raises before its first step ends.
     """
     note_secrets(config)
-    settings, unused = tuple(_settings(config)), tuple(unused_keys(config))
+    settings, unused = _settings(config), tuple(unused_keys(config))
     if config.kind == "squeeze":
         adapter, problems = _adapter_of(config.squeeze)
         return Explanation(config, settings, unused, tuple(problems), adapter=adapter)
@@ -295,13 +295,13 @@ def explain(
         config,
         settings,
         unused,
-        _unique([*problems, *incapacities, *inputs.refused]),
+        _unique([*problems, *incapacities, *inputs.refused, *getattr(unknown, "problems", ())]),
         unavailable=_unique(inputs.lacking),
-        conditions=tuple(_conditions(config.conditions, first_runs)),
+        conditions=_conditions(config.conditions, first_runs),
         runs=runs,
         schedule=schedule,
         memory=memory,
-        memory_unknown=unknown,
+        memory_unknown=str(unknown),
         power=power,
         warnings=warnings,
         engine=engine,
@@ -359,10 +359,10 @@ def _settings(config: TrainConfig) -> list[Setting]:
 def _runs(config: TrainConfig) -> tuple[tuple[CampaignRun, ...], CampaignPlan | None]:
     """Return the runs, and the plan if it is a campaign."""
     if config.kind == "campaign":
-        new = Path(config.logging.log_dir) if config.is_set("logging.log_dir") else CAMPAIGN_FOLDER
-        plan = plan_campaign(config, Path(config.resume.from_) if config.resume.from_ else new)
+        named = config.resume.from_ or config.is_set("logging.log_dir")
+        plan = plan_campaign(config, config.folder if named else CAMPAIGN_FOLDER)
         return plan.runs, plan
-    folder = Path(config.resume.from_ or config.logging.log_dir)
+    folder = config.folder
     return (CampaignRun(folder.name, config.condition_label, config.training.seed, config),), None
 
 
@@ -378,7 +378,7 @@ def _schedule(
     """
     steps_done = 0
     if config.resume.from_:
-        folders = [run.folder for run in plan.runs] if plan else [Path(config.resume.from_)]
+        folders = [run.folder for run in plan.runs] if plan else [config.folder]
         steps_done = sum(StoredRun(folder).steps for folder in folders)
     if plan is None:
         devices = len(config.backend.device_list)
@@ -422,8 +422,8 @@ def _conditions(
 
 def _memory(
     configs: Sequence[TrainConfig], memory_gib: float | None
-) -> "tuple[Memory | None, str]":
-    """Predict the memory of the largest run, or return a sentence that says why it is unknown."""
+) -> "tuple[Memory | None, str | RetrainError]":
+    """Predict the memory of the largest run, or return the reason why it is unknown."""
     backend = configs[0].backend.backend
     if not backend_kind(backend).in_process:
         return None, f'The "{backend}" backend does not hold the model on this machine.'
@@ -453,8 +453,8 @@ def _memory(
             ),
             "",
         )
-    except (EnvironmentFailure, ConfigurationError) as error:
-        return None, str(error)
+    except RetrainError as error:
+        return None, error
 
 
 def _adapter_of(settings: Squeeze) -> "tuple[LoraAdapter | None, list[str]]":
@@ -468,8 +468,6 @@ def _adapter_of(settings: Squeeze) -> "tuple[LoraAdapter | None, list[str]]":
         svd_device(settings.device)
         check_settings(settings, adapter)
         tried_ranks(settings.target_ranks, adapter.rank)
-    except ConfigurationError as error:
-        return None, list(error.problems)
-    except EnvironmentFailure as error:
-        return None, [str(error)]
+    except (ConfigurationError, EnvironmentFailure) as error:
+        return None, str(error).splitlines()
     return adapter, []

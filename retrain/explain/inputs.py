@@ -92,7 +92,7 @@ def check_inputs(config: TrainConfig) -> str:
 
         check_initial(config.model, config.lora)
     if config.resume.from_:
-        RunFolder(Path(config.resume.from_)).refuse_run(resuming=True)
+        RunFolder(config.folder).refuse_run(resuming=True)
     found = (_check_source(source.config, source.task) for source in sources_of(config))
     return " ".join(filter(None, found))
 

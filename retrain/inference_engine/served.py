@@ -590,7 +590,7 @@ def _own_folder(config: "TrainConfig") -> Path:
 
     Raises EnvironmentFailure if it cannot make the folder.
     """
-    named, place = config.inference.adapter_dir, Path(config.logging.log_dir)
+    named, place = config.inference.adapter_dir, config.folder
     if named:
         place = Path(named)
     elif not os.access(place, os.W_OK):

@@ -3,10 +3,12 @@ what this machine lacks.
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from retrain.config.names import part_class
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.attention import FusedAttention
@@ -16,6 +18,7 @@ from retrain.model.varlen import flash, flash_paged, has_flash, reads_pages
 from retrain.types import LogLine
 
 if TYPE_CHECKING:
+    from retrain.config import TrainConfig
     from retrain.config.schema import Backend, Inference, Model
 
 _KV_STORAGE = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -181,6 +184,23 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
     """
     narrow = wanted == "bf16" or (wanted == "auto" and device.type == "cuda")
     return torch.bfloat16 if narrow else torch.float32
+
+
+def usable_dtype(config: "TrainConfig", device: torch.device) -> torch.dtype:
+    """Return the dtype of the frozen weights. Raises ConfigurationError or EnvironmentFailure for
+    an option that this device or installation cannot serve.
+    """
+    missing = "" if find_spec("bitsandbytes") else "bitsandbytes (pip install bitsandbytes)"
+    if device.type != "cuda":
+        missing = "a CUDA device"
+    if config.model.load_in_4bit and missing:
+        raise EnvironmentFailure(
+            f"[model] load_in_4bit = true needs {missing}: provide it, or set load_in_4bit = false."
+        )
+    dtype = choose_dtype(config.model.dtype, device)
+    if part_class("engine", config.inference.engine).decodes_here:
+        engine_options(config.inference, device.type, dtype)
+    return dtype
 
 
 def half_precision_note(model: "Model", inference: "Inference", device: torch.device) -> str:

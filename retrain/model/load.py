@@ -5,18 +5,16 @@ head, and no generation settings.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from retrain.config.names import part_class
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model.attention import AttentionBatch
-from retrain.model.devices import choose_dtype, engine_options
+from retrain.model.devices import usable_dtype
 from retrain.model.head import Head
 from retrain.model.text import model_files
 
@@ -104,10 +102,7 @@ def load_base_model(
     """Load the base model; `folder_or_id` is what `[model] model` resolves to. Raises
     EnvironmentFailure if it does not load.
     """
-    dtype = choose_dtype(config.model.dtype, device)
-    if part_class("engine", config.inference.engine).decodes_here:
-        # Refuses impossible options before loading gigabytes.
-        engine_options(config.inference, device.type, dtype)
+    dtype = usable_dtype(config, device)  # refuses an impossible option before loading gigabytes
     shards = shards_of(config.backend, world)
     full = config.model.train == "full"  # the next run needs the base
     if _model_cache is None or full or shards.size > 1:  # parts end with their ranks
@@ -206,16 +201,6 @@ def load_weights(
     if settings.revision:
         options["revision"] = settings.revision
     if settings.load_in_4bit:
-        missing = ""
-        if device.type != "cuda":
-            missing = "a CUDA device"
-        elif find_spec("bitsandbytes") is None:
-            missing = "bitsandbytes (pip install bitsandbytes)"
-        if missing:
-            raise EnvironmentFailure(
-                f"[model] load_in_4bit = true needs {missing}: provide it, or set load_in_4bit ="
-                " false."
-            )
         quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",

@@ -27,7 +27,7 @@ from retrain.analysis.runs import (
     read_metrics,
 )
 from retrain.analysis.statistics import Floats
-from retrain.analysis.status import RunStatus, manifest_damage, run_status
+from retrain.analysis.status import RunStatus, State, manifest_damage, run_status
 from retrain.analysis.verdict import TestSettings
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.inspect.credit import NoJudgedCompletion, StepCredit, read_step, stored_steps
@@ -287,26 +287,22 @@ def read_report_data(request: ReportRequest) -> ReportData:
     folder = request.folder
     kind = "run" if is_run(folder) else "campaign" if is_campaign(folder) else "runs"
     planned = campaign_runs(folder) if kind == "campaign" else find_runs(folder)
+    notes = list[str]()
+    statuses = [run_status(run, time.time()) for run in planned]
+    if kind == "runs":
+        planned = _readable(planned, statuses)
     begun = [run for run in planned if is_run(run.path)]
-    now, notes = time.time(), list[str]()
     if kind == "campaign":
         notes += filter(None, [evidence_line(CampaignRecord.read(folder))])
-    campaigns = [run.path.parent.parent.name if run.planned else "" for run in begun]
-    # The name of its campaign then precedes a condition.
-    several = len(set(campaigns)) > 1
-    # Matplotlib's warnings print a label as it is.
-    conditions = [clean(run.condition) or "?" for run in begun]
-    labels = [
-        f"{name}: {label}" if several and name else label
-        for label, name in zip(conditions, campaigns, strict=True)
-    ]
-    arms = curves_by_condition(zip(labels, begun, strict=True))
+    # The names of several campaigns precede their conditions.
+    several = len({run.path.parent.parent.name if run.planned else "" for run in begun}) > 1
+    arms = curves_by_condition((_label(run, several), run) for run in begun)
     if kind == "runs":
         notes += [*_mixed(arms), *_damaged_campaigns(begun)]
     return ReportData(
         folder=folder,
         kind=kind,
-        statuses=[run_status(run, now) for run in planned],
+        statuses=statuses,
         arms=arms,
         seeds=len({run.seed for run in planned}),
         comparison=_comparison(planned, request, notes, several=several),
@@ -316,6 +312,18 @@ def read_report_data(request: ReportRequest) -> ReportData:
         config=begun[0].folder.config.read_text(encoding="utf-8") if kind == "run" else "",
         notes=notes,
     )
+
+
+def _readable(runs: list[StoredRun], statuses: Iterable[RunStatus]) -> list[StoredRun]:
+    """Leave out the runs that have only a status, unless there are no others."""
+    lost = {status.path for status in statuses if status.state is State.UNREADABLE}
+    return [run for run in runs if run.path not in lost] or runs
+
+
+def _label(run: StoredRun, several: bool) -> str:
+    # Matplotlib's warnings print a label as it is.
+    label = clean(run.condition) or "?"
+    return f"{run.path.parent.parent.name}: {label}" if several and run.planned else label
 
 
 def _mixed(arms: Sequence[ConditionCurves]) -> Iterator[str]:

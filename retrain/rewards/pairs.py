@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from retrain.config import TrainConfig
+from retrain.config import TrainConfig, config_from_mapping
 from retrain.errors import ConfigurationError
 from retrain.rewards.score import ScoreRequest
 from retrain.rewards.scoring import build_scorer
@@ -23,7 +23,7 @@ def score_answers(
     EnvironmentFailure if the reward cannot work here.
     """
     if not isinstance(reward, TrainConfig):
-        reward = TrainConfig.model_validate({"reward": dict(reward)})
+        reward = config_from_mapping({"reward": dict(reward)})
     return [score.reward for score in judge_answers(reward, pairs)]
 
 

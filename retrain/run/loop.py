@@ -88,7 +88,7 @@ def train(
     """
     functions = {"reward.type": reward, "algorithm.advantage_mode": advantage}
     given = {key: function for key, function in functions.items() if function}
-    folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
+    folder = RunFolder(config.folder)
     again = f"continue with `{folder.resume_command}`"
     with (
         writing_to(folder.path, lambda: again if folder.config.is_file() else "start it again"),

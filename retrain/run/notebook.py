@@ -13,7 +13,6 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -46,7 +45,7 @@ def with_functions(
             "A function for train holds a secret, and retrain keeps its source in the run's"
             " folder; read the secret from an environment variable."
         )
-    folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
+    folder = RunFolder(config.folder)
     folder.refuse_run(resuming=bool(config.resume.from_))
     name = f"notebook_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
     file, made = folder.path / f"{name}.py", missing_folders(folder.path)

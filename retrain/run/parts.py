@@ -18,7 +18,7 @@ from retrain.backends.base import BACKENDS, Backend, backend_kind
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig, replaced
 from retrain.config.judging import judging_note
-from retrain.config.names import is_data_location, is_dotted, part_class
+from retrain.config.names import is_data_location, is_dotted
 from retrain.config.plan import Plan, sources_of
 from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Inference, Model, Training
@@ -199,7 +199,7 @@ def load_parts(
     for note in capability_notes(config):
         log(note)
     _connect_engine(config, log, learns)
-    verdicts = RunFolder(Path(config.logging.log_dir)).verdicts if learns else None
+    verdicts = RunFolder(config.folder).verdicts if learns else None
     with ExitStack() as opened:
         scorers = Scorers(verdicts, opened)
         for source in sources_of(config):
@@ -361,12 +361,9 @@ def check_device(config: TrainConfig) -> None:
     of this process.
     """
     if backend_kind(config.backend.backend).in_process:
-        from retrain.model.devices import choose_device, choose_dtype, engine_options
+        from retrain.model.devices import choose_device, usable_dtype
 
-        device = choose_device(config.backend).device
-        if part_class("engine", config.inference.engine).decodes_here:
-            dtype = choose_dtype(config.model.dtype, device)
-            engine_options(config.inference, device.type, dtype)
+        usable_dtype(config, choose_device(config.backend).device)
 
 
 def _connect_engine(config: TrainConfig, log: Say, learns: bool) -> None:

@@ -24,6 +24,7 @@ from retrain.config import (
     with_drawn_seed,
 )
 from retrain.config.data_sections import DATE_ARGUMENT
+from retrain.config.schema import Training
 from retrain.config.stored import WITH_OTHER_STEPS
 from retrain.distributed import World
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
@@ -93,7 +94,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
             " with `retrain FILE` or retrain.campaign.run_campaign."
         )
     resuming = bool(config.resume.from_)
-    folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
+    folder = RunFolder(config.folder)
     folder.refuse_run(resuming=resuming)
     places = [folder.path]
     if config.backend.adapter_path:
@@ -196,7 +197,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     state = _first_state(config)
     if checkpoint:  # Other max_steps may come with another end of a falling rate.
         state = replace(checkpoint.state(), config_hash=state.config_hash)
-    refuse_other_schedule(load_stored(folder.config), config, state.step)
+    _refuse_other_steps(load_stored(folder.config), config, state.step)
     replayed = {}
     if config.backpressure.enabled:
         replayed = decided_by(folder, state.step)
@@ -206,8 +207,8 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     _forget_summary(folder, state.step, notes)
     if checkpoint:
         notes.append(f"Resuming {folder.path} after {steps_at(state.place)}.")
-        if state.stage == "rl" and state.step >= config.training.max_steps:
-            notes.append(_no_step_left(config, folder, state.step))
+        if state.stage == "rl" and state.step == config.training.max_steps:
+            notes.append(_no_step_left(config.training, folder))
         replace_file(folder.trainer_state, (checkpoint.folder / STATE).read_bytes())
         folder.cut_to(state, notes.append)
     else:
@@ -256,11 +257,16 @@ def _resumed_config(config: TrainConfig, folder: RunFolder) -> TrainConfig:
     return config
 
 
-def refuse_other_schedule(stored: TrainConfig, config: TrainConfig, step: int) -> None:
-    """Raise ConfigurationError if other max_steps would move the end of a falling learning rate
-    that the user did not set. `config` continues after `step` steps.
+def _refuse_other_steps(stored: TrainConfig, config: TrainConfig, step: int) -> None:
+    """Raise ConfigurationError if `config` has fewer steps than `step`, which the run took, or if
+    other max_steps would move the end of a falling rate.
     """
     before, after = stored.training, config.training
+    if step > after.max_steps:
+        raise ConfigurationError(
+            f"[training] max_steps = {after.max_steps} is too small for a run that has taken"
+            f" {step} steps; give {step} or more, or start a new run."
+        )
     same_end = before.max_steps == after.max_steps or before.lr_schedule == "constant"
     other_rate = any(stored.value(key) != config.value(key) for key in WITH_OTHER_STEPS)
     if same_end or other_rate or after.lr_horizon:
@@ -279,15 +285,15 @@ def refuse_other_schedule(stored: TrainConfig, config: TrainConfig, step: int) -
     )
 
 
-def _no_step_left(config: TrainConfig, folder: RunFolder, steps: int) -> str:
-    """Say that the run has taken `steps`, the maximum or more, and how to continue."""
-    further = 2 * steps or 1
-    more = f"--max-steps {further}"
-    if config.training.lr_schedule != "constant":
-        more += f" --lr-horizon {further}"
+def _no_step_left(training: Training, folder: RunFolder) -> str:
+    """Say that the run has taken all of its steps, and how to continue."""
+    steps = training.max_steps
+    more = f"--max-steps {2 * steps or 1}"
+    if training.lr_schedule != "constant":
+        more += f" --lr-horizon {2 * steps or 1}"
     return (
-        f"This run is complete: {steps} steps of [training] max_steps ="
-        f" {config.training.max_steps}. To train longer: `{folder.resume_command} {more}`."
+        f"This run is complete: {steps} steps of [training] max_steps = {steps}."
+        f" To train longer: `{folder.resume_command} {more}`."
     )
 
 

@@ -119,7 +119,7 @@ def _texts(
     """
     evaluated = read_evaluations(folder.evaluation, config.evaluation.k)
     scores = [each for each in evaluated if each.step in (0, found.step)]
-    own = {"logging.log_dir": "logs/reproduced"}
+    own = {"logging.log_dir": "logs/reproduced", "resume.from": ""}
     if Redactor().text(config.logging.label) != config.logging.label:
         own["logging.label"] = ""  # a mask would make it unusable
     again = Redactor().config(replaced(config, own))

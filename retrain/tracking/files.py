@@ -71,16 +71,18 @@ class RunFiles(Tracker):
                 replace_file(self._folder.summary, _pretty(self._redactor.json(event.to_json())))
 
     def _start(self, device: str) -> None:
-        """Write config.toml as this session resolved it, and environment.json; the latter lists
-        later sessions under `resumed`.
+        """Write config.toml as this session resolved it, without `[resume] from`, and
+        environment.json; the latter lists later sessions under `resumed`.
         """
-        from retrain.config import dump_toml
+        from retrain.config import dump_toml, replaced
 
         self._folder.create()
         changed = self._changed_keys()
         # An earlier session wrote it, and it is no longer true.
         self._folder.summary.unlink(missing_ok=True)
-        replace_file(self._folder.config, dump_toml(self._redactor.config(self._config)))
+        # A copy of the file, or the file with another log_dir, begins a run of its own.
+        own = replaced(self._config, {"resume.from": ""})
+        replace_file(self._folder.config, dump_toml(self._redactor.config(own)))
         environment = describe_environment(device)
         environment = self._redactor.json(environment) | {
             "command": self._redactor.arguments(environment["command"]),

@@ -60,7 +60,7 @@ class Service:
         self.slot: Callable[[], AbstractContextManager[None]]
         self.slot = throttle.slot if throttle else nullcontext
         """A context that holds a place among the campaign's `max_concurrent` places."""
-        self._folder = Path(config.resume.from_ or config.logging.log_dir)
+        self._folder = config.folder
         self._broken = ""
         # Read by the SDK, which reports usage by default.
         os.environ.setdefault("TINKER_TELEMETRY", "0")
