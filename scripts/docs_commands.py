@@ -4,7 +4,9 @@ commands themselves.
 
 from collections.abc import Iterator
 
-from retrain.cli.parameters import command_named, help_records
+import typer
+
+from retrain.cli.parameters import command_named
 from retrain.cli.usage import COMMANDS, EXAMPLES, FLAGS, SWITCHES
 
 PAGES = {
@@ -72,6 +74,14 @@ def commands_document() -> str:
         )
         + "\n"
     )
+
+
+def help_records(name: str) -> list[tuple[str, str]]:
+    """Return each argument and option of a command with its help."""
+    command = command_named(name)
+    context = typer.Context(command)
+    records = [parameter.get_help_record(context) for parameter in command.params]
+    return [record for record in records if record]
 
 
 def _command(name: str) -> str:

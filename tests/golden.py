@@ -347,7 +347,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "squeeze.recommend": squeeze_recommend,
     "squeeze.alpha": compressed_alpha,
     "stats.pass_at_k": pass_at_k,
-    "stats.paired_permutation": statistics.sign_flip_p,
+    "stats.paired_permutation": lambda differences: statistics.max_t(
+        [dict(enumerate(differences))]
+    )[0],
     "stats.cohen_dz": statistics.corrected_dz,
     "stats.holm": statistics.holm,
     "stats.iqm": tasks.iqm,

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from retrain.cli.main import is_path, main
-from retrain.cli.parameters import command_named, given_path, help_records
+from retrain.cli.parameters import command_named, given_path
 from retrain.cli.run import parse_arguments
 from retrain.cli.usage import COMMANDS, FLAGS, usage
 from retrain.config.keys import all_keys, flags
 from retrain.errors import ConfigurationError, Interrupted
+from scripts.docs_commands import help_records
 
 LIBRARIES = ("torch", "transformers", "peft", "datasets", "wandb", "scipy", "pandas")
 HEAVY = (*LIBRARIES, "numpy", "pydantic", "rich", "tomlkit", "typer", "httpx")

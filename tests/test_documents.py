@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from retrain import train
-from retrain.cli.parameters import help_records
 from retrain.cli.usage import COMMANDS, EXAMPLES
 from retrain.config import load_config
 from scripts import docs_check
 from scripts.docs_check import FENCE, SHELL
-from scripts.docs_commands import commands_document
+from scripts.docs_commands import commands_document, help_records
 from scripts.docs_metrics import RECORDS, field_docs, metrics_document
 from tests.pasted import Paste
 

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from retrain.advantages.transforms import sure_sentence, top_share
 from retrain.analysis.runs import StoredRun
 from retrain.cli.main import main
 from retrain.config import TrainConfig, replaced
@@ -418,12 +416,3 @@ def test_a_run_whose_transform_weighs_the_tokens_of_a_sure_model_is_warned(made:
     for changes, warned in ((weighs, True), ({}, False), (other, False)):
         said = " ".join(notes(replaced(config, changes)))
         assert ("5% of them carry 92% of the gradient" in said) == warned
-
-
-def test_a_sure_model_is_warned_of() -> None:
-    assert "5% of them carry 95% of the gradient" in sure_sentence(0.95)
-    assert not sure_sentence(0.4)
-    sure, unsure = np.log(np.full(95, 1.0 - 1e-6)), np.log(np.full(5, 0.5))
-    assert top_share(np.concatenate([sure, unsure])) == pytest.approx(1.0)
-    assert top_share(np.log(np.full(100, 0.5))) == pytest.approx(0.05)
-    assert top_share(np.zeros(10)) == 0

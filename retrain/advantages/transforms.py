@@ -76,41 +76,6 @@ def shannon_entropy(entropies: Numbers) -> Float64Array:
     return capped(_checked(entropies, "entropy"), CAP)
 
 
-TOP = 0.05
-"""Share of the tokens that `top_share` takes."""
-
-
-def top_share(logprobs: Numbers) -> float:
-    """Return the share of sum (1 - p)^2 that the least likely `TOP` of the tokens [n] contribute; 0
-    if every token is certain. (1 - p)^2 is the squared gradient of a token's log-prob at its own
-    logit.
-
-    If the share is near 1, token-level credit can only make a difference on these few tokens.
-    """
-    energy = np.sort((1 - np.exp(np.minimum(_checked(logprobs, "log-prob"), 0.0))) ** 2)
-    total = float(energy.sum())
-    count = round(TOP * len(energy))
-    if total:
-        return float(energy[len(energy) - count :].sum()) / total
-    return 0.0
-
-
-MAX_TOP_SHARE = 0.9
-"""`sure_sentence` warns of a larger `top_share`."""
-
-
-def sure_sentence(share: float) -> str:
-    """Return the warning of a model so sure of its tokens that credit for single ones can hardly
-    differ; "" of any other.
-    """
-    if share < MAX_TOP_SHARE:
-        return ""
-    return (
-        f"This model is certain of most tokens: {TOP:.0%} of them carry {share:.0%} of the"
-        " gradient, so token-level credit can change little."
-    )
-
-
 def capped(uncertainty: Float64Array, cap: float = CAP) -> Float64Array:
     """Clamp to [0, cap]. Raises ValueError on NaN, which a comparison would let pass, or a cap that
     is not positive.

@@ -97,11 +97,6 @@ def t_interval(differences: Numbers, confidence: float = 0.95) -> Interval:
     return mean(d) - half, mean(d) + half
 
 
-def sign_flip_p(differences: Numbers) -> float:
-    """Return the two-sided p of the mean under sign flips, as `max_t` of one contrast."""
-    return max_t([dict(enumerate(numbers(differences)))])[0]
-
-
 def smallest_p(seeds: int) -> float:
     """Return the smallest two-sided p that sign flips of n differences can give: 2 / 2^n."""
     return min(1.0, 2.0 ** (1 - seeds))

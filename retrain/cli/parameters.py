@@ -56,14 +56,6 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-def help_records(name: str) -> list[tuple[str, str]]:
-    """Return each argument and option of a command with its help."""
-    command = command_named(name)
-    context = typer.Context(command)
-    records = [parameter.get_help_record(context) for parameter in command.params]
-    return [record for record in records if record]
-
-
 def given_path(value: Any, where: str) -> Any:
     """Expand ~ and variables in a text, a path or a list of them; return any other value as it is.
 

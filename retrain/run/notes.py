@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from retrain.advantages.sepa import maximal_lambda_note
-from retrain.advantages.transforms import sure_sentence
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, unused_keys
 from retrain.config.moving import extremes, with_values
@@ -219,7 +218,9 @@ def trust_note(model: Model) -> str:
 
 
 CERTAINTY = "certainty.json"
-"""A file in a model's folder that holds its `top_share` at temperature 1."""
+"""A file in a model's folder. Its `top_share` is the share of sum (1 - p)^2 in the least likely 5%
+of the tokens, at temperature 1. (1 - p)^2 is the squared gradient of a log-prob at its own logit.
+"""
 
 
 def _certainty_note(config: TrainConfig, chosen: bool) -> str:
@@ -237,7 +238,11 @@ def _certainty_note(config: TrainConfig, chosen: bool) -> str:
     known = Path(resolve_model(config.model.model)) / CERTAINTY
     if not known.is_file():
         return ""
-    return sure_sentence(read_object(known)["top_share"])
+    return (
+        "This model is certain of most tokens: 5% of them carry"
+        f" {read_object(known)['top_share']:.0%} of the gradient, so token-level credit can change"
+        " little."
+    )
 
 
 def _full_note(config: TrainConfig) -> str:
