@@ -187,12 +187,14 @@ def _comparisons(name: str) -> Iterator[str]:
         yield f"| {comparison['baseline']} | {means.pop(comparison['baseline']):.1%} | | |"
         for one in comparison["contrasts"]:
             low, high = (100 * end for end in one["interval"])
+            verdict = f"{one['word']}, p {one['p_adjusted']:.2g}"
             yield (
                 f"| {one['condition']} | {means[one['condition']]:.1%} |"
                 f" {100 * one['mean_difference']:+.1f} pp [{low:+.1f}, {high:+.1f}] |"
-                f" {one['word']}, p {one['p_adjusted']:.2g} |"
+                f" {'none before the last run' if comparison['to_come'] else verdict} |"
             )
-        yield from ("", comparison["answer"], "")
+        to_come = f"No verdict yet: {comparison['to_come']} runs are still to come."
+        yield from ("", to_come if comparison["to_come"] else comparison["answer"], "")
     if name.startswith("mismatch"):
         yield from _doses(folder, [arm["label"] for arm in first["arms"]])
 

@@ -269,9 +269,8 @@ class Backend(Offers, ABC):
         return None
 
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array] | None:
-        """Return [T] of each row, the number of tokens that `truncation` keeps of the logits.
-
-        The result is None if the backend cannot give logits.
+        """Return how many logits `truncation` keeps for each token, [T] of each row, or None
+        without logits.
         """
         return None
 
