@@ -448,7 +448,7 @@ def test_a_campaign_takes_no_folder_of_another_kind(tmp_path: Path) -> None:
         ({"margin": None}, {}, r"margin = none: the plan of .* has 0\.02, "),
         ({}, {"evaluation": {"samples": 3}}, r"samples = 3 differs from 1, .* cannot change"),
         ({"max_steps": 1}, {}, "max_steps = 1: the plan of .* has 2, "),
-        ({"conditions": CAMPAIGN["conditions"][::-1]}, {}, "first condition = .* --baseline"),
+        ({"conditions": CAMPAIGN["conditions"][::-1]}, {}, r"baseline \(the first .* --baseline"),
     ],
 )
 def test_a_resume_keeps_what_the_plan_compares(

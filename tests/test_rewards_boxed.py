@@ -31,6 +31,8 @@ from retrain.types import THOUGHT_TAGS
         (r"\boxed{1} so \boxed{6 or \boxed{5}}", "6 or 5"),
         (r"\boxed{\boxed{1},\boxed{5}}", "1,5"),
         (r"\boxed{6 or \boxed{5}", "5"),
+        ("\\boxed{\n\\boxed{3} }", "3"),
+        (r"\boxed 5, that is \boxed{6}", "6"),
         (r"\boxed{\left\{x\right.}", r"\left\{x\right."),
         (r"\boxed{\}}", r"\}"),
         (r"\boxed{\begin{matrix}1\\{2}\end{matrix}}", r"\begin{matrix}1\\{2}\end{matrix}"),

@@ -252,14 +252,13 @@ class Manifest:
         planned = self.plan.get("margin") if self.plan else margin
         for key, now, before in (
             ("margin", margin_words(margin), margin_words(planned)),
-            ("first condition", plan.conditions[0], self.conditions[0]),
+            ("baseline (the first condition)", plan.conditions[0], self.conditions[0]),
             ("max_steps", plan.max_steps, max(plan.max_steps, self.max_steps)),
         ):
             if now != before:
                 raise ConfigurationError(
-                    f"[campaign] {key} = {now}: the plan of {self.folder} has {before}, and a plan"
-                    f" keeps its {key}. Restore that; you may add steps, and give `retrain compare`"
-                    " another --margin or --baseline."
+                    f"[campaign] {key} = {now}: the plan of {self.folder} has {before}, which it"
+                    " keeps. Restore that. `retrain compare` takes another --margin and --baseline."
                 )
 
     def _check_looks(self, plan: CampaignPlan) -> None:

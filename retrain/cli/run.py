@@ -116,7 +116,10 @@ def continued(path: object, overrides: "Overrides") -> "tuple[TrainConfig, str] 
         if given.path == "resume.from"
     ]
     if "" in named:
-        raise ConfigurationError("--resume names no folder; name a run's, or leave --resume out.")
+        raise ConfigurationError(
+            "--resume names no folder; name the folder of a run, or leave out --resume and"
+            " [resume] from."
+        )
     if path or not named:
         return None
     folder, beside = RunFolder(Path(named[0])), Path(DEFAULT_FILE)

@@ -378,7 +378,7 @@ def _local(query: Query, suffixes: Sequence[str]) -> ReadResult:
 def _column_reader(query: Query) -> RowReader:
     data = query.data
     if query.traces:
-        return partial(_trace_row, data, query.config.sft.completion_column or "completion")
+        return partial(_trace_row, data, query.config.sft.completion_column)
 
     def read(row: dict[str, Any], example_id: str) -> Example | Reason | None:
         try:
@@ -398,23 +398,21 @@ def _column_reader(query: Query) -> RowReader:
     return read
 
 
-def _trace_row(
-    data: "Data", completion_column: str, row: dict[str, Any], example_id: str
-) -> Example | Reason:
+def _trace_row(data: "Data", named: str, row: dict[str, Any], example_id: str) -> Example | Reason:
     """Read a prompt and its completion, each a text or messages, or a conversation in `messages`
     with replies to learn.
     """
     info = {"tools": row["tools"]} if row.get("tools") else None
-    messages = row.get("messages")
-    if messages and row.get(completion_column) is None:
+    messages, column = row.get("messages"), named or "completion"
+    if messages and row.get(column) is None:
         talk = _prompt(messages)
         if isinstance(talk, list):
             return Example(talk, "", "default", info, example_id)
         return Reason.MALFORMED
-    if messages and "messages" not in (completion_column, data.prompt_column):
+    if messages and not named and data.prompt_column != "messages":
         return Reason.BOTH
     try:
-        completion = _prompt(_column(row, completion_column))
+        completion = _prompt(_column(row, column))
         prompt = _prompt(
             _column(row, data.prompt_column if data.prompt_column in row else "prompt")
         )

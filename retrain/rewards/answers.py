@@ -62,10 +62,12 @@ def extract_boxed(text: str, after_think: bool = True) -> str | None:
         if end is None or end - start > MAX_ANSWER:
             answer = None
             continue
-        inner = _MARKER.match(text, start)
-        if inner and closing.get(inner.end() - 1) == end - 1:
+        content = text[start:end].rstrip()
+        inner = _MARKER.match(text, end - len(text[start:end].lstrip()))
+        if inner and closing.get(inner.end() - 1) == start + len(content) - 1:
             continue  # the box inside holds it all
-        done, content = end, _PLAIN_BOX.sub(r"\1", text[start:end]).strip()
+        done = end if marker["brace"] else done
+        content = _PLAIN_BOX.sub(r"\1", content).strip()
         answer = _MARKER.sub(lambda box: box["brace"] or "", content) or answer or ""
     return answer
 
@@ -74,7 +76,12 @@ def closing_brace(text: str, start: int) -> int | None:
     """Return the index of the brace that closes the group whose content starts at `start`, or
     None.
     """
-    return _closing_braces(text).get(start - 1)
+    depth = 1
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if not depth:
+            return brace.start()
+    return None
 
 
 def _closing_braces(text: str) -> dict[int, int]:

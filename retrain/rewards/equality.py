@@ -202,7 +202,9 @@ def _is_consistent(chain: list[str], equal: Equal) -> bool:
     if any(_ANY_RELATION.search(side) or not _is_readable(side) for side in between):
         return False
     numbers = [side for side in between if not _has_variables(side)]
-    return all(_same_plain(chain[-1], number, equal) for number in numbers)
+    # Both orders: `7-5` is a range as a reference, and arithmetic as an answer.
+    pairs = [((chain[-1], number), (number, chain[-1])) for number in numbers]
+    return all(any(_same_plain(*order, equal) for order in pair) for pair in pairs)
 
 
 def _has_variables(text: str) -> bool:
@@ -219,6 +221,7 @@ _LITERAL = re.compile(r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|canc
 _NUMBERS = re.compile(r"\d+(?:(?:-\d+)+|(?:/\d+){2,})")
 """A date, a range or a telephone number: no arithmetic."""
 _ZEROS = re.compile(r"\b0+(?=\d)")
+_UNIT_SIGNS = re.compile(r"\^\{?\\circ\}?|\\\$|[()\s]")
 _OPEN_RELATION = re.compile(r"[<>]|\\(?:ne|le|ge|sim|neg)(?![a-zA-Z])")
 _NO_SPACE = re.compile(r"(\\[a-zA-Z]+) (?![a-zA-Z])|(?<![a-zA-Z0-9)}\]]) ")
 _TWO_NUMBERS = re.compile(r"(?<!_)[\d)\]] +\d")
@@ -282,7 +285,7 @@ def _same_expression(gold: str, answer: str, equal: Equal) -> bool:
     if len(ratio) > 1 or len(our_ratio) > 1:
         return _pairwise(list(map(read, ratio)), list(map(read, our_ratio)), equal)
     if _NUMBERS.fullmatch(gold):
-        return _ZEROS.sub("", gold) == _ZEROS.sub("", answer)
+        return _ZEROS.sub("", gold) == _ZEROS.sub("", _UNIT_SIGNS.sub("", answer))
     if _LITERAL.search(gold + answer) or letters(gold) != letters(answer):
         return False
     readable = all(_is_readable(side) for side in (gold, answer))

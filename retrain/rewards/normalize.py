@@ -132,7 +132,7 @@ _MARKUP = _rules(
     (r"\\dot\{(\d+)\}(\d*)\\dot\{(\d+)\}", r"\\overline{\1\2\3}"),
     (r"^\](?=.*,)", "("),
     (r"(?<=[\w}])\[$", ")"),
-    (r"(?<=\d) ((?:k?m|mi|ft)/(?:s|h|hr)|[NJ])(?=(?:\^\{?\d\}?)?$)", r"\\text{ \1}"),
+    (r"(?<=\d) ?((?:k?m|mi|ft)/(?:s|h|hr))(?=(?:\^\{?\d\}?)?$)", r"\\text{ \1}"),
 )
 _ALIGNED = re.compile(
     r"\\begin\{(aligned|align\*?|gathered|split|array|cases|eqnarray\*?|equation\*?)\}(?:\{[^{}]*\})?"
@@ -336,7 +336,7 @@ _NUMBERS = _rules(
         r"\1\\times10^{\2\3}",
     ),
     (r"(?<=\d)\s*[x*]\s*(?=10\^)", r"\\times"),
-    (r"(?<=10\^)-?\d+(?![\d^])", r"{\g<0>}"),
+    (r"(?<=10\^)\+?(-?\d+)(?![\d^]|\.\d)", r"{\1}"),
     (r"(?<![\d.])(\d+)\s+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     (
         rf"([\d}}])\s*\\text\{{\s*({'|'.join(_POWERS)})s?(?![a-z])",
@@ -394,7 +394,7 @@ def _joined_thousands(text: str) -> str:
     return _THOUSANDS.sub(join, text)
 
 
-LEADING_PLUS = r"(?:(?<=[(\[{,;:=<>&\\])|^)\+(?=[\w\\.(|])"
+LEADING_PLUS = r"(?:(?<=[(\[{,;:=<>&^\\])|^)\+(?=[\w\\.(|])"
 """A sign at the beginning of a value, which shows nothing."""
 _SPACES = _rules(
     (r" +", " "),

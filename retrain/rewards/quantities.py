@@ -44,7 +44,7 @@ _UNITS = {
             "mm millimeter millimetre",
             "m meter metre",
             "km kilometer kilometre",
-            "kg kilogram",
+            "kg kilogram kilo",
             "g gram gm",
             "mg milligram",
             "l liter litre",
@@ -67,20 +67,18 @@ _UNITS = {
 }
 _NOT_UNITS = frozenset(
     (
-        "about above after ago almost approximately are around at base before below between beyond"
-        " billion binary bn but by cannot centi conjugate crore cube cubed debt deci deficit"
-        " derivative digit divisor double doubled down dozen east eight eighteen eighth eighty"
-        " eleven else exceed exceeding exceeds except excluded factorial false fewer fifteen fifth"
-        " fifty five forty four fourteen fourth giga greater gross half halved halves higher"
-        " hundred hundredth if impossible incorrect inverse is kilo lakh larger least left less"
-        " lower mega micro mil mille milli million millionth minus mn more most multiple myriad"
-        " nano negative neither never nine nineteen ninety ninth no none nor north not one onward"
-        " onwards opposite or other outside over overdrawn permille pico plus possible power"
-        " ppb ppm ppt quadrillion quarter quintillion reciprocal recurring remainder repeating"
-        " right root score seven seventeen seventh seventy sine six sixteen sixth sixty smaller"
-        " south squared sum ten tenth tera than then third thirteen thirty thousand thousandth"
-        " three thrice times to too trillion triple tripled true twelve twenty twice two under"
-        " unless up west wrong zero"
+        "about above after ago almost approximately are around at base before below between"
+        " beyond billion binary bn but by cannot centi conjugate crore cube cubed debt deci"
+        " deficit derivative digit divisor double doubled down dozen east eighth else exceed"
+        " exceeding exceeds except excluded factorial false fewer fifth fourth giga greater gross"
+        " half halved halves higher hundred hundredth if impossible incorrect inverse is lakh"
+        " larger least left less lower mega micro mil mille milli million millionth minus mn more"
+        " most multiple myriad nano negative neither never ninth no none nor north not onward"
+        " onwards opposite or other outside over overdrawn permille pico plus possible power ppb"
+        " ppm ppt quadrillion quarter quintillion reciprocal recurring remainder repeating right"
+        " root score seventh sine sixth smaller south squared sum tenth tera than then third"
+        " thousand thousandth thrice times to too trillion triple tripled true twice under unless"
+        " up west wrong"
     ).split()
 )
 """Words that change the meaning of the number next to them."""
