@@ -301,7 +301,9 @@ def squeeze_recommend(
     source_rank: int | None = None,
 ) -> int:
     retained = [{int(k): v for k, v in layer.items()} for layer in layers]
-    return recommend_rank(retained, ranks, min_variance_retention, rule, source_rank)
+    return recommend_rank(
+        retained, sorted(ranks), min_variance_retention, rule, source_rank or max(ranks)
+    )
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {

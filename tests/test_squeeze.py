@@ -149,20 +149,20 @@ LAYERS = [{1: 0.5, 2: 0.9, 4: 1.0}, {1: 0.9, 2: 0.999, 4: 1.0}]
 @pytest.mark.parametrize(
     ("layers", "ranks", "threshold", "options", "expected"),
     [
-        (LAYERS, [1, 2, 4], 0.9, {"rule": "mean"}, 2),
-        (LAYERS, [1, 2, 4], 0.9, {"rule": "min"}, 2),
-        (LAYERS, [1, 2, 4], 0.94, {"rule": "mean"}, 2),
-        (LAYERS, [1, 2, 4], 0.94, {"rule": "min"}, 4),
+        (LAYERS, [1, 2, 4], 0.9, ("mean", 4), 2),
+        (LAYERS, [1, 2, 4], 0.9, ("min", 4), 2),
+        (LAYERS, [1, 2, 4], 0.94, ("mean", 4), 2),
+        (LAYERS, [1, 2, 4], 0.94, ("min", 4), 4),
         # A threshold met but for rounding is met.
-        ([{1: 0.95 - 1e-13, 2: 1.0}], [1, 2], 0.95, {}, 1),
-        ([{1: 0.95 - 1e-11, 2: 1.0}], [1, 2], 0.95, {}, 2),
-        ([{1: 0.5, 2: 0.6}], [1, 2], 0.95, {"source_rank": 8}, 8),  # an unmet one keeps the rank
+        ([{1: 0.95 - 1e-13, 2: 1.0}], [1, 2], 0.95, ("mean", 2), 1),
+        ([{1: 0.95 - 1e-11, 2: 1.0}], [1, 2], 0.95, ("mean", 2), 2),
+        ([{1: 0.5, 2: 0.6}], [1, 2], 0.95, ("mean", 8), 8),  # an unmet one keeps the rank
     ],
 )
 def test_the_mean_over_layers_or_the_worst_layer_decides(
-    layers: Any, ranks: list[int], threshold: float, options: dict[str, Any], expected: int
+    layers: Any, ranks: list[int], threshold: float, options: Any, expected: int
 ) -> None:
-    assert recommend_rank(layers, ranks, threshold, **options) == expected
+    assert recommend_rank(layers, ranks, threshold, *options) == expected
 
 
 def test_default_ranks_are_the_powers_of_two_and_the_source_rank() -> None:

@@ -8,6 +8,7 @@ after the normalization of the MATH paper (Hendrycks et al. 2021, `is_equiv`).
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from typing import Literal
 
 from retrain.types import THOUGHT_TAGS
@@ -49,51 +50,45 @@ def extract_boxed(text: str, after_think: bool = True) -> str | None:
     """
     if after_think:
         text = after_thought(text)
-    closing = _closing_braces(text)
-    answer, done = None, 0
+    closing, boxes, done = dict(_groups(text)), [], 0
     for marker in _MARKER.finditer(text):
-        start = marker.end()
+        start, end = marker.end(), closing.get(marker.end() - 1)
         if start < done:
             continue
-        if marker["brace"]:
-            end = closing.get(start - 1)
-        else:
-            end = start + len(_LINE_END.split(text[start : start + MAX_ANSWER], 1)[0])
+        if end is not None:
+            content = text[start:end]
+            inner = _MARKER.match(text, end - len(content.lstrip()))
+            if inner and closing.get(inner.end() - 1) == start + len(content.rstrip()) - 1:
+                continue  # the box inside holds it all
+            done = end
+        boxes.append((marker, end))
+    for marker, closed in reversed(boxes):
+        start = marker.end()
+        line = _LINE_END.split(text[start : start + MAX_ANSWER], 1)[0]
+        end = closed if marker["brace"] else start + len(line)
         if end is None or end - start > MAX_ANSWER:
-            answer = None
-            continue
-        content = text[start:end].rstrip()
-        inner = _MARKER.match(text, end - len(text[start:end].lstrip()))
-        if inner and closing.get(inner.end() - 1) == start + len(content) - 1:
-            continue  # the box inside holds it all
-        done = end if marker["brace"] else done
-        content = _PLAIN_BOX.sub(r"\1", content).strip()
-        answer = _MARKER.sub(lambda box: box["brace"] or "", content) or answer or ""
-    return answer
+            return None
+        content = _PLAIN_BOX.sub(r"\1", text[start:end])
+        if answer := _MARKER.sub(lambda box: box["brace"] or "", content).strip():
+            return answer
+    return "" if boxes else None
 
 
 def closing_brace(text: str, start: int) -> int | None:
     """Return the index of the brace that closes the group whose content starts at `start`, or
     None.
     """
-    depth = 1
-    for brace in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if not depth:
-            return brace.start()
-    return None
+    return next((end for opened, end in _groups(text, start - 1) if opened == start - 1), None)
 
 
-def _closing_braces(text: str) -> dict[int, int]:
-    """Map the position of each opening brace to its partner's."""
+def _groups(text: str, start: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield the positions of an opening brace and its partner, as they close."""
     opened: list[int] = []
-    closing = {}
-    for brace in _BRACE.finditer(text):
+    for brace in _BRACE.finditer(text, start):
         if brace[0] == "{":
             opened.append(brace.start())
         elif brace[0] == "}" and opened:
-            closing[opened.pop()] = brace.start()
-    return closing
+            yield opened.pop(), brace.start()
 
 
 def after_thought(text: str, prompt: str = "", think_end_token: str = "") -> str:

@@ -202,9 +202,9 @@ def _is_consistent(chain: list[str], equal: Equal) -> bool:
     if any(_ANY_RELATION.search(side) or not _is_readable(side) for side in between):
         return False
     numbers = [side for side in between if not _has_variables(side)]
+    last = chain[-1]
     # Both orders: `7-5` is a range as a reference, and arithmetic as an answer.
-    pairs = [((chain[-1], number), (number, chain[-1])) for number in numbers]
-    return all(any(_same_plain(*order, equal) for order in pair) for pair in pairs)
+    return all(_same_plain(last, one, equal) or _same_plain(one, last, equal) for one in numbers)
 
 
 def _has_variables(text: str) -> bool:

@@ -203,15 +203,14 @@ def recommend_rank(
     layers: Sequence[Mapping[int, float]],
     ranks: Sequence[int],
     threshold: float,
-    rule: Rule = "mean",
-    source_rank: int | None = None,
+    rule: Rule,
+    source_rank: int,
 ) -> int:
-    """Return the smallest of `ranks` at which V(k) reaches the threshold, in the mean over the
-    layers or in the worst layer.
+    """Return the first of the rising `ranks` at which V(k) reaches the threshold, in the mean over
+    the layers or in the worst layer.
 
     Each of `layers` maps every rank to V. If no rank reaches the threshold, the result is
-    `source_rank`, by default the last of `ranks`. Raises ValueError for an unknown rule and a
-    threshold outside (0, 1].
+    `source_rank`. Raises ValueError for an unknown rule and a threshold outside (0, 1].
     """
     if rule not in ("mean", "min"):
         raise ValueError(f'rule {rule!r} is not known; allowed: "mean" or "min"')
@@ -220,9 +219,8 @@ def recommend_rank(
             f"min_variance_retention = {threshold} is out of range; allowed: above 0 and at most 1"
         )
     decide = min if rule == "min" else fmean
-    source = source_rank or max(ranks)
-    ranks = tried_ranks(ranks, source)
-    return next((k for k in ranks if _reaches(decide(v[k] for v in layers), threshold)), source)
+    reached = (k for k in ranks if _reaches(decide(v[k] for v in layers), threshold))
+    return next(reached, source_rank)
 
 
 def tried_ranks(target_ranks: Sequence[int], source_rank: int) -> tuple[int, ...]:
