@@ -607,8 +607,8 @@ def source_arguments(
 
 
 def _where(config: "TrainConfig", sentence: str) -> str:
-    """Put the flag or variable of its first key before a sentence, else the file, if there is
-    one.
+    """Begin a sentence with the flag or variable that gave its first key, else with the file, if
+    there is one.
     """
     origin = config._provenance.origins.get(_path(sentence.partition(" = ")[0]), "file")
     place = config.source_path if origin == "file" else origin

@@ -501,8 +501,8 @@ def test_power_refuses_what_shows_no_spread(
     for arguments, told in (
         ([tmp_path], "at least two seeds"),
         ([], "give a pilot's folder, or --sd"),
-        ([tmp_path, "--sd", "0.1"], "not both"),
-        (["--sd", "0.1", "--metric", "nonsense"], "--sd without --metric"),
+        ([tmp_path, "--sd", "0.1"], "or --sd alone"),
+        (["--sd", "0.1", "--metric", "nonsense"], "--metric needs the folder"),
         (["--sd", "0.1", "--effect", "0"], "needs infinitely many seeds"),
         (["--sd", "-0.1"], "is not a positive number"),
         (["--sd", "0"], "--sd 0 is not a positive number"),

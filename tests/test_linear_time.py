@@ -34,7 +34,7 @@ HOSTILE = (
     *"$0 \\{(!^a'=\n-\u0130\u2019\u202e\x9b\x9d",
     *("9!", "^{", "://", "eyJ-", "sk-", "?key", "&a", "%3A%2F%2F", "%3Fkey", "eyJaaaaaaaaaa."),
     *(r"\boxed", r"\boxed ", r"\fbox", r"\boxed{", r"\frac", r"\frac1", r"\sqrt2", r"\text{ "),
-    *(r"\left", "{,}", "</think>", "\x1b[", "\x1b]", "\x1b[0"),
+    *(r"\boxed{}", r"\fbox{\boxed{}}", r"\left", "{,}", "</think>", "\x1b[", "\x1b]", "\x1b[0"),
     *("wait", "wait ", "let me check ", "what if - "),
 )
 

@@ -209,7 +209,8 @@ class Manifest:
         meaning of earlier looks.
         """
         # Compare both plans in the manifest's form, in which a masked secret equals itself.
-        before = {run.name: run for run in self._stored_plan().runs}
+        stored = self._stored_plan()
+        before = {run.name: run for run in stored.runs}
         now = {
             run.name: run
             for run in plan_campaign(
@@ -229,7 +230,7 @@ class Manifest:
         if differences:
             raise ConfigurationError(list(dict.fromkeys(differences)))
         self._check_looks(plan)
-        self._check_comparison(plan)
+        self._check_comparison(plan, stored)
         fresh = Manifest.of_plan(plan, datetime.now().astimezone())
         fresh.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
         for name in ("runs", "config", "conditions", "command", "seeds", "max_steps"):
@@ -246,14 +247,14 @@ class Manifest:
             place = self.folder / MANIFEST
             raise ConfigurationError([f"{place}, {one}" for one in error.problems]) from error
 
-    def _check_comparison(self, plan: CampaignPlan) -> None:
+    def _check_comparison(self, plan: CampaignPlan, stored: CampaignPlan) -> None:
         """Raise ConfigurationError for another margin or baseline, or for fewer steps."""
         margin = plan.settings.margin
         planned = self.plan.get("margin") if self.plan else margin
         for key, now, before in (
             ("margin", margin_words(margin), margin_words(planned)),
-            ("baseline (the first condition)", plan.conditions[0], self.conditions[0]),
-            ("max_steps", plan.max_steps, max(plan.max_steps, self.max_steps)),
+            ("baseline (the first condition)", plan.conditions[0], stored.conditions[0]),
+            ("max_steps", plan.max_steps, max(plan.max_steps, stored.max_steps)),
         ):
             if now != before:
                 raise ConfigurationError(

@@ -54,7 +54,7 @@ def command(
     if (pilot is None) == (sd is None) or (metric and not pilot):
         raise ConfigurationError(
             "retrain power needs the spread of the differences; give a pilot's folder, or --sd"
-            " without --metric, not both."
+            " alone. --metric needs the folder."
         )
     found = read_pilot(pilot, metric) if pilot else None
     if found and found.sd == 0:

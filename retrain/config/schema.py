@@ -220,17 +220,19 @@ class TrainConfig(AllSections):
 
     @property
     def folder(self) -> Path:
-        """The folder of the run or campaign, which it begins or continues."""
+        """The folder of the run or campaign that this configuration begins or continues."""
         return Path(self.resume.from_ or self.logging.log_dir)
 
     @property
     def own_folders(self) -> list[Path]:
-        """The current folder, and the folder of its file."""
+        """The current folder and the folder of the configuration's file."""
         return [Path.cwd(), *([self.source_path.resolve().parent] if self.source_path else [])]
 
     @property
     def search_folders(self) -> list[Path]:
-        """The places of its relative sources and plugins."""
+        """The folders of relative data files and plugins. These are its own folders. The file of a
+        run adds the folders in which the run began, if this user can enter them.
+        """
         folders = self.own_folders
         # The file of a run adds the folders of its start that this user can enter.
         with suppress(OSError, RunFailed, IndexError):

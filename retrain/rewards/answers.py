@@ -63,9 +63,9 @@ def extract_boxed(text: str, after_think: bool = True) -> str | None:
             done = end
         boxes.append((marker, end))
     for marker, closed in reversed(boxes):
-        start = marker.end()
-        line = _LINE_END.split(text[start : start + MAX_ANSWER], 1)[0]
-        end = closed if marker["brace"] else start + len(line)
+        start, end = marker.end(), closed
+        if not marker["brace"]:
+            end = start + len(_LINE_END.split(text[start : start + MAX_ANSWER], 1)[0])
         if end is None or end - start > MAX_ANSWER:
             return None
         content = _PLAIN_BOX.sub(r"\1", text[start:end])

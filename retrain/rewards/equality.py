@@ -216,11 +216,16 @@ def _has_variables(text: str) -> bool:
 _CHOICE = re.compile(r"(?:[(\[]([A-J])[)\]]|([A-J])(?:\)|[.:](?!\d*:)|$))\s*(.*)", re.DOTALL)
 _BASE = re.compile(r"\(?0*([0-9A-F]+)\)?_\{?(\d+)\}?")
 _COLON = re.compile(":")
-_LITERAL = re.compile(r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])|!!")
+_LITERAL = re.compile(
+    r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])|!!"
+    # A repeating decimal, a numbered part, a cycle: math-verify would multiply or add.
+    r"|\d\.\d*\(\d|(?<![a-zA-Z}])\(-?\d+\)[(\d]"
+)
 """Expressions to compare letter by letter: math-verify would evaluate or drop these."""
 _NUMBERS = re.compile(r"\d+(?:(?:-\d+)+|(?:/\d+){2,})")
 """A date, a range or a telephone number: no arithmetic."""
 _ZEROS = re.compile(r"\b0+(?=\d)")
+_UNIT = re.compile(r"(?<=\d) *(?:\\text\{ *([^{}]*)\}|(?=[a-zA-Z]))")
 _UNIT_SIGNS = re.compile(r"\^\{?\\circ\}?|\\\$|[()\s]")
 _OPEN_RELATION = re.compile(r"[<>]|\\(?:ne|le|ge|sim|neg)(?![a-zA-Z])")
 _NO_SPACE = re.compile(r"(\\[a-zA-Z]+) (?![a-zA-Z])|(?<![a-zA-Z0-9)}\]]) ")
@@ -236,7 +241,7 @@ _ONE_SCRIPT = re.compile(r"([\^_])\{(\w)\}")
 
 
 def _same_plain(gold: str, answer: str, equal: Equal) -> bool:
-    if _compact(gold) == _compact(answer):
+    if _joined_unit(gold) == _joined_unit(answer):
         return True
     (letter, text), (our_letter, our_text) = _choice(gold), _choice(answer)
     if letter and our_letter:
@@ -245,6 +250,11 @@ def _same_plain(gold: str, answer: str, equal: Equal) -> bool:
     if letter or our_letter:  # The text of the choice alone answers `(A) 13`.
         return bool(text and our_text) and _same(read(text), read(our_text), equal)
     return _same_quantity(quantity(gold), quantity(answer), equal)
+
+
+def _joined_unit(text: str) -> str:
+    r"""Write `5 m/s` and `5\text{ m/s}` as `5m/s`."""
+    return _compact(_UNIT.sub(lambda unit: (unit[1] or "").replace(" per ", "/"), text))
 
 
 def _same_quantity(theirs: Quantity, ours: Quantity, equal: Equal) -> bool:
@@ -286,7 +296,7 @@ def _same_expression(gold: str, answer: str, equal: Equal) -> bool:
         return _pairwise(list(map(read, ratio)), list(map(read, our_ratio)), equal)
     if _NUMBERS.fullmatch(gold):
         return _ZEROS.sub("", gold) == _ZEROS.sub("", _UNIT_SIGNS.sub("", answer))
-    if _LITERAL.search(gold + answer) or letters(gold) != letters(answer):
+    if _LITERAL.search(f"{gold} {answer}") or letters(gold) != letters(answer):
         return False
     readable = all(_is_readable(side) for side in (gold, answer))
     return readable and not _OPEN_RELATION.match(answer) and equal(gold, answer)

@@ -74,10 +74,11 @@ def read(text: str) -> Form:
         left, residues, modulus = congruence.groups()
         return _listed(_congruence(left, each.text, modulus) for each in _items(read(residues)))
     text = _REAL.sub("", text)
-    parts = [part for part in split(text, _SEPARATOR) if part]
+    pieces = split(text, _SEPARATOR)
+    parts = list(filter(None, pieces))
     if len(parts) > 1:
         forms = list(map(read, parts))
-        both = _both(*forms) if len(forms) == 2 and r"\text{and}" in text else None
+        both = _both(*forms) if len(pieces) == 2 and r"\text{and}" in text else None
         return both or _listed(item for form in forms for item in _items(form))
     text = parts[0] if parts else text
     if member := _MEMBER.fullmatch(text):
@@ -94,6 +95,9 @@ def _both(lower: Form, upper: Form) -> Form | None:
     if bounds != _values(r"\infty", r"-\infty") or not lower.variable == upper.variable != "":
         return None
     items = lower.items[:1] + upper.items[1:]
+    low, high = (rational(item.text) for item in items)
+    if low is not None and high is not None and low > high:
+        return Form("set", variable=lower.variable)
     return Form("interval", lower.text[0] + upper.text[1], items, lower.variable)
 
 

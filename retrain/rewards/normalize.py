@@ -132,7 +132,7 @@ _MARKUP = _rules(
     (r"\\dot\{(\d+)\}(\d*)\\dot\{(\d+)\}", r"\\overline{\1\2\3}"),
     (r"^\](?=.*,)", "("),
     (r"(?<=[\w}])\[$", ")"),
-    (r"(?<=\d) ?((?:k?m|mi|ft)/(?:s|h|hr))(?=(?:\^\{?\d\}?)?$)", r"\\text{ \1}"),
+    (r"(?<=\d) ?((?:km|mi|ft)/(?:s|h|hr))(?=(?:\^\{?\d\}?)?$)", r"\\text{ \1}"),
 )
 _ALIGNED = re.compile(
     r"\\begin\{(aligned|align\*?|gathered|split|array|cases|eqnarray\*?|equation\*?)\}(?:\{[^{}]*\})?"
@@ -394,8 +394,8 @@ def _joined_thousands(text: str) -> str:
     return _THOUSANDS.sub(join, text)
 
 
-LEADING_PLUS = r"(?:(?<=[(\[{,;:=<>&^\\])|^)\+(?=[\w\\.(|])"
-"""A sign at the beginning of a value, which shows nothing."""
+LEADING_PLUS = r"(?:(?<=[(\[{,;:=<>^])|(?<=\\\\)|^)\+(?=[\w\\.(|])|(?<=&)\+(?=[\d.])"
+"""A plus at the beginning of a value, which changes nothing."""
 _SPACES = _rules(
     (r" +", " "),
     (r"(?<![a-zA-Z0-9]) | (?![a-zA-Z0-9])", ""),
@@ -404,8 +404,8 @@ _SPACES = _rules(
     # math-verify would add: `3(4)` was 7.
     (
         (
-            r"((?<![\w^.\\}])\d[\d.]*(?:[xyz]|\\pi)?(?=\()|(?<![a-zA-Z}])\(-?\d+\))"
-            r"(?=\d|\(-?(?:[\d.]+(?:/\d+)?|\\frac\{\d+\}\{\d+\})\))"
+            r"((?<![\w^.\\}])\d+(?:[xyz]|\\pi)?)"
+            r"(?=\(-?(?:[\d.]+(?:/\d+)?|\\frac\{\d+\}\{\d+\})\)(?![\d(]))"
         ),
         r"\1\\cdot",
     ),
