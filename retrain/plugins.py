@@ -195,7 +195,7 @@ def load_plugin(
     attempts, for a missing or ambiguous name. It does so too for code that does not load, a
     signature of another kind, or params that it cannot take.
     """
-    where = _where(config, key or f'{KINDS[kind].key} = "{name}"')
+    where = _placed(config, key or f'{KINDS[kind].key} = "{name}"')
     installed = installed_plugins()
     own, points = builtins or {}, [point for point in installed if point.name == name]
     places = ["built in"] * (name in own) + [f"entry point {place_of(point)}" for point in points]
@@ -412,7 +412,7 @@ def refuse_unknown_params(
     allowed = f"it knows {', '.join(sorted(known))}" if known else "it has no parameters"
     for param in params_of(kind, config).keys() - known:
         raise ConfigurationError(
-            f"{_where(config, KINDS[kind].params_key)} {param} is not a parameter of the built-in"
+            f"{_placed(config, KINDS[kind].params_key)} {param} is not a parameter of the built-in"
             f' "{name}"; {allowed}.'
         )
 
@@ -440,7 +440,7 @@ def probe(plugin: Plugin, config: "TrainConfig", trial: Callable[[], str | None]
         note = f"{plugin.where} {problem}"
         if config.plugins.strict:
             raise ConfigurationError(
-                f"{_where(config, note)}; fix it, or set [plugins] strict = false to get only a"
+                f"{_placed(config, note)}; fix it, or set [plugins] strict = false to get only a"
                 " warning."
             ) from error
         note = f"{note}; the run continues because [plugins] strict = false."
@@ -606,7 +606,7 @@ def source_arguments(
     return given
 
 
-def _where(config: "TrainConfig", sentence: str) -> str:
+def _placed(config: "TrainConfig", sentence: str) -> str:
     """Begin a sentence with the flag or variable that gave its first key, else with the file, if
     there is one.
     """

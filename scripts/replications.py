@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from math import sqrt
@@ -45,8 +46,6 @@ METRICS = {
 READING = "## What it says\n"
 SMOLLM2 = "-smollm2"
 """Ends the name of a replication on SmolLM2-135M: its file, its page and its folder."""
-KEPT = {"lora-or-full-smollm2": "benchmarks/results/lora-or-full"}
-"""Name -> the folder of a campaign whose records are kept; else below logs/replications."""
 LUCK = ["--evaluation-max-examples", "30", "--evaluation-samples", "10"]
 """Sample n of every problem is evaluation n: its noise is independent of the others."""
 
@@ -96,9 +95,10 @@ def retrain(*words: str, shown: bool = False) -> str:
 
 def run(name: str, model: list[str]) -> None:
     """Run a replication, or continue it where it stopped."""
-    config, folder = f"examples/replications/{name}.toml", _folder(name)
     if name == "luck":  # its adapter is the lab's own
         config, folder = "examples/lab.toml", "logs/lab"
+    else:
+        config, folder = f"examples/replications/{name}.toml", _folder(name)
     changes = model
     if any((ROOT / folder / file).is_file() for file in ("manifest.json", "config.toml")):
         changes = [*model, "--resume", folder]
@@ -110,7 +110,9 @@ def run(name: str, model: list[str]) -> None:
 
 
 def _folder(name: str) -> str:
-    return KEPT.get(name, f"logs/replications/{name}")
+    """The folder that the file of a campaign names."""
+    with (FILES / f"{name}.toml").open("rb") as file:
+        return str(tomllib.load(file)["logging"]["log_dir"])
 
 
 def _evaluate(name: str, folder: Path) -> None:
@@ -181,16 +183,16 @@ def _comparisons(name: str) -> Iterator[str]:
     _draw(name, found)
     yield from (f"![Differences]({name}.svg)", "", first["planned"], "")
     for metric, comparison in found.items():
-        yield f"| {metric} | mean | difference [95% interval] | verdict, adjusted p |"
-        yield "|---|---|---|---|"
+        yield f"| {metric} | mean | difference [95% interval] | pairs | verdict, adjusted p |"
+        yield "|---|---|---|---|---|"
         means = {arm["label"]: arm["mean"] for arm in comparison["arms"]}
-        yield f"| {comparison['baseline']} | {means.pop(comparison['baseline']):.1%} | | |"
+        yield f"| {comparison['baseline']} | {means.pop(comparison['baseline']):.1%} | | | |"
         for one in comparison["contrasts"]:
             low, high = (100 * end for end in one["interval"])
             verdict = f"{one['word']}, p {one['p_adjusted']:.2g}"
             yield (
                 f"| {one['condition']} | {means[one['condition']]:.1%} |"
-                f" {100 * one['mean_difference']:+.1f} pp [{low:+.1f}, {high:+.1f}] |"
+                f" {100 * one['mean_difference']:+.1f} pp [{low:+.1f}, {high:+.1f}] | {one['pairs']} |"
                 f" {'none before the last run' if comparison['to_come'] else verdict} |"
             )
         to_come = f"No verdict yet: {comparison['to_come']} runs are still to come."

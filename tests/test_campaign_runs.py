@@ -447,7 +447,7 @@ def test_a_campaign_takes_no_folder_of_another_kind(tmp_path: Path) -> None:
         ({"margin": 0.05}, {}, r"margin = 0\.05: the plan of .* has 0\.02, "),
         ({"margin": None}, {}, r"margin = none: the plan of .* has 0\.02, "),
         ({}, {"evaluation": {"samples": 3}}, r"samples = 3 differs from 1, .* cannot change"),
-        ({"max_steps": 1}, {}, "max_steps = 1: the plan of .* has 2, "),
+        ({"max_steps": 1}, {}, r"max_steps = 1: the plan of .* has 2\. Restore"),
         ({"conditions": CAMPAIGN["conditions"][::-1]}, {}, r"baseline \(the first .* --baseline"),
     ],
 )

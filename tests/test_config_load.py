@@ -478,6 +478,8 @@ PLAIN = 'algorithm.transform_mode = "none"'
         (f'campaign.grid."training.lr" = [1e-4]\n{PLAIN}', 'algorithm.advantage_mode = "grpo"', ""),
         ('algorithm.transform_mode = "my.plugin"', "hicra.alpha = 0.5", ""),
         ('model.model = "lab"', 'model.revision = "a"', "only a model of the hub has revisions."),
+        ('model.model = "/"', 'model.revision = "a"', "only a model of the hub has revisions."),
+        ('model.model = "a/of-the-hub"', 'model.revision = "a"', ""),
         ("", "sepa.steps = 9", ""),
     ],
 )

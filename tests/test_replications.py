@@ -15,9 +15,20 @@ FILES = Path(__file__).resolve().parents[1] / "examples" / "replications"
 
 
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.toml")), ids=lambda path: path.stem)
-def test_a_replication_keeps_its_runs_where_the_program_looks_for_them(path: Path) -> None:
+def test_the_file_of_a_replication_loads_and_has_a_claim(path: Path) -> None:
     assert load_config(path, environ={}).logging.log_dir == replications._folder(path.stem)
     assert path.stem.removesuffix(replications.SMOLLM2) in replications.CLAIMS
+
+
+def test_without_a_name_the_replications_of_the_lab_are_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(replications, "run", lambda name, model: made.append(name))
+    monkeypatch.setattr(replications, "write_page", lambda name: None)
+    monkeypatch.setattr("sys.argv", ["replications.py"])
+    replications.main()
+    assert set(made) == {"luck", "nsr", "ranks", "mismatch"}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +52,28 @@ def test_a_campaign_is_started_by_its_own_file_and_continued_where_it_stopped(
     replications.run("nsr-smollm2", model)
     first = ("examples/replications/nsr-smollm2.toml", *model)
     assert started == [first, (*first, "--resume", "logs/replications/nsr-smollm2")]
+
+
+@pytest.mark.parametrize("to_come", [0, 3])
+def test_a_page_has_a_verdict_only_when_no_run_is_to_come(
+    to_come: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contrast = {"condition": "b", "word": "tie", "p_adjusted": 0.5, "interval": [-0.01, 0.02]}
+    contrast |= {"mean_difference": 0.01, "pairs": 7}
+    comparison = {
+        "arms": [{"label": "a", "mean": 0.5}, {"label": "b", "mean": 0.51}],
+        "answer": "b ties with a.",
+        "baseline": "a",
+        "contrasts": [contrast],
+        "planned": "A plan.",
+        "to_come": to_come,
+    }
+    monkeypatch.setattr(replications, "retrain", lambda *words: json.dumps(comparison))
+    monkeypatch.setattr(replications, "_draw", lambda name, found: None)
+    *_, row, _, said, _ = replications._comparisons("ranks")
+    assert row.startswith("| b | 51.0% | +1.0 pp [-1.0, +2.0] | 7 |")
+    assert ("tie" in row, "ties" in said) == (not to_come, not to_come)
+    assert said.startswith("No verdict yet: 3 runs" if to_come else "b ties")
 
 
 def test_the_page_of_the_real_model_keeps_what_its_reader_wrote(

@@ -155,6 +155,11 @@ TWINS = [
     (r"x<1\text{ and }x>3", "(3,1)", False),
     (r"x<1, x>3\text{ and }", "(3,1)", False),
     ("3!!", "720", False),
+    # A capital is another letter.
+    ("r+R", "R+r", True),
+    (r"\pi(R-r)(R+r)", r"\pi(R^2-r^2)", True),
+    ("R-r", "0", False),
+    ("2r", "2R", False),
 ]
 """Answer, reference, and the verdict: each rule with a wrong answer that looks alike."""
 

@@ -338,8 +338,11 @@ def test_environment_holds_versions_and_no_environment_value(
     assert environment["git"] is None
     assert environment["folders"] == [str(tmp_path)]
     assert "a-value-of-the-environment" not in text
+    monkeypatch.chdir("/")
     files.emit(StartEvent("cpu"))
-    (resumed,) = json.loads((tmp_path / "run" / "environment.json").read_text())["resumed"]
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["folders"] == [str(tmp_path)]
+    (resumed,) = environment["resumed"]
     assert "folders" not in resumed  # nothing reads them there
 
 

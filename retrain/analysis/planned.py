@@ -135,7 +135,7 @@ class CampaignRecord:
 
     @property
     def judges_losses(self) -> bool:
-        """False for the plan of an older version, which leaves out failed runs alone."""
+        """False for the plan of an older version, which leaves out only failed runs."""
         return not (self.plan and self.plan.leaves_out == "failed")
 
     @property

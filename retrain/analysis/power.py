@@ -276,6 +276,6 @@ def design_line(seeds: int, rule: Rule, problems: int = 0, samples: int = 1) -> 
     sd = 100 * float(np.sqrt(0.5 / (problems * samples)))
     return (
         f"{found} {problems:,} held-out problems x {counted(samples, 'sample')} give the"
-        f" differences an sd of up to {sd:.1f} pp, so it can find {units * sd:.1f} pp. More"
+        f" differences an sd of up to {sd:.1f} pp, so these seeds find {units * sd:.1f} pp. More"
         " [evaluation] max_examples or samples make it smaller, down to the run-to-run variance."
     )

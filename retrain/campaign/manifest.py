@@ -249,12 +249,16 @@ class Manifest:
 
     def _check_comparison(self, plan: CampaignPlan, stored: CampaignPlan) -> None:
         """Raise ConfigurationError for another margin or baseline, or for fewer steps."""
+        if plan.max_steps < stored.max_steps:
+            raise ConfigurationError(
+                f"[campaign] max_steps = {plan.max_steps}: the plan of {self.folder} has"
+                f" {stored.max_steps}. Restore that, or set more."
+            )
         margin = plan.settings.margin
         planned = self.plan.get("margin") if self.plan else margin
         for key, now, before in (
             ("margin", margin_words(margin), margin_words(planned)),
             ("baseline (the first condition)", plan.conditions[0], stored.conditions[0]),
-            ("max_steps", plan.max_steps, max(plan.max_steps, stored.max_steps)),
         ):
             if now != before:
                 raise ConfigurationError(

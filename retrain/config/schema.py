@@ -234,8 +234,9 @@ class TrainConfig(AllSections):
         run adds the folders in which the run began, if this user can enter them.
         """
         folders = self.own_folders
-        # The file of a run adds the folders of its start that this user can enter.
-        with suppress(OSError, RunFailed, IndexError):
+        if self.source_path is None:
+            return folders
+        with suppress(OSError, RunFailed):
             began = read_object(folders[1] / "environment.json").get("folders")
             if isinstance(began, list):
                 folders += [

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,8 +137,8 @@ class Query:
         return next(filter(Path.exists, places), path)
 
     def no_heldout(self) -> NoHeldOutSplit:
-        too = ", which [evaluation] source names too,"
-        too *= self.data.source in self.config.evaluation.sources
+        named = self.data.source in self.config.evaluation.sources
+        too = ", which [evaluation] source names too," if named else ""
         return NoHeldOutSplit(
             f'[data] source = "{self.data.source}"{too} has no held-out split for the evaluation.'
             " Put test.jsonl next to train.jsonl in a folder, name other problems in"
@@ -646,13 +646,15 @@ def _bounded(query: Query, examples: Iterable[Example]) -> Iterator[Example]:
     if isinstance(examples, Sized):
         yield from examples
         return
-    for index, example in enumerate(islice(examples, limit or None)):
+    for index, example in enumerate(examples):
         if index == MAX_STREAMED:
             raise ConfigurationError(
                 f'[data] source = "{query.data.source}" has given {MAX_STREAMED:,} examples and has'
                 " no end in sight; set [training] max_examples, or return a list."
             )
         yield example
+        if index + 1 == limit:
+            return
 
 
 def _checked(query: Query, examples: Iterable[Example]) -> ReadResult:

@@ -31,7 +31,7 @@ from retrain.config import TrainConfig, replaced, unused_keys
 from retrain.config.keys import all_keys
 from retrain.config.schema import Condition, Squeeze
 from retrain.data.mixing import Quota, planned_quotas
-from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
+from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.inputs import InputProblems
 from retrain.explain.timing import (
     Schedule,
@@ -279,7 +279,7 @@ def explain(
     # A campaign starts with all conditions of its first seed.
     first_runs = runs[: len(config.conditions)]
     configs = [run.config for run in first_runs]
-    memory, unknown = _memory(configs, memory_gib)
+    memory, unknown, refused = _memory(configs, memory_gib)
     step_time, differences = _step_time(configs[0], pilot, say, probe=probe)
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
     engine, backend, incapacities, losses = _capabilities(configs)
@@ -295,13 +295,13 @@ def explain(
         config,
         settings,
         unused,
-        _unique([*problems, *incapacities, *inputs.refused, *getattr(unknown, "problems", ())]),
+        _unique([*problems, *incapacities, *inputs.refused, *refused]),
         unavailable=_unique(inputs.lacking),
         conditions=_conditions(config.conditions, first_runs),
         runs=runs,
         schedule=schedule,
         memory=memory,
-        memory_unknown=str(unknown),
+        memory_unknown=unknown,
         power=power,
         warnings=warnings,
         engine=engine,
@@ -422,11 +422,13 @@ def _conditions(
 
 def _memory(
     configs: Sequence[TrainConfig], memory_gib: float | None
-) -> "tuple[Memory | None, str | RetrainError]":
-    """Predict the memory of the largest run, or return the reason why it is unknown."""
+) -> "tuple[Memory | None, str, Sequence[str]]":
+    """Predict the memory of the largest run. Return also why it is unknown, and what a run would
+    refuse.
+    """
     backend = configs[0].backend.backend
     if not backend_kind(backend).in_process:
-        return None, f'The "{backend}" backend does not hold the model on this machine.'
+        return None, f'The "{backend}" backend does not hold the model on this machine.', ()
     from retrain.model.devices import choose_device
     from retrain.model.memory import predict_memory
 
@@ -439,6 +441,7 @@ def _memory(
             return (
                 None,
                 f"{error} Or predict for a device elsewhere by its memory: --memory-gib 24.",
+                (),
             )
     sizing = [
         key.path for key in all_keys() if key.traits.sizes_memory and key.path != "training.seed"
@@ -452,9 +455,12 @@ def _memory(
                 key=lambda memory: memory.peak,
             ),
             "",
+            (),
         )
-    except RetrainError as error:
-        return None, error
+    except ConfigurationError as error:
+        return None, str(error), error.problems
+    except EnvironmentFailure as error:
+        return None, str(error), ()
 
 
 def _adapter_of(settings: Squeeze) -> "tuple[LoraAdapter | None, list[str]]":
@@ -468,6 +474,8 @@ def _adapter_of(settings: Squeeze) -> "tuple[LoraAdapter | None, list[str]]":
         svd_device(settings.device)
         check_settings(settings, adapter)
         tried_ranks(settings.target_ranks, adapter.rank)
-    except (ConfigurationError, EnvironmentFailure) as error:
-        return None, str(error).splitlines()
+    except ConfigurationError as error:
+        return None, list(error.problems)
+    except EnvironmentFailure as error:
+        return None, [str(error)]
     return adapter, []

@@ -80,7 +80,7 @@ def _facts(seen: "Explanation") -> Iterator[tuple[str, str]]:
     """Name and words of each fact, in the order shown."""
     run, config = seen.runs[0], seen.runs[0].config
     training = config.training
-    folder = seen.config.resume.from_ or seen.config.logging.log_dir
+    folder = str(seen.config.folder)
     # A campaign shows these with each of its conditions.
     maximal_lambda = weights = None
     if seen.kind == "campaign":

@@ -4,6 +4,7 @@ server and its workers do.
 
 import importlib
 import logging
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -32,8 +33,24 @@ def equal(gold: str, answer: str) -> bool:
     """Return True if two expressions are equal. The order matters to math-verify; an answer that it
     cannot parse is not equal.
     """
+    gold, answer = _with_other_capitals(gold, answer)
     reference, given = _parse_gold(gold), _parse(answer)
     return bool(verify(reference, given, timeout_seconds=None)) and _agree(reference[0], given[0])
+
+
+_LETTER = re.compile(r"\\(?:mathbb\{)?[a-zA-Z]+|([a-zA-Z])")
+_FREE = "abchjkmnopqrstuvwxyz"
+
+
+def _with_other_capitals(*sides: str) -> list[str]:
+    """Replace a capital by an unused letter where its small letter occurs too: math-verify reads
+    both as one symbol, so R - r would be 0.
+    """
+    used = {found for side in sides for found in _LETTER.findall(side)} - {""}
+    capitals = sorted(letter for letter in used if letter.lower() in used - {letter})
+    free = (letter for letter in _FREE if not used & {letter, letter.upper()})
+    other = dict(zip(capitals, free))
+    return [_LETTER.sub(lambda found: other.get(found[1], found[0]), side) for side in sides]
 
 
 def _agree(gold: Any, answer: Any) -> bool:
