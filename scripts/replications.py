@@ -189,7 +189,8 @@ def _comparisons(name: str) -> Iterator[str]:
         yield f"| {comparison['baseline']} | {means.pop(comparison['baseline']):.1%} | | | |"
         for one in comparison["contrasts"]:
             low, high = (100 * end for end in one["interval"])
-            verdict = f"{one['word']}, p {one['p_adjusted']:.2g}"
+            p = one["equivalence_p_adjusted" if one["word"] == "equivalent" else "p_adjusted"]
+            verdict = f"{one['word']}, p {p:.2g}"
             yield (
                 f"| {one['condition']} | {means[one['condition']]:.1%} |"
                 f" {100 * one['mean_difference']:+.1f} pp [{low:+.1f}, {high:+.1f}] | {one['pairs']} |"

@@ -58,8 +58,9 @@ def test_a_campaign_is_started_by_its_own_file_and_continued_where_it_stopped(
 def test_a_page_has_a_verdict_only_when_no_run_is_to_come(
     to_come: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    contrast = {"condition": "b", "word": "tie", "p_adjusted": 0.5, "interval": [-0.01, 0.02]}
-    contrast |= {"mean_difference": 0.01, "pairs": 7}
+    contrast = {"condition": "b", "word": "equivalent", "interval": [-0.01, 0.02]}
+    contrast |= {"mean_difference": 0.01, "pairs": 7, "p_adjusted": 0.5}
+    contrast |= {"equivalence_p_adjusted": 0.003}
     comparison = {
         "arms": [{"label": "a", "mean": 0.5}, {"label": "b", "mean": 0.51}],
         "answer": "b ties with a.",
@@ -72,7 +73,7 @@ def test_a_page_has_a_verdict_only_when_no_run_is_to_come(
     monkeypatch.setattr(replications, "_draw", lambda name, found: None)
     *_, row, _, said, _ = replications._comparisons("ranks")
     assert row.startswith("| b | 51.0% | +1.0 pp [-1.0, +2.0] | 7 |")
-    assert ("tie" in row, "ties" in said) == (not to_come, not to_come)
+    assert ("equivalent, p 0.003" in row, "ties" in said) == (not to_come, not to_come)
     assert said.startswith("No verdict yet: 3 runs" if to_come else "b ties")
 
 
