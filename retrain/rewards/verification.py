@@ -43,7 +43,7 @@ _FREE = "abchjkmnopqrstuvwxyz"
 
 
 def _with_other_capitals(*sides: str) -> list[str]:
-    """Replace a capital by an unused letter where its small letter occurs too: math-verify reads
+    """Replace a capital by an unused letter where its small letter occurs too. math-verify reads
     both as one symbol, so R - r would be 0.
     """
     used = {found for side in sides for found in _LETTER.findall(side)} - {""}
