@@ -43,8 +43,8 @@ _FREE = "abchjkmnopqrstuvwxyz"
 
 
 def _with_other_capitals(*sides: str) -> list[str]:
-    """Replace a capital by an unused letter where its small letter occurs too. math-verify reads
-    both as one symbol, so R - r would be 0.
+    """Replace a capital by an unused letter where its small letter occurs too. To math-verify
+    both are one symbol, so R - r would be 0.
     """
     used = {found for side in sides for found in _LETTER.findall(side)} - {""}
     capitals = sorted(letter for letter in used if letter.lower() in used - {letter})
