@@ -160,6 +160,9 @@ TWINS = [
     (r"\pi(R-r)(R+r)", r"\pi(R^2-r^2)", True),
     ("R-r", "0", False),
     ("2r", "2R", False),
+    (r"x_{R}+x_r", "x_R+x_r", True),
+    (r"\frac\Phi\phi", r"\frac{\Phi}{\phi}", True),
+    (r"\Phi+2\phi", r"2\Phi+\phi", False),
 ]
 """Answer, reference, and the verdict: each rule with a wrong answer that looks alike."""
 

@@ -38,19 +38,19 @@ def equal(gold: str, answer: str) -> bool:
     return bool(verify(reference, given, timeout_seconds=None)) and _agree(reference[0], given[0])
 
 
-_LETTER = re.compile(r"\\(?:mathbb\{)?[a-zA-Z]+|([a-zA-Z])")
+_SYMBOL = re.compile(r"\\mathbb\{\w|\\[a-zA-Z]+|[a-zA-Z]")
 _FREE = "abchjkmnopqrstuvwxyz"
 
 
 def _with_other_capitals(*sides: str) -> list[str]:
-    """Replace a capital by an unused letter where its small letter occurs too. To math-verify
-    both are one symbol, so R - r would be 0.
+    """Replace a capital, such as R or Phi, by an unused letter where its small letter occurs too.
+    To math-verify both are one symbol, so R - r would be 0.
     """
-    used = {found for side in sides for found in _LETTER.findall(side)} - {""}
-    capitals = sorted(letter for letter in used if letter.lower() in used - {letter})
+    used = {symbol for side in sides for symbol in _SYMBOL.findall(side)}
+    capitals = sorted(symbol for symbol in used if symbol.lower() in used - {symbol})
     free = (letter for letter in _FREE if not used & {letter, letter.upper()})
-    other = dict(zip(capitals, free))
-    return [_LETTER.sub(lambda found: other.get(found[1], found[0]), side) for side in sides]
+    other = dict(zip(capitals, (f"{{{letter}}}" for letter in free)))
+    return [_SYMBOL.sub(lambda found: other.get(found[0], found[0]), side) for side in sides]
 
 
 def _agree(gold: Any, answer: Any) -> bool:
