@@ -226,11 +226,13 @@ def _draw(name: str, found: dict[str, Any]) -> None:
             axis.plot(100 * one["mean_difference"], place, "o", color="#1b6ca8")
         names = [one["condition"] for one in reversed(comparison["contrasts"])]
         axis.set_yticks(range(len(names)), names)
+        axis.set_ylim(-0.6, len(names) - 0.4)
         axis.axvline(0, color="#555555", linewidth=0.8)
         for end in (-1, 1):
             if comparison["margin"]:
                 axis.axvline(100 * end * comparison["margin"], color="#c98a1b", linestyle=":")
-        axis.set_title(f"{metric} beside {comparison['baseline']}, points", fontsize=9)
+                axis.set_xlabel("dotted: the margin of equivalence", fontsize=8)
+        axis.set_title(f"{metric} minus {comparison['baseline']}, points", fontsize=9)
     figure.savefig(PAGES / f"{name}.svg", metadata={"Date": None})
     plt.close(figure)
 
