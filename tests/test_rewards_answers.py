@@ -130,6 +130,10 @@ TWINS = [
     ("e^(2x)", "e^{2x}", True),
     ("3(4)", "12", True),
     (r"3\left(\frac12\right)", "3.5", False),
+    (r"\binom42\binom31", "9", False),
+    (r"\binom42\binom31", "18", True),
+    (r"2\frac23\pi", r"\frac{8\pi}3", True),
+    ("5_2+1", "6", False),
     ("6.5", "2.5(4)", False),
     ("0.6", "0.1(6)", False),
     ("(12)(26)", "(13)(24)", False),
@@ -153,6 +157,7 @@ TWINS = [
     (r"x<5\text{ and }x\ge3", r"3\le x<5", True),
     (r"x<-1\text{ and }x>1", r"(-\infty,-1)\cup(1,\infty)", False),
     (r"x<1\text{ and }x>3", "(3,1)", False),
+    ("3<x<1", "(3,1)", False),
     (r"x<1, x>3\text{ and }", "(3,1)", False),
     ("3!!", "720", False),
     # A capital is another letter.

@@ -218,8 +218,8 @@ _BASE = re.compile(r"\(?0*([0-9A-F]+)\)?_\{?(\d+)\}?")
 _COLON = re.compile(":")
 _LITERAL = re.compile(
     r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])|!!"
-    # A repeating decimal, a numbered part, a cycle: math-verify would multiply or add.
-    r"|\d\.\d*\(\d|(?<![a-zA-Z}])\(-?\d+\)[(\d]"
+    # A repeating decimal, a numbered part, a cycle: math-verify would multiply. It drops a base.
+    r"|\d\.\d*\(\d|(?<![a-zA-Z}])\(-?\d+\)[(\d]|(?<![\^\d])\d+_"
 )
 """Expressions to compare letter by letter: math-verify would evaluate or drop these."""
 _NUMBERS = re.compile(r"\d+(?:(?:-\d+)+|(?:/\d+){2,})")

@@ -94,11 +94,8 @@ def _both(lower: Form, upper: Form) -> Form | None:
     bounds = lower.items[1:] + upper.items[:1]
     if bounds != _values(r"\infty", r"-\infty") or not lower.variable == upper.variable != "":
         return None
-    items = lower.items[:1] + upper.items[1:]
-    low, high = (rational(item.text) for item in items)
-    if low is not None and high is not None and low > high:
-        return Form("set", variable=lower.variable)
-    return Form("interval", lower.text[0] + upper.text[1], items, lower.variable)
+    low, high = lower.items[0].text, upper.items[1].text
+    return _interval(lower.text[0] + upper.text[1], low, high, lower.variable)
 
 
 def _items(form: Form) -> tuple[Form, ...]:
@@ -170,6 +167,9 @@ def _tuple(text: str) -> Form | None:
 
 
 def _interval(brackets: str, low: str, high: str, variable: str = "") -> Form:
+    first, last = rational(low), rational(high)
+    if variable and first is not None and last is not None and first > last:
+        return Form("set", variable=variable.strip())  # `3<x<1`
     return Form("interval", brackets, _values(low, high), variable.strip())
 
 

@@ -33,12 +33,13 @@ def equal(gold: str, answer: str) -> bool:
     """Return True if two expressions are equal. The order matters to math-verify; an answer that it
     cannot parse is not equal.
     """
-    gold, answer = _with_other_capitals(gold, answer)
+    gold, answer = (_MIXED.sub(r"(\1+\2)", side) for side in _with_other_capitals(gold, answer))
     reference, given = _parse_gold(gold), _parse(answer)
     return bool(verify(reference, given, timeout_seconds=None)) and _agree(reference[0], given[0])
 
 
 _SYMBOL = re.compile(r"\\mathbb\{\w|\\[a-zA-Z]+|[a-zA-Z]")
+_MIXED = re.compile(r"(?<![\d._^])(\d+)(\\frac\{\d+\}\{\d+\})")
 _FREE = "abchjkmnopqrstuvwxyz"
 
 
