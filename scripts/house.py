@@ -41,7 +41,7 @@ BUDGETS: dict[str, int] = {
     "retrain/model/": 24_930,
     "retrain/records/": 12_670,
     "retrain/report/": 6_071,
-    "retrain/rewards/": 15_389,
+    "retrain/rewards/": 15_455,
     "retrain/run/": 23_528,
     "retrain/squeeze/": 5_551,
     "retrain/tracking/": 7_072,
@@ -50,7 +50,7 @@ BUDGETS: dict[str, int] = {
     "examples/": 2_116,
     "core/": 132,
     "bytes of the package's other files": 6_897_353,
-    "lines of tests": 50_044,
+    "lines of tests": 50_047,
     "lines of benchmarks": 5_425,
     "words of the pages": 65_871,
 }

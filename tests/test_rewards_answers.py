@@ -134,8 +134,14 @@ TWINS = [
     (r"\binom42\binom31", "18", True),
     (r"2\frac23\pi", r"\frac{8\pi}3", True),
     ("5_2+1", "6", False),
+    (r"5^\circ30'", "150", False),
+    (r"\ln2\cdot3", r"\ln6", False),
+    (r"\ln2\cdot\ln3", r"\ln3\ln2", True),
+    (r"\sin(30^\circ)\cdot2", r"\frac{\sqrt3}2", False),
     ("6.5", "2.5(4)", False),
     ("0.6", "0.1(6)", False),
+    ("0.36", "1.2.3", False),
+    ("1,2,...", "1,2", False),
     ("(12)(26)", "(13)(24)", False),
     ("3, 10", "(1) 3, (2) 5", False),
     ("30", "(1) 3 (2) 5", False),
@@ -165,9 +171,11 @@ TWINS = [
     (r"\pi(R-r)(R+r)", r"\pi(R^2-r^2)", True),
     ("R-r", "0", False),
     ("2r", "2R", False),
+    (r"\sigma-\Sigma", r"\Sigma-\sigma", False),
     (r"x_{R}+x_r", "x_R+x_r", True),
     (r"\frac\Phi\phi", r"\frac{\Phi}{\phi}", True),
-    (r"\Phi+2\phi", r"2\Phi+\phi", False),
+    (r"\gamma-x", r"-x+\gamma", True),
+    ("(1+I)^2", "2I", False),
 ]
 """Answer, reference, and the verdict: each rule with a wrong answer that looks alike."""
 

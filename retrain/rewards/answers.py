@@ -157,7 +157,8 @@ def same_characters(text: str) -> str:
             unicodedata.normalize("NFKC", character) if character.isdecimal() else character
             for character in text
         ).translate(SAME_CHARACTERS)
-    return text.strip().removesuffix(".").rstrip()
+    text = text.strip()
+    return text if text.endswith("..") else text.removesuffix(".").rstrip()
 
 
 def hendrycks_is_equiv(a: str | None, b: str | None) -> bool:

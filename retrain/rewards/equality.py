@@ -218,8 +218,10 @@ _BASE = re.compile(r"\(?0*([0-9A-F]+)\)?_\{?(\d+)\}?")
 _COLON = re.compile(":")
 _LITERAL = re.compile(
     r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])|!!"
-    # A repeating decimal, a numbered part, a cycle: math-verify would multiply. It drops a base.
-    r"|\d\.\d*\(\d|(?<![a-zA-Z}])\(-?\d+\)[(\d]|(?<![\^\d])\d+_"
+    # A repeating decimal, a part's number, a cycle: math-verify would multiply.
+    r"|\d\.\d*[.(]\d|(?<![a-zA-Z}])\(-?\d+\)[(\d]"
+    # A base, minutes: it would drop or multiply.
+    r"|(?<![\^\d])\d+_|(?<![_\d])\d+'|\\circ ?\d"
 )
 """Expressions to compare letter by letter: math-verify would evaluate or drop these."""
 _NUMBERS = re.compile(r"\d+(?:(?:-\d+)+|(?:/\d+){2,})")

@@ -353,7 +353,10 @@ _NUMBERS = _rules(
     ),
     (r"=(?=[^=]*\\pmod)", r"\\equiv "),
     (r"\^?\{?\s*\\text\{(?:st|nd|rd|th)\}\s*\}?", ""),
-    (r"\\(sin|cos|tan|cot|sec|csc)\s*\(?(\d+)\^\\circ\s*\)?", r"\\\1{\\frac{\2\\pi}{180}}"),
+    (
+        r"\\(sin|cos|tan|cot|sec|csc)\s*(\()?(\d+)\^\\circ\s*(?(2)\))",
+        r"\\\1(\\frac{\3\\pi}{180})",
+    ),
     (
         r"(?i)^\s*\\text\{(?:therefore|thus|hence|so|(?:the )?(?:final )?answer(?: is)?)\}\s*[,:]?",
         "",

@@ -33,25 +33,42 @@ def equal(gold: str, answer: str) -> bool:
     """Return True if two expressions are equal. The order matters to math-verify; an answer that it
     cannot parse is not equal.
     """
-    gold, answer = (_MIXED.sub(r"(\1+\2)", side) for side in _with_other_capitals(gold, answer))
+    gold, answer = map(_bracketed, _with_other_letters(gold, answer))
     reference, given = _parse_gold(gold), _parse(answer)
     return bool(verify(reference, given, timeout_seconds=None)) and _agree(reference[0], given[0])
 
 
-_SYMBOL = re.compile(r"\\mathbb\{\w|\\[a-zA-Z]+|[a-zA-Z]")
 _MIXED = re.compile(r"(?<![\d._^])(\d+)(\\frac\{\d+\}\{\d+\})")
+_GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+_FUNCTION = r"\\(?:(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|lg|exp)(?![a-zA-Z])"
+_TIMES = r"(?:\\(?:cdot|times)(?![a-zA-Z])|\*)"
+_ARGUMENT = re.compile(
+    rf"({_FUNCTION}(?:[_^](?:\w|{_GROUP}))*+)"
+    rf"((?:[\w^' ]|{_GROUP}|(?!{_FUNCTION}|{_TIMES})\\[a-zA-Z]+)++)(?={_TIMES})"
+)
+
+
+def _bracketed(side: str) -> str:
+    r"""Write brackets around a mixed number, and around the argument before a sign of
+    multiplication. In `\ln 2\cdot 3` math-verify takes 6 for it.
+    """
+    return _ARGUMENT.sub(r"\1(\2)", _MIXED.sub(r"(\1+\2)", side))
+
+
+_LETTER = re.compile(r"\\mathbb\{[a-zA-Z]+|(\\[a-zA-Z]+|[a-zA-Z])")
+_CONSTANTS = {"I", r"\gamma", r"\Gamma"}
 _FREE = "abchjkmnopqrstuvwxyz"
 
 
-def _with_other_capitals(*sides: str) -> list[str]:
-    """Replace a capital, such as R or Phi, by an unused letter where its small letter occurs too.
-    To math-verify both are one symbol, so R - r would be 0.
+def _with_other_letters(*sides: str) -> list[str]:
+    """Replace a capital by an unused letter where its small letter occurs too. To math-verify
+    both are one symbol, so R - r would be 0. It takes some letters for numbers or functions.
     """
-    used = {symbol for side in sides for symbol in _SYMBOL.findall(side)}
-    capitals = sorted(symbol for symbol in used if symbol.lower() in used - {symbol})
-    free = (letter for letter in _FREE if not used & {letter, letter.upper()})
-    other = dict(zip(capitals, (f"{{{letter}}}" for letter in free)))
-    return [_SYMBOL.sub(lambda found: other.get(found[0], found[0]), side) for side in sides]
+    used = {found for side in sides for found in _LETTER.findall(side)} - {""}
+    misread = {name for name in used if name.lower() in used - {name}} | used & _CONSTANTS
+    free = (f" {letter}" for letter in _FREE if not used & {letter, letter.upper()})
+    other = dict(zip(sorted(misread), free))
+    return [_LETTER.sub(lambda found: other.get(found[1], found[0]), side) for side in sides]
 
 
 def _agree(gold: Any, answer: Any) -> bool:
