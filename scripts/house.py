@@ -50,7 +50,7 @@ BUDGETS: dict[str, int] = {
     "examples/": 2_116,
     "core/": 132,
     "bytes of the package's other files": 6_897_353,
-    "lines of tests": 50_047,
+    "lines of tests": 50_055,
     "lines of benchmarks": 5_425,
     "words of the pages": 65_871,
 }

@@ -218,8 +218,8 @@ _BASE = re.compile(r"\(?0*([0-9A-F]+)\)?_\{?(\d+)\}?")
 _COLON = re.compile(":")
 _LITERAL = re.compile(
     r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])|!!"
-    # A repeating decimal, a part's number, a cycle: math-verify would multiply.
-    r"|\d\.\d*[.(]\d|(?<![a-zA-Z}])\(-?\d+\)[(\d]"
+    # A repeating decimal, a part's number, a cycle: math-verify would multiply or add.
+    r"|\d\.\d*[.(]\d|(?:(?<![a-zA-Z}])|(?<=\\cdot))\(-?\d+\)(?:[(\d]|\\frac\{\d)|\d\[\d"
     # A base, minutes: it would drop or multiply.
     r"|(?<![\^\d])\d+_|(?<![_\d])\d+'|\\circ ?\d"
 )
