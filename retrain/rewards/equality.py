@@ -219,7 +219,7 @@ _COLON = re.compile(":")
 _LITERAL = re.compile(
     r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])|!!"
     # A repeating decimal, a part's number, a cycle: math-verify would multiply or add.
-    r"|\d\.\d*[.(]\d|(?:(?<![a-zA-Z}])|(?<=\\cdot))\(-?\d+\)(?:[(\d]|\\frac\{\d)|\d\[\d"
+    r"|\d\.\d*[.(]\d|(?:(?<![a-zA-Z}])|(?<=\\cdot))\((?:-?\d+\)(?:\(|\\frac\{\d)|\d+\)\d)|\d\[\d"
     # A base, minutes: it would drop or multiply.
     r"|(?<![\^\d])\d+_|(?<![_\d])\d+'|\\circ ?\d"
 )
