@@ -83,7 +83,7 @@ DATED = (
 
 
 def test_a_template_that_asks_for_the_date_gets_that_of_the_first_start():
-    tokenizer = byte_level()
+    tokenizer = deepcopy(byte_level())
     tokenizer.chat_template = DATED + tokenizer.chat_template
     text, _ = render_prompt(
         tokenizer, EXAMPLE, data(chat_template_args={"strftime_now": "2020-02-03"})
