@@ -17,14 +17,13 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from inspect import getdoc
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest import mock
 
 import torch
 from report import add_output, load_average, publish, table
@@ -32,8 +31,6 @@ from report import add_output, load_average, publish, table
 from retrain import train
 from retrain.config import TrainConfig
 from retrain.errors import ConfigurationError
-from retrain.run import observer, step_record
-from retrain.run.rollout import Rollout
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from runs import lines
@@ -120,7 +117,6 @@ def made(number: int, planted: str) -> dict[str, Any]:
             (Path(scratch) / "said").open("w") as said,
             redirect_stdout(said),
             redirect_stderr(said),
-            watched() as found,
         ):
             train(config, quiet=True, skip_parity=True)
         records = lines(folder / "metrics.jsonl")
@@ -137,7 +133,6 @@ def made(number: int, planted: str) -> dict[str, Any]:
         "series": {
             name: [float(f"{record[name] or 0:.4g}") for record in records] for name in RECORDED
         },
-        "length_pays": found,
     }
 
 
@@ -152,33 +147,8 @@ RECORDED = (
     "grad_norm",
     "kl_mean",
     "logprob_diff_mean",
+    "length_reward_z",
 )
-
-
-@contextmanager
-def watched() -> Iterator[list[float]]:
-    """Note what no record holds of each step of a run."""
-    found: list[float] = []
-
-    def noted(rollout: Rollout, *others: Any) -> Any:
-        found.append(round(length_pays(rollout), 3))
-        return step_record.reward_fields(rollout, *others)
-
-    with mock.patch.object(observer, "reward_fields", noted):
-        yield found
-
-
-def length_pays(rollout: Rollout) -> float:
-    """How much more than chance length and reward move together within groups (z)."""
-    moment = variance = 0.0
-    for group in rollout.first_draws:
-        lengths = torch.tensor([float(one.trajectory.num_actions) for one in group.members])
-        rewards = torch.tensor([one.score.reward or 0.0 for one in group.members])
-        lengths, rewards = lengths - lengths.mean(), rewards - rewards.mean()
-        moment += float(lengths @ rewards)
-        # The variance of this sum when the rewards of a group are shuffled.
-        variance += float(lengths @ lengths * (rewards @ rewards)) / max(len(group.members) - 1, 1)
-    return moment / variance**0.5 if variance else 0.0
 
 
 def main() -> None:
@@ -233,7 +203,7 @@ def length_pays_on(run: dict[str, Any], step: int) -> bool:
     """Over ten steps, longer completions of a group got more reward by more than six standard
     deviations of shuffled rewards.
     """
-    return sum(run["length_pays"][step - 9 : step + 1]) / math.sqrt(10) > 6
+    return sum(run["series"]["length_reward_z"][step - 9 : step + 1]) / math.sqrt(10) > 6
 
 
 def success_falls(run: dict[str, Any], step: int) -> bool:
@@ -267,31 +237,35 @@ WARNINGS = (length_pays_on, success_falls, entropy_gone, reward_misleads)
 
 
 def paragraphs(runs: list[dict[str, Any]]) -> Iterator[str]:
+    planted = [run for run in runs if run["planted"]]
+    collapsed = [run for run in planted if halved(run) is not None]
     sound = [run for run in runs if not run["planted"] and halved(run) is None]
-    collapsed = [run for run in runs if run["planted"] and halved(run) is not None]
     yield (
-        f"{len(sound)} sound runs, {len(collapsed)} planted collapses of"
-        f" {sum(bool(run['planted']) for run in runs)}; held-out accuracy of"
-        f" {sum(not run['planted'] for run in runs) - len(sound)} others halved unasked. A warning is"
-        f" in time {AHEAD} steps before the evaluation at which accuracy has halved."
+        f"{len(sound)} sound runs; {len(planted)} runs with a planted fault, of which"
+        f" {len(collapsed)} collapsed; held-out accuracy of {len(runs) - len(planted) - len(sound)}"
+        f" others halved unasked. A warning is in time {AHEAD} steps before the evaluation at which"
+        " accuracy has halved."
     )
     rows = []
     for warns in WARNINGS:
-        first = [
-            next((step for step in range(9, STEPS) if warns(run, step)), None)
-            for run in (*sound, *collapsed)
-        ]
-        named = Counter(
-            run["planted"]
-            for run, step in zip(collapsed, first[len(sound) :], strict=True)
-            if step is not None and step + AHEAD <= (halved(run) or 0)
-        )
-        false = sum(step is not None for step in first[: len(sound)])
-        rows.append([f"`{warns.__name__}`", false, *(named[kind] for kind in PLANTED)])
-    of = Counter(run["planted"] for run in collapsed)
-    rows.append(["of", len(sound), *(of[kind] for kind in PLANTED)])
-    yield table(["warning", "false", *(f"in time, {kind}" for kind in PLANTED)], rows)
+        in_time = [run for run in collapsed if named(run, warns) + AHEAD <= (halved(run) or 0)]
+        at_all = [run for run in planted if named(run, warns) < math.inf]
+        false = sum(named(run, warns) < math.inf for run in sound)
+        rows.append([f"`{warns.__name__}`", false, *_by_kind(in_time), *_by_kind(at_all)])
+    rows.append(["of", len(sound), *_by_kind(collapsed), *_by_kind(planted)])
+    kinds = (f"{when}, {kind}" for when in ("in time", "at all") for kind in PLANTED)
+    yield table(["warning", "false", *kinds], rows)
     yield from (f"`{warns.__name__}`: {getdoc(warns)}" for warns in WARNINGS)
+
+
+def named(run: dict[str, Any], warns: Callable[[dict[str, Any], int], bool]) -> float:
+    """Return the first step at which a warning speaks; infinity if it does not."""
+    return next((step for step in range(9, STEPS) if warns(run, step)), math.inf)
+
+
+def _by_kind(runs: list[dict[str, Any]]) -> list[int]:
+    of = Counter(run["planted"] for run in runs)
+    return [of[kind] for kind in PLANTED]
 
 
 if __name__ == "__main__":

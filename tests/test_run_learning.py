@@ -4,6 +4,7 @@ that stops what is broken.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,9 +21,20 @@ from retrain.records.token_table import read_tokens
 from retrain.rewards import Scorer, ScoreRequest
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.observer import check_updates
-from retrain.run.rollout import Sampler
+from retrain.run.rollout import Rollout, Sampler
 from retrain.run.step_record import reward_fields
-from retrain.types import Completion, Example, FinishReason, Outcome, Prompt, Score, StepResult
+from retrain.types import (
+    Completion,
+    Example,
+    FinishReason,
+    Group,
+    Outcome,
+    Prompt,
+    Score,
+    Scored,
+    StepResult,
+    Trajectory,
+)
 from tests.runs import lines, quiet_run, small
 
 
@@ -100,6 +112,33 @@ def test_dynamic_sampling_redraws_uniform_groups_with_the_same_prompt(tmp_path: 
         assert on[rate] == off[rate], (
             "what a redraw gives is selected by its rewards, so the first draws are what is averaged"
         )
+
+
+def test_the_z_of_length_and_reward_is_in_deviations_of_all_shuffles() -> None:
+    """Groups of 4 and of 3 judged completions."""
+
+    def z(first: Sequence[float], second: Sequence[float]) -> float:
+        groups = [scored([1, 2, 5, 9], first), scored([4, 4, 7, 9], [*second, None])]
+        return float(reward_fields(Rollout(groups, groups))["length_reward_z"])
+
+    shuffles = product(permutations([0.0, 1.0, 0.5, 1.0]), permutations([1.0, 0.0, 0.0]))
+    every = [z(first, second) for first, second in shuffles]
+    assert np.mean(every) == pytest.approx(0, abs=1e-12)
+    assert np.std(every) == pytest.approx(1)
+    assert z([0.0, 0.5, 1.0, 1.0], [0.0, 0.0, 1.0]) == max(every) > 0
+    equal = scored([3, 3], [0.0, 1.0]), scored([3, 5], [1.0, 1.0]), scored([3, 5], [1.0, None])
+    assert reward_fields(Rollout([*equal], [*equal]))["length_reward_z"] is None
+
+
+def scored(lengths: Sequence[int], rewards: Sequence[float | None]) -> Group:
+    """A group of completions of these lengths."""
+    members = []
+    for sample, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
+        ids, logprobs = np.zeros(length, np.int32), np.zeros(length, np.float32)
+        one = Completion(0, sample, ids, logprobs, None, FinishReason.STOP)
+        score = Score(Outcome.COULD_NOT_JUDGE, None) if reward is None else Score.of(reward, 0.5)
+        members.append(Scored(Trajectory.of(one), "", score))
+    return Group(Prompt(Example("", "", info={}), "", np.zeros(1, np.int32)), 0, members)
 
 
 @pytest.mark.slow

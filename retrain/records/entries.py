@@ -153,7 +153,8 @@ class StepRecord(_Record):
     """Mean reward of the judged completions of the first draw of every prompt, skipped groups
     included. Later draws would bias it, since rewards decide which groups get one. `correct_rate`,
     `truncated_fraction`, `truncated_reward_mean` and `completion_tokens_mean` are over the same
-    completions, and so are `reward_std`, `answer_found_rate` and `groups_identical`.
+    completions, and so are `reward_std`, `answer_found_rate`, `length_reward_z` and
+    `groups_identical`.
     """
     reward_std: Figure = None
     """Standard deviation of the same rewards; exactly 0 if all are equal."""
@@ -196,6 +197,11 @@ class StepRecord(_Record):
     """Groups that `[training] max_resamples` drew again; it counts each redraw."""
     completion_tokens_mean: Figure = None
     """Mean number of sampled tokens per completion."""
+    length_reward_z: Figure = None
+    """Covariance of completion length and reward, summed over the groups, in standard deviations of
+    what shuffled rewards give. It is above 0 if longer completions of a group got more reward. Null
+    if no group has both unequal lengths and unequal rewards.
+    """
 
     ratio_mean: Figure = None
     """Mean over all trained tokens of the ratio exp(learner log-prob - sampler log-prob), 1 on

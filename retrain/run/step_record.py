@@ -106,11 +106,30 @@ def reward_fields(
         "truncated_fraction": mean_or_none(is_cut),
         "truncated_reward_mean": mean_or_none(_rewards(compress(members, is_cut))),
         "completion_tokens_mean": mean_or_none([one.num_actions for one in trajectories]),
+        "length_reward_z": _length_reward_z(rollout.first_draws),
         "entropy_mean": learners_entropy if entropy is None else entropy,
         "surprisal_mean": _token_mean([-one.logprobs for one in trajectories]),
         "answer_found_rate": found,
         "groups_identical": sum(map(_is_identical, rollout.first_draws)),
     }
+
+
+def _length_reward_z(groups: Iterable[Group]) -> float | None:
+    """Return the covariance of length and reward, summed over groups, in standard deviations of
+    what shuffled rewards give; None if it cannot differ from 0.
+    """
+    moment = variance = 0.0
+    for group in groups:
+        judged = [
+            (one.trajectory.num_actions, one.score.reward)
+            for one in group.members
+            if one.score.reward is not None
+        ]
+        if len(judged) > 1:
+            lengths, rewards = (np.array(judged) - np.mean(judged, axis=0)).T
+            moment += float(lengths @ rewards)
+            variance += float(lengths @ lengths * (rewards @ rewards)) / (len(judged) - 1)
+    return moment / variance**0.5 if variance else None
 
 
 def _rewards(members: Iterable[Scored]) -> list[float]:
