@@ -4,6 +4,7 @@ the open.
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,12 @@ UP = [6, 9, 7, 8, 5, 7, 9, 6]
 AROUND = [3, -4, 2, -1, 4, -3, 1, 0]
 
 
-@pytest.fixture
-def campaign(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight seeds; one condition clearly better, one clearly worse, one in between."""
     down = [-by for by in UP]
     arms = {BETTER: shifted(UP), WORSE: shifted(down), "rloo+none": shifted(AROUND)}
-    return write_campaign(tmp_path / "campaign", {BASE: EIGHT, **arms})
+    return write_campaign(tmp_path_factory.mktemp("campaign"), {BASE: EIGHT, **arms})
 
 
 def two_arms(folder: Path, seeds: int = 3, **own: dict[str, Any]) -> list[Path | str]:
@@ -131,8 +132,9 @@ def test_equivalent_needs_a_stated_margin(
 
 
 def test_runs_that_did_not_finish_are_left_out_and_named(
-    campaign: Path, capsys: pytest.CaptureFixture[str]
+    campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    campaign = Path(shutil.copytree(campaign, tmp_path / "copy"))
     pending = {"name": "x", "condition": BASE, "seed": 9, "status": "pending", "dir": "runs/x"}
     with manifest_of(campaign) as manifest:
         manifest["runs"][0] |= {"status": "failed", "reason": "out of memory"}
