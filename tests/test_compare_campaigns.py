@@ -4,6 +4,7 @@ the open.
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,12 @@ UP = [6, 9, 7, 8, 5, 7, 9, 6]
 AROUND = [3, -4, 2, -1, 4, -3, 1, 0]
 
 
-@pytest.fixture
-def campaign(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight seeds; one condition clearly better, one clearly worse, one in between."""
     down = [-by for by in UP]
     arms = {BETTER: shifted(UP), WORSE: shifted(down), "rloo+none": shifted(AROUND)}
-    return write_campaign(tmp_path / "campaign", {BASE: EIGHT, **arms})
+    return write_campaign(tmp_path_factory.mktemp("campaign"), {BASE: EIGHT, **arms})
 
 
 def two_arms(folder: Path, seeds: int = 3, **own: dict[str, Any]) -> list[Path | str]:
@@ -131,8 +132,9 @@ def test_equivalent_needs_a_stated_margin(
 
 
 def test_runs_that_did_not_finish_are_left_out_and_named(
-    campaign: Path, capsys: pytest.CaptureFixture[str]
+    campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    campaign = Path(shutil.copytree(campaign, tmp_path / "copy"))
     pending = {"name": "x", "condition": BASE, "seed": 9, "status": "pending", "dir": "runs/x"}
     with manifest_of(campaign) as manifest:
         manifest["runs"][0] |= {"status": "failed", "reason": "out of memory"}
@@ -316,39 +318,28 @@ def test_several_tasks_get_an_iqm_beside_the_mean(
     assert "a run beats the baseline's" in text and "interval for new runs" in text
 
 
-def test_markdown_shows_every_condition_and_its_verdict(
-    campaign: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = shown(capsys, campaign, "--effect", "0.02", "--format", "markdown")
-    assert re.search(r"\| maxrl\+none \| 8 \| \+7\.1 pp [^\n]*improvement \|", text)
-    assert "the same sampling noise" in text and "you need" in text
-    assert "Held-out pass@1" in text
-
-
-@pytest.mark.parametrize("width", [66, 80, 140])
 def test_text_fits_the_terminal_and_says_all_that_markdown_does(
-    width: int, campaign: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    campaign: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    texts = {}
-    for form in ("text", "markdown"):
-        assert main(["compare", str(campaign), "--effect", "0.02", "--format", form]) == 0
-        texts[form] = capsys.readouterr().out
-    assert max(map(len, texts["text"].splitlines())) <= width
-    text = " ".join(texts["text"].split())
-    sentences = [
-        line.lstrip("- ").replace("**", "")
-        for line in texts["markdown"].splitlines()
-        if line.startswith(("- ", "  "))
-    ]
-    assert len(sentences) > 6 and not [sentence for sentence in sentences if sentence not in text]
-    cells = {
-        cell.strip()
-        for line in texts["markdown"].splitlines()
-        if line.startswith("| ")
-        for cell in line.split("|")
-    }
-    assert not [cell for cell in cells if cell.replace("*", "") not in text]
+    told = ["compare", str(campaign), "--effect", "0.02", "--format"]
+    assert main([*told, "markdown"]) == 0
+    markdown = capsys.readouterr().out
+    whole = " ".join(markdown.split())
+    assert re.search(r"\| maxrl\+none \| 8 \| \+7\.1 pp [^\n]*improvement \|", whole)
+    for words in ("the same sampling noise", "you need", "Held-out pass@1"):
+        assert words in whole
+    rows = markdown.splitlines()
+    said = [line.lstrip("- ").replace("**", "") for line in rows if line.startswith(("- ", "  "))]
+    cells = {cell.strip() for line in rows if line.startswith("| ") for cell in line.split("|")}
+    assert len(said) > 6
+    for width in (66, 80, 140):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main([*told, "text"]) == 0
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= width
+        text = " ".join(text.split())
+        missing = [part for part in (*said, *cells) if part.replace("*", "") not in text]
+        assert not missing, width
 
 
 def test_an_interval_without_zero_is_no_verdict_where_the_family_does_not_reach_it(
