@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from campaigns import write_campaign, write_manifest, write_run
+from campaigns import write_campaign, write_manifest, write_planned, write_run
 from runs import small
 from showcase import HOSTILE, write_showcase
 
@@ -299,6 +299,16 @@ def test_one_evaluation_a_run_is_a_row_for_each_condition(tmp_path: Path) -> Non
     assert {text.get_text() for text in axes.texts} == {"grpo+none: 63.3%", "maxrl+none: 80.0%"}
     dots = [sorted(line.get_xdata()) for line in axes.lines if line.get_marker() == "o"]
     assert np.allclose(dots, [[50, 60, 80], [70, 80, 90]])
+    assert "margin" not in differences.caption
+
+
+def test_the_planned_margin_is_drawn(tmp_path: Path) -> None:
+    arms = {"grpo+none": [5] * 6, "maxrl+none": [7] * 6}
+    write_planned(tmp_path, arms, asked=10, margin=0.05)
+    differences, *_ = draw_figures(read_report_data(ReportRequest(tmp_path)))
+    (axes,) = differences.figure.axes
+    dotted = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+    assert sorted(dotted) == [-5, 5] and "Dotted: the margin" in differences.caption
 
 
 def test_a_campaign_that_goes_on_says_so_and_counts_what_is_planned(tmp_path: Path) -> None:

@@ -164,9 +164,10 @@ def _differences(data: ReportData) -> PageFigure | None:
     draw_differences(comparison, [arm.label for arm in data.arms], axes)
     confidence = f"{100 * (1 - comparison.test.alpha):g}%"
     alone = ", not adjusted" if len(comparison.contrasts) > 1 else ""
+    margin = " Dotted: the margin of equivalence." * bool(comparison.test.margin)
     caption = (
         f"Dots: one seed each. Diamond and line: their mean with its {confidence} interval{alone}."
-        f" {_BETTER_SIDE[comparison.test.direction(comparison.metric.better)]}"
+        f" {_BETTER_SIDE[comparison.test.direction(comparison.metric.better)]}{margin}"
     )
     title = f"Differences from {comparison.baseline}, paired by seed"
     return PageFigure("differences", title, caption, figure)
@@ -175,7 +176,9 @@ def _differences(data: ReportData) -> PageFigure | None:
 def draw_differences(comparison: Comparison, labels: Sequence[str], axes: Axes) -> None:
     """Draw a row of dots per contrast. `labels`: the conditions in the order of their colors."""
     scale = 100.0 if comparison.metric.is_rate else 1.0
-    axes.axvline(0.0, color=MUTED, linewidth=1)
+    margin = scale * (comparison.test.margin or 0.0)
+    for place in {0.0, -margin, margin}:
+        axes.axvline(place, color=MUTED, linewidth=1, linestyle=":" if place else "-")
     rows = []
     for row, contrast in enumerate(comparison.contrasts):
         found = contrast.conclusion
