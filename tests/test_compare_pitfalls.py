@@ -21,6 +21,7 @@ from campaigns import (
     write_manifest,
     write_run,
 )
+from groups import group
 
 from retrain.analysis.arms import differing_environment
 from retrain.analysis.measures import DIRECTIONS, choose_metric
@@ -35,17 +36,6 @@ from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.run.dialogues import Watcher
 from retrain.run.evaluation import Evaluator
 from retrain.run.rollout import Rollout
-from retrain.types import (
-    Completion,
-    Example,
-    FinishReason,
-    Group,
-    Outcome,
-    Prompt,
-    Score,
-    Scored,
-    Trajectory,
-)
 
 BASE, BETTER = "grpo+none", "maxrl+none"
 
@@ -133,17 +123,7 @@ class Silent:
     """A sampler whose reward judges some answers and none of the others."""
 
     def __init__(self, unjudged: int, total: int) -> None:
-        completion = Completion(
-            0, 0, np.zeros(1, np.int32), np.zeros(1, np.float32), None, FinishReason.STOP
-        )
-        lost, right = Score(Outcome.COULD_NOT_JUDGE, None, "the worker died"), Score.of(1.0, 0.5)
-        prompt = Prompt(Example("", "", example_id="p"), "", np.zeros(1, np.int32))
-        only = Trajectory.of(completion)
-        self.group = Group(
-            prompt,
-            0,
-            [Scored(only, "", lost if index < unjudged else right) for index in range(total)],
-        )
+        self.group = group([None] * unjudged + [1.0] * (total - unjudged))
 
     def draw(self, *_: object) -> Rollout:
         return Rollout([self.group], [self.group])

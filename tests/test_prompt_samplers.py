@@ -23,16 +23,10 @@ from retrain.run.evaluate import evaluate_run
 from retrain.run.parts import check_plugins
 from retrain.run.start import with_prompt_date
 from retrain.types import (
-    Completion,
     Example,
-    FinishReason,
     Group,
-    Outcome,
-    Prompt,
-    Score,
-    Scored,
-    Trajectory,
 )
+from tests.groups import group
 from tests.marks import first_of
 from tests.runs import lines, quiet_run, small, small_run, timeless
 
@@ -46,14 +40,8 @@ def made(name: str, size: int, **params: float) -> PromptSampler:
     return sampler([Example(f"{i}?", "", example_id=f"{i}") for i in range(size)], params)
 
 
-def group(right: int, size: int = 4) -> Group:
-    members = []
-    for sample in range(size):
-        completion = Completion(0, sample, TOKEN, np.zeros(1, np.float32), None, FinishReason.STOP)
-        outcome = Outcome.RIGHT if sample < right else Outcome.WRONG
-        score = Score(outcome, float(sample < right))
-        members.append(Scored(Trajectory.of(completion), "", score))
-    return Group(Prompt(Example("?", ""), "?", TOKEN), 0, members)
+def answered(right: int, size: int = 4) -> Group:
+    return group([float(sample < right) for sample in range(size)])
 
 
 def uniforms(size: int, step: int) -> np.ndarray:
@@ -64,7 +52,7 @@ def steps(sampler: PromptSampler, number: int, count: int) -> Iterator[list[int]
     """Step after step, in which example i has i % 5 of 4 answers right."""
     for step in range(number):
         chosen = list(sampler.choose(step, count, uniforms(sampler.size, step)))
-        sampler.observe(chosen, [group(index % 5) for index in chosen])
+        sampler.observe(chosen, [answered(index % 5) for index in chosen])
         yield chosen
 
 
@@ -89,19 +77,19 @@ def test_solved_prompts_never_come_back_until_all_are_solved() -> None:
         assert not {index for index in chosen if index % 5 == 4} & set(seen)
         seen += chosen
     assert set(seen) == set(range(20))
-    sampler.observe(range(20), [group(4)] * 20)
+    sampler.observe(range(20), [answered(4)] * 20)
     assert len(set(sampler.choose(9, 20, uniforms(20, 9)))) == 20
 
 
 def test_a_pass_rate_of_the_threshold_is_solved() -> None:
     sampler = made("drop_solved", 2, threshold=0.56)
-    sampler.observe([0, 1], [group(14, 25), group(13, 25)])
+    sampler.observe([0, 1], [answered(14, 25), answered(13, 25)])
     assert set(sampler.choose(1, 2, uniforms(2, 1))) == {1}
 
 
 def test_the_pools_have_their_shares() -> None:
     sampler = made("pools", 50, easy=0.2, hard=0.4)
-    sampler.observe(range(50), [group(index % 5) for index in range(50)])
+    sampler.observe(range(50), [answered(index % 5) for index in range(50)])
     chosen = sampler.choose(1, 10, uniforms(50, 1))
     kinds = [index % 5 for index in chosen]
     assert kinds.count(4) == 2 and kinds.count(0) == 4
@@ -109,7 +97,7 @@ def test_the_pools_have_their_shares() -> None:
 
 def test_prompts_that_are_solved_half_of_the_time_are_drawn_most() -> None:
     sampler = made("learnability", 50, memory=1.0)
-    sampler.observe(range(50), [group(index % 5) for index in range(50)])
+    sampler.observe(range(50), [answered(index % 5) for index in range(50)])
     drawn = [i for step in range(400) for i in sampler.choose(step, 5, uniforms(50, step))]
     counts = np.bincount(np.array(drawn) % 5, minlength=5)
     p = (np.arange(5) + 1) / 6  # those solved 4 of 4 times keep a seventh of the draws
@@ -234,9 +222,9 @@ def test_a_state_that_is_not_restored_is_found_before_a_choice_needs_it(here: Pa
 def test_a_group_that_nobody_could_judge_is_no_evidence() -> None:
     for name in LEARNING:
         sampler = made(name, 6)
-        sampler.observe(range(6), [group(index % 5) for index in range(6)])
+        sampler.observe(range(6), [answered(index % 5) for index in range(6)])
         before = sampler.state()["seen"]
-        sampler.observe(range(6), [group(0, size=0)] * 6)
+        sampler.observe(range(6), [answered(0, size=0)] * 6)
         assert [row[2:] for row in sampler.state()["seen"]] == [row[2:] for row in before]
 
 

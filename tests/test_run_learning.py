@@ -27,14 +27,12 @@ from retrain.types import (
     Completion,
     Example,
     FinishReason,
-    Group,
     Outcome,
     Prompt,
     Score,
-    Scored,
     StepResult,
-    Trajectory,
 )
+from tests.groups import group
 from tests.runs import lines, quiet_run, small
 
 
@@ -118,7 +116,7 @@ def test_the_z_of_length_and_reward_is_in_deviations_of_all_shuffles() -> None:
     """Groups of 4 and of 3 judged completions."""
 
     def z(first: Sequence[float], second: Sequence[float]) -> float:
-        groups = [scored([1, 2, 5, 9], first), scored([4, 4, 7, 9], [*second, None])]
+        groups = [group(first, [1, 2, 5, 9]), group([*second, None], [4, 4, 7, 9])]
         return float(reward_fields(Rollout(groups, groups))["length_reward_z"])
 
     shuffles = product(permutations([0.0, 1.0, 0.5, 1.0]), permutations([1.0, 0.0, 0.0]))
@@ -126,19 +124,8 @@ def test_the_z_of_length_and_reward_is_in_deviations_of_all_shuffles() -> None:
     assert np.mean(every) == pytest.approx(0, abs=1e-12)
     assert np.std(every) == pytest.approx(1)
     assert z([0.0, 0.5, 1.0, 1.0], [0.0, 0.0, 1.0]) == max(every) > 0
-    equal = scored([3, 3], [0.0, 1.0]), scored([3, 5], [1.0, 1.0]), scored([3, 5], [1.0, None])
+    equal = group([0.0, 1.0], [3, 3]), group([1.0, 1.0], [3, 5]), group([1.0, None], [3, 5])
     assert reward_fields(Rollout([*equal], [*equal]))["length_reward_z"] is None
-
-
-def scored(lengths: Sequence[int], rewards: Sequence[float | None]) -> Group:
-    """A group of completions of these lengths."""
-    members = []
-    for sample, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
-        ids, logprobs = np.zeros(length, np.int32), np.zeros(length, np.float32)
-        one = Completion(0, sample, ids, logprobs, None, FinishReason.STOP)
-        score = Score(Outcome.COULD_NOT_JUDGE, None) if reward is None else Score.of(reward, 0.5)
-        members.append(Scored(Trajectory.of(one), "", score))
-    return Group(Prompt(Example("", "", info={}), "", np.zeros(1, np.int32)), 0, members)
 
 
 @pytest.mark.slow
