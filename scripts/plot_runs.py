@@ -1,8 +1,9 @@
 """Learning curves of one or more runs in one picture: training correct rate, and held-out pass@1
 with its interval.
 
-    python scripts/plot_runs.py RUN... --output curve.svg python scripts/plot_runs.py logs/guess
-    --metric heeded --output curve.svg     # and a metric of the run's environment
+    python scripts/plot_runs.py RUN... --output curve.svg
+    # and a metric of the run's environment
+    python scripts/plot_runs.py logs/guess --metric heeded --output curve.svg
 
 Reads metrics.jsonl and evaluation.jsonl of each run's folder. Needs the extra `report`.
 """
@@ -82,14 +83,13 @@ def draw(runs: list[Path], output: Path, title: str = "", metric: str = "") -> N
                 linestyle="--",
                 label=f"{label}, {metric}",
             )
-    aside = ""
-    if len(runs) > 1:
-        aside = f"; points of the runs are {_SHIFT:g} steps apart, so that they do not overlap"
-    axes.set(xlabel=f"step{aside}", ylabel="right completions", ylim=(0, 1), title=title or None)
+    axes.set(xlabel="step", ylabel="correct completions", ylim=(0, 1), title=title or None)
     axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
+    handles, names = axes.get_legend_handles_labels()
+    legend = dict(zip(names, handles, strict=True))  # All runs' points have one name.
+    figure.legend(legend.values(), legend.keys(), loc="outside upper left", ncols=2, frameon=False)
     figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
     plt.close(figure)
 
@@ -123,7 +123,7 @@ def _draw_run(
             [step + shift for step in at],
             means,
             yerr=[below, above],
-            label=None if several else "held-out pass@1, 95% interval",
+            label="held-out pass@1, 95% interval",
             **style,
         )
 
