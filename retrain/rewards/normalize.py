@@ -35,7 +35,7 @@ def normalize(answer: str) -> str:
     text = _environments(_apply(_MARKUP, text))
     text = _with_arguments(_decoded(text))
     text = _apply(_NUMBERS, _unwrapped(text))
-    return _trimmed(_apply(_SPACES, _joined_thousands(text)))
+    return _apply(_SPACES, _joined_thousands(text)).lstrip("=:, ").rstrip(".,;:= ")
 
 
 # -- characters ------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ _SAME_COMMANDS = dict(
         r"\langle~( \rangle~) \lbrace~\{ \rbrace~\} \vert~| \lvert~| \rvert~| \mid~| \colon~: \lt~< \gt~>"
         r" \leq~\le \leqq~\le \leqslant~\le <=~\le \geq~\ge \geqq~\ge \geqslant~\ge >=~\ge \neq~\ne !=~\ne"
         r" :=~= ==~= \approx~= \dots~\ldots \cdots~\ldots \dotsc~\ldots \dotsb~\ldots \dotsm~\ldots"
-        r" \dotsi~\ldots \hdots~\ldots ...~\ldots \lor~\text{or} \varnothing~\emptyset \degree~^\circ"
+        r" \dotsi~\ldots \hdots~\ldots ...~\ldots ..~\ldots \lor~\text{or} \varnothing~\emptyset \degree~^\circ"
     ).split()
 )
 _OTHER_NAME = rf"(?:{'|'.join(map(re.escape, _SAME_COMMANDS))})(?:(?<![a-z])|{_NOT_MORE})"
@@ -252,8 +252,7 @@ def _is_word(run: str, after_number: bool) -> bool:
 # -- groups ----------------------------------------------------------------------------------------
 
 _TAKES_ARGUMENTS = re.compile(rf"\\(frac|binom|sqrt){_NOT_MORE}")
-_ARGUMENT = re.compile(r"\s*(\\[a-zA-Z]+|[^\s{}\\])")
-_ROUND = re.compile(r"\(([^()]*)\)")
+_ARGUMENT = re.compile(r"\s*(?:\(([^()]*)\)|(\\[a-zA-Z]+|[^\s{}\\]))")
 _SUPERFLUOUS = re.compile(
     r"(?<![a-zA-Z}\]^_\\])\{((?:[^{}\\]|\\[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
 )
@@ -279,12 +278,10 @@ def _argument(text: str, position: int) -> tuple[str, int]:
     if text[position : position + 1] == "{":
         end = closing_brace(text, position + 1)
         return (text[position + 1 : end], end + 1) if end is not None else ("", position)
-    if round_bracket := _ROUND.match(text, position):
-        return round_bracket[1], round_bracket.end()
     token = _ARGUMENT.match(text, position)
     if token is None:
         return "", position
-    argument, position = token[1], token.end()
+    argument, position = token[1] or token[2] or "", token.end()
     if _TAKES_ARGUMENTS.fullmatch(argument):  # Its own arguments have braces already.
         while text[position : position + 1] == "{":
             end = closing_brace(text, position + 1)
@@ -300,7 +297,7 @@ def _unwrapped(text: str) -> str:
     def unwrap(match: re.Match[str]) -> str:
         inner, glued = match[1], match.string[match.start() - 1 : match.start()].isdigit()
         alone = _ONE_TOKEN.fullmatch(inner) and not (glued and inner[:1].isdigit())
-        return inner if alone else f"({inner})"
+        return inner if alone or match[0] == match.string else f"({inner})"
 
     while (shorter := _SUPERFLUOUS.sub(unwrap, text)) != text:
         text = shorter
@@ -314,6 +311,8 @@ _BASES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
     " sixteen".split()
 )
+DENIALS = "not|no|neither|never|none|nor|false|wrong|incorrect|impossible"
+"""Words before an answer that is none."""
 
 
 def _repeating(match: re.Match[str]) -> str:
@@ -329,6 +328,7 @@ def _base(match: re.Match[str]) -> str:
 
 
 _NUMBERS = _rules(
+    (" +", " "),
     (r"(?<![\d])\.(?=\d|\\overline)", "0."),
     (r"(\d+)\.(\d*)\\(?:overline|dot|bar)\{(\d+)\}", _repeating),
     (
@@ -354,8 +354,8 @@ _NUMBERS = _rules(
     (r"=(?=[^=]*\\pmod)", r"\\equiv "),
     (r"\^?\{?\s*\\text\{(?:st|nd|rd|th)\}\s*\}?", ""),
     (
-        r"\\(sin|cos|tan|cot|sec|csc)\s*(\()?(\d+)\^\\circ\s*(?(2)\))",
-        r"\\\1(\\frac{\3\\pi}{180})",
+        r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?)\s*(\()?(\d+(?:\.\d+)?)\^\\circ\s*(?(2)\))",
+        r"\1(\\frac{\3\\pi}{180})",
     ),
     (
         r"(?i)^\s*\\text\{(?:therefore|thus|hence|so|(?:the )?(?:final )?answer(?: is)?)\}\s*[,:]?",
@@ -368,7 +368,13 @@ _NUMBERS = _rules(
         r"(?i)^\s*\\text\{(?:the )?(?:correct )?(?:option|choice|answer)(?: is)?\}\s*:?(?=\W?[A-J]\b)",
         "",
     ),
-    (r"(?i)^\s*\\text\{(?!not?\b)[^{}]*\}\s*:\s*(?=[^\s:])", ""),
+    (
+        (
+            rf"(?i)^\s*\\text\{{(?!(?:the )?(?:{DENIALS})\b|[^{{}}]* (?:{DENIALS})\}})[^{{}}]*\}}"
+            r"\s*:\s*(?=[^\s:])"
+        ),
+        "",
+    ),
     (r"^\s*\\text\{[^{}]*\}\s*([a-zA-Z])\s*\\text\{(?:is|equals)\}", r"\1="),
     (r"\\text\{([^{}]+) (and|or) ([^{}]+)\}", r"\\text{\1}\\text{\2}\\text{\3}"),
     (r"(^|[^\d\s])\s*\\text\{([A-J])\}", r"\1\2"),
@@ -407,18 +413,11 @@ _SPACES = _rules(
     # math-verify would add: `3(4)` was 7.
     (
         (
-            r"((?<![\w^.\\}])\d+(?:[xyz]|\\pi)?)"
-            r"(?=\(-?(?:[\d.]+(?:/\d+)?|\\frac\{\d+\}\{\d+\})\)(?![\d(]))"
+            r"(?<![\w^.\\}])\d+(?:[xyz]|\\pi)?"
+            r"(?:\(-?(?:[\d.]+(?:/\d+)?|\\frac\{\d+\}\{\d+\})\))+(?![\d(])"
         ),
-        r"\1\\cdot",
+        lambda match: match[0].replace("(", r"\cdot("),
     ),
     (r"(\\binom\{[^{}]*\}\{[^{}]*\})(?=\\binom|\d|\()", r"\1\\cdot "),
     (r"\\sqrt(\[\d*[13579]\])\{-(\d+)\}", r"(-\\sqrt\1{\2})"),
 )
-_ENDS = re.compile(r"^[=:,]+|[.,;:=]+$")
-
-
-def _trimmed(text: str) -> str:
-    while (shorter := _ENDS.sub("", text).strip()) != text:
-        text = shorter
-    return text
