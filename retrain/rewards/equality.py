@@ -177,7 +177,7 @@ def _same_equation(golds: list[str], answers: list[str], equal: Equal) -> bool:
     calls = _CALL.search(gold + answer) or r"\text" in gold + answer
     if calls or len(answers) != 2 or not _same_expression(gold, answer, equal):
         return False
-    is_identity = _same_expression(*answers, equal)
+    is_identity = _same_expression(answers[0], answers[1], equal)
     return not is_identity or any(_same_expression(golds[0], side, equal) for side in answers)
 
 
