@@ -138,9 +138,10 @@ _NAMED = re.compile(
     r"(?:\\text\{[^{}]*\}|(?:m\s?)?\\(?:angle|triangle|overline|vec|hat|bar|mathbb|mathcal|det)\s*)*"
     rf"(?:{SYMBOL}|[A-Z]{{2,5}}|\{{[A-Za-z]{{1,4}}\}}|\|?[A-Z]{{1,3}}\|?|\[[A-Z]{{3,6}}\]"
     rf"|{SYMBOL}(?:\^\{{?-1\}}?)?\([^()]*\)|\({SYMBOL}(?:,{SYMBOL})+\)|{SYMBOL}(?::{SYMBOL})+"
-    rf"|\\text\{{[^{{}}]*\}}|\|\{{?{SYMBOL}\}}?\|)"
+    rf"|\\text\{{[^{{}}]*\}}|\|\{{?{SYMBOL}\}}?\|"
+    rf"|\\begin\{{pmatrix\}}{SYMBOL}(?:\\\\{SYMBOL})+\\end\{{pmatrix\}})"
 )
-"""A left side that names what the right side is: `x`, `AB`, `f(3)`, `(x,y)`, `x:y`."""
+"""A left side that names what the right side is: `x`, `AB`, `f(3)`, `(x,y)`, `x:y`, a vector."""
 
 
 def _is_named(side: str) -> bool:
@@ -194,7 +195,7 @@ def _states(chain: list[str], gold: str, equal: Equal) -> bool:
     return (
         not _has_variables(first)
         and _same_plain(gold, last, equal)
-        and _same_plain(gold, quantity(first).value, equal)
+        and _same_plain(gold, label.value, equal)
         and _is_consistent(chain, equal)
     )
 

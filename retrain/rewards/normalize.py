@@ -94,7 +94,8 @@ _SAME_COMMANDS = dict(
         r"\langle~( \rangle~) \lbrace~\{ \rbrace~\} \vert~| \lvert~| \rvert~| \mid~| \colon~: \lt~< \gt~>"
         r" \leq~\le \leqq~\le \leqslant~\le <=~\le \geq~\ge \geqq~\ge \geqslant~\ge >=~\ge \neq~\ne !=~\ne"
         r" :=~= ==~= \approx~= \dots~\ldots \cdots~\ldots \dotsc~\ldots \dotsb~\ldots \dotsm~\ldots"
-        r" \dotsi~\ldots \hdots~\ldots ...~\ldots ..~\ldots \lor~\text{or} \varnothing~\emptyset \degree~^\circ"
+        r" \dotsi~\ldots \hdots~\ldots ...~\ldots ..~\ldots \lor~\text{or} \varnothing~\emptyset"
+        r" \degree~^\circ \lg~\log_{10}"
     ).split()
 )
 _OTHER_NAME = rf"(?:{'|'.join(map(re.escape, _SAME_COMMANDS))})(?:(?<![a-z])|{_NOT_MORE})"
@@ -175,7 +176,7 @@ _LETTER_UNITS = frozenset("msghlLJNWVAKCFtd")
 _INFINITY = frozenset("infinity infty inf".split())
 _CAPITALS = frozenset("USD EUR YES TRUE FALSE NONE".split())
 _SHORT_UNITS = frozenset(
-    "cm mm km kg mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW Hz Pa Rs sq cu".split()
+    "cm mm km kg mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW kN kJ Hz Pa Rs sq cu".split()
 )
 _SHORT_WORDS = _SHORT_UNITS | frozenset("or no No is to of at by if so we an it on as".split())
 _RUN = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[a-z]+n't|[A-Za-z]+(?:[-'][A-Za-z]{2,})*")
@@ -183,6 +184,7 @@ _TEXT = re.compile(r"\\text\s*\{")
 _DIGITS = re.compile(r"[\dA-F]+")
 _DOTTED = re.compile(r"(?<![a-zA-Z])(?:[aApP]\.\s?[mM]|B\.\s?C|A\.\s?D)(?:\.(?:E\.)?|(?![a-zA-Z]))")
 _AFTER_NUMBER = re.compile(r"[\d}\])]\s*/?\s*$")
+_WORD = re.compile(r".*[eiouEIOU]|(?=.*[aA]).*[^abcdxyz]|(?:mph|lbs|pct)$")
 _MERGED = re.compile(r"(\\text\{[^{}]*)\}(\s*/\s*|\s*)\\text\{")
 
 
@@ -239,20 +241,16 @@ def _marked(text: str, before: str, *, in_text: bool) -> str:
 def _is_word(run: str, after_number: bool) -> bool:
     r"""True if letters outside of `\text` are a word or a unit, not a product of variables."""
     if len(run) < 3:
-        return run in ("or", "No", "no") or (after_number and run in _SHORT_UNITS)
+        return run in ("or", "No", "no", "to") or (after_number and run in _SHORT_UNITS)
     if run.isupper() and len(run) < 6:
         return run in _CAPITALS  # Others are points: `AB`, `ABC`.
-    if run in ("mph", "lbs", "pct"):
-        return True
-    return bool(set(run.lower()) & set("eiou")) or (
-        "a" in run.lower() and not set(run) <= set("abcdxyz")
-    )
+    return bool(_WORD.match(run))
 
 
 # -- groups ----------------------------------------------------------------------------------------
 
 _TAKES_ARGUMENTS = re.compile(rf"\\(frac|binom|sqrt){_NOT_MORE}")
-_ARGUMENT = re.compile(r"\s*(?:\(([^()]*)\)|(\\[a-zA-Z]+|[^\s{}\\]))")
+_ARGUMENT = re.compile(r"\s*(?:\(([^()]*)\)|(\\[a-zA-Z]+|[^\s}\\]))")
 _SUPERFLUOUS = re.compile(
     r"(?<![a-zA-Z}\]^_\\])\{((?:[^{}\\]|\\[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
 )
@@ -273,20 +271,15 @@ def _with_arguments(text: str) -> str:
 
 
 def _argument(text: str, position: int) -> tuple[str, int]:
-    while text[position : position + 1].isspace():
-        position += 1
-    if text[position : position + 1] == "{":
-        end = closing_brace(text, position + 1)
-        return (text[position + 1 : end], end + 1) if end is not None else ("", position)
     token = _ARGUMENT.match(text, position)
     if token is None:
         return "", position
     argument, position = token[1] or token[2] or "", token.end()
+    if argument == "{":
+        end = closing_brace(text, position)
+        return (text[position:end], end + 1) if end else ("", position - 1)
     if _TAKES_ARGUMENTS.fullmatch(argument):  # Its own arguments have braces already.
-        while text[position : position + 1] == "{":
-            end = closing_brace(text, position + 1)
-            if end is None:
-                break
+        while text.startswith("{", position) and (end := closing_brace(text, position + 1)):
             argument, position = argument + text[position : end + 1], end + 1
     return argument, position
 
@@ -316,7 +309,7 @@ DENIALS = "not|no|neither|never|none|nor|false|wrong|incorrect|impossible"
 
 
 def _repeating(match: re.Match[str]) -> str:
-    whole, fixed, period = match[1], match[2], match[3]
+    whole, fixed, period = match.groups()
     nines = 10 ** len(fixed) * (10 ** len(period) - 1)
     value = Fraction(int(whole + fixed + period) - int(whole + fixed), nines)
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
@@ -327,6 +320,8 @@ def _base(match: re.Match[str]) -> str:
     return f"_{{{_BASES.index(base) if base in _BASES else base}}}"
 
 
+_TRIGONOMETRIC = r"\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?"
+_DEGREES = r"([\d.]*(?:\d|[a-z]|\\[a-z]+))\^\\circ"
 _NUMBERS = _rules(
     (" +", " "),
     (r"(?<![\d])\.(?=\d|\\overline)", "0."),
@@ -354,9 +349,10 @@ _NUMBERS = _rules(
     (r"=(?=[^=]*\\pmod)", r"\\equiv "),
     (r"\^?\{?\s*\\text\{(?:st|nd|rd|th)\}\s*\}?", ""),
     (
-        r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?)\s*(\()?(\d+(?:\.\d+)?)\^\\circ\s*(?(2)\))",
-        r"\1(\\frac{\3\\pi}{180})",
+        rf"({_TRIGONOMETRIC})\s*{_DEGREES}",
+        r"\1(\\frac{\2\\pi}{180})",
     ),
+    (rf"({_TRIGONOMETRIC}\s*[({{][^(){{}},]*?){_DEGREES}", r"\1\\frac{\2\\pi}{180}"),
     (
         r"(?i)^\s*\\text\{(?:therefore|thus|hence|so|(?:the )?(?:final )?answer(?: is)?)\}\s*[,:]?",
         "",
