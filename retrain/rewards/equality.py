@@ -224,8 +224,10 @@ _LITERAL = re.compile(
     r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])|!!"
     # A repeating decimal, a part's number, a cycle: math-verify would multiply or add.
     r"|\d\.\d*[.(]\d|(?:(?<![a-zA-Z}])|(?<=\\cdot))\((?:-?\d+\)(?:\(|\\frac\{\d)|\d+\)\d)|\d\[\d"
-    # A base, minutes: it would drop or multiply. An inverse function is no quotient.
-    r"|(?<![\^\d])\d+_|(?<![_\d])\d+'|\\circ ?\d|(?<![\\a-zA-Z])[fghFGH]\^\{-1\}\("
+    # A base, minutes: it would drop or multiply.
+    r"|(?<![\^\d])\d+_|(?<![_\d])\d+'|\\circ ?\d"
+    # An inverse function, a product of vectors: it would take them for numbers.
+    r"|(?<![\\a-zA-Z])[fghFGH]\^\{-1\}\(|\\vec\{\w\}\\times"
 )
 """Expressions to compare letter by letter: math-verify would evaluate or drop these."""
 _NUMBERS = re.compile(r"\d+(?:(?:-\d+)+|(?:/\d+){2,})")

@@ -109,8 +109,8 @@ _MARKUP = _rules(
     (_OTHER_NAME, lambda match: f"{_SAME_COMMANDS[match[0]]} "),
     (r"\\(?:[dtc]|nice|s|x)(frac|binom)", r"\\\1"),
     (r"\\(?:(?:text)?color|[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}", ""),
-    (rf"\\(?:{_SWITCHES}){_NOT_MORE}\s*", " "),
-    (rf"\\(?:{_STYLES}){_NOT_MORE}\s*", ""),
+    (rf"\\(?:{_STYLES})\s*(?=\{{)", ""),
+    (rf"\\(?:{_SWITCHES}|{_STYLES}){_NOT_MORE}\s*", " "),
     (
         r"\\(?:[hm]box|text(?:rm|normal|bf|it|sf|tt|sc|up|md)?|emph|mathrm|operatorname\*?)\s*(?=\{)",
         r"\\text",
@@ -331,7 +331,7 @@ _NUMBERS = _rules(
         r"\1\\times10^{\2\3}",
     ),
     (r"(?<=\d)\s*[x*]\s*(?=10\^)", r"\\times"),
-    (r"(?<=10\^)\+?(-?\d+)(?![\d^]|\.\d)", r"{\1}"),
+    (r"(?:(?<=10\^)\+?(\d+)|(?<=\^)(-(?:\d+|[a-z])))(?![\d^]|\.\d)", r"{\1\2}"),
     (r"(?<![\d.])(\d+)\s+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     (
         rf"([\d}}])\s*\\text\{{\s*({'|'.join(_POWERS)})s?(?![a-z])",
