@@ -99,6 +99,12 @@ _SAME_COMMANDS = dict(
     ).split()
 )
 _OTHER_NAME = rf"(?:{'|'.join(map(re.escape, _SAME_COMMANDS))})(?:(?<![a-z])|{_NOT_MORE})"
+_EXACT = r"\\(?:[dt]?frac|sqrt|pi|cdot|times|ln|log)(?![a-zA-Z])|/"
+_ROUNDED = (
+    rf"((?:^|=)[\d\s{{}}()+*.^-]*(?:{_EXACT})(?:{_EXACT}|[\d\s{{}}()\[\]+*.^_-])*)"
+    r"\\approx\s*-?\d*\.\d+(?=\s*(?:\.?$|\\text))"
+)
+r"""An exact number and its decimals, as in `x=\frac13\approx0.33`."""
 _MARKUP = _rules(
     (r"(\d)" + _SEPARATOR + r"(?=\d{3}(?!\d))", r"\1"),
     (r"^\s*(\*\*|__|[*_`])(.+?)\1\s*$", r"\2"),
@@ -106,6 +112,7 @@ _MARKUP = _rules(
     (r"\\\$", r"\\text{ dollar }"),
     (r"\$|(?<!\\)\\[()\[\]]", ""),
     (rf"\\(?:left|right|middle)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?){_NOT_MORE}", ""),
+    (_ROUNDED, r"\1"),
     (_OTHER_NAME, lambda match: f"{_SAME_COMMANDS[match[0]]} "),
     (r"\\(?:[dtc]|nice|s|x)(frac|binom)", r"\\\1"),
     (r"\\(?:(?:text)?color|[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}", ""),
@@ -176,7 +183,7 @@ _LETTER_UNITS = frozenset("msghlLJNWVAKCFtd")
 _INFINITY = frozenset("infinity infty inf".split())
 _CAPITALS = frozenset("USD EUR YES TRUE FALSE NONE".split())
 _SHORT_UNITS = frozenset(
-    "cm mm km kg mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW kN kJ Hz Pa Rs sq cu".split()
+    "cm mm km kg gm mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW kN kJ Hz Pa Rs sq cu".split()
 )
 _SHORT_WORDS = _SHORT_UNITS | frozenset("or no No is to of at by if so we an it on as".split())
 _RUN = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[a-z]+n't|[A-Za-z]+(?:[-'][A-Za-z]{2,})*")
@@ -251,9 +258,7 @@ def _is_word(run: str, after_number: bool) -> bool:
 
 _TAKES_ARGUMENTS = re.compile(rf"\\(frac|binom|sqrt){_NOT_MORE}")
 _ARGUMENT = re.compile(r"\s*(?:\(([^()]*)\)|(\\[a-zA-Z]+|[^\s}\\]))")
-_SUPERFLUOUS = re.compile(
-    r"(?<![a-zA-Z}\]^_\\])\{((?:[^{}\\]|\\[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
-)
+_SUPERFLUOUS = re.compile(r"(?<![a-zA-Z}\]^_\\])\{((?:[^{}\\]|\\.|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 _ONE_TOKEN = re.compile(r"[\w.\\% :{}^]*|.*[,;=].*|\([^()]*\)|\\text.*")
 
 
