@@ -133,11 +133,13 @@ def _within(value: Form) -> Form | None:
 
 _EQUALS = re.compile(r"(?<![<>!])=")
 _ANY_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne)(?![a-zA-Z])")
-_CALL = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]'*\([^()]*\)")
+_CALL = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]'*\([^()]*\)|\\frac\{d[a-z]\}")
+_PART = rf"(?:d?{SYMBOL}|[A-Z]{{2}})"
 _NAMED = re.compile(
     r"(?:\\text\{[^{}]*\}|(?:m\s?)?\\(?:angle|triangle|overline|vec|hat|bar|mathbb|mathcal|det)\s*)*"
     rf"(?:{SYMBOL}|[A-Z]{{2,5}}|\{{[A-Za-z]{{1,4}}\}}|\|?[A-Z]{{1,3}}\|?|\[[A-Z]{{3,6}}\]"
     rf"|{SYMBOL}(?:\^\{{?-1\}}?)?\([^()]*\)|\({SYMBOL}(?:,{SYMBOL})+\)|{SYMBOL}(?::{SYMBOL})+"
+    rf"|{_PART}/{_PART}|\\frac\{{{_PART}\}}\{{{_PART}\}}"
     rf"|\\text\{{[^{{}}]*\}}|\|\{{?{SYMBOL}\}}?\|"
     rf"|\\begin\{{pmatrix\}}{SYMBOL}(?:\\\\{SYMBOL})+\\end\{{pmatrix\}})"
 )

@@ -140,7 +140,7 @@ _MARKUP = _rules(
     (r"\\dot\{(\d+)\}(\d*)\\dot\{(\d+)\}", r"\\overline{\1\2\3}"),
     (r"^\](?=.*,)", "("),
     (r"(?<=[\w}])\[$", ")"),
-    (r"(?<=\d) ?((?:km|mi|ft)/(?:s|h|hr))(?=(?:\^\{?\d\}?)?$)", r"\\text{ \1}"),
+    (r"(?<=\d) ?((?:km|cm|mi|ft|(?<= )m)/(?:s|h|hr))(?=(?:\^\{?\d\}?)?$)", r"\\text{ \1}"),
 )
 _ALIGNED = re.compile(
     r"\\begin\{(aligned|align\*?|gathered|split|array|cases|eqnarray\*?|equation\*?)\}(?:\{[^{}]*\})?"
