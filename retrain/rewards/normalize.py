@@ -115,6 +115,7 @@ _MARKUP = _rules(
     (_ROUNDED, r"\1"),
     (_OTHER_NAME, lambda match: f"{_SAME_COMMANDS[match[0]]} "),
     (r"\\(?:[dtc]|nice|s|x)(frac|binom)", r"\\\1"),
+    (r"(?<![\\a-zA-Z])sqrt *(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
     (r"\\(?:(?:text)?color|[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}", ""),
     (rf"\\(?:{_STYLES})\s*(?=\{{)", ""),
     (rf"\\(?:{_SWITCHES}|{_STYLES}){_NOT_MORE}\s*", " "),
@@ -181,17 +182,21 @@ _FUNCTIONS = frozenset(
 _ALSO_UNITS = frozenset("min sec deg".split())
 _LETTER_UNITS = frozenset("msghlLJNWVAKCFtd")
 _INFINITY = frozenset("infinity infty inf".split())
-_CAPITALS = frozenset("USD EUR YES TRUE FALSE NONE".split())
 _SHORT_UNITS = frozenset(
     "cm mm km kg gm mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW kN kJ Hz Pa Rs sq cu".split()
 )
 _SHORT_WORDS = _SHORT_UNITS | frozenset("or no No is to of at by if so we an it on as".split())
+_LITTLE_WORDS = frozenset("or no No to is of".split())
 _RUN = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[a-z]+n't|[A-Za-z]+(?:[-'][A-Za-z]{2,})*")
 _TEXT = re.compile(r"\\text\s*\{")
 _DIGITS = re.compile(r"[\dA-F]+")
 _DOTTED = re.compile(r"(?<![a-zA-Z])(?:[aApP]\.\s?[mM]|B\.\s?C|A\.\s?D)(?:\.(?:E\.)?|(?![a-zA-Z]))")
 _AFTER_NUMBER = re.compile(r"[\d}\])]\s*/?\s*$")
-_WORD = re.compile(r".*[eiouEIOU]|(?=.*[aA]).*[^abcdxyz]|(?:mph|lbs|pct)$")
+_WORD = re.compile(
+    # Other capitals are points: `AB`, `ABC`.
+    r"(?:USD|EUR|YES|TRUE|FALSE|NONE|mph|lbs|pct|day)$"
+    r"|(?![A-Z'-]{3,5}$)(?:.*[eiouEIOU]|(?=.*[aA]).*[^abcdxyz])"
+)
 _MERGED = re.compile(r"(\\text\{[^{}]*)\}(\s*/\s*|\s*)\\text\{")
 
 
@@ -248,9 +253,7 @@ def _marked(text: str, before: str, *, in_text: bool) -> str:
 def _is_word(run: str, after_number: bool) -> bool:
     r"""True if letters outside of `\text` are a word or a unit, not a product of variables."""
     if len(run) < 3:
-        return run in ("or", "No", "no", "to") or (after_number and run in _SHORT_UNITS)
-    if run.isupper() and len(run) < 6:
-        return run in _CAPITALS  # Others are points: `AB`, `ABC`.
+        return run in _LITTLE_WORDS or (after_number and run in _SHORT_UNITS)
     return bool(_WORD.match(run))
 
 
@@ -376,7 +379,7 @@ _NUMBERS = _rules(
         ),
         "",
     ),
-    (r"^\s*\\text\{[^{}]*\}\s*([a-zA-Z])\s*\\text\{(?:is|equals)\}", r"\1="),
+    (r"^\s*(?:\\text\{[^{}]*\})?\s*([a-zA-Z])\s*\\text\{(?:is|equals)\}", r"\1="),
     (r"\\text\{([^{}]+) (and|or) ([^{}]+)\}", r"\\text{\1}\\text{\2}\\text{\3}"),
     (r"(^|[^\d\s])\s*\\text\{([A-J])\}", r"\1\2"),
     (r"(?<=\d)\s*\\text\{to\}\s*(?=\d)", ":"),
