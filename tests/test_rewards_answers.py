@@ -132,6 +132,7 @@ TWINS = [
     (r"\textbf{(A) }13", "13", True),
     (r"\textbf{(A) }13", "B", False),
     ("100, 200", "100200", False),
+    (r"100\text{ }200", "100200", False),
     ("1,000", "1000", True),
     # A plus is silent only where a value begins.
     ("|-5|+1", "6", True),

@@ -331,7 +331,7 @@ def _base(match: re.Match[str]) -> str:
 _TRIGONOMETRIC = r"\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?"
 _DEGREES = r"([\d.]*(?:\d|[a-z]|\\[a-z]+))\^\\circ"
 _NUMBERS = _rules(
-    (" +", " "),
+    (" {3,}", "  "),  # Two spaces part numbers: `107\text{ }108`.
     (r"(?<![\d])\.(?=\d|\\overline)", "0."),
     (r"(\d+)\.(\d*)\\(?:overline|dot|bar)\{(\d+)\}", _repeating),
     (
