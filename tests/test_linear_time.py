@@ -14,6 +14,7 @@ from retrain.records.redact import Redactor
 from retrain.records.terminal import clean, one_line, visible, without_escapes
 from retrain.rewards.answers import answers_match, extract_boxed
 from retrain.rewards.equality import decide_by_strings
+from retrain.rewards.normalize import normalize
 
 _SHORT, _LONG = 10_000, 40_000
 _REDACTOR = Redactor({"A_KEY": "sesame-open"})
@@ -23,6 +24,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "box": extract_boxed,
     "match": lambda text: answers_match(text, "5", "hendrycks"),
     "math": lambda text: decide_by_strings(text, "4"),
+    "reference": lambda text: decide_by_strings("4", text),
     "planning": lambda text: _DETECTOR.detect([text[i : i + 4] for i in range(0, len(text), 4)]),
     "line": one_line,
     "clean": clean,
@@ -80,6 +82,12 @@ def test_a_million_hostile_characters_are_judged_at_once(text: str) -> None:
     assert (
         seconds(lambda answer: (decide_by_strings(answer, "4"), extract_boxed(answer)), text) < 5
     )  # quadratic time would be minutes
+
+
+def test_the_longest_answer_that_math_compares_is_read_at_once() -> None:
+    for fragment in (*HOSTILE, "{}"):
+        text = rf"\text{{{fragment * (990 // len(fragment))}}}"
+        assert seconds(normalize, text, 1) < 0.5, fragment
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ def nested_fraction(depth: int) -> str:
         ("$$5$$", "5", True),
         (r"$5\$", "5", True),
         ("$$$", "5", False),
+        ("12", "5+7" + " " * 1000 + "+0", False),
         ("0.5", r"\frac{1}{2}", True),
         (r"\sqrt{16}", "4", None),
     ],

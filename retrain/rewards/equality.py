@@ -43,7 +43,7 @@ def decide_by_strings(answer: str, reference: str) -> bool | None:
     ours, theirs = _INTEGER.fullmatch(answer), _INTEGER.fullmatch(reference)
     if ours and theirs:
         return ours.groups() == theirs.groups()
-    if len(answer) > MAX_LENGTH:
+    if max(len(answer), len(reference)) > MAX_LENGTH:
         return False
     gold, given = normalize(reference), normalize(answer)
     if gold != given and is_refused(given):
@@ -133,14 +133,17 @@ def _within(value: Form) -> Form | None:
 
 _EQUALS = re.compile(r"(?<![<>!])=")
 _ANY_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne)(?![a-zA-Z])")
-_CALL = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]'*\([^()]*\)")
+_CALL = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]'*\([^()]*\)|\\frac\{d[a-z]\}")
+_PART = rf"(?:d?{SYMBOL}|[A-Z]{{2}})"
 _NAMED = re.compile(
     r"(?:\\text\{[^{}]*\}|(?:m\s?)?\\(?:angle|triangle|overline|vec|hat|bar|mathbb|mathcal|det)\s*)*"
     rf"(?:{SYMBOL}|[A-Z]{{2,5}}|\{{[A-Za-z]{{1,4}}\}}|\|?[A-Z]{{1,3}}\|?|\[[A-Z]{{3,6}}\]"
     rf"|{SYMBOL}(?:\^\{{?-1\}}?)?\([^()]*\)|\({SYMBOL}(?:,{SYMBOL})+\)|{SYMBOL}(?::{SYMBOL})+"
-    rf"|\\text\{{[^{{}}]*\}}|\|\{{?{SYMBOL}\}}?\|)"
+    rf"|{_PART}/{_PART}|\\frac\{{{_PART}\}}\{{{_PART}\}}"
+    rf"|\\text\{{[^{{}}]*\}}|\|\{{?{SYMBOL}\}}?\|"
+    rf"|\\begin\{{pmatrix\}}{SYMBOL}(?:\\\\{SYMBOL})+\\end\{{pmatrix\}})"
 )
-"""A left side that names what the right side is: `x`, `AB`, `f(3)`, `(x,y)`, `x:y`."""
+"""A left side that names what the right side is: `x`, `AB`, `f(3)`, `(x,y)`, `x:y`, a vector."""
 
 
 def _is_named(side: str) -> bool:
@@ -175,7 +178,10 @@ def _same_equation(golds: list[str], answers: list[str], equal: Equal) -> bool:
     if not _has_variables(gold) and not _has_variables(answer):
         return all(_same_plain(golds[end], answers[end], equal) for end in (0, -1))
     calls = _CALL.search(gold + answer) or r"\text" in gold + answer
-    return not calls and len(answers) == 2 and _same_expression(gold, answer, equal)
+    if calls or len(answers) != 2 or not _same_expression(gold, answer, equal):
+        return False
+    is_identity = _same_expression(answers[0], answers[1], equal)
+    return not is_identity or any(_same_expression(golds[0], side, equal) for side in answers)
 
 
 def _states(chain: list[str], gold: str, equal: Equal) -> bool:
@@ -191,7 +197,7 @@ def _states(chain: list[str], gold: str, equal: Equal) -> bool:
     return (
         not _has_variables(first)
         and _same_plain(gold, last, equal)
-        and _same_plain(gold, quantity(first).value, equal)
+        and _same_plain(gold, label.value, equal)
         and _is_consistent(chain, equal)
     )
 
@@ -222,6 +228,8 @@ _LITERAL = re.compile(
     r"|\d\.\d*[.(]\d|(?:(?<![a-zA-Z}])|(?<=\\cdot))\((?:-?\d+\)(?:\(|\\frac\{\d)|\d+\)\d)|\d\[\d"
     # A base, minutes: it would drop or multiply.
     r"|(?<![\^\d])\d+_|(?<![_\d])\d+'|\\circ ?\d"
+    # An inverse function, a product of vectors: it would take them for numbers.
+    r"|(?<![\\a-zA-Z])[fghFGH]\^\{-1\}\(|\\vec\{\w\}\\times"
 )
 """Expressions to compare letter by letter: math-verify would evaluate or drop these."""
 _NUMBERS = re.compile(r"\d+(?:(?:-\d+)+|(?:/\d+){2,})")
@@ -246,11 +254,12 @@ def _same_plain(gold: str, answer: str, equal: Equal) -> bool:
     if _joined_unit(gold) == _joined_unit(answer):
         return True
     (letter, text), (our_letter, our_text) = _choice(gold), _choice(answer)
-    if letter and our_letter:
-        both = bool(text and our_text)
-        return letter == our_letter and (not both or _same(read(text), read(our_text), equal))
-    if letter or our_letter:  # The text of the choice alone answers `(A) 13`.
-        return bool(text and our_text) and _same(read(text), read(our_text), equal)
+    if letter or our_letter:
+        if not text or not our_text:
+            return letter == our_letter
+        # The text of the choice alone answers `(A) 13`.
+        one_letter = letter == our_letter or not (letter and our_letter)
+        return one_letter and _same(read(text), read(our_text), equal)
     return _same_quantity(quantity(gold), quantity(answer), equal)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from retrain.rewards.limits import partners
 from retrain.rewards.normalize import LEADING_PLUS
 from retrain.rewards.quantities import SYMBOL, rational
 
@@ -46,9 +47,12 @@ _REAL = re.compile(
     rf"{SYMBOL}\\in\s*\\mathbb\{{R\}}[,;]\s*(?={SYMBOL}\s*(?:[<>]|\\[lgn]e))"
 )  # `x\in\mathbb{R},x>3` is `x>3`.
 _CONGRUENCE = re.compile(r"(.+?)\\equiv((?:(?!\\equiv).)+)\\pmod\{(.+?)\}")
-_MATRIX = re.compile(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}(\^\{?(?:T|\\top)\}?)?", re.DOTALL)
+_MATRIX = re.compile(
+    r"\\begin\{pmatrix\}((?:(?!\\end\{pmatrix\}=).)*)\\end\{pmatrix\}(\^\{?(?:T|\\top)\}?)?",
+    re.DOTALL,
+)
 _EVERYTHING = re.compile(r"\\mathbb\{R\}|\\text\{(?:all )?(?:reals?|real numbers)\}", re.IGNORECASE)
-_NOTHING = re.compile(r"\\emptyset|\\text\{(?:the )?empty set\}")
+_NOTHING = re.compile(r"\\emptyset|\\text\{(?:(?:the )?empty set|no solutions?)\}", re.IGNORECASE)
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])\s*")
 
 
@@ -131,20 +135,10 @@ def _bracketed(text: str) -> Form | None:
         return Form("set")
     if matrix := _MATRIX.fullmatch(text):
         return _matrix(matrix[1], is_transposed=bool(matrix[2]))
-    if text.startswith((r"\{", "(", "[")) and _closes_at_its_end(text):
-        return _set(text[2:-2].strip()) if text[0] == "\\" else _tuple(text)
+    is_set = text.startswith(r"\{") and text.endswith(r"\}")
+    if (is_set or text[:1] in ("(", "[")) and partners(text).get(int(is_set)) == len(text) - 1:
+        return _set(text[2:-2].strip()) if is_set else _tuple(text)
     return None
-
-
-def _closes_at_its_end(text: str) -> bool:
-    """True if the bracket that opens the text closes at its end."""
-    depth = 0
-    for token in _TOKEN.finditer(text):
-        depth += token[0] in _DEEPER
-        depth -= token[0] in _SHALLOWER
-        if depth == 0:
-            return token.end() == len(text)
-    return False
 
 
 def _matrix(body: str, *, is_transposed: bool) -> Form:

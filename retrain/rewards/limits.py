@@ -56,7 +56,7 @@ def is_refused(answer: str) -> bool:
     plain = answer.replace(",", "")
     if _nesting(plain) > MAX_NESTING:
         return True
-    partner = _partners(plain)
+    partner = partners(plain)
     for argument in _large_arguments(plain, partner):
         # A power or a factorial is a long number unless a variable is in it.
         makes_numbers = "^" in argument or "!" in argument
@@ -124,7 +124,7 @@ def _large_arguments(text: str, partner: dict[int, int]) -> Iterator[str]:
         yield match["number"] or text[partner.get(match.start("close"), 0) : match.start("close")]
 
 
-def _partners(text: str) -> dict[int, int]:
+def partners(text: str) -> dict[int, int]:
     """Map the position of each bracket to its partner's, in both directions. `(0,1]` is a pair
     too.
     """

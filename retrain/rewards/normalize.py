@@ -35,7 +35,7 @@ def normalize(answer: str) -> str:
     text = _environments(_apply(_MARKUP, text))
     text = _with_arguments(_decoded(text))
     text = _apply(_NUMBERS, _unwrapped(text))
-    return _trimmed(_apply(_SPACES, _joined_thousands(text)))
+    return _apply(_SPACES, _joined_thousands(text)).lstrip("=:, ").rstrip(".,;:= ")
 
 
 # -- characters ------------------------------------------------------------------------------------
@@ -94,10 +94,17 @@ _SAME_COMMANDS = dict(
         r"\langle~( \rangle~) \lbrace~\{ \rbrace~\} \vert~| \lvert~| \rvert~| \mid~| \colon~: \lt~< \gt~>"
         r" \leq~\le \leqq~\le \leqslant~\le <=~\le \geq~\ge \geqq~\ge \geqslant~\ge >=~\ge \neq~\ne !=~\ne"
         r" :=~= ==~= \approx~= \dots~\ldots \cdots~\ldots \dotsc~\ldots \dotsb~\ldots \dotsm~\ldots"
-        r" \dotsi~\ldots \hdots~\ldots ...~\ldots \lor~\text{or} \varnothing~\emptyset \degree~^\circ"
+        r" \dotsi~\ldots \hdots~\ldots ...~\ldots ..~\ldots \lor~\text{or} \varnothing~\emptyset"
+        r" \degree~^\circ \lg~\log_{10}"
     ).split()
 )
 _OTHER_NAME = rf"(?:{'|'.join(map(re.escape, _SAME_COMMANDS))})(?:(?<![a-z])|{_NOT_MORE})"
+_EXACT = r"\\(?:[dt]?frac|sqrt|pi|cdot|times|ln|log)(?![a-zA-Z])|/"
+_ROUNDED = (
+    rf"((?:^|=)[\d\s{{}}()+*.^-]*(?:{_EXACT})(?:{_EXACT}|[\d\s{{}}()\[\]+*.^_-])*)"
+    r"\\approx\s*-?\d*\.\d+(?=\s*(?:\.?$|\\text))"
+)
+r"""An exact number and its decimals, as in `x=\frac13\approx0.33`."""
 _MARKUP = _rules(
     (r"(\d)" + _SEPARATOR + r"(?=\d{3}(?!\d))", r"\1"),
     (r"^\s*(\*\*|__|[*_`])(.+?)\1\s*$", r"\2"),
@@ -105,11 +112,13 @@ _MARKUP = _rules(
     (r"\\\$", r"\\text{ dollar }"),
     (r"\$|(?<!\\)\\[()\[\]]", ""),
     (rf"\\(?:left|right|middle)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?){_NOT_MORE}", ""),
+    (_ROUNDED, r"\1"),
     (_OTHER_NAME, lambda match: f"{_SAME_COMMANDS[match[0]]} "),
     (r"\\(?:[dtc]|nice|s|x)(frac|binom)", r"\\\1"),
+    (r"(?<![\\a-zA-Z])sqrt *(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
     (r"\\(?:(?:text)?color|[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}", ""),
-    (rf"\\(?:{_SWITCHES}){_NOT_MORE}\s*", " "),
-    (rf"\\(?:{_STYLES}){_NOT_MORE}\s*", ""),
+    (rf"\\(?:{_STYLES})\s*(?=\{{)", ""),
+    (rf"\\(?:{_SWITCHES}|{_STYLES}){_NOT_MORE}\s*", " "),
     (
         r"\\(?:[hm]box|text(?:rm|normal|bf|it|sf|tt|sc|up|md)?|emph|mathrm|operatorname\*?)\s*(?=\{)",
         r"\\text",
@@ -132,7 +141,7 @@ _MARKUP = _rules(
     (r"\\dot\{(\d+)\}(\d*)\\dot\{(\d+)\}", r"\\overline{\1\2\3}"),
     (r"^\](?=.*,)", "("),
     (r"(?<=[\w}])\[$", ")"),
-    (r"(?<=\d) ?((?:km|mi|ft)/(?:s|h|hr))(?=(?:\^\{?\d\}?)?$)", r"\\text{ \1}"),
+    (r"(?<=\d) ?((?:km|cm|mi|ft|(?<= )m)/(?:s|h|hr))(?=(?:\^\{?\d\}?)?$)", r"\\text{ \1}"),
 )
 _ALIGNED = re.compile(
     r"\\begin\{(aligned|align\*?|gathered|split|array|cases|eqnarray\*?|equation\*?)\}(?:\{[^{}]*\})?"
@@ -173,16 +182,21 @@ _FUNCTIONS = frozenset(
 _ALSO_UNITS = frozenset("min sec deg".split())
 _LETTER_UNITS = frozenset("msghlLJNWVAKCFtd")
 _INFINITY = frozenset("infinity infty inf".split())
-_CAPITALS = frozenset("USD EUR YES TRUE FALSE NONE".split())
 _SHORT_UNITS = frozenset(
-    "cm mm km kg mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW Hz Pa Rs sq cu".split()
+    "cm mm km kg gm mg ml mL ft lb oz hr yd mi in am pm AM PM BC AD CE kW kN kJ Hz Pa Rs sq cu".split()
 )
 _SHORT_WORDS = _SHORT_UNITS | frozenset("or no No is to of at by if so we an it on as".split())
+_LITTLE_WORDS = frozenset("or no No to is of".split())
 _RUN = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[a-z]+n't|[A-Za-z]+(?:[-'][A-Za-z]{2,})*")
 _TEXT = re.compile(r"\\text\s*\{")
 _DIGITS = re.compile(r"[\dA-F]+")
 _DOTTED = re.compile(r"(?<![a-zA-Z])(?:[aApP]\.\s?[mM]|B\.\s?C|A\.\s?D)(?:\.(?:E\.)?|(?![a-zA-Z]))")
 _AFTER_NUMBER = re.compile(r"[\d}\])]\s*/?\s*$")
+_WORD = re.compile(
+    # Other capitals are points: `AB`, `ABC`.
+    r"(?:USD|EUR|YES|TRUE|FALSE|NONE|mph|lbs|pct|day)$"
+    r"|(?![A-Z'-]{3,5}$)(?:.*[eiouEIOU]|(?=.*[aA]).*[^abcdxyz])"
+)
 _MERGED = re.compile(r"(\\text\{[^{}]*)\}(\s*/\s*|\s*)\\text\{")
 
 
@@ -239,24 +253,15 @@ def _marked(text: str, before: str, *, in_text: bool) -> str:
 def _is_word(run: str, after_number: bool) -> bool:
     r"""True if letters outside of `\text` are a word or a unit, not a product of variables."""
     if len(run) < 3:
-        return run in ("or", "No", "no") or (after_number and run in _SHORT_UNITS)
-    if run.isupper() and len(run) < 6:
-        return run in _CAPITALS  # Others are points: `AB`, `ABC`.
-    if run in ("mph", "lbs", "pct"):
-        return True
-    return bool(set(run.lower()) & set("eiou")) or (
-        "a" in run.lower() and not set(run) <= set("abcdxyz")
-    )
+        return run in _LITTLE_WORDS or (after_number and run in _SHORT_UNITS)
+    return bool(_WORD.match(run))
 
 
 # -- groups ----------------------------------------------------------------------------------------
 
 _TAKES_ARGUMENTS = re.compile(rf"\\(frac|binom|sqrt){_NOT_MORE}")
-_ARGUMENT = re.compile(r"\s*(\\[a-zA-Z]+|[^\s{}\\])")
-_ROUND = re.compile(r"\(([^()]*)\)")
-_SUPERFLUOUS = re.compile(
-    r"(?<![a-zA-Z}\]^_\\])\{((?:[^{}\\]|\\[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
-)
+_ARGUMENT = re.compile(r"\s*(?:\(([^()]*)\)|(\\[a-zA-Z]+|[^\s}\\]))")
+_SUPERFLUOUS = re.compile(r"(?<![a-zA-Z}\]^_\\])\{((?:[^{}\\]|\\.|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 _ONE_TOKEN = re.compile(r"[\w.\\% :{}^]*|.*[,;=].*|\([^()]*\)|\\text.*")
 
 
@@ -274,22 +279,15 @@ def _with_arguments(text: str) -> str:
 
 
 def _argument(text: str, position: int) -> tuple[str, int]:
-    while text[position : position + 1].isspace():
-        position += 1
-    if text[position : position + 1] == "{":
-        end = closing_brace(text, position + 1)
-        return (text[position + 1 : end], end + 1) if end is not None else ("", position)
-    if round_bracket := _ROUND.match(text, position):
-        return round_bracket[1], round_bracket.end()
     token = _ARGUMENT.match(text, position)
     if token is None:
         return "", position
-    argument, position = token[1], token.end()
+    argument, position = token[1] or token[2] or "", token.end()
+    if argument == "{":
+        end = closing_brace(text, position)
+        return (text[position:end], end + 1) if end else ("", position - 1)
     if _TAKES_ARGUMENTS.fullmatch(argument):  # Its own arguments have braces already.
-        while text[position : position + 1] == "{":
-            end = closing_brace(text, position + 1)
-            if end is None:
-                break
+        while text.startswith("{", position) and (end := closing_brace(text, position + 1)):
             argument, position = argument + text[position : end + 1], end + 1
     return argument, position
 
@@ -300,7 +298,7 @@ def _unwrapped(text: str) -> str:
     def unwrap(match: re.Match[str]) -> str:
         inner, glued = match[1], match.string[match.start() - 1 : match.start()].isdigit()
         alone = _ONE_TOKEN.fullmatch(inner) and not (glued and inner[:1].isdigit())
-        return inner if alone else f"({inner})"
+        return inner if alone or match[0] == match.string else f"({inner})"
 
     while (shorter := _SUPERFLUOUS.sub(unwrap, text)) != text:
         text = shorter
@@ -314,10 +312,12 @@ _BASES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
     " sixteen".split()
 )
+DENIALS = "not|no|neither|never|none|nor|false|wrong|incorrect|impossible"
+"""Words before an answer that is none."""
 
 
 def _repeating(match: re.Match[str]) -> str:
-    whole, fixed, period = match[1], match[2], match[3]
+    whole, fixed, period = match.groups()
     nines = 10 ** len(fixed) * (10 ** len(period) - 1)
     value = Fraction(int(whole + fixed + period) - int(whole + fixed), nines)
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
@@ -328,7 +328,10 @@ def _base(match: re.Match[str]) -> str:
     return f"_{{{_BASES.index(base) if base in _BASES else base}}}"
 
 
+_TRIGONOMETRIC = r"\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?"
+_DEGREES = r"([\d.]*(?:\d|[a-z]|\\[a-z]+))\^\\circ"
 _NUMBERS = _rules(
+    (" {3,}", "  "),  # Two spaces part numbers: `107\text{ }108`.
     (r"(?<![\d])\.(?=\d|\\overline)", "0."),
     (r"(\d+)\.(\d*)\\(?:overline|dot|bar)\{(\d+)\}", _repeating),
     (
@@ -336,7 +339,7 @@ _NUMBERS = _rules(
         r"\1\\times10^{\2\3}",
     ),
     (r"(?<=\d)\s*[x*]\s*(?=10\^)", r"\\times"),
-    (r"(?<=10\^)\+?(-?\d+)(?![\d^]|\.\d)", r"{\1}"),
+    (r"(?:(?<=10\^)\+?(\d+)|(?<=\^)(-(?:\d+|[a-z])))(?![\d^]|\.\d)", r"{\1\2}"),
     (r"(?<![\d.])(\d+)\s+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     (
         rf"([\d}}])\s*\\text\{{\s*({'|'.join(_POWERS)})s?(?![a-z])",
@@ -354,9 +357,10 @@ _NUMBERS = _rules(
     (r"=(?=[^=]*\\pmod)", r"\\equiv "),
     (r"\^?\{?\s*\\text\{(?:st|nd|rd|th)\}\s*\}?", ""),
     (
-        r"\\(sin|cos|tan|cot|sec|csc)\s*(\()?(\d+)\^\\circ\s*(?(2)\))",
-        r"\\\1(\\frac{\3\\pi}{180})",
+        rf"({_TRIGONOMETRIC})\s*{_DEGREES}",
+        r"\1(\\frac{\2\\pi}{180})",
     ),
+    (rf"({_TRIGONOMETRIC}\s*[({{][^(){{}},]*?){_DEGREES}", r"\1\\frac{\2\\pi}{180}"),
     (
         r"(?i)^\s*\\text\{(?:therefore|thus|hence|so|(?:the )?(?:final )?answer(?: is)?)\}\s*[,:]?",
         "",
@@ -368,8 +372,14 @@ _NUMBERS = _rules(
         r"(?i)^\s*\\text\{(?:the )?(?:correct )?(?:option|choice|answer)(?: is)?\}\s*:?(?=\W?[A-J]\b)",
         "",
     ),
-    (r"(?i)^\s*\\text\{(?!not?\b)[^{}]*\}\s*:\s*(?=[^\s:])", ""),
-    (r"^\s*\\text\{[^{}]*\}\s*([a-zA-Z])\s*\\text\{(?:is|equals)\}", r"\1="),
+    (
+        (
+            rf"(?i)^\s*\\text\{{(?!(?:the )?(?:{DENIALS})\b|[^{{}}]* (?:{DENIALS})\}})[^{{}}]*\}}"
+            r"\s*:\s*(?=[^\s:])"
+        ),
+        "",
+    ),
+    (r"^\s*(?:\\text\{[^{}]*\})?\s*([a-zA-Z])\s*\\text\{(?:is|equals)\}", r"\1="),
     (r"\\text\{([^{}]+) (and|or) ([^{}]+)\}", r"\\text{\1}\\text{\2}\\text{\3}"),
     (r"(^|[^\d\s])\s*\\text\{([A-J])\}", r"\1\2"),
     (r"(?<=\d)\s*\\text\{to\}\s*(?=\d)", ":"),
@@ -407,18 +417,11 @@ _SPACES = _rules(
     # math-verify would add: `3(4)` was 7.
     (
         (
-            r"((?<![\w^.\\}])\d+(?:[xyz]|\\pi)?)"
-            r"(?=\(-?(?:[\d.]+(?:/\d+)?|\\frac\{\d+\}\{\d+\})\)(?![\d(]))"
+            r"(?<![\w^.\\}])\d+(?:[xyz]|\\pi)?"
+            r"(?:\(-?(?:[\d.]+(?:/\d+)?|\\frac\{\d+\}\{\d+\})\))+(?![\d(])"
         ),
-        r"\1\\cdot",
+        lambda match: match[0].replace("(", r"\cdot("),
     ),
     (r"(\\binom\{[^{}]*\}\{[^{}]*\})(?=\\binom|\d|\()", r"\1\\cdot "),
     (r"\\sqrt(\[\d*[13579]\])\{-(\d+)\}", r"(-\\sqrt\1{\2})"),
 )
-_ENDS = re.compile(r"^[=:,]+|[.,;:=]+$")
-
-
-def _trimmed(text: str) -> str:
-    while (shorter := _ENDS.sub("", text).strip()) != text:
-        text = shorter
-    return text

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from retrain.rewards.normalize import DENIALS
+
 # -- numbers ---------------------------------------------------------------------------------------
 
 _DECIMAL = r"\d+(?:\.\d*)?"
@@ -49,7 +51,7 @@ _UNITS = {
             "mg milligram",
             "l liter litre",
             "ml milliliter millilitre",
-            "inch in",
+            "inch inches in",
             "foot feet ft",
             "yard yd",
             "mile mi",
@@ -84,15 +86,15 @@ _NOT_UNITS = frozenset(
 """Words that change the meaning of the number next to them."""
 _BEFORE_NUMBERS = frozenset("dollar euro pound yen rs total".split())
 _SILENT = frozenset("the a an of and only exactly precisely".split())
-_LEAD_IN = re.compile(
-    r"(?!.*\b(?:not|no|neither|never|none|nor|false|wrong|incorrect|impossible)\b)"
-    r".*\b(?:is|are|equals)\b\s*",
-    re.IGNORECASE,
+_LEAD_IN = re.compile(rf"(?!.*\b(?:{DENIALS})\b).*\b(?:is|are|equals)\b\s*", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"\b(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)$"
 )
 _WORDS = re.compile(r"\\text\{([^{}]*)\}(?:\^\{?(-?\d)\}?)?(?!\})")
 _ARC_MINUTES = re.compile(r"(?<=\d)('+)$")
 _DEGREES = re.compile(r"\^\\circ\s*(?:([CF])(?![a-zA-Z]))?$")
-_OPEN_SLASH = re.compile(r"(?<=[\w}])\s*/\s*$")
+_OPEN_SLASH = re.compile(r"(?<=[\w}])\s*/\s+$")
 _POWER_OF_UNIT = re.compile(r"\b(square|cubic) (\w+)|\b(\w+) (squared|cubed)\b")
 
 
@@ -125,7 +127,7 @@ def quantity(text: str) -> Quantity:
         return " "
 
     text = _ARC_MINUTES.sub(lambda match: rf"\text{{prime{len(match[1])}}}", text)
-    value = _OPEN_SLASH.sub("", _WORDS.sub(take, text).strip())
+    value = _OPEN_SLASH.sub("", _WORDS.sub(take, text)).strip()
     if degrees := _DEGREES.search(value):
         value = value[: degrees.start()]
         words.insert(0, f"degree {degrees[1] or ''}")
@@ -148,7 +150,7 @@ def _unit(word: str) -> str:
         return "not"
     if word in _NOT_UNITS or word in _UNITS or word.endswith("ss"):
         return _UNITS.get(word, word)
-    single = "inch" if word == "inches" else word.removesuffix("s")
+    single = word.removesuffix("s")
     return _UNITS.get(single, single if len(word) > 3 else word)
 
 
@@ -156,8 +158,10 @@ def same_words(gold: str, answer: str) -> bool:
     """True if both sides have the same words, or if only one side has words, and these name a unit
     or the counted things.
     """
-    one_side = not gold or not answer
-    return gold == answer or (one_side and not set((gold or answer).split()) & _NOT_UNITS)
+    if gold == answer or (gold and answer):
+        return gold == answer
+    words = gold or answer
+    return not (_NUMBER.search(words) or set(words.split()) & _NOT_UNITS)
 
 
 # -- letters ---------------------------------------------------------------------------------------
