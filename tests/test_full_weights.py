@@ -269,6 +269,9 @@ def test_a_finished_run_of_a_campaign_keeps_its_weights_alone(
     capsys.readouterr()
     assert main(["--resume", str(folder), "--max-steps", "3"]) == 1
     assert "holds only weights" in capsys.readouterr().err
+    more = [str(file), "--campaign-max-steps", "3", "--resume", str(tmp_path / "c")]
+    assert main(more) == 2 and "keeps only its weights" in capsys.readouterr().err
+    assert '"status": "done"' in (folder / "summary.json").read_text(encoding="utf-8")
     manifest = json.loads((checkpoints / "step_000002/manifest.json").read_text())
     assert "optimizer.safetensors" not in {file["name"] for file in manifest["files"]}
 

@@ -254,6 +254,13 @@ class Manifest:
                 f"[campaign] max_steps = {plan.max_steps}: the plan of {self.folder} has"
                 f" {stored.max_steps}. Restore that, or set more."
             )
+        whole = (run.name for run in stored.runs if run.config.model.train == "full")
+        ended = next((name for name in whole if self[name].status is Status.DONE), "")
+        if ended and plan.max_steps > stored.max_steps:
+            raise ConfigurationError(
+                f"[campaign] max_steps = {plan.max_steps}: {ended} has ended and keeps only its"
+                f" weights. Restore {stored.max_steps}, or start a new campaign."
+            )
         margin = plan.settings.margin
         planned = self.plan.get("margin") if self.plan else margin
         for key, now, before in (

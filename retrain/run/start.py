@@ -198,6 +198,11 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     if checkpoint:  # Other max_steps may come with another end of a falling rate.
         state = replace(checkpoint.state(), config_hash=state.config_hash)
     _refuse_other_steps(load_stored(folder.config), config, state.step)
+    if checkpoint and checkpoint.is_weights_alone and state.step < config.training.max_steps:
+        raise RunFailed(
+            f"{checkpoint.folder} holds only weights, as a finished run of a campaign does; start a"
+            " new run with that folder's export as [model] model."
+        )
     replayed = {}
     if config.backpressure.enabled:
         replayed = decided_by(folder, state.step)
