@@ -34,6 +34,7 @@ from retrain.model.head import chunk_bytes_on
 from retrain.model.machine import Budget, Machine, plan
 from retrain.model.packed import computes_bf16
 from retrain.model.text import load_model_config
+from retrain.records.terminal import counted
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
@@ -259,13 +260,14 @@ class Memory:
             return ""
         folder = Path(config.backend.adapter_path or config.logging.log_dir).absolute()
         there = next(place for place in (folder, *folder.parents) if place.exists())
-        saves = training.max_steps // (training.save_every or training.max_steps or 1) + 1
+        steps = training.max_steps + config.sft.steps
+        saves = steps // (training.save_every or steps or 1) + 1 + config.sft.is_on
         most = min(saves, (training.keep_checkpoints or saves) + 1)
         each, free = CHECKPOINT_BYTES * self.size.num_trainable, disk_usage(there).free
         advice = ": lower [training] keep_checkpoints, or set [backend] adapter_path"
         return (
-            f"Up to {most} checkpoints of {byte_words(each)} are on the disk of {folder}, which has"
-            f" {byte_words(free)} free{advice * (most * each > free)}."
+            f"Up to {counted(most, 'checkpoint')} of {byte_words(each)} are on the disk of"
+            f" {folder}, which has {byte_words(free)} free{advice * (most * each > free)}."
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -46,11 +46,6 @@ class Checkpoint:
         path = self.folder / STATE
         return TrainerState.from_json(path.read_text(encoding="utf-8"), path)
 
-    @property
-    def is_weights_alone(self) -> bool:
-        """True for a whole model without its optimizer, as a finished run of a campaign keeps."""
-        return (self.folder / WHOLE_MODEL).is_file() and not [*self.folder.glob(f"{_OPTIMIZER}*")]
-
 
 def step_folder(step: Any) -> str:
     """Return the name of the checkpoint's folder after so many steps; "no step", which no folder
