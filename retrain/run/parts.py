@@ -223,7 +223,7 @@ def _load_rest(
     sources = load_sources(config, text, log, opened, scorers)
     prompts = load_mixed_prompts(text, sources, log)
     check_answers(config, prompts.examples)
-    supervised = load_supervised(config, text, log)
+    supervised = load_supervised(config, text, log) if learns else None
     learned = supervised.traces.examples if supervised else ()
     held_out = load_held_out(config, text, sources, [*prompts.examples, *learned], log)
     judges = load_judges(config, sources, scorers, log) if held_out else {}

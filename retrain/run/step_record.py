@@ -169,11 +169,11 @@ def identical_chance(groups: Sequence[Group]) -> float:
     """Return a bound on the chance that so many trajectories of a group are identical; all draws of
     a prompt are one group.
     """
-    drawn: dict[int, list[tuple[Int32Array, Float32Array]]] = {}
-    for group in groups:
-        drawn.setdefault(group.slot, []).extend(
-            (one.token_ids, one.logprobs) for one in group.trajectories
-        )
+    drawn = grouped(
+        (group.slot, (one.token_ids, one.logprobs))
+        for group in groups
+        for one in group.trajectories
+    )
     return chance_of_identical(drawn.values())
 
 
