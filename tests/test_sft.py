@@ -140,7 +140,7 @@ def test_rows_that_cannot_be_traces_are_counted_and_named(tmp_path: Path, text: 
     assert f"1 {Reason.BOTH} (traces.jsonl line 7)" in note
     sft = {"source": str(tmp_path / "traces.jsonl"), "steps": 1, "evaluate_every": 1}
     stage = SupervisedStage.load(config_from_mapping({"model": {"model": "lab"}, "sft": sft}), text)
-    assert "No trace is held out" in stage.traces.notes[-1]
+    assert "heldout_logprob in sft.jsonl stays null" in stage.traces.notes[-1]
 
 
 def test_a_template_that_rewrites_earlier_turns_leaves_the_row_out(

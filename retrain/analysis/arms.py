@@ -486,5 +486,5 @@ def check_same_problems(runs: Iterable[StoredRun]) -> None:
             raise ConfigurationError(
                 f"{first.path} and {run.path} were evaluated on different held-out problems"
                 f" ({how}), so their accuracies cannot be compared; use --metric correct_rate, or"
-                " give the runs the same [evaluation] section and the same files."
+                " give the runs the same [evaluation] source and files."
             )

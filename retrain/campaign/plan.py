@@ -259,9 +259,8 @@ def check(plan: CampaignPlan) -> Findings:
         f"No held-out evaluation at the end: {name} holds nothing out."
         for name in dict.fromkeys(lacking.values())
     ]
-    apart = (_APART,) * differ
-    said = (*lines, *condition_notes(plan), *missing, *apart, *_design_lines(plan, problems))
-    return Findings(said, frozenset(lacking), held_out)
+    said = (*lines, *condition_notes(plan), *missing, *_design_lines(plan, problems))
+    return Findings(said + _APART * differ, frozenset(lacking), held_out)
 
 
 def _design_lines(plan: CampaignPlan, problems: int) -> Iterator[str]:
@@ -308,7 +307,7 @@ def evaluated_where_possible(plan: CampaignPlan, checked: Findings) -> CampaignP
 
 _APART = (
     "The conditions have different held-out problems, so `retrain compare` cannot compare their"
-    " accuracies; name problems for all of them in [evaluation] source."
+    " accuracies; name problems for all of them in [evaluation] source.",
 )
 HeldOut = tuple[int, str]
 """The number of held-out problems, and their hash; 0 and "" if unknown."""

@@ -193,7 +193,7 @@ class TrainConfig(AllSections):
 
     @property
     def dropout(self) -> float:
-        """The adapter's dropout rate; 0 without an adapter."""
+        """The dropout rate of the adapter, if there is one."""
         return 0.0 if self.model.train == "full" else self.lora.dropout
 
     @property

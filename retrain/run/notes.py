@@ -336,12 +336,15 @@ def _dropout_note(dropout: float, loss: Loss) -> str:
     """
     if not dropout:
         return ""
-    ratio = 'the loss\'s ratio contains it too, unless [loss] old_logprobs = "recomputed" takes it'
+    ratio = (
+        'the loss\'s ratio contains it too, unless [loss] old_logprobs = "recomputed" takes it'
+        " under the same masks."
+    )
     if loss.old_logprobs == "recomputed":
-        ratio = "the loss takes its ratio against log-probs recomputed"
+        ratio = "the loss takes its ratio against log-probs recomputed under the same masks."
     return (
         f"[lora] dropout = {dropout:g} is off while sampling, so ratio_mean, ess and mismatch_k1"
-        f" differ from 1, 1 and 0 before the first update; {ratio} under the same masks."
+        f" differ from 1, 1 and 0 before the first update; {ratio}"
     )
 
 

@@ -45,7 +45,9 @@ class SupervisedStage:
         if config.sft.evaluate_every:
             held_out = load_traces(config, text, "heldout")
             if held_out is None:
-                traces.notes.append("No trace is held out: heldout_logprob in sft.jsonl stays null")
+                traces.notes.append(
+                    "The traces are all for training: heldout_logprob in sft.jsonl stays null"
+                )
         return cls(config, traces, held_out, text)
 
     @property
