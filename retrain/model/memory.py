@@ -34,7 +34,6 @@ from retrain.model.head import chunk_bytes_on
 from retrain.model.machine import Budget, Machine, plan
 from retrain.model.packed import computes_bf16
 from retrain.model.text import load_model_config
-from retrain.records.terminal import counted
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
@@ -266,7 +265,7 @@ class Memory:
         each, free = CHECKPOINT_BYTES * self.size.num_trainable, disk_usage(there).free
         advice = ": lower [training] keep_checkpoints, or set [backend] adapter_path"
         return (
-            f"Up to {counted(most, 'checkpoint')} of {byte_words(each)} are on the disk of"
+            f"Up to {most} checkpoint{'s' * (most > 1)} of {byte_words(each)} are on the disk of"
             f" {folder}, which has {byte_words(free)} free{advice * (most * each > free)}."
         )
 

@@ -217,7 +217,8 @@ def _load_rest(
     learns: bool,
 ) -> RunParts:
     """Load the parts that may come from the hub."""
-    text, opened = load_text(config.model, log), scorers.opened
+    opened = scorers.opened
+    text = load_text(config.model, log)
     _log_context(config.training, text.context, log)
     credit = _load_credit(config, text, log, world)
     sources = load_sources(config, text, log, opened, scorers)
