@@ -337,7 +337,7 @@ def test_explain_tells_the_disk_of_the_checkpoints_and_where_it_lacks_room(
     training = {"save_every": 2, "max_steps": 9, **keep}
     config = small(tmp_path / "not/yet", model=FULL, training=training, sft={"steps": sft})
     memory = predict_memory(config)
-    assert memory.disk_line().startswith(f"Up to {most} checkpoint{'s' * (most > 1)} of 9.4")
+    assert memory.disk_line().startswith(f"Up to {most} checkpoints of 9.4 MiB")
     assert "lower" not in memory.disk_line()
     assert any(line.startswith(f"Up to {most}") for line in explain(config).warnings)
     full = shutil.disk_usage(tmp_path)._replace(free=0)

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain import train
+from retrain.analysis.integrity import planned_values
 from retrain.campaign import plan_campaign
+from retrain.campaign.manifest import stored_form
 from retrain.cli.main import main
 from retrain.config import (
     TrainConfig,
@@ -277,6 +279,7 @@ def test_a_campaigns_conditions_and_a_flag_set_the_mixture_whole(tmp_path: Path)
     assert dump_toml(both).count('source = "lab"') == 2
     named = config_from_mapping({**sections, "data": {"source": "gsm8k", "path": "elsewhere"}})
     assert [arm.data.path for arm in arms(named)] == ["", ""]
+    assert planned_values(stored_form(named), "both")["data.source"] == "math"
 
 
 def test_code_in_a_table_is_named_as_code() -> None:

@@ -25,6 +25,7 @@ from retrain.analysis.runs import (
     seeds_words,
 )
 from retrain.config.keys import keys_by_path
+from retrain.config.mixture import over_base
 from retrain.config.names import ALIASES, RENAMED_VALUES, by_path
 from retrain.config.schema import DEFAULT_CONDITIONS, Condition
 from retrain.config.sections import crossed, told_apart
@@ -154,7 +155,7 @@ def _condition(tables: Mapping[str, Any], label: str) -> Json:
         return {}
     condition = min(found, key=lambda one: len(one.label))
     modes = {f"algorithm.{name}": mode for name in _MODES if (mode := getattr(condition, name))}
-    return modes | condition.sets
+    return modes | over_base(condition.sets)
 
 
 # -- runs that repeat others, and runs that are not listed -----------------------------------------

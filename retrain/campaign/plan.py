@@ -306,8 +306,10 @@ def evaluated_where_possible(plan: CampaignPlan, checked: Findings) -> CampaignP
 
 
 _APART = (
-    "The conditions have different held-out problems, so `retrain compare` cannot compare their"
-    " accuracies; name problems for all of them in [evaluation] source.",
+    (
+        "The conditions have different held-out problems, so `retrain compare` cannot compare their"
+        " accuracies; name problems for all of them in [evaluation] source."
+    ),
 )
 HeldOut = tuple[int, str]
 """The number of held-out problems, and their hash; 0 and "" if unknown."""

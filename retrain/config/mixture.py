@@ -19,7 +19,7 @@ _OWN = ("name", "weight", "reward", "environment")
 _OF_THE_RUN = ("mix", "sampler", "sampler_params", "chat_template_args")
 """Keys of [data] that hold for all sources."""
 _KEYS = (*_OWN, *(name for name in Data.model_fields if name not in _OF_THE_RUN))
-NO_SOURCE = {"data.source": "math", "data.path": "", "data.params": {}, "environment.provider": ""}
+_NO_SOURCE = {"data.source": "math", "data.path": "", "data.params": {}, "environment.provider": ""}
 """Keys that name one source for the whole run, at their defaults."""
 
 
@@ -36,6 +36,11 @@ def points_of(table: Mapping[str, Any]) -> Points:
     if isinstance(weight, list):
         return weight
     return [[0, weight]]
+
+
+def over_base(sets: Json) -> Json:
+    """Return the keys of a condition. Its mixture takes the place of the base's source."""
+    return (_NO_SOURCE if sets.get("data.mix") else {}) | sets
 
 
 def changes(table: Mapping[str, Any]) -> Json:
@@ -63,7 +68,7 @@ def longest_environment(config: "TrainConfig") -> "Environment":
 def problems(config: "TrainConfig") -> Violations:
     """Yield what is wrong with the tables, apart from the values that they give to keys."""
     tables = config.data.mix
-    for path, unset in NO_SOURCE.items() if tables else ():
+    for path, unset in _NO_SOURCE.items() if tables else ():
         value = config.value(path)
         if value != unset:
             yield Violation(

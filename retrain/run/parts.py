@@ -239,7 +239,8 @@ def _load_rest(
     def sampler(by_task: Judges) -> Sampler:
         return Sampler(backend.engine, by_task.get(""), text.vocabulary.text, world, by_task)
 
-    ks, rate = config.evaluation.k, config.reward.max_failure_rate
+    ks = config.evaluation.k
+    rate = config.reward.max_failure_rate
     return RunParts(
         text,
         prompts,
