@@ -314,6 +314,12 @@ def test_a_kill_costs_the_steps_since_the_last_checkpoint_of_the_stage(
     assert_same_run(straight, folder, 4)
 
 
+def test_a_prompt_may_lie_in_a_field_of_a_column(tmp_path: Path, text: TextModel) -> None:
+    row = {"q": {"text": SUM["prompt"]}, "completion": SUM["completion"]}
+    data = {"source": "lab", "prompt_column": "q.text"}
+    assert traces_of([row], tmp_path, text, data=data).traces
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("train", ["lora", "full"])
 def test_the_kl_term_may_be_against_the_weights_after_the_stage(

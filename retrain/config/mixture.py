@@ -126,7 +126,8 @@ _A_TABLE = {
 
 
 def _wrong_weight(table: Json) -> Iterator[str]:
-    points, weight = points_of(table), table.get("weight")
+    points = points_of(table)
+    weight = table.get("weight")
     problem = wrong_points(points)
     if problem and points is not weight:
         problem = f"is {toml_value(weight)}, and must be a number or points [step, weight]"

@@ -98,7 +98,8 @@ class TraceSet:
 
     def batch(self, step: int, count: int, seed: int) -> list[Row]:
         """Return the rows of a step. The seed alone shuffles each pass over the traces."""
-        size, first = len(self), step * count
+        size = len(self)
+        first = step * count
         return [
             self.traces[epoch_order(seed, i // size, size, Stream.TRACE_ORDER)[i % size]].row(
                 i - first

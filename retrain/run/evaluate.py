@@ -97,8 +97,8 @@ def evaluate_weights(
     evaluation.
     """
     state = found.state() if found else TrainerState(config.training.seed, "")
-    (stage, step), choices = state.place, state.choices
-    with closing(load_parts(config, choices, log, learns=False)) as parts:
+    stage, step = state.place
+    with closing(load_parts(config, state.choices, log, learns=False)) as parts:
         if found:
             parts.backend.load(found.folder)
         parts.backend.engine.sync(parts.backend.save_adapter, step)

@@ -323,7 +323,8 @@ def refuse_other_data(opened: RunStart, parts: RunParts) -> None:
     """
     if opened.checkpoint is None or not opened.folder.environment.exists():
         return
-    config, key = opened.config, ""
+    config = opened.config
+    key = ""
     before = read_object(opened.folder.environment)
     differs = [
         name for name, own in parts.fingerprints.items() if before.get(name) not in (None, own)
