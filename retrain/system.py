@@ -18,12 +18,23 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from retrain.errors import RunFailed
 
 Json = dict[str, Any]
 """An object of JSON or a table of TOML, by its names."""
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return the values of each key, in the order of the pairs."""
+    found: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
 
 # -- texts -----------------------------------------------------------------------------------------
 

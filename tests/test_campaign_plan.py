@@ -269,6 +269,12 @@ def test_the_effect_that_seeds_find_counts_the_problems_that_there_are(
     before = check(plan).heldout_sha256
     (tmp_path / "test.jsonl").write_text("".join(lines))
     assert before != check(plan).heldout_sha256
+    assert not any("different held-out problems" in line for line in found.lines)
+    modes = {"advantage_mode": "grpo", "transform_mode": "none"}
+    both = [modes, modes | {"label": "mixed", "mix": [{"source": "lab"}]}]
+    apart = planned_config({"seeds": [1], "max_steps": 2, "conditions": both})
+    said = check(plan_campaign(apart, Path("campaign"))).lines
+    assert any("different held-out problems" in line for line in said)
 
 
 def test_what_no_run_could_do_is_said_before_the_first_run(

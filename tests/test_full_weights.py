@@ -266,6 +266,9 @@ def test_a_finished_run_of_a_campaign_keeps_its_weights_alone(
         checkpoints / "final/model.safetensors"
     )
     assert main(["eval", str(folder)]) == 0
+    more = [str(file), "--campaign-max-steps", "3", "--resume", str(tmp_path / "c")]
+    assert main(more) == 2 and "its finished runs keep only weights" in capsys.readouterr().err
+    assert main([*more[:1], "--quiet", *more[3:]]) == 0
     capsys.readouterr()
     assert main(["--resume", str(folder), "--max-steps", "3"]) == 1
     assert "holds only weights" in capsys.readouterr().err
@@ -280,12 +283,15 @@ def test_the_rate_and_the_checkpoints_that_nobody_wrote_are_said() -> None:
     from retrain.config import unused_keys
     from retrain.run.notes import notes
 
-    config = TrainConfig.model_validate({"model": FULL | {"lora_rank": 8}, "lora": {"alpha": 4}})
+    config = TrainConfig.model_validate(
+        {"model": FULL | {"lora_rank": 8}, "lora": {"alpha": 4, "dropout": 0.1}}
+    )
     assert (config.training.lr, config.training.keep_checkpoints) == (1e-6, 2)
     said = [note for note in notes(config) if 'train = "full"' in note]
     assert len(said) == 1 and "lr = 1e-06 and keep_checkpoints = 2" in said[0]
+    assert not any("dropout" in note for note in notes(config))
     (unused,) = [note for note in unused_keys(config) if "trains no adapter" in note]
-    assert "lora_rank = 8" in unused and "[lora] alpha = 4" in unused
+    assert "lora_rank = 8" in unused and "[lora] alpha = 4" in unused and "dropout" in unused
     written = TrainConfig.model_validate({"model": FULL, "training": {"lr": 2e-6}})
     assert written.training.lr == 2e-6
     assert TrainConfig().training.lr == 4e-5
@@ -315,15 +321,21 @@ def test_what_full_weights_do_not_know_is_refused_by_name(says: str) -> None:
     assert not [one for one in incapable(TrainConfig.model_validate(sections)) if one in refused]
 
 
-@pytest.mark.parametrize(("keep", "most"), [({}, 3), ({"keep_checkpoints": 0}, 5)])
+RARE = {"save_every": 20}
+
+
+@pytest.mark.parametrize(
+    ("keep", "sft", "most"),
+    [({}, 0, 3), ({"keep_checkpoints": 0}, 0, 5), (RARE, 0, 1), (RARE, 9, 2)],
+)
 def test_explain_tells_the_disk_of_the_checkpoints_and_where_it_lacks_room(
-    keep: dict[str, int], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keep: dict[str, int], sft: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from retrain.explain.explanation import explain
     from retrain.model.memory import predict_memory
 
     training = {"save_every": 2, "max_steps": 9, **keep}
-    config = small(tmp_path / "not/yet", model=FULL, training=training)
+    config = small(tmp_path / "not/yet", model=FULL, training=training, sft={"steps": sft})
     memory = predict_memory(config)
     assert memory.disk_line().startswith(f"Up to {most} checkpoints of 9.4 MiB")
     assert "lower" not in memory.disk_line()

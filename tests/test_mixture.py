@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain import train
+from retrain.analysis.integrity import planned_values
 from retrain.campaign import plan_campaign
+from retrain.campaign.manifest import stored_form
 from retrain.cli.main import main
 from retrain.config import (
     TrainConfig,
@@ -22,11 +24,13 @@ from retrain.config import (
     replaced,
     unused_keys,
 )
+from retrain.config.load import arms
 from retrain.config.moving import value_at
 from retrain.config.plan import sources_of
 from retrain.data.mixing import MixedChoice, Shares, prompt_choice
 from retrain.data.prompts import MixedPrompts, PromptSet, encode_prompts
 from retrain.data.sources import ReadResult
+from retrain.errors import ConfigurationError
 from retrain.explain import explain
 from retrain.explain.text import to_text
 from retrain.model.text import TextModel
@@ -212,10 +216,20 @@ def test_a_run_evaluates_the_sources_that_have_held_out_rows(runs: tuple[Path, P
     assert tasks == (["sums"] * 3 + ["guess"] * 3) * 2
     log = (runs[0] / "output.log").read_text(encoding="utf-8")
     assert "The source rows has no held-out rows, so retrain trains on it and" in log
+    exported = runs[0].parent / "exported"
+    assert main(["export", str(runs[0]), "--output", str(exported)]) == 0
+    card = (exported / "README.md").read_text(encoding="utf-8")
+    assert '| `data.mix` | `["sums", "rows", "guess"]` |' in card and "data.source" not in card
 
 
 def test_a_resumed_mixture_has_the_bytes_of_the_straight_run(runs: tuple[Path, Path]) -> None:
     assert_same_run(*runs, steps=4)
+    rows, config = runs[1].parent / "rows.jsonl", load_config(runs[1] / "config.toml")
+    kept = rows.read_text(encoding="utf-8")
+    rows.write_text(kept.replace("1+0", "2+0"), encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"\[\[data.mix\]\] holds other examples"):
+        train(replaced(config, {"resume.from": str(runs[1])}), quiet=True, skip_parity=True)
+    rows.write_text(kept, encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -263,6 +277,9 @@ def test_a_campaigns_conditions_and_a_flag_set_the_mixture_whole(tmp_path: Path)
     one, both = (run.config for run in plan_campaign(config, tmp_path / "new").runs)
     assert [len(sources_of(each)) for each in (one, both)] == [1, 2]
     assert dump_toml(both).count('source = "lab"') == 2
+    named = config_from_mapping({**sections, "data": {"source": "gsm8k", "path": "elsewhere"}})
+    assert [arm.data.path for arm in arms(named)] == ["", ""]
+    assert planned_values(stored_form(named), "both")["data.source"] == "math"
 
 
 def test_code_in_a_table_is_named_as_code() -> None:

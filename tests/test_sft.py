@@ -138,6 +138,9 @@ def test_rows_that_cannot_be_traces_are_counted_and_named(tmp_path: Path, text: 
     assert f"2 {Reason.TOOL_CALLS} (first: traces.jsonl line 5)" in note
     assert f"1 {Reason.TOO_LONG} (traces-3)" in note
     assert f"1 {Reason.BOTH} (traces.jsonl line 7)" in note
+    sft = {"source": str(tmp_path / "traces.jsonl"), "steps": 1, "evaluate_every": 1}
+    stage = SupervisedStage.load(config_from_mapping({"model": {"model": "lab"}, "sft": sft}), text)
+    assert "heldout_logprob in sft.jsonl stays null" in stage.traces.notes[-1]
 
 
 def test_a_template_that_rewrites_earlier_turns_leaves_the_row_out(
@@ -295,7 +298,7 @@ def test_a_resume_in_either_stage_equals_the_straight_run(
 
 
 def test_a_kill_costs_the_steps_since_the_last_checkpoint_of_the_stage(
-    straight: Path, tmp_path: Path, data: Path
+    straight: Path, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As after a kill at supervised step 3: the newest checkpoint is that of step 2, and rows of a
     later step stand in the file.
@@ -305,8 +308,16 @@ def test_a_kill_costs_the_steps_since_the_last_checkpoint_of_the_stage(
     for path in (folder / "checkpoints").iterdir():
         if path.name != "sft_000002":
             shutil.rmtree(path)
+    assert main(["eval", str(folder), "--output", str(tmp_path / "answers")]) == 0
+    assert "Evaluation at supervised step 2 |" in capsys.readouterr().out
     small_run(run(folder, data, resume={"from": str(folder)}), quiet=True)
     assert_same_run(straight, folder, 4)
+
+
+def test_a_prompt_may_lie_in_a_field_of_a_column(tmp_path: Path, text: TextModel) -> None:
+    row = {"q": {"text": SUM["prompt"]}, "completion": SUM["completion"]}
+    data = {"source": "lab", "prompt_column": "q.text"}
+    assert traces_of([row], tmp_path, text, data=data).traces
 
 
 @pytest.mark.slow
@@ -447,6 +458,12 @@ def test_a_plain_supervised_run_ends_after_its_stage(
     assert "done" in capsys.readouterr().out
     assert main(["inspect", str(folder)]) == 2
     assert "has a supervised stage alone" in capsys.readouterr().err
+    aside = data.rename(tmp_path / "aside")
+    assert main(["eval", str(folder)]) == 0  # An evaluation needs no traces.
+    aside.rename(data)
+    assert main(["export", str(folder), "--output", str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
+    assert "for 0 steps of reinforcement learning after a supervised stage." in card
 
 
 def test_a_missing_plugin_and_an_evaluation_that_nobody_asked_for_are_named() -> None:
@@ -467,7 +484,7 @@ def test_explain_shows_what_is_learned(
         f'[backend]\ndevices = "cpu"\n[sft]\nsource = "{data}"\nepochs = 2\nlr = 1e-3\n',
         encoding="utf-8",
     )
-    assert main(["explain", str(file)]) == 0
+    assert main(["explain", str(file), "--probe", "--max-steps", "0"]) == 0
     printed = capsys.readouterr().out
     assert "for 4 supervised steps of 16, at lr 0.001 and temperature 1" in printed
     assert "[learned: It is 1.<|im_end|>]" in printed

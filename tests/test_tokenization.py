@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import pytest
 from tokenizers_for_tests import byte_level, characters, render_prompt, sentencepiece
-from transformers import GenerationConfig, LlamaConfig
+from transformers import GenerationConfig, LlamaConfig, Qwen2Config
 
 from retrain.config.schema import Data, Model
 from retrain.data.chat import encode_texts
@@ -217,9 +217,11 @@ def test_the_text_side_of_a_folder_needs_no_weights(tmp_path):
 
 
 def test_a_missing_folder_or_one_without_a_tokenizer_is_one_sentence(tmp_path):
+    Qwen2Config().save_pretrained(tmp_path / "qwen")
     for name, said in (
         ("nothing", r'is not a folder on this machine; name one, .* or "lab"'),
         ("", "did not load from the folder"),
+        ("qwen", "holds no tokenizer; name a whole model"),
     ):
         with pytest.raises(EnvironmentFailure, match=said) as failure:
             load_tokenizer(str(tmp_path / name))

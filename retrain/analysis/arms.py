@@ -20,7 +20,7 @@ from retrain.config.keys import all_keys
 from retrain.config.names import source_task
 from retrain.config.schema import Evaluation, Training
 from retrain.errors import ConfigurationError
-from retrain.system import Json
+from retrain.system import Json, grouped
 
 # -- are two runs alike ----------------------------------------------------------------------------
 
@@ -125,9 +125,7 @@ def mixed_values(values: Mapping[int, Any]) -> str:
     """Return the seeds that differ in value, such as "seeds 1 to 4 and 5 to 8"; "" if all values
     are equal.
     """
-    groups: dict[str, list[int]] = {}
-    for seed in sorted(values):
-        groups.setdefault(repr(values[seed]), []).append(seed)
+    groups = grouped((repr(values[seed]), seed) for seed in sorted(values))
     if len(groups) < 2:
         return ""
     return f"seeds {' and '.join(map(seed_ranges, groups.values()))}"
@@ -404,9 +402,7 @@ def parted(
     """Split the runs by `words`: first the runs that match `expected`, then the seeds ("" for all)
     and the description of each other group.
     """
-    groups: dict[str, list[int]] = {}
-    for seed, run in runs.items():
-        groups.setdefault(words(run), []).append(seed)
+    groups = grouped((words(run), seed) for seed, run in runs.items())
     alike = {seed: runs[seed] for seed in groups.pop(expected, ())}
     return alike, [
         ("" if len(seeds) == len(runs) else f" ({seeds_words(seeds)})", other)
@@ -490,5 +486,5 @@ def check_same_problems(runs: Iterable[StoredRun]) -> None:
             raise ConfigurationError(
                 f"{first.path} and {run.path} were evaluated on different held-out problems"
                 f" ({how}), so their accuracies cannot be compared; use --metric correct_rate, or"
-                " give the runs the same [evaluation] section and the same files."
+                " give the runs the same [evaluation] source and files."
             )

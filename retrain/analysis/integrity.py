@@ -25,12 +25,13 @@ from retrain.analysis.runs import (
     seeds_words,
 )
 from retrain.config.keys import keys_by_path
+from retrain.config.mixture import over_base
 from retrain.config.names import ALIASES, RENAMED_VALUES, by_path
 from retrain.config.schema import DEFAULT_CONDITIONS, Condition
 from retrain.config.sections import crossed, told_apart
 from retrain.errors import RunFailed
 from retrain.records.redact import MASK
-from retrain.system import Json, read_object
+from retrain.system import Json, grouped, read_object
 
 _MODES = ("advantage_mode", "transform_mode", "algorithm_mode")
 
@@ -154,7 +155,7 @@ def _condition(tables: Mapping[str, Any], label: str) -> Json:
         return {}
     condition = min(found, key=lambda one: len(one.label))
     modes = {f"algorithm.{name}": mode for name in _MODES if (mode := getattr(condition, name))}
-    return modes | condition.sets
+    return modes | over_base(condition.sets)
 
 
 # -- runs that repeat others, and runs that are not listed -----------------------------------------
@@ -164,13 +165,10 @@ def repeated_numbers(runs: Iterable[StoredRun]) -> Iterator[list[StoredRun]]:
     """Yield groups of finished runs of different seeds with equal numbers, which two seeds do not
     give.
     """
-    ended: dict[str, list[StoredRun]] = {}
-    for run in runs:
-        ended.setdefault(run.ending, []).append(run)
-    groups: dict[str, list[StoredRun]] = {}
+    ended = grouped((run.ending, run) for run in runs)
     # The hash of all numbers reads whole files, so only equal endings ask for it.
-    for run in chain.from_iterable(same for end, same in ended.items() if end and len(same) > 1):
-        groups.setdefault(run.numbers, []).append(run)
+    alike = chain.from_iterable(same for end, same in ended.items() if end and len(same) > 1)
+    groups = grouped((run.numbers, run) for run in alike)
     return (same for same in groups.values() if len({run.seed for run in same}) > 1)
 
 
@@ -223,10 +221,11 @@ def absent_line(runs: Sequence[StoredRun], campaigns: Mapping[Path, Sequence[Sto
     for folder, listed in campaigns.items():
         given = {run.path.resolve() for run in runs}
         shown = {run.condition for run in listed if run.path.resolve() in given}
-        absent: dict[str, list[int]] = {}
-        for run in listed:
-            if run.condition in shown and run.path.resolve() not in given and not run.skipped:
-                absent.setdefault(run.condition, []).append(run.seed)
+        absent = grouped(
+            (run.condition, run.seed)
+            for run in listed
+            if run.condition in shown and run.path.resolve() not in given and not run.skipped
+        )
         sentences.append(
             f"Exploratory: these runs belong to the campaign {folder.name}, which `retrain compare`"
             " takes as a whole."

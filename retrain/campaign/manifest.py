@@ -249,10 +249,16 @@ class Manifest:
 
     def _check_comparison(self, plan: CampaignPlan, stored: CampaignPlan) -> None:
         """Raise ConfigurationError for another margin or baseline, or for fewer steps."""
-        if plan.max_steps < stored.max_steps:
+        # A finished run with all weights has no optimizer any more.
+        ended = any(
+            run.config.model.train == "full" and self[run.name].status == "done"
+            for run in stored.runs
+        )
+        more = ": its finished runs keep only weights" if ended else ", or set more"
+        if plan.max_steps < stored.max_steps or (ended and plan.max_steps > stored.max_steps):
             raise ConfigurationError(
                 f"[campaign] max_steps = {plan.max_steps}: the plan of {self.folder} has"
-                f" {stored.max_steps}. Restore that, or set more."
+                f" {stored.max_steps}. Restore that{more}."
             )
         margin = plan.settings.margin
         planned = self.plan.get("margin") if self.plan else margin

@@ -254,13 +254,13 @@ def check(plan: CampaignPlan) -> Findings:
         if cannot:
             raise ConfigurationError(cannot)
         check_plugins(run.config)
-    lacking, (problems, held_out) = _held_out_of(plan)
+    lacking, (problems, held_out), differ = _held_out_of(plan)
     missing = [
         f"No held-out evaluation at the end: {name} holds nothing out."
         for name in dict.fromkeys(lacking.values())
     ]
     said = (*lines, *condition_notes(plan), *missing, *_design_lines(plan, problems))
-    return Findings(said, frozenset(lacking), held_out)
+    return Findings(said + _APART * differ, frozenset(lacking), held_out)
 
 
 def _design_lines(plan: CampaignPlan, problems: int) -> Iterator[str]:
@@ -305,13 +305,20 @@ def evaluated_where_possible(plan: CampaignPlan, checked: Findings) -> CampaignP
     return replace(plan, runs=tuple(runs))
 
 
+_APART = (
+    (
+        "The conditions have different held-out problems, so `retrain compare` cannot compare their"
+        " accuracies; name problems for all of them in [evaluation] source."
+    ),
+)
 HeldOut = tuple[int, str]
 """The number of held-out problems, and their hash; 0 and "" if unknown."""
 
 
-def _held_out_of(plan: CampaignPlan) -> tuple[dict[str, str], HeldOut]:
+def _held_out_of(plan: CampaignPlan) -> tuple[dict[str, str], HeldOut, bool]:
     """Return condition -> data source, for conditions that ask for an evaluation without a held-out
-    split. Return the held-out problems of the first too. It loads each source once.
+    split. Return the held-out problems of the first too, and True if another condition has others.
+    It loads each source once.
     """
     known: dict[str, HeldOut | None] = {}
     lacking: dict[str, str] = {}
@@ -327,7 +334,8 @@ def _held_out_of(plan: CampaignPlan) -> tuple[dict[str, str], HeldOut]:
             if config.environment.provider:
                 place = f"[environment] {environment_name(config.environment)}"
             lacking[run.condition] = "[data] mix" if config.data.mix else place
-    return lacking, next(iter(known.values()), None) or (0, "")
+    hashes = {found[1] for found in known.values() if found and found[1]}
+    return lacking, next(iter(known.values()), None) or (0, ""), len(hashes) > 1
 
 
 def _held_out(config: TrainConfig, campaign: TrainConfig) -> HeldOut | None:

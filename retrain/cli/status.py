@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from retrain.cli.shared import Form
+from retrain.system import grouped
 
 if TYPE_CHECKING:
     from retrain.analysis.status import CampaignStatus, Overview, RunStatus
@@ -106,10 +107,7 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
     if seen.runs:
         printed += [*_table(seen.runs, seen.folder, width), ""]
     printed += [f"{run.name}: {run.note}" for run in seen.all_runs if run.note]
-    explained: dict[str, list[str]] = {}  # Meaning of a loss -> names of the runs.
-    for run in seen.all_runs:
-        if run.loss_note:
-            explained.setdefault(run.loss_note, []).append(run.name)
+    explained = grouped((run.loss_note, run.name) for run in seen.all_runs if run.loss_note)
     for note, names in explained.items():
         more = [f"{len(names) - 3} more"] * (len(names) > 3)
         some = " and ".join([", ".join(names[:3]), *more])

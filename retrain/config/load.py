@@ -405,7 +405,7 @@ def arms(config: TrainConfig) -> tuple[TrainConfig, ...]:
 
 
 def _arm(config: TrainConfig, condition: Condition) -> TrainConfig:
-    sets = [Override(path, value, "") for path, value in condition.sets.items()]
+    sets = [Override(path, value, "") for path, value in mixture.over_base(condition.sets).items()]
     data = _merge(given_values(config), sets)
     dumped = condition.model_dump(exclude_unset=True)
     own = {name: dumped[name] for name in CONDITION_KEYS if name in dumped}

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from retrain.config.data_sections import Data
-from retrain.config.keys import keys_by_path
 from retrain.config.moving import Points, value_at, wrong_points
 from retrain.config.names import bracketed, nearest, source_task
 from retrain.config.section import Violation, Violations, repeated
@@ -20,8 +19,8 @@ _OWN = ("name", "weight", "reward", "environment")
 _OF_THE_RUN = ("mix", "sampler", "sampler_params", "chat_template_args")
 """Keys of [data] that hold for all sources."""
 _KEYS = (*_OWN, *(name for name in Data.model_fields if name not in _OF_THE_RUN))
-_BESIDE = ("data.source", "data.path", "data.params", "environment.provider")
-"""Keys that name one source for the whole run."""
+_NO_SOURCE = {"data.source": "math", "data.path": "", "data.params": {}, "environment.provider": ""}
+"""Keys that name one source for the whole run, at their defaults."""
 
 
 def task_of(table: Mapping[str, Any]) -> str:
@@ -39,6 +38,11 @@ def points_of(table: Mapping[str, Any]) -> Points:
     return [[0, weight]]
 
 
+def over_base(sets: Json) -> Json:
+    """Return the keys of a condition. Its mixture takes the place of the base's source."""
+    return (_NO_SOURCE if sets.get("data.mix") else {}) | sets
+
+
 def changes(table: Mapping[str, Any]) -> Json:
     """Return "section.key" -> value of a run on this source alone, over the file's own. A reward of
     another type has none of the file's weights and parameters.
@@ -54,7 +58,7 @@ def changes(table: Mapping[str, Any]) -> Json:
 
 def longest_environment(config: "TrainConfig") -> "Environment":
     """Return [environment], or the environment of a mixture's first source with several turns."""
-    own = [table["environment"] for table in config.data.mix if table.get("environment")]
+    own = filter(None, (table.get("environment") for table in config.data.mix))
     several = (
         one for one in own if one["provider"] != "reasoning_gym" and one.get("max_turns") != 1
     )
@@ -64,9 +68,9 @@ def longest_environment(config: "TrainConfig") -> "Environment":
 def problems(config: "TrainConfig") -> Violations:
     """Yield what is wrong with the tables, apart from the values that they give to keys."""
     tables = config.data.mix
-    for path in _BESIDE if tables else ():
+    for path, unset in _NO_SOURCE.items() if tables else ():
         value = config.value(path)
-        if value != keys_by_path()[path].default:
+        if value != unset:
             yield Violation(
                 (path, "data.mix"),
                 f"{bracketed(path)} = {toml_value(value)} does not go with [[data.mix]], whose"
@@ -112,7 +116,7 @@ def _wrong(table: Json) -> Iterator[str]:
             f"has name = {toml_value(name)}, and a name is at most 80 letters, digits and"
             " ._+=~-, a letter or digit first"
         )
-    yield from _wrong_weight(table.get("weight", 1.0))
+    yield from _wrong_weight(table)
 
 
 _A_TABLE = {
@@ -121,8 +125,9 @@ _A_TABLE = {
 }
 
 
-def _wrong_weight(weight: Any) -> Iterator[str]:
-    points = [[0, weight]] if not isinstance(weight, list) else weight
+def _wrong_weight(table: Json) -> Iterator[str]:
+    points = points_of(table)
+    weight = table.get("weight")
     problem = wrong_points(points)
     if problem and points is not weight:
         problem = f"is {toml_value(weight)}, and must be a number or points [step, weight]"

@@ -192,6 +192,11 @@ class TrainConfig(AllSections):
         return {path: row for path, row in implied.items() if not self.is_set(path)}
 
     @property
+    def dropout(self) -> float:
+        """The dropout rate of the adapter, if there is one."""
+        return 0.0 if self.model.train == "full" else self.lora.dropout
+
+    @property
     def reads_reference(self) -> bool:
         """True if a KL term, or a loss plugin, may read [loss] kl_reference."""
         loss = self.loss

@@ -179,7 +179,7 @@ class Campaign(Section):
     max_steps: int | None = key(
         None,
         "Steps of each run; unset means [training] max_steps (500).",
-        ge=1,
+        ge=0,
         meaningful_unset=True,
         example=500,
     )

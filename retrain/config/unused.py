@@ -25,7 +25,7 @@ from retrain.config.needs import parts_of
 from retrain.config.plan import sources_of
 from retrain.config.schema import BACKEND_OPTIONS, TrainConfig
 from retrain.config.section import Applicability
-from retrain.system import listed, toml_value
+from retrain.system import grouped, listed, toml_value
 
 Test = Callable[[TrainConfig], bool]
 
@@ -414,9 +414,7 @@ def unused_keys(config: TrainConfig) -> list[str]:
 
 def _sentences(keys: Iterable[_Unused]) -> list[str]:
     """Return sentences that say why keys have no effect, one for each reason."""
-    together: dict[str, list[str]] = {}
-    for key in keys:
-        together.setdefault(key.because, []).append(key.shown)
+    together = grouped((key.because, key.shown) for key in keys)
     return [
         f"{listed(shown)} {'has' if len(shown) == 1 else 'have'} no effect: {because}."
         for because, shown in together.items()

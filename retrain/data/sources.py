@@ -403,7 +403,8 @@ def _trace_row(data: "Data", named: str, row: dict[str, Any], example_id: str) -
     with replies to learn.
     """
     info = {"tools": row["tools"]} if row.get("tools") else None
-    messages, column = row.get("messages"), named or "completion"
+    messages = row.get("messages")
+    column = named or "completion"
     if messages and row.get(column) is None:
         talk = _prompt(messages)
         if isinstance(talk, list):
@@ -413,9 +414,8 @@ def _trace_row(data: "Data", named: str, row: dict[str, Any], example_id: str) -
         return Reason.BOTH
     try:
         completion = _prompt(_column(row, column))
-        prompt = _prompt(
-            _column(row, data.prompt_column if data.prompt_column in row else "prompt")
-        )
+        usual = "prompt" in row and data.prompt_column not in row
+        prompt = _prompt(_column(row, "prompt" if usual else data.prompt_column))
     except KeyError:
         return Reason.MALFORMED
     match completion:
@@ -430,7 +430,8 @@ def _trace_row(data: "Data", named: str, row: dict[str, Any], example_id: str) -
 
 def _take_solutions(read: ReadResult) -> None:
     """Take the solution of each example for its completion, and drop those without one."""
-    examples, read.examples = read.examples, []
+    examples = read.examples
+    read.examples = []
     for example in examples:
         solution = (example.info or {}).get("solution")
         if isinstance(solution, str) and solution.strip():

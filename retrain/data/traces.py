@@ -98,11 +98,14 @@ class TraceSet:
 
     def batch(self, step: int, count: int, seed: int) -> list[Row]:
         """Return the rows of a step. The seed alone shuffles each pass over the traces."""
-        size, rows = len(self), []
-        for number, place in enumerate(range(step * count, (step + 1) * count)):
-            order = epoch_order(seed, place // size, size, Stream.TRACE_ORDER)
-            rows.append(self.traces[int(order[place % size])].row(number))
-        return rows
+        size = len(self)
+        first = step * count
+        return [
+            self.traces[epoch_order(seed, i // size, size, Stream.TRACE_ORDER)[i % size]].row(
+                i - first
+            )
+            for i in range(first, first + count)
+        ]
 
     def rows(self) -> list[Row]:
         """Return every trace as a row."""
@@ -160,10 +163,8 @@ class _Writer:
             self._data = self._data.model_copy(update={"source": config.sft.source})
         self._tokenizer = text.tokenizer
         self._eos_ids = frozenset(text.eos_ids)
-        end = end_of_turn(text.tokenizer)
-        if end is None:
-            end = text.tokenizer.eos_token_id
-        self._end = text.eos_ids[0] if end is None else int(end)
+        ends = (end_of_turn(text.tokenizer), text.tokenizer.eos_token_id, *text.eos_ids)
+        self._end = next(int(end) for end in ends if end is not None)
         arguments = config.data.chat_template_args
         self._renderer = ChatRenderer(text.tokenizer, text.eos_ids, arguments)
 

@@ -248,7 +248,7 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
         yield (
             "in all",
             duration(schedule.estimated_wall_time_s or 0.0),
-            f"{what}; evaluations and loading aside",
+            f"{what}; evaluations, loading and [sft] aside",
         )
         if schedule.cost:
             yield (

@@ -32,6 +32,7 @@ _NO_TRACE: dict[str, object] = {
     "resume.from": "",
     "sft.steps": 0,
     "sft.epochs": 0.0,
+    "training.max_steps": 1,
 }
 """Settings with which a measured step evaluates nothing and writes only into its own folder."""
 

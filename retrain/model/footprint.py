@@ -98,7 +98,7 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
     parameters = list(base.model.parameters())
     frozen = sum(each.numel() for each in parameters if not each.requires_grad)
     # Dropout, and weights that are all trained, have the model's own forward pass.
-    drops, full = config.lora.dropout > 0, config.model.train == "full"
+    drops, full = config.dropout > 0, config.model.train == "full"
     learning = None if drops or full else fused
     kept = max(1, _kept_bytes(base, learning, kernel, drops=drops) // _PROBE_TOKENS)
     text: Any = base.model.config.get_text_config()

@@ -259,13 +259,14 @@ class Memory:
             return ""
         folder = Path(config.backend.adapter_path or config.logging.log_dir).absolute()
         there = next(place for place in (folder, *folder.parents) if place.exists())
-        saves = training.max_steps // (training.save_every or training.max_steps or 1) + 1
+        steps = training.max_steps + config.sft.steps
+        saves = steps // (training.save_every or steps or 1) + 1 + config.sft.is_on
         most = min(saves, (training.keep_checkpoints or saves) + 1)
         each, free = CHECKPOINT_BYTES * self.size.num_trainable, disk_usage(there).free
         advice = ": lower [training] keep_checkpoints, or set [backend] adapter_path"
         return (
-            f"Up to {most} checkpoints of {byte_words(each)} are on the disk of {folder}, which has"
-            f" {byte_words(free)} free{advice * (most * each > free)}."
+            f"Up to {most} checkpoints of {byte_words(each)} are on the disk of"
+            f" {folder}, which has {byte_words(free)} free{advice * (most * each > free)}."
         )
 
     def to_json(self) -> dict[str, Any]:

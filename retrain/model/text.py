@@ -152,9 +152,16 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    return _from_pretrained(
+    tokenizer = _from_pretrained(
         AutoTokenizer.from_pretrained, "tokenizer", name, revision, trust_remote_code
     )
+    # For some families transformers makes an empty tokenizer of a folder that holds none.
+    if len(tokenizer) == len(tokenizer.added_tokens_decoder):
+        raise EnvironmentFailure(
+            f'[model] model = "{name}" holds no tokenizer; name a whole model, such as a `retrain'
+            " export` of the run."
+        )
+    return tokenizer
 
 
 def load_model_config(

@@ -36,7 +36,7 @@ from retrain.records.entries import EvaluationRecord, GenerationRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl
 from retrain.records.terminal import clean
-from retrain.system import Json, read_object
+from retrain.system import grouped, read_object
 
 # -- curves ----------------------------------------------------------------------------------------
 
@@ -181,14 +181,11 @@ def curves_by_condition(labeled: Iterable[tuple[str, StoredRun]]) -> list[Condit
     """Return the curves of (label, run) pairs, one ConditionCurves per label in order of first
     appearance.
     """
-    by_label: dict[str, list[StoredRun]] = {}
-    for label, run in labeled:
-        by_label.setdefault(label, []).append(run)
     return [
         ConditionCurves(
             label, runs, [Curves.of(run) for run in runs], [held_out_points(run) for run in runs]
         )
-        for label, runs in by_label.items()
+        for label, runs in grouped(labeled).items()
     ]
 
 
@@ -441,9 +438,7 @@ def _sampled_runs(arms: Sequence[ConditionCurves]) -> Iterator[SampledRun]:
 def _sampled_steps(run: StoredRun, curves: Curves) -> Iterator[SampledStep]:
     """Yield some steps, evenly spaced between the first and the last step with completions."""
     path = run.folder.generations
-    by_step: dict[int, list[Json]] = {}
-    for line in read_jsonl(path):
-        by_step.setdefault(line["step"], []).append(line)
+    by_step = grouped((line["step"], line) for line in read_jsonl(path))
     steps = sorted(by_step)
     places = np.linspace(0, len(steps) - 1, min(_SAMPLED_STEPS, len(steps))).round().astype(int)
     sizes = curves.values["batch_size"] * curves.values["group_size"]

@@ -15,6 +15,7 @@ from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.evaluation import Evaluation
 from retrain.records.redact import note_secrets
 from retrain.records.run_folder import RunFolder, read_marker
+from retrain.records.state import TrainerState
 from retrain.run.dialogues import Watcher, counting
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import sharding_note, trust_note
@@ -95,16 +96,15 @@ def evaluate_weights(
     """Evaluate a checkpoint, or the initial weights of a run of `config`, which asks for an
     evaluation.
     """
-    step, choices = 0, None
-    if found:
-        step, choices = found.step, found.state().choices
-    with closing(load_parts(config, choices, log, learns=False)) as parts:
+    state = found.state() if found else TrainerState(config.training.seed, "")
+    stage, step = state.place
+    with closing(load_parts(config, state.choices, log, learns=False)) as parts:
         if found:
             parts.backend.load(found.folder)
         parts.backend.engine.sync(parts.backend.save_adapter, step)
         assert parts.evaluator is not None  # The configuration sets evaluation.at_end.
         with Interrupts() as interrupts:
             told = counting("Evaluation", parts.evaluator.completions, log)
-            evaluation, groups = parts.evaluator.run(step, Watcher(interrupts.check, told))
+            evaluation, groups = parts.evaluator.run(step, Watcher(interrupts.check, told), stage)
         keep(config, evaluation, groups)
         return evaluation

@@ -18,7 +18,8 @@ from retrain.rewards.scoring import check_held_out
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.rollout import Sampler
 from retrain.run.step_record import judge_fields
-from retrain.types import Example, Group, Prompt
+from retrain.system import grouped
+from retrain.types import Group, Prompt
 
 
 @dataclass
@@ -34,9 +35,8 @@ class Evaluator:
     @cached_property
     def heldout_sha256(self) -> dict[str, str]:
         """Task -> sha256 of its examples, in the order of the prompts."""
-        examples: dict[str, list[Example]] = {}
-        for prompt in chain.from_iterable(prompts for prompts, _ in self.sets):
-            examples.setdefault(prompt.example.task, []).append(prompt.example)
+        asked = chain.from_iterable(prompts for prompts, _ in self.sets)
+        examples = grouped((prompt.example.task, prompt.example) for prompt in asked)
         return {task: fingerprint(own) for task, own in examples.items()}
 
     @property

@@ -12,7 +12,7 @@ from retrain.config.moving import extremes, with_values
 from retrain.config.names import bracketed, is_recipe, table
 from retrain.config.recipes import departures, recipe
 from retrain.config.removed import REDEFINED
-from retrain.config.schema import DEFAULT_CLIPS, Lora, Loss, Model, Reward, Training
+from retrain.config.schema import DEFAULT_CLIPS, Loss, Model, Reward, Training
 from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.data.lab import MAX_DIFFICULTY
 from retrain.model.text import LAB_MODELS, base_name
@@ -100,7 +100,7 @@ def notes(config: TrainConfig) -> list[str]:
         _loss_note(config),
         _certainty_note(config, chosen),
         _lab_note(config),
-        _dropout_note(config.lora, config.loss),
+        _dropout_note(config.dropout, config.loss),
         _truncation_note(config),
         _split_note(config),
         teacher_note(config),
@@ -187,8 +187,7 @@ def reference_note(reward: Reward, examples: Sequence[Example], share: float = 0
     """Name the references that hold more than an answer, so that the reward does not pay the bare
     answer. Return "" if they are at most this share.
     """
-    unpaid = [(example, unpaid_answer(reward, example)) for example in examples]
-    unpaid = [(example, bare) for example, bare in unpaid if bare]
+    unpaid = [(each, bare) for each in examples if (bare := unpaid_answer(reward, each))]
     if len(unpaid) <= share * len(examples):
         return ""
     example, bare = unpaid[0]
@@ -235,14 +234,9 @@ def _certainty_note(config: TrainConfig, chosen: bool) -> str:
 
 def _full_note(config: TrainConfig) -> str:
     """Say what `[model] train = "full"` decides if the user does not."""
-    training = config.training
-    decided = {
-        "lr": toml_value(training.lr),
-        "keep_checkpoints": str(training.keep_checkpoints),
-    }
     unset = [
-        f"{name} = {value}"
-        for name, value in decided.items()
+        f"{name} = {toml_value(config.value(f'training.{name}'))}"
+        for name in ("lr", "keep_checkpoints")
         if not config.is_set(f"training.{name}")
     ]
     if config.model.train != "full" or not unset:
@@ -297,7 +291,7 @@ def _clips_nothing(config: TrainConfig) -> bool:
         low, high = 1 - low, high - 1
     if loss.old_logprobs == "recomputed":
         return own or (low > 0 and high > 0)
-    if config.lora.dropout or len(config.backend.device_list) > 1:
+    if config.dropout or len(config.backend.device_list) > 1:
         return False
     room = _ROOM
     if loss.mode == "gspo" and not config.is_set("loss.old_logprobs"):
@@ -336,23 +330,21 @@ def _split_note(config: TrainConfig) -> str:
     )
 
 
-def _dropout_note(lora: Lora, loss: Loss) -> str:
+def _dropout_note(dropout: float, loss: Loss) -> str:
     """Explain that the ratio contains dropout masks, since the learner applies dropout and the
     sampler does not.
     """
-    if not lora.dropout:
+    if not dropout:
         return ""
-    effect = (
-        f"[lora] dropout = {lora.dropout:g} is off while sampling, so ratio_mean, ess and"
-        " mismatch_k1 differ from 1, 1 and 0 before the first update"
+    ratio = (
+        'the loss\'s ratio contains it too, unless [loss] old_logprobs = "recomputed" takes it'
+        " under the same masks."
     )
     if loss.old_logprobs == "recomputed":
-        return (
-            f"{effect}; the loss takes its ratio against log-probs recomputed under the same masks."
-        )
+        ratio = "the loss takes its ratio against log-probs recomputed under the same masks."
     return (
-        f'{effect}; the loss\'s ratio contains it too, unless [loss] old_logprobs = "recomputed"'
-        " takes it under the same masks."
+        f"[lora] dropout = {dropout:g} is off while sampling, so ratio_mean, ess and mismatch_k1"
+        f" differ from 1, 1 and 0 before the first update; {ratio}"
     )
 
 
@@ -386,9 +378,8 @@ def _truncation_note(config: TrainConfig) -> str:
         for key in ("top_k", "top_p", "min_p")
         if config.is_set(f"training.{key}")
     )
-    kl = ""
-    if config.may_be_positive("loss.kl_coef"):
-        kl = "; the KL term is against the whole distribution of [loss] kl_reference"
+    kl = "; the KL term is against the whole distribution of [loss] kl_reference"
+    kl *= config.may_be_positive("loss.kl_coef")
     return (
         f"[training] {values}: retrain samples and trains the distribution over the kept"
         " tokens, also for log-probs, surprisals and entropies. A position with one kept token"

@@ -279,7 +279,7 @@ def logprob_diff_limit(config: TrainConfig, backend: Backend, gate_mean: float) 
     """
     if config.inference.max_logprob_diff is not None:
         return config.inference.max_logprob_diff or None
-    if config.lora.dropout or backend.capabilities.samples_ahead:
+    if config.dropout or backend.capabilities.samples_ahead:
         return None
     rounded = is_rounded(config.inference, backend)
     return default_logprob_diff_limit(gate_mean, half_precision=rounded)

@@ -217,13 +217,14 @@ def _load_rest(
     learns: bool,
 ) -> RunParts:
     """Load the parts that may come from the hub."""
-    text, opened = load_text(config.model, log), scorers.opened
+    opened = scorers.opened
+    text = load_text(config.model, log)
     _log_context(config.training, text.context, log)
     credit = _load_credit(config, text, log, world)
     sources = load_sources(config, text, log, opened, scorers)
     prompts = load_mixed_prompts(text, sources, log)
     check_answers(config, prompts.examples)
-    supervised = load_supervised(config, text, log)
+    supervised = load_supervised(config, text, log) if learns else None
     learned = supervised.traces.examples if supervised else ()
     held_out = load_held_out(config, text, sources, [*prompts.examples, *learned], log)
     judges = load_judges(config, sources, scorers, log) if held_out else {}
@@ -238,7 +239,8 @@ def _load_rest(
     def sampler(by_task: Judges) -> Sampler:
         return Sampler(backend.engine, by_task.get(""), text.vocabulary.text, world, by_task)
 
-    ks, rate = config.evaluation.k, config.reward.max_failure_rate
+    ks = config.evaluation.k
+    rate = config.reward.max_failure_rate
     return RunParts(
         text,
         prompts,

@@ -26,6 +26,8 @@ from retrain.config import (
 from retrain.config.data_sections import DATE_ARGUMENT
 from retrain.config.schema import Training
 from retrain.config.stored import WITH_OTHER_STEPS
+from retrain.data.prompts import query_of
+from retrain.data.traces import trace_query
 from retrain.distributed import World
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.model.text import model_fingerprint
@@ -321,16 +323,17 @@ def refuse_other_data(opened: RunStart, parts: RunParts) -> None:
     """
     if opened.checkpoint is None or not opened.folder.environment.exists():
         return
-    data, sft, key = opened.config.data, opened.config.sft, ""
+    config = opened.config
+    key = ""
     before = read_object(opened.folder.environment)
     differs = [
         name for name, own in parts.fingerprints.items() if before.get(name) not in (None, own)
     ]
-    if differs == ["traces_sha256"] and sft.source:
-        key = f'[sft] source = "{sft.source}"'
+    if differs == ["traces_sha256"]:
+        key = trace_query(config, "train").key
     elif differs:
-        key = f'[data] path = "{data.path}"' if data.path else f'[data] source = "{data.source}"'
-    elif other_heldout(opened.folder, opened.config, parts.heldout_sha256):
+        key = "[[data.mix]]" if config.data.mix else query_of(config, "train").key
+    elif other_heldout(opened.folder, config, parts.heldout_sha256):
         key = "[evaluation] source"
     if key:
         raise ConfigurationError(
@@ -355,8 +358,7 @@ def _named(config: TrainConfig) -> list[Any]:
     """Return the settings that decide which held-out examples the run reads."""
     data, evaluation = config.data, config.evaluation
     tasks = {
-        task: {name: own[name] for name in ("path", "max_examples") if name in own}
-        for task, own in evaluation.tasks.items()
+        task: (own.get("path"), own.get("max_examples")) for task, own in evaluation.tasks.items()
     }
     return [
         data.source,

@@ -16,7 +16,7 @@ from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable, TurnTable
 from retrain.run.identical import chance_of_identical
 from retrain.run.rollout import Rollout
-from retrain.system import peak_resident_bytes
+from retrain.system import grouped, peak_resident_bytes
 from retrain.types import (
     FinishReason,
     Float32Array,
@@ -169,11 +169,11 @@ def identical_chance(groups: Sequence[Group]) -> float:
     """Return a bound on the chance that so many trajectories of a group are identical; all draws of
     a prompt are one group.
     """
-    drawn: dict[int, list[tuple[Int32Array, Float32Array]]] = {}
-    for group in groups:
-        drawn.setdefault(group.slot, []).extend(
-            (one.token_ids, one.logprobs) for one in group.trajectories
-        )
+    drawn = grouped(
+        (group.slot, (one.token_ids, one.logprobs))
+        for group in groups
+        for one in group.trajectories
+    )
     return chance_of_identical(drawn.values())
 
 
@@ -191,9 +191,7 @@ def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
 
 def task_fields(rollout: Rollout) -> dict[str, float]:
     """Return the numbers of each source of a mixture, over the first draw of every prompt."""
-    groups: dict[str, list[Group]] = {}
-    for group in rollout.first_draws:
-        groups.setdefault(group.prompt.example.task, []).append(group)
+    groups = grouped((group.prompt.example.task, group) for group in rollout.first_draws)
     found: dict[str, float] = {}
     for task, own in sorted(groups.items()):
         rewards = list(chain.from_iterable(group.rewards for group in own))

@@ -44,6 +44,10 @@ class SupervisedStage:
         assert traces is not None  # `load_traces` refuses a source without training rows.
         if config.sft.evaluate_every:
             held_out = load_traces(config, text, "heldout")
+            if held_out is None:
+                traces.notes.append(
+                    "The traces are all for training: heldout_logprob in sft.jsonl stays null"
+                )
         return cls(config, traces, held_out, text)
 
     @property

@@ -13,6 +13,7 @@ import torch
 
 from retrain.analysis.runs import stored_run
 from retrain.config import TrainConfig, dump_toml, replaced
+from retrain.config.mixture import task_of
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, first_line
 from retrain.model import hub
 from retrain.model.load import load_weights, no_progress_bar
@@ -265,7 +266,10 @@ def _card(
     ]
     table = ["| steps | pass@1 with its 95% interval | problems |", "|---|---|---|", *scores]
     values = {path: config.value(path) for path in _SHOWN} | {"model.model": name}
-    if Path(config.data.source).is_absolute():
+    if config.data.mix:
+        del values["data.source"], values["reward.type"]
+        values["data.mix"] = [task_of(table) for table in config.data.mix]
+    elif Path(config.data.source).is_absolute():
         values["data.source"] = Path(config.data.source).name
     moved = config.schedule.points
     shown = [
@@ -273,13 +277,14 @@ def _card(
         for path, value in values.items()
     ]
     steps = counted(checkpoint.step, "step")
+    stage = " after a supervised stage" * config.sft.is_on
     return "\n".join(
         [
             "---",
             *([f"base_model: {json.dumps(hub_base)}"] if hub_base else []),
             f"library_name: {library}\npipeline_tag: text-generation",
             f"tags: [{lora}reinforcement-learning, retrain]\n---\n\n# {name}: {kind}\n",
-            f"Trained with reinforcement learning by retrain, for {steps}.\n",
+            f"Trained by retrain, for {steps} of reinforcement learning{stage}.\n",
             "## Held-out problems\n",
             *(table if scores else ["The run did not evaluate these weights."]),
             "\n## Settings\n\n| key | value |\n|---|---|",

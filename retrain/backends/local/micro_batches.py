@@ -15,6 +15,7 @@ from retrain.backends.rows import needed_tokens, shift
 from retrain.distributed import World
 from retrain.model.attention import FusedAttention
 from retrain.model.packing import PackedAttention, Segment
+from retrain.system import grouped
 from retrain.types import Float32Array, Row
 
 
@@ -96,9 +97,7 @@ def share_rows(rows: Sequence[LearnerRow], world: World) -> list[LearnerRow]:
     """
     if world.size == 1:
         return list(rows)
-    prompts: dict[bytes, list[LearnerRow]] = {}
-    for row in rows:
-        prompts.setdefault(row.prompt, []).append(row)
+    prompts = grouped((row.prompt, row) for row in rows)
     loads = [0] * world.size
     mine: list[LearnerRow] = []
     for group in sorted(prompts.values(), key=lambda group: -sum(row.tokens for row in group)):
