@@ -116,6 +116,17 @@ def test_explain_repeats_what_a_run_says_of_its_prompts_and_held_out_problems(
     assert "Held-out problems that are in training too: 1, the first is" in said
 
 
+def test_explain_refuses_what_a_resume_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections: dict[str, Any] = {"training": {"max_steps": 2}}
+    run = small_run(small(tmp_path / "run", **sections), quiet=True)
+    changed = {"training": {"max_steps": 1}, "resume": {"from": str(run.folder)}}
+    assert "too small for a run that has taken 2 steps" in refusal(tmp_path, capsys, 2, changed)
+    changed["training"] = {"max_steps": 2, "lr": 1.0}
+    assert "lr = 1.0 differs from" in refusal(tmp_path, capsys, 2, changed)
+
+
 @pytest.mark.parametrize("command", ["explain", "audit", "eval"])
 def test_what_a_plugin_prints_stays_out_of_the_json(
     command: str,

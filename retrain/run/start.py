@@ -185,31 +185,28 @@ def _no_checkpoint_line(folder: RunFolder) -> str:
     return f"{folder.path} has no checkpoint yet: starting at step 0."
 
 
+def refuse_resume(config: TrainConfig) -> None:
+    """Raise ConfigurationError as a resume of `config` would. This changes no file."""
+    folder = RunFolder(config.folder)
+    folder.refuse_run(resuming=True)
+    if folder.holds_run():
+        _continued(config, folder, repairs=False)
+
+
 def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     """Open a folder to resume its run. The folder does not change before it is certain that the run
     can continue.
     """
-    _refuse_damaged(folder)
-    config = _resumed_config(config, folder)
-    notes: list[str] = []
-    store = CheckpointStore(stored_checkpoints(folder), config.training.keep_checkpoints)
-    checkpoint = _newest(store, folder, notes)
-    state = _first_state(config)
-    if checkpoint:  # Other max_steps may come with another end of a falling rate.
-        state = replace(checkpoint.state(), config_hash=state.config_hash)
-    _refuse_other_steps(load_stored(folder.config), config, state.step)
-    replayed = {}
-    if config.backpressure.enabled:
-        replayed = decided_by(folder, state.step)
-    # From here on the folder changes.
+    found = _continued(config, folder)
+    config, store, state, notes = found.config, found.store, found.state, list(found.notes)
     if store.folder != folder.checkpoints:
         sign(store.folder, folder)
     _forget_summary(folder, state.step, notes)
-    if checkpoint:
+    if found.checkpoint:
         notes.append(f"Resuming {folder.path} after {steps_at(state.place)}.")
         if state.stage == "rl" and state.step == config.training.max_steps:
             notes.append(_no_step_left(config.training, folder))
-        replace_file(folder.trainer_state, (checkpoint.folder / STATE).read_bytes())
+        replace_file(folder.trainer_state, (found.checkpoint.folder / STATE).read_bytes())
         folder.cut_to(state, notes.append)
     else:
         notes.append(_no_checkpoint_line(folder))
@@ -221,6 +218,27 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
             " first of them."
         )
     store.make_room_after(state, notes.append)
+    return replace(found, notes=tuple(notes))
+
+
+def _continued(config: TrainConfig, folder: RunFolder, *, repairs: bool = True) -> RunStart:
+    """Return where a run continues. If it `repairs`, it finishes a killed save of a checkpoint, and
+    changes nothing else. Raises ConfigurationError if the run cannot continue with `config`.
+    """
+    _refuse_damaged(folder)
+    config = _resumed_config(config, folder)
+    notes: list[str] = []
+    store = CheckpointStore(stored_checkpoints(folder), config.training.keep_checkpoints)
+    if repairs:
+        put_back(store.folder)
+    checkpoint = _newest(store, folder, notes)
+    state = _first_state(config)
+    if checkpoint:  # Other max_steps may come with another end of a falling rate.
+        state = replace(checkpoint.state(), config_hash=state.config_hash)
+    _refuse_other_steps(load_stored(folder.config), config, state.step)
+    replayed = {}
+    if config.backpressure.enabled:
+        replayed = decided_by(folder, state.step)
     return RunStart(config, folder, store, state, checkpoint, tuple(notes), replayed)
 
 
@@ -424,7 +442,6 @@ def _newest(store: CheckpointStore, folder: RunFolder, passed_over: list[str]) -
     """
     from retrain.records.sound import changed_log
 
-    put_back(store.folder)
     found = store.newest(
         passed_over.append, lambda checkpoint: changed_log(folder, vars(checkpoint.state()))
     )
