@@ -10,6 +10,7 @@ from retrain.config import load_config
 pytest.importorskip("matplotlib")
 
 from scripts import replications
+from tests.campaigns import compared, write_planned
 
 FILES = Path(__file__).resolve().parents[1] / "examples" / "replications"
 
@@ -75,6 +76,18 @@ def test_a_page_has_a_verdict_only_when_no_run_is_to_come(
     assert row.startswith("| b | 51.0% | +1.0 pp [-1.0, +2.0] | 7 |")
     assert ("equivalent, p 0.003" in row, "ties" in said) == (not to_come, not to_come)
     assert said.startswith("No verdict yet: 3 runs" if to_come else "b ties")
+
+
+def test_a_single_pair_has_a_page_without_an_interval(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = {"grpo+none": [50], "maxrl+none": [60]}
+    found = compared(capsys, write_planned(tmp_path / "runs", arms))
+    monkeypatch.setattr(replications, "retrain", lambda *words: json.dumps(found))
+    monkeypatch.setattr(replications, "PAGES", tmp_path)
+    rows = [*replications._comparisons("ranks")]
+    assert any(row.startswith("| maxrl+none | 60.0% | +10.0 pp [no interval] | 1 |") for row in rows)
+    assert (tmp_path / "ranks.svg").is_file()
 
 
 def test_the_page_of_the_real_model_keeps_what_its_reader_wrote(

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -646,15 +646,14 @@ def _bounded(query: Query, examples: Iterable[Example]) -> Iterator[Example]:
     if isinstance(examples, Sized):
         yield from examples
         return
-    for index, example in enumerate(examples):
+    for index, example in enumerate(islice(examples, limit or None)):
         if index == MAX_STREAMED:
             raise ConfigurationError(
                 f'[data] source = "{query.data.source}" has given {MAX_STREAMED:,} examples and has'
-                " no end in sight; set [training] max_examples, or return a list."
+                f" no end in sight; set [training] max_examples to {MAX_STREAMED:,} or less, or"
+                " return a list."
             )
         yield example
-        if index + 1 == limit:
-            return
 
 
 def _checked(query: Query, examples: Iterable[Example]) -> ReadResult:
