@@ -194,6 +194,17 @@ def test_ctrl_c_exits_with_130_and_a_line(
     assert capsys.readouterr().err == "retrain: Interrupted by SIGINT.\n"
 
 
+def test_ctrl_c_during_the_first_imports_exits_with_130_and_a_line() -> None:
+    code = (
+        "import sys; before = {*sys.modules}; from retrain.cli import start\n"
+        "assert {*sys.modules} - before == {'retrain', 'retrain.cli'}\n"
+        "class Pressed:\n    def find_spec(self, *_): raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Pressed()); sys.exit(start())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (130, "retrain: Interrupted by SIGINT.\n")
+
+
 def test_a_second_ctrl_c_while_the_first_one_is_told_exits_with_130(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

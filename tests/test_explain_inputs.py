@@ -4,6 +4,7 @@ ran.
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 from retrain.cli.main import main
-from retrain.config import dump_toml
+from retrain.config import dump_toml, load_config, load_stored
 from retrain.errors import ConfigurationError
+from retrain.explain import explain
+from retrain.model.text import LAB_MODEL
 from tests.runs import small, small_run
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -125,6 +128,25 @@ def test_explain_refuses_what_a_resume_refuses(
     assert "too small for a run that has taken 2 steps" in refusal(tmp_path, capsys, 2, changed)
     changed["training"] = {"max_steps": 2, "lr": 1.0}
     assert "lr = 1.0 differs from" in refusal(tmp_path, capsys, 2, changed)
+
+
+def test_a_resume_from_another_folder_finds_the_model_and_both_folders_of_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(LAB_MODEL, tmp_path / "models" / "mine")
+    monkeypatch.chdir(tmp_path)
+    sections: dict[str, Any] = {"model": {"model": "models/mine"}, "training": {"max_steps": 1}}
+    first = small_run(small(Path("first"), **sections), quiet=True)
+    more = {"lora": {"init_from": str(first.adapter)}, "backend": {"adapter_path": "adapters"}}
+    small_run(small(Path("second"), **sections, **more), quiet=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    flags = ["--resume", str(tmp_path / "second"), "--max-steps", "2"]
+    config = load_config(tmp_path / "second" / "config.toml", flags, environ={})
+    seen = explain(config)
+    assert (seen.refused, seen.unavailable, seen.memory_unknown) == ((), (), "")
+    assert small_run(config, quiet=True).summary.steps == 2
+    assert load_stored(tmp_path / "second" / "config.toml").model.model == "models/mine"
 
 
 @pytest.mark.parametrize("command", ["explain", "audit", "eval"])

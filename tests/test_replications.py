@@ -86,7 +86,9 @@ def test_a_single_pair_has_a_page_without_an_interval(
     monkeypatch.setattr(replications, "retrain", lambda *words: json.dumps(found))
     monkeypatch.setattr(replications, "PAGES", tmp_path)
     rows = [*replications._comparisons("ranks")]
-    assert any(row.startswith("| maxrl+none | 60.0% | +10.0 pp [no interval] | 1 |") for row in rows)
+    assert any(
+        row.startswith("| maxrl+none | 60.0% | +10.0 pp [no interval] | 1 |") for row in rows
+    )
     assert (tmp_path / "ranks.svg").is_file()
 
 

@@ -328,7 +328,6 @@ def _read(run: StoredRun, now: float) -> RunStatus:
     idle = max(0.0, now - _last_written(folder, now))
     state = _state(run, writer, idle, step_time)
     max_steps = run.config.training.max_steps
-    left = max(0, max_steps - run.steps) * (step_time or 0.0)
     evaluation = None if run.unsound else run.final_evaluation
     return RunStatus(
         path=run.path,
@@ -341,10 +340,15 @@ def _read(run: StoredRun, now: float) -> RunStatus:
         held_out=evaluation.pass_at.get(1) if evaluation else None,
         tokens_per_s=_median([record.tokens_per_s for record in recent]),
         median_step_time_s=step_time,
-        remaining_s=left if state in LIVE and step_time is not None else None,
+        remaining_s=(
+            max(0, max_steps - run.steps) * step_time
+            if state in LIVE and step_time is not None
+            else None
+        ),
         idle_s=idle,
         note=" ".join(filter(None, [run.unsound, *_begun(run), _note(run, state, writer, idle)])),
-        loss_note=untrained_line(Streak.of(reversed(recent))) or (loss_note(last) if last else ""),
+        loss_note=untrained_line(Streak.of(reversed(recent)), run.config)
+        or (loss_note(last) if last else ""),
     )
 
 

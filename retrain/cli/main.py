@@ -65,7 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _answer(arguments: list[str]) -> int:
     """Run one command and return its exit code; a failure prints its sentence."""
     try:
-        _require_folder()
+        try:
+            Path.cwd()
+        except FileNotFoundError:  # No path leads anywhere, and libraries end the process.
+            raise ConfigurationError(
+                "the current folder no longer exists; change to another one with `cd`."
+            ) from None
         code = _dispatch(arguments)
         # Flush here, where this function expects a reader that went away.
         sys.stdout.flush()
@@ -105,18 +110,6 @@ def _answer(arguments: list[str]) -> int:
 _LOCAL_TRAINER = ("torch", "peft")
 """The packages that retrain-core leaves out: every command runs without them until it needs a model
 on this machine."""
-
-
-def _require_folder() -> None:
-    """Raise ConfigurationError in a deleted folder: no path leads anywhere there, and libraries end
-    the process.
-    """
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        raise ConfigurationError(
-            "the current folder no longer exists; change to another one with `cd`."
-        ) from None
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -174,19 +167,15 @@ def _ended_by(error: RetrainError | StoppedAtOnce, arguments: Sequence[str]) -> 
     with suppress(OSError):  # The terminal may be gone, and the exit code says it too.
         for sentence in sentences:
             print(f"retrain: {sentence}", file=sys.stderr)
-        if _asks_for_json(arguments):
+        if any(
+            one in ("--json", "--format=json") or (one, two) == ("--format", "json")
+            for one, two in pairwise([*arguments, ""])
+        ):
             import json
 
             found = {"error": " ".join(sentences), "exit_code": error.exit_code}
             print(json.dumps(found, indent=2))
     return error.exit_code
-
-
-def _asks_for_json(arguments: Sequence[str]) -> bool:
-    return any(
-        one in ("--json", "--format=json") or (one, two) == ("--format", "json")
-        for one, two in pairwise([*arguments, ""])
-    )
 
 
 _MAX_SENTENCE = 1200
@@ -210,9 +199,15 @@ def _replace_missing_streams() -> None:
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            mode = "r" if name == "stdin" else "w"
-            null = os.open(os.devnull, os.O_RDWR)
-            setattr(sys, name, os.fdopen(null, mode, encoding="utf-8"))
+            setattr(
+                sys,
+                name,
+                os.fdopen(
+                    os.open(os.devnull, os.O_RDWR),
+                    "r" if name == "stdin" else "w",
+                    encoding="utf-8",
+                ),
+            )
 
 
 def _let_go_of_closed_streams() -> None:
@@ -232,6 +227,6 @@ def _masked_traceback(
     from retrain.records.redact import Redactor
     from retrain.records.terminal import clean
 
-    text = "".join(traceback.format_exception(kind, error, trace))
-    sys.stderr.write(clean(Redactor().text(text)))
+    lines = traceback.format_exception(kind, error, trace)
+    sys.stderr.write(clean(Redactor().text("".join(lines))))
     sys.stderr.write("This is a bug in retrain, not in your configuration.\n")

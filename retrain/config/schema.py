@@ -195,9 +195,11 @@ class TrainConfig(AllSections):
     def reads_reference(self) -> bool:
         """True if a KL term, or a loss plugin, may read [loss] kl_reference."""
         loss = self.loss
-        own = loss.mode not in builtin_names("loss")
-        own |= loss.correction not in builtin_names("correction")
-        return own or self.may_be_positive("loss.kl_coef")
+        return (
+            loss.mode not in builtin_names("loss")
+            or loss.correction not in builtin_names("correction")
+            or self.may_be_positive("loss.kl_coef")
+        )
 
     @property
     def reads_base(self) -> bool:
@@ -230,13 +232,12 @@ class TrainConfig(AllSections):
 
     @property
     def search_folders(self) -> list[Path]:
-        """The folders of relative data files and plugins. These are its own folders. The file of a
-        run adds the folders in which the run began, if this user can enter them.
+        """The folders of relative data files, models, adapters and plugins. These are its own
+        folders. The file of a run adds the folders in which the run began, if this user can enter
+        them.
         """
         folders = self.own_folders
-        if self.source_path is None:
-            return folders
-        with suppress(OSError, RunFailed):
+        with suppress(OSError, RunFailed, IndexError):  # A configuration from Python has no file.
             began = read_object(folders[1] / "environment.json").get("folders")
             if isinstance(began, list):
                 folders += [
@@ -245,6 +246,11 @@ class TrainConfig(AllSections):
                     if os.path.isdir(name) and os.access(name, os.X_OK)  # noqa: PTH112
                 ]
         return folders
+
+    def find(self, path: str) -> Path:
+        """Return a relative path in the first of the search folders that has it, else as it is."""
+        places = (folder / path for folder in self.search_folders)
+        return next(filter(Path.exists, places), Path(path))
 
     @property
     def origins(self) -> dict[str, str]:

@@ -129,12 +129,8 @@ class Query:
 
     @property
     def path(self) -> Path:
-        """The path that `key` names, relative to the first of the configuration's folders that
-        holds it.
-        """
-        path = Path(self.data.path or self.data.source)
-        places = (folder / path for folder in self.config.search_folders)
-        return next(filter(Path.exists, places), path)
+        """The path that `key` names."""
+        return self.config.find(self.data.path or self.data.source)
 
     def no_heldout(self) -> NoHeldOutSplit:
         named = self.data.source in self.config.evaluation.sources

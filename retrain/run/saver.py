@@ -33,8 +33,9 @@ class Schedule:
     """
 
     def is_finished(self, state: TrainerState) -> bool:
-        ended = state.stage == "rl" and state.step >= self.config.training.max_steps
-        return ended or self.is_out_of_time(state)
+        return (
+            state.stage == "rl" and state.step >= self.config.training.max_steps
+        ) or self.is_out_of_time(state)
 
     def is_out_of_time(self, state: TrainerState) -> bool:
         """Return True if the run has used up `[training] max_hours`; 0 sets no limit."""
@@ -56,8 +57,9 @@ class Schedule:
         stage, step = state.place
         if stage == "rl":
             return self.evaluates_at(step)
-        starts = step == 0 and self.config.evaluation.at_start
-        return starts or is_due(self.config.sft.evaluate_every, step)
+        return (step == 0 and self.config.evaluation.at_start) or is_due(
+            self.config.sft.evaluate_every, step
+        )
 
     def saves(self, state: TrainerState) -> bool:
         """Return True if a checkpoint of `state` is due, which includes the end of the supervised
@@ -69,12 +71,14 @@ class Schedule:
         return step > 0 and self._is_due(step, state)
 
     def saves_at(self, step: int, state: TrainerState) -> bool:
-        ends = step in self.saved or step >= self.config.training.max_steps
-        return step > 0 and (ends or self._is_due(step, state))
+        return step > 0 and (
+            step in self.saved
+            or step >= self.config.training.max_steps
+            or self._is_due(step, state)
+        )
 
     def _is_due(self, step: int, state: TrainerState) -> bool:
-        due = is_due(self.config.training.save_every, step)
-        return due or self.is_out_of_time(state)
+        return is_due(self.config.training.save_every, step) or self.is_out_of_time(state)
 
 
 def steps_at(place: tuple[str, int]) -> str:

@@ -24,11 +24,10 @@ from retrain.config import (
     with_drawn_seed,
 )
 from retrain.config.data_sections import DATE_ARGUMENT
-from retrain.config.schema import Training
 from retrain.config.stored import WITH_OTHER_STEPS
 from retrain.distributed import World
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
-from retrain.model.text import model_fingerprint
+from retrain.model.text import model_fingerprint, resolve_model
 from retrain.records.checkpoint import STATE, Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import checkpoint_folder, sign, stored_checkpoints, take
 from retrain.records.disk import put_back, remove_empty, replace_file
@@ -38,7 +37,6 @@ from retrain.records.run_folder import MARKER, RunFolder, kind_of, writer_lock
 from retrain.records.state import TrainerState
 from retrain.run.gate import GateResult
 from retrain.run.parts import RunParts
-from retrain.run.pressure import decided_by
 from retrain.run.saver import steps_at
 from retrain.system import Json, read_object
 
@@ -55,9 +53,6 @@ class RunStart:
     checkpoint: Checkpoint | None
     """The checkpoint to load; with None the run starts at step 0."""
     notes: tuple[str, ...]
-    decided_by: Mapping[int, float] = field(default_factory=dict)
-    """Step -> seconds by which back pressure decided, for the steps that a resumed run makes
-    again."""
     began: float = field(default_factory=monotonic)
 
 
@@ -205,7 +200,13 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     if found.checkpoint:
         notes.append(f"Resuming {folder.path} after {steps_at(state.place)}.")
         if state.stage == "rl" and state.step == config.training.max_steps:
-            notes.append(_no_step_left(config.training, folder))
+            steps, more = state.step, f"--max-steps {2 * state.step or 1}"
+            if config.training.lr_schedule != "constant":
+                more += f" --lr-horizon {2 * steps or 1}"
+            notes.append(
+                f"This run is complete: {steps} steps of [training] max_steps = {steps}."
+                f" To train longer: `{folder.resume_command} {more}`."
+            )
         replace_file(folder.trainer_state, (found.checkpoint.folder / STATE).read_bytes())
         folder.cut_to(state, notes.append)
     else:
@@ -236,10 +237,7 @@ def _continued(config: TrainConfig, folder: RunFolder, *, repairs: bool = True) 
     if checkpoint:  # Other max_steps may come with another end of a falling rate.
         state = replace(checkpoint.state(), config_hash=state.config_hash)
     _refuse_other_steps(load_stored(folder.config), config, state.step)
-    replayed = {}
-    if config.backpressure.enabled:
-        replayed = decided_by(folder, state.step)
-    return RunStart(config, folder, store, state, checkpoint, tuple(notes), replayed)
+    return RunStart(config, folder, store, state, checkpoint, tuple(notes))
 
 
 def _refuse_damaged(folder: RunFolder) -> None:
@@ -268,8 +266,8 @@ def _resumed_config(config: TrainConfig, folder: RunFolder) -> TrainConfig:
         changes["training.seed"] = stored.training.seed
     config = replaced(config, changes, origin="file")  # The values come from the run's own file.
     # config.toml masks credentials, so they must not count as a difference.
-    masked = config_from_toml(dump_toml(Redactor().config(config)))
-    differences = resume_differences(stored, masked)
+    masked = config_from_toml(dump_toml(Redactor().config(config)), config.source_path)
+    differences = resume_differences(placed(stored), placed(masked))
     if differences:
         raise ConfigurationError(differences)
     return config
@@ -303,25 +301,25 @@ def _refuse_other_steps(stored: TrainConfig, config: TrainConfig, step: int) -> 
     )
 
 
-def _no_step_left(training: Training, folder: RunFolder) -> str:
-    """Say that the run has taken all of its steps, and how to continue."""
-    steps = training.max_steps
-    more = f"--max-steps {2 * steps or 1}"
-    if training.lr_schedule != "constant":
-        more += f" --lr-horizon {2 * steps or 1}"
-    return (
-        f"This run is complete: {steps} steps of [training] max_steps = {steps}."
-        f" To train longer: `{folder.resume_command} {more}`."
+def placed(config: TrainConfig) -> TrainConfig:
+    """Return `config` with the folders of the model and of the first adapter as they are found from
+    here.
+    """
+    paths = {"model.model": config.model.model, "lora.init_from": config.lora.init_from}
+    return replaced(
+        config,
+        {
+            key: str(config.find(path))
+            for key, path in paths.items()
+            if not Path(resolve_model(path)).exists()
+        },
     )
 
 
 def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
-    """Return `config` with the day on which the run or its campaign began, for a chat template's
-    `strftime_now`.
+    """Return `config` with its folders as they are found from here, and with the day on which the
+    run or its campaign began, for a chat template's `strftime_now`.
     """
-    arguments = config.data.chat_template_args
-    if DATE_ARGUMENT in arguments:
-        return config
     day, campaign = None, folder.path.resolve().parent.parent
     if folder.environment.exists():
         day = read_object(folder.environment).get("prompt_date")
@@ -330,7 +328,8 @@ def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
             begun = str(read_object(campaign / "manifest.json").get("timestamp"))
             day = re.sub(r"(\d{4})(\d\d)(\d\d)_\d+", r"\1-\2-\3", begun)
     today = datetime.now().astimezone().date().isoformat()
-    return replaced(config, {"data.chat_template_args": {DATE_ARGUMENT: day or today, **arguments}})
+    arguments = {DATE_ARGUMENT: day or today, **config.data.chat_template_args}
+    return replaced(placed(config), {"data.chat_template_args": arguments})
 
 
 def refuse_other_data(opened: RunStart, parts: RunParts) -> None:
@@ -371,19 +370,18 @@ def other_heldout(
 
 def _named(config: TrainConfig) -> list[Any]:
     """Return the settings that decide which held-out examples the run reads."""
-    data, evaluation = config.data, config.evaluation
     tasks = {
         task: {name: own[name] for name in ("path", "max_examples") if name in own}
-        for task, own in evaluation.tasks.items()
+        for task, own in config.evaluation.tasks.items()
     }
-    return [
-        data.source,
-        data.path,
-        data.difficulty,
-        evaluation.source,
-        evaluation.max_examples,
-        tasks,
-    ]
+    keys = (
+        "data.source",
+        "data.path",
+        "data.difficulty",
+        "evaluation.source",
+        "evaluation.max_examples",
+    )
+    return [*map(config.value, keys), tasks]
 
 
 def _forget_summary(folder: RunFolder, step: int, notes: list[str]) -> None:
@@ -411,9 +409,11 @@ def describe(
         "loss": loss_notes(config),
     }
     own = part_of_session(environment, goes_on=opened.checkpoint is not None)
-    own["parity_gate"] = gate and gate.to_json()
-    own["model_sha256"] = model_fingerprint(config.model)
-    own["heldout_sha256"] = parts.heldout_sha256
+    own |= {
+        "parity_gate": gate and gate.to_json(),
+        "model_sha256": model_fingerprint(placed(config).model),
+        "heldout_sha256": parts.heldout_sha256,
+    }
     written = parts.prompts.sha256
     if environment.setdefault("prompts_sha256", written) != written:
         log(

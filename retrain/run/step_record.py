@@ -89,16 +89,14 @@ def reward_fields(
     members = list(chain.from_iterable(group.members for group in rollout.first_draws))
     trajectories = [member.trajectory for member in members]
     is_cut = [one.finish_reason is FinishReason.LENGTH for one in trajectories]
-    rewards, found = _rewards(members), None
+    rewards = _rewards(members)
     entropy = _token_mean([one.entropies for one in trajectories])
-    if boxes:
-        found = mean_or_none(
-            [
-                boxes(member.text, group.prompt.text) is not None
-                for group in rollout.first_draws
-                for member in group.members
-            ]
-        )
+    found = [
+        boxes(member.text, group.prompt.text) is not None
+        for group in rollout.first_draws
+        for member in group.members
+        if boxes
+    ]
     return {
         "correct_rate": rollout.correct_rate,
         "mean_reward": mean_or_none(rewards),
@@ -109,8 +107,11 @@ def reward_fields(
         "length_reward_z": _length_reward_z(rollout.first_draws),
         "entropy_mean": learners_entropy if entropy is None else entropy,
         "surprisal_mean": _token_mean([-one.logprobs for one in trajectories]),
-        "answer_found_rate": found,
-        "groups_identical": sum(map(_is_identical, rollout.first_draws)),
+        "answer_found_rate": mean_or_none(found),
+        "groups_identical": sum(
+            len(group) > 1 == len({one.token_ids.tobytes() for one in group.trajectories})
+            for group in rollout.first_draws
+        ),
     }
 
 
@@ -120,16 +121,13 @@ def _length_reward_z(groups: Iterable[Group]) -> float | None:
     """
     moment = variance = 0.0
     for group in groups:
-        judged = [
-            (one.trajectory.num_actions, one.score.reward)
-            for one in group.members
-            if one.score.reward is not None
-        ]
-        if len(judged) > 1:
-            lengths, rewards = (np.array(judged) - np.mean(judged, axis=0)).T
-            moment += float(lengths @ rewards)
-            variance += float(lengths @ lengths * (rewards @ rewards)) / (len(judged) - 1)
-    return moment / variance**0.5 if variance else None
+        own = group.judged()
+        if len(set(own.rewards)) > 1:
+            lengths = [one.num_actions for one in own.trajectories]
+            (length, both), (_, reward) = np.cov(lengths, own.rewards) * (len(own) - 1)
+            moment += both
+            variance += length * reward / (len(own) - 1)
+    return float(moment / variance**0.5) if variance else None
 
 
 def _rewards(members: Iterable[Scored]) -> list[float]:
@@ -151,18 +149,15 @@ def _token_mean(rows: Sequence[Float32Array | None]) -> float | None:
     return float(values.mean(dtype=np.float64))
 
 
-def _is_identical(group: Group) -> bool:
-    written = {trajectory.token_ids.tobytes() for trajectory in group.trajectories}
-    return len(group) > 1 == len(written)
-
-
 def result_fields(result: StepResult) -> dict[str, Any]:
     """Return the learner's report under the names of the record, which equal its own."""
     fields = asdict(result)
     del fields["updates"], fields["nonfinite_tensor"]  # Only the screen shows them.
     del fields["entropy_mean"]  # `reward_fields` takes it.
-    loss = None if result.loss_is_placeholder else result.loss
-    return fields | {"loss": loss, "reported_loss": result.loss}
+    return fields | {
+        "loss": None if result.loss_is_placeholder else result.loss,
+        "reported_loss": result.loss,
+    }
 
 
 def identical_chance(groups: Sequence[Group]) -> float:
@@ -279,13 +274,11 @@ def token_table(
     """
     tokens, entropies = credit.tokens, credit.tokens.entropies
     prompts = [group.prompt.token_ids for group in credit.sources]
-    slots = [group.slot for group in credit.sources for _ in group.trajectories]
     trajectories = list(chain.from_iterable(group.trajectories for group in credit.sources))
-    truncated = [one.finish_reason is FinishReason.LENGTH for one in trajectories]
     kept = [one.kept for one in trajectories if one.kept is not None]
     return TokenTable(
         offsets=_offsets(tokens.segments.lengths),
-        slot=np.array(slots, np.int32),
+        slot=np.array([one.slot for one in credit.sources for _ in one.trajectories], np.int32),
         sample=np.array([one.sample for one in trajectories], np.int32),
         token_ids=_joined_ids([one.token_ids for one in trajectories]),
         logprobs=tokens.logprobs.astype(np.float32),
@@ -293,7 +286,9 @@ def token_table(
         mask=tokens.planning.astype(np.uint8) if with_planning else None,
         advantages=credit.stages_float32(),
         rewards=np.array(list(chain.from_iterable(tokens.rewards)), np.float64),
-        truncated=np.array(truncated, np.uint8),
+        truncated=np.array(
+            [one.finish_reason is FinishReason.LENGTH for one in trajectories], np.uint8
+        ),
         log_ratios=None if log_ratios is None else _joined_ratios(credit, log_ratios),
         prompt_offsets=_offsets([len(ids) for ids in prompts]),
         prompt_token_ids=_joined_ids(prompts),
@@ -339,9 +334,7 @@ def _turn_table(trajectories: Sequence[Trajectory]) -> TurnTable | None:
 
 
 def mean_or_none(values: Sequence[float] | Sequence[int]) -> float | None:
-    if values:
-        return float(np.mean(values))
-    return None
+    return float(np.mean(values)) if values else None
 
 
 def peak_memory_gib(device: str) -> float:
