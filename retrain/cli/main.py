@@ -67,7 +67,7 @@ def _answer(arguments: list[str]) -> int:
     try:
         try:
             Path.cwd()
-        except FileNotFoundError:  # No path leads anywhere, and libraries end the process.
+        except FileNotFoundError:  # In a deleted folder libraries end the process.
             raise ConfigurationError(
                 "the current folder no longer exists; change to another one with `cd`."
             ) from None

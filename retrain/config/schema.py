@@ -222,19 +222,18 @@ class TrainConfig(AllSections):
 
     @property
     def folder(self) -> Path:
-        """The folder of the run or campaign that this configuration begins or continues."""
+        """The folder of the run or campaign that it begins or continues."""
         return Path(self.resume.from_ or self.logging.log_dir)
 
     @property
     def own_folders(self) -> list[Path]:
-        """The current folder and the folder of the configuration's file."""
+        """The current folder and the folder of its file."""
         return [Path.cwd(), *([self.source_path.resolve().parent] if self.source_path else [])]
 
     @property
     def search_folders(self) -> list[Path]:
-        """The folders of relative data files, models, adapters and plugins. These are its own
-        folders. The file of a run adds the folders in which the run began, if this user can enter
-        them.
+        """The folders of relative paths and plugins. They are its own, and the enterable ones in
+        which its run began.
         """
         folders = self.own_folders
         with suppress(OSError, RunFailed, IndexError):  # A configuration from Python has no file.
@@ -248,7 +247,7 @@ class TrainConfig(AllSections):
         return folders
 
     def find(self, path: str) -> Path:
-        """Return a relative path in the first of the search folders that has it, else as it is."""
+        """Look for a relative path in these folders."""
         places = (folder / path for folder in self.search_folders)
         return next(filter(Path.exists, places), Path(path))
 

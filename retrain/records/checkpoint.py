@@ -258,7 +258,8 @@ class CheckpointStore:
                 " another volume."
             ) from error
         finally:
-            path.unlink(missing_ok=True)
+            if path.exists():
+                path.unlink()
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -145,10 +145,13 @@ class StepObserver:
         """Write a step down. `state` is the run's state after the step, and `decision` has the
         fields of the back pressure's decision.
         """
-        scheduled = self.plan.moved(step.number) or None
-        by_task = task_fields(step.rollout) if self.config.data.mix else None
-        fields = {**decision, "scheduled": scheduled, "by_task": by_task}
-        record = self._record(step, state, fields)
+        before, self._laid_out = self._laid_out, self.parts.backend.engine.layout_seconds
+        own = {
+            "scheduled": self.plan.moved(step.number) or None,
+            "by_task": task_fields(step.rollout) if self.config.data.mix else None,
+            "time_layout_s": self._laid_out - before if self.config.model.train == "full" else None,
+        }
+        record = self._record(step, state, {**decision, **own})
         self.past.add(record)
         number, groups, in_turns = step.number, step.rollout.groups, self.parts.has_turns
         records = generation_records(number, groups, step.credit, in_turns=in_turns)
@@ -194,7 +197,6 @@ class StepObserver:
 
     def _record(self, step: Step, state: TrainerState, decision: Mapping[str, Any]) -> StepRecord:
         pipeline, sepa, groups = self.parts.credit, self.parts.sepa, step.rollout.groups
-        before, self._laid_out = self._laid_out, self.parts.backend.engine.layout_seconds
         uses_sepa, planning = pipeline.uses_sepa_controller, step.credit.tokens.planning
         return StepRecord(
             step=step.number,
@@ -223,7 +225,6 @@ class StepObserver:
             ),
             uncertainty_kind=pipeline.uncertainty_kind if pipeline.needs_uncertainty else None,
             time_sample_s=step.rollout.sample_seconds,
-            time_layout_s=self._laid_out - before if self.config.model.train == "full" else None,
             time_reward_s=step.rollout.reward_seconds,
             time_credit_s=step.clock.seconds["credit"],
             time_learn_s=step.clock.seconds["learn"],

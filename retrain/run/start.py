@@ -302,9 +302,7 @@ def _refuse_other_steps(stored: TrainConfig, config: TrainConfig, step: int) -> 
 
 
 def placed(config: TrainConfig) -> TrainConfig:
-    """Return `config` with the folders of the model and of the first adapter as they are found from
-    here.
-    """
+    """Return `config` with its model and its first adapter where `config.find` finds them."""
     paths = {"model.model": config.model.model, "lora.init_from": config.lora.init_from}
     return replaced(
         config,
@@ -317,8 +315,8 @@ def placed(config: TrainConfig) -> TrainConfig:
 
 
 def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
-    """Return `config` with its folders as they are found from here, and with the day on which the
-    run or its campaign began, for a chat template's `strftime_now`.
+    """Return the `placed` configuration with the day on which the run or its campaign began, for a
+    chat template's `strftime_now`.
     """
     day, campaign = None, folder.path.resolve().parent.parent
     if folder.environment.exists():
