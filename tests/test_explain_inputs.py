@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from retrain.cli.main import main
-from retrain.config import dump_toml, load_config, load_stored
+from retrain.config import dump_toml, load_config, replaced
 from retrain.errors import ConfigurationError
 from retrain.explain import explain
 from retrain.model.text import LAB_MODEL
@@ -119,18 +119,7 @@ def test_explain_repeats_what_a_run_says_of_its_prompts_and_held_out_problems(
     assert "Held-out problems that are in training too: 1, the first is" in said
 
 
-def test_explain_refuses_what_a_resume_refuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sections: dict[str, Any] = {"training": {"max_steps": 2}}
-    run = small_run(small(tmp_path / "run", **sections), quiet=True)
-    changed = {"training": {"max_steps": 1}, "resume": {"from": str(run.folder)}}
-    assert "too small for a run that has taken 2 steps" in refusal(tmp_path, capsys, 2, changed)
-    changed["training"] = {"max_steps": 2, "lr": 1.0}
-    assert "lr = 1.0 differs from" in refusal(tmp_path, capsys, 2, changed)
-
-
-def test_a_resume_from_another_folder_finds_the_model_and_both_folders_of_adapters(
+def test_a_resume_from_another_folder_finds_its_folders_and_explain_refuses_as_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(LAB_MODEL, tmp_path / "models" / "mine")
@@ -146,7 +135,10 @@ def test_a_resume_from_another_folder_finds_the_model_and_both_folders_of_adapte
     seen = explain(config)
     assert (seen.refused, seen.unavailable, seen.memory_unknown) == ((), (), "")
     assert small_run(config, quiet=True).summary.steps == 2
-    assert load_stored(tmp_path / "second" / "config.toml").model.model == "models/mine"
+    refused = explain(replaced(config, {"training.max_steps": 1, "training.lr": 1.0})).refused
+    assert "lr = 1.0 differs from" in refused[0] and "models/mine" not in str(refused)
+    refused = explain(replaced(config, {"training.max_steps": 1})).refused
+    assert "too small for a run that has taken 2 steps" in str(refused)
 
 
 @pytest.mark.parametrize("command", ["explain", "audit", "eval"])

@@ -126,7 +126,7 @@ def test_the_z_of_length_and_reward_is_in_deviations_of_all_shuffles() -> None:
     assert np.mean(every) == pytest.approx(0, abs=1e-12)
     assert np.std(every) == pytest.approx(1)
     assert z([0.0, 0.5, 1.0, 1.0], [0.0, 0.0, 1.0]) == max(every) > 0
-    equal = scored([3, 3], [0.0, 1.0]), scored([3, 5], [1.0, 1.0]), scored([3, 5], [1.0, None])
+    equal = scored([3, 3], [0.0, 1.0]), scored([3, 5, 7], [0.1] * 3), scored([3, 5], [1.0, None])
     assert reward_fields(Rollout([*equal], [*equal]))["length_reward_z"] is None
 
 
