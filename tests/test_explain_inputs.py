@@ -119,7 +119,7 @@ def test_explain_repeats_what_a_run_says_of_its_prompts_and_held_out_problems(
     assert "Held-out problems that are in training too: 1, the first is" in said
 
 
-def test_a_resume_from_another_folder_finds_its_folders_and_explain_refuses_as_it_does(
+def test_a_resume_from_another_folder_finds_its_folders_and_explain_agrees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(LAB_MODEL, tmp_path / "models" / "mine")
