@@ -46,7 +46,7 @@ def refusal(
         ({"data": {"source": "nowhere.jsonl"}}, 2, "nowhere.jsonl"),
         ({"data": {"source": "absent_source.load"}}, 2, "absent_source.load"),
         ({"backend": {"devices": "gpu:63"}}, 3, "gpu:63"),
-        ({"model": {"model": "./no-model-here"}}, 3, "no-model-here"),
+        ({"model": {"model": "./no-model-here"}}, 3, '"./no-model-here" is not a folder'),
         ({"inference": {"attention_kernel": "triton"}}, 2, 'attention_kernel = "triton"'),
         ({"inference": {"dtype": "fp8"}}, 2, '[inference] dtype = "fp8"'),
         ({"model": {"load_in_4bit": True}}, 3, "load_in_4bit = true needs a CUDA device"),

@@ -307,9 +307,9 @@ def placed(config: TrainConfig) -> TrainConfig:
     return replaced(
         config,
         {
-            key: str(config.find(path))
+            key: str(found)
             for key, path in paths.items()
-            if not Path(resolve_model(path)).exists()
+            if not Path(resolve_model(path)).exists() and (found := config.find(path)).exists()
         },
     )
 
@@ -372,14 +372,19 @@ def _named(config: TrainConfig) -> list[Any]:
         task: {name: own[name] for name in ("path", "max_examples") if name in own}
         for task, own in config.evaluation.tasks.items()
     }
-    keys = (
-        "data.source",
-        "data.path",
-        "data.difficulty",
-        "evaluation.source",
-        "evaluation.max_examples",
-    )
-    return [*map(config.value, keys), tasks]
+    return [
+        *map(
+            config.value,
+            (
+                "data.source",
+                "data.path",
+                "data.difficulty",
+                "evaluation.source",
+                "evaluation.max_examples",
+            ),
+        ),
+        tasks,
+    ]
 
 
 def _forget_summary(folder: RunFolder, step: int, notes: list[str]) -> None:
