@@ -4,10 +4,7 @@
 frame. All load on first use, so that `import retrain` is cheap.
 """
 
-from typing import TYPE_CHECKING
-
-from retrain.system import lazy
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from retrain.analysis.runs import load_runs
     from retrain.config import load_config
@@ -24,4 +21,7 @@ _HOMES = {
 }
 
 
-__getattr__ = lazy(__name__, _HOMES)
+def __getattr__(name: str) -> object:
+    from retrain.system import lazy
+
+    return lazy(__name__, _HOMES)(name)

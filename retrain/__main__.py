@@ -6,6 +6,6 @@ if not sys.flags.safe_path:
     # Remove the current folder, whose random.py would replace Python's; plugins still load from it.
     del sys.path[0]
 
-from retrain.cli.main import main
+from retrain.cli import start
 
-sys.exit(main())
+sys.exit(start())

@@ -373,9 +373,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 def _is_context(parameter: inspect.Parameter) -> bool:
     """Return True if the parameter has the name or annotation of its kind's context."""
-    annotation = parameter.annotation
-    if not isinstance(annotation, str):
-        annotation = getattr(annotation, "__name__", "")
+    annotation = getattr(parameter.annotation, "__name__", str(parameter.annotation))
     return parameter.name in ("ctx", "context") or annotation.endswith("Context")
 
 

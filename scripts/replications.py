@@ -111,8 +111,8 @@ def run(name: str, model: list[str]) -> None:
 
 def _folder(name: str) -> str:
     """The folder that the file of a campaign names."""
-    with (FILES / f"{name}.toml").open("rb") as file:
-        return str(tomllib.load(file)["logging"]["log_dir"])
+    text = (FILES / f"{name}.toml").read_text(encoding="utf-8")
+    return str(tomllib.loads(text)["logging"]["log_dir"])
 
 
 def _evaluate(name: str, folder: Path) -> None:
@@ -157,9 +157,9 @@ def _head(name: str) -> Iterator[str]:
     lines = [line.removeprefix("# ").removeprefix("#") for line in comment.splitlines()]
     lines = [line for line in lines if line and "make replications" not in line]
     title, *rest = lines
-    lab = "../../../docs/lab.md"
+    lab, claim = "../../../docs/lab.md", name.removesuffix(SMOLLM2)
     if name.endswith(SMOLLM2):  # what was found there
-        lab = f"{name.removesuffix(SMOLLM2)}.md"
+        lab = f"{claim}.md"
     yield from (f"# {title.partition(':')[0]}", "")
     for line in [title.partition(": ")[2], *rest]:
         if line.endswith(":"):
@@ -168,7 +168,6 @@ def _head(name: str) -> Iterator[str]:
             yield line.replace(" on the lab", f" on [the lab]({lab})")
     command = [f"make replications ONLY={name}"]
     if name.endswith(SMOLLM2):
-        claim = name.removesuffix(SMOLLM2)
         command = ["# needs: hub", f"make replications ONLY={claim} SMOLLM2=models/smollm2-135m"]
     yield from ("", "## Found", "", "```bash", *command, "```", "")
 
@@ -188,12 +187,12 @@ def _comparisons(name: str) -> Iterator[str]:
         means = {arm["label"]: arm["mean"] for arm in comparison["arms"]}
         yield f"| {comparison['baseline']} | {means.pop(comparison['baseline']):.1%} | | | |"
         for one in comparison["contrasts"]:
-            low, high = (100 * end for end in one["interval"])
+            ends = ", ".join(f"{100 * end:+.1f}" for end in one["interval"] or ())
             p = one["equivalence_p_adjusted" if one["word"] == "equivalent" else "p_adjusted"]
             verdict = f"{one['word']}, p {p:.2g}"
             yield (
                 f"| {one['condition']} | {means[one['condition']]:.1%} |"
-                f" {100 * one['mean_difference']:+.1f} pp [{low:+.1f}, {high:+.1f}] | {one['pairs']} |"
+                f" {100 * one['mean_difference']:+.1f} pp [{ends or 'no interval'}] | {one['pairs']} |"
                 f" {'none before the last run' if comparison['to_come'] else verdict} |"
             )
         to_come = f"No verdict yet: {comparison['to_come']} runs are still to come."
@@ -217,12 +216,17 @@ def _doses(folder: str, labels: list[str]) -> Iterator[str]:
 def _draw(name: str, found: dict[str, Any]) -> None:
     plt.rcParams["svg.hashsalt"] = "retrain"  # the same runs give the same bytes
     figure, axes = plt.subplots(
-        1, len(found), figsize=(2.2 + 2.6 * len(found), 2.6), layout="constrained", sharey=True
+        1,
+        len(found),
+        figsize=(2.2 + 2.6 * len(found), 2.6),
+        layout="constrained",
+        sharey=True,
+        squeeze=False,
     )
-    for axis, (metric, comparison) in zip([axes] if len(found) == 1 else axes, found.items()):
+    for axis, (metric, comparison) in zip(axes[0], found.items()):
         for place, one in enumerate(reversed(comparison["contrasts"])):
-            low, high = (100 * end for end in one["interval"])
-            axis.plot([low, high], [place, place], color="#1b6ca8")
+            ends = [100 * end for end in one["interval"] or ()]
+            axis.plot(ends, [place] * len(ends), color="#1b6ca8")
             axis.plot(100 * one["mean_difference"], place, "o", color="#1b6ca8")
         names = [one["condition"] for one in reversed(comparison["contrasts"])]
         axis.set_yticks(range(len(names)), names)

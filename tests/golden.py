@@ -8,7 +8,7 @@ A file holds {"default_tol": {rtol, atol}, "cases": [{id, op, inputs, expected, 
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +306,10 @@ def squeeze_recommend(
     )
 
 
+def sign_flip_p(differences: Iterable[float]) -> float:
+    return statistics.max_t([dict(enumerate(differences))])[0]
+
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "advantage.grpo": grpo,
     "advantage.maxrl": maxrl,
@@ -349,9 +353,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "squeeze.recommend": squeeze_recommend,
     "squeeze.alpha": compressed_alpha,
     "stats.pass_at_k": pass_at_k,
-    "stats.paired_permutation": lambda differences: statistics.max_t(
-        [dict(enumerate(differences))]
-    )[0],
+    "stats.paired_permutation": sign_flip_p,
     "stats.cohen_dz": statistics.corrected_dz,
     "stats.holm": statistics.holm,
     "stats.iqm": tasks.iqm,

@@ -2,7 +2,6 @@
 simulation.
 """
 
-from collections.abc import Iterable
 from itertools import product
 
 import numpy as np
@@ -13,6 +12,7 @@ from scipy import stats
 
 from retrain.analysis import pairs, power, statistics
 from retrain.analysis.statistics import TwoWay, max_t
+from tests.golden import sign_flip_p
 
 TENTHS = st.lists(st.integers(-9, 9).map(lambda k: k / 10), min_size=1, max_size=9)
 
@@ -25,10 +25,6 @@ def brute_force_p(differences: list[float]) -> float:
         for signs in product((1, -1), repeat=len(tenths))
     ]
     return sum(value >= abs(sum(tenths)) for value in sums) / len(sums)
-
-
-def sign_flip_p(differences: Iterable[float]) -> float:
-    return statistics.max_t([dict(enumerate(differences))])[0]
 
 
 @given(TENTHS)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from decimal import Decimal
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -424,6 +425,14 @@ def test_a_registered_source_is_called_with_its_params(tmp_path):
         register_source("tens", list)
     with pytest.raises(ValueError, match="exists already"):
         register_source("math", list)
+
+
+def test_a_limit_above_the_bound_of_a_stream_hears_the_bound(monkeypatch):
+    monkeypatch.setattr("retrain.data.sources.MAX_STREAMED", 5)
+    register_source("endless", lambda: map(Example, repeat("1+1=?"), repeat("2")))
+    assert len(load_examples(config(source="endless", max_examples=5)).examples) == 5
+    with pytest.raises(ConfigurationError, match=r"set .training. max_examples to 5 or less, or"):
+        load_examples(config(source="endless", max_examples=6))
 
 
 @pytest.fixture

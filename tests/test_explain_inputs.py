@@ -4,6 +4,7 @@ ran.
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 from retrain.cli.main import main
-from retrain.config import dump_toml
+from retrain.config import dump_toml, load_config, replaced
 from retrain.errors import ConfigurationError
+from retrain.explain import explain
+from retrain.model.text import LAB_MODEL
 from tests.runs import small, small_run
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -43,7 +46,7 @@ def refusal(
         ({"data": {"source": "nowhere.jsonl"}}, 2, "nowhere.jsonl"),
         ({"data": {"source": "absent_source.load"}}, 2, "absent_source.load"),
         ({"backend": {"devices": "gpu:63"}}, 3, "gpu:63"),
-        ({"model": {"model": "./no-model-here"}}, 3, "no-model-here"),
+        ({"model": {"model": "./no-model-here"}}, 3, '"./no-model-here" is not a folder'),
         ({"inference": {"attention_kernel": "triton"}}, 2, 'attention_kernel = "triton"'),
         ({"inference": {"dtype": "fp8"}}, 2, '[inference] dtype = "fp8"'),
         ({"model": {"load_in_4bit": True}}, 3, "load_in_4bit = true needs a CUDA device"),
@@ -114,6 +117,28 @@ def test_explain_repeats_what_a_run_says_of_its_prompts_and_held_out_problems(
     said = " ".join(capsys.readouterr().out.split())
     assert "none of 1 prompt asks for one, so" in said
     assert "Held-out problems that are in training too: 1, the first is" in said
+
+
+def test_a_resume_from_another_folder_finds_its_folders_and_explain_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(LAB_MODEL, tmp_path / "models" / "mine")
+    monkeypatch.chdir(tmp_path)
+    sections: dict[str, Any] = {"model": {"model": "models/mine"}, "training": {"max_steps": 1}}
+    first = small_run(small(Path("first"), **sections), quiet=True)
+    more = {"lora": {"init_from": str(first.adapter)}, "backend": {"adapter_path": "adapters"}}
+    small_run(small(Path("second"), **sections, **more), quiet=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    flags = ["--resume", str(tmp_path / "second"), "--max-steps", "2"]
+    config = load_config(tmp_path / "second" / "config.toml", flags, environ={})
+    seen = explain(config)
+    assert (seen.refused, seen.unavailable, seen.memory_unknown) == ((), (), "")
+    assert small_run(config, quiet=True).summary.steps == 2
+    refused = explain(replaced(config, {"training.max_steps": 1, "training.lr": 1.0})).refused
+    assert "lr = 1.0 differs from" in refused[0] and "models/mine" not in str(refused)
+    refused = explain(replaced(config, {"training.max_steps": 1})).refused
+    assert "too small for a run that has taken 2 steps" in str(refused)
 
 
 @pytest.mark.parametrize("command", ["explain", "audit", "eval"])

@@ -340,7 +340,7 @@ def test_a_run_of_one_step_is_not_said_to_have_steps(
     assert "lab, 1 step of 2 x 4" in repr(config)
     run = small_run(config, quiet=True).folder
     assert main(["export", str(run)]) == 0
-    assert "for 1 step." in (tmp_path / "run-adapter" / "README.md").read_text()
+    assert "for 1 step of reinforcement" in (tmp_path / "run-adapter" / "README.md").read_text()
     capsys.readouterr()
     assert main(["verify", str(run)]) == 0
     said = capsys.readouterr().out

@@ -54,11 +54,18 @@ def test_a_campaign_is_started_by_its_own_file_and_continued_where_it_stopped(
     assert started == [first, (*first, "--resume", "logs/replications/nsr-smollm2")]
 
 
-@pytest.mark.parametrize("to_come", [0, 3])
+@pytest.mark.parametrize(
+    ("to_come", "interval", "shown"),
+    [(0, [-0.01, 0.02], "[-1.0, +2.0]"), (3, [-0.01, 0.02], "[-1.0, +2.0]"), (0, None, "[no int")],
+)
 def test_a_page_has_a_verdict_only_when_no_run_is_to_come(
-    to_come: int, monkeypatch: pytest.MonkeyPatch
+    to_come: int,
+    interval: list[float] | None,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    contrast = {"condition": "b", "word": "equivalent", "interval": [-0.01, 0.02]}
+    contrast = {"condition": "b", "word": "equivalent", "interval": interval}
     contrast |= {"mean_difference": 0.01, "pairs": 7, "p_adjusted": 0.5}
     contrast |= {"equivalence_p_adjusted": 0.003}
     comparison = {
@@ -66,13 +73,15 @@ def test_a_page_has_a_verdict_only_when_no_run_is_to_come(
         "answer": "b ties with a.",
         "baseline": "a",
         "contrasts": [contrast],
+        "margin": 0.05,
         "planned": "A plan.",
         "to_come": to_come,
     }
     monkeypatch.setattr(replications, "retrain", lambda *words: json.dumps(comparison))
-    monkeypatch.setattr(replications, "_draw", lambda name, found: None)
+    monkeypatch.setattr(replications, "PAGES", tmp_path)
     *_, row, _, said, _ = replications._comparisons("ranks")
-    assert row.startswith("| b | 51.0% | +1.0 pp [-1.0, +2.0] | 7 |")
+    assert row.startswith(f"| b | 51.0% | +1.0 pp {shown}") and "] | 7 |" in row
+    assert (tmp_path / "ranks.svg").is_file()
     assert ("equivalent, p 0.003" in row, "ties" in said) == (not to_come, not to_come)
     assert said.startswith("No verdict yet: 3 runs" if to_come else "b ties")
 

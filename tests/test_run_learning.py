@@ -124,7 +124,7 @@ def test_the_z_of_length_and_reward_is_in_deviations_of_all_shuffles() -> None:
     assert np.mean(every) == pytest.approx(0, abs=1e-12)
     assert np.std(every) == pytest.approx(1)
     assert z([0.0, 0.5, 1.0, 1.0], [0.0, 0.0, 1.0]) == max(every) > 0
-    equal = group([0.0, 1.0], [3, 3]), group([1.0, 1.0], [3, 5]), group([1.0, None], [3, 5])
+    equal = group([0.0, 1.0], [3, 3]), group([0.1] * 3, [3, 5, 7]), group([1.0, None], [3, 5])
     assert reward_fields(Rollout([*equal], [*equal]))["length_reward_z"] is None
 
 

@@ -54,7 +54,6 @@ CAUSES: list[tuple[str, dict[str, Any]]] = [
         "none of 24 completions could be judged",
         {"mean_reward": None, "reward_std": None, "groups_skipped_other": 2},
     ),
-    ('advantage_mode = "none" gives no credit; set another', {"condition": "none+gtpo_sepa"}),
     ("were cut", {CUT: 1.0, "groups_identical": 2}),  # as short beginnings are
     ("the completions of each group are the same, token by token", {"groups_identical": 2}),
     (
@@ -76,16 +75,25 @@ CAUSES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("words", "values"), CAUSES)
 def test_the_line_names_the_cause_that_the_records_show(words: str, values: dict[str, Any]) -> None:
-    line = untrained_line(Streak.of([step(**values)] * 3))
+    line = untrained_line(Streak.of([step(**values)] * 3), TrainConfig())
     assert line.startswith("3 steps trained ") and words in line and line.endswith(".")
 
 
+@pytest.mark.parametrize(("mode", "label"), [("none", "mine"), ("grpo", "none+mine")])
+def test_the_advantage_and_not_its_label_says_that_nothing_gets_credit(
+    mode: str, label: str
+) -> None:
+    config = small(Path("run"), algorithm={"advantage_mode": mode}, logging={"label": label})
+    line = untrained_line(Streak.of([step(condition=label)] * 3), config)
+    assert ('advantage_mode = "none" gives no credit; set another' in line) == (mode == "none")
+
+
 def test_steps_that_are_all_right_are_solved_and_not_steps_that_taught_nothing() -> None:
-    solved = untrained_line(Streak.of([SOLVED] * 3))
+    solved = untrained_line(Streak.of([SOLVED] * 3), TrainConfig())
     assert solved.startswith("3 steps had nothing to learn: all 24 completions are right")
-    mixed = untrained_line(Streak.of([SOLVED, step(), SOLVED, step()]))
+    mixed = untrained_line(Streak.of([SOLVED, step(), SOLVED, step()]), TrainConfig())
     assert mixed.startswith("2 steps trained nothing: all 16 completions have the reward 0")
-    assert untrained_line(Streak()) == ""
+    assert untrained_line(Streak(), TrainConfig()) == ""
 
 
 def test_it_is_told_once_a_streak_when_three_steps_of_a_kind_are_there() -> None:

@@ -344,7 +344,8 @@ def _read(run: StoredRun, now: float) -> RunStatus:
         remaining_s=left if state in LIVE and step_time is not None else None,
         idle_s=idle,
         note=" ".join(filter(None, [run.unsound, *_begun(run), _note(run, state, writer, idle)])),
-        loss_note=untrained_line(Streak.of(reversed(recent))) or (loss_note(last) if last else ""),
+        loss_note=untrained_line(Streak.of(reversed(recent)), run.config)
+        or (loss_note(last) if last else ""),
     )
 
 

@@ -312,10 +312,10 @@ def _validate(data: Json, provenance: Provenance, *, rules: bool = True) -> Trai
     config._provenance = provenance
     problems = _arm_problems(config) or _schedule_problems(config, provenance)
     if rules and not problems and not any(condition.sets_keys for condition in config.conditions):
-        problems = _mix_problems(config, provenance)
-    if rules and not problems and not any(condition.sets_keys for condition in config.conditions):
         place = KeyLocation(provenance)
-        problems = [place.sentence(Violation((key,), text)) for key, text in refusals(config)]
+        problems = _mix_problems(config, provenance) or [
+            place.sentence(Violation((key,), text)) for key, text in refusals(config)
+        ]
     if problems:
         raise ConfigurationError(problems)
     return config

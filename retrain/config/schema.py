@@ -200,9 +200,11 @@ class TrainConfig(AllSections):
     def reads_reference(self) -> bool:
         """True if a KL term, or a loss plugin, may read [loss] kl_reference."""
         loss = self.loss
-        own = loss.mode not in builtin_names("loss")
-        own |= loss.correction not in builtin_names("correction")
-        return own or self.may_be_positive("loss.kl_coef")
+        return (
+            loss.mode not in builtin_names("loss")
+            or loss.correction not in builtin_names("correction")
+            or self.may_be_positive("loss.kl_coef")
+        )
 
     @property
     def reads_base(self) -> bool:
@@ -225,23 +227,21 @@ class TrainConfig(AllSections):
 
     @property
     def folder(self) -> Path:
-        """The folder of the run or campaign that this configuration begins or continues."""
+        """The folder of the run or campaign that it begins or continues."""
         return Path(self.resume.from_ or self.logging.log_dir)
 
     @property
     def own_folders(self) -> list[Path]:
-        """The current folder and the folder of the configuration's file."""
+        """The current folder and the folder of its file."""
         return [Path.cwd(), *([self.source_path.resolve().parent] if self.source_path else [])]
 
     @property
     def search_folders(self) -> list[Path]:
-        """The folders of relative data files and plugins. These are its own folders. The file of a
-        run adds the folders in which the run began, if this user can enter them.
+        """The folders of relative paths and plugins. They are its own, and the enterable ones in
+        which its run began.
         """
         folders = self.own_folders
-        if self.source_path is None:
-            return folders
-        with suppress(OSError, RunFailed):
+        with suppress(OSError, RunFailed, IndexError):  # A configuration from Python has no file.
             began = read_object(folders[1] / "environment.json").get("folders")
             if isinstance(began, list):
                 folders += [
@@ -250,6 +250,11 @@ class TrainConfig(AllSections):
                     if os.path.isdir(name) and os.access(name, os.X_OK)  # noqa: PTH112
                 ]
         return folders
+
+    def find(self, path: str) -> Path:
+        """Look for a relative path in these folders."""
+        places = (folder / path for folder in self.search_folders)
+        return next(filter(Path.exists, places), Path(path))
 
     @property
     def origins(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,12 +129,8 @@ class Query:
 
     @property
     def path(self) -> Path:
-        """The path that `key` names, relative to the first of the configuration's folders that
-        holds it.
-        """
-        path = Path(self.data.path or self.data.source)
-        places = (folder / path for folder in self.config.search_folders)
-        return next(filter(Path.exists, places), path)
+        """The path that `key` names."""
+        return self.config.find(self.data.path or self.data.source)
 
     def no_heldout(self) -> NoHeldOutSplit:
         named = self.data.source in self.config.evaluation.sources
@@ -647,15 +643,14 @@ def _bounded(query: Query, examples: Iterable[Example]) -> Iterator[Example]:
     if isinstance(examples, Sized):
         yield from examples
         return
-    for index, example in enumerate(examples):
+    for index, example in enumerate(islice(examples, limit or None)):
         if index == MAX_STREAMED:
             raise ConfigurationError(
                 f'[data] source = "{query.data.source}" has given {MAX_STREAMED:,} examples and has'
-                " no end in sight; set [training] max_examples, or return a list."
+                f" no end in sight; set [training] max_examples to {MAX_STREAMED:,} or less, or"
+                " return a list."
             )
         yield example
-        if index + 1 == limit:
-            return
 
 
 def _checked(query: Query, examples: Iterable[Example]) -> ReadResult:

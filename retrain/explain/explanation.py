@@ -45,6 +45,7 @@ from retrain.inference_engine.base import EngineCapabilities
 from retrain.records.redact import Redactor, note_secrets
 from retrain.run.notes import notes
 from retrain.run.parts import Say
+from retrain.run.start import placed
 from retrain.system import Json
 from retrain.xray.resolve import headline_of
 
@@ -278,7 +279,7 @@ def explain(
     runs, plan = _runs(config)
     # A campaign starts with all conditions of its first seed.
     first_runs = runs[: len(config.conditions)]
-    configs = [run.config for run in first_runs]
+    configs = [placed(run.config) for run in first_runs]
     memory, unknown, refused = _memory(configs, memory_gib)
     step_time, differences = _step_time(configs[0], pilot, say, probe=probe)
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)

@@ -21,12 +21,12 @@ from retrain.environments.loading import check_package
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.hub import is_offline
 from retrain.model.text import load_model_config, load_text_model, resolve_model
-from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.rewards import boxed_reference, build_scorer
 from retrain.rewards.pairs import judge_answers
 from retrain.run.notes import answer_notes
 from retrain.run.parts import check_device, check_plugins
+from retrain.run.start import refuse_resume
 from retrain.run.supervised import SupervisedStage
 from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Example
@@ -92,7 +92,7 @@ def check_inputs(config: TrainConfig) -> str:
 
         check_initial(config.model, config.lora)
     if config.resume.from_:
-        RunFolder(config.folder).refuse_run(resuming=True)
+        refuse_resume(config)
     found = (_check_source(source.config, source.task) for source in sources_of(config))
     return " ".join(filter(None, found))
 

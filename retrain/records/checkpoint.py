@@ -51,9 +51,7 @@ def step_folder(step: Any) -> str:
     """Return the name of the checkpoint's folder after so many steps; "no step", which no folder
     has, for any other value.
     """
-    if type(step) is int:
-        return f"step_{step:06d}"
-    return "no step"
+    return f"step_{step:06d}" if type(step) is int else "no step"
 
 
 def place_folder(state: TrainerState) -> str:

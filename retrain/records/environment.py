@@ -18,8 +18,6 @@ from retrain.system import Json, total_memory
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
-_DISTRIBUTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
 
 def describe_environment(device: str) -> Json:
     """Describe versions, machine, the git revision of the current folder, and the command line, in
@@ -74,10 +72,9 @@ def package_versions() -> dict[str, str]:
             requirements = metadata.requires(distribution) or requirements
     versions = {}
     for requirement in requirements:
-        match = _DISTRIBUTION_NAME.match(requirement)
-        if match:
-            with suppress(metadata.PackageNotFoundError):  # The extra may be absent.
-                versions[match.group()] = metadata.version(match.group())
+        name = re.split(r"[^\w.-]", requirement)[0]
+        with suppress(metadata.PackageNotFoundError):  # The extra may be absent.
+            versions[name] = metadata.version(name)
     return dict(sorted(versions.items()))
 
 

@@ -42,9 +42,7 @@ def one_line(text: str, limit: int = 120) -> str:
     become \n, and direction marks <U+202E>.
     """
     text = clean(text[: 4 * limit]).replace("\n", "\\n").replace("\t", " ")
-    if len(text) <= limit:
-        return text
-    return text[: limit - 1] + "…"
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def without_escapes(pieces: Sequence[str]) -> list[str]:
@@ -84,9 +82,7 @@ def counted(count: int, noun: str) -> str:
 
 def number(value: float | None, form: str) -> str:
     """Write a number, or a dash for a missing one."""
-    if value is None:
-        return "-"
-    return format(value, form)
+    return "-" if value is None else format(value, form)
 
 
 def duration(seconds: float) -> str:

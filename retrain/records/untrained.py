@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from math import isnan
 
+from retrain.config import TrainConfig
 from retrain.records.entries import SftRecord, StepRecord
 from retrain.records.terminal import counted
 
@@ -18,16 +19,6 @@ ASKING_TEMPLATE = f"'{{prompt}} {ASKING}'"
 """A [data] prompt_template, as TOML, for problems that do not ask for the box that `match` and
 `math` read.
 """
-
-
-_SKIPPED = (
-    "every update was skipped, since a number was not finite; look at max_abs_advantage, or lower"
-    " [training] lr"
-)
-_NO_CREDIT = (
-    '[algorithm] advantage_mode = "none" gives no credit; set another, or transform_mode'
-    ' "distill" with a teacher other than the policy, or a plugin'
-)
 
 
 @dataclass
@@ -105,15 +96,20 @@ def is_news(streak: Streak) -> bool:
     return unsolved == ENOUGH and not streak.ends_solved
 
 
-def untrained_line(streak: Streak, known: str = "") -> str:
-    """Say how many steps of a streak trained nothing, and why. If the model solves all of them, say
-    that; "" for an empty streak. `known`: the cause of only wrong answers, if the data show it.
+def untrained_line(streak: Streak, config: TrainConfig, known: str = "") -> str:
+    """Say how many steps of a run of `config` trained nothing, and why. If the model solves all of
+    a streak, say that; "" for an empty one. `known`: the cause of only wrong answers, if the data
+    show it.
     """
     if streak.newest:
-        nothing, cause = "trained nothing", _SKIPPED
+        nothing = "trained nothing"
+        cause = (
+            "every update was skipped, since a number was not finite; look at max_abs_advantage, or"
+            " lower [training] lr"
+        )
         if not is_skipped(streak.newest):
             nothing = "trained on no reward" if streak.sums["num_datums"] else nothing
-            cause = _cause(streak.newest, streak, known)
+            cause = _cause(streak.newest, streak, config, known)
         return f"{counted(streak.sums['unsolved'], 'step')} {nothing}: {cause}."
     if streak.steps:
         return (
@@ -124,7 +120,7 @@ def untrained_line(streak: Streak, known: str = "") -> str:
     return ""
 
 
-def _cause(newest: StepRecord, streak: Streak, known: str) -> str:
+def _cause(newest: StepRecord, streak: Streak, config: TrainConfig, known: str) -> str:
     """Return the common cause of the steps and the advice, with the clearest cause first."""
     sums = streak.sums
     total, cut, groups = sums["completions"], sums["truncated_fraction"], sums["batch_size"]
@@ -139,8 +135,11 @@ def _cause(newest: StepRecord, streak: Streak, known: str) -> str:
             f"none of {total:,} completions could be judged; look at reward_could_not_judge and at"
             " what the reward raises"
         )
-    if newest.condition.startswith("none+"):
-        return _NO_CREDIT
+    if config.advantages == ["none"]:
+        return (
+            '[algorithm] advantage_mode = "none" gives no credit; set another, or transform_mode'
+            ' "distill" with a teacher other than the policy, or a plugin'
+        )
     reward, deviation = next(iter(streak.rewards))
     constant = len(streak.rewards) == 1 and deviation == 0
     if constant and reward != 0:

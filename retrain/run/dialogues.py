@@ -109,7 +109,10 @@ class Dialogue:
         self._turns: list[Turn] = []
         self._context, self._restarts = _NO_TOKENS, False
         self._text = prompt.text
-        self._messages: list[ChatMessage] = _opening(prompt)
+        opening = prompt.example.prompt
+        if isinstance(opening, str):
+            opening = [ChatMessage(role="user", content=opening)]
+        self._messages = list(opening)
 
     @property
     def key(self) -> DialogueKey:
@@ -118,16 +121,6 @@ class Dialogue:
     @property
     def replies(self) -> int:
         return len(self._turns)
-
-    @property
-    def reply(self) -> str:
-        """The newest reply's text."""
-        return self._messages[-1]["content"]
-
-    @property
-    def ended_by_length(self) -> bool:
-        """True if no token remains after the newest reply."""
-        return self._turns[-1].completion.finish_reason is FinishReason.LENGTH
 
     @property
     def token_ids(self) -> Int32Array:
@@ -180,13 +173,6 @@ class Dialogue:
             self.context_ids, self.extends = following.token_ids, 0
         else:
             self.context_ids = np.concatenate([self.context_ids, following.token_ids])
-
-
-def _opening(prompt: Prompt) -> list[ChatMessage]:
-    opening = prompt.example.prompt
-    if isinstance(opening, str):
-        return [ChatMessage(role="user", content=opening)]
-    return list(opening)
 
 
 # -- what answers a reply --------------------------------------------------------------------------
@@ -310,8 +296,9 @@ class Dialogues:
         """Take a reply from the engine and pass it on."""
         self.watcher.check()
         dialogue = self._asked.pop((completion.request, completion.sample))
-        dialogue.add(completion, self._written(completion))
-        self.exchanges[dialogue.key].reply(dialogue.reply, last=dialogue.ended_by_length)
+        text, last = self._written(completion), completion.finish_reason is FinishReason.LENGTH
+        dialogue.add(completion, text)
+        self.exchanges[dialogue.key].reply(text, last=last)
         self._open.append(dialogue)
         if dialogue.replies == 1:  # Progress counts trajectories.
             self.watcher.completion(completion)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Literal
 
 import numpy as np
 
 from retrain.data.prompts import fingerprint
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
+from retrain.records.state import Stage
 from retrain.rewards.scoring import check_held_out
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.rollout import Sampler
@@ -45,7 +45,7 @@ class Evaluator:
         return sum(len(prompts) * plan.group_size for prompts, plan in self.sets)
 
     def run(
-        self, step: int, watcher: Watcher, stage: Literal["sft", "rl"] = "rl"
+        self, step: int, watcher: Watcher, stage: Stage = "rl"
     ) -> tuple[Evaluation, list[Group]]:
         """Evaluate the current weights; return the answers too, one group per problem. Raises
         RunFailed if the reward could not judge too many answers.
@@ -70,7 +70,7 @@ class Evaluator:
 
 
 def _problem(group: Group, step: int) -> EvaluationRecord:
-    rewards = group.judged().rewards
+    rewards = group.rewards
     return EvaluationRecord(
         step=step,
         example_id=group.prompt.prompt_id,

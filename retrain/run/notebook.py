@@ -122,7 +122,8 @@ def _define(name: str, value: Any, lines: dict[str, str], asked: str) -> None:
     """Add the line that defines `name` in another module."""
     home = getattr(value, "__module__", None)
     if isinstance(value, ModuleType):
-        lines[name] = _import_line(value.__name__, name)
+        module = value.__name__
+        lines[name] = f"import {module}{'' if module == name else f' as {name}'}"
     elif isinstance(value, re.Pattern):
         lines.setdefault("re", "import re")
         lines[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})"
@@ -143,12 +144,6 @@ def _define(name: str, value: Any, lines: dict[str, str], asked: str) -> None:
         )
 
 
-def _import_line(module: str, name: str) -> str:
-    if module == name:
-        return f"import {module}"
-    return f"import {module} as {name}"
-
-
 def _reads_back(value: Any) -> bool:
     try:
         return bool(ast.literal_eval(repr(value)) == value)
@@ -165,7 +160,7 @@ def _names(code: CodeType) -> set[str]:
 def _names_of_signature(source: str) -> set[str]:
     """Return the names in the decorators, defaults and annotations of a function."""
     (node,) = ast.parse(source).body
-    parts: Iterator[ast.AST] = ast.iter_child_nodes(node)
-    outside = [part for part in parts if part not in getattr(node, "body", [])]
+    body: list[ast.AST] = getattr(node, "body", [])
+    outside = [part for part in ast.iter_child_nodes(node) if part not in body]
     found = [one for part in outside for one in ast.walk(part)]
     return {one.id for one in found if isinstance(one, ast.Name)}

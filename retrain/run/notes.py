@@ -42,8 +42,12 @@ def preflight_lines(config: TrainConfig) -> list[str]:
         source = _SOURCES.get(origin.split(" ")[0])
         if source and config.is_set(path):
             given.setdefault(source, []).append(f"{path} = {toml_value(shown.value(path))}")
-    overrides = [LogLine(f"{source}: {', '.join(values)}") for source, values in given.items()]
-    return [*overrides, *_recipe_line(config), *unused_keys(config), *notes(config)]
+    return [
+        *(LogLine(f"{source}: {', '.join(values)}") for source, values in given.items()),
+        *_recipe_line(config),
+        *unused_keys(config),
+        *notes(config),
+    ]
 
 
 def _recipe_line(config: TrainConfig) -> list[str]:
@@ -62,8 +66,7 @@ def _recipe_line(config: TrainConfig) -> list[str]:
 def departure_note(config: TrainConfig) -> str:
     """Name the keys of the recipe that the user set differently; "" if there are none."""
     name, moved = config.algorithm.algorithm_mode, config.schedule.points
-    found = departures(name, config.value)
-    yours = {path: toml_value(value) for path, value in found.items()}
+    yours = {path: toml_value(value) for path, value in departures(name, config.value).items()}
     if is_recipe(name):
         yours |= {path: "a schedule" for path in recipe(name) if path in moved}
     said = [f"{path.partition('.')[2]} to {value}" for path, value in yours.items()]
@@ -235,7 +238,7 @@ def _certainty_note(config: TrainConfig, chosen: bool) -> str:
 def _full_note(config: TrainConfig) -> str:
     """Say what `[model] train = "full"` decides if the user does not."""
     unset = [
-        f"{name} = {toml_value(config.value(f'training.{name}'))}"
+        f"{name} = {toml_value(getattr(config.training, name))}"
         for name in ("lr", "keep_checkpoints")
         if not config.is_set(f"training.{name}")
     ]

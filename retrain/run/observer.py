@@ -137,26 +137,24 @@ class StepObserver:
         known = ""
         if self._boxes:
             known = reference_note(self._reward, self.parts.prompts.examples, share=0.5)
-        return untrained_line(self.past.untrained, known)
+        return untrained_line(self.past.untrained, self.config, known)
 
     def observe(self, step: Step, state: TrainerState, decision: Mapping[str, Any]) -> None:
         """Write a step down. `state` is the run's state after the step, and `decision` has the
         fields of the back pressure's decision.
         """
-        also: dict[str, Any] = {"scheduled": self.plan.moved(step.number) or None}
-        if self.config.data.mix:
-            also["by_task"] = task_fields(step.rollout)
-        record = self._record(step, state, {**decision, **also})
+        before, self._laid_out = self._laid_out, self.parts.backend.engine.layout_seconds
+        own = {
+            "scheduled": self.plan.moved(step.number) or None,
+            "by_task": task_fields(step.rollout) if self.config.data.mix else None,
+            "time_layout_s": self._laid_out - before if self.config.model.train == "full" else None,
+        }
+        record = self._record(step, state, {**decision, **own})
         self.past.add(record)
-        records = generation_records(
-            step.number,
-            step.rollout.groups,
-            step.credit,
-            in_turns=self.parts.has_turns,
-        )
-        self.tracker.emit(Generations(step.number, records))
-        trajectories = chain.from_iterable(group.trajectories for group in step.rollout.groups)
-        rewritten = sum(len(trajectory.parts()) > 1 for trajectory in trajectories)
+        number, groups, in_turns = step.number, step.rollout.groups, self.parts.has_turns
+        records = generation_records(number, groups, step.credit, in_turns=in_turns)
+        self.tracker.emit(Generations(number, records))
+        rewritten = sum(len(one.parts()) > 1 for group in groups for one in group.trajectories)
         if rewritten and not self._said_rewritten:
             self._said_rewritten = True
             self.tracker.message(
@@ -225,7 +223,6 @@ class StepObserver:
             ),
             uncertainty_kind=pipeline.uncertainty_kind if pipeline.needs_uncertainty else None,
             time_sample_s=step.rollout.sample_seconds,
-            time_layout_s=self._layout_seconds(),
             time_reward_s=step.rollout.reward_seconds,
             time_credit_s=step.clock.seconds["credit"],
             time_learn_s=step.clock.seconds["learn"],
@@ -233,13 +230,6 @@ class StepObserver:
             tokens_per_s=step.rollout.tokens / step.clock.total,
             peak_memory_gib=peak_memory_gib(self.parts.backend.device_name),
         )
-
-    def _layout_seconds(self) -> float | None:
-        """Return the record's time_layout_s."""
-        if self.config.model.train != "full":
-            return None
-        before, self._laid_out = self._laid_out, self.parts.backend.engine.layout_seconds
-        return self._laid_out - before
 
     def _identical_chance(self, step: Step, fields: Mapping[str, Any]) -> float | None:
         """Return the record's identical_chance, and say once that completions cannot be identical
@@ -285,9 +275,7 @@ def logprob_diff_limit(config: TrainConfig, backend: Backend, gate_mean: float) 
     return default_logprob_diff_limit(gate_mean, half_precision=rounded)
 
 
-def check_updates(
-    records: Collection[StepRecord] | Collection[SftRecord], result: StepResult
-) -> None:
+def check_updates(records: Collection[StepRecord | SftRecord], result: StepResult) -> None:
     """Raise RunFailed if the newest `records`, RECENT of them, have no finite update."""
     if len(records) == RECENT and all(map(is_skipped, records)) and result.nonfinite_updates:
         raise RunFailed(

@@ -190,8 +190,7 @@ def load_parts(
     `learns` is False if the run will train no weights, so this does not predict the memory of
     training.
     """
-    problems = incapable(config)
-    if problems:
+    if problems := incapable(config):
         raise ConfigurationError(problems)
     check_plugins(config)
     if config.is_set("backend.devices"):
@@ -399,8 +398,7 @@ def build_backend(
             " processes."
         )
     if name in BACKENDS:
-        reason = kind.unavailable_reason()
-        if reason:
+        if reason := kind.unavailable_reason():
             raise EnvironmentFailure(reason)
         return kind.open(config, choices, eos_ids=eos_ids, log=log, world=world)
     make = backend_class(config)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.backpressure import BackpressureController, Roofline, roofline, step_flops
@@ -82,14 +81,10 @@ def decided_by(folder: RunFolder, first_step: int) -> dict[int, float]:
     includes steps whose rows an earlier resume cut before it ended. It ignores anything but such a
     pair.
     """
-    files = filter(Path.is_file, (aside_of(folder.metrics), folder.metrics))
-    rows = chain.from_iterable(map(read_jsonl, files))
-    pairs = [(row.get("step"), row.get("bp_step_time_s")) for row in rows]
+    logs = map(read_jsonl, (aside_of(folder.metrics), folder.metrics))
+    pairs = [(row["step"], row.get("bp_step_time_s")) for row in chain.from_iterable(logs)]
     return {
         step: float(seconds)
         for step, seconds in pairs
-        if isinstance(step, int)
-        and isinstance(seconds, int | float)
-        and step >= first_step
-        and seconds > 0
+        if step >= first_step and isinstance(seconds, int | float) and seconds > 0
     }

@@ -38,17 +38,19 @@ def replayed(
     """
     # The run's configuration in another folder, without trackers of its own. It ends where it is
     # asked to: the clock is another, and a resume may have lowered max_steps below the steps taken.
-    changes = {
-        "logging.log_dir": str(scratch),
-        "logging.trackers": [],
-        "logging.wandb_project": "",
-        "backend.adapter_path": "",
-        "training.keep_checkpoints": 0,
-        "training.max_hours": 0.0,
-        "training.max_steps": max(config.training.max_steps, stop),
-        "resume.from": str(scratch) if start else "",
-    }
-    config = replaced(config, changes)
+    config = replaced(
+        config,
+        {
+            "logging.log_dir": str(scratch),
+            "logging.trackers": [],
+            "logging.wandb_project": "",
+            "backend.adapter_path": "",
+            "training.keep_checkpoints": 0,
+            "training.max_hours": 0.0,
+            "training.max_steps": max(config.training.max_steps, stop),
+            "resume.from": str(scratch) if start else "",
+        },
+    )
     dated = with_prompt_date(config, folder)
     if start:
         _copy(folder, RunFolder(scratch), dated, start)
@@ -63,7 +65,8 @@ def replayed(
         if start:
             truncate_to_step(session.folder.evaluation, start)
         session.state = replace(session.state, last_evaluation=-1)
-        session.schedule = Schedule(session.config, _evaluated(folder), _saved(folder))
+        evaluated = {line["step"] for line in read_jsonl(folder.evaluation)}
+        session.schedule = Schedule(session.config, evaluated, _saved(folder))
         while True:
             session.evaluate_if_due()
             session.save_if_due()
@@ -75,19 +78,15 @@ def replayed(
     RunFolder(scratch).config.write_text(dump_toml(config), encoding="utf-8")
 
 
-def _evaluated(folder: RunFolder) -> set[int]:
-    """Return the steps of the evaluations that a run recorded."""
-    if not folder.evaluation.is_file():
-        return set()
-    return {line["step"] for line in read_jsonl(folder.evaluation)}
-
-
 def _gate_mismatch(folder: RunFolder) -> float | None:
     """Return the mean difference that the run's first parity gate measured, None without one. The
     limit of later steps is a multiple of it.
     """
-    gates = (session.get("parity_gate") for session in _sessions(folder))
-    means = (gate.get("mean_difference") for gate in gates if isinstance(gate, dict))
+    means = (
+        gate.get("mean_difference")
+        for session in _sessions(folder)
+        if isinstance(gate := session.get("parity_gate"), dict)
+    )
     return next((mean for mean in means if isinstance(mean, float | int)), None)
 
 

@@ -25,15 +25,15 @@ from retrain.records.checkpoint import FINAL
 from retrain.records.checkpoint_place import take
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
-from retrain.records.terminal import clean, counted
+from retrain.records.terminal import clean
 from retrain.run.dialogues import SamplingPlan, Watcher, counting
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, skipped_gate_line
 from retrain.run.observer import Past, StepObserver, check_updates
 from retrain.run.parts import RunParts, check_again, load_parts, run_parity_gate, training_plan
-from retrain.run.pressure import Pressure
+from retrain.run.pressure import Pressure, decided_by
 from retrain.run.rollout import PrefetchedRollout, Rollout
-from retrain.run.saver import Saver, Schedule
+from retrain.run.saver import Saver, Schedule, steps_at
 from retrain.run.start import (
     RunStart,
     describe,
@@ -86,7 +86,8 @@ class Session:
         """Field of the state -> the part that keeps it from step to step."""
         self.pressure = None
         if self.config.backpressure.enabled:
-            self.pressure = Pressure(self.config, backend, opened.decided_by)
+            replayed = world.broadcast(decided_by(self.folder, self.state.step))
+            self.pressure = Pressure(self.config, backend, replayed)
             self._stateful["backpressure"] = self.pressure.controller
         saved = self.state if opened.checkpoint else None
         self.saver = Saver(self.folder, opened.store, backend, tracker, saved)
@@ -174,8 +175,9 @@ class Session:
                 for note in part.load_state_dict(getattr(self.state, name)) or ():
                     self.tracker.message(note)
             # Only the first rank has the files.
-            past = Past.read(self.folder, self.config.evaluation.k)
-            self.observer.past = self.world.broadcast(past)
+            self.observer.past = self.world.broadcast(
+                Past.read(self.folder, self.config.evaluation.k)
+            )
         if self.state.choices not in (None, backend.choices):
             self.tracker.message(
                 "The machine's choices differ from the stored ones: from here on this run is not"
@@ -337,8 +339,10 @@ class Session:
         with self._moved():
             if wanted and backend.capabilities.scores_rows:
                 trained = [row for row in rows if row.trained]
-                scored = zip(trained, backend.logprobs(trained), strict=True)
-                log_ratios = {row.key: own - row.logprobs for row, own in scored}
+                log_ratios = {
+                    row.key: own - row.logprobs
+                    for row, own in zip(trained, backend.logprobs(trained), strict=True)
+                }
             compared = self._untrained_mismatch(rows, rollout)
             with self._under_way():
                 return log_ratios, replace(backend.train(rows, step), **compared)
@@ -391,10 +395,10 @@ class Session:
         """Return the batch of a step, in the shuffle `after` prompts past the cursor, and how to
         sample it. Rank 0 asks the sampler and tells the other ranks.
         """
-        count, seed, indices = self.state.batch_size, self.state.seed, None
-        if self.world.is_rank_zero:
-            indices = self.choice.indices(step, count, seed)
-        indices = self.world.broadcast(indices)
+        count, seed = self.state.batch_size, self.state.seed
+        indices = self.world.broadcast(
+            self.choice.indices(step, count, seed) if self.world.is_rank_zero else None
+        )
         prompts = self.choice.take(step, self.state.cursor + after, count, seed, indices)
         return prompts, training_plan(self.plan.at(step).training)
 
@@ -504,13 +508,13 @@ class Session:
         self.parts.guard.check_end()
         if self.world.is_rank_zero:
             self.saver.store.save_final(state, self.parts.backend.save_adapter)
-        (stage, step), planned, name = state.place, training.max_steps, "step"
+        (stage, step), planned = state.place, training.max_steps
         if stage == "sft" and self.parts.supervised:
-            planned, name = self.parts.supervised.steps, "supervised step"
+            planned = self.parts.supervised.steps
         if step < planned:
             self.tracker.message(
                 f"Stopped at the [training] max_hours limit ({training.max_hours:g} h) after"
-                f" {step} of {counted(planned, name)}; continue with"
+                f" {step} of {steps_at((stage, planned))}; continue with"
                 f" `{self.folder.resume_command} {training.more_hours(state.seconds)}`."
             )
         summary = self._summary("done")

@@ -24,13 +24,12 @@ from retrain.config import (
     with_drawn_seed,
 )
 from retrain.config.data_sections import DATE_ARGUMENT
-from retrain.config.schema import Training
 from retrain.config.stored import WITH_OTHER_STEPS
 from retrain.data.prompts import query_of
 from retrain.data.traces import trace_query
 from retrain.distributed import World
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
-from retrain.model.text import model_fingerprint
+from retrain.model.text import model_fingerprint, resolve_model
 from retrain.records.checkpoint import STATE, Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import checkpoint_folder, sign, stored_checkpoints, take
 from retrain.records.disk import put_back, remove_empty, replace_file
@@ -40,7 +39,6 @@ from retrain.records.run_folder import MARKER, RunFolder, kind_of, writer_lock
 from retrain.records.state import TrainerState
 from retrain.run.gate import GateResult
 from retrain.run.parts import RunParts
-from retrain.run.pressure import decided_by
 from retrain.run.saver import steps_at
 from retrain.system import Json, read_object
 
@@ -57,9 +55,6 @@ class RunStart:
     checkpoint: Checkpoint | None
     """The checkpoint to load; with None the run starts at step 0."""
     notes: tuple[str, ...]
-    decided_by: Mapping[int, float] = field(default_factory=dict)
-    """Step -> seconds by which back pressure decided, for the steps that a resumed run makes
-    again."""
     began: float = field(default_factory=monotonic)
 
 
@@ -187,31 +182,34 @@ def _no_checkpoint_line(folder: RunFolder) -> str:
     return f"{folder.path} has no checkpoint yet: starting at step 0."
 
 
+def refuse_resume(config: TrainConfig) -> None:
+    """Raise ConfigurationError as a resume of `config` would. This changes no file."""
+    folder = RunFolder(config.folder)
+    folder.refuse_run(resuming=True)
+    if folder.holds_run():
+        _continued(config, folder, repairs=False)
+
+
 def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     """Open a folder to resume its run. The folder does not change before it is certain that the run
     can continue.
     """
-    _refuse_damaged(folder)
-    config = _resumed_config(config, folder)
-    notes: list[str] = []
-    store = CheckpointStore(stored_checkpoints(folder), config.training.keep_checkpoints)
-    checkpoint = _newest(store, folder, notes)
-    state = _first_state(config)
-    if checkpoint:  # Other max_steps may come with another end of a falling rate.
-        state = replace(checkpoint.state(), config_hash=state.config_hash)
-    _refuse_other_steps(load_stored(folder.config), config, state.step)
-    replayed = {}
-    if config.backpressure.enabled:
-        replayed = decided_by(folder, state.step)
-    # From here on the folder changes.
+    found = _continued(config, folder)
+    config, store, state, notes = found.config, found.store, found.state, list(found.notes)
     if store.folder != folder.checkpoints:
         sign(store.folder, folder)
     _forget_summary(folder, state.step, notes)
-    if checkpoint:
+    if found.checkpoint:
         notes.append(f"Resuming {folder.path} after {steps_at(state.place)}.")
         if state.stage == "rl" and state.step == config.training.max_steps:
-            notes.append(_no_step_left(config.training, folder))
-        replace_file(folder.trainer_state, (checkpoint.folder / STATE).read_bytes())
+            steps, more = state.step, f"--max-steps {2 * state.step or 1}"
+            if config.training.lr_schedule != "constant":
+                more += f" --lr-horizon {2 * steps or 1}"
+            notes.append(
+                f"This run is complete: {steps} steps of [training] max_steps = {steps}."
+                f" To train longer: `{folder.resume_command} {more}`."
+            )
+        replace_file(folder.trainer_state, (found.checkpoint.folder / STATE).read_bytes())
         folder.cut_to(state, notes.append)
     else:
         notes.append(_no_checkpoint_line(folder))
@@ -223,7 +221,25 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
             " first of them."
         )
     store.make_room_after(state, notes.append)
-    return RunStart(config, folder, store, state, checkpoint, tuple(notes), replayed)
+    return replace(found, notes=tuple(notes))
+
+
+def _continued(config: TrainConfig, folder: RunFolder, *, repairs: bool = True) -> RunStart:
+    """Return where a run continues. If it `repairs`, it finishes a killed save of a checkpoint, and
+    changes nothing else. Raises ConfigurationError if the run cannot continue with `config`.
+    """
+    _refuse_damaged(folder)
+    config = _resumed_config(config, folder)
+    notes: list[str] = []
+    store = CheckpointStore(stored_checkpoints(folder), config.training.keep_checkpoints)
+    if repairs:
+        put_back(store.folder)
+    checkpoint = _newest(store, folder, notes)
+    state = _first_state(config)
+    if checkpoint:  # Other max_steps may come with another end of a falling rate.
+        state = replace(checkpoint.state(), config_hash=state.config_hash)
+    _refuse_other_steps(load_stored(folder.config), config, state.step)
+    return RunStart(config, folder, store, state, checkpoint, tuple(notes))
 
 
 def _refuse_damaged(folder: RunFolder) -> None:
@@ -252,8 +268,8 @@ def _resumed_config(config: TrainConfig, folder: RunFolder) -> TrainConfig:
         changes["training.seed"] = stored.training.seed
     config = replaced(config, changes, origin="file")  # The values come from the run's own file.
     # config.toml masks credentials, so they must not count as a difference.
-    masked = config_from_toml(dump_toml(Redactor().config(config)))
-    differences = resume_differences(stored, masked)
+    masked = config_from_toml(dump_toml(Redactor().config(config)), config.source_path)
+    differences = resume_differences(placed(stored), placed(masked))
     if differences:
         raise ConfigurationError(differences)
     return config
@@ -287,25 +303,23 @@ def _refuse_other_steps(stored: TrainConfig, config: TrainConfig, step: int) -> 
     )
 
 
-def _no_step_left(training: Training, folder: RunFolder) -> str:
-    """Say that the run has taken all of its steps, and how to continue."""
-    steps = training.max_steps
-    more = f"--max-steps {2 * steps or 1}"
-    if training.lr_schedule != "constant":
-        more += f" --lr-horizon {2 * steps or 1}"
-    return (
-        f"This run is complete: {steps} steps of [training] max_steps = {steps}."
-        f" To train longer: `{folder.resume_command} {more}`."
+def placed(config: TrainConfig) -> TrainConfig:
+    """Return `config` with its model and its first adapter where `config.find` finds them."""
+    paths = {"model.model": config.model.model, "lora.init_from": config.lora.init_from}
+    return replaced(
+        config,
+        {
+            key: str(found)
+            for key, path in paths.items()
+            if not Path(resolve_model(path)).exists() and (found := config.find(path)).exists()
+        },
     )
 
 
 def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
-    """Return `config` with the day on which the run or its campaign began, for a chat template's
-    `strftime_now`.
+    """Return the `placed` configuration with the day on which the run or its campaign began, for a
+    chat template's `strftime_now`.
     """
-    arguments = config.data.chat_template_args
-    if DATE_ARGUMENT in arguments:
-        return config
     day, campaign = None, folder.path.resolve().parent.parent
     if folder.environment.exists():
         day = read_object(folder.environment).get("prompt_date")
@@ -314,7 +328,8 @@ def with_prompt_date(config: TrainConfig, folder: RunFolder) -> TrainConfig:
             begun = str(read_object(campaign / "manifest.json").get("timestamp"))
             day = re.sub(r"(\d{4})(\d\d)(\d\d)_\d+", r"\1-\2-\3", begun)
     today = datetime.now().astimezone().date().isoformat()
-    return replaced(config, {"data.chat_template_args": {DATE_ARGUMENT: day or today, **arguments}})
+    arguments = {DATE_ARGUMENT: day or today, **config.data.chat_template_args}
+    return replaced(placed(config), {"data.chat_template_args": arguments})
 
 
 def refuse_other_data(opened: RunStart, parts: RunParts) -> None:
@@ -356,16 +371,16 @@ def other_heldout(
 
 def _named(config: TrainConfig) -> list[Any]:
     """Return the settings that decide which held-out examples the run reads."""
-    data, evaluation = config.data, config.evaluation
     tasks = {
-        task: (own.get("path"), own.get("max_examples")) for task, own in evaluation.tasks.items()
+        task: (own.get("path"), own.get("max_examples"))
+        for task, own in config.evaluation.tasks.items()
     }
     return [
-        data.source,
-        data.path,
-        data.difficulty,
-        evaluation.source,
-        evaluation.max_examples,
+        config.data.source,
+        config.data.path,
+        config.data.difficulty,
+        config.evaluation.source,
+        config.evaluation.max_examples,
         tasks,
     ]
 
@@ -395,9 +410,11 @@ def describe(
         "loss": loss_notes(config),
     }
     own = part_of_session(environment, goes_on=opened.checkpoint is not None)
-    own["parity_gate"] = gate and gate.to_json()
-    own["model_sha256"] = model_fingerprint(config.model)
-    own["heldout_sha256"] = parts.heldout_sha256
+    own |= {
+        "parity_gate": gate and gate.to_json(),
+        "model_sha256": model_fingerprint(placed(config).model),
+        "heldout_sha256": parts.heldout_sha256,
+    }
     written = parts.prompts.sha256
     if environment.setdefault("prompts_sha256", written) != written:
         log(
@@ -426,7 +443,6 @@ def _newest(store: CheckpointStore, folder: RunFolder, passed_over: list[str]) -
     """
     from retrain.records.sound import changed_log
 
-    put_back(store.folder)
     found = store.newest(
         passed_over.append, lambda checkpoint: changed_log(folder, vars(checkpoint.state()))
     )

@@ -89,16 +89,14 @@ def reward_fields(
     members = list(chain.from_iterable(group.members for group in rollout.first_draws))
     trajectories = [member.trajectory for member in members]
     is_cut = [one.finish_reason is FinishReason.LENGTH for one in trajectories]
-    rewards, found = _rewards(members), None
+    rewards = _rewards(members)
     entropy = _token_mean([one.entropies for one in trajectories])
-    if boxes:
-        found = mean_or_none(
-            [
-                boxes(member.text, group.prompt.text) is not None
-                for group in rollout.first_draws
-                for member in group.members
-            ]
-        )
+    found = [
+        boxes(member.text, group.prompt.text) is not None
+        for group in rollout.first_draws
+        for member in group.members
+        if boxes
+    ]
     return {
         "correct_rate": rollout.correct_rate,
         "mean_reward": mean_or_none(rewards),
@@ -109,7 +107,7 @@ def reward_fields(
         "length_reward_z": _length_reward_z(rollout.first_draws),
         "entropy_mean": learners_entropy if entropy is None else entropy,
         "surprisal_mean": _token_mean([-one.logprobs for one in trajectories]),
-        "answer_found_rate": found,
+        "answer_found_rate": mean_or_none(found),
         "groups_identical": sum(map(_is_identical, rollout.first_draws)),
     }
 
@@ -120,16 +118,13 @@ def _length_reward_z(groups: Iterable[Group]) -> float | None:
     """
     moment = variance = 0.0
     for group in groups:
-        judged = [
-            (one.trajectory.num_actions, one.score.reward)
-            for one in group.members
-            if one.score.reward is not None
-        ]
-        if len(judged) > 1:
-            lengths, rewards = (np.array(judged) - np.mean(judged, axis=0)).T
-            moment += float(lengths @ rewards)
-            variance += float(lengths @ lengths * (rewards @ rewards)) / (len(judged) - 1)
-    return moment / variance**0.5 if variance else None
+        own = group.judged()
+        if len(set(own.rewards)) > 1:
+            lengths = [one.num_actions for one in own.trajectories]
+            (length, both), (_, reward) = np.cov(lengths, own.rewards) * (len(own) - 1)
+            moment += both
+            variance += length * reward / (len(own) - 1)
+    return float(moment / variance**0.5) if variance else None
 
 
 def _rewards(members: Iterable[Scored]) -> list[float]:
@@ -161,8 +156,10 @@ def result_fields(result: StepResult) -> dict[str, Any]:
     fields = asdict(result)
     del fields["updates"], fields["nonfinite_tensor"]  # Only the screen shows them.
     del fields["entropy_mean"]  # `reward_fields` takes it.
-    loss = None if result.loss_is_placeholder else result.loss
-    return fields | {"loss": loss, "reported_loss": result.loss}
+    return fields | {
+        "loss": None if result.loss_is_placeholder else result.loss,
+        "reported_loss": result.loss,
+    }
 
 
 def identical_chance(groups: Sequence[Group]) -> float:
@@ -337,9 +334,7 @@ def _turn_table(trajectories: Sequence[Trajectory]) -> TurnTable | None:
 
 
 def mean_or_none(values: Sequence[float] | Sequence[int]) -> float | None:
-    if values:
-        return float(np.mean(values))
-    return None
+    return float(np.mean(values)) if values else None
 
 
 def peak_memory_gib(device: str) -> float:

@@ -100,8 +100,7 @@ def _place(question: str, given: str, prompt: Prompt) -> int:
 
 def _filled(template: str, question: str, answer: str) -> str:
     """Fill the places by plain replacement, without looking for places in the inserted texts."""
-    parts = template.split("{prompt}")
-    return question.join(part.replace("{answer}", answer) for part in parts)
+    return question.join(part.replace("{answer}", answer) for part in template.split("{prompt}"))
 
 
 _BASE = "base_model_name_or_path"
