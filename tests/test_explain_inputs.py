@@ -134,6 +134,7 @@ def test_a_resume_from_another_folder_finds_its_folders_and_explain_agrees(
     config = load_config(tmp_path / "second" / "config.toml", flags, environ={})
     seen = explain(config)
     assert (seen.refused, seen.unavailable, seen.memory_unknown) == ((), (), "")
+    assert "pilot ran" not in str(explain(config, pilot=tmp_path / "second").warnings)
     assert small_run(config, quiet=True).summary.steps == 2
     refused = explain(replaced(config, {"training.max_steps": 1, "training.lr": 1.0})).refused
     assert "lr = 1.0 differs from" in refused[0] and "models/mine" not in str(refused)

@@ -188,6 +188,8 @@ TWINS = [
     (r"\sin^230^\circ", r"\frac14", True),
     (r"\cos(90^\circ-x)", r"\sin x", True),
     (r"\sin(x+30^\circ)", r"\sin(x+30)", False),
+    (r"\sin(30^\circ+45^\circ)", r"\sin75^\circ", True),
+    (r"\sin(\frac x2+30^\circ)", r"\sin(30^\circ+\frac x2)", True),
     (r"\cos\theta^\circ", r"\cos\theta", False),
     (r"\lg100", "2", True),
     (r"\lg8", "3", False),

@@ -281,7 +281,7 @@ def explain(
     first_runs = runs[: len(config.conditions)]
     configs = [placed(run.config) for run in first_runs]
     memory, unknown, refused = _memory(configs, memory_gib)
-    step_time, differences = _step_time(configs[0], pilot, say, probe=probe)
+    step_time, differences = _step_time(runs[0].config, pilot, say, probe=probe)
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
     engine, backend, incapacities, losses = _capabilities(configs)
     inputs = InputProblems.of(configs, here=memory_gib is None)

@@ -360,7 +360,10 @@ _NUMBERS = _rules(
         rf"({_TRIGONOMETRIC})\s*{_DEGREES}",
         r"\1(\\frac{\2\\pi}{180})",
     ),
-    (rf"({_TRIGONOMETRIC}\s*[({{][^(){{}},]*?){_DEGREES}", r"\1\\frac{\2\\pi}{180}"),
+    (
+        rf"{_TRIGONOMETRIC}\s*[({{](?:[^(){{}},]|\{{[^{{}}]*\}})*",
+        lambda match: re.sub(_DEGREES, r"\\frac{\1\\pi}{180}", match[0]),
+    ),
     (
         r"(?i)^\s*\\text\{(?:therefore|thus|hence|so|(?:the )?(?:final )?answer(?: is)?)\}\s*[,:]?",
         "",
