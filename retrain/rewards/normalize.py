@@ -314,6 +314,10 @@ _BASES = (
 )
 DENIALS = "not|no|neither|never|none|nor|false|wrong|incorrect|impossible"
 """Words before an answer that is none."""
+NUMBERS = (
+    "one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+teen"
+    "|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
+)
 
 
 def _repeating(match: re.Match[str]) -> str:
@@ -321,6 +325,13 @@ def _repeating(match: re.Match[str]) -> str:
     nines = 10 ** len(fixed) * (10 ** len(period) - 1)
     value = Fraction(int(whole + fixed + period) - int(whole + fixed), nines)
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _named(match: re.Match[str]) -> str:
+    """Drop the name of a number behind it: `4 (four)`."""
+    digits, unit, name = match.groups()
+    is_other = name in _BASES and digits != str(_BASES.index(name))
+    return match[0] if is_other else digits + unit
 
 
 def _base(match: re.Match[str]) -> str:
@@ -344,6 +355,13 @@ _NUMBERS = _rules(
     (
         rf"([\d}}])\s*\\text\{{\s*({'|'.join(_POWERS)})s?(?![a-z])",
         lambda match: rf"{match[1]}\times10^{{{_POWERS[match[2]]}}}\text{{",
+    ),
+    (
+        (
+            r"(?<!\d)(\d+)((?:\s*\\text\{[^{}]*\})?)"
+            rf"\s*\(\s*\\text\{{\s*((?:[a-z]+[- ])?(?:{NUMBERS}))\s*\}}\s*\)\s*$"
+        ),
+        _named,
     ),
     (r"\s*\\text\{\s*(?:percent|percentage|pct)\s*\}", r"\\%"),
     (rf"_\{{\s*\\text\{{(?:base )?({'|'.join(_BASES)})\}}\s*\}}", _base),

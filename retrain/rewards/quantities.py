@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from retrain.rewards.normalize import DENIALS
+from retrain.rewards.normalize import DENIALS, NUMBERS
 
 # -- numbers ---------------------------------------------------------------------------------------
 
@@ -87,10 +87,7 @@ _NOT_UNITS = frozenset(
 _BEFORE_NUMBERS = frozenset("dollar euro pound yen rs total".split())
 _SILENT = frozenset("the a an of and only exactly precisely".split())
 _LEAD_IN = re.compile(rf"(?!.*\b(?:{DENIALS})\b).*\b(?:is|are|equals)\b\s*", re.IGNORECASE)
-_NUMBER = re.compile(
-    r"\b(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)$"
-)
+_NUMBER = re.compile(rf"\b(?:{NUMBERS})$")
 _WORDS = re.compile(r"\\text\{([^{}]*)\}(?:\^\{?(-?\d)\}?)?(?!\})")
 _ARC_MINUTES = re.compile(r"(?<=\d)('+)$")
 _DEGREES = re.compile(r"\^\\circ\s*(?:([CF])(?![a-zA-Z]))?$")
