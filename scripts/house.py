@@ -52,7 +52,7 @@ BUDGETS: dict[str, int] = {
     "bytes of the package's other files": 6_897_353,
     "lines of tests": 50_249,
     "lines of benchmarks": 5_399,
-    "words of the pages": 65_596,
+    "words of the pages": 65_595,
 }
 """The most of each that there may be. A budget only falls: lower it when you remove something.
 
