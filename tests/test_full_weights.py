@@ -270,8 +270,9 @@ def test_a_finished_run_of_a_campaign_keeps_its_weights_alone(
     assert main(more) == 2 and "its finished runs keep only weights" in capsys.readouterr().err
     assert main([*more[:1], "--quiet", *more[3:]]) == 0
     capsys.readouterr()
-    assert main(["--resume", str(folder), "--max-steps", "3"]) == 1
+    assert main(["--resume", str(folder), "--max-steps", "3"]) == 2
     assert "holds only weights" in capsys.readouterr().err
+    assert json.loads((folder / "summary.json").read_text())["status"] == "done"
     manifest = json.loads((checkpoints / "step_000002/manifest.json").read_text())
     assert "optimizer.safetensors" not in {file["name"] for file in manifest["files"]}
 

@@ -46,6 +46,12 @@ class Checkpoint:
         path = self.folder / STATE
         return TrainerState.from_json(path.read_text(encoding="utf-8"), path)
 
+    @property
+    def holds_weights_alone(self) -> bool:
+        """True after `keep_weights`."""
+        has_optimizer = any(self.folder.glob(f"{_OPTIMIZER}*"))
+        return (self.folder / WHOLE_MODEL).is_file() and not has_optimizer
+
 
 def step_folder(step: Any) -> str:
     """Return the name of the checkpoint's folder after so many steps; "no step", which no folder

@@ -239,6 +239,12 @@ def _continued(config: TrainConfig, folder: RunFolder, *, repairs: bool = True) 
     if checkpoint:  # Other max_steps may come with another end of a falling rate.
         state = replace(checkpoint.state(), config_hash=state.config_hash)
     _refuse_other_steps(load_stored(folder.config), config, state.step)
+    goes_on = state.step < config.training.max_steps
+    if checkpoint and goes_on and checkpoint.holds_weights_alone:
+        raise ConfigurationError(
+            f"{checkpoint.folder} holds only weights, as a finished run of a campaign does; start a"
+            " new run with that folder's export as [model] model."
+        )
     return RunStart(config, folder, store, state, checkpoint, tuple(notes))
 
 

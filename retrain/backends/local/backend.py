@@ -17,7 +17,7 @@ from retrain.backends.local.facts import LocalFacts
 from retrain.backends.local.learner import Learner, old_logprobs_note, rounds
 from retrain.backends.local.optimizer import STATE_FILE
 from retrain.distributed import ALONE, World
-from retrain.errors import ConfigurationError, RunFailed
+from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import InferenceEngine, Truncation
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.model.adapter import Adapter
@@ -47,8 +47,6 @@ class LocalBackend(LocalFacts):
     `trainable_parameters_line`.
     """
 
-    _weights_alone: Path | None = None
-    """The loaded checkpoint, if it has no optimizer."""
     _sampler_adapter: Adapter | None = None
     """The sampler's own copy in split mode."""
 
@@ -249,11 +247,6 @@ class LocalBackend(LocalFacts):
         self._learner.begin(config or self.config, supervised=config is not None)
 
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
-        if self._weights_alone:
-            raise RunFailed(
-                f"{self._weights_alone} holds only weights, as a finished run of a campaign"
-                " does; start a new run with that folder's export as [model] model."
-            )
         engine = self.engine.capabilities
         raw = is_raw(engine, self.config.training.temperature)
         raw &= not self._learner.supervised
@@ -311,10 +304,8 @@ class LocalBackend(LocalFacts):
 
     def load(self, folder: Path) -> None:
         self._weights.load(folder)
-        if (folder / STATE_FILE).is_file():
+        if (folder / STATE_FILE).is_file():  # Only an evaluation loads weights alone.
             self._learner.optimizer.load(folder)
-        else:
-            self._weights_alone = folder
 
     def keep_start(self, folder: Path) -> None:
         self._weights.keep_start(folder)
