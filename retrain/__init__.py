@@ -4,7 +4,7 @@
 frame. All load on first use, so that `import retrain` is cheap.
 """
 
-TYPE_CHECKING = False
+TYPE_CHECKING = False  # The entry of the command line imports this file before anything else.
 if TYPE_CHECKING:
     from retrain.analysis.runs import load_runs
     from retrain.config import load_config

@@ -338,9 +338,10 @@ def test_explain_tells_the_disk_of_the_checkpoints_and_where_it_lacks_room(
     training = {"save_every": 2, "max_steps": 9, **keep}
     config = small(tmp_path / "not/yet", model=FULL, training=training, sft={"steps": sft})
     memory = predict_memory(config)
-    assert memory.disk_line().startswith(f"Up to {most} checkpoints of 9.4 MiB")
+    told = f"Checkpoints take 9.4 MiB each, up to {most} of them, on"
+    assert memory.disk_line().startswith(told)
     assert "lower" not in memory.disk_line()
-    assert any(line.startswith(f"Up to {most}") for line in explain(config).warnings)
+    assert any(line.startswith(told) for line in explain(config).warnings)
     full = shutil.disk_usage(tmp_path)._replace(free=0)
     monkeypatch.setattr("retrain.model.memory.disk_usage", lambda path: full)
     assert "0 KiB free: lower [training] keep" in memory.disk_line()

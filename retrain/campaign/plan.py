@@ -259,8 +259,9 @@ def check(plan: CampaignPlan) -> Findings:
         f"No held-out evaluation at the end: {name} holds nothing out."
         for name in dict.fromkeys(lacking.values())
     ]
-    said = (*lines, *condition_notes(plan), *missing, *_design_lines(plan, problems))
-    return Findings(said + _APART * differ, frozenset(lacking), held_out)
+    apart = [_APART] * differ
+    said = (*lines, *condition_notes(plan), *missing, *_design_lines(plan, problems), *apart)
+    return Findings(said, frozenset(lacking), held_out)
 
 
 def _design_lines(plan: CampaignPlan, problems: int) -> Iterator[str]:
@@ -306,10 +307,8 @@ def evaluated_where_possible(plan: CampaignPlan, checked: Findings) -> CampaignP
 
 
 _APART = (
-    (
-        "The conditions have different held-out problems, so `retrain compare` cannot compare their"
-        " accuracies; name problems for all of them in [evaluation] source."
-    ),
+    "The conditions have different held-out problems, so `retrain compare` cannot compare their"
+    " accuracies; name problems for all of them in [evaluation] source."
 )
 HeldOut = tuple[int, str]
 """The number of held-out problems, and their hash; 0 and "" if unknown."""

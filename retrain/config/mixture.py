@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from retrain.config.data_sections import Data
+from retrain.config.keys import keys_by_path
 from retrain.config.moving import Points, value_at, wrong_points
 from retrain.config.names import bracketed, nearest, source_task
 from retrain.config.section import Violation, Violations, repeated
@@ -19,8 +20,8 @@ _OWN = ("name", "weight", "reward", "environment")
 _OF_THE_RUN = ("mix", "sampler", "sampler_params", "chat_template_args")
 """Keys of [data] that hold for all sources."""
 _KEYS = (*_OWN, *(name for name in Data.model_fields if name not in _OF_THE_RUN))
-_NO_SOURCE = {"data.source": "math", "data.path": "", "data.params": {}, "environment.provider": ""}
-"""Keys that name one source for the whole run, at their defaults."""
+_BESIDE = ("data.source", "data.path", "data.params", "environment.provider")
+"""Keys that name one source for the whole run."""
 
 
 def task_of(table: Mapping[str, Any]) -> str:
@@ -40,7 +41,11 @@ def points_of(table: Mapping[str, Any]) -> Points:
 
 def over_base(sets: Json) -> Json:
     """Return the keys of a condition. Its mixture takes the place of the base's source."""
-    return (_NO_SOURCE if sets.get("data.mix") else {}) | sets
+    return (_no_source() if sets.get("data.mix") else {}) | sets
+
+
+def _no_source() -> Json:
+    return {path: keys_by_path()[path].default for path in _BESIDE}
 
 
 def changes(table: Mapping[str, Any]) -> Json:
@@ -68,7 +73,7 @@ def longest_environment(config: "TrainConfig") -> "Environment":
 def problems(config: "TrainConfig") -> Violations:
     """Yield what is wrong with the tables, apart from the values that they give to keys."""
     tables = config.data.mix
-    for path, unset in _NO_SOURCE.items() if tables else ():
+    for path, unset in _no_source().items() if tables else ():
         value = config.value(path)
         if value != unset:
             yield Violation(

@@ -227,21 +227,23 @@ class TrainConfig(AllSections):
 
     @property
     def folder(self) -> Path:
-        """The folder of the run or campaign that it begins or continues."""
+        """The folder of the run or campaign that this configuration begins or continues."""
         return Path(self.resume.from_ or self.logging.log_dir)
 
     @property
     def own_folders(self) -> list[Path]:
-        """The current folder and the folder of its file."""
+        """The current folder and the folder of the configuration's file."""
         return [Path.cwd(), *([self.source_path.resolve().parent] if self.source_path else [])]
 
     @property
     def search_folders(self) -> list[Path]:
-        """The folders of relative paths and plugins. They are its own, and the enterable ones in
-        which its run began.
+        """The folders of relative paths and plugins. These are the configuration's own folders. The
+        file of a run adds the folders in which the run began, if this user can enter them.
         """
         folders = self.own_folders
-        with suppress(OSError, RunFailed, IndexError):  # A configuration from Python has no file.
+        if self.source_path is None:
+            return folders
+        with suppress(OSError, RunFailed):
             began = read_object(folders[1] / "environment.json").get("folders")
             if isinstance(began, list):
                 folders += [
@@ -252,7 +254,7 @@ class TrainConfig(AllSections):
         return folders
 
     def find(self, path: str) -> Path:
-        """Look for a relative path in these folders."""
+        """Return a path in the first of `search_folders` that holds it, else the path itself."""
         places = (folder / path for folder in self.search_folders)
         return next(filter(Path.exists, places), Path(path))
 

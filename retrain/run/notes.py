@@ -381,8 +381,9 @@ def _truncation_note(config: TrainConfig) -> str:
         for key in ("top_k", "top_p", "min_p")
         if config.is_set(f"training.{key}")
     )
-    kl = "; the KL term is against the whole distribution of [loss] kl_reference"
-    kl *= config.may_be_positive("loss.kl_coef")
+    kl = ""
+    if config.may_be_positive("loss.kl_coef"):
+        kl = "; the KL term is against the whole distribution of [loss] kl_reference"
     return (
         f"[training] {values}: retrain samples and trains the distribution over the kept"
         " tokens, also for log-probs, surprisals and entropies. A position with one kept token"
