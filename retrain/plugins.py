@@ -492,10 +492,9 @@ def describe(error: BaseException) -> str:
 
 def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
     attribute = name.rpartition(".")[2]
-    folders = list(map(str, config.search_folders))
     tried = []
     for candidate in _modules_of(name, config):
-        module = _import(candidate, folders, where)
+        module = _import(candidate, config, where)
         if hasattr(module, attribute):
             return getattr(module, attribute)
         reason = "no such module"
@@ -503,17 +502,18 @@ def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
             close = nearest(attribute, vars(module))
             reason = f"has no {attribute}" + (f", but {close}" if close else "")
         tried.append(f"{candidate} ({reason})")
-    places = ", ".join(dict.fromkeys(folders))
+    places = ", ".join(dict.fromkeys(map(str, config.search_folders)))
     raise ConfigurationError(
         f"{where} does not load: tried {', '.join(tried)} in {places} and sys.path."
     )
 
 
-def _import(name: str, folders: Sequence[str], where: str) -> ModuleType | None:
+def _import(name: str, config: "TrainConfig", where: str) -> ModuleType | None:
     """Import a module; None if there is none of that name."""
+    folders = list(map(str, config.search_folders))
     with _importable(folders), user_code(f"{where}: importing {name}", ConfigurationError):
-        # The folders where a run began come later, and may hold the original of a copied file.
-        existing = _files_of(name, dict.fromkeys(folders[:2]))
+        # The folders where a run began may hold the original of a copied file.
+        existing = _files_of(name, dict.fromkeys(map(str, config.own_folders)))
         if len(existing) > 1:
             raise ConfigurationError(
                 f"{where} exists twice, in {existing[0]} and {existing[1]}; rename one."

@@ -16,7 +16,7 @@ from retrain.cli.main import main
 from retrain.config import dump_toml, load_config, replaced
 from retrain.errors import ConfigurationError
 from retrain.explain import explain
-from retrain.model.text import LAB_MODEL
+from retrain.model.text import LAB_MODEL, LAB_MODELS
 from tests.runs import small, small_run
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -119,7 +119,7 @@ def test_explain_repeats_what_a_run_says_of_its_prompts_and_held_out_problems(
     assert "Held-out problems that are in training too: 1, the first is" in said
 
 
-def test_a_resume_from_another_folder_finds_its_folders_and_explain_agrees(
+def test_a_resume_from_another_folder_finds_its_own_folders_and_explain_agrees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(LAB_MODEL, tmp_path / "models" / "mine")
@@ -128,7 +128,7 @@ def test_a_resume_from_another_folder_finds_its_folders_and_explain_agrees(
     first = small_run(small(Path("first"), **sections), quiet=True)
     more = {"lora": {"init_from": str(first.adapter)}, "backend": {"adapter_path": "adapters"}}
     small_run(small(Path("second"), **sections, **more), quiet=True)
-    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree(LAB_MODELS["lab2"], tmp_path / "elsewhere" / "models" / "mine")
     monkeypatch.chdir(tmp_path / "elsewhere")
     flags = ["--resume", str(tmp_path / "second"), "--max-steps", "2"]
     config = load_config(tmp_path / "second" / "config.toml", flags, environ={})
@@ -136,6 +136,12 @@ def test_a_resume_from_another_folder_finds_its_folders_and_explain_agrees(
     assert (seen.refused, seen.unavailable, seen.memory_unknown) == ((), (), "")
     assert "pilot ran" not in str(explain(config, pilot=tmp_path / "second").warnings)
     assert small_run(config, quiet=True).summary.steps == 2
+    stored = json.loads((tmp_path / "second" / "environment.json").read_text())
+    assert stored["resumed"][0]["model_sha256"] == stored["model_sha256"]
+    for command in (["inspect"], ["export"]):
+        assert main([*command, str(tmp_path / "second")]) == 0
+    made = json.loads((tmp_path / "second-adapter" / "adapter_config.json").read_text())
+    assert made["base_model_name_or_path"] == str(tmp_path / "models" / "mine")
     refused = explain(replaced(config, {"training.max_steps": 1, "training.lr": 1.0})).refused
     assert "lr = 1.0 differs from" in refused[0] and "models/mine" not in str(refused)
     refused = explain(replaced(config, {"training.max_steps": 1})).refused

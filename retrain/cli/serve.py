@@ -49,6 +49,7 @@ def command(
     --max-tokens 512.
     """
     from retrain.inference_engine.commands import ServerNeeds
+    from retrain.model.text import placed
 
     overrides = flags_after(context, "serve takes an engine and one file", 1)
     if engine not in startable_engines():
@@ -56,7 +57,7 @@ def command(
             f"{engine!r} is not a server of these: {', '.join(startable_engines())}."
         )
     load_dotenv()
-    config = load_named(overrides)
+    config = placed(load_named(overrides))
     # A mistake shows before the command reads the data.
     server_command(engine, config, ServerNeeds("", "", "", 0, 0), python)
     needs = server_needs(config, prompt_tokens)

@@ -28,6 +28,8 @@ ALIASES: dict[str, str] = {
     "training.dynamic_sampling": "training.max_resamples",
 }
 """Second name of a key -> its canonical name; giving both is an error."""
+TEACHERS = ("base", "start", "answer")
+"""Values of `[algorithm] teacher` that are not the folder of an adapter."""
 RENAMED_VALUES = {
     ("algorithm.teacher", "gold"): "answer",
     ("reward.combine", "normalise_then_sum"): "normalize_then_sum",

@@ -237,21 +237,21 @@ class TrainConfig(AllSections):
 
     @property
     def search_folders(self) -> list[Path]:
-        """The folders of relative paths and plugins. These are the configuration's own folders. The
-        file of a run adds the folders in which the run began, if this user can enter them.
+        """The folders of relative paths and plugins, in their order: the configuration's own
+        folders. For the file of a run these are the run's folder, the folders in which the run
+        began, if this user can enter them, and the current folder.
         """
-        folders = self.own_folders
-        if self.source_path is None:
-            return folders
+        own = self.own_folders
         with suppress(OSError, RunFailed):
-            began = read_object(folders[1] / "environment.json").get("folders")
-            if isinstance(began, list):
-                folders += [
+            began = read_object(own[-1] / "environment.json").get("folders")
+            if self.source_path and isinstance(began, list):
+                folders = [
                     Path(name)
                     for name in filter(is_path_text, began)
                     if os.path.isdir(name) and os.access(name, os.X_OK)  # noqa: PTH112
                 ]
-        return folders
+                return [own[1], *folders, own[0]]
+        return own
 
     def find(self, path: str) -> Path:
         """Return a path in the first of `search_folders` that holds it, else the path itself."""

@@ -42,10 +42,10 @@ from retrain.explain.timing import (
     schedule_campaign,
 )
 from retrain.inference_engine.base import EngineCapabilities
+from retrain.model.text import placed
 from retrain.records.redact import Redactor, note_secrets
 from retrain.run.notes import notes
 from retrain.run.parts import Say
-from retrain.run.start import placed
 from retrain.system import Json
 from retrain.xray.resolve import headline_of
 

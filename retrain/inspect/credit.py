@@ -24,7 +24,7 @@ from retrain.config.load import trusted
 from retrain.config.names import condition_label
 from retrain.errors import ConfigurationError
 from retrain.model.sentences import load_sentence_encoder
-from retrain.model.text import load_tokenizer
+from retrain.model.text import load_tokenizer, placed
 from retrain.model.vocabulary import TokenIds, VocabularyTable
 from retrain.plugins import ForeignCode
 from retrain.records.entries import StepRecord
@@ -251,7 +251,7 @@ def read_step(
             f"Step {step} of {run.path} has no judged completion, so it has no credit to show;"
             " choose another --step. The reasons are in trainer_state.json under rewards."
         )
-    pieces = Pieces(run.config.model)
+    pieces = Pieces(placed(run.config).model)
     stages: dict[str, Mapping[str, Float32Array]] = {run.condition: table.advantages}
     planning = table.mask.astype(np.bool_) if table.mask is not None else None
     notes: list[str] = []

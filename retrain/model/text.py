@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retrain.config.load import replaced
+from retrain.config.names import TEACHERS
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
 from retrain.model.budget import context_length
@@ -20,6 +22,7 @@ from retrain.types import Int32Array
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+    from retrain.config import TrainConfig
     from retrain.config.schema import Model
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "load_text_model",
     "load_tokenizer",
     "model_files",
+    "placed",
     "resolve_model",
 ]
 
@@ -70,6 +74,29 @@ def resolve_model(name: str) -> str:
     if folder.exists():
         return str(folder)
     return name
+
+
+def placed(config: "TrainConfig") -> "TrainConfig":
+    """Return `config` with its model, first adapter and teacher in the first of `search_folders`
+    that holds them. Any other name keeps its text, and so does a path in the current folder.
+    """
+    names = {
+        "model.model": config.model.model,
+        "lora.init_from": config.lora.init_from,
+        "algorithm.teacher": config.algorithm.teacher,
+    }
+    changes = {}
+    for key, name in names.items():
+        if name and name not in (*LAB_MODELS, *TEACHERS):
+            places = [folder / name for folder in config.search_folders]
+            found = next((place for place in places if _holds_model(place)), Path(name))
+            if found.resolve() != Path(name).resolve():
+                changes[key] = str(found)
+    return replaced(config, changes)
+
+
+def _holds_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def base_name(name: str) -> str:

@@ -29,7 +29,7 @@ from retrain.data.prompts import query_of
 from retrain.data.traces import trace_query
 from retrain.distributed import World
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
-from retrain.model.text import model_fingerprint, resolve_model
+from retrain.model.text import model_fingerprint, placed
 from retrain.records.checkpoint import STATE, Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import checkpoint_folder, sign, stored_checkpoints, take
 from retrain.records.disk import put_back, remove_empty, replace_file
@@ -306,19 +306,6 @@ def _refuse_other_steps(stored: TrainConfig, config: TrainConfig, step: int) -> 
         f" the learning rate, which is {before.lr_schedule}. At steps"
         f" {', '.join(map(str, steps))} {' and '.join(choices)}. Choose one, or another"
         " --lr-schedule."
-    )
-
-
-def placed(config: TrainConfig) -> TrainConfig:
-    """Return `config` with its model and its first adapter where `config.find` finds them."""
-    paths = {"model.model": config.model.model, "lora.init_from": config.lora.init_from}
-    return replaced(
-        config,
-        {
-            key: str(found)
-            for key, path in paths.items()
-            if not Path(resolve_model(path)).exists() and (found := config.find(path)).exists()
-        },
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from retrain.advantages.step import flatten
 from retrain.backends.base import Backend
+from retrain.config.names import TEACHERS
 from retrain.data.chat import encode_texts
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.model.text import TextModel, base_name
@@ -22,9 +23,6 @@ from retrain.types import Example, Float64Array, Group, Prompt, Row
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
     from retrain.config.schema import Algorithm
-
-TEACHERS = ("base", "start", "answer")
-"""Values of `[algorithm] teacher` that are not the folder of an adapter."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from retrain.config.mixture import task_of
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, first_line
 from retrain.model import hub
 from retrain.model.load import load_weights, no_progress_bar
-from retrain.model.text import base_name, load_tokenizer, resolve_model
+from retrain.model.text import base_name, load_tokenizer, placed, resolve_model
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.disk import is_disk, replacing_folder
@@ -81,7 +81,7 @@ def export_run(
     """
     source = stored_run(run).check()
     folder, config = source.folder, source.config
-    model, full, place = config.model, config.model.train == "full", run.resolve()
+    model, full, place = placed(config).model, config.model.train == "full", run.resolve()
     what = "Model" if full else "Merged model" if merged else "Adapter"
     output = output or place.parent / f"{place.name}-{what.split()[0].lower()}"
     _check_place(output)
