@@ -32,6 +32,7 @@ from retrain.campaign import CampaignPlan, Manifest, Status, plan_campaign, run_
 from retrain.campaign.launch import RunOutcome, share_devices, start_worker, visible
 from retrain.config import TrainConfig, config_from_mapping, load_config, replaced
 from retrain.errors import ConfigurationError, RunFailed
+from retrain.explain import explain
 from retrain.records.run_folder import Liveness, RunFolder, Writer, mark, writer_lock
 from retrain.run.interrupts import Interrupts
 from tests import commands
@@ -423,8 +424,11 @@ def test_a_campaign_goes_on_after_a_reason_with_half_a_character(tmp_path: Path)
 
 
 def refused(folder: Path, campaign: dict[str, Any] | None = None, **others: dict[str, Any]) -> str:
+    config = planned(folder, campaign, **others)
     with pytest.raises(ConfigurationError) as caught:
-        run_campaign(planned(folder, campaign, **others), quiet=True)
+        run_campaign(config, quiet=True)
+    if config.resume.from_:
+        assert explain(config).refused == caught.value.problems
     return str(caught.value)
 
 
@@ -489,6 +493,8 @@ def test_what_would_change_the_campaign_is_refused_at_resume(sequential: Finishe
     conditions = [CAMPAIGN["conditions"][0], CAMPAIGN["conditions"][1] | {"gtpo.beta": 0.1}]
     other_beta = refused(folder, {"conditions": conditions}, resume=resume)
     assert "beta = 0.1 differs from 0.3" in other_beta
+    run = {"from": str(folder / "runs" / NAMES[0])}
+    assert "name a campaign's folder" in refused(folder, resume=run)
 
 
 def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ def _range(text: str, run: "StoredRun") -> tuple[int, int]:
     taken = run.steps
     if not taken:
         raise ConfigurationError(
-            run.unsound or f"{run.path} has no step yet; there is nothing to verify."
+            run.unsound
+            or f"{run.path} has no step of reinforcement yet; there is nothing to verify."
         )
     if not text:
         return nearest_checkpoint(run.folder, taken - 1, print_progress), taken

@@ -17,9 +17,10 @@ from retrain.analysis.power import (
     equivalence_line,
     minimal_detectable_effect,
 )
-from retrain.analysis.runs import StoredRun
+from retrain.analysis.runs import StoredRun, campaign_runs
 from retrain.backends.base import BackendCapabilities, backend_kind
 from retrain.backends.declared import declared_backend, declared_engine, incapable, loss_notes
+from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import (
     CampaignPlan,
     CampaignRun,
@@ -296,7 +297,7 @@ def explain(
         config,
         settings,
         unused,
-        _unique([*problems, *incapacities, *inputs.refused, *refused]),
+        _unique([*problems, *incapacities, *inputs.refused, *refused, *_refused_resume(plan)]),
         unavailable=_unique(inputs.lacking),
         conditions=_conditions(config.conditions, first_runs),
         runs=runs,
@@ -365,6 +366,17 @@ def _runs(config: TrainConfig) -> tuple[tuple[CampaignRun, ...], CampaignPlan | 
         return plan.runs, plan
     folder = config.folder
     return (CampaignRun(folder.name, config.condition_label, config.training.seed, config),), None
+
+
+def _refused_resume(plan: CampaignPlan | None) -> tuple[str, ...]:
+    """Return the reasons for which the stored campaign cannot continue with `plan`."""
+    if plan and plan.config.resume.from_:
+        try:
+            campaign_runs(plan.folder)  # This refuses another folder.
+            Manifest.read(plan.folder).resumed_with(plan)
+        except ConfigurationError as error:
+            return error.problems
+    return ()
 
 
 def _schedule(
