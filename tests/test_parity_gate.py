@@ -115,7 +115,7 @@ def test_the_gate_passes_a_sound_engine_and_restores_every_byte(
         assert result.adapter_effect is not None
         assert result.adapter_effect > 10 * result.max_difference
         effect = f"{result.adapter_effect:.2g} nats on average"
-        assert f"the adapter changes the log-probs by {effect}" in result.line()
+        assert f"a trial update changes the log-probs by {effect}" in result.line()
         assert result.longest_prompt > 256 and result.endings > 0, "a page of 256 is filled"
         depths = [depth or 0 for depth in result.logprob_diff_by_depth or ()]
         assert len(depths) == 4 and 0 < max(depths) <= result.max_difference

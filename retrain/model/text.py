@@ -71,7 +71,7 @@ def resolve_model(name: str) -> str:
     if name in LAB_MODELS:
         return str(LAB_MODELS[name])
     folder = Path(name)
-    if folder.exists():
+    if folder.is_dir():
         return str(folder)
     return name
 

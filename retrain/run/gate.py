@@ -117,10 +117,10 @@ class GateResult:
                 f" {self.tokens} tokens sampled. The gate compared no log-probs, since this"
                 " backend's trainer returns none."
             )
-        effect = "the effect of an adapter is unknown, since this backend cannot try one"
+        effect = "the effect of an update is unknown, since this backend cannot try one"
         if self.adapter_effect is not None:
             effect = (
-                f"the adapter changes the log-probs by {self.adapter_effect:.2g} nats on average"
+                f"a trial update changes the log-probs by {self.adapter_effect:.2g} nats on average"
             )
         ends = "completions end at EOS" if self.endings else "no completion ended at EOS"
         return (
