@@ -186,14 +186,17 @@ def aside_of(path: Path) -> Path:
 
 
 def truncate_to_size(path: Path, size: int) -> None:
-    """Keep the first `size` bytes, and set the others aside: a resumed run is about to make their
-    steps again.
+    """Keep the first `size` bytes, and set the other lines aside, before any that an earlier resume
+    cut: a resumed run is about to make their steps again.
     """
     if not path.is_file() or path.stat().st_size <= size:
         return
+    aside = aside_of(path)
     with path.open("rb") as file:
         file.seek(size)
-        replace_file(aside_of(path), file.read())
+        cut = file.read()
+    earlier = aside.read_bytes() if aside.exists() else b""
+    replace_file(aside, cut[: cut.rfind(b"\n") + 1] + earlier)
     os.truncate(path, size)
 
 
