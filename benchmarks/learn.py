@@ -1,14 +1,13 @@
-"""The learning pass compared with TRL's on the same rows, old log-probs and advantages: seconds,
-memory, loss, gradient.
+"""The learning pass: seconds, memory, loss and gradient.
 
-    python benchmarks/learn.py --model models/smollm2-135m --peer-python .venv-peers/bin/python
+    python benchmarks/learn.py --model models/smollm2-135m
 
 One pass is all forward and backward passes of a step and the optimizer's update, at learning rate
-0. Each setting runs in its own process, one at a time; the first pass warms up, and the best of the
-others counts. Memory is resident memory: before the first pass (libraries, weights, adapter), and
-its peak during the passes. Loss and gradient over all adapter parameters are compared with each row
-alone through peft and transformers, in fp32 and in float64; the latter shows how much of the
-difference is rounding.
+0. The first pass warms up, and the best of the others counts. Memory is resident memory: before the
+first pass (libraries, weights, adapter), and its peak during the passes. Both leave out the
+processes that share the rows of a small model. Loss and gradient over all
+adapter parameters are compared with each row alone through peft and transformers, in fp32 and in
+float64; the latter shows how much of the difference is rounding.
 """
 
 import argparse
@@ -16,39 +15,18 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from common import make_adapter, settings_of
-from processes import Worker, WorkerFailed
+from processes import Worker
 from report import add_output, load_average, publish, table, versions_line
 from safetensors.numpy import load_file
 
 RANK = 16
-
-
-@dataclass
-class Setting:
-    name: str
-    python: str
-    script: str
-    settings: dict[str, Any]
-    passes: list[dict[str, Any]] = field(default_factory=list)
-    before_gib: float = math.nan
-    """Resident before the first pass of a process; after it the allocator may keep free memory."""
-    peak_gib: float = 0.0
-    gradient_error: float = math.nan
-    """Relative to each row alone, computed in fp32."""
-    exact_error: float = math.nan
-    """Relative to each row alone, computed in float64."""
-    failure: str = ""
-
-    @property
-    def best(self) -> dict[str, Any]:
-        return min(self.passes, key=lambda one: one["seconds"])
+HEAD = ("seconds", "CPU seconds", "GiB before", "peak GiB", "GiB of the pass", "loss difference")
+HEAD += ("gradient error", "of float64")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -62,10 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ragged", action="store_true", help="completions of tokens / 8 to tokens tokens"
     )
-    parser.add_argument(
-        "--passes", type=int, default=2, help="passes in one process, the first of which warms up"
-    )
-    parser.add_argument("--repeats", type=int, default=1, help="processes of each setting")
+    parser.add_argument("--passes", type=int, default=2, help="passes, the first of which warms up")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
         "--micro-batch-tokens",
@@ -73,68 +48,8 @@ def parse_arguments() -> argparse.Namespace:
         default=0,
         help="[training] micro_batch_tokens; 0 lets retrain choose",
     )
-    parser.add_argument(
-        "--peer-python",
-        default=".venv-peers/bin/python",
-        help="python of an environment with benchmarks/peers.txt",
-    )
-    parser.add_argument(
-        "--trl",
-        nargs="*",
-        default=["4", "8", "32", "4c", "8c", "32c"],
-        help="TRL's per-device batches; c: gradient checkpointing on",
-    )
     add_output(parser)
     return parser.parse_args()
-
-
-def make_settings(arguments: argparse.Namespace, common: Mapping[str, Any]) -> list[Setting]:
-    training = (
-        {"micro_batch_tokens": arguments.micro_batch_tokens} if arguments.micro_batch_tokens else {}
-    )
-    made = [
-        Setting(
-            "retrain",
-            sys.executable,
-            "learn_worker.py",
-            {**common, "kind": "retrain", "training": training},
-        )
-    ]
-    for variant in arguments.trl:
-        batch, checkpointing = int(variant.rstrip("c")), variant.endswith("c")
-        name = f"TRL, batch {batch}{', checkpointing' if checkpointing else ''}"
-        made.append(
-            Setting(
-                name,
-                arguments.peer_python,
-                "learn_trl.py",
-                {**common, "batch": batch, "checkpointing": checkpointing},
-            )
-        )
-    return made
-
-
-def measure(
-    setting: Setting, passes: int, references: Sequence[Mapping[str, Any]], gradient: Path
-) -> dict[str, str]:
-    """Runs one process of this setting; returns the versions it found."""
-    try:
-        with Worker(setting.python, setting.script, setting.settings) as worker:
-            answers = [worker.ask() for _ in range(passes - 1)]
-            answers.append(worker.ask(gradient=str(gradient)))
-            versions = worker.versions
-    except WorkerFailed as error:
-        if not error.out_of_memory:
-            raise
-        setting.failure = "not enough memory"
-        return {}
-    setting.passes += answers[1:] or answers
-    setting.before_gib = answers[0]["before_gib"]
-    setting.peak_gib = max(setting.peak_gib, *(one["peak_gib"] for one in answers))
-    setting.gradient_error, setting.exact_error = (
-        relative_error(load_file(gradient), reference) for reference in references
-    )
-    return versions
 
 
 def relative_error(found: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> float:
@@ -153,60 +68,38 @@ def relative_error(found: Mapping[str, np.ndarray], reference: Mapping[str, np.n
     )
 
 
-def rows(settings: list[Setting], loss: float) -> list[list[str]]:
-    ours = settings[0].best["seconds"]
-    lines = []
-    for setting in settings:
-        if not setting.passes:
-            lines.append([setting.name, setting.failure, *["-"] * 8])
-            continue
-        best = setting.best
-        lines.append(
-            [
-                setting.name, f"{best['seconds']:.2f}", f"{best['seconds'] / ours:.2f}",
-                f"{best['cpu_seconds']:.2f}",
-                f"{setting.before_gib:.2f}", f"{setting.peak_gib:.2f}",
-                f"{setting.peak_gib - setting.before_gib:.2f}",
-                f"{abs(best['loss'] - loss):.1e}", f"{setting.gradient_error:.1e}",
-                f"{setting.exact_error:.1e}",
-            ]
-        )  # fmt: skip
-    return lines
-
-
 def main() -> None:
     arguments = parse_arguments()
     load = load_average()
-    versions: list[Mapping[str, str]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        common = settings_of(arguments)
-        common |= {
-            "tokenizer": common["model"],
+        common = settings_of(arguments) | {
             "adapter": str(folder / "adapter"),
             "logprobs": str(folder / "logprobs.safetensors"),
             "rank": RANK,
             "ragged": arguments.ragged,
+            "training": {"micro_batch_tokens": arguments.micro_batch_tokens},
         }
         common["vocabulary"] = make_adapter(common, common["adapter"])
         references = []
         for dtype in ("float32", "float64"):
-            with Worker(
-                sys.executable, "learn_worker.py", {**common, "kind": "reference", "dtype": dtype}
-            ) as plain:
-                found = plain.ask(
-                    logprobs=common["logprobs"], gradient=str(folder / f"{dtype}.safetensors")
-                )
-            references.append(load_file(folder / f"{dtype}.safetensors"))
-        settings = make_settings(arguments, common)
-        for _ in range(arguments.repeats):
-            versions += [
-                measure(setting, arguments.passes, references, folder / "gradient.safetensors")
-                for setting in settings
-            ]
-    head = ["setting", "seconds", "time / retrain's", "CPU seconds", "GiB before", "peak GiB",
-    "GiB of the pass", "loss difference",
-            "gradient error", "of float64"]  # fmt: skip
+            file = str(folder / f"{dtype}.safetensors")
+            plainly = {**common, "kind": "reference", "dtype": dtype}
+            with Worker(sys.executable, "learn_worker.py", plainly) as plain:
+                found = plain.ask(logprobs=common["logprobs"], gradient=file)
+            references.append(load_file(file))
+        file = str(folder / "gradient.safetensors")
+        with Worker(sys.executable, "learn_worker.py", {**common, "kind": "retrain"}) as worker:
+            passes = [worker.ask(gradient=file) for _ in range(arguments.passes)]
+        errors = [relative_error(load_file(file), one) for one in references]
+    best, before = (
+        min(passes[1:] or passes, key=lambda one: one["seconds"]),
+        passes[0]["before_gib"],
+    )
+    peak = max(one["peak_gib"] for one in passes)
+    sizes = [f"{gib:.2f}" for gib in (before, peak, peak - before)]
+    row = [f"{best['seconds']:.2f}", f"{best['cpu_seconds']:.2f}", *sizes]
+    row += [f"{abs(best['loss'] - found['loss']):.1e}", *(f"{error:.1e}" for error in errors)]
     shape = f"{arguments.prompts}x{arguments.group}x{arguments.tokens}{'-ragged' if arguments.ragged else ''}"
     lengths = "up to " if arguments.ragged else ""
     publish(
@@ -216,11 +109,11 @@ def main() -> None:
         [
             (
                 f"fp32, LoRA r{RANK} on every linear layer, {arguments.threads} threads, loss"
-                f" {found['loss']:.6f}; retrain chose {settings[0].best['note']}. The fp32"
-                f" reference is itself {relative_error(*references):.1e} off the float64 one."
-                f" {versions_line(*versions)}."
+                f" {found['loss']:.6f}; {best['note']}. The fp32 reference is itself"
+                f" {relative_error(*references):.1e} off the float64 one."
+                f" {versions_line(worker.versions)}."
             ),
-            table(head, rows(settings, found["loss"])),
+            table(HEAD, [row]),
         ],
         load,
         arguments.output,

@@ -52,7 +52,7 @@ def reference(settings: dict[str, Any]) -> Answer:
         .eval()
         .to(device, dtype)
     )
-    rows = rows_of(settings)
+    rows, staleness = rows_of(settings), settings.get("staleness", _STALENESS)
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         total = 0.0
@@ -68,7 +68,7 @@ def reference(settings: dict[str, Any]) -> Answer:
             name = f"{number:05d}"
             if name not in logprobs:
                 logprobs[name] = new.detach().cpu().numpy() + rng.uniform(
-                    -_STALENESS, _STALENESS, len(completion)
+                    -staleness, staleness, len(completion)
                 ).astype(np.float32)
             old = torch.from_numpy(logprobs[name]).to(device)
             loss = -(torch.exp(new - old) * float(rows.advantages[number])).sum() / rows.job.tokens
@@ -108,6 +108,7 @@ def ours(settings: dict[str, Any]) -> Answer:
                     **settings["training"],
                 },
                 "optimizer": {"beta1": 0.0},
+                "loss": settings.get("loss", {}),
             }
         ),
         eos_ids=(2**31 - 1,),
@@ -121,6 +122,7 @@ def ours(settings: dict[str, Any]) -> Answer:
             logprobs=old[f"{number:05d}"],
             advantages=np.full(len(completion), rows.advantages[number], np.float32),
             group=number // rows.job.group,
+            sample=number % rows.job.group,
         )
         for number, completion in enumerate(rows.completions)
     ]
