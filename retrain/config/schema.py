@@ -237,9 +237,9 @@ class TrainConfig(AllSections):
 
     @property
     def search_folders(self) -> list[Path]:
-        """The folders of relative paths and plugins, in their order: the configuration's own
-        folders. For the file of a run these are the run's folder, the folders in which the run
-        began, if this user can enter them, and the current folder.
+        """The folders of relative paths and plugins, the first one first. They are the
+        configuration's own folders. If its file lies in the folder of a run, the folders in which
+        the run began come before the current folder.
         """
         own = self.own_folders
         with suppress(OSError, RunFailed):
