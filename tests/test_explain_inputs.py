@@ -126,7 +126,9 @@ def test_a_resume_from_another_folder_finds_its_own_folders_and_explain_agrees(
     monkeypatch.chdir(tmp_path)
     sections: dict[str, Any] = {"model": {"model": "models/mine"}, "training": {"max_steps": 1}}
     first = small_run(small(Path("first"), **sections), quiet=True)
-    more = {"lora": {"init_from": str(first.adapter)}, "backend": {"adapter_path": "adapters"}}
+    adapter = str(first.adapter)
+    more: dict[str, Any] = {"lora": {"init_from": adapter}, "backend": {"adapter_path": "adapters"}}
+    more["algorithm"] = {"transform_mode": "distill", "teacher": adapter}
     small_run(small(Path("second"), **sections, **more), quiet=True)
     shutil.copytree(LAB_MODELS["lab2"], tmp_path / "elsewhere" / "models" / "mine")
     monkeypatch.chdir(tmp_path / "elsewhere")

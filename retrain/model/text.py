@@ -68,12 +68,8 @@ def resolve_model(name: str) -> str:
     """Return the folder or hub id behind `[model] model`. "lab" and "lab2" name models of the
     package, a folder stays, anything else is a hub id.
     """
-    if name in LAB_MODELS:
-        return str(LAB_MODELS[name])
-    folder = Path(name)
-    if folder.is_dir():
-        return str(folder)
-    return name
+    folder = LAB_MODELS.get(name, Path(name))
+    return str(folder) if folder.is_dir() else name
 
 
 def placed(config: "TrainConfig") -> "TrainConfig":
@@ -103,10 +99,8 @@ def base_name(name: str) -> str:
     """Return the name under which an adapter finds its base from any folder. For a folder it is the
     absolute path; a hub id or a packaged model keeps its name.
     """
-    path = resolve_model(name)
-    if name in LAB_MODELS or not Path(path).is_dir():
-        return name
-    return str(Path(path).resolve())
+    is_local = name not in LAB_MODELS and Path(name).is_dir()
+    return str(Path(name).resolve()) if is_local else name
 
 
 def model_files(name: str) -> list[tuple[str, int, int]]:
