@@ -247,6 +247,7 @@ _NUMBERS = re.compile(r"\d+(?:(?:-\d+)+|(?:/\d+){2,})")
 """A date, a range or a telephone number: no arithmetic."""
 _ZEROS = re.compile(r"\b0+(?=\d)")
 _UNIT = re.compile(r"(?<=\d) *(?:\\text\{ *([^{}]*)\}|(?=[a-zA-Z]))")
+_QUOTIENT = re.compile(r"^([\d.]+)?\\frac\{(?(1)|([\d.]+))([a-z]+)\}\{([a-z]+(?:\^\d)?)\}$")
 _UNIT_SIGNS = re.compile(r"\^\{?\\circ\}?|\\\$|[()\s]")
 _OPEN_RELATION = re.compile(r"[<>]|\\(?:ne|le|ge|sim|neg)(?![a-zA-Z])")
 _NO_SPACE = re.compile(r"(\\[a-zA-Z]+) (?![a-zA-Z])|(?<![a-zA-Z0-9)}\]]) ")
@@ -275,8 +276,9 @@ def _same_plain(gold: str, answer: str, equal: Equal) -> bool:
 
 
 def _joined_unit(text: str) -> str:
-    r"""Write `5 m/s` and `5\text{ m/s}` as `5m/s`."""
-    return _compact(_UNIT.sub(lambda unit: (unit[1] or "").replace(" per ", "/"), text))
+    r"""Write `5 m/s`, `5\text{ m/s}` and `\frac{5m}{s}` as `5m/s`."""
+    joined = _UNIT.sub(lambda unit: (unit[1] or "").replace(" per ", "/"), text)
+    return _compact(_QUOTIENT.sub(r"\1\2\3/\4", joined))
 
 
 def _same_quantity(theirs: Quantity, ours: Quantity, equal: Equal) -> bool:
@@ -318,6 +320,8 @@ def _same_expression(gold: str, answer: str, equal: Equal) -> bool:
         return _pairwise(list(map(read, ratio)), list(map(read, our_ratio)), equal)
     if _NUMBERS.fullmatch(gold):
         return _ZEROS.sub("", gold) == _ZEROS.sub("", _UNIT_SIGNS.sub("", answer))
+    if not _LITERAL.search(gold):  # A product; as a reference it is the cycles of a permutation.
+        answer = answer.replace(")(", r")\cdot(")
     if _LITERAL.search(f"{gold} {answer}") or letters(gold) != letters(answer):
         return False
     readable = all(_is_readable(side) for side in (gold, answer))
