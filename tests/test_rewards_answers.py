@@ -256,6 +256,7 @@ TWINS = [
     ("5 m/s", r"2\frac{5m}{s}", False),
     (r"60\frac{\text{km}}{\text{h}}", "60", True),
     ("5", r"\frac{5m}{s}", False),
+    (r"\frac{5\text{ apples}}{x}", "5", False),
     ("25 pct", r"25\%", True),
     ("20 Pa", "20", True),
     ("5 kN", "5", True),
