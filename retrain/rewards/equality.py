@@ -21,7 +21,9 @@ from retrain.rewards.quantities import (
 )
 
 Equal = Callable[[str, str], bool]
-"""Compares two expressions without words, the reference first."""
+r"""Compares two expressions without words, the reference first. `\simeq 0.33` stands for every
+number that it rounds.
+"""
 
 # -- what strings decide ---------------------------------------------------------------------------
 
@@ -60,6 +62,8 @@ def _undecided(_gold: str, _answer: str) -> bool:
 
 # -- structures ------------------------------------------------------------------------------------
 
+_ROUNDED = re.compile(r"\\simeq ?(-?\d+(?:\.\d+)?)(?=$|\\text)")
+
 
 def same_answer(gold: str, answer: str, equal: Equal) -> bool:
     """Return True if two normalized answers are the same."""
@@ -67,10 +71,13 @@ def same_answer(gold: str, answer: str, equal: Equal) -> bool:
         return False
     if gold == answer:
         return True
-    theirs, ours = read(gold), read(answer)
+    theirs, ours = (read(_ROUNDED.sub("", side)) for side in (gold, answer))
     if {theirs.kind, ours.kind} == {"set", "value"}:  # `\{5\}` for 5
         theirs, ours = (form.items[0] if len(form.items) == 1 else form for form in (theirs, ours))
-    return _same(theirs, ours, equal)
+    exact, *decimals = _ROUNDED.split(answer)
+    return _same(theirs, ours, equal) and (
+        not decimals or equal(split(exact, _EQUALS)[-1], rf"\simeq {decimals[0]}")
+    )
 
 
 def _same(gold: Form, answer: Form, equal: Equal) -> bool:
@@ -193,7 +200,11 @@ def _states(chain: list[str], gold: str, equal: Equal) -> bool:
         first, last = last, first
     label = quantity(first)
     if _is_named(first) and (not label.value or same_words("", label.words)):
-        return _is_consistent(chain, equal) and _same(read(gold), read(last), equal)
+        return (
+            not _same_plain(first, last, equal)  # `x=x`
+            and _is_consistent(chain, equal)
+            and _same(read(gold), read(last), equal)
+        )
     return (
         not _has_variables(first)
         and _same_plain(gold, last, equal)
@@ -225,7 +236,7 @@ _COLON = re.compile(":")
 _LITERAL = re.compile(
     r"\\(?:pmod|equiv|ldots|sum|prod|o?int|angle|triangle|cancel)(?![a-zA-Z])|!!"
     # A repeating decimal, a part's number, a cycle: math-verify would multiply or add.
-    r"|\d\.\d*[.(]\d|(?:(?<![a-zA-Z}])|(?<=\\cdot))\((?:-?\d+\)(?:\(|\\frac\{\d)|\d+\)\d)|\d\[\d"
+    r"|\d\.\d*[.(]\d|(?:(?<![a-zA-Z}])|(?<=\\cdot))\((?:-?\d+\)\(|\d+\)\d)|\d\[\d"
     # A base, minutes: it would drop or multiply.
     r"|(?<![\^\d])\d+_|(?<![_\d])\d+'|\\circ ?\d"
     # An inverse function, a product of vectors: it would take them for numbers.
@@ -236,6 +247,7 @@ _NUMBERS = re.compile(r"\d+(?:(?:-\d+)+|(?:/\d+){2,})")
 """A date, a range or a telephone number: no arithmetic."""
 _ZEROS = re.compile(r"\b0+(?=\d)")
 _UNIT = re.compile(r"(?<=\d) *(?:\\text\{ *([^{}]*)\}|(?=[a-zA-Z]))")
+_QUOTIENT = re.compile(r"^([\d.]+)?\\frac\{(?(1)|([\d.]+))([a-z]+)\}\{([a-z]+(?:\^\d)?)\}$")
 _UNIT_SIGNS = re.compile(r"\^\{?\\circ\}?|\\\$|[()\s]")
 _OPEN_RELATION = re.compile(r"[<>]|\\(?:ne|le|ge|sim|neg)(?![a-zA-Z])")
 _NO_SPACE = re.compile(r"(\\[a-zA-Z]+) (?![a-zA-Z])|(?<![a-zA-Z0-9)}\]]) ")
@@ -264,8 +276,9 @@ def _same_plain(gold: str, answer: str, equal: Equal) -> bool:
 
 
 def _joined_unit(text: str) -> str:
-    r"""Write `5 m/s` and `5\text{ m/s}` as `5m/s`."""
-    return _compact(_UNIT.sub(lambda unit: (unit[1] or "").replace(" per ", "/"), text))
+    r"""Write `5 m/s`, `5\text{ m/s}` and `\frac{5m}{s}` as `5m/s`."""
+    joined = _UNIT.sub(lambda unit: (unit[1] or "").replace(" per ", "/"), text)
+    return _compact(_QUOTIENT.sub(r"\1\2\3/\4", joined))
 
 
 def _same_quantity(theirs: Quantity, ours: Quantity, equal: Equal) -> bool:
@@ -307,6 +320,8 @@ def _same_expression(gold: str, answer: str, equal: Equal) -> bool:
         return _pairwise(list(map(read, ratio)), list(map(read, our_ratio)), equal)
     if _NUMBERS.fullmatch(gold):
         return _ZEROS.sub("", gold) == _ZEROS.sub("", _UNIT_SIGNS.sub("", answer))
+    if not _LITERAL.search(gold):  # A product; as a reference it is the cycles of a permutation.
+        answer = answer.replace(")(", r")\cdot(")
     if _LITERAL.search(f"{gold} {answer}") or letters(gold) != letters(answer):
         return False
     readable = all(_is_readable(side) for side in (gold, answer))

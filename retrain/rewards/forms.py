@@ -46,6 +46,9 @@ _ALL_BUT = re.compile(
 _REAL = re.compile(
     rf"{SYMBOL}\\in\s*\\mathbb\{{R\}}[,;]\s*(?={SYMBOL}\s*(?:[<>]|\\[lgn]e))"
 )  # `x\in\mathbb{R},x>3` is `x>3`.
+_INSIDE = re.compile(r"^\|([a-vxy])\|(<|\\le) ?([^-+,;<>|]+)$")
+_OUTSIDE = re.compile(r"^\|([a-vxy])\|(>|\\ge) ?([^-+,;<>|]+)$")
+"""`|x|<3` and `|x|>3`. The letters z and w often are complex numbers."""
 _CONGRUENCE = re.compile(r"(.+?)\\equiv((?:(?!\\equiv).)+)\\pmod\{(.+?)\}")
 _MATRIX = re.compile(
     r"\\begin\{pmatrix\}((?:(?!\\end\{pmatrix\}=).)*)\\end\{pmatrix\}(\^\{?(?:T|\\top)\}?)?",
@@ -77,7 +80,8 @@ def read(text: str) -> Form:
     if congruence := _CONGRUENCE.fullmatch(text):
         left, residues, modulus = congruence.groups()
         return _listed(_congruence(left, each.text, modulus) for each in _items(read(residues)))
-    text = _REAL.sub("", text)
+    text = _INSIDE.sub(r"-\3\2 \1\2 \3", _REAL.sub("", text))
+    text = _OUTSIDE.sub(r"\1\2 \3,-\3\2 \1", text)
     pieces = split(text, _SEPARATOR)
     parts = list(filter(None, pieces))
     if len(parts) > 1:

@@ -102,9 +102,9 @@ _OTHER_NAME = rf"(?:{'|'.join(map(re.escape, _SAME_COMMANDS))})(?:(?<![a-z])|{_N
 _EXACT = r"\\(?:[dt]?frac|sqrt|pi|cdot|times|ln|log)(?![a-zA-Z])|/"
 _ROUNDED = (
     rf"((?:^|=)[\d\s{{}}()+*.^-]*(?:{_EXACT})(?:{_EXACT}|[\d\s{{}}()\[\]+*.^_-])*)"
-    r"\\approx\s*-?\d*\.\d+(?=\s*(?:\.?$|\\text))"
+    r"\\approx(?=\s*-?\d*\.?\d+\s*(?:\.?$|\\text))"
 )
-r"""An exact number and its decimals, as in `x=\frac13\approx0.33`."""
+r"""An exact number before its decimals, as in `x=\frac13\approx0.33`: equality.py compares them."""
 _MARKUP = _rules(
     (r"(\d)" + _SEPARATOR + r"(?=\d{3}(?!\d))", r"\1"),
     (r"^\s*(\*\*|__|[*_`])(.+?)\1\s*$", r"\2"),
@@ -112,7 +112,7 @@ _MARKUP = _rules(
     (r"\\\$", r"\\text{ dollar }"),
     (r"\$|(?<!\\)\\[()\[\]]", ""),
     (rf"\\(?:left|right|middle)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?){_NOT_MORE}", ""),
-    (_ROUNDED, r"\1"),
+    (_ROUNDED, r"\1\\simeq "),
     (_OTHER_NAME, lambda match: f"{_SAME_COMMANDS[match[0]]} "),
     (r"\\(?:[dtc]|nice|s|x)(frac|binom)", r"\\\1"),
     (r"(?<![\\a-zA-Z])sqrt *(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
@@ -312,7 +312,7 @@ _BASES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
     " sixteen".split()
 )
-DENIALS = "not|no|neither|never|none|nor|false|wrong|incorrect|impossible"
+DENIALS = "not|no|neither|never|none|nor|false|wrong|incorrect|impossible|cannot|[a-z]+n't"
 """Words before an answer that is none."""
 NUMBERS = (
     "one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+teen"
@@ -395,7 +395,8 @@ _NUMBERS = _rules(
     ),
     (
         (
-            rf"(?i)^\s*\\text\{{(?!(?:the )?(?:{DENIALS})\b|[^{{}}]* (?:{DENIALS})\}})[^{{}}]*\}}"
+            rf"(?i)^\s*\\text\{{(?![^{{}}]*\b(?:(?!no \w)(?:{DENIALS})\b"
+            r"|(?:but|except|unlike|than|at least|at most|instead of|far from)\}))[^{}]*\}"
             r"\s*:\s*(?=[^\s:])"
         ),
         "",
@@ -435,14 +436,27 @@ _SPACES = _rules(
     (r"(?<![a-zA-Z0-9]) | (?![a-zA-Z0-9])", ""),
     (LEADING_PLUS, ""),
     (r"\^\(((?:[^()]|\([^()]*\))*)\)", r"^{\1}"),
+    (r"\|-?(\d+)\|(?=(?:[^|]|\|-?\d+\|)*$)", r"(\1)"),
     # math-verify would add: `3(4)` was 7.
     (
         (
-            r"(?<![\w^.\\}])\d+(?:[xyz]|\\pi)?"
-            r"(?:\(-?(?:[\d.]+(?:/\d+)?|\\frac\{\d+\}\{\d+\})\))+(?![\d(])"
+            r"(?:(?<=\\cdot)|(?<=\\times)|(?<![\w^.\\}])(?=\d)|(?<![a-zA-Z])(?=\\))"
+            r"(?:\d+(?:[xyz]|\\pi)?|\\frac\{\d+\}\{\d+\})"
+            r"(?:\(-?(?:[\d.]+(?:/\d+)?|\\frac\{\d+\}\{\d+\})\))+(?!\d)"
         ),
         lambda match: match[0].replace("(", r"\cdot("),
     ),
-    (r"(\\binom\{[^{}]*\}\{[^{}]*\})(?=\\binom|\d|\()", r"\1\\cdot "),
+    (r"\\log_([2-9])(?=\d(?:$|\\simeq|[^\w ({\\]))", r"\\log_{\1}"),
+    (r"(?<![\\a-zA-Z])C\((\d+),(\d+)\)", r"\\binom{\1}{\2}"),
+    (r"(?<![\w})\]])[_^]\{?(\d+)\}?C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
+    (r"(\\binom\{[^{}]*\}\{[^{}]*\})(?=\\(?:binom|frac)|\d|\()", r"\1\\cdot "),
+    (r"(\\frac\{-?\d+\}\{\d+\}|\)|(?<![_^])\d(?=\\binom))(?=\\(?:binom|frac))", r"\1\\cdot"),
     (r"\\sqrt(\[\d*[13579]\])\{-(\d+)\}", r"(-\\sqrt\1{\2})"),
+    (
+        (
+            r"^([\d.]+)?\\frac\{(?(1)|([\d.]+))\\text\{([a-z]+)\}\}"
+            r"\{(?:\\text\{)?([smh]|[a-z]{2,})\}?(\^\d)?\}$"
+        ),
+        r"\1\2\\text{\3 per \4}\5",
+    ),
 )

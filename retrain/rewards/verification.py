@@ -10,7 +10,7 @@ from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Expr, I, N
+from sympy import Expr, I, N, Rational
 
 from retrain.rewards.equality import same_answer
 from retrain.rewards.normalize import normalize
@@ -33,6 +33,8 @@ def equal(gold: str, answer: str) -> bool:
     """Return True if two expressions are equal. The order matters to math-verify; an answer that it
     cannot parse is not equal.
     """
+    if answer.startswith(r"\simeq"):
+        return _rounds(_parse_gold(_bracketed(gold)), answer.split()[1])
     gold, answer = map(_bracketed, _with_other_letters(gold, answer))
     reference, given = _parse_gold(gold), _parse(answer)
     return bool(verify(reference, given, timeout_seconds=None)) and _agree(reference[0], given[0])
@@ -81,6 +83,14 @@ def _agree(gold: Any, answer: Any) -> bool:
     if not size.is_finite:
         return True
     return bool(abs(N(gold - answer, 30)) <= 1e-12 * size)
+
+
+def _rounds(exact: list[Any], decimal: str) -> bool:
+    """Return True if the number is at most half a unit of the last place away from the decimal."""
+    if not exact or not isinstance(exact[0], Expr):
+        return False
+    halves = 2 * 10 ** len(decimal.partition(".")[2])
+    return bool((1 - abs(N(halves * (exact[0] - Rational(decimal)), 30))).is_nonnegative)
 
 
 def _parse(answer: str) -> list[Any]:
