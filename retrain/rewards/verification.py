@@ -86,11 +86,13 @@ def _agree(gold: Any, answer: Any) -> bool:
 
 
 def _rounds(exact: list[Any], decimal: str) -> bool:
-    """Return True if the number is at most half a unit of the last place away from the decimal."""
+    """Return True if the number is less than one unit of the last place away from the decimal, as
+    a rounded or a cut number is.
+    """
     if not exact or not isinstance(exact[0], Expr):
         return False
-    halves = 2 * 10 ** len(decimal.partition(".")[2])
-    return bool((1 - abs(N(halves * (exact[0] - Rational(decimal)), 30))).is_nonnegative)
+    unit = Rational(1, 10 ** len(decimal.partition(".")[2]))
+    return bool(abs(N(exact[0] - Rational(decimal), 30)) < unit)
 
 
 def _parse(answer: str) -> list[Any]:
