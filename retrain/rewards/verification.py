@@ -86,9 +86,7 @@ def _agree(gold: Any, answer: Any) -> bool:
 
 
 def _rounds(exact: list[Any], decimal: str) -> bool:
-    """Return True if the number is less than one unit of the last place away from the decimal, as
-    a rounded or a cut number is.
-    """
+    """Return True if the number is nearer to the decimal than one unit of its last place."""
     if not exact or not isinstance(exact[0], Expr):
         return False
     unit = Rational(1, 10 ** len(decimal.partition(".")[2]))
