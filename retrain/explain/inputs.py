@@ -25,7 +25,7 @@ from retrain.records.terminal import counted
 from retrain.rewards import boxed_reference, build_scorer
 from retrain.rewards.pairs import judge_answers
 from retrain.run.notes import answer_notes
-from retrain.run.parts import check_device, check_plugins
+from retrain.run.parts import check_backend, check_device, check_plugins
 from retrain.run.start import refuse_resume
 from retrain.run.supervised import SupervisedStage
 from retrain.tracking.build import check_packages as check_tracker_packages
@@ -50,10 +50,14 @@ class InputProblems:
         machine, whose devices are unknown.
         """
         found = cls()
-        checks: list[Callable[[TrainConfig], str | None]]
-        checks = [check_inputs, found._traces, check_packages, check_model]
-        if here:
-            checks.append(check_device)
+        checks: list[Callable[[TrainConfig], str | None]] = [
+            check_inputs,
+            found._traces,
+            check_packages,
+            check_backend,
+            check_model,
+            *[check_device] * here,
+        ]
         for config, check in product(configs, checks):
             try:
                 note = check(config)
@@ -93,8 +97,9 @@ def check_inputs(config: TrainConfig) -> str:
         check_initial(config.model, config.lora)
     if config.resume.from_:
         refuse_resume(config)
-    found = (_check_source(source.config, source.task) for source in sources_of(config))
-    return " ".join(filter(None, found))
+    return " ".join(
+        filter(None, (_check_source(each.config, each.task) for each in sources_of(config)))
+    )
 
 
 def _check_source(config: TrainConfig, task: str) -> str:
@@ -102,8 +107,11 @@ def _check_source(config: TrainConfig, task: str) -> str:
         return ""
     config = replaced(config, {"reward.workers": 1})
     with build_scorer(config) as scorer:
-        asks = not scorer.judges_groups and "judge" not in config.reward.types
-        asks &= config.reward.max_failure_rate < 1  # 1 allows a run every failure
+        asks = (
+            not scorer.judges_groups
+            and "judge" not in config.reward.types
+            and config.reward.max_failure_rate < 1  # 1 allows a run every failure
+        )
     held_out: list[Example] = []
     for own in Plan.of(config).evaluations:
         if own.evaluation.asked_for and _asks_nobody(query_of(own, "heldout")):
@@ -114,12 +122,16 @@ def _check_source(config: TrainConfig, task: str) -> str:
         loaded = load_examples(config, "train")
         if asks:
             _judge_references(config, loaded.examples[:_REFERENCES_JUDGED])
-        talks = [messages_of(each, config.data) for each in loaded.examples]
-        texts = ["\n".join(message["content"] for message in talk) for talk in talks]
-        dropped = f"Dropped rows: {loaded.dropped_rows()}." * bool(loaded.dropped)
-        both = contamination_note(loaded.examples, held_out)
-        said = answer_notes(config, texts, loaded.examples)
-        return " ".join(filter(None, [dropped, both, *said]))
+        texts = [
+            "\n".join(message["content"] for message in messages_of(each, config.data))
+            for each in loaded.examples
+        ]
+        notes = [
+            f"Dropped rows: {loaded.dropped_rows()}." * bool(loaded.dropped),
+            contamination_note(loaded.examples, held_out),
+            *answer_notes(config, texts, loaded.examples),
+        ]
+        return " ".join(filter(None, notes))
     return ""
 
 

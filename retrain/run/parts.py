@@ -238,7 +238,6 @@ def _load_rest(
     def sampler(by_task: Judges) -> Sampler:
         return Sampler(backend.engine, by_task.get(""), text.vocabulary.text, world, by_task)
 
-    ks = config.evaluation.k
     rate = config.reward.max_failure_rate
     return RunParts(
         text,
@@ -250,7 +249,7 @@ def _load_rest(
         credit,
         Teacher(config.algorithm, text, backend) if config.algorithm.teacher else None,
         SEPAController(config.sepa),
-        Evaluator(sampler(judges), held_out, ks, rate) if held_out else None,
+        Evaluator(sampler(judges), held_out, config.evaluation.k, rate) if held_out else None,
         supervised,
         opened.pop_all(),
     )
@@ -285,9 +284,7 @@ def load_mixed_prompts(text: TextModel, sources: Sequence[SourceParts], log: Say
             for note in answer_notes(source.config, own.texts, own.examples):
                 log(note)
         sets.append(own)
-    if sources[0].task:
-        return MixedPrompts.of(sets)
-    return sets[0]
+    return MixedPrompts.of(sets) if sources[0].task else sets[0]
 
 
 def _log_context(training: Training, positions: int, log: Say) -> None:
@@ -376,10 +373,16 @@ def _connect_engine(config: TrainConfig, log: Say, learns: bool) -> None:
     where = f'connecting [inference] engine = "{config.inference.engine}"'
     with user_code(where, EnvironmentFailure):
         text_alone = engine_class(config).preflight(config)
-    if text_alone and learns:
-        raise ConfigurationError(text_alone)
     if text_alone:
+        if learns:
+            raise ConfigurationError(text_alone)
         log(text_alone)
+
+
+def check_backend(config: TrainConfig) -> None:
+    """Raise EnvironmentFailure if the backend needs something that this machine lacks."""
+    if reason := backend_kind(config.backend.backend).unavailable_reason():
+        raise EnvironmentFailure(reason)
 
 
 def build_backend(
@@ -397,9 +400,8 @@ def build_backend(
             f'[backend] backend = {name!r} under torchrun: only backend = "local" learns in several'
             " processes."
         )
+    check_backend(config)
     if name in BACKENDS:
-        if reason := kind.unavailable_reason():
-            raise EnvironmentFailure(reason)
         return kind.open(config, choices, eos_ids=eos_ids, log=log, world=world)
     make = backend_class(config)
     with user_code(f'building [backend] backend = "{name}"', ConfigurationError):
