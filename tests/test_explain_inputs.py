@@ -127,8 +127,7 @@ def test_a_resume_from_another_folder_finds_its_folders_and_explain_agrees(
     shutil.copytree(LAB_MODEL, tmp_path / "models" / "mine")
     monkeypatch.chdir(tmp_path)
     sections: dict[str, Any] = {"model": {"model": "models/mine"}, "training": {"max_steps": 1}}
-    first = quiet_run(Path("first"), **sections)
-    start = {"init_from": str(first.adapter)}
+    start = {"init_from": str(quiet_run(Path("first"), **sections).adapter)}
     quiet_run(Path("second"), lora=start, backend={"adapter_path": "adapters"}, **sections)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Self
 
 from retrain.config import TrainConfig, replaced
-from retrain.config.keys import keys_by_path
 from retrain.config.names import DATA_FILE_SUFFIXES
 from retrain.config.plan import Plan, sources_of
-from retrain.config.unused import reason_unused
 from retrain.data import NoHeldOutSplit, contamination_note, load_examples
 from retrain.data.chat import messages_of
 from retrain.data.prompts import query_of
 from retrain.data.sources import HUB_SOURCES, SOURCES, Benchmark, Query
 from retrain.data.traces import trace_query
-from retrain.environments.loading import check_package
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.hub import is_offline
 from retrain.model.text import load_model_config, load_text_model, resolve_model
@@ -25,10 +22,9 @@ from retrain.records.terminal import counted
 from retrain.rewards import boxed_reference, build_scorer
 from retrain.rewards.pairs import judge_answers
 from retrain.run.notes import answer_notes
-from retrain.run.parts import check_backend, check_device, check_plugins
+from retrain.run.parts import check_device, check_packages, check_plugins
 from retrain.run.start import refuse_resume
 from retrain.run.supervised import SupervisedStage
-from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Example
 
 
@@ -54,7 +50,6 @@ class InputProblems:
             check_inputs,
             found._traces,
             check_packages,
-            check_backend,
             check_model,
             *[check_device] * here,
         ]
@@ -169,17 +164,3 @@ def check_model(config: TrainConfig) -> None:
     """Raise as the run would for an unavailable model."""
     if not config.model.trust_remote_code:  # Checking runs no remote code.
         load_model_config(config.model.model, config.model.revision)
-
-
-def check_packages(config: TrainConfig) -> None:
-    """Raise as the run would for a missing package of its environment, its trackers or its planning
-    detector.
-    """
-    for source in sources_of(config):
-        check_package(source.config.environment.provider)
-    detector = keys_by_path()["planning.detector"]
-    if config.planning.detector == "semantic" and not reason_unused(config, detector):
-        from retrain.model.sentences import check_encoder_package
-
-        check_encoder_package()
-    check_tracker_packages(config.logging)
