@@ -3,6 +3,7 @@ refused.
 """
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from campaigns import planned_config
 from retrain.analysis.power import equivalence_line
 from retrain.analysis.verdict import PairedDifferences, TestSettings, conclude
 from retrain.campaign import CampaignPlan, plan_campaign
-from retrain.campaign.plan import check
-from retrain.config import config_from_toml, dump_toml, replaced, unused_keys
+from retrain.campaign.plan import Findings, check
+from retrain.config import TrainConfig, config_from_toml, dump_toml, replaced, unused_keys
 from retrain.config.schema import Campaign
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, EnvironmentFailure
 
 FOLDER = Path("logs/campaign_20261121_120000")
 
@@ -40,6 +41,10 @@ lr = 1e-3
 
 def plan(text: str) -> CampaignPlan:
     return plan_campaign(config_from_toml(text, Path("my/campaign.toml")), FOLDER)
+
+
+def checked(campaign: TrainConfig) -> Findings:
+    return check(plan_campaign(campaign, Path("campaign")))
 
 
 def test_an_empty_campaign_is_five_conditions_by_eight_seeds_of_500_steps() -> None:
@@ -244,9 +249,8 @@ def test_a_wrong_plugin_is_said_before_any_data_is_loaded(monkeypatch: pytest.Mo
     conditions = [
         {"advantage_mode": name, "transform_mode": "none"} for name in ("grpo", "no_such.plugin")
     ]
-    campaign = planned_config({"seeds": [1, 2], "max_steps": 2, "conditions": conditions})
     with pytest.raises(ConfigurationError, match=r"no_such\.plugin"):
-        check(plan_campaign(campaign, Path("campaign")))
+        checked(planned_config({"seeds": [1, 2], "max_steps": 2, "conditions": conditions}))
 
 
 @pytest.mark.parametrize(("most", "counted"), [(0, 20), (200, 20), (16, 16)])
@@ -259,22 +263,20 @@ def test_the_effect_that_seeds_find_counts_the_problems_that_there_are(
     data = {"source": str(tmp_path / "train.jsonl"), "path": ""}
     held_out = {"source": str(tmp_path / "test.jsonl"), "max_examples": most, "samples": 4}
     asked = planned_config({"seeds": [*range(8)], "max_steps": 2}, data=data, evaluation=held_out)
-    found = check(plan_campaign(asked, Path("campaign")))
+    found = checked(asked)
     assert f" {counted} held-out problems x 4 samples " in " ".join(found.lines)
     (tmp_path / "test.jsonl").write_text("".join(lines).replace("test 3", "test three"))
-    again = check(plan_campaign(asked, Path("campaign")))
-    assert again.heldout_sha256 != found.heldout_sha256
-    mix = {"mix": [{"source": "lab"}, {"source": str(tmp_path)}]}
-    plan = plan_campaign(planned_config({"seeds": [1], "max_steps": 2}, data=mix), Path("campaign"))
-    before = check(plan).heldout_sha256
+    assert checked(asked).heldout_sha256 != found.heldout_sha256
+    mix = [{"source": "lab"}, {"source": str(tmp_path)}]
+    mixed = planned_config({"seeds": [1], "max_steps": 2}, data={"mix": mix})
+    before = checked(mixed).heldout_sha256
     (tmp_path / "test.jsonl").write_text("".join(lines))
-    assert before != check(plan).heldout_sha256
+    assert before != checked(mixed).heldout_sha256
     assert not any("different held-out problems" in line for line in found.lines)
     modes = {"advantage_mode": "grpo", "transform_mode": "none"}
     both = [modes, modes | {"label": "mixed", "mix": [{"source": "lab"}]}]
-    apart = planned_config({"seeds": [1], "max_steps": 2, "conditions": both})
-    said = check(plan_campaign(apart, Path("campaign"))).lines
-    assert any("different held-out problems" in line for line in said)
+    apart = checked(planned_config({"seeds": [1], "max_steps": 2, "conditions": both}))
+    assert any("different held-out problems" in line for line in apart.lines)
 
 
 def test_what_no_run_could_do_is_said_before_the_first_run(
@@ -288,11 +290,12 @@ def test_what_no_run_could_do_is_said_before_the_first_run(
     )
     monkeypatch.syspath_prepend(tmp_path)
     campaign = planned_config({"seeds": [1, 2], "max_steps": 2})
-    config = replaced(
-        campaign, {"backend.backend": "served_elsewhere.Elsewhere", "loss.mode": "ppo"}
-    )
+    ppo = {"backend.backend": "served_elsewhere.Elsewhere", "loss.mode": "ppo"}
     with pytest.raises(ConfigurationError, match=r'\[loss\] mode = "ppo".*own loss settings'):
-        check(plan_campaign(config, Path("campaign")))
+        checked(replaced(campaign, ppo))
+    monkeypatch.setitem(sys.modules, "tinker", None)
+    with pytest.raises(EnvironmentFailure, match="needs the Tinker SDK"):
+        checked(replaced(campaign, {"backend.backend": "tinker"}))
 
 
 def test_a_margin_within_which_nothing_can_be_called_equivalent_is_said() -> None:

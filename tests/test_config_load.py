@@ -311,8 +311,8 @@ def test_an_algorithm_brings_its_aggregation_along() -> None:
     config = config_from_toml(f'[algorithm]\nalgorithm_mode = "{pair}"')
     assert config.loss.aggregation == "constant"
     assert config_from_mapping({}, ["--algorithm-mode", pair]).loss.aggregation == "constant"
-    own = config_from_mapping({"loss": {"aggregation": "sum"}}, ["--algorithm-mode", "grpo_none"])
-    assert own.loss.aggregation == "sum"
+    own = config_from_mapping({"loss": {"aggregation": "dr_grpo"}}, ["--algorithm-mode=grpo_none"])
+    assert own.loss.aggregation == "constant"
     assert TrainConfig().loss.aggregation == "token_mean"
     stored = config_from_toml(dump_toml(config).replace(pair, "dr_grpo"))  # as 0.9 stored it
     assert stored.algorithm.algorithm_mode == pair and stored.loss.mode == "importance_sampling"

@@ -17,7 +17,7 @@ from retrain.config import dump_toml, load_config, replaced
 from retrain.errors import ConfigurationError
 from retrain.explain import explain
 from retrain.model.text import LAB_MODEL, LAB_MODELS
-from tests.runs import small, small_run
+from tests.runs import quiet_run, small, small_run
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"reward": {"type": "absent_reward.score"}}, "absent_reward.score"),
@@ -84,9 +84,10 @@ def test_what_a_run_would_stop_at_later_is_refused_by_explain(
     [
         ({"environment": {"provider": "reasoning_gym", "id": "task"}}, "reasoning-gym"),
         ({"logging": {"trackers": ["trackio"]}}, "trackio"),
+        ({"backend": {"backend": "tinker"}}, "tinker"),
     ],
 )
-def test_packages_of_environments_and_trackers_that_are_not_here_are_told(
+def test_packages_of_environments_trackers_and_backends_that_are_not_here_are_told(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -95,6 +96,7 @@ def test_packages_of_environments_and_trackers_that_are_not_here_are_told(
 ) -> None:
     for module in ("retrain.environments.loading", "retrain.tracking.external"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "tinker", None)
     assert f"[{extra}]" in refusal(tmp_path, capsys, 3, sections)
 
 
@@ -103,7 +105,7 @@ def test_explain_repeats_what_a_run_says_of_its_prompts_and_held_out_problems(
 ) -> None:
     for name in ("sums", "held_out"):
         (tmp_path / f"{name}.jsonl").write_text('{"question": "1+1=?", "answer": "2"}\n')
-    sections: dict[str, Any] = {
+    sections = {
         "model": {"model": "./no-model-here"},
         "data": {
             "source": str(tmp_path / "sums.jsonl"),
@@ -125,11 +127,10 @@ def test_a_resume_from_another_folder_finds_its_own_folders_and_explain_agrees(
     shutil.copytree(LAB_MODEL, tmp_path / "models" / "mine")
     monkeypatch.chdir(tmp_path)
     sections: dict[str, Any] = {"model": {"model": "models/mine"}, "training": {"max_steps": 1}}
-    first = small_run(small(Path("first"), **sections), quiet=True)
-    adapter = str(first.adapter)
-    more: dict[str, Any] = {"lora": {"init_from": adapter}, "backend": {"adapter_path": "adapters"}}
-    more["algorithm"] = {"transform_mode": "distill", "teacher": adapter}
-    small_run(small(Path("second"), **sections, **more), quiet=True)
+    adapter = str(quiet_run(Path("first"), **sections).adapter)
+    start = {"lora": {"init_from": adapter}, "backend": {"adapter_path": "adapters"}}
+    teacher = {"transform_mode": "distill", "teacher": adapter}
+    quiet_run(Path("second"), algorithm=teacher, **start, **sections)
     shutil.copytree(LAB_MODELS["lab2"], tmp_path / "elsewhere" / "models" / "mine")
     monkeypatch.chdir(tmp_path / "elsewhere")
     flags = ["--resume", str(tmp_path / "second"), "--max-steps", "2"]
@@ -146,8 +147,8 @@ def test_a_resume_from_another_folder_finds_its_own_folders_and_explain_agrees(
     assert made["base_model_name_or_path"] == str(tmp_path / "models" / "mine")
     refused = explain(replaced(config, {"training.max_steps": 1, "training.lr": 1.0})).refused
     assert "lr = 1.0 differs from" in refused[0] and "models/mine" not in str(refused)
-    refused = explain(replaced(config, {"training.max_steps": 1})).refused
-    assert "too small for a run that has taken 2 steps" in str(refused)
+    too_few = explain(replaced(config, {"training.max_steps": 1}))
+    assert "too small for a run that has taken 2 steps" in str(too_few.refused)
 
 
 @pytest.mark.parametrize("command", ["explain", "audit", "eval"])
@@ -161,8 +162,8 @@ def test_what_a_plugin_prints_stays_out_of_the_json(
     code = "import retrain.data as d\nprint('!')\ndef load(split='train'):\n"
     code += "    return [d.Example('1=', '1')] * 9\n"
     (tmp_path / f"loud_{command}.py").write_text(code)
-    sections = {"data": {"source": f"loud_{command}.load"}}
-    (tmp_path / "a.toml").write_text(dump_toml(small(tmp_path / "run", **sections)))
+    config = small(tmp_path / "run", data={"source": f"loud_{command}.load"})
+    (tmp_path / "a.toml").write_text(dump_toml(config))
     assert main([command, "a.toml", "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) and "!" in printed.err

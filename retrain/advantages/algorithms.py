@@ -65,7 +65,7 @@ class AdvantageContext:
     @property
     def reference_logprobs(self) -> list[list[float]]:
         """[G][T] natural log-probs of the sampled tokens by the teacher of `[algorithm]
-        reference`, at the training temperature.
+        teacher`, at the training temperature.
         """
         logprobs: list[list[float]] = self.reference()
         return logprobs
@@ -190,7 +190,7 @@ class AlgorithmContext:
     @property
     def reference_logprobs(self) -> list[list[list[float]]]:
         """[P][G][T] natural log-probs of the sampled tokens by the teacher of `[algorithm]
-        reference`, at the training temperature.
+        teacher`, at the training temperature.
         """
         logprobs: list[list[list[float]]] = self.reference()
         return logprobs

@@ -138,7 +138,7 @@ class TransformContext:
     @property
     def reference_logprobs(self) -> list[list[float]]:
         """[G][T] natural log-probs of the sampled tokens by the teacher of `[algorithm]
-        reference`, at the training temperature.
+        teacher`, at the training temperature.
         """
         logprobs: list[list[float]] = self.reference()
         return logprobs

@@ -26,7 +26,7 @@ from retrain.data.sources import NoHeldOutSplit
 from retrain.environments.loading import environment_name, load_environment, load_problems
 from retrain.errors import ConfigurationError
 from retrain.run.notes import notes, preflight_lines
-from retrain.run.parts import check_plugins
+from retrain.run.parts import check_packages, check_plugins
 from retrain.system import Json
 from retrain.tracking.build import tracker_names
 from retrain.types import Example
@@ -243,25 +243,26 @@ class Findings:
 
 
 def check(plan: CampaignPlan) -> Findings:
-    """Check what all runs need. Raises ConfigurationError if a run could not start, and
-    NoHeldOutSplit if the configuration asks for an evaluation without a held-out split.
+    """Check what all runs need. Raises ConfigurationError or EnvironmentFailure if a run could not
+    start, and NoHeldOutSplit if the configuration asks for an evaluation without a held-out split.
     """
     about_runs = notes(plan.config)
     lines = [line for line in preflight_lines(plan.config) if line not in about_runs]
     # Check plugins before any data, so that a wrong name fails at once.
     for run in plan.runs[: len(plan.conditions)]:
-        cannot = incapable(run.config)
-        if cannot:
+        if cannot := incapable(run.config):
             raise ConfigurationError(cannot)
         check_plugins(run.config)
+        check_packages(run.config)
     lacking, (problems, held_out), differ = _held_out_of(plan)
-    missing = [
-        f"No held-out evaluation at the end: {name} holds nothing out."
-        for name in dict.fromkeys(lacking.values())
+    missing = "No held-out evaluation at the end: {} holds nothing out."
+    lines += [
+        *condition_notes(plan),
+        *map(missing.format, dict.fromkeys(lacking.values())),
+        *_design_lines(plan, problems),
+        *[_APART] * differ,
     ]
-    apart = [_APART] * differ
-    said = (*lines, *condition_notes(plan), *missing, *_design_lines(plan, problems), *apart)
-    return Findings(said, frozenset(lacking), held_out)
+    return Findings(tuple(lines), frozenset(lacking), held_out)
 
 
 def _design_lines(plan: CampaignPlan, problems: int) -> Iterator[str]:

@@ -30,6 +30,7 @@ from retrain.config.values import (
     check_path,
     named_layers,
     parse_devices,
+    with_former_names,
 )
 from retrain.errors import MAX_SENTENCES, ConfigurationError
 from retrain.system import Json, toml_value
@@ -551,13 +552,15 @@ class Loss(Section):
         gt=0,
         movable=True,
     )
-    aggregation: Annotated[str, OpenName("aggregation")] = key(
-        "token_mean",
-        "How token losses become an update's loss, built in or a plugin. Means are over the"
-        " completions with an advantage. constant divides by max_tokens for every judged"
-        " completion of the step. sum does not divide. Unset is token_mean, or constant with"
-        " algorithm_mode grpo_constant.",
-        meaningful_unset=True,
+    aggregation: Annotated[str, OpenName("aggregation"), with_former_names("loss.aggregation")] = (
+        key(
+            "token_mean",
+            "How token losses become an update's loss, built in or a plugin. Means are over the"
+            " completions with an advantage. constant divides by max_tokens for every judged"
+            " completion of the step. sum does not divide. Unset is token_mean, or constant with"
+            " algorithm_mode grpo_constant.",
+            meaningful_unset=True,
+        )
     )
     kl_coef: float = key(
         0.0,

@@ -33,8 +33,10 @@ TEACHERS = ("base", "start", "answer")
 RENAMED_VALUES = {
     ("algorithm.teacher", "gold"): "answer",
     ("reward.combine", "normalise_then_sum"): "normalize_then_sum",
+    ("loss.aggregation", "dr_grpo"): "constant",
+    ("loss.aggregation", "seq-mean-token-sum-norm"): "constant",
 }
-"""Key and its value of 0.10 and before -> the value's present name."""
+"""Key and its value in 0.10 and before, or in other trainers -> the value's name here."""
 
 
 def moved_aliases(data: Json) -> tuple[Json, list[str]]:

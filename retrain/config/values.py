@@ -81,7 +81,7 @@ class OpenName:
 
 
 def with_former_names(path: str) -> BeforeValidator:
-    """Accept the former names of this key's values."""
+    """Accept other names of this key's values."""
     return BeforeValidator(lambda value: RENAMED_VALUES.get((path, str(value)), value))
 
 

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Self
 
 from retrain.config import TrainConfig, replaced
-from retrain.config.keys import keys_by_path
 from retrain.config.names import DATA_FILE_SUFFIXES
 from retrain.config.plan import Plan, sources_of
-from retrain.config.unused import reason_unused
 from retrain.data import NoHeldOutSplit, contamination_note, load_examples
 from retrain.data.chat import messages_of
 from retrain.data.prompts import query_of
 from retrain.data.sources import HUB_SOURCES, SOURCES, Benchmark, Query
 from retrain.data.traces import trace_query
-from retrain.environments.loading import check_package
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.hub import is_offline
 from retrain.model.text import load_model_config, load_text_model, resolve_model
@@ -25,10 +22,9 @@ from retrain.records.terminal import counted
 from retrain.rewards import boxed_reference, build_scorer
 from retrain.rewards.pairs import judge_answers
 from retrain.run.notes import answer_notes
-from retrain.run.parts import check_device, check_plugins
+from retrain.run.parts import check_device, check_packages, check_plugins
 from retrain.run.start import refuse_resume
 from retrain.run.supervised import SupervisedStage
-from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Example
 
 
@@ -50,10 +46,13 @@ class InputProblems:
         machine, whose devices are unknown.
         """
         found = cls()
-        checks: list[Callable[[TrainConfig], str | None]]
-        checks = [check_inputs, found._traces, check_packages, check_model]
-        if here:
-            checks.append(check_device)
+        checks: list[Callable[[TrainConfig], str | None]] = [
+            check_inputs,
+            found._traces,
+            check_packages,
+            check_model,
+            *[check_device] * here,
+        ]
         for config, check in product(configs, checks):
             try:
                 note = check(config)
@@ -93,8 +92,9 @@ def check_inputs(config: TrainConfig) -> str:
         check_initial(config.model, config.lora)
     if config.resume.from_:
         refuse_resume(config)
-    found = (_check_source(source.config, source.task) for source in sources_of(config))
-    return " ".join(filter(None, found))
+    return " ".join(
+        filter(None, (_check_source(each.config, each.task) for each in sources_of(config)))
+    )
 
 
 def _check_source(config: TrainConfig, task: str) -> str:
@@ -102,8 +102,11 @@ def _check_source(config: TrainConfig, task: str) -> str:
         return ""
     config = replaced(config, {"reward.workers": 1})
     with build_scorer(config) as scorer:
-        asks = not scorer.judges_groups and "judge" not in config.reward.types
-        asks &= config.reward.max_failure_rate < 1  # 1 allows a run every failure
+        asks = (
+            not scorer.judges_groups
+            and "judge" not in config.reward.types
+            and config.reward.max_failure_rate < 1  # 1 allows a run every failure
+        )
     held_out: list[Example] = []
     for own in Plan.of(config).evaluations:
         if own.evaluation.asked_for and _asks_nobody(query_of(own, "heldout")):
@@ -114,12 +117,16 @@ def _check_source(config: TrainConfig, task: str) -> str:
         loaded = load_examples(config, "train")
         if asks:
             _judge_references(config, loaded.examples[:_REFERENCES_JUDGED])
-        talks = [messages_of(each, config.data) for each in loaded.examples]
-        texts = ["\n".join(message["content"] for message in talk) for talk in talks]
-        dropped = f"Dropped rows: {loaded.dropped_rows()}." * bool(loaded.dropped)
-        both = contamination_note(loaded.examples, held_out)
-        said = answer_notes(config, texts, loaded.examples)
-        return " ".join(filter(None, [dropped, both, *said]))
+        texts = [
+            "\n".join(message["content"] for message in messages_of(each, config.data))
+            for each in loaded.examples
+        ]
+        notes = [
+            f"Dropped rows: {loaded.dropped_rows()}." * bool(loaded.dropped),
+            contamination_note(loaded.examples, held_out),
+            *answer_notes(config, texts, loaded.examples),
+        ]
+        return " ".join(filter(None, notes))
     return ""
 
 
@@ -157,17 +164,3 @@ def check_model(config: TrainConfig) -> None:
     """Raise as the run would for an unavailable model."""
     if not config.model.trust_remote_code:  # Checking runs no remote code.
         load_model_config(config.model.model, config.model.revision)
-
-
-def check_packages(config: TrainConfig) -> None:
-    """Raise as the run would for a missing package of its environment, its trackers or its planning
-    detector.
-    """
-    for source in sources_of(config):
-        check_package(source.config.environment.provider)
-    detector = keys_by_path()["planning.detector"]
-    if config.planning.detector == "semantic" and not reason_unused(config, detector):
-        from retrain.model.sentences import check_encoder_package
-
-        check_encoder_package()
-    check_tracker_packages(config.logging)

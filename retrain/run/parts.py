@@ -18,10 +18,12 @@ from retrain.backends.base import BACKENDS, Backend, backend_kind
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig, replaced
 from retrain.config.judging import judging_note
+from retrain.config.keys import keys_by_path
 from retrain.config.names import is_data_location, is_dotted
 from retrain.config.plan import Plan, sources_of
 from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Inference, Model, Training
+from retrain.config.unused import reason_unused
 from retrain.data import (
     NoHeldOutSplit,
     PromptSet,
@@ -45,6 +47,7 @@ from retrain.data.traces import trace_query
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
 from retrain.environments.loading import (
+    check_package,
     environment_name,
     load_environment,
     load_problems,
@@ -77,6 +80,7 @@ from retrain.run.rollout import Judge, Sampler
 from retrain.run.sharing import shared
 from retrain.run.supervised import SupervisedStage
 from retrain.run.teacher import Teacher, check_answers, check_teacher
+from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Doing, Example, Int32Array, LogLine, MachineChoices, Prompt
 
 Say = Callable[[str], None]
@@ -238,7 +242,6 @@ def _load_rest(
     def sampler(by_task: Judges) -> Sampler:
         return Sampler(backend.engine, by_task.get(""), text.vocabulary.text, world, by_task)
 
-    ks = config.evaluation.k
     rate = config.reward.max_failure_rate
     return RunParts(
         text,
@@ -250,7 +253,7 @@ def _load_rest(
         credit,
         Teacher(config.algorithm, text, backend) if config.algorithm.teacher else None,
         SEPAController(config.sepa),
-        Evaluator(sampler(judges), held_out, ks, rate) if held_out else None,
+        Evaluator(sampler(judges), held_out, config.evaluation.k, rate) if held_out else None,
         supervised,
         opened.pop_all(),
     )
@@ -285,9 +288,7 @@ def load_mixed_prompts(text: TextModel, sources: Sequence[SourceParts], log: Say
             for note in answer_notes(source.config, own.texts, own.examples):
                 log(note)
         sets.append(own)
-    if sources[0].task:
-        return MixedPrompts.of(sets)
-    return sets[0]
+    return MixedPrompts.of(sets) if sources[0].task else sets[0]
 
 
 def _log_context(training: Training, positions: int, log: Say) -> None:
@@ -367,6 +368,28 @@ def check_device(config: TrainConfig) -> None:
         usable_dtype(config, choose_device(config.backend).device)
 
 
+def check_packages(config: TrainConfig) -> None:
+    """Raise as the run would for a missing package of its backend, its environment, its trackers or
+    its planning detector.
+    """
+    _check_backend(config)
+    for source in sources_of(config):
+        check_package(source.config.environment.provider)
+    if config.planning.detector == "semantic" and not reason_unused(
+        config, keys_by_path()["planning.detector"]
+    ):
+        from retrain.model.sentences import check_encoder_package
+
+        check_encoder_package()
+    check_tracker_packages(config.logging)
+
+
+def _check_backend(config: TrainConfig) -> None:
+    """Raise EnvironmentFailure if the backend needs something that this machine lacks."""
+    if reason := backend_kind(config.backend.backend).unavailable_reason():
+        raise EnvironmentFailure(reason)
+
+
 def _connect_engine(config: TrainConfig, log: Say, learns: bool) -> None:
     """Check, before a model loads, that an engine outside this process answers and can do what the
     run needs.
@@ -376,9 +399,9 @@ def _connect_engine(config: TrainConfig, log: Say, learns: bool) -> None:
     where = f'connecting [inference] engine = "{config.inference.engine}"'
     with user_code(where, EnvironmentFailure):
         text_alone = engine_class(config).preflight(config)
-    if text_alone and learns:
-        raise ConfigurationError(text_alone)
     if text_alone:
+        if learns:
+            raise ConfigurationError(text_alone)
         log(text_alone)
 
 
@@ -397,9 +420,8 @@ def build_backend(
             f'[backend] backend = {name!r} under torchrun: only backend = "local" learns in several'
             " processes."
         )
+    _check_backend(config)
     if name in BACKENDS:
-        if reason := kind.unavailable_reason():
-            raise EnvironmentFailure(reason)
         return kind.open(config, choices, eos_ids=eos_ids, log=log, world=world)
     make = backend_class(config)
     with user_code(f'building [backend] backend = "{name}"', ConfigurationError):
