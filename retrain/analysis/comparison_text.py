@@ -200,7 +200,7 @@ def _or_nothing(value: float | None, form: str) -> str:
 def _mean_words(arm: Arm, metric: Metric) -> str:
     if arm.mean is None:
         return ""
-    return f"{100 * arm.mean:.1f}%" if metric.is_rate else f"{arm.mean:.4g}"
+    return format(arm.mean, ".1%" if metric.is_rate else ".4g")
 
 
 def ranked(comparison: Comparison) -> list[Arm]:
@@ -284,10 +284,8 @@ def task_table(comparison: Comparison) -> Table:
                 f"{difference_words(against.iqm_difference, metric)}"
                 f" ({interval_words(against.interval, metric)})"
             )
-            chance = f"{100 * against.probability_of_improvement:.0f}%"
-        rows.append(
-            (label, str(len(found.scores)), f"{100 * found.iqm:.1f}%{ends}", difference, chance)
-        )
+            chance = f"{against.probability_of_improvement:.0%}"
+        rows.append((label, str(len(found.scores)), f"{found.iqm:.1%}{ends}", difference, chance))
     return ("condition", "tasks", "IQM", "difference", "a run beats the baseline's"), rows
 
 

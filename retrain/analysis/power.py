@@ -233,13 +233,20 @@ def equivalence_line(seeds: int, comparisons: int, settings: "Campaign") -> Iter
         return
     # n pairs give a p of 2^-n at best, which Holm multiplies for the first.
     own = floor(log2(rule.comparisons / rule.alpha)) + 1
-    fewest, family = max(seeds_to_conclude(rule), own), counted(rule.comparisons, "comparison")
+    fewest = max(seeds_to_conclude(rule), own)
     if seeds < fewest:
         yield (
             f"[campaign] margin = {margin:g} can call nothing equivalent with"
-            f" {counted(seeds, 'seed')}: {family} at {rule.alpha:g}"
-            f" take{'s' if rule.comparisons == 1 else ''} at least {fewest}."
+            f" {counted(seeds, 'seed')}: {at_least(fewest, rule.comparisons, rule.alpha, 'take')}."
         )
+
+
+def at_least(seeds: int, comparisons: int, alpha: float, verb: str = "need") -> str:
+    """State what a family takes, such as "1 comparison at 0.05 needs at least 6"."""
+    return (
+        f"{counted(comparisons, 'comparison')} at {alpha:g} {verb}{'s' * (comparisons == 1)} at"
+        f" least {seeds}"
+    )
 
 
 def finds(seeds: int, size: float, rule: Rule, unit: str = SD_UNIT) -> str:
@@ -257,15 +264,13 @@ def design_line(seeds: int, rule: Rule, problems: int = 0, samples: int = 1) -> 
 
     `problems` is 0 if their number is unknown.
     """
-    family = counted(rule.comparisons, "comparison")
     units = minimal_detectable_effect(seeds, 1.0, rule)
     fewest = seeds_to_conclude(rule)
     if units is None:
-        needs = "needs" if rule.comparisons == 1 else "need"
         return (
             f"{counted(seeds, 'seed')} {'is' if seeds == 1 else 'are'} too few for a verdict:"
-            f" {family} at {rule.alpha:g} {needs} at least {fewest} seeds; use {fewest + 1}, in"
-            " case one run fails."
+            f" {at_least(fewest, rule.comparisons, rule.alpha)} seeds; use {fewest + 1}, in case"
+            " one run fails."
         )
     found = f"{finds(seeds, units, rule)}."
     if seeds == fewest:
