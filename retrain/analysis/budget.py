@@ -50,15 +50,6 @@ class Budget:
     def __str__(self) -> str:
         return f"{self.tokens:,} prompt and completion tokens sampled in training"
 
-    def rule(self, metric: Metric) -> str:
-        """Say at which point the comparison takes a run's number, as the end of a sentence."""
-        if metric.k is None:
-            return f"up to the last whole step within {self}"
-        return (
-            f"at {self}: the rate of each problem lies on the line between the evaluations before"
-            " and after"
-        )
-
 
 @dataclass(frozen=True)
 class InterpolatedAnswers(Answers):
@@ -70,12 +61,6 @@ class InterpolatedAnswers(Answers):
     after: Answers
     weight: float
     """Weight of `after`, from 0 to 1."""
-
-    @classmethod
-    def between(cls, before: Answers, after: Answers, weight: float) -> "InterpolatedAnswers":
-        nearer_first = (after, before) if weight > 0.5 else (before, after)
-        shown = max(nearer_first, key=lambda one: one.unjudged.sum())
-        return cls(**vars(shown), before=before, after=after, weight=weight)
 
     def rates(self, k: int = 1, unjudged: Unjudged = "nothing") -> Floats:
         """Return [problems] rates, the weighted mean of both evaluations."""
@@ -140,7 +125,9 @@ class RunAtBudget(StoredRun):
                 f" {size:,} tokens; leave --at out."
             )
         weight = (size - earlier) / (cost - earlier)
-        return InterpolatedAnswers.between(before, after, weight)
+        nearer_first = (after, before) if weight > 0.5 else (before, after)
+        shown = max(nearer_first, key=lambda one: one.unjudged.sum())
+        return InterpolatedAnswers(**vars(shown), before=before, after=after, weight=weight)
 
     def _evaluations(self) -> Iterator[tuple[float, Answers]]:
         """Yield the cost before each evaluation, and its answers. Raises RunFailed for an
@@ -189,7 +176,13 @@ def at_budget(
 ) -> tuple[RunsByCondition, Metric]:
     """Return the runs cut at the budget, and the metric with the rule in its description."""
     what = metric.description.removesuffix(" at the last evaluation")
-    metric = replace(metric, description=f"{what} {budget.rule(metric)}")
+    rule = f"up to the last whole step within {budget}"
+    if metric.k is not None:
+        rule = (
+            f"at {budget}: the rate of each problem lies on the line between the evaluations"
+            " before and after"
+        )
+    metric = replace(metric, description=f"{what} {rule}")
     conditions: dict[str, dict[int, StoredRun]] = {
         label: {seed: RunAtBudget(run.path, run.planned, budget) for seed, run in runs.items()}
         for label, runs in grouped.conditions.items()
