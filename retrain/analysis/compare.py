@@ -54,7 +54,6 @@ from retrain.analysis.planned import (
     not_looked_at,
     planned_line,
 )
-from retrain.analysis.power import seeds_to_conclude
 from retrain.analysis.runs import MANIFEST, RunsBySeed, StoredRun, campaign_runs
 from retrain.analysis.verdict import Conclusion, TestSettings, conclude
 from retrain.errors import ConfigurationError
@@ -144,7 +143,7 @@ class Comparison:
     @property
     def seeds_to_conclude(self) -> int:
         """Fewest pairs with which any contrast of the family can be significant."""
-        return seeds_to_conclude(self.test.of_family(self.family))
+        return self.test.of_family(self.family).fewest
 
     @property
     def one_baseline(self) -> bool:

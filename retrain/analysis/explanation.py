@@ -285,9 +285,13 @@ def looks_taken(comparison: Comparison) -> Iterator[str]:
 def _about_size(comparison: Comparison) -> Iterator[str]:
     """Yield the rule behind the sizes that an undecided comparison could have found."""
     rule = comparison.test.of_family(comparison.family)
-    found = [one.conclusion for one in comparison.contrasts if one.conclusion.detectable]
-    undecided = [one for one in found if one.verdict is Verdict.INCONCLUSIVE and not one.unsure]
-    for pairs in sorted({one.pairs for one in undecided}):
+    found = [one.conclusion for one in comparison.contrasts]
+    undecided = {
+        one.pairs
+        for one in found
+        if one.detectable and one.verdict is Verdict.INCONCLUSIVE and not one.unsure
+    }
+    for pairs in sorted(undecided):
         units = minimal_detectable_effect(pairs, 1.0, rule) or 0.0
         yield (
             f"{finds(pairs, units, rule)}, as `retrain explain` says before the runs. The sizes"

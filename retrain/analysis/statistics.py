@@ -26,7 +26,7 @@ Variance Components, chapter 4. Satterthwaite 1946, doi 10.2307/3002019.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -92,19 +92,16 @@ def t_interval(differences: Numbers, confidence: float = 0.95) -> Interval:
     """
     from scipy.special import stdtrit
 
-    d = numbers(differences)
-    half = float(stdtrit(len(d) - 1, 0.5 + confidence / 2)) * sample_sd(d) / float(np.sqrt(len(d)))
-    return mean(d) - half, mean(d) + half
+    n, center = len(differences), mean(differences)
+    half = float(stdtrit(n - 1, 0.5 + confidence / 2)) * sample_sd(differences) / float(np.sqrt(n))
+    return center - half, center + half
 
 
 def smallest_p(seeds: int) -> float:
-    """Return the smallest two-sided p that sign flips of n differences can give: 2 / 2^n."""
+    """Return the smallest two-sided p that sign flips of n differences can give, 2 / 2^n, in a
+    family of any size.
+    """
     return min(1.0, 2.0 ** (1 - seeds))
-
-
-def seeds_to_reach(alpha: float) -> int:
-    """Return the fewest seeds whose p can be below `alpha`, in a family of any size."""
-    return next(seeds for seeds in count(1) if smallest_p(seeds) < alpha)
 
 
 def corrected_dz(differences: Numbers) -> float:
@@ -153,11 +150,10 @@ def tost(differences: Numbers, margin: float) -> float:
 
     if not margin > 0:
         raise ValueError(f"the margin must be above 0, got {margin}")
-    d = numbers(differences)
-    sd, inside = sample_sd(d), margin - abs(mean(d))
+    sd, inside, n = sample_sd(differences), margin - abs(mean(differences)), len(differences)
     if sd == 0:
-        return 2.0 ** -len(d) if inside > 0 else 1.0
-    return float(stdtr(len(d) - 1, -inside / sd * np.sqrt(len(d))))
+        return 2.0**-n if inside > 0 else 1.0
+    return float(stdtr(n - 1, -inside / sd * np.sqrt(n)))
 
 
 def standard_error(values: Numbers) -> float:
