@@ -107,12 +107,12 @@ class RunAtBudget(StoredRun):
             return None
         size = self.budget.tokens
         if points[-1][0] < size:
-            raise self._short(int(points[-1][0]), "was evaluated for the last time at")
+            raise self._short(points[-1][0], "was evaluated for the last time at")
         later = bisect_left(points, size, key=itemgetter(0))
         cost, after = points[later]
         if later == 0 and cost > size:
             raise ConfigurationError(
-                f"{self.path} was evaluated for the first time at {int(cost):,} tokens,"
+                f"{self.path} was evaluated for the first time at {cost:,} tokens,"
                 f" after --at tokens={size}; name a larger budget, or train with"
                 " [evaluation] at_start = true."
             )
@@ -129,7 +129,7 @@ class RunAtBudget(StoredRun):
         shown = max(nearer_first, key=lambda one: one.unjudged.sum())
         return InterpolatedAnswers(**vars(shown), before=before, after=after, weight=weight)
 
-    def _evaluations(self) -> Iterator[tuple[float, Answers]]:
+    def _evaluations(self) -> Iterator[tuple[int, Answers]]:
         """Yield the cost before each evaluation, and its answers. Raises RunFailed for an
         evaluation of steps without a record.
         """
@@ -142,7 +142,7 @@ class RunAtBudget(StoredRun):
                     f"{self.folder.evaluation} holds an evaluation after {counted(step, 'step')},"
                     f" and {self.folder.metrics} has {len(self.costs) - 1} of them{CHANGED}"
                 )
-            yield float(self.costs[step]), Answers.of(list(records))
+            yield int(self.costs[step]), Answers.of(list(records))
 
     def curve(self, name: str) -> Floats:
         points = super().curve(name)

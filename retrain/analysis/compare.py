@@ -262,22 +262,24 @@ def _measured_alike(
     end = "the difference between them includes the difference in evaluation."
     if not insist:
         end = "they are not compared. Name --metric pass@1 to compare them all the same."
-    for label, runs in grouped.conditions.items() if reference else ():
-        assert reference
-        judge, way = metric.judge(reference), evaluated_as(reference)
+    if reference is None:
+        return alike, apart, notes
+    judge, way = metric.judge(reference), evaluated_as(reference)
+    for label, runs in grouped.conditions.items():
         alike[label], others = parted(runs, metric.judge, judge)
         apart += [
             f"{label}{which} is judged by {other}, and the baseline by {judge}: {metric.name} means"
             " different things in the two, so they are not compared."
             for which, other in others
         ]
+        if metric.k is None:
+            continue
         same, others = parted(alike[label], evaluated_as, way)
-        if metric.k:
-            notes += [
-                f"{label}{which} was evaluated at {other}, and the baseline at {way}: {end}"
-                for which, other in others
-            ]
-        if metric.k and not insist:
+        notes += [
+            f"{label}{which} was evaluated at {other}, and the baseline at {way}: {end}"
+            for which, other in others
+        ]
+        if not insist:
             alike[label] = same
     return (alike, apart, notes) if insist else (alike, apart + notes, [])
 
