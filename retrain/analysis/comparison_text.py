@@ -6,7 +6,7 @@ verdicts, and the computation follow.
 """
 
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -185,11 +185,15 @@ def arm_table(comparison: Comparison) -> Table:
         }
         for arm in arms
     ]
-    return _table(rows, [name for name in rows[0] if not any(row[name] for row in rows)])
+    return _table(rows, rows[0])
 
 
-def _table(rows: Sequence[Mapping[str, str]], hidden: Collection[str]) -> Table:
-    head = [name for name in rows[0] if name not in hidden]
+def _table(
+    rows: Sequence[Mapping[str, str]], optional: Iterable[str], hidden: Collection[str] = ()
+) -> Table:
+    """Leave out the `hidden` columns, and each `optional` one without a cell."""
+    empty = [name for name in optional if not any(row[name] for row in rows)]
+    head = [name for name in rows[0] if name not in (*empty, *hidden)]
     return head, [[row[name] for name in head] for row in rows]
 
 
@@ -237,8 +241,7 @@ def contrast_table(comparison: Comparison, hidden: Collection[str] = ()) -> Tabl
     """Return one row per contrast, the verdict last, without the `hidden` columns."""
     rows = [_contrast_cells(contrast, comparison) for contrast in comparison.contrasts]
     optional = ["other problems", *_PARTS, *[_TOST] * (comparison.test.margin is None)]
-    empty = [name for name in optional if not any(row[name] for row in rows)]
-    return _table(rows, (*empty, *hidden))
+    return _table(rows, optional, hidden)
 
 
 _TOST = "p (TOST)"

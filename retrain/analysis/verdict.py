@@ -111,10 +111,6 @@ class PairedDifferences:
     loses_too_many: bool = False
     """True if more than a quarter of the runs of a condition failed or collapsed."""
 
-    @classmethod
-    def of(cls, differences: Sequence[float]) -> "PairedDifferences":
-        return cls(dict(enumerate(differences)))
-
     @property
     def values(self) -> list[float]:
         return list(self.by_seed.values())
