@@ -42,13 +42,13 @@ class Campaign:
             int(seed): AnswerDifference.between(self._answers(arm, seed), self._answers(0, seed), 1)
             for seed in seeds
         }
-        bounded = any(difference.unjudged for difference in found.values())
+        least = {seed: one.least for seed, one in found.items()}
+        most = {seed: one.most for seed, one in found.items()}
         table = TwoWay.of(np.array([difference.by_problem for difference in found.values()]))
         few = self.right.shape[2] < FEW_PROBLEMS
         return PairedDifferences(
             {seed: difference.mean for seed, difference in found.items()},
-            {seed: difference.least for seed, difference in found.items()} if bounded else None,
-            {seed: difference.most for seed, difference in found.items()} if bounded else None,
+            (least, most) if any(one.unjudged for one in found.values()) else None,
             table.interval(confidence) if table and few else None,
         )
 

@@ -304,11 +304,11 @@ def test_a_margin_within_which_nothing_can_be_called_equivalent_is_said() -> Non
     assert said.endswith("with 6 seeds: 4 comparisons at 0.05 take at least 7.")
     for seeds, comparisons in ((6, 3), (7, 4)):
         assert not [*equivalence_line(seeds, comparisons, asked)]
-        alike = [PairedDifferences.of([0.0] * seeds)] * comparisons
+        alike = [PairedDifferences(dict.fromkeys(range(seeds), 0.0))] * comparisons
         assert {one.verdict for one in conclude(alike, TestSettings(margin=0.02))} == {"equivalent"}
     for silent in (Campaign(), Campaign(margin=0.02, stop="evidence")):
         assert not [*equivalence_line(6, 4, silent)]
-    alike = [PairedDifferences.of([0.0] * 6)] * 4
+    alike = [PairedDifferences(dict.fromkeys(range(6), 0.0))] * 4
     assert {one.verdict for one in conclude(alike, TestSettings(margin=0.02))} == {"inconclusive"}
 
 

@@ -53,7 +53,7 @@ def verdicts(campaign: Counts) -> list[Verdict]:
     return [
         found.verdict
         for found in conclude(
-            [PairedDifferences.of(list(arm - rates[0])) for arm in rates[1:]], RULES
+            [PairedDifferences(dict(enumerate(arm - rates[0]))) for arm in rates[1:]], RULES
         )
     ]
 
@@ -92,13 +92,13 @@ def test_equivalence_is_claimed_wrongly_at_most_as_often_as_alpha_says() -> None
     rng = np.random.default_rng(2)
     test = verdict.TestSettings(margin=1.0)
     at_margin = [
-        conclude([PairedDifferences.of(list(rng.normal(1.0, 0.4, 6)))], test)[0]
+        conclude([PairedDifferences(dict(enumerate(rng.normal(1.0, 0.4, 6))))], test)[0]
         for _ in range(2000)
     ]
     wrong = sum(found.within_margin or found.verdict is Verdict.EQUIVALENT for found in at_margin)
     assert at_most(wrong, 2000, RULES.alpha) and not at_most(wrong, 2000, 0.5 * RULES.alpha)
     at_zero = [
-        conclude([PairedDifferences.of(list(rng.normal(0.0, 0.4, SEEDS)))], test)[0].verdict
+        conclude([PairedDifferences(dict(enumerate(rng.normal(0.0, 0.4, SEEDS))))], test)[0].verdict
         for _ in range(400)
     ]
     assert at_zero.count(Verdict.EQUIVALENT) > 0.9 * len(at_zero)
@@ -120,7 +120,7 @@ def test_the_interval_covers_the_true_difference() -> None:
     trials, covered = 600, 0
     for _ in range(trials):
         one, two = right_answers(rng, 2, SEEDS)
-        interval = conclude([PairedDifferences.of(list(two - one))], RULES)[0].interval
+        interval = conclude([PairedDifferences(dict(enumerate(two - one)))], RULES)[0].interval
         covered += interval is not None and interval[0] <= 0 <= interval[1]
     assert at_most(trials - covered, trials, RULES.alpha) and at_most(covered, trials, 0.97)
 
@@ -155,6 +155,6 @@ def test_over_a_family_with_skewed_luck_joint_flips_keep_the_rate() -> None:
     trials, wrong = 300, 0
     for _ in range(trials):
         runs = -rng.exponential(1, (5, 8))
-        family = [PairedDifferences.of(list(arm - runs[0])) for arm in runs[1:]]
+        family = [PairedDifferences(dict(enumerate(arm - runs[0]))) for arm in runs[1:]]
         wrong += any(found.verdict is not Verdict.INCONCLUSIVE for found in conclude(family, RULES))
     assert at_most(wrong, trials, RULES.alpha)

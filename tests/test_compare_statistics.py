@@ -341,7 +341,6 @@ def test_too_few_seeds_have_no_power_whatever_the_effect() -> None:
     assert power.power_of(5, 100.0) == 0.0 and power.minimal_detectable_effect(5, 0.01) is None
     assert power.minimal_detectable_effect(6, 0.01) is not None
     assert power.minimal_detectable_effect(5, 0.01, power.Rule(4)) is None
-    assert statistics.seeds_to_reach(0.05) == 6
     assert power.seeds_needed(1.0, 0.0) == 6
 
 

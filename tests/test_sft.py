@@ -440,7 +440,7 @@ def test_a_plain_supervised_run_ends_after_its_stage(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    planned = PlannedRun("c", 1, "", "")
+    planned = PlannedRun("c", 1, "c_s1")
     for more in ({"max_hours": 1e-9}, {}, {}):
         resume = {"from": str(folder) if folder.exists() else ""}
         ended = small_run(run(folder, data, training={"max_steps": 0} | more, resume=resume))

@@ -50,15 +50,6 @@ class Budget:
     def __str__(self) -> str:
         return f"{self.tokens:,} prompt and completion tokens sampled in training"
 
-    def rule(self, metric: Metric) -> str:
-        """Say at which point the comparison takes a run's number, as the end of a sentence."""
-        if metric.k is None:
-            return f"up to the last whole step within {self}"
-        return (
-            f"at {self}: the rate of each problem lies on the line between the evaluations before"
-            " and after"
-        )
-
 
 @dataclass(frozen=True)
 class InterpolatedAnswers(Answers):
@@ -70,12 +61,6 @@ class InterpolatedAnswers(Answers):
     after: Answers
     weight: float
     """Weight of `after`, from 0 to 1."""
-
-    @classmethod
-    def between(cls, before: Answers, after: Answers, weight: float) -> "InterpolatedAnswers":
-        nearer_first = (after, before) if weight > 0.5 else (before, after)
-        shown = max(nearer_first, key=lambda one: one.unjudged.sum())
-        return cls(**vars(shown), before=before, after=after, weight=weight)
 
     def rates(self, k: int = 1, unjudged: Unjudged = "nothing") -> Floats:
         """Return [problems] rates, the weighted mean of both evaluations."""
@@ -122,12 +107,12 @@ class RunAtBudget(StoredRun):
             return None
         size = self.budget.tokens
         if points[-1][0] < size:
-            raise self._short(int(points[-1][0]), "was evaluated for the last time at")
+            raise self._short(points[-1][0], "was evaluated for the last time at")
         later = bisect_left(points, size, key=itemgetter(0))
         cost, after = points[later]
         if later == 0 and cost > size:
             raise ConfigurationError(
-                f"{self.path} was evaluated for the first time at {int(cost):,} tokens,"
+                f"{self.path} was evaluated for the first time at {cost:,} tokens,"
                 f" after --at tokens={size}; name a larger budget, or train with"
                 " [evaluation] at_start = true."
             )
@@ -140,9 +125,11 @@ class RunAtBudget(StoredRun):
                 f" {size:,} tokens; leave --at out."
             )
         weight = (size - earlier) / (cost - earlier)
-        return InterpolatedAnswers.between(before, after, weight)
+        nearer_first = (after, before) if weight > 0.5 else (before, after)
+        shown = max(nearer_first, key=lambda one: one.unjudged.sum())
+        return InterpolatedAnswers(**vars(shown), before=before, after=after, weight=weight)
 
-    def _evaluations(self) -> Iterator[tuple[float, Answers]]:
+    def _evaluations(self) -> Iterator[tuple[int, Answers]]:
         """Yield the cost before each evaluation, and its answers. Raises RunFailed for an
         evaluation of steps without a record.
         """
@@ -155,7 +142,7 @@ class RunAtBudget(StoredRun):
                     f"{self.folder.evaluation} holds an evaluation after {counted(step, 'step')},"
                     f" and {self.folder.metrics} has {len(self.costs) - 1} of them{CHANGED}"
                 )
-            yield float(self.costs[step]), Answers.of(list(records))
+            yield int(self.costs[step]), Answers.of(list(records))
 
     def curve(self, name: str) -> Floats:
         points = super().curve(name)
@@ -189,7 +176,13 @@ def at_budget(
 ) -> tuple[RunsByCondition, Metric]:
     """Return the runs cut at the budget, and the metric with the rule in its description."""
     what = metric.description.removesuffix(" at the last evaluation")
-    metric = replace(metric, description=f"{what} {budget.rule(metric)}")
+    rule = f"up to the last whole step within {budget}"
+    if metric.k is not None:
+        rule = (
+            f"at {budget}: the rate of each problem lies on the line between the evaluations"
+            " before and after"
+        )
+    metric = replace(metric, description=f"{what} {rule}")
     conditions: dict[str, dict[int, StoredRun]] = {
         label: {seed: RunAtBudget(run.path, run.planned, budget) for seed, run in runs.items()}
         for label, runs in grouped.conditions.items()

@@ -54,7 +54,6 @@ from retrain.analysis.planned import (
     not_looked_at,
     planned_line,
 )
-from retrain.analysis.power import seeds_to_conclude
 from retrain.analysis.runs import MANIFEST, RunsBySeed, StoredRun, campaign_runs
 from retrain.analysis.verdict import Conclusion, TestSettings, conclude
 from retrain.errors import ConfigurationError
@@ -90,24 +89,34 @@ class Comparison:
     metric: Metric
     test: TestSettings
     """The settings with the rule that the campaign's looks ask for."""
-    baseline: str
     arms: Sequence[Arm]
     """The baseline first."""
-    tasks: Mapping[str, TaskAggregate]
-    """Label -> the scores by task, if the held-out problems come from several tasks."""
     contrasts: Sequence[Contrast]
     request: Request
-    reference: StoredRun | None = None
+    reference: StoredRun | None
     """The baseline's first run; the other runs need the same evaluation and judge."""
-    to_come: int = 0
+    to_come: int
     """Runs of a campaign that have not ended."""
-    left_out: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    planned: str = ""
+    left_out: Sequence[str]
+    planned: str
     """A sentence that calls the comparison planned before the first run, or exploratory; ""
     without a plan."""
-    looks: Sequence[InterimAnalysis] = ()
+    looks: Sequence[InterimAnalysis]
     """The looks of the campaign; empty unless the comparison follows the plan."""
+    notes: Sequence[str] = ()
+
+    @property
+    def baseline(self) -> str:
+        """The label of the first arm."""
+        return self.request.baseline
+
+    @cached_property
+    def tasks(self) -> Mapping[str, TaskAggregate]:
+        """Label -> the scores by task, if the held-out problems come from several tasks."""
+        if not self.request.by_task(self.metric):
+            return {}
+        found = {arm.label: aggregate_tasks(arm.runs, 1 - self.test.alpha) for arm in self.arms}
+        return {label: scores for label, scores in found.items() if scores}
 
     @property
     def judge(self) -> str:
@@ -134,7 +143,7 @@ class Comparison:
     @property
     def seeds_to_conclude(self) -> int:
         """Fewest pairs with which any contrast of the family can be significant."""
-        return seeds_to_conclude(self.test.of_family(self.family))
+        return self.test.of_family(self.family).fewest
 
     @property
     def one_baseline(self) -> bool:
@@ -155,55 +164,48 @@ def select(grouped: RunsByCondition, request: Request) -> Comparison:
     # A look bets on what is there: what later runs say of an earlier one must not change it.
     if record.judges_losses and not looked and test.direction(metric.better) == "higher":
         arms = {label: arm.without_collapsed() for label, arm in arms.items()}
-    own = chain.from_iterable(arm.left_out for arm in arms.values())
-    left_out = [*grouped.left_out, *apart, *own]
-    found = (pair_up(arms[ours], arms[theirs], test.alpha) for ours, theirs in wanted)
-    family = [pairs for pairs in found if pairs.differences]
+    left_out = [*grouped.left_out, *apart]
+    left_out += chain.from_iterable(arm.left_out for arm in arms.values())
+    family = [
+        pairs
+        for ours, theirs in wanted
+        if (pairs := pair_up(arms[ours], arms[theirs], test.alpha)).differences
+    ]
     if looked:
         family, test, unseen = _at_looks(family, record, len(wanted), test)
         notes += unseen
     if not family:
         raise _no_pair(arms.values(), left_out, metric, some_apart=bool(apart))
-    return replace(
-        _compared([*arms.values()], family, metric, test, request),
+    compared = Comparison(
+        metric,
+        test,
+        [*arms.values()],
+        _concluded(family, metric, test, request),
+        request,
         reference=reference,
         to_come=grouped.to_come,
         left_out=left_out,
-        notes=notes,
         planned=planned_line(request, differing),
         looks=record.looks if looked else (),
     )
+    return replace(compared, notes=[*notes, *comparison_notes(compared)])
 
 
-def _compared(
-    arms: Sequence[Arm],
-    family: Sequence[Pairs],
-    metric: Metric,
-    test: TestSettings,
-    request: Request,
-) -> Comparison:
-    """Return the conclusions, with p values adjusted over all of them, and the scores by task."""
-    by_task, confidence = metric.k == 1 and not request.budget, 1 - test.alpha
-    tasks = {arm.label: aggregate_tasks(arm.runs, confidence) for arm in arms if by_task}
-    size, strict = len(family) + test.absent, request.record.judges_losses
+def _concluded(
+    family: Sequence[Pairs], metric: Metric, test: TestSettings, request: Request
+) -> list[Contrast]:
+    """Return the contrasts with their conclusions, whose p values are adjusted over all of them."""
+    by_task, size = request.by_task(metric), len(family) + test.absent
+    strict = request.record.judges_losses
     paired = [pairs.paired(size, judges_losses=strict) for pairs in family]
-    contrasts = [
+    return [
         Contrast(
             **vars(pairs),
             conclusion=conclusion,
-            tasks=contrast_tasks(pairs.runs, confidence) if by_task else None,
+            tasks=contrast_tasks(pairs.runs, 1 - test.alpha) if by_task else None,
         )
         for pairs, conclusion in zip(family, conclude(paired, test, metric.better), strict=True)
     ]
-    return Comparison(
-        metric=metric,
-        test=test,
-        baseline=request.baseline,
-        arms=arms,
-        tasks={label: found for label, found in tasks.items() if found},
-        contrasts=contrasts,
-        request=request,
-    )
 
 
 def _at_looks(
@@ -260,22 +262,24 @@ def _measured_alike(
     end = "the difference between them includes the difference in evaluation."
     if not insist:
         end = "they are not compared. Name --metric pass@1 to compare them all the same."
-    for label, runs in grouped.conditions.items() if reference else ():
-        assert reference
-        judge, way = metric.judge(reference), evaluated_as(reference)
+    if reference is None:
+        return alike, apart, notes
+    judge, way = metric.judge(reference), evaluated_as(reference)
+    for label, runs in grouped.conditions.items():
         alike[label], others = parted(runs, metric.judge, judge)
         apart += [
             f"{label}{which} is judged by {other}, and the baseline by {judge}: {metric.name} means"
             " different things in the two, so they are not compared."
             for which, other in others
         ]
+        if metric.k is None:
+            continue
         same, others = parted(alike[label], evaluated_as, way)
-        if metric.k:
-            notes += [
-                f"{label}{which} was evaluated at {other}, and the baseline at {way}: {end}"
-                for which, other in others
-            ]
-        if metric.k and not insist:
+        notes += [
+            f"{label}{which} was evaluated at {other}, and the baseline at {way}: {end}"
+            for which, other in others
+        ]
+        if not insist:
             alike[label] = same
     return (alike, apart, notes) if insist else (alike, apart + notes, [])
 
@@ -462,7 +466,7 @@ def compare_campaign(
         test = replace(test, margin=record.plan.margin)
     absent = absent_runs(record, runs, grouped.not_counted)
     request = Request(baseline, test, metric, pairs, record, absent, unlisted, budget)
-    return _with_notes(grouped, request)
+    return select(grouped, request)
 
 
 def _check_contrasts(pairs: Sequence[PairOfLabels], grouped: RunsByCondition, folder: Path) -> None:
@@ -543,11 +547,6 @@ def compare_runs(
         base.to_come + grouped.to_come,
     )
     return replace(
-        _with_notes(both_sides, Request(label, test, metric, budget=budget)),
+        select(both_sides, Request(label, test, metric, budget=budget)),
         planned=absent_line([*candidates, *baselines], campaigns),
     )
-
-
-def _with_notes(grouped: RunsByCondition, request: Request) -> Comparison:
-    found = select(grouped, request)
-    return replace(found, notes=[*found.notes, *comparison_notes(found)])

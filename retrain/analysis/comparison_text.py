@@ -6,7 +6,7 @@ verdicts, and the computation follow.
 """
 
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -185,11 +185,15 @@ def arm_table(comparison: Comparison) -> Table:
         }
         for arm in arms
     ]
-    return _table(rows, [name for name in rows[0] if not any(row[name] for row in rows)])
+    return _table(rows, rows[0])
 
 
-def _table(rows: Sequence[Mapping[str, str]], hidden: Collection[str]) -> Table:
-    head = [name for name in rows[0] if name not in hidden]
+def _table(
+    rows: Sequence[Mapping[str, str]], optional: Iterable[str], hidden: Collection[str] = ()
+) -> Table:
+    """Leave out the `hidden` columns, and each `optional` one without a cell."""
+    empty = [name for name in optional if not any(row[name] for row in rows)]
+    head = [name for name in rows[0] if name not in (*empty, *hidden)]
     return head, [[row[name] for name in head] for row in rows]
 
 
@@ -200,7 +204,7 @@ def _or_nothing(value: float | None, form: str) -> str:
 def _mean_words(arm: Arm, metric: Metric) -> str:
     if arm.mean is None:
         return ""
-    return f"{100 * arm.mean:.1f}%" if metric.is_rate else f"{arm.mean:.4g}"
+    return format(arm.mean, ".1%" if metric.is_rate else ".4g")
 
 
 def ranked(comparison: Comparison) -> list[Arm]:
@@ -237,8 +241,7 @@ def contrast_table(comparison: Comparison, hidden: Collection[str] = ()) -> Tabl
     """Return one row per contrast, the verdict last, without the `hidden` columns."""
     rows = [_contrast_cells(contrast, comparison) for contrast in comparison.contrasts]
     optional = ["other problems", *_PARTS, *[_TOST] * (comparison.test.margin is None)]
-    empty = [name for name in optional if not any(row[name] for row in rows)]
-    return _table(rows, (*empty, *hidden))
+    return _table(rows, optional, hidden)
 
 
 _TOST = "p (TOST)"
@@ -284,10 +287,8 @@ def task_table(comparison: Comparison) -> Table:
                 f"{difference_words(against.iqm_difference, metric)}"
                 f" ({interval_words(against.interval, metric)})"
             )
-            chance = f"{100 * against.probability_of_improvement:.0f}%"
-        rows.append(
-            (label, str(len(found.scores)), f"{100 * found.iqm:.1f}%{ends}", difference, chance)
-        )
+            chance = f"{against.probability_of_improvement:.0%}"
+        rows.append((label, str(len(found.scores)), f"{found.iqm:.1%}{ends}", difference, chance))
     return ("condition", "tasks", "IQM", "difference", "a run beats the baseline's"), rows
 
 

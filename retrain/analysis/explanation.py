@@ -14,7 +14,7 @@ from retrain.analysis.measures import (
     size_words,
 )
 from retrain.analysis.pairs import outlying_seeds
-from retrain.analysis.power import finds, minimal_detectable_effect
+from retrain.analysis.power import at_least, finds, minimal_detectable_effect
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
 
@@ -67,8 +67,8 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     if not found.can_conclude:
         return (
             f"With {counted(found.pairs, 'pair')} the smallest possible adjusted p is"
-            f" {p_words(found.smallest_p_adjusted)}; {family} at {test.alpha:g} need"
-            f"{'s' * (comparison.family == 1)} at least {comparison.seeds_to_conclude} seeds."
+            f" {p_words(found.smallest_p_adjusted)};"
+            f" {at_least(comparison.seeds_to_conclude, comparison.family, test.alpha)} seeds."
         )
     if not found.sd:
         return "All differences are equal, so the data do not show how large chance is."
@@ -200,7 +200,7 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     ):
         yield (
             f"No run of {contrast.condition} collapsed, but {found.pairs} runs cannot exclude a"
-            f" collapse rate of up to {100 * unseen:.0f}%. At {100 * found.mean / mean:.0f}% the"
+            f" collapse rate of up to {unseen:.0%}. At {found.mean / mean:.0%} the"
             " gain would be gone."
         )
     if found.verdict is Verdict.EQUIVALENT or found.within_margin:
@@ -208,7 +208,7 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         yield (
             f"The largest difference of a pair is {size_words(largest, metric)}. Equivalence is"
             f" about the mean: {found.pairs} pairs cannot exclude a rare event, such as a collapse,"
-            f" in up to {100 * unseen:.0f}% of the runs."
+            f" in up to {unseen:.0%} of the runs."
         )
 
 
@@ -285,9 +285,13 @@ def looks_taken(comparison: Comparison) -> Iterator[str]:
 def _about_size(comparison: Comparison) -> Iterator[str]:
     """Yield the rule behind the sizes that an undecided comparison could have found."""
     rule = comparison.test.of_family(comparison.family)
-    found = [one.conclusion for one in comparison.contrasts if one.conclusion.detectable]
-    undecided = [one for one in found if one.verdict is Verdict.INCONCLUSIVE and not one.unsure]
-    for pairs in sorted({one.pairs for one in undecided}):
+    found = [one.conclusion for one in comparison.contrasts]
+    undecided = {
+        one.pairs
+        for one in found
+        if one.detectable and one.verdict is Verdict.INCONCLUSIVE and not one.unsure
+    }
+    for pairs in sorted(undecided):
         units = minimal_detectable_effect(pairs, 1.0, rule) or 0.0
         yield (
             f"{finds(pairs, units, rule)}, as `retrain explain` says before the runs. The sizes"

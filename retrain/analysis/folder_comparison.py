@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from retrain.analysis.arms import differing_environment, differing_keys
-from retrain.analysis.runs import NO_TRAINING, StoredRun
+from retrain.analysis.runs import NO_TRAINING, StoredRun, object_or_empty
 from retrain.records.checkpoint import FINAL, MANIFEST, CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.entries import EvaluationRecord, renamed
 from retrain.records.jsonl import read_jsonl
-from retrain.system import read_object, toml_value
+from retrain.system import toml_value
 from retrain.types import WHOLE_MODEL
 
 METRICS = "metrics.jsonl"
@@ -117,7 +117,7 @@ def _adapters(run: StoredRun) -> Iterator[tuple[int, Path]]:
     store = CheckpointStore(stored_checkpoints(run.folder))
     kept = [(step, store.folder / step_folder(step)) for step in store.steps()]
     last = store.folder / FINAL
-    end = read_object(last / MANIFEST).get("step") if (last / MANIFEST).is_file() else None
+    end = object_or_empty(last / MANIFEST).get("step")
     if isinstance(end, int):
         kept.append((end, last))
     for step, folder in kept:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.measures import difference_words, size_words
 from retrain.analysis.planned import ALPHA
+from retrain.analysis.power import at_least
 from retrain.analysis.verdict import Verdict
 from retrain.records.terminal import counted
 
@@ -94,8 +95,7 @@ def _undecided(comparison: Comparison) -> str:
         seeds = max(contrast.conclusion.pairs for contrast in contrasts)
         return (
             f"No verdict: {counted(seeds, 'seed')} {'is' if seeds == 1 else 'are'} too few;"
-            f" {counted(len(contrasts), 'comparison')} at {comparison.test.alpha:g}"
-            f" need{'s' if len(contrasts) == 1 else ''} at least {comparison.seeds_to_conclude}."
+            f" {at_least(comparison.seeds_to_conclude, len(contrasts), comparison.test.alpha)}."
         )
     if len(contrasts) == 1:
         return (

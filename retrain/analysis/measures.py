@@ -164,17 +164,22 @@ def difference_words(value: float, metric: Metric) -> str:
     """Return a difference in words, such as +13.2 pp; a small difference has two significant
     digits, +0.042 pp.
     """
-    return f"{_points(value, '+')} pp" if metric.is_rate else f"{value:+.4g}"
+    return size_words(value, metric, "+")
 
 
 def direction_words(better: Direction) -> str:
     return f"{better or 'neither direction'} is better"
 
 
-def size_words(value: float | None, metric: Metric) -> str:
+def size_words(value: float | None, metric: Metric, sign: str = "") -> str:
     if value is None:
         return ""
-    return f"{_points(value)} pp" if metric.is_rate else f"{value:.4g}"
+    if not metric.is_rate:
+        return format(value, f"{sign}.4g")
+    points = 100 * value
+    # What is smaller comes from rounding: one answer of a million problems is 0.0001 points.
+    digits = ".2g" if 1e-5 < abs(points) < 0.095 else ".1f"
+    return f"{format(points, sign + digits)} pp"
 
 
 def interval_words(interval: Interval | None, metric: Metric) -> str:
@@ -183,12 +188,5 @@ def interval_words(interval: Interval | None, metric: Metric) -> str:
     low, high = interval
     if low == high:
         return "no variation"
-    if metric.is_rate:
-        return f"{_points(low, '+')} to {_points(high, '+')} pp"
-    return f"{low:+.4g} to {high:+.4g}"
-
-
-def _points(value: float, sign: str = "") -> str:
-    points = 100 * value
-    # What is smaller comes from rounding: one answer of a million problems is 0.0001 points.
-    return format(points, f"{sign}.2g" if 1e-5 < abs(points) < 0.095 else f"{sign}.1f")
+    start = difference_words(low, metric).removesuffix(" pp")
+    return f"{start} to {difference_words(high, metric)}"

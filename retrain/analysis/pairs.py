@@ -238,15 +238,13 @@ class Pairs:
         parts = self.parts
         wide = parts.interval(1 - self.alpha / family) if parts else None
         few = 0 < self.problems < FEW_PROBLEMS
-        found, least, most = self.answers, None, None
-        if any(one.unjudged for one in found.values()):
-            least = self._keyed({seed: one.least for seed, one in found.items()})
-            most = self._keyed({seed: one.most for seed, one in found.items()})
+        found = self.answers
+        least = self._keyed({seed: one.least for seed, one in found.items()})
+        most = self._keyed({seed: one.most for seed, one in found.items()})
         unbounded = (-np.inf, np.inf)  # One problem, or too few judged ones.
         return PairedDifferences(
             self._keyed(self.differences),
-            least,
-            most,
+            (least, most) if any(one.unjudged for one in found.values()) else None,
             (wide or unbounded) if few else None,
             judges_losses and (self.candidate.loses_too_many or self.base.loses_too_many),
         )

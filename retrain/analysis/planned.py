@@ -237,6 +237,10 @@ class Request:
     budget: "Budget | None" = None
     """The budget at which to compare runs; None compares them at their end."""
 
+    def by_task(self, metric: Metric) -> bool:
+        """True if the comparison also takes the held-out answers of the runs' ends by task."""
+        return metric.k == 1 and not self.budget
+
 
 def deviations(
     request: Request,

@@ -12,13 +12,14 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from math import ceil, floor, log2
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from retrain.analysis.e_process import adjust, capital
-from retrain.analysis.statistics import Floats, Interval, max_t_rows, seeds_to_reach
+from retrain.analysis.statistics import Floats, Interval, max_t_rows, smallest_p
 from retrain.records.terminal import counted
 
 if TYPE_CHECKING:
@@ -58,24 +59,17 @@ class Rule:
 
     @property
     def fewest(self) -> int:
-        """Return the fewest seeds that can find a difference at all."""
-        return max(2, seeds_to_conclude(self))
+        """The fewest pairs with which a contrast of the family can be significant. With looks, this
+        assumes that the other contrasts have no evidence for or against.
+        """
+        if self.correction == "maxt":
+            return next(seeds for seeds in count(1) if smallest_p(seeds) < self.alpha)
+        others = self.comparisons - 1
+        reached = capital(np.ones(_MAX_LOOKS)) >= self.comparisons / self.alpha - others
+        return int(reached.argmax()) + 1 if reached.any() else _MAX_LOOKS
 
 
 _ALONE = Rule()
-
-
-def seeds_to_conclude(rule: Rule = _ALONE) -> int:
-    """Return the fewest pairs with which a contrast of a family can be significant. For a campaign
-    with looks, this assumes that the other contrasts have no evidence for or against.
-    """
-    family, alpha = rule.comparisons, rule.alpha
-    if rule.correction == "evidence":
-        reached = capital(np.ones(_MAX_LOOKS)) >= family / alpha - (family - 1)
-        if reached.any():
-            return int(reached.argmax()) + 1
-        return _MAX_LOOKS
-    return seeds_to_reach(alpha)
 
 
 def power_of(seeds: int, effect: float, rule: Rule = _ALONE) -> float:
@@ -233,13 +227,20 @@ def equivalence_line(seeds: int, comparisons: int, settings: "Campaign") -> Iter
         return
     # n pairs give a p of 2^-n at best, which Holm multiplies for the first.
     own = floor(log2(rule.comparisons / rule.alpha)) + 1
-    fewest, family = max(seeds_to_conclude(rule), own), counted(rule.comparisons, "comparison")
+    fewest = max(rule.fewest, own)
     if seeds < fewest:
         yield (
             f"[campaign] margin = {margin:g} can call nothing equivalent with"
-            f" {counted(seeds, 'seed')}: {family} at {rule.alpha:g}"
-            f" take{'s' if rule.comparisons == 1 else ''} at least {fewest}."
+            f" {counted(seeds, 'seed')}: {at_least(fewest, rule.comparisons, rule.alpha, 'take')}."
         )
+
+
+def at_least(seeds: int, comparisons: int, alpha: float, verb: str = "need") -> str:
+    """State what a family takes, such as "1 comparison at 0.05 needs at least 6"."""
+    return (
+        f"{counted(comparisons, 'comparison')} at {alpha:g} {verb}{'s' * (comparisons == 1)} at"
+        f" least {seeds}"
+    )
 
 
 def finds(seeds: int, size: float, rule: Rule, unit: str = SD_UNIT) -> str:
@@ -257,15 +258,13 @@ def design_line(seeds: int, rule: Rule, problems: int = 0, samples: int = 1) -> 
 
     `problems` is 0 if their number is unknown.
     """
-    family = counted(rule.comparisons, "comparison")
     units = minimal_detectable_effect(seeds, 1.0, rule)
-    fewest = seeds_to_conclude(rule)
+    fewest = rule.fewest
     if units is None:
-        needs = "needs" if rule.comparisons == 1 else "need"
         return (
             f"{counted(seeds, 'seed')} {'is' if seeds == 1 else 'are'} too few for a verdict:"
-            f" {family} at {rule.alpha:g} {needs} at least {fewest} seeds; use {fewest + 1}, in"
-            " case one run fails."
+            f" {at_least(fewest, rule.comparisons, rule.alpha)} seeds; use {fewest + 1}, in case"
+            " one run fails."
         )
     found = f"{finds(seeds, units, rule)}."
     if seeds == fewest:

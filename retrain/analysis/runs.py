@@ -55,21 +55,17 @@ class PlannedRun:
 
     condition: str
     seed: StrictInt
+    name: _PathText
     status: str = ""
     reason: Any = ""
     """The reason of a failure or an interruption, which may quote half a character; else None."""
     attempts: int = 1
     """Number of attempts, without resumes after an interruption or a kill."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Entry(PlannedRun):
-    name: _PathText
     dir: _PathText = ""
     """The run's folder, relative to the campaign's; "" for runs/NAME."""
 
 
-_ENTRIES = TypeAdapter(list[_Entry])
+_ENTRIES = TypeAdapter(list[PlannedRun])
 
 
 NO_TRAINING = {*MEASURED, "condition"}
@@ -125,12 +121,12 @@ class StoredRun:
         """The content of summary.json, which a session writes at its end unless a kill ends it;
         empty without the file.
         """
-        return _object_or_empty(self.folder.summary)
+        return object_or_empty(self.folder.summary)
 
     @cached_property
     def environment(self) -> Json:
         """The content of environment.json; empty if there is none."""
-        return _object_or_empty(self.folder.environment)
+        return object_or_empty(self.folder.environment)
 
     @property
     def code(self) -> Json:
@@ -202,7 +198,7 @@ class StoredRun:
         """True if the run took `planned` steps, or with 0 its supervised stage."""
         if planned:
             return self.counted_steps >= planned
-        return _object_or_empty(self.folder.trainer_state).get("stage") == "rl"
+        return object_or_empty(self.folder.trainer_state).get("stage") == "rl"
 
     @property
     def skipped(self) -> bool:
@@ -343,7 +339,7 @@ class StoredRun:
         return [StepRecord.from_json(line, self.folder.metrics) for line in recent]
 
 
-def _object_or_empty(path: Path) -> Json:
+def object_or_empty(path: Path) -> Json:
     return read_object(path) if path.is_file() else {}
 
 
@@ -394,7 +390,7 @@ def unreadable_manifest(folder: Path) -> RunFailed | None:
         kind = "a folder" if manifest.is_dir() else "no regular file"
         return RunFailed(f"{manifest} is {kind}: put the campaign's manifest back from a copy.")
     try:
-        _object_or_empty(manifest)
+        object_or_empty(manifest)
     except RunFailed as error:
         return error
     return None

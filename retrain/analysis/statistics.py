@@ -26,7 +26,7 @@ Variance Components, chapter 4. Satterthwaite 1946, doi 10.2307/3002019.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -92,19 +92,16 @@ def t_interval(differences: Numbers, confidence: float = 0.95) -> Interval:
     """
     from scipy.special import stdtrit
 
-    d = numbers(differences)
-    half = float(stdtrit(len(d) - 1, 0.5 + confidence / 2)) * sample_sd(d) / float(np.sqrt(len(d)))
-    return mean(d) - half, mean(d) + half
+    n, center = len(differences), mean(differences)
+    half = float(stdtrit(n - 1, 0.5 + confidence / 2)) * sample_sd(differences) / float(np.sqrt(n))
+    return center - half, center + half
 
 
 def smallest_p(seeds: int) -> float:
-    """Return the smallest two-sided p that sign flips of n differences can give: 2 / 2^n."""
+    """Return the smallest two-sided p that sign flips of n differences can give, 2 / 2^n, in a
+    family of any size.
+    """
     return min(1.0, 2.0 ** (1 - seeds))
-
-
-def seeds_to_reach(alpha: float) -> int:
-    """Return the fewest seeds whose p can be below `alpha`, in a family of any size."""
-    return next(seeds for seeds in count(1) if smallest_p(seeds) < alpha)
 
 
 def corrected_dz(differences: Numbers) -> float:
@@ -132,9 +129,13 @@ def holm(p: Sequence[float]) -> list[float]:
     if not ((values >= 0) & (values <= 1)).all():
         raise ValueError(f"p values lie in [0, 1], got {list(p)}")
     order = np.argsort(values, kind="stable")
-    stepped = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1))
+    return _stepped(np.minimum(values[order] * np.arange(len(values), 0, -1), 1.0), order)
+
+
+def _stepped(p: Floats, order: npt.NDArray[np.intp]) -> list[float]:
+    """Make p values monotone, and undo their `order`."""
     # The inverse of a permutation is its order.
-    found: list[float] = np.minimum(stepped, 1.0)[np.argsort(order)].tolist()
+    found: list[float] = np.maximum.accumulate(p)[np.argsort(order)].tolist()
     return found
 
 
@@ -149,11 +150,10 @@ def tost(differences: Numbers, margin: float) -> float:
 
     if not margin > 0:
         raise ValueError(f"the margin must be above 0, got {margin}")
-    d = numbers(differences)
-    sd, inside = sample_sd(d), margin - abs(mean(d))
+    sd, inside, n = sample_sd(differences), margin - abs(mean(differences)), len(differences)
     if sd == 0:
-        return 2.0 ** -len(d) if inside > 0 else 1.0
-    return float(stdtr(len(d) - 1, -inside / sd * np.sqrt(len(d))))
+        return 2.0**-n if inside > 0 else 1.0
+    return float(stdtr(n - 1, -inside / sd * np.sqrt(n)))
 
 
 def standard_error(values: Numbers) -> float:
@@ -179,7 +179,12 @@ def max_t(family: Sequence[Differences]) -> list[float]:
     """
     if not family:
         return []
-    columns = _unit_columns(family)
+    seeds = dict.fromkeys(chain.from_iterable(family))
+    # A contrast has no say at a seed that it lacks.
+    table = np.array([[contrast.get(seed, 0.0) for contrast in family] for seed in seeds])
+    if not np.isfinite(table).all():
+        raise ValueError("expected finite differences")
+    columns = _unit_length(table)
     observed = np.abs(columns.sum(axis=0))
     order = np.argsort(-observed, kind="stable")
     as_far, flips = np.zeros(len(family)), 0
@@ -190,24 +195,15 @@ def max_t(family: Sequence[Differences]) -> list[float]:
         as_far += (largest >= observed[order] - _FLIP_TIE).sum(axis=0)
         flips += len(signs)
     sampled = len(columns) > EXACT_SEEDS
-    stepped = np.maximum.accumulate((as_far + sampled) / (flips + sampled))
-    # The inverse of a permutation is its order.
-    found: list[float] = stepped[np.argsort(order)].tolist()
-    return found
+    return _stepped((as_far + sampled) / (flips + sampled), order)
 
 
-def _unit_columns(family: Sequence[Differences]) -> Floats:
-    """Return [seeds, contrasts] differences, each contrast of unit length; 0 where it lacks the
-    seed.
-    """
-    seeds = list(dict.fromkeys(chain.from_iterable(family)))
-    columns = np.array([[contrast.get(seed, 0.0) for contrast in family] for seed in seeds])
-    if not np.isfinite(columns).all():
-        raise ValueError("expected finite differences")
+def _unit_length(columns: Floats) -> Floats:
+    """Turn [..., seeds, contrasts] differences into contrasts of unit length."""
     # Divide by the largest first, since squares could be 0 or infinite.
-    largest = np.abs(columns).max(axis=0)
+    largest = np.abs(columns).max(axis=-2, keepdims=True)
     columns = columns / np.where(largest > 0, largest, 1.0)
-    norms = np.sqrt((columns**2).sum(axis=0))
+    norms = np.sqrt((columns**2).sum(axis=-2, keepdims=True))
     unit: Floats = columns / np.where(norms > 0, norms, 1.0)
     return unit
 
@@ -218,8 +214,7 @@ def max_t_rows(differences: Floats) -> Floats:
 
     For simulations with at most EXACT_SEEDS seeds.
     """
-    norms = np.sqrt((differences**2).sum(axis=1, keepdims=True))
-    columns = differences / np.where(norms > 0, norms, 1.0)
+    columns = _unit_length(differences)
     bar = np.abs(columns[..., 0].sum(axis=1)) - _FLIP_TIE
     as_far, flips = np.zeros(len(columns)), 0
     for signs in _signs(differences.shape[1]):

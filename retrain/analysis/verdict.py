@@ -102,20 +102,14 @@ class PairedDifferences:
 
     by_seed: Differences
     """Seed -> difference; with the rule "evidence" by the number of the look, in their order."""
-    least: Differences | None = None
-    """The differences if every unjudged answer counts against the candidate; None without unjudged
-    answers.
+    ends: tuple[Differences, Differences] | None = None
+    """The differences if every unjudged answer counts against the candidate, and if it counts for
+    the candidate; None without unjudged answers.
     """
-    most: Differences | None = None
-    """The same if every unjudged answer counts for the candidate."""
     problem_interval: Interval | None = None
     """The interval for new problems as well; None if a verdict does not need it."""
     loses_too_many: bool = False
     """True if more than a quarter of the runs of a condition failed or collapsed."""
-
-    @classmethod
-    def of(cls, differences: Sequence[float]) -> "PairedDifferences":
-        return cls(dict(enumerate(differences)))
 
     @property
     def values(self) -> list[float]:
@@ -123,18 +117,17 @@ class PairedDifferences:
 
     @property
     def bounds(self) -> Interval | None:
-        """The mean if every unjudged answer counts against the candidate, and if it counts for the
-        candidate.
-        """
-        if not (self.least and self.most):
+        """The means of `ends`."""
+        if self.ends is None:
             return None
-        return statistics.mean([*self.least.values()]), statistics.mean([*self.most.values()])
+        least, most = (statistics.mean([*end.values()]) for end in self.ends)
+        return least, most
 
     @property
     def at_worst(self) -> Differences:
         """The differences if every unjudged answer counts against the sign of their mean."""
-        bound = self.least if statistics.mean(self.values) > 0 else self.most
-        return self.by_seed if bound is None else bound
+        least, most = self.ends or (self.by_seed, self.by_seed)
+        return least if statistics.mean(self.values) > 0 else most
 
 
 @dataclass(frozen=True)
@@ -198,7 +191,7 @@ def conclude(
     """
     by_seed = [paired.by_seed for paired in family]
     at_worst = adjusted = test.adjusted(by_seed)
-    if any(paired.least is not None for paired in family) and min(adjusted) < test.alpha:
+    if any(paired.ends for paired in family) and min(adjusted) < test.alpha:
         at_worst = test.adjusted([paired.at_worst for paired in family])
     looked = test.rule == "evidence"
     found = test.evidence_for(by_seed) if looked else [None] * len(family)
@@ -312,8 +305,9 @@ def _equivalence(family: Sequence[PairedDifferences], margin: float | None) -> l
         return [None] * len(family)
 
     def p_of(paired: PairedDifferences) -> float:
-        ends = [list(end.values()) for end in (paired.least, paired.most) if end] or [paired.values]
-        return max(2.0 ** -len(paired.by_seed), *(statistics.tost(end, margin) for end in ends))
+        ends = paired.ends or [paired.by_seed]
+        found = (statistics.tost([*end.values()], margin) for end in ends)
+        return max(2.0 ** -len(paired.by_seed), *found)
 
     p = iter(statistics.holm([p_of(paired) for paired in family if len(paired.by_seed) > 1]))
     return [next(p) if len(paired.by_seed) > 1 else None for paired in family]
