@@ -70,9 +70,11 @@ def row_of(one: Completion) -> Row:
 def rows_of(backend: LocalBackend) -> list[Row]:
     """What it draws, after the learner has found nearly the sampler's log-probs."""
     rows = [row_of(one) for _, one in sorted(drawn(backend).items())]
-    pairs = zip(backend.logprobs(rows, TEMPERATURE), rows, strict=True)
-    difference = np.concatenate([own - row.logprobs for own, row in pairs])
-    assert np.abs(difference).mean() < 0.02 and np.abs(difference).max() < 0.5
+    own = np.concatenate(backend.logprobs(rows, TEMPERATURE))
+    difference = np.abs(own - np.concatenate([row.logprobs for row in rows]))
+    other = backend.rounded_logprobs(rows, TEMPERATURE) if HAS_GPU else None  # it rounds both
+    limit = 0.02 if other is None else 2 * np.abs(own - np.concatenate(other)).mean()
+    assert difference.mean() < limit and difference.max() < 0.5
     return rows
 
 
@@ -148,9 +150,7 @@ def test_steps_are_captured_on_one_stream_and_none_is_under_way_after_a_call(
     """cuBLAS keeps a workspace for every stream, and the memory of a graph may be unmapped while it
     runs on another than that of its capture.
     """
-    streams: list[Any] = []
-    captures: list[Any] = []
-    under_way: set[int] = set()
+    streams, captures, under_way = list[Any](), list[Any](), set[int]()
     own_stream, own_graph, own_event = torch.cuda.Stream, torch.cuda.graph, torch.cuda.Event
 
     class Event(own_event):  # type: ignore[misc, valid-type]  # a stand-in where the device is pretended
