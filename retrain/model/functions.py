@@ -48,8 +48,8 @@ class Norm:
         return (x * scale).to(x.dtype).mul_(self.weight)
 
     def forward(self, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (normed x, `scale`); the scale may be None without a backward pass. The first has
-        the same bits with and without one, so that a recomputed log-prob is the training pass's.
+        """Return (normed x, `scale`); without a backward pass the scale may be None. The normed x
+        has the same bits either way, so that recomputing old log-probs is exact.
         """
         if x.device.type not in _FUSED_NORM:
             scale = self.scale(x)
