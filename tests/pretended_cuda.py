@@ -314,6 +314,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 class _Stream:
+    def __init__(self, **named: int) -> None: ...
+
     def wait_stream(self, other: "_Stream") -> None: ...
 
 
@@ -344,13 +346,13 @@ def pretended(
         "memory_reserved": 0, "reset_peak_memory_stats": None, "synchronize": None,
         "empty_cache": None, "_lazy_init": None,
         "is_bf16_supported": True, "manual_seed_all": None, "device": nullcontext(),
-        "stream": nullcontext(), "current_stream": _Stream(),
-        "is_current_stream_capturing": False,
+        "stream": nullcontext(), "is_current_stream_capturing": False,
     }  # fmt: skip
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     for name, stand_in in {
         "Stream": _Stream,
+        "current_stream": lambda: torch.cuda.Stream(stream_id=0),  # as torch's own
         "Event": _Event,
         "CUDAGraph": Graph,
         "graph": lambda graph, **_: graph.captured(),

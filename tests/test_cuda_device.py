@@ -22,15 +22,11 @@ from retrain.backends.local.learner import Learner
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
 from retrain.inference_engine.fixed_step import FixedStep, _capture_stream
 from retrain.inference_engine.torch_engine import TorchEngine
-from retrain.model import varlen
 from retrain.types import Completion, Row
-from tests.learner_models import config_for
+from tests.learner_models import VOCABULARY, config_for
 from tests.marks import first_of
 
 HAS_GPU = torch.cuda.is_available()
-reads_pages = pytest.mark.skipif(
-    not varlen.reads_pages(), reason="attention over pages needs torch 2.12"
-)
 SAMPLES, TOKENS = (6, 20) if HAS_GPU else (2, 5)
 TEMPERATURE = 0.7
 ON_GPU: dict[str, Any] = {"backend": {"devices": "gpu:0"}}
@@ -51,6 +47,14 @@ def requests() -> list[SampleRequest]:
     ]
 
 
+def paged(*eos_ids: int) -> LocalBackend:
+    """A backend with pages and captured steps, also where torch's kernel reads no pages (2.11)."""
+    engine = (backend := LocalBackend(config_for(**ON_GPU), eos_ids=eos_ids)).engine
+    assert isinstance(engine, TorchEngine)
+    engine._options = replace(engine._options, paged=True)
+    return backend
+
+
 def drawn(backend: LocalBackend) -> dict[tuple[int, int], Completion]:
     return {(one.request, one.sample): one for one in backend.engine.sample(requests())}
 
@@ -66,9 +70,11 @@ def row_of(one: Completion) -> Row:
 def rows_of(backend: LocalBackend) -> list[Row]:
     """What it draws, after the learner has found nearly the sampler's log-probs."""
     rows = [row_of(one) for _, one in sorted(drawn(backend).items())]
-    pairs = zip(backend.logprobs(rows, TEMPERATURE), rows, strict=True)
-    difference = np.concatenate([own - row.logprobs for own, row in pairs])
-    assert np.abs(difference).mean() < 0.02 and np.abs(difference).max() < 0.5
+    own = np.concatenate(backend.logprobs(rows, TEMPERATURE))
+    difference = np.abs(own - np.concatenate([row.logprobs for row in rows]))
+    other = backend.rounded_logprobs(rows, TEMPERATURE) if HAS_GPU else None  # it rounds both
+    limit = 0.02 if other is None else 2 * np.abs(own - np.concatenate(other)).mean()
+    assert difference.mean() < limit and difference.max() < 0.5
     return rows
 
 
@@ -83,17 +89,13 @@ def test_a_row_has_the_same_bits_beside_other_neighbors_of_one_bucket() -> None:
     one, other = (np.arange(first, first + 12, dtype=np.int32) for first in (5, 30))
     found = []
     for neighbor in (one, other):
-        backend = LocalBackend(config_for(**ON_GPU), eos_ids=[60])
         asked = [
             SampleRequest(ids, SAMPLES, TOKENS, TEMPERATURE, NoiseKey(1, 0, 0, slot))
             for slot, ids in enumerate((one, neighbor[::-1].copy()))
         ]
-        found.append(
-            {draw.sample: draw for draw in backend.engine.sample(asked) if draw.request == 0}
-        )
-    for sample, draw in found[0].items():
-        same = min(len(draw.logprobs), *(len(side[sample].logprobs) for side in found))
-        np.testing.assert_array_equal(draw.logprobs[:same], found[1][sample].logprobs[:same])
+        draws = paged(VOCABULARY).engine.sample(asked)  # none ends early: one bucket
+        found.append({draw.sample: draw.logprobs for draw in draws if draw.request == 0})
+    np.testing.assert_equal(*found)
 
 
 @pytest.mark.parametrize(
@@ -130,30 +132,25 @@ def test_models_and_choices_of_every_kind_sample_and_learn(
     assert backend.train(rows_of(backend), 0).updates == 1
 
 
-@reads_pages
 def test_captured_steps_draw_what_called_ones_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured = LocalBackend(config_for(**ON_GPU), eos_ids=[3])
-    assert isinstance(captured.engine, TorchEngine) and captured.engine._is_paged
+    captured = paged(3)
     expected = drawn(captured)
-    assert captured.engine._paged is not None and captured.engine._paged.step._graphs
+    assert captured.engine._paged.step._graphs  # type: ignore[attr-defined]  # as `paged` asserts
     monkeypatch.setattr(
         FixedStep, "launch", lambda steps, rows, variant: torch.no_grad()(steps.step)(rows, variant)
     )
-    for key, one in drawn(LocalBackend(config_for(**ON_GPU), eos_ids=[3])).items():
+    for key, one in drawn(paged(3)).items():
         np.testing.assert_array_equal(one.token_ids, expected[key].token_ids)
         np.testing.assert_array_equal(one.logprobs, expected[key].logprobs)
 
 
-@reads_pages
 def test_steps_are_captured_on_one_stream_and_none_is_under_way_after_a_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """cuBLAS keeps a workspace for every stream, and the memory of a graph may be unmapped while it
     runs on another than that of its capture.
     """
-    streams: list[Any] = []
-    captures: list[Any] = []
-    under_way: set[int] = set()
+    streams, captures, under_way = list[Any](), list[Any](), set[int]()
     own_stream, own_graph, own_event = torch.cuda.Stream, torch.cuda.graph, torch.cuda.Event
 
     class Event(own_event):  # type: ignore[misc, valid-type]  # a stand-in where the device is pretended
@@ -166,14 +163,16 @@ def test_steps_are_captured_on_one_stream_and_none_is_under_way_after_a_call(
             under_way.discard(id(self))
 
     def stream(*arguments: Any, **named: Any) -> Any:
-        streams.append(own_stream(*arguments, **named))
-        return streams[-1]
+        made = own_stream(*arguments, **named)
+        if "stream_id" not in named:  # `current_stream` names one that is there
+            streams.append(made)
+        return made
 
     def graph(*arguments: Any, **named: Any) -> Any:
         captures.append(named["stream"])
         return own_graph(*arguments, **named)
 
-    backend = LocalBackend(config_for(**ON_GPU), eos_ids=[3])
+    backend = paged(3)
     for name, stand_in in {"Stream": stream, "graph": graph, "Event": Event}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     _capture_stream.cache_clear()

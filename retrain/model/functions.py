@@ -48,13 +48,14 @@ class Norm:
         return (x * scale).to(x.dtype).mul_(self.weight)
 
     def forward(self, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (normed x, `scale`). Without a backward pass a single kernel may do all, with
-        the same roundings; the scale is None then.
+        """Return (normed x, `scale`); without a backward pass the scale may be None. The normed x
+        has the same bits either way, so that recomputing old log-probs is exact.
         """
-        if isinstance(ctx, _NoContext) and x.device.type in _FUSED_NORM:
-            return F.rms_norm(x, x.shape[-1:], eps=self.eps).mul_(self.weight), None
-        scale = self.scale(x)
-        return self(x, scale), scale
+        if x.device.type not in _FUSED_NORM:
+            scale = self.scale(x)
+            return self(x, scale), scale
+        output = F.rms_norm(x, x.shape[-1:], eps=self.eps).mul_(self.weight)
+        return output, None if isinstance(ctx, _NoContext) else self.scale(x)
 
     def input_gradient(self, grad_output: Tensor, x: Tensor, scale: Tensor) -> Tensor:
         """Return the gradient of x [.., H] given g = grad_output [.., H]: s * (g w - x s^2 mean(x g
@@ -156,16 +157,9 @@ class _Project(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, reduced = ctx.saved_tensors
-
-        def source() -> Tensor:
-            normed_x: Tensor = x
-            if ctx.norm is not None:
-                normed_x = ctx.norm(x, scale)
-            return normed_x
-
         grad_source, grad_params = ctx.projection.gradients(
             grad_output,
-            source,
+            lambda: x if ctx.norm is None else ctx.norm(x, scale),
             reduced,
             # The first layer does not want it, since nothing trains below it.
             wants_input=ctx.needs_input_grad[0],
