@@ -12,6 +12,7 @@ import argparse
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -75,7 +76,7 @@ class Sizes:
 
 SIZES = {
     "qwen3-4b": Sizes(
-        (8, 32, 128), 8, 256, 256, 16_000, (8, 16, 512), (30, 8, 8, 128),
+        (8, 32, 128), 8, 256, 256, 16_000, (8, 16, 512), (12, 8, 8, 128),
         (20, ("--evaluation-max-examples", "128")),
     ),
     "tiny": Sizes(
@@ -375,18 +376,17 @@ def decode(part: Part) -> None:
     part.row("copy on the device", f"{bandwidth / 1e9:,.0f} GB/s", "done")
     point = Point(settings, {"tokens": sizes.tokens})
     shapes = [(rows, False) for rows in sizes.rows] + [(sizes.rows[1], True)]
-    for name, paged in (("captured steps", True), ("rows of one capacity", False)):
-        for rows, ragged in shapes:
-            part.measure(
-                f"{name}, {rows} x {sizes.tokens}{' ragged' * ragged}",
-                functools.partial(sampled, part, point, rows, ragged, paged, bandwidth),
-                "decode.jsonl",
-            )
-        if paged:
-            part.measure(
-                f"kernels of a step, {sizes.rows[1]} rows",
-                functools.partial(profiled, point, sizes), "decode.jsonl",
-            )  # fmt: skip
+    kinds = (("rows of one capacity", False), ("captured steps", True))
+    for (rows, ragged), (name, paged) in itertools.product(shapes, kinds):
+        part.measure(
+            f"{name}, {rows} x {sizes.tokens}{' ragged' * ragged}",
+            functools.partial(sampled, part, point, rows, ragged, paged, bandwidth),
+            "decode.jsonl",
+        )
+    part.measure(
+        f"kernels of a step, {sizes.rows[1]} rows", functools.partial(profiled, point, sizes),
+        "decode.jsonl",
+    )  # fmt: skip
 
 
 def hold_pages(engine: Any, paged: bool) -> None:

@@ -103,9 +103,9 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 part 0 30 machine
 part 1 100 runs
-part 2 65 decode
-part 2 45 continuous
-part 2 40 generate
+part 2 80 decode
+part 2 38 continuous
+part 2 32 generate
 part 3 100 learn
 part 4 100 tests
 part 5 40 run
