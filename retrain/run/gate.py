@@ -38,6 +38,7 @@ from retrain.run.gate_samples import (
     long_prompt,
     sampled,
 )
+from retrain.system import same_folder
 from retrain.types import Float32Array, Outcome, Prompt, Row, Score
 
 _LOOKS = 2
@@ -297,7 +298,8 @@ def play_references(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
         ask = getattr(host.environment, named)
         known = [(prompt, replies) for prompt in prompts if (replies := ask(prompt.example))]
     for prompt, replies in known:
-        score = play(host, prompt.example, replies)
+        with same_folder():
+            score = play(host, prompt.example, replies)
         if score.outcome is not Outcome.RIGHT:
             raise _refused(
                 f"the environment's own solution {list(replies)} of {prompt.prompt_id}",
