@@ -677,12 +677,18 @@ LAB_GAME = "retrain.environments.lab.NumberGuessing"
             own("WrongProblems", args={"problem": [5]}),
             r"train set holds Example\(prompt=\[5\]",
         ),
+        (own("WrongProblems", args={"problem": []}), r"train set holds Example\(prompt=\[\]"),
+        (own("WrongProblems", args={"problem": "half"}), "of characters that UTF-8 can encode"),
+        (
+            own("WrongProblems", args={"problem": [], "max_turns": "3"}),
+            "max_turns = '3' is not a whole number",
+        ),
         (
             {"provider": LAB_GAME, "args": {"examples": 0}},
             "has no training set, so it can only evaluate",
         ),
     ],
-    ids=range(6),
+    ids=range(9),
 )
 def test_what_cannot_be_trained_is_said_in_a_sentence(
     section: dict[str, Any], sentence: str, tmp_path: Path
@@ -759,10 +765,12 @@ def test_an_environments_signal_handlers_do_not_replace_the_runs() -> None:
 
 
 class WrongProblems(Misbehaving):
-    def __init__(self, problem: Any) -> None:
-        self.problem = problem
+    def __init__(self, problem: Any, max_turns: int = 2) -> None:
+        self.problem, self.max_turns = problem, max_turns
 
     def examples(self, split: Split) -> list[Example]:
+        if self.problem == "half":
+            return [Example("\ud800", "")]
         return [Example(self.problem, "") if isinstance(self.problem, list) else self.problem]
 
 
@@ -772,9 +780,19 @@ def test_an_evaluation_without_an_evaluation_set_is_refused(tmp_path: Path) -> N
         small_run(small(tmp_path / "run", **evaluated), quiet=True)
 
 
-def test_the_gate_plays_right_replies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NumberGuessing, "reference_replies", lambda self, example: ["0"])
-    with pytest.raises(RunFailed, match=r"own solution .* as a right completion would"):
+@pytest.mark.parametrize(
+    ("replies", "said"),
+    [
+        (["0"], "own solution .* as a right completion would"),
+        (0.5, "asking for its right replies failed with TypeError"),
+    ],
+    ids=["wrong", "no list"],
+)
+def test_the_gate_plays_right_replies(
+    replies: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NumberGuessing, "reference_replies", lambda self, example: replies)
+    with pytest.raises((RunFailed, ConfigurationError), match=said):
         train(guessing(tmp_path / "run"), quiet=True)
 
 

@@ -5,7 +5,7 @@ their problems as examples of a run.
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ from retrain.environments.base import Environment, Split, is_conversation
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.install import install_hint
 from retrain.plugins import load_plugin, user_code
-from retrain.types import Example
+from retrain.types import ChatMessage, Example
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -72,7 +72,10 @@ def load_environment(config: "TrainConfig") -> Environment:
             built_in: Environment = import_module(PROVIDERS[settings.provider]).load(settings)
             return built_in
         made: type[Environment] = load_plugin("environment", settings.provider, config)
-        return made(**settings.args)
+        environment = made(**settings.args)
+        if not isinstance(environment.max_turns, int):
+            raise TypeError(f"max_turns = {environment.max_turns!r} is not a whole number")
+        return environment
 
 
 class _TookTooLong(BaseException):
@@ -134,6 +137,21 @@ def environment_name(settings: "Settings") -> str:
     return f'"{settings.provider}"'
 
 
+def _is_problem(example: object) -> bool:
+    """Return True for an example with a prompt that a chat template can write."""
+    if not isinstance(example, Example):
+        return False
+    prompt = example.prompt
+    if isinstance(prompt, str):
+        prompt = [ChatMessage(role="user", content=prompt)]
+    if not (prompt and is_conversation(prompt)):
+        return False
+    with suppress(UnicodeEncodeError):  # of half a surrogate pair
+        "".join(message["content"] for message in prompt).encode()
+        return True
+    return False
+
+
 def load_problems(environment: Environment, config: "TrainConfig", split: Split) -> ReadResult:
     """Return the problems of one split, the training ones cut to `[training] max_examples`.
 
@@ -156,15 +174,12 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
             " environment, or look among its args for one that selects a training split."
         )
     for example in examples:
-        if not (
-            isinstance(example, Example)
-            and (isinstance(example.prompt, str) or is_conversation(example.prompt))
-        ):
+        if not _is_problem(example):
             shown = " ".join(repr(example).split())[:80]
             raise ConfigurationError(
                 f"[environment] {name}: its {split} set holds {shown}, and must hold"
                 " retrain.types.Example with prompts that are text or lists of messages {role,"
-                " content}."
+                " content}, of characters that UTF-8 can encode."
             )
     # Number them before the cut, so that ids do not depend on max_examples.
     named = [
