@@ -678,7 +678,8 @@ LAB_GAME = "retrain.environments.lab.NumberGuessing"
             r"train set holds Example\(prompt=\[5\]",
         ),
         (own("WrongProblems", args={"problem": []}), r"train set holds Example\(prompt=\[\]"),
-        (own("WrongProblems", args={"problem": "half"}), "of characters that UTF-8 can encode"),
+        (own("WrongProblems", args={"problem": "half"}), "in characters that UTF-8 can encode"),
+        (own("WrongProblems", args={"problem": "number"}), "with a reference of text"),
         (
             own("WrongProblems", args={"problem": [], "max_turns": "3"}),
             "max_turns = '3' is not a whole number",
@@ -688,7 +689,7 @@ LAB_GAME = "retrain.environments.lab.NumberGuessing"
             "has no training set, so it can only evaluate",
         ),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_what_cannot_be_trained_is_said_in_a_sentence(
     section: dict[str, Any], sentence: str, tmp_path: Path
@@ -769,8 +770,9 @@ class WrongProblems(Misbehaving):
         self.problem, self.max_turns = problem, max_turns
 
     def examples(self, split: Split) -> list[Example]:
-        if self.problem == "half":
-            return [Example("\ud800", "")]
+        named = {"half": Example("\ud800", ""), "number": Example("?", 24)}  # type: ignore[arg-type]
+        if isinstance(self.problem, str):
+            return [named[self.problem]]
         return [Example(self.problem, "") if isinstance(self.problem, list) else self.problem]
 
 

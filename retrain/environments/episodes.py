@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
@@ -201,7 +202,7 @@ class RunningEpisode:
     def __init__(self, host: EpisodeHost, example: Example, seed: int) -> None:
         self._host, self._seed = host, seed
         prompt = example.prompt if isinstance(example.prompt, str) else _copied(example.prompt)
-        self._example = replace(example, prompt=prompt, info=example.info and {**example.info})
+        self._example = replace(example, prompt=prompt, info=copy(example.info))
         self._live: _OpenEpisode | None = None
         self._job = host.submit(self._reset)
 

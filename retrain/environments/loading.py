@@ -138,8 +138,8 @@ def environment_name(settings: "Settings") -> str:
 
 
 def _is_problem(example: object) -> bool:
-    """Return True for an example with a prompt that a chat template can write."""
-    if not isinstance(example, Example):
+    """Return True for an example with a prompt that a chat template can write, and a reference."""
+    if not (isinstance(example, Example) and isinstance(example.reference, str)):
         return False
     prompt = example.prompt
     if isinstance(prompt, str):
@@ -178,8 +178,8 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
             shown = " ".join(repr(example).split())[:80]
             raise ConfigurationError(
                 f"[environment] {name}: its {split} set holds {shown}, and must hold"
-                " retrain.types.Example with prompts that are text or lists of messages {role,"
-                " content}, of characters that UTF-8 can encode."
+                " retrain.types.Example with a reference of text and a prompt that is text or a"
+                " list of messages {role, content}, all in characters that UTF-8 can encode."
             )
     # Number them before the cut, so that ids do not depend on max_examples.
     named = [
