@@ -678,7 +678,7 @@ LAB_GAME = "retrain.environments.lab.NumberGuessing"
             r"train set holds Example\(prompt=\[5\]",
         ),
         (own("WrongProblems", args={"problem": []}), r"train set holds Example\(prompt=\[\]"),
-        (own("WrongProblems", args={"problem": "half"}), "in characters that UTF-8 can encode"),
+        (own("WrongProblems", args={"problem": "half"}), "in UTF-8"),
         (own("WrongProblems", args={"problem": "number"}), "with a reference of text"),
         (
             own("WrongProblems", args={"problem": [], "max_turns": "3"}),

@@ -2,10 +2,11 @@
 their problems as examples of a run.
 """
 
+import re
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from retrain.environments.base import Environment, Split, is_conversation
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.install import install_hint
 from retrain.plugins import load_plugin, user_code
-from retrain.types import ChatMessage, Example
+from retrain.types import Example
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -40,6 +41,7 @@ MIN_LIMIT_S = 600.0
 """Minimum limit in seconds for each call of an environment's code, also if `[environment]
 timeout_s` is less: the call may download data.
 """
+_HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 _AGAIN_S = 5.0
 """Seconds until the alarm rings again, for code that catches every exception."""
 
@@ -142,14 +144,11 @@ def _is_problem(example: object) -> bool:
     if not (isinstance(example, Example) and isinstance(example.reference, str)):
         return False
     prompt = example.prompt
-    if isinstance(prompt, str):
-        prompt = [ChatMessage(role="user", content=prompt)]
-    if not (prompt and is_conversation(prompt)):
-        return False
-    with suppress(UnicodeEncodeError):  # of half a surrogate pair
-        "".join(message["content"] for message in prompt).encode()
-        return True
-    return False
+    if not isinstance(prompt, str):
+        if not (prompt and is_conversation(prompt)):
+            return False
+        prompt = "".join(message["content"] for message in prompt)
+    return not _HALF_A_CHARACTER.search(prompt)
 
 
 def load_problems(environment: Environment, config: "TrainConfig", split: Split) -> ReadResult:
@@ -178,8 +177,8 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
             shown = " ".join(repr(example).split())[:80]
             raise ConfigurationError(
                 f"[environment] {name}: its {split} set holds {shown}, and must hold"
-                " retrain.types.Example with a reference of text and a prompt that is text or a"
-                " list of messages {role, content}, all in characters that UTF-8 can encode."
+                " retrain.types.Example with a reference of text and a prompt of text or messages"
+                " {role, content}, in UTF-8."
             )
     # Number them before the cut, so that ids do not depend on max_examples.
     named = [
