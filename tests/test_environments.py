@@ -678,8 +678,8 @@ LAB_GAME = "retrain.environments.lab.NumberGuessing"
             r"train set holds Example\(prompt=\[5\]",
         ),
         (own("WrongProblems", args={"problem": []}), r"train set holds Example\(prompt=\[\]"),
-        (own("WrongProblems", args={"problem": "half"}), "in UTF-8"),
-        (own("WrongProblems", args={"problem": "number"}), "with a reference of text"),
+        (own("WrongProblems", args={"problem": "half"}), "in UTF-8 text"),
+        (own("WrongProblems", args={"problem": "number"}), "with reference and prompt"),
         (
             own("WrongProblems", args={"problem": [], "max_turns": "3"}),
             "max_turns = '3' is not a whole number",

@@ -82,7 +82,7 @@ def test_the_line_names_the_cause_that_the_records_show(words: str, values: dict
 def test_a_dialogue_may_be_cut_by_the_models_context_too() -> None:
     config = small(Path("run"), environment={"provider": "a.B"})
     line = untrained_line(Streak.of([step(**{CUT: 1.0})] * 3), config)
-    assert "max_tokens or the model's context; raise it, or let the environment say less" in line
+    assert "max_tokens or the end of the model's context; raise it" in line
 
 
 @pytest.mark.parametrize(("mode", "label"), [("none", "mine"), ("grpo", "none+mine")])

@@ -177,8 +177,8 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
             shown = " ".join(repr(example).split())[:80]
             raise ConfigurationError(
                 f"[environment] {name}: its {split} set holds {shown}, and must hold"
-                " retrain.types.Example with a reference of text and a prompt of text or messages"
-                " {role, content}, in UTF-8."
+                " retrain.types.Example with reference and prompt in UTF-8 text, or messages {role,"
+                " content}."
             )
     # Number them before the cut, so that ids do not depend on max_examples.
     named = [

@@ -147,10 +147,10 @@ def _cause(newest: StepRecord, streak: Streak, config: TrainConfig, known: str) 
     if known and constant:
         return f"all {total:,} completions are wrong; {known}"
     if 0 < cut == total:
-        also, advice = f" and {boxed}" if boxed else "", "raise it"
+        also = f" and {boxed}" if boxed else ""
         if config.environment.provider:
-            also, advice = " or the model's context", "raise it, or let the environment say less"
-        return f"all {total:,} completions were cut at [training] max_tokens{also}; {advice}"
+            also = " or the end of the model's context"
+        return f"all {total:,} completions were cut at [training] max_tokens{also}; raise it"
     if 0 < sums["groups_identical"] == groups:
         return (
             "the completions of each group are the same, token by token; check that the engine"
