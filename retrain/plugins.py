@@ -30,7 +30,7 @@ from retrain.config.names import (
     nearest,
 )
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
-from retrain.system import imported, toml_value
+from retrain.system import imported, same_folder, toml_value
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -464,10 +464,11 @@ def restore(where: str, plugin: Any, state: dict[str, Any]) -> None:
 @contextmanager
 def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
     """Run a plugin's code. Whatever it raises becomes `failure`, one sentence that begins with
-    `what`, with the cause attached.
+    `what`, with the cause attached. The current folder stays as it was.
     """
     try:
-        yield
+        with same_folder():
+            yield
     except (RetrainError, KeyboardInterrupt):
         raise
     except Fault as fault:

@@ -40,6 +40,7 @@ from retrain.types import (
     Outcome,
     Prompt,
     Row,
+    Score,
     Trajectory,
     Turn,
 )
@@ -333,6 +334,13 @@ def test_a_rewritten_history_begins_a_row_of_its_own(text: TextModel) -> None:
     assert second.advantages.tolist() == [len(ids), len(ids) + 1, len(ids) + 2, len(ids) + 3]
 
 
+def test_an_opening_of_tools_alone_keeps_the_problems_messages(text: TextModel) -> None:
+    talk = dialogue(text)
+    opening = Observation([], rewrites=True, tools=[{"type": "function"}])
+    talk.add_observation(opening, ChatRenderer(text.tokenizer, text.eos_ids, {}))
+    assert talk.context_ids.tolist() == talk.prompt.token_ids.tolist()
+
+
 # -- episodes that fail ----------------------------------------------------------------------------
 
 
@@ -359,7 +367,8 @@ WRONGLY_SAID: dict[str, Any] = {
     "no tools": Observation([{"role": "user", "content": "go on"}], tools="add"),
     # type: ignore[arg-type]
 }
-JUDGED: dict[str, Any] = {"nan": Result(float("nan")), "none": None, "a word": Result("1")}  # type: ignore[arg-type]
+JUDGED: dict[str, Any] = {"nan": Result(float("nan")), "none": None}
+JUDGED["a word"] = Result("1")  # type: ignore[arg-type]
 
 
 class Misbehaves(Episode):
@@ -399,7 +408,7 @@ class Misbehaves(Episode):
         ("reset", "the environment failed with RuntimeError: no seat is free"),
         ("nan", "reward is nan"),
         ("none", "result returned NoneType, and must return a Result"),
-        ("a word", "failed with TypeError"),
+        ("a word", "failed with TypeError: the result's reward is str, and must be a number"),
         ("text", "step returned str, and must return a list of messages"),
         ("numbers", "returned list, and must return a list of messages {role, content} of text"),
         ("half a character", "failed with UnicodeEncodeError"),
@@ -413,6 +422,27 @@ def test_an_episode_that_fails_could_not_be_judged(what: str, reason: str) -> No
     score = play(host_of(Misbehaving()), Example("?", what), ["a", "b", "c"])
     assert time.monotonic() - began < 5 and reason in score.reason
     assert score.outcome is (Outcome.COULD_NOT_JUDGE if reason else Outcome.RIGHT)
+
+
+def test_an_episode_serves_one_dialogue_at_a_time() -> None:
+    host = host_of(Shared())
+    first = host.begin(Example("?", "fine"), 0)
+    assert isinstance(first.answer(lambda: None), Observation)
+    second = host.begin(Example("?", "fine"), 0).answer(lambda: None)
+    assert isinstance(second, Score) and "an Episode that is still open" in second.reason
+    first.end()
+    assert isinstance(first.answer(lambda: None), Score)
+    assert play(host, Example("?", "fine"), ["a"]).outcome is Outcome.RIGHT
+
+
+class Shared(Misbehaving):
+    """Makes one episode for all dialogues."""
+
+    one = None
+
+    def episode(self) -> Episode:
+        self.one = self.one or Misbehaves()
+        return self.one
 
 
 def test_an_environment_that_fails_to_close_costs_a_line(
@@ -573,6 +603,60 @@ class Opens(Fails):
         self.sum = sum(map(ord, reply))
 
 
+def test_what_an_episode_does_to_its_objects_and_folder_reaches_no_other_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The episodes of a group extend one prompt, write each hint into one message, and leave the
+    folder of the run.
+    """
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    config = small(
+        Path("run"),
+        environment=own("Careless", args={"folder": str(elsewhere)}),
+        training={"max_steps": 2, "max_tokens": 96},
+        logging={"generations_per_step": 99},
+    )
+    small_run(config, quiet=True)
+    said = [one["completion"] for one in lines(tmp_path / "run/emergence/generations.jsonl")]
+    assert {one.count("user\nnow") for one in said} == {1}
+    assert max(one.count("hint 2") for one in said) == 1
+    assert not list(elsewhere.iterdir())
+
+
+class Careless(Environment):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def examples(self, split: Split) -> list[Example]:
+        opening = ChatMessage(role="user", content="guess my number from 1 to 10")
+        return [Example([opening], "")] * 2
+
+    def episode(self) -> Episode:
+        return Extends(self.folder)
+
+
+class Extends(Episode):
+    def __init__(self, folder: str) -> None:
+        self.folder, self.replies = folder, 0
+        self.hint = ChatMessage(role="user", content="")
+
+    def reset(self, example: Example, seed: int) -> list[ChatMessage]:
+        os.chdir(self.folder)
+        assert isinstance(example.prompt, list)
+        example.prompt.append(ChatMessage(role="user", content="now"))
+        return example.prompt
+
+    def step(self, reply: str) -> list[ChatMessage] | None:
+        self.replies += 1
+        self.hint["content"] = f"hint {self.replies}"
+        return None if self.replies == 3 else [self.hint]
+
+    def result(self) -> Result:
+        return Result(float(self.replies % 2))
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -593,12 +677,19 @@ LAB_GAME = "retrain.environments.lab.NumberGuessing"
             own("WrongProblems", args={"problem": [5]}),
             r"train set holds Example\(prompt=\[5\]",
         ),
+        (own("WrongProblems", args={"problem": []}), r"train set holds Example\(prompt=\[\]"),
+        (own("WrongProblems", args={"problem": "half"}), "in UTF-8 text"),
+        (own("WrongProblems", args={"problem": "number"}), "with reference and prompt"),
+        (
+            own("WrongProblems", args={"problem": [], "max_turns": "3"}),
+            "max_turns = '3' is not a whole number",
+        ),
         (
             {"provider": LAB_GAME, "args": {"examples": 0}},
             "has no training set, so it can only evaluate",
         ),
     ],
-    ids=range(6),
+    ids=range(10),
 )
 def test_what_cannot_be_trained_is_said_in_a_sentence(
     section: dict[str, Any], sentence: str, tmp_path: Path
@@ -675,10 +766,13 @@ def test_an_environments_signal_handlers_do_not_replace_the_runs() -> None:
 
 
 class WrongProblems(Misbehaving):
-    def __init__(self, problem: Any) -> None:
-        self.problem = problem
+    def __init__(self, problem: Any, max_turns: int = 2) -> None:
+        self.problem, self.max_turns = problem, max_turns
 
     def examples(self, split: Split) -> list[Example]:
+        named = {"half": Example("\ud800", ""), "number": Example("?", 24)}  # type: ignore[arg-type]
+        if isinstance(self.problem, str):
+            return [named[self.problem]]
         return [Example(self.problem, "") if isinstance(self.problem, list) else self.problem]
 
 
@@ -688,9 +782,19 @@ def test_an_evaluation_without_an_evaluation_set_is_refused(tmp_path: Path) -> N
         small_run(small(tmp_path / "run", **evaluated), quiet=True)
 
 
-def test_the_gate_plays_right_replies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NumberGuessing, "reference_replies", lambda self, example: ["0"])
-    with pytest.raises(RunFailed, match=r"own solution .* as a right completion would"):
+@pytest.mark.parametrize(
+    ("replies", "said"),
+    [
+        (["0"], "own solution .* as a right completion would"),
+        (0.5, "asking for its right replies failed with TypeError"),
+    ],
+    ids=["wrong", "no list"],
+)
+def test_the_gate_plays_right_replies(
+    replies: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NumberGuessing, "reference_replies", lambda self, example: replies)
+    with pytest.raises((RunFailed, ConfigurationError), match=said):
         train(guessing(tmp_path / "run"), quiet=True)
 
 

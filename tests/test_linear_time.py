@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from retrain.advantages.planning import RegexDetector
+from retrain.environments.bridge import tool_calls
 from retrain.records.redact import Redactor
 from retrain.records.terminal import clean, one_line, visible, without_escapes
 from retrain.rewards.answers import answers_match, extract_boxed
@@ -31,12 +32,14 @@ READERS: dict[str, Callable[[str], object]] = {
     "visible": visible,
     "pieces": lambda text: without_escapes([text[i : i + 4] for i in range(0, len(text), 4)]),
     "secrets": _REDACTOR.text,
+    "tools": tool_calls,
 }
 HOSTILE = (
     *"$0 \\{(!^a'=\n-\u0130\u2019\u202e\x9b\x9d",
     *("9!", "^{", "://", "eyJ-", "sk-", "?key", "&a", "%3A%2F%2F", "%3Fkey", "eyJaaaaaaaaaa."),
     *(r"\boxed", r"\boxed ", r"\fbox", r"\boxed{", r"\frac", r"\frac1", r"\sqrt2", r"\text{ "),
     *(r"\boxed{}", r"\fbox{\boxed{}}", r"\left", "{,}", "</think>", "\x1b[", "\x1b]", "\x1b[0"),
+    *("<tool_call>{", '<tool_call>{"name": 1}', '<tool_call>{"name": "'),
     *("wait", "wait ", "let me check ", "what if - "),
 )
 

@@ -79,6 +79,12 @@ def test_the_line_names_the_cause_that_the_records_show(words: str, values: dict
     assert line.startswith("3 steps trained ") and words in line and line.endswith(".")
 
 
+def test_a_dialogue_may_be_cut_by_the_models_context_too() -> None:
+    config = small(Path("run"), environment={"provider": "a.B"})
+    line = untrained_line(Streak.of([step(**{CUT: 1.0})] * 3), config)
+    assert "max_tokens or the end of the model's context; raise it" in line
+
+
 @pytest.mark.parametrize(("mode", "label"), [("none", "mine"), ("grpo", "none+mine")])
 def test_the_advantage_and_not_its_label_says_that_nothing_gets_credit(
     mode: str, label: str

@@ -24,6 +24,14 @@ WRONG: dict[tuple[str, str], str] = {
         LOSS + "-tokens.advantages * (tokens.new - tokens.old.requires_grad_()).exp()"
     ),
     ("loss", "a write in place"): LOSS + "-tokens.advantages.mul_(2) * tokens.new",
+    ("loss", "a call of backward"): (
+        "import torch\ndef wrong(tokens):\n    terms = -tokens.advantages * tokens.new\n"
+        "    terms.sum().backward()\n    return terms"
+    ),
+    ("loss", "an exception where no advantage is left"): (
+        "import torch\ndef wrong(tokens):\n    assert tokens.advantages.any(), 'nothing to learn'\n"
+        "    return -tokens.advantages * tokens.new\nwrong.own_term = True"
+    ),
     ("loss", "NaN"): LOSS + "-tokens.advantages * tokens.new * float('nan')",
     ("loss", "another shape"): LOSS + "-(tokens.advantages * tokens.new)[1:]",
     ("advantage", "a mean in place of one per completion"): ADVANTAGE + "return sum(rewards)",

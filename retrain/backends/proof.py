@@ -121,14 +121,14 @@ def prove_loss(function: OwnFunction) -> None:
     # First, since advantages whitened over the batch fail the next property too, for a reason that
     # is not theirs.
     _does_not_depend_on_the_cut(function)
-    if not function.declares("own_term"):
-        silent = small_batch(function)
-        none = replace(silent.tokens, advantages=torch.zeros_like(silent.tokens.advantages))
-        if (_gradient(function.call(none).values, silent) != 0).any():
-            raise Fault(
-                "has a gradient where every advantage is 0; multiply its terms by"
-                f" tokens.advantages, or declare {_attribute(function, 'own_term')} = True"
-            )
+    silent = small_batch(function)
+    none = replace(silent.tokens, advantages=torch.zeros_like(silent.tokens.advantages))
+    own = _gradient(function.call(none).values, silent)  # for `has_wrong_sign` too
+    if not function.declares("own_term") and (own != 0).any():
+        raise Fault(
+            "has a gradient where every advantage is 0; multiply its terms by"
+            f" tokens.advantages, or declare {_attribute(function, 'own_term')} = True"
+        )
     start = on_policy(function)  # the first update of every step
     if not torch.isfinite(_gradient(_finite_terms(function, start), start)).all():
         raise Fault("has a gradient that is not finite where tokens.new equals tokens.old")
@@ -161,6 +161,8 @@ def _finite_terms(function: OwnFunction, batch: Batch) -> Tensor:
     for name, tensor in _tensors(batch.tokens):
         if tensor._version != versions[name]:
             raise Fault(f"changes tokens.{name} in place; make a new tensor")
+    if batch.new.grad is not None:
+        raise Fault("calls backward() itself; return the terms, and retrain does")
     for place in torch.nonzero(~torch.isfinite(values)).flatten().tolist():
         given = ", ".join(
             f"{name} = {getattr(batch.tokens, name)[place].item():.3g}"

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -17,8 +18,9 @@ from retrain.environments.base import Episode, Observation, Result
 from retrain.types import ChatMessage, Example
 from retrain.web import EventLoop
 
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-"""The form that Qwen and Hermes models write: `<tool_call>{"name": ..., "arguments": ...}`."""
+_OPENING, _CLOSING = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\s*</tool_call>")
+"""Around the form that Qwen and Hermes models write: `{"name": ..., "arguments": ...}`."""
+_JSON = json.JSONDecoder()
 
 
 class OutOfTokens(Exception):
@@ -132,12 +134,14 @@ def tool_calls(reply: str) -> list[ToolCall]:
     """Return the calls in the order of the reply. Anything but a JSON object with a name stays
     text.
     """
-    found = []
-    for text in _CALL.findall(reply):
-        try:
-            call = json.loads(text)
-        except ValueError:
+    found, end = [], 0
+    for opening in _OPENING.finditer(reply):
+        if opening.start() < end:  # a text in the call before
             continue
-        if isinstance(call, dict) and isinstance(call.get("name"), str):
-            found.append(ToolCall(call["name"], json.dumps(call.get("arguments", {}))))
+        with suppress(ValueError, RecursionError):
+            call, stop = _JSON.raw_decode(reply, opening.end())
+            closing = _CLOSING.match(reply, stop)
+            if closing and isinstance(call.get("name"), str):
+                end = closing.end()
+                found.append(ToolCall(call["name"], json.dumps(call.get("arguments", {}))))
     return found

@@ -6,16 +6,17 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from time import monotonic
-from typing import Any
+from typing import Any, SupportsFloat
 
 from retrain.environments.base import Environment, Episode, Observation, Result, is_conversation
 from retrain.plugins import describe
 from retrain.records.redact import reason_of
-from retrain.types import MAX_REWARD, Example, Outcome, Score
+from retrain.types import MAX_REWARD, ChatMessage, Example, Outcome, Score
 
 MAX_THREADS = 64
 """Maximum number of episodes that threads answer at the same time; the others wait."""
@@ -146,6 +147,8 @@ class EpisodeHost:
             correct_threshold,
         )
         self._threads = threads or DaemonThreads(MAX_THREADS, "environment")
+        self.open: dict[int, RunningEpisode] = {}
+        """The episodes that the environment made and retrain has not closed, by identity."""
 
     def begin(self, example: Example, seed: int) -> "RunningEpisode":
         return RunningEpisode(self, example, seed)
@@ -162,6 +165,9 @@ class EpisodeHost:
     def score(self, result: Result) -> Score:
         if not isinstance(result, Result):
             raise TypeError(f"result returned {type(result).__name__}, and must return a Result")
+        if not isinstance(result.reward, SupportsFloat):
+            given = type(result.reward).__name__
+            raise TypeError(f"the result's reward is {given}, and must be a number")
         if not abs(result.reward) <= MAX_REWARD:
             return could_not_judge(
                 f"the environment's reward is {result.reward:g}, and training takes at most"
@@ -194,7 +200,9 @@ class RunningEpisode:
     """
 
     def __init__(self, host: EpisodeHost, example: Example, seed: int) -> None:
-        self._host, self._example, self._seed = host, example, seed
+        self._host, self._seed = host, seed
+        prompt = example.prompt if isinstance(example.prompt, str) else _copied(example.prompt)
+        self._example = replace(example, prompt=prompt, info=copy(example.info))
         self._live: _OpenEpisode | None = None
         self._job = host.submit(self._reset)
 
@@ -248,8 +256,14 @@ class RunningEpisode:
 
     def _failed(self, reason: str) -> Score:
         if self._live is not None:
-            self._host.spawn(self._live.episode.close)
+            self._host.spawn(self._close)
         return could_not_judge(reason)
+
+    def _close(self) -> None:
+        assert self._live is not None
+        # Before it closes, since a pool of the environment may then give it out again.
+        self._host.open.pop(id(self._live.episode), None)
+        self._live.episode.close()
 
     def _reset(self) -> Answer:
         episode = self._host.environment.episode()
@@ -257,6 +271,8 @@ class RunningEpisode:
             raise TypeError(
                 f"episode returned {type(episode).__name__}, and must return an Episode"
             )
+        if self._host.open.setdefault(id(episode), self) is not self:
+            raise RuntimeError("episode returned an Episode that is still open, and must make one")
         self._live = _OpenEpisode(episode)
         opening = episode.reset(self._example, self._seed)
         if opening is None:
@@ -274,7 +290,7 @@ class RunningEpisode:
     def _conclude(self) -> Answer:
         assert self._live is not None
         score = self._host.score(self._live.episode.result())
-        self._live.episode.close()
+        self._close()
         return score
 
 
@@ -308,7 +324,12 @@ def _checked(said: object, method: str) -> Observation:
         raise ValueError(f"{method} returned a rewritten conversation without messages")
     for message in given.messages:
         message["content"].encode()  # lone surrogates have no tokens
-    return given
+    return replace(given, messages=_copied(given.messages))
+
+
+def _copied(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Copy messages, since an environment may change the objects that it got or gave."""
+    return [{**message} for message in messages]
 
 
 def could_not_judge(reason: str) -> Score:

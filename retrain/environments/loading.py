@@ -2,6 +2,7 @@
 their problems as examples of a run.
 """
 
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ MIN_LIMIT_S = 600.0
 """Minimum limit in seconds for each call of an environment's code, also if `[environment]
 timeout_s` is less: the call may download data.
 """
+_HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 _AGAIN_S = 5.0
 """Seconds until the alarm rings again, for code that catches every exception."""
 
@@ -72,7 +74,10 @@ def load_environment(config: "TrainConfig") -> Environment:
             built_in: Environment = import_module(PROVIDERS[settings.provider]).load(settings)
             return built_in
         made: type[Environment] = load_plugin("environment", settings.provider, config)
-        return made(**settings.args)
+        environment = made(**settings.args)
+        if not isinstance(environment.max_turns, int):
+            raise TypeError(f"max_turns = {environment.max_turns!r} is not a whole number")
+        return environment
 
 
 class _TookTooLong(BaseException):
@@ -134,6 +139,18 @@ def environment_name(settings: "Settings") -> str:
     return f'"{settings.provider}"'
 
 
+def _is_problem(example: object) -> bool:
+    """Return True for an example with a prompt that a chat template can write, and a reference."""
+    if not (isinstance(example, Example) and isinstance(example.reference, str)):
+        return False
+    prompt = example.prompt
+    if not isinstance(prompt, str):
+        if not (prompt and is_conversation(prompt)):
+            return False
+        prompt = "".join(message["content"] for message in prompt)
+    return not _HALF_A_CHARACTER.search(prompt)
+
+
 def load_problems(environment: Environment, config: "TrainConfig", split: Split) -> ReadResult:
     """Return the problems of one split, the training ones cut to `[training] max_examples`.
 
@@ -156,14 +173,11 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
             " environment, or look among its args for one that selects a training split."
         )
     for example in examples:
-        if not (
-            isinstance(example, Example)
-            and (isinstance(example.prompt, str) or is_conversation(example.prompt))
-        ):
+        if not _is_problem(example):
             shown = " ".join(repr(example).split())[:80]
             raise ConfigurationError(
                 f"[environment] {name}: its {split} set holds {shown}, and must hold"
-                " retrain.types.Example with prompts that are text or lists of messages {role,"
+                " retrain.types.Example with reference and prompt in UTF-8 text, or messages {role,"
                 " content}."
             )
     # Number them before the cut, so that ids do not depend on max_examples.

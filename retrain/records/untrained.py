@@ -148,6 +148,8 @@ def _cause(newest: StepRecord, streak: Streak, config: TrainConfig, known: str) 
         return f"all {total:,} completions are wrong; {known}"
     if 0 < cut == total:
         also = f" and {boxed}" if boxed else ""
+        if config.environment.provider:
+            also = " or the end of the model's context"
         return f"all {total:,} completions were cut at [training] max_tokens{also}; raise it"
     if 0 < sums["groups_identical"] == groups:
         return (

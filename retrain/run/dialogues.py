@@ -158,8 +158,8 @@ class Dialogue:
             return
         # Whole conversations mostly extend the known one by new messages: this is not a rewrite.
         if heard.rewrites and not (self._turns and heard.messages[: len(known)] == known):
-            self._messages = list(heard.messages)
-            following = renderer.opening(heard.messages, heard.tools)
+            self._messages = list(heard.messages or known)  # an opening may bring tools alone
+            following = renderer.opening(self._messages, heard.tools)
         else:
             new = heard.messages
             if heard.rewrites:

@@ -38,6 +38,7 @@ from retrain.run.gate_samples import (
     long_prompt,
     sampled,
 )
+from retrain.system import same_folder
 from retrain.types import Float32Array, Outcome, Prompt, Row, Score
 
 _LOOKS = 2
@@ -295,12 +296,14 @@ def play_references(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
         # A plugin of 0.10 calls the method gold.
         named = "gold" if hasattr(type(host.environment), "gold") else "reference_replies"
         ask = getattr(host.environment, named)
-        known = [(prompt, replies) for prompt in prompts if (replies := ask(prompt.example))]
+        asked = [(prompt, list(ask(prompt.example) or ())) for prompt in prompts]
+        known = [(prompt, replies) for prompt, replies in asked if replies]
     for prompt, replies in known:
-        score = play(host, prompt.example, replies)
+        with same_folder():
+            score = play(host, prompt.example, replies)
         if score.outcome is not Outcome.RIGHT:
             raise _refused(
-                f"the environment's own solution {list(replies)} of {prompt.prompt_id}",
+                f"the environment's own solution {replies} of {prompt.prompt_id}",
                 score,
                 "the environment, or lower [reward] correct_threshold",
             )
