@@ -228,7 +228,9 @@ def test_the_guard_does_not_stop(rate: float, steps: int, scores: list[Score]) -
     guard = FailureGuard(rate)
     for _ in range(steps):
         guard.observe(scores)
-    guard.check_end()
+    told = {1.0: "160 of the last 160 completions got no verdict (160 times: down)."}
+    told[0.05] = "1 of the last 8 completions got no verdict (1 times: slow)."
+    assert guard.check_end() == told.get(rate, "")
 
 
 def test_the_guard_stops_above_a_whole_windows_rate_and_names_the_usual_reason() -> None:

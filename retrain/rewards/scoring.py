@@ -79,17 +79,20 @@ class FailureGuard:
             what = f"{total} completions of the last {steps}"
             raise _too_many_failures(what, reasons, rate)
 
-    def check_end(self) -> None:
-        """Raise RunFailed, with the most frequent reason, if the reward could judge none of the
-        last completions at the end of a run.
+    def check_end(self) -> str:
+        """Return a sentence about the last completions without a verdict, or "" if there are none.
+        Raises RunFailed if no completion has a verdict.
         """
         total, reasons = self._in_window
-        if self._max_failure_rate < 1 and reasons.total() == total > 0:
+        if not reasons:
+            return ""
+        usual = _usual(reasons)
+        if self._max_failure_rate < 1 and reasons.total() == total:
             raise RunFailed(
-                f"None of the last {total} completions got a verdict"
-                f" ({reasons.most_common(1)[0][0].rstrip('.')}); fix the reward and start"
-                " again."
+                f"None of the last {total} completions got a verdict {usual}; fix the reward and"
+                " start again."
             )
+        return f"{reasons.total()} of the last {total} completions got no verdict {usual}."
 
     @property
     def _in_window(self) -> Failures:
@@ -126,11 +129,16 @@ def _failures(scores: Iterable[Score]) -> Failures:
 
 
 def _too_many_failures(what: str, reasons: Counter[str], rate: float) -> ResumableFailure:
-    reason, count = reasons.most_common(1)[0]
     return ResumableFailure(
-        f"{reasons.total()} of {what} got no verdict ({count} times: {reason.rstrip('.')}),"
-        f" more than [reward] max_failure_rate = {rate:g} allows. Fix the reward."
+        f"{reasons.total()} of {what} got no verdict {_usual(reasons)}, more than [reward]"
+        f" max_failure_rate = {rate:g} allows. Fix the reward."
     )
+
+
+def _usual(reasons: Counter[str]) -> str:
+    """Return the most frequent reason, in parentheses."""
+    reason, count = reasons.most_common(1)[0]
+    return f"({count} times: {reason.rstrip('.')})"
 
 
 # -- scores ----------------------------------------------------------------------------------------

@@ -505,7 +505,8 @@ class Session:
     def finish(self) -> RunSummary:
         """Write the last adapter and the summary, and print the last lines."""
         training, state = self.config.training, self.state
-        self.parts.guard.check_end()
+        if unjudged := self.parts.guard.check_end():
+            self.tracker.message(unjudged)
         if self.world.is_rank_zero:
             self.saver.store.save_final(state, self.parts.backend.save_adapter)
         (stage, step), planned = state.place, training.max_steps
