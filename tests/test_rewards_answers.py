@@ -83,6 +83,7 @@ TWINS = [
     (r"\text{least common multiple}: 5", "5", True),
     (r"\text{The answer is not}: 5", "5", False),
     (r"\text{boys with no pets}: 5", "5", True),
+    (r"\text{no way}: 5", "5", False),
     (r"5\text{ six}", "5", False),
     ("5 (six)", "5", False),
     ("5 (five)", "5", True),
@@ -128,6 +129,7 @@ TWINS = [
     (r"|x|\ge3", r"[3,\infty)", False),
     (r"|x|\le a", "[-a,a]", True),
     ("|x|<3", "[-3,3]", False),
+    ("3>|x|", "(-3,3)", True),
     ("2|x|<6", "(-6,6)", False),
     ("|z|<1", "(-1,1)", False),
     ("3", r"x \ge 3", False),
@@ -155,6 +157,7 @@ TWINS = [
     ("1,000", "1000", True),
     # A plus is silent only where a value begins.
     ("|-5|+1", "6", True),
+    ("||3|-5|", "2", True),
     ("3|x-1|", "|x-1|+3", False),
     ("x^*1", "x^*+1", False),
     # Numbers of a date or a range are no arithmetic.
@@ -172,6 +175,8 @@ TWINS = [
     (r"\frac23\approx0.66", r"\frac23", True),
     (r"\frac12\approx0.5\approx0.9", r"\frac12", False),
     (r"\frac12\simeq0.9\simeq0.5", r"\frac12", False),
+    (r"x^2\simeq4", "x^2", False),
+    ("x", r"x\simeq3.14", False),
     (r"x=\frac{2}{21}\approx1.23", r"\frac{2}{21}", False),
     (r"-\frac18≈-0.13", r"-\frac18", True),
     (r"\pi\approx5.5", r"\pi", False),

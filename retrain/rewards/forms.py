@@ -46,6 +46,7 @@ _ALL_BUT = re.compile(
 _REAL = re.compile(
     rf"{SYMBOL}\\in\s*\\mathbb\{{R\}}[,;]\s*(?={SYMBOL}\s*(?:[<>]|\\[lgn]e))"
 )  # `x\in\mathbb{R},x>3` is `x>3`.
+_BEHIND = re.compile(r"^([^-+,;<>|]+)(<|>|\\[lg]e) ?(\|[a-vxy]\|)$")
 _INSIDE = re.compile(r"^\|([a-vxy])\|(<|\\le) ?([^-+,;<>|]+)$")
 _OUTSIDE = re.compile(r"^\|([a-vxy])\|(>|\\ge) ?([^-+,;<>|]+)$")
 """`|x|<3` and `|x|>3`. The letters z and w often are complex numbers."""
@@ -80,7 +81,8 @@ def read(text: str) -> Form:
     if congruence := _CONGRUENCE.fullmatch(text):
         left, residues, modulus = congruence.groups()
         return _listed(_congruence(left, each.text, modulus) for each in _items(read(residues)))
-    text = _INSIDE.sub(r"-\3\2 \1\2 \3", _REAL.sub("", text))
+    text = _BEHIND.sub(lambda each: f"{each[3]}{_FLIPPED[each[2]]} {each[1]}", _REAL.sub("", text))
+    text = _INSIDE.sub(r"-\3\2 \1\2 \3", text)
     text = _OUTSIDE.sub(r"\1\2 \3,-\3\2 \1", text)
     pieces = split(text, _SEPARATOR)
     parts = list(filter(None, pieces))

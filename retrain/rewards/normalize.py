@@ -112,6 +112,7 @@ _MARKUP = _rules(
     (r"\\\$", r"\\text{ dollar }"),
     (r"\$|(?<!\\)\\[()\[\]]", ""),
     (rf"\\(?:left|right|middle)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?){_NOT_MORE}", ""),
+    (r"\\simeq(?=\s*-?\.?\d)", r"\\approx"),
     (_ROUNDED, r"\1\\simeq "),
     (_OTHER_NAME, lambda match: f"{_SAME_COMMANDS[match[0]]} "),
     (r"\\(?:[dtc]|nice|s|x)(frac|binom)", r"\\\1"),
@@ -395,7 +396,7 @@ _NUMBERS = _rules(
     ),
     (
         (
-            rf"(?i)^\s*\\text\{{(?![^{{}}]*\b(?:(?!no \w)(?:{DENIALS})\b"
+            rf"(?i)^\s*\\text\{{(?! *(?:the )?no\b|[^{{}}]*\b(?:(?!no \w)(?:{DENIALS})\b"
             r"|(?:but|except|unlike|than|at least|at most|instead of|far from)\}))[^{}]*\}"
             r"\s*:\s*(?=[^\s:])"
         ),
@@ -436,7 +437,10 @@ _SPACES = _rules(
     (r"(?<![a-zA-Z0-9]) | (?![a-zA-Z0-9])", ""),
     (LEADING_PLUS, ""),
     (r"\^\(((?:[^()]|\([^()]*\))*)\)", r"^{\1}"),
-    (r"\|-?(\d+)\|(?=(?:[^|]|\|-?\d+\|)*$)", r"(\1)"),
+    (
+        r"^(?:[^|]|\|-?\d+\|)+$",
+        lambda match: re.sub(r"\|-?(\d+)\|", r"(\1)", match[0]),
+    ),
     # math-verify would add: `3(4)` was 7.
     (
         (
