@@ -195,8 +195,10 @@ def truncate_to_size(path: Path, size: int) -> None:
     with path.open("rb") as file:
         file.seek(size)
         cut = file.read()
+    lines = cut[: cut.rfind(b"\n") + 1]
     earlier = aside.read_bytes() if aside.exists() else b""
-    replace_file(aside, cut[: cut.rfind(b"\n") + 1] + earlier)
+    if not earlier.startswith(lines):  # else a kill came before the truncation
+        replace_file(aside, lines + earlier)
     os.truncate(path, size)
 
 
