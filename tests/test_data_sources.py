@@ -331,6 +331,7 @@ def test_test_files_go_before_validation_files(tmp_path):
 @pytest.mark.parametrize("file", ["project/retrain.toml", "run/config.toml"])
 def test_a_path_stands_relative_to_the_file_and_to_where_its_run_began(tmp_path, monkeypatch, file):
     write_jsonl(tmp_path / "project" / "rows.jsonl", rows(2))
+    write_jsonl(tmp_path / "run" / "rows.jsonl", rows(1))  # a record of the run
     damaged = [None, 3, "\0", "\ud800", "x" * 300, [], str(tmp_path / "gone")]
     folders = {"folders": [*damaged, str(tmp_path / "project")]}
     environment = write_jsonl(tmp_path / "run" / "environment.json", [folders])

@@ -253,10 +253,12 @@ class TrainConfig(AllSections):
                 return [own[1], *folders, own[0]]
         return own
 
-    def find(self, path: str) -> Path:
-        """Return a path in the first of `search_folders` that holds it, else the path itself."""
-        places = (folder / path for folder in self.search_folders)
-        return next(filter(Path.exists, places), Path(path))
+    def find(self, path: str, holds: Callable[[Path], bool] = Path.exists) -> Path:
+        """Return a path in the first of `search_folders` that holds it, else the path itself. The
+        folder of a run comes last, since its records may have the name of data.
+        """
+        folders = sorted(self.search_folders, key=lambda one: (one / "environment.json").exists())
+        return next(filter(holds, (folder / path for folder in folders)), Path(path))
 
     @property
     def origins(self) -> dict[str, str]:

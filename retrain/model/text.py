@@ -73,8 +73,8 @@ def resolve_model(name: str) -> str:
 
 
 def placed(config: "TrainConfig") -> "TrainConfig":
-    """Return `config` with its model, first adapter and teacher in the first of `search_folders`
-    that holds them. Any other name keeps its text, and so does a path in the current folder.
+    """Return `config` with its model, first adapter and teacher where `find` finds them. Any other
+    name keeps its text, and so does a path in the current folder.
     """
     names = {
         "model.model": config.model.model,
@@ -84,8 +84,7 @@ def placed(config: "TrainConfig") -> "TrainConfig":
     changes = {}
     for key, name in names.items():
         if name and name not in (*LAB_MODELS, *TEACHERS):
-            places = [folder / name for folder in config.search_folders]
-            found = next((place for place in places if _holds_model(place)), Path(name))
+            found = config.find(name, _holds_model)
             if found.resolve() != Path(name).resolve():
                 changes[key] = str(found)
     return replaced(config, changes)
