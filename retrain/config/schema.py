@@ -253,12 +253,13 @@ class TrainConfig(AllSections):
                 return [own[1], *folders, own[0]]
         return own
 
-    def find(self, path: str, holds: Callable[[Path], bool] = Path.exists) -> Path:
+    def find(self, path: str, holds: Callable[[Path], bool] | None = None) -> Path:
         """Return a path in the first of `search_folders` that holds it, else the path itself. The
         folder of a run comes last, since its records may have the name of data.
         """
         folders = sorted(self.search_folders, key=lambda one: (one / "environment.json").exists())
-        return next(filter(holds, (folder / path for folder in folders)), Path(path))
+        places = (folder / path for folder in folders)
+        return next(filter(holds or Path.exists, places), Path(path))
 
     @property
     def origins(self) -> dict[str, str]:

@@ -76,13 +76,9 @@ def placed(config: "TrainConfig") -> "TrainConfig":
     """Return `config` with its model, first adapter and teacher where `find` finds them. Any other
     name keeps its text, and so does a path in the current folder.
     """
-    names = {
-        "model.model": config.model.model,
-        "lora.init_from": config.lora.init_from,
-        "algorithm.teacher": config.algorithm.teacher,
-    }
     changes = {}
-    for key, name in names.items():
+    for key in ("model.model", "lora.init_from", "algorithm.teacher"):
+        name = str(config.value(key))
         if name and name not in (*LAB_MODELS, *TEACHERS):
             found = config.find(name, _holds_model)
             if found.resolve() != Path(name).resolve():

@@ -46,9 +46,15 @@ _ALL_BUT = re.compile(
 _REAL = re.compile(
     rf"{SYMBOL}\\in\s*\\mathbb\{{R\}}[,;]\s*(?={SYMBOL}\s*(?:[<>]|\\[lgn]e))"
 )  # `x\in\mathbb{R},x>3` is `x>3`.
-_BEHIND = re.compile(r"^([^-+,;<>|]+)(<|>|\\[lg]e) ?(\|[a-vxy]\|)$")
-_INSIDE = re.compile(r"^\|([a-vxy])\|(<|\\le) ?([^-+,;<>|]+)$")
-_OUTSIDE = re.compile(r"^\|([a-vxy])\|(>|\\ge) ?([^-+,;<>|]+)$")
+_BARS = {
+    re.compile(rf"^{side}$"): written
+    for side, written in (
+        (r"\|([a-vxy])\|(<|\\le) ?([^-+,;<>|]+)", r"-\3\2 \1\2 \3"),
+        (r"\|([a-vxy])\|(>|\\ge) ?([^-+,;<>|]+)", r"\1\2 \3,-\3\2 \1"),
+        (r"([^-+,;<>|]+)(>|\\ge) ?\|([a-vxy])\|", r"\1\2 \3\2 -\1"),
+        (r"([^-+,;<>|]+)(<|\\le) ?\|([a-vxy])\|", r"\1\2 \3,\3\2 -\1"),
+    )
+}
 """`|x|<3` and `|x|>3`. The letters z and w often are complex numbers."""
 _CONGRUENCE = re.compile(r"(.+?)\\equiv((?:(?!\\equiv).)+)\\pmod\{(.+?)\}")
 _MATRIX = re.compile(
@@ -81,9 +87,9 @@ def read(text: str) -> Form:
     if congruence := _CONGRUENCE.fullmatch(text):
         left, residues, modulus = congruence.groups()
         return _listed(_congruence(left, each.text, modulus) for each in _items(read(residues)))
-    text = _BEHIND.sub(lambda each: f"{each[3]}{_FLIPPED[each[2]]} {each[1]}", _REAL.sub("", text))
-    text = _INSIDE.sub(r"-\3\2 \1\2 \3", text)
-    text = _OUTSIDE.sub(r"\1\2 \3,-\3\2 \1", text)
+    text = _REAL.sub("", text)
+    for bars, written in _BARS.items():
+        text = bars.sub(written, text)
     pieces = split(text, _SEPARATOR)
     parts = list(filter(None, pieces))
     if len(parts) > 1:
