@@ -134,8 +134,8 @@ def tool_calls(reply: str) -> list[ToolCall]:
     """Return the calls in the order of the reply. Anything but a JSON object with a name stays
     text.
     """
-    found, end = [], 0
-    for opening in _OPENING.finditer(reply):
+    found, end, last = [], 0, reply.rfind("</tool_call>")
+    for opening in _OPENING.finditer(reply, 0, last):
         if opening.start() < end:  # a text in the call before
             continue
         with suppress(ValueError, RecursionError):
