@@ -4,8 +4,9 @@
 
 All have one adapter, the same ragged completions and advantages, and a sampler whose log-probs are
 up to 0.5 nats off, so that every clip acts. The peers' log-probs come from transformers, one row at
-a time; retrain's learner packs the rows. A case names what differs from its peer's first. `cap` bounds the correction's weights in the
-peers, whose old log-probs are then their own.
+a time; retrain's learner packs the rows. A case names what differs from the first one of its peer. `cap`
+bounds the weights of the correction in the peers, whose old log-probs are then their own. There the
+KL term of TRL has the gradient of k2, and another value.
 """
 
 import argparse
@@ -200,6 +201,7 @@ def main() -> None:
     title = f"The gradient of {len(CASES)} losses, retrain compared with TRL and verl"
     versions = {name: version_of(name) for name in ("trl", "verl", "torch", "transformers")}
     about = f"The lab model, fp32, LoRA r{RANK}, 16 completions of 3 to {TOKENS} tokens."
+    about += " TRL's KL term with `cap` has the gradient of k2, and another value."
     text = [f"{about} {versions_line(versions)}.", table(HEAD, found)]
     publish("agree-lab", title, text, load, arguments.output)
 

@@ -30,7 +30,7 @@ from retrain.config.names import (
     nearest,
 )
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
-from retrain.system import imported, same_folder, toml_value
+from retrain.system import imported, toml_value
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -464,11 +464,10 @@ def restore(where: str, plugin: Any, state: dict[str, Any]) -> None:
 @contextmanager
 def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
     """Run a plugin's code. Whatever it raises becomes `failure`, one sentence that begins with
-    `what`, with the cause attached. The current folder stays as it was.
+    `what`, with the cause attached.
     """
     try:
-        with same_folder():
-            yield
+        yield
     except (RetrainError, KeyboardInterrupt):
         raise
     except Fault as fault:

@@ -14,8 +14,8 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -179,19 +179,6 @@ def unholdable(value: Any, depth: int = 0) -> str:
         if isinstance(item, dict | list | int) and (problem := unholdable(item, depth + 1)):
             return problem
     return ""
-
-
-@contextmanager
-def same_folder() -> Iterator[None]:
-    """Come back to the current folder after code that may leave it. A run's paths are relative."""
-    here = Path()
-    with suppress(OSError):  # the folder is gone
-        here = Path.cwd()
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            os.chdir(here)
 
 
 def imported(path: str) -> Any:

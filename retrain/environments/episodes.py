@@ -262,7 +262,8 @@ class RunningEpisode:
     def _close(self) -> None:
         assert self._live is not None
         # Before it closes, since a pool of the environment may then give it out again.
-        self._host.open.pop(id(self._live.episode), None)
+        if self._host.open.get(id(self._live.episode)) is self:
+            del self._host.open[id(self._live.episode)]
         self._live.episode.close()
 
     def _reset(self) -> Answer:

@@ -32,7 +32,7 @@ from retrain.config import TrainConfig, replaced, unused_keys
 from retrain.config.keys import all_keys
 from retrain.config.schema import Condition, Squeeze
 from retrain.data.mixing import Quota, planned_quotas
-from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
 from retrain.explain.inputs import InputProblems
 from retrain.explain.timing import (
     Schedule,
@@ -376,6 +376,8 @@ def _refused_resume(plan: CampaignPlan | None) -> tuple[str, ...]:
             Manifest.read(plan.folder).resumed_with(plan)
         except ConfigurationError as error:
             return error.problems
+        except RunFailed as error:  # a damaged manifest
+            return (str(error),)
     return ()
 
 

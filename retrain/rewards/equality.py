@@ -22,7 +22,7 @@ from retrain.rewards.quantities import (
 
 Equal = Callable[[str, str], bool]
 r"""Compares two expressions without words, the reference first. `\simeq 0.33` stands for every
-number that it rounds.
+number near it, to its last place.
 """
 
 # -- what strings decide ---------------------------------------------------------------------------

@@ -86,11 +86,14 @@ def _agree(gold: Any, answer: Any) -> bool:
 
 
 def _rounds(exact: list[Any], decimal: str) -> bool:
-    """Return True if the number is nearer to the decimal than one unit of its last place."""
-    if not exact or not isinstance(exact[0], Expr):
+    """Return True if the number is nearer to the decimal than one unit of its last place, or half a
+    unit of a whole number.
+    """
+    if not (exact and isinstance(exact[0], Expr) and exact[0].is_number):
         return False
-    unit = Rational(1, 10 ** len(decimal.partition(".")[2]))
-    return bool(abs(N(exact[0] - Rational(decimal), 30)) < unit)
+    places = len(decimal.partition(".")[2])
+    error = abs(N(exact[0] - Rational(decimal), 30))
+    return bool(error < (Rational(1, 10**places) if places else Rational(1, 2)))
 
 
 def _parse(answer: str) -> list[Any]:

@@ -38,7 +38,6 @@ from retrain.run.gate_samples import (
     long_prompt,
     sampled,
 )
-from retrain.system import same_folder
 from retrain.types import Float32Array, Outcome, Prompt, Row, Score
 
 _LOOKS = 2
@@ -299,8 +298,7 @@ def play_references(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
         asked = [(prompt, list(ask(prompt.example) or ())) for prompt in prompts]
         known = [(prompt, replies) for prompt, replies in asked if replies]
     for prompt, replies in known:
-        with same_folder():
-            score = play(host, prompt.example, replies)
+        score = play(host, prompt.example, replies)
         if score.outcome is not Outcome.RIGHT:
             raise _refused(
                 f"the environment's own solution {replies} of {prompt.prompt_id}",

@@ -27,7 +27,6 @@ from retrain.run.dialogues import (
     Watcher,
     environment_seed,
 )
-from retrain.system import same_folder
 from retrain.types import Group, Int32Array, Prompt, Row
 
 FEW = 4
@@ -132,9 +131,9 @@ class Sampler:
         for attempt in range(plan.redraws + 1):
             # Every rank holds the same `pending`, so all of them leave this loop together.
             own = {slot: pending[slot] for slot in self.world.share(list(pending))}
-            with same_folder():  # an environment may leave it
-                mine = self._draw_once(own, step, plan, attempt * plan.group_size, watcher, rollout)
-            shares = self.world.gather(mine)
+            shares = self.world.gather(
+                self._draw_once(own, step, plan, attempt * plan.group_size, watcher, rollout)
+            )
             fresh = dict(chain.from_iterable(share.items() for share in shares))
             newest |= fresh
             rollout.drawn += [fresh[slot] for slot in sorted(fresh)]

@@ -2,9 +2,11 @@
 `loop.take_step` goes through one step.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -108,6 +110,7 @@ class Session:
         """
         self._gate_repeated = False
         self._began = opened.began
+        self._home = Path.cwd()
 
     # -- the start ---------------------------------------------------------------------------------
 
@@ -140,8 +143,9 @@ class Session:
                     " and rows."
                 )
             with interrupts.at_once() if world.size == 1 else nullcontext():
-                dated = with_prompt_date(opened.config, opened.folder)
+                dated, home = with_prompt_date(opened.config, opened.folder), Path.cwd()
                 loaded = load_parts(dated, opened.state.choices, tracker.message, world)
+                os.chdir(home)
             with closing(loaded) as parts:
                 if world.is_rank_zero:
                     refuse_other_data(opened, parts)
@@ -191,6 +195,7 @@ class Session:
         if not skip_parity:
             self.tracker.message(Doing("Parity gate"))
             result = run_parity_gate(self.config, self.parts, self.state.step)
+            self._come_back()
         # A resumed run keeps the first figure: its max_logprob_diff is a multiple of it.
         if result and self.state.gate_mismatch is None:
             self.state = replace(self.state, gate_mismatch=result.mean_difference)
@@ -204,6 +209,11 @@ class Session:
         self.folder.forget()  # The replaced run stays until the last check has passed.
         take(opened.store.folder, self.folder)
         self.saver.rehearse()
+
+    def _come_back(self) -> None:
+        """Return to the folder of the run's relative paths, which the user's code may have left."""
+        with suppress(OSError):  # The folder is gone.
+            os.chdir(self._home)
 
     def _keep_start(self) -> None:
         """Hold the weights before the first step of reinforcement, if a reference is "start"."""
@@ -281,6 +291,7 @@ class Session:
         same weights as a run without a stop.
         """
         self._stop_together()
+        self._come_back()
         step, backend = self.state.step + 1, self.parts.backend
         self.tracker.message(Doing(f"Step {self.state.step}: learning"))
         backend.engine.sleep()
@@ -366,6 +377,7 @@ class Session:
         """Move the run past a step and write the step down. Raises RunFailed afterwards if the run
         should not go on.
         """
+        self._come_back()
         parts, rollout = self.parts, step.rollout
         seconds = self.world.broadcast(step.clock.total)
         decision = self.pressure.observe(step, seconds) if self.pressure else {}
@@ -459,6 +471,7 @@ class Session:
         name = "supervised step" if stage == "sft" else "step"
         watcher = self._watch(f"Evaluation at {name} {step}", evaluator.completions)
         result, _ = evaluator.run(step, watcher, stage)
+        self._come_back()
         self.tracker.emit(result)
         self.observer.past.add(result)
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
