@@ -296,6 +296,8 @@ def test_what_no_run_could_do_is_said_before_the_first_run(
     monkeypatch.setitem(sys.modules, "tinker", None)
     with pytest.raises(EnvironmentFailure, match="needs the Tinker SDK"):
         checked(replaced(campaign, {"backend.backend": "tinker"}))
+    # The machines of Ray may have other packages.
+    checked(replaced(campaign, {"backend.backend": "tinker", "campaign.launcher": "ray"}))
 
 
 def test_a_margin_within_which_nothing_can_be_called_equivalent_is_said() -> None:

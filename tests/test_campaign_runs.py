@@ -486,7 +486,9 @@ def test_of_two_campaigns_in_one_folder_the_later_one_does_not_replace_the_other
     assert (tmp_path / "c" / "manifest.json").read_text() == "the other's"
 
 
-def test_what_would_change_the_campaign_is_refused_at_resume(sequential: Finished) -> None:
+def test_what_would_change_the_campaign_is_refused_at_resume(
+    sequential: Finished, tmp_path: Path
+) -> None:
     folder, resume = sequential.folder, {"from": str(sequential.folder)}
     assert "lr = 0.5 differs from 0.001" in refused(folder, training={"lr": 0.5}, resume=resume)
     assert "which the file no longer plans" in refused(folder, {"seeds": [1]}, resume=resume)
@@ -495,6 +497,10 @@ def test_what_would_change_the_campaign_is_refused_at_resume(sequential: Finishe
     assert "beta = 0.1 differs from 0.3" in other_beta
     run = {"from": str(folder / "runs" / NAMES[0])}
     assert "name a campaign's folder" in refused(folder, resume=run)
+    shutil.copytree(folder, tmp_path / "c")
+    (tmp_path / "c" / "manifest.json").write_text('{"runs": [{}]}')
+    damaged = explain(planned(tmp_path / "c", resume={"from": str(tmp_path / "c")})).refused
+    assert "manifest.json has" in damaged[0]
 
 
 def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:

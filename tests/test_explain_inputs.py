@@ -16,7 +16,7 @@ from retrain.cli.main import main
 from retrain.config import dump_toml, load_config, replaced
 from retrain.errors import ConfigurationError
 from retrain.explain import explain
-from retrain.model.text import LAB_MODEL, LAB_MODELS
+from retrain.model.text import LAB_MODEL, LAB_MODELS, placed
 from tests.runs import quiet_run, small, small_run
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -149,6 +149,16 @@ def test_a_resume_from_another_folder_finds_its_own_folders_and_explain_agrees(
     assert "lr = 1.0 differs from" in refused[0] and "models/mine" not in str(refused)
     too_few = explain(replaced(config, {"training.max_steps": 1}))
     assert "too small for a run that has taken 2 steps" in str(too_few.refused)
+
+
+def test_a_name_is_a_model_only_where_a_folder_holds_one(tmp_path: Path) -> None:
+    model = tmp_path / "org" / "name"
+    model.mkdir(parents=True)
+    (tmp_path / "a.toml").write_text('[model]\nmodel = "org/name"\n')
+    config = load_config(tmp_path / "a.toml", environ={})
+    assert placed(config).model.model == "org/name"
+    (model / "config.json").touch()
+    assert placed(config).model.model == str(model)
 
 
 @pytest.mark.parametrize("command", ["explain", "audit", "eval"])

@@ -173,6 +173,7 @@ TWINS = [
     # The decimals behind an exact number round it.
     (r"\frac12\approx0.9", r"\frac12", False),
     (r"\frac23\approx0.66", r"\frac23", True),
+    (r"\frac13\approx1", r"\frac13", False),
     (r"\frac12\approx0.5\approx0.9", r"\frac12", False),
     (r"\frac12\simeq0.9\simeq0.5", r"\frac12", False),
     (r"x^2\simeq4", "x^2", False),

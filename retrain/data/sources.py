@@ -52,6 +52,17 @@ class Reason(StrEnum):
     REWRITTEN = "whose earlier turns the chat template writes otherwise later"
 
 
+def has_utf8_form(example: Example) -> bool:
+    """Return True if prompt and reference have a UTF-8 form, which a tokenizer needs. JSON may
+    escape half of a surrogate pair.
+    """
+    try:
+        json.dumps([example.prompt, example.reference], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def dropped_words(count: int, reason: str, first: str) -> str:
     """Return the words of a message: `3 malformed (first: rows.jsonl line 2)`."""
     return f"{count:,} {reason} ({first if count == 1 else f'first: {first}'})"
@@ -72,16 +83,11 @@ class ReadResult:
     """Sentences for the start of the run."""
 
     def keep(self, example: Example, where: str) -> None:
-        """Append an example, unless its text has no UTF-8 form, which a tokenizer needs.
-
-        JSON may escape half of a surrogate pair.
-        """
-        try:
-            json.dumps([example.prompt, example.reference], ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            self.drop(Reason.SURROGATE, where)
-        else:
+        """Append an example, unless its text has no UTF-8 form."""
+        if has_utf8_form(example):
             self.examples.append(example)
+        else:
+            self.drop(Reason.SURROGATE, where)
 
     def drop(self, reason: Reason, where: str) -> None:
         self.dropped[reason] += 1

@@ -2,7 +2,6 @@
 their problems as examples of a run.
 """
 
-import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,11 +9,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from retrain.data.chat import rendering
 from retrain.data.prompts import subset
-from retrain.data.sources import NoHeldOutSplit, ReadResult
+from retrain.data.sources import NoHeldOutSplit, ReadResult, has_utf8_form
 from retrain.environments.base import Environment, Split, is_conversation
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.install import install_hint
@@ -41,7 +41,6 @@ MIN_LIMIT_S = 600.0
 """Minimum limit in seconds for each call of an environment's code, also if `[environment]
 timeout_s` is less: the call may download data.
 """
-_HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 _AGAIN_S = 5.0
 """Seconds until the alarm rings again, for code that catches every exception."""
 
@@ -75,7 +74,7 @@ def load_environment(config: "TrainConfig") -> Environment:
             return built_in
         made: type[Environment] = load_plugin("environment", settings.provider, config)
         environment = made(**settings.args)
-        if not isinstance(environment.max_turns, int):
+        if not isinstance(environment.max_turns, Integral):
             raise TypeError(f"max_turns = {environment.max_turns!r} is not a whole number")
         return environment
 
@@ -144,11 +143,8 @@ def _is_problem(example: object) -> bool:
     if not (isinstance(example, Example) and isinstance(example.reference, str)):
         return False
     prompt = example.prompt
-    if not isinstance(prompt, str):
-        if not (prompt and is_conversation(prompt)):
-            return False
-        prompt = "".join(message["content"] for message in prompt)
-    return not _HALF_A_CHARACTER.search(prompt)
+    has_prompt = isinstance(prompt, str) or bool(prompt and is_conversation(prompt))
+    return has_prompt and has_utf8_form(example)
 
 
 def load_problems(environment: Environment, config: "TrainConfig", split: Split) -> ReadResult:
