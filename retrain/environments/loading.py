@@ -41,7 +41,7 @@ MIN_LIMIT_S = 600.0
 """Minimum limit in seconds for each call of an environment's code, also if `[environment]
 timeout_s` is less: the call may download data.
 """
-_HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _AGAIN_S = 5.0
 """Seconds until the alarm rings again, for code that catches every exception."""
 
@@ -148,7 +148,7 @@ def _is_problem(example: object) -> bool:
         if not (prompt and is_conversation(prompt)):
             return False
         prompt = "".join(message["content"] for message in prompt)
-    return not _HALF_A_CHARACTER.search(prompt)
+    return not _LONE_SURROGATE.search(prompt)
 
 
 def load_problems(environment: Environment, config: "TrainConfig", split: Split) -> ReadResult:
@@ -176,9 +176,9 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
         if not _is_problem(example):
             shown = " ".join(repr(example).split())[:80]
             raise ConfigurationError(
-                f"[environment] {name}: its {split} set holds {shown}, and must hold"
-                " retrain.types.Example with reference and prompt in UTF-8 text, or messages {role,"
-                " content}."
+                f"[environment] {name}: its {split} set holds {shown}. It must hold"
+                " retrain.types.Example. Reference and prompt are UTF-8 text; a prompt may also be"
+                " messages {role, content}."
             )
     # Number them before the cut, so that ids do not depend on max_examples.
     named = [
