@@ -5,9 +5,8 @@
 All get the same adapter, completions of different lengths, and advantages. The sampler's log-probs
 are up to 0.5 nats off, so that every clip acts. The peers take log-probs from transformers, one row
 at a time; retrain's learner packs the rows. A case names what differs from the first case of its
-peer. With `cap`, a peer weights tokens by its log-probs against the sampler's, at most `cap`, and
-takes its own log-probs as the old ones. In that case TRL's KL term has the gradient of k2, but
-another value.
+peer. With `cap`, the old log-probs of a peer are its own, and its weights are at most `cap`.
+TRL's KL term then has the gradient of k2, but another value.
 """
 
 import argparse

@@ -67,7 +67,7 @@ translate the values by the tables below.
 | verl `seq-mean-token-mean` | `[loss] aggregation = "sequence_mean"` |
 | verl `token-mean` | `[loss] aggregation = "token_mean"` |
 | verl `seq-mean-token-sum-norm` | `[loss] aggregation = "constant"` |
-| TRL `beta` | `[loss] kl_coef` with `kl_estimator = "k2"`, which has the same gradient on policy |
+| TRL `beta` | `[loss] kl_coef`, `kl_estimator = "k2"`, with the same gradient on policy |
 | verl `kl_loss_type = "low_var_kl"` | `[loss] kl_estimator = "k3"` |
 | TRL `importance_sampling_level = "sequence"` | `[loss] mode = "gspo"` |
 | TRL `vllm_importance_sampling_correction`, verl `rollout_is` | `[loss] correction`, such as `"tis"`, with `old_logprobs = "recomputed"` |

@@ -47,7 +47,7 @@ CAUSES: list[tuple[str, dict[str, Any]]] = [
     ("all 24 completions were cut at [training] max_tokens and 0 of 24", {FOUND: 0.0, CUT: 1.0}),
     (r"completions are wrong (12 of 24 completions hold \boxed{}); use easier", {FOUND: 0.5}),
     ("all 24 completions are wrong; use easier", {"reward_std": 0.1, "mean_reward": 0.2}),
-    ("all 24 completions were cut at [training] max_tokens; raise max_tokens", {CUT: 1.0}),
+    ("all 24 completions were cut at [training] max_tokens; raise it", {CUT: 1.0}),
     ("all 24 completions have the reward 0.3; `retrain audit` shows", {"mean_reward": 0.3}),
     ("all 24 completions have the reward 0; `retrain audit` shows", {}),
     (
@@ -82,7 +82,7 @@ def test_the_line_names_the_cause_that_the_records_show(words: str, values: dict
 def test_a_dialogue_may_be_cut_by_the_models_context_too() -> None:
     config = small(Path("run"), environment={"provider": "a.B"})
     line = untrained_line(Streak.of([step(**{CUT: 1.0})] * 3), config)
-    assert "max_tokens or the end of the model's context; raise max_tokens" in line
+    assert "max_tokens or the end of the model's context; raise it" in line
 
 
 @pytest.mark.parametrize(("mode", "label"), [("none", "mine"), ("grpo", "none+mine")])

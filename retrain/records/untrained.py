@@ -150,8 +150,7 @@ def _cause(newest: StepRecord, streak: Streak, config: TrainConfig, known: str) 
         also = f" and {boxed}" if boxed else ""
         if config.environment.provider:
             also = " or the end of the model's context"
-        where = f"[training] max_tokens{also}"
-        return f"all {total:,} completions were cut at {where}; raise max_tokens"
+        return f"all {total:,} completions were cut at [training] max_tokens{also}; raise it"
     if 0 < sums["groups_identical"] == groups:
         return (
             "the completions of each group are the same, token by token; check that the engine"
