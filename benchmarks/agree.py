@@ -1,12 +1,12 @@
-"""The gradient of retrain's losses, compared with TRL's and verl's own loss functions.
+"""The gradients of retrain's losses, compared with the loss functions of TRL and verl.
 
     .venv-peers/bin/python benchmarks/agree.py
 
-All have one adapter, the same ragged completions and advantages, and a sampler whose log-probs are
-up to 0.5 nats off, so that every clip acts. The peers' log-probs come from transformers, one row at
-a time; retrain's learner packs the rows. A case names what differs from the first one of its peer. `cap`
-bounds the weights of the correction in the peers, whose old log-probs are then their own. There the
-KL term of TRL has the gradient of k2, and another value.
+All get the same adapter, completions of different lengths, and advantages. The sampler's log-probs
+are up to 0.5 nats off, so that every clip acts. The peers take log-probs from transformers, one row
+at a time; retrain's learner packs the rows. A case names what differs from the first case of its
+peer. With `cap`, the old log-probs of a peer are its own, and its weights are at most `cap`.
+TRL's KL term then has the gradient of k2, but another value.
 """
 
 import argparse
@@ -85,8 +85,8 @@ CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("verl", VERL_ROWS | {"loss": "sapo"}, SAPO),
     ("verl", VERL_DPPO | {"clip_ratio_c": 1.5}, DPPO),
 )
-"""A peer, and the same loss in its settings and in `[loss]`; without the first case of a peer, only
-what differs from it."""
+"""A peer, its settings, and the same loss as `[loss]`. The first case of a peer has all settings,
+and the later cases have what differs from it."""
 HEAD = ("peer", "its settings", "`[loss]`", "loss difference", "gradient error")
 
 
@@ -137,7 +137,7 @@ def verl_loss(batch: dict[str, Tensor], given: dict[str, Any]) -> Tensor:
 
 
 class Peers:
-    """The adapter's model, as transformers computes it for each row alone."""
+    """The model with the adapter, which transformers computes one row at a time."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.rows, self.sampler = rows_of(settings), load_file(settings["logprobs"])
@@ -145,7 +145,7 @@ class Peers:
         self.model = PeftModel.from_pretrained(base, settings["adapter"], is_trainable=True).eval()
 
     def logprobs(self) -> list[Tensor]:
-        """Return [B, T] the log-probs of the completions' tokens, and the entropies."""
+        """Return the log-probs [B, T] of the completions' tokens, and the entropies [B, T]."""
         found = []
         for number, completion in enumerate(self.rows.completions):
             prompt = self.rows.prompt_of(number)
@@ -201,7 +201,7 @@ def main() -> None:
     title = f"The gradient of {len(CASES)} losses, retrain compared with TRL and verl"
     versions = {name: version_of(name) for name in ("trl", "verl", "torch", "transformers")}
     about = f"The lab model, fp32, LoRA r{RANK}, 16 completions of 3 to {TOKENS} tokens."
-    about += " TRL's KL term with `cap` has the gradient of k2, and another value."
+    about += " With `cap`, TRL's KL term has the gradient of k2, but another value."
     text = [f"{about} {versions_line(versions)}.", table(HEAD, found)]
     publish("agree-lab", title, text, load, arguments.output)
 

@@ -4,10 +4,10 @@
 
 One pass is all forward and backward passes of a step and the optimizer's update, at learning rate
 0. The first pass warms up, and the best of the others counts. Memory is resident memory: before the
-first pass (libraries, weights, adapter), and its peak during the passes. Both leave out the
-processes that share the rows of a small model. Loss and gradient over all adapter parameters are
-compared with each row alone through peft and transformers, in fp32 and in float64; the latter shows
-how much of the difference is rounding.
+first pass (libraries, weights, adapter), and its peak during the passes. Neither counts
+the processes that share the rows of a small model. The reference for loss and gradient is each row
+alone through peft and transformers, in fp32 and in float64. The float64 one shows how much of the
+difference is rounding.
 """
 
 import argparse

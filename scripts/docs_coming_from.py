@@ -38,7 +38,7 @@ mode = "ppo"
 clip_low = 0.2
 clip_high = 0.2
 kl_coef = 0.01
-# TRL's term, on policy. The term of verl's low_var_kl is "k3".
+# "k2" has the gradient of TRL's KL term on policy. For verl's low_var_kl write "k3".
 kl_estimator = "k2"
 max_grad_norm = 1.0
 ```
@@ -67,7 +67,7 @@ translate the values by the tables below.
 | verl `seq-mean-token-mean` | `[loss] aggregation = "sequence_mean"` |
 | verl `token-mean` | `[loss] aggregation = "token_mean"` |
 | verl `seq-mean-token-sum-norm` | `[loss] aggregation = "constant"` |
-| TRL `beta` | `[loss] kl_coef` with `kl_estimator = "k2"`: the same gradient on policy |
+| TRL `beta` | `[loss] kl_coef`, `kl_estimator = "k2"`, with the same gradient on policy |
 | verl `kl_loss_type = "low_var_kl"` | `[loss] kl_estimator = "k3"` |
 | TRL `importance_sampling_level = "sequence"` | `[loss] mode = "gspo"` |
 | TRL `vllm_importance_sampling_correction`, verl `rollout_is` | `[loss] correction`, such as `"tis"`, with `old_logprobs = "recomputed"` |

@@ -554,7 +554,7 @@ def test_the_default_evaluation_is_left_out_where_nothing_is_held_out(tmp_path: 
     for data, place in ((own, f"source = '{problems}'"), ({"mix": [own]}, "mix")):
         plan = plan_campaign(config_from_mapping(sections(tmp_path) | {"data": data}), tmp_path)
         checked = check(plan)
-        line = f"No held-out evaluation at the end: [data] {place} holds nothing out."
+        line = f"The runs end without a held-out evaluation: [data] {place} holds nothing out."
         assert line in checked.lines
         after = evaluated_where_possible(plan, checked).runs
         assert not any(run.config.evaluation.asked_for for run in after)

@@ -429,7 +429,7 @@ def test_an_episode_serves_one_dialogue_at_a_time() -> None:
     first = host.begin(Example("?", "fine"), 0)
     assert isinstance(first.answer(lambda: None), Observation)
     second = host.begin(Example("?", "fine"), 0).answer(lambda: None)
-    assert isinstance(second, Score) and "an Episode that is still open" in second.reason
+    assert isinstance(second, Score) and "an open Episode" in second.reason
     first.end()
     assert isinstance(first.answer(lambda: None), Score)
     assert play(host, Example("?", "fine"), ["a"]).outcome is Outcome.RIGHT
@@ -671,15 +671,15 @@ LAB_GAME = "retrain.environments.lab.NumberGuessing"
         ({"provider": LAB_GAME, "args": {"smallest": 3}}, "failed with TypeError"),
         (
             own("WrongProblems", args={"problem": {"prompt": "?"}}),
-            r"train set holds \{'prompt': '\?'\}, and must hold",
+            r"train set holds \{'prompt': '\?'\}\. It must hold",
         ),
         (
             own("WrongProblems", args={"problem": [5]}),
             r"train set holds Example\(prompt=\[5\]",
         ),
         (own("WrongProblems", args={"problem": []}), r"train set holds Example\(prompt=\[\]"),
-        (own("WrongProblems", args={"problem": "half"}), "in UTF-8 text"),
-        (own("WrongProblems", args={"problem": "number"}), "with reference and prompt"),
+        (own("WrongProblems", args={"problem": "half"}), "are UTF-8 text"),
+        (own("WrongProblems", args={"problem": "number"}), "are UTF-8 text"),
         (
             own("WrongProblems", args={"problem": [], "max_turns": "3"}),
             "max_turns = '3' is not a whole number",

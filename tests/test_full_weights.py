@@ -338,7 +338,7 @@ def test_explain_tells_the_disk_of_the_checkpoints_and_where_it_lacks_room(
     training = {"save_every": 2, "max_steps": 9, **keep}
     config = small(tmp_path / "not/yet", model=FULL, training=training, sft={"steps": sft})
     memory = predict_memory(config)
-    told = f"Checkpoints take 9.4 MiB each, up to {most} of them, on"
+    told = f"Each checkpoint takes 9.4 MiB, up to {most} at a time, on"
     assert memory.disk_line().startswith(told)
     assert "lower" not in memory.disk_line()
     assert any(line.startswith(told) for line in explain(config).warnings)

@@ -162,7 +162,7 @@ def _finite_terms(function: OwnFunction, batch: Batch) -> Tensor:
         if tensor._version != versions[name]:
             raise Fault(f"changes tokens.{name} in place; make a new tensor")
     if batch.new.grad is not None:
-        raise Fault("calls backward() itself; return the terms, and retrain does")
+        raise Fault("calls backward() itself; return the terms, and retrain calls it")
     for place in torch.nonzero(~torch.isfinite(values)).flatten().tolist():
         given = ", ".join(
             f"{name} = {getattr(batch.tokens, name)[place].item():.3g}"

@@ -256,7 +256,7 @@ def check(plan: CampaignPlan) -> Findings:
         if plan.settings.launcher != "ray":  # Its machines may have other packages.
             check_packages(run.config)
     lacking, (problems, held_out), differ = _held_out_of(plan)
-    missing = "No held-out evaluation at the end: {} holds nothing out."
+    missing = "The runs end without a held-out evaluation: {} holds nothing out."
     lines += [
         *condition_notes(plan),
         *map(missing.format, dict.fromkeys(lacking.values())),

@@ -20,7 +20,7 @@ _OWN = ("name", "weight", "reward", "environment")
 _OF_THE_RUN = ("mix", "sampler", "sampler_params", "chat_template_args")
 """Keys of [data] that hold for all sources."""
 _KEYS = (*_OWN, *(name for name in Data.model_fields if name not in _OF_THE_RUN))
-_BESIDE = ("data.source", "data.path", "data.params", "environment.provider")
+_ONE_SOURCE = ("data.source", "data.path", "data.params", "environment.provider")
 """Keys that name one source for the whole run."""
 
 
@@ -45,7 +45,7 @@ def over_base(sets: Json) -> Json:
 
 
 def _no_source() -> Json:
-    return {path: keys_by_path()[path].default for path in _BESIDE}
+    return {path: keys_by_path()[path].default for path in _ONE_SOURCE}
 
 
 def changes(table: Mapping[str, Any]) -> Json:

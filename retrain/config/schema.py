@@ -237,8 +237,8 @@ class TrainConfig(AllSections):
 
     @property
     def search_folders(self) -> list[Path]:
-        """The folders of relative paths and plugins, the first one first. They are the
-        configuration's own folders. If its file lies in the folder of a run, the folders in which
+        """The folders in which retrain looks for relative paths and plugins, in this order. They
+        are `own_folders`. If its file lies in the folder of a run, the folders in which
         the run began come before the current folder.
         """
         own = self.own_folders

@@ -19,7 +19,7 @@ from retrain.types import ChatMessage, Example
 from retrain.web import EventLoop
 
 _OPENING, _CLOSING = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\s*</tool_call>")
-"""Around the form that Qwen and Hermes models write: `{"name": ..., "arguments": ...}`."""
+"""The tags that Qwen and Hermes models write around `{"name": ..., "arguments": ...}`."""
 _JSON = json.JSONDecoder()
 
 
@@ -136,7 +136,7 @@ def tool_calls(reply: str) -> list[ToolCall]:
     """
     found, end, last = [], 0, reply.rfind("</tool_call>")
     for opening in _OPENING.finditer(reply, 0, last):
-        if opening.start() < end:  # a text in the call before
+        if opening.start() < end:  # inside the call before
             continue
         with suppress(ValueError, RecursionError):
             call, stop = _JSON.raw_decode(reply, opening.end())

@@ -261,7 +261,7 @@ class RunningEpisode:
 
     def _close(self) -> None:
         assert self._live is not None
-        # Before it closes, since a pool of the environment may then give it out again.
+        # Forget it before it closes: a pool may then give it out again.
         if self._host.open.get(id(self._live.episode)) is self:
             del self._host.open[id(self._live.episode)]
         self._live.episode.close()
@@ -273,7 +273,7 @@ class RunningEpisode:
                 f"episode returned {type(episode).__name__}, and must return an Episode"
             )
         if self._host.open.setdefault(id(episode), self) is not self:
-            raise RuntimeError("episode returned an Episode that is still open, and must make one")
+            raise RuntimeError("episode returned an open Episode, and must return a new one")
         self._live = _OpenEpisode(episode)
         opening = episode.reset(self._example, self._seed)
         if opening is None:

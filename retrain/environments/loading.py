@@ -172,9 +172,9 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
         if not _is_problem(example):
             shown = " ".join(repr(example).split())[:80]
             raise ConfigurationError(
-                f"[environment] {name}: its {split} set holds {shown}, and must hold"
-                " retrain.types.Example with reference and prompt in UTF-8 text, or messages {role,"
-                " content}."
+                f"[environment] {name}: its {split} set holds {shown}. It must hold"
+                " retrain.types.Example. Reference and prompt are UTF-8 text; a prompt may also be"
+                " messages {role, content}."
             )
     # Number them before the cut, so that ids do not depend on max_examples.
     named = [

@@ -265,7 +265,7 @@ class Memory:
         each, free = CHECKPOINT_BYTES * self.size.num_trainable, disk_usage(there).free
         advice = ": lower [training] keep_checkpoints, or set [backend] adapter_path"
         return (
-            f"Checkpoints take {byte_words(each)} each, up to {most} of them, on the disk of"
+            f"Each checkpoint takes {byte_words(each)}, up to {most} at a time, on the disk of"
             f" {folder}, which has {byte_words(free)} free{advice * (most * each > free)}."
         )
 

@@ -187,7 +187,7 @@ def aside_of(path: Path) -> Path:
 
 def truncate_to_size(path: Path, size: int) -> None:
     """Keep the first `size` bytes, and set the other lines aside: a resumed run is about to make
-    their steps again. Lines that an earlier resume cut stay, behind these.
+    their steps again. The lines that an earlier resume cut follow them.
     """
     if not path.is_file() or path.stat().st_size <= size:
         return

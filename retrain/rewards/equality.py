@@ -21,8 +21,8 @@ from retrain.rewards.quantities import (
 )
 
 Equal = Callable[[str, str], bool]
-r"""Compares two expressions without words, the reference first. `\simeq 0.33` stands for every
-number near it, to its last place.
+r"""Compares two expressions without words, the reference first. `\simeq 0.33` equals every
+number less than one unit of its last place away.
 """
 
 # -- what strings decide ---------------------------------------------------------------------------

@@ -89,8 +89,8 @@ class FailureGuard:
         usual = _usual(reasons)
         if self._max_failure_rate < 1 and reasons.total() == total:
             raise RunFailed(
-                f"None of the last {total} completions got a verdict {usual}; fix the reward and"
-                " start again."
+                f"The last {total} completions got no verdict {usual}; fix the reward and start"
+                " again."
             )
         return f"{reasons.total()} of the last {total} completions got no verdict {usual}."
 

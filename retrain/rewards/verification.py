@@ -86,8 +86,8 @@ def _agree(gold: Any, answer: Any) -> bool:
 
 
 def _rounds(exact: list[Any], decimal: str) -> bool:
-    """Return True if the number is nearer to the decimal than one unit of its last place, or half a
-    unit of a whole number.
+    """Return True if the number is less than one unit of the decimal's last place away. Without
+    decimal places, the limit is half a unit.
     """
     if not (exact and isinstance(exact[0], Expr) and exact[0].is_number):
         return False
