@@ -435,6 +435,41 @@ def test_an_episode_serves_one_dialogue_at_a_time() -> None:
     assert play(host, Example("?", "fine"), ["a"]).outcome is Outcome.RIGHT
 
 
+def test_an_episode_that_hung_closes_once_though_a_pool_gives_it_out_again() -> None:
+    pool = Pool()
+    host = host_of(pool)
+    assert play(host, Example("?", "late"), ["a"]).outcome is Outcome.COULD_NOT_JUDGE
+    while not pool.free:
+        time.sleep(0.01)
+    again = host.begin(Example("?", "fine"), 0)
+    assert isinstance(again.answer(lambda: None), Observation) and not pool.free
+    time.sleep(0.8)  # The late reply of the first dialogue comes to its end.
+    assert not pool.free
+    again.end()
+    assert isinstance(again.answer(lambda: None), Score) and len(pool.free) == 1
+
+
+class Pool(Misbehaving):
+    """Gives a closed episode out again."""
+
+    def __init__(self) -> None:
+        self.free: list[Episode] = []
+
+    def episode(self) -> Episode:
+        return self.free.pop() if self.free else Pooled(self)
+
+
+class Pooled(Misbehaves):
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+
+    def step(self, reply: str) -> None:
+        time.sleep(0.8)
+
+    def close(self) -> None:
+        self.pool.free.append(self)
+
+
 class Shared(Misbehaving):
     """Makes one episode for all dialogues."""
 

@@ -261,10 +261,10 @@ class RunningEpisode:
 
     def _close(self) -> None:
         assert self._live is not None
-        # Forget it before it closes: a pool may then give it out again.
+        # Close it once. Forget it before: a pool of the environment may then give it out again.
         if self._host.open.get(id(self._live.episode)) is self:
             del self._host.open[id(self._live.episode)]
-        self._live.episode.close()
+            self._live.episode.close()
 
     def _reset(self) -> Answer:
         episode = self._host.environment.episode()

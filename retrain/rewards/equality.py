@@ -62,6 +62,9 @@ def _undecided(_gold: str, _answer: str) -> bool:
 
 # -- structures ------------------------------------------------------------------------------------
 
+_COMBINATIONS = re.compile(
+    r"((?<=[\d)}]))?(?<![\\a-zA-Z])C\((\d+),(\d+)\)((?=[\d(]|\\(?:frac|binom)))?"
+)
 _ROUNDED = re.compile(r"\\simeq ?(-?\d+(?:\.\d+)?)(?=$|\\text)")
 
 
@@ -71,6 +74,8 @@ def same_answer(gold: str, answer: str, equal: Equal) -> bool:
         return False
     if gold == answer:
         return True
+    if "C(" not in gold:  # In a reference it may be a point.
+        answer = _COMBINATIONS.sub(_binomial, answer)
     theirs, ours = (read(_ROUNDED.sub("", side)) for side in (gold, answer))
     if {theirs.kind, ours.kind} == {"set", "value"}:  # `\{5\}` for 5
         theirs, ours = (form.items[0] if len(form.items) == 1 else form for form in (theirs, ours))
@@ -78,6 +83,11 @@ def same_answer(gold: str, answer: str, equal: Equal) -> bool:
     return _same(theirs, ours, equal) and (
         not decimals or equal(split(exact, _EQUALS)[-1], rf"\simeq {decimals[0]}")
     )
+
+
+def _binomial(choice: re.Match[str]) -> str:
+    before, after = (r"\cdot" * (choice[group] is not None) for group in (1, 4))
+    return rf"{before}\binom{{{choice[2]}}}{{{choice[3]}}}{after}"
 
 
 def _same(gold: Form, answer: Form, equal: Equal) -> bool:
